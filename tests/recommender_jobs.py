@@ -15,7 +15,7 @@ from stretto.recommender.clicks.batch import ClickBatch
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements, TablePlacement, TableSpec, physical_tables
 from stretto.recommender.tables.jagged import Jagged
-from stretto.recommender.train.clicks import own_part
+from stretto.recommender.train.clicks import rank_slice
 from stretto.recommender.train.engine import Recommender
 
 ROWS = (7, 40, 13, 100, 5)
@@ -130,7 +130,7 @@ def run(job: Job) -> Outcome:
     placements = placements_of(job, physical_tables(tables), world)
     folder = Path(job.folder) if job.folder else None
     recommender = Recommender.build(config, tables, placements, record=job.record, folder=folder)
-    batches = [batch_of(job, step).part(*own_part(SAMPLES, rank, world)) for step in range(job.steps)]
+    batches = [batch_of(job, step).part(*rank_slice(SAMPLES, rank, world)) for step in range(job.steps)]
     losses, norms = list[float](), list[float | None]()
     for at, batch in enumerate(batches):
         result = recommender.step(batch, batches[at + 1] if at + 1 < job.steps else None)

@@ -73,7 +73,7 @@ def test_all_placements_are_offered(
     """Prove every twentieth case only."""
     whole = verify_job.verify
 
-    def some(proposal: verify_job.Proposal, *rest: object, **more: object) -> object:
+    def some(proposal: verify_job.VerifyJob, *rest: object, **more: object) -> object:
         proposal.cases = proposal.cases[::60]
         return whole(proposal, *rest, **more)  # pyright: ignore
 
@@ -86,7 +86,7 @@ def test_all_placements_are_offered(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "words"),
     [
         (["--ranks", "2"], "--ranks 2 goes with --layouts all"),
         (["tables.placement=colum"], "tables.placement is colum"),
@@ -94,7 +94,7 @@ def test_all_placements_are_offered(
     ],
 )
 def test_bad_input_ends_with_2(
-    config: str, arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]
+    config: str, arguments: list[str], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["verify", config, *arguments]) == 2
-    assert said in capfd.readouterr().err
+    assert words in capfd.readouterr().err

@@ -159,16 +159,16 @@ def _prove_placements(
 ) -> _Proof:
     """Prove placements of a recommender's tables."""
     from stretto.recommender.config.check import check
-    from stretto.recommender.verify.job import STEPS, Proposal, verify
+    from stretto.recommender.verify.job import STEPS, VerifyJob, verify
     from stretto.run.launch.local import check_ranks
 
     check(config)
     if layouts in _ALL:
         world = ranks or config.layout.ranks
         check_ranks(world)
-        proposal = Proposal.every(config, world, whole=layouts == "product")
+        proposal = VerifyJob.all_cases(config, world, whole=layouts == "product")
     else:
-        proposal = Proposal.own(config, None if layouts is None else Path(layouts), quiet)
+        proposal = VerifyJob.configured(config, None if layouts is None else Path(layouts), quiet)
     steps = steps or STEPS
     return steps, verify(proposal, steps, quiet=quiet), proposal.impossible
 

@@ -21,7 +21,7 @@ from stretto.recommender.clicks.synthetic.files import write
 from stretto.recommender.clicks.synthetic.log import ClickFeature, SyntheticClicks, SyntheticSpec
 from stretto.recommender.placement import TablePlacement
 from stretto.recommender.planner.placement_file import read_placements
-from stretto.recommender.train.clicks import check_held_out, open_clicks, own_part, prepare_clicks, spec_of
+from stretto.recommender.train.clicks import check_held_out, open_clicks, prepare_clicks, rank_slice, spec_of
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.evaluate import Evaluation
 from stretto.recommender.train.placement import file_text, from_json, place, to_json
@@ -31,7 +31,7 @@ from stretto.run.train.metrics import Metrics, read_lines
 
 @given(st.integers(0, 1000), st.integers(1, 40))
 def test_parts_tile_a_batch_as_evenly_as_they_go(count: int, world: int) -> None:
-    parts = [own_part(count, rank, world) for rank in range(world)]
+    parts = [rank_slice(count, rank, world) for rank in range(world)]
     assert [i for start, stop in parts for i in range(start, stop)] == list(range(count))
     sizes = [stop - start for start, stop in parts]
     assert max(sizes) - min(sizes) <= 1

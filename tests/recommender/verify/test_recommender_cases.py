@@ -13,9 +13,9 @@ from stretto.recommender.config.load import parse_config
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements, check_placements, physical_tables
 from stretto.recommender.planner.uniform import uniform
-from stretto.recommender.verify.cases import Case, cases_from_file, own_case
-from stretto.recommender.verify.every import Every, draw, small
-from stretto.recommender.verify.job import Proposal, verify
+from stretto.recommender.verify.cases import Case, cases_from_file, configured_case
+from stretto.recommender.verify.every import AllCases, draw, small
+from stretto.recommender.verify.job import VerifyJob, verify
 
 _JOB = """
 model: {family: dlrm, bottom: [8, 4], top: [4, 1], rows: [10, 20]}
@@ -34,7 +34,7 @@ def job(*overrides: str) -> RecommenderConfig:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_value_meets_every_placement_and_every_optimiser(ranks: int) -> None:
-    cases = Every(small(job(), ranks).table_specs(), ranks).cases
+    cases = AllCases(small(job(), ranks).table_specs(), ranks).cases
     names = {case.name for case in cases}
     assert {"table", "column", "row", "data", "row cpu", "column disk", "mix 1"} <= names
     assert ("table-row" in names) == (ranks == 4)
@@ -53,13 +53,13 @@ def test_all_of_them_are_placements_of_all_tables(ranks: int) -> None:
     tables = small(job(), ranks).table_specs()
     assert {table.ids for table in tables} == {"modulo", "quotient-remainder", "hash"}
     assert {table.pooling for table in tables} == {"sum", "mean"}
-    for _, placements in Every(tables, ranks).placements():
+    for _, placements in AllCases(tables, ranks).placements():
         check_placements(physical_tables(tables), placements, ranks)
 
 
 def test_the_product_has_each_with_each() -> None:
     tables = small(job(), 2).table_specs()
-    assert len(Every(tables, 2, whole=True).cases) == 24 * len(Every(tables, 2).cases)
+    assert len(AllCases(tables, 2, whole=True).cases) == 24 * len(AllCases(tables, 2).cases)
 
 
 def test_small_keeps_rates_and_makes_a_batch_that_ranks_do_not_divide() -> None:
@@ -73,15 +73,15 @@ def test_small_keeps_rates_and_makes_a_batch_that_ranks_do_not_divide() -> None:
 def test_more_memory_than_there_is_is_refused() -> None:
     config = job("model.rows=[2000000000]")
     tables = config.table_specs()
-    own = own_case(config, tables, uniform(tables, "row", 2))
+    own = configured_case(config, tables, uniform(tables, "row", 2))
     with pytest.raises(StrettoError, match=r"proving tables of 59\.6 GiB in float64 on 2 ranks takes about"):
-        verify(Proposal(config, tables, [own]))
+        verify(VerifyJob(config, tables, [own]))
 
 
 def own_of(config: RecommenderConfig) -> tuple[Any, Case]:
     tables = config.table_specs()
     placements: Placements = uniform(physical_tables(tables), "row", 2)
-    return tables, own_case(config, tables, placements)
+    return tables, configured_case(config, tables, placements)
 
 
 def read(tmp_path: Path, text: str) -> list[Case]:
@@ -103,14 +103,17 @@ def test_a_file_changes_what_it_says_and_nothing_else(tmp_path: Path) -> None:
     assert str(own) == "row adagrad+adamw dot data overlap clip=2"
     assert (first.name, first.rule, first.clip, first.samples) == ("row", "lazy_adam", None, "ragged")
     assert first.placements == own.placements
-    assert second.described == {"C1": "column on 0 cpu", "C2": "column on 1 cpu"}  # too narrow for parts
+    assert second.placement_words == {
+        "C1": "column on 0 cpu",
+        "C2": "column on 1 cpu",
+    }  # too narrow for parts
     assert (second.name, second.rule) == ("column cpu", "adagrad")
-    assert third.described == {"C1": "data", "C2": "table on 1"}
+    assert third.placement_words == {"C1": "data", "C2": "table on 1"}
     assert str(third) == "case 3 adagrad+lamb dot data clip=2"
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "hint"),
+    ("text", "words", "hint"),
     [
         ("{}", "no list of placements", "write lines such as"),
         ("- row", "case 1 is 'row'", "write lines such as"),
@@ -128,10 +131,10 @@ def test_a_file_changes_what_it_says_and_nothing_else(tmp_path: Path) -> None:
         ("- {a: [", "no YAML", "write lines"),
     ],
 )
-def test_errors_in_a_file_are_named(tmp_path: Path, text: str, said: str, hint: str) -> None:
+def test_errors_in_a_file_are_named(tmp_path: Path, text: str, words: str, hint: str) -> None:
     with pytest.raises(StrettoError) as error:
         read(tmp_path, text)
-    assert said in error.value.message
+    assert words in error.value.message
     assert error.value.hint is not None
     assert hint in error.value.hint
 

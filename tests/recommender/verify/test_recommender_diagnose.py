@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stretto.recommender.verify.diagnose import Seen, Wrong, diagnose
+from stretto.recommender.verify.diagnose import Evidence, WrongShard, diagnose
 from stretto.run.verify.compare import Comparison
 
 _TABLES = ("C1", "C2")
@@ -23,9 +23,9 @@ def compared(ratios: dict[str, float] | None = None, residual: float = 0.0) -> C
     return Comparison(errors, every, left)
 
 
-def seen(**changes: Any) -> Seen:
+def seen(**changes: Any) -> Evidence:
     """Evidence of two ranks where all is equal, but for some of it."""
-    equal = Seen(
+    equal = Evidence(
         ranks=2,
         tables=_TABLES,
         copied=["C2"],
@@ -66,7 +66,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "lost, not summed",
     ),
     (
-        {"gradients": compared({"C1": 0.9}, 0.1), "shards": [Wrong("C1", 1, 2, 1)]},
+        {"gradients": compared({"C1": 0.9}, 0.1), "shards": [WrongShard("C1", 1, 2, 1)]},
         "the gradient of C1 differs in direction: gradients go to other rows, or some ranks' are missing "
         "(only part 1 of 2 of C1, on rank 1)",
     ),
@@ -81,7 +81,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"loss": float("nan")}, "the loss is not finite"),
     (
-        {"initial": ["C1"], "loss": 0.9, "shards": [Wrong("C1", 0, 2, 0), Wrong("C1", 1, 2, 1)]},
+        {"initial": ["C1"], "loss": 0.9, "shards": [WrongShard("C1", 0, 2, 0), WrongShard("C1", 1, 2, 1)]},
         "the rows of C1 begin with other values",
     ),
     (
@@ -100,7 +100,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "left out, or counted more than once",
     ),
     (
-        {"states": Comparison({"C1.sum": 0.3}, {}, {}), "own_statistic": ["C1"]},
+        {"states": Comparison({"C1.sum": 0.3}, {}, {}), "local_statistic": ["C1"]},
         "gradients are equal, but the row statistic of C1 is that of each shard's own columns: it is not the "
         "mean over all columns of the table",
     ),
@@ -109,7 +109,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "gradients are equal, but the states C1.sum are not: the update differs",
     ),
     (
-        {"weights": compared({"C2": 1.1}), "shards": [Wrong("C2", 1, 2, 1)]},
+        {"weights": compared({"C2": 1.1}), "shards": [WrongShard("C2", 1, 2, 1)]},
         "gradients are equal, but the updated rows of C2 are not (only part 1 of 2 of C2, on rank 1): the "
         "update differs",
     ),
@@ -129,9 +129,9 @@ CASES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "said"), CASES, ids=[said[:50] for _, said in CASES])
-def test_what_a_difference_is_called(changes: dict[str, Any], said: str) -> None:
-    assert diagnose(seen(**changes)) == said
+@pytest.mark.parametrize(("changes", "words"), CASES, ids=[words[:50] for _, words in CASES])
+def test_what_a_difference_is_called(changes: dict[str, Any], words: str) -> None:
+    assert diagnose(seen(**changes)) == words
 
 
 def test_nothing_is_said_where_all_is_equal() -> None:

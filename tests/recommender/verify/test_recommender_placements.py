@@ -25,8 +25,8 @@ from stretto.recommender.tables.kernels import cpu
 from stretto.recommender.tables.sharded import ShardedTables, TableBatch
 from stretto.recommender.verify.cases import Case
 from stretto.recommender.verify.diagnose import TableVerdict
-from stretto.recommender.verify.every import Every, small
-from stretto.recommender.verify.job import Proposal, verify
+from stretto.recommender.verify.every import AllCases, small
+from stretto.recommender.verify.job import VerifyJob, verify
 from stretto.recommender.verify.prove import References, prove
 
 _JOB = """
@@ -52,7 +52,7 @@ def run_cases(cases: list[Case]) -> list[TableVerdict]:
 
 def test_placements_equal_one_process() -> None:
     """One case of each placement, with optimisers, samples and all else in turn."""
-    every = Every(job().table_specs(), 2).cases
+    every = AllCases(job().table_specs(), 2).cases
     chosen = [every[15 * at + (4 * at) % 15] for at in range(len(every) // 15)]
     assert len({case.name for case in chosen}) == 16
     assert len({case.rule for case in chosen}) == 5
@@ -69,7 +69,7 @@ def without_numba(cases: list[Case]) -> list[TableVerdict]:
 
 
 def test_placements_equal_one_process_without_numba() -> None:
-    every = [case for case in Every(job().table_specs(), 2).cases if "mix" in case.name]
+    every = [case for case in AllCases(job().table_specs(), 2).cases if "mix" in case.name]
     chosen = [every[16 * at] for at in range(4)]
     for verdict in on_ranks(2, without_numba, chosen)[0]:
         assert verdict.equal, f"{verdict.layout}: {verdict.diagnosis}"
@@ -78,7 +78,7 @@ def test_placements_equal_one_process_without_numba() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_case_of_all_equals_one_process(ranks: int) -> None:
-    for verdict in verify(Proposal.every(job(), ranks)):
+    for verdict in verify(VerifyJob.all_cases(job(), ranks)):
         assert verdict.equal, f"{verdict.layout}: {verdict.diagnosis}"
 
 
@@ -187,7 +187,7 @@ def run_faults() -> list[TableVerdict]:
     """On every rank: each fault planted, proved, and taken out again."""
     config, found = job(), list[TableVerdict]()
     rank = torch.distributed.get_rank()
-    every = Every(config.table_specs(), 2)
+    every = AllCases(config.table_specs(), 2)
     placements = dict(every.placements())
     references = References(config, config.table_specs(), 3)
     for plant, name, given, _ in FAULTS:
@@ -200,10 +200,10 @@ def run_faults() -> list[TableVerdict]:
 
 
 def test_planted_faults_are_seen_and_named() -> None:
-    for (plant, _, _, said), verdict in zip(FAULTS, on_ranks(2, run_faults)[0], strict=True):
+    for (plant, _, _, words), verdict in zip(FAULTS, on_ranks(2, run_faults)[0], strict=True):
         assert not verdict.equal, plant.__name__
         assert verdict.diagnosis is not None
-        assert re.search(said, verdict.diagnosis), f"{plant.__name__}: {verdict.diagnosis}"
+        assert re.search(words, verdict.diagnosis), f"{plant.__name__}: {verdict.diagnosis}"
 
 
 def test_one_rank_holds_everything() -> None:

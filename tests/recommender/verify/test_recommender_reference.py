@@ -16,12 +16,12 @@ from stretto.recommender.placement import TableSpec
 from stretto.recommender.verify.every import Kind, draw
 from stretto.recommender.verify.reference import (
     RULES,
-    Ids,
-    Numbers,
+    Hyperparameters,
     Reference,
-    begin,
-    looked_up,
+    ReferenceIds,
+    initial_table,
     run_reference,
+    visible_values,
 )
 
 _JOB = """
@@ -53,22 +53,27 @@ def test_rules_are_torchs_where_every_row_is_seen(rule: str) -> None:
         "lazy_adam": lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.8, 0.95), eps=1e-8),
     }
     weight = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
-    table, optimizer = begin(weight.detach().clone(), rule), kinds[rule]([weight])
+    table, optimizer = initial_table(weight.detach().clone(), rule), kinds[rule]([weight])
     for _ in range(4):
         weight.grad = torch.randn(7, 3, dtype=torch.float64)
-        RULES[rule](table, weight.grad, torch.ones(7, dtype=torch.float64), Numbers(0.1, 1e-8, 0.8, 0.95))
+        RULES[rule](
+            table, weight.grad, torch.ones(7, dtype=torch.float64), Hyperparameters(0.1, 1e-8, 0.8, 0.95)
+        )
         optimizer.step()
         torch.testing.assert_close(table.values, weight.detach(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("rule", list(RULES))
 def test_rows_that_were_not_seen_stay(rule: str) -> None:
-    table = begin(torch.randn(5, 3, dtype=torch.float64), rule)
+    table = initial_table(torch.randn(5, 3, dtype=torch.float64), rule)
     seen = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
     for step in range(2):
         before = {"values": table.values.clone(), **{k: v.clone() for k, v in table.states.items()}}
         RULES[rule](
-            table, torch.randn(5, 3, dtype=torch.float64) * seen[:, None], seen, Numbers(0.1, 1e-8, 0.9, 0.99)
+            table,
+            torch.randn(5, 3, dtype=torch.float64) * seen[:, None],
+            seen,
+            Hyperparameters(0.1, 1e-8, 0.9, 0.99),
         )
         for name, old in before.items():
             new = table.values if name == "values" else table.states[name]
@@ -77,18 +82,20 @@ def test_rows_that_were_not_seen_stay(rule: str) -> None:
 
 
 def test_one_rows_adagrad_by_hand() -> None:
-    table = begin(torch.tensor([[1.0, 2.0]], dtype=torch.float64), "rowwise_adagrad")
+    table = initial_table(torch.tensor([[1.0, 2.0]], dtype=torch.float64), "rowwise_adagrad")
     one = torch.ones(1, dtype=torch.float64)
     RULES["rowwise_adagrad"](
-        table, torch.tensor([[3.0, 4.0]], dtype=torch.float64), one, Numbers(0.5, 0.0, 0, 0)
+        table, torch.tensor([[3.0, 4.0]], dtype=torch.float64), one, Hyperparameters(0.5, 0.0, 0, 0)
     )
     assert float(table.states["sum"][0]) == 12.5
     assert table.values[0].tolist() == pytest.approx([1 - 0.5 * 3 / 12.5**0.5, 2 - 0.5 * 4 / 12.5**0.5])
 
 
 def test_lookups_of_split_sgd_see_the_upper_half() -> None:
-    table = begin(torch.tensor([[1.0 + 2**-7 + 2**-8, -1.0 - 2**-20]], dtype=torch.float64), "split_sgd")
-    assert looked_up(table, "split_sgd").tolist() == [[1.0 + 2**-7, -1.0]]
+    table = initial_table(
+        torch.tensor([[1.0 + 2**-7 + 2**-8, -1.0 - 2**-20]], dtype=torch.float64), "split_sgd"
+    )
+    assert visible_values(table, "split_sgd").tolist() == [[1.0 + 2**-7, -1.0]]
     assert table.values.tolist() == [[1.0 + 2**-7 + 2**-8, -1.0 - 2**-20]]
 
 
@@ -138,15 +145,17 @@ def test_clipping_scales_every_gradient() -> None:
 
 
 def test_ids_get_rows_when_they_were_seen_often_enough_and_lose_them() -> None:
-    ids = Ids(TableSpec(name="C1", rows=2, dim=4, ids="hash", admit=2, evict_every=2))
+    ids = ReferenceIds(TableSpec(name="C1", rows=2, dim=4, ids="hash", admit=2, evict_every=2))
     assert ids.see([5, 7, 7, 9], 0) == [7]
     assert ids.see([5, 9, 9], 1) == [5, 9]
     assert ids.evict(1) == []
     # 5 and 7 were seen twice, 7 longer ago
     assert ids.evict(2) == [7]
-    assert sorted(ids.held) == [5, 9]
+    assert sorted(ids.with_row) == [5, 9]
     assert ids.see([7], 2) == []  # as one never seen
-    aged = Ids(TableSpec(name="C1", rows=9, dim=4, ids="hash", evict="age", max_age=1, evict_every=1))
+    aged = ReferenceIds(
+        TableSpec(name="C1", rows=9, dim=4, ids="hash", evict="age", max_age=1, evict_every=1)
+    )
     aged.see([1, 2], 0)
     aged.see([2], 1)
     assert aged.evict(2) == [1]

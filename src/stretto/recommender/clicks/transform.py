@@ -149,7 +149,7 @@ class ClickTransform:
         """
         if raw.columns != self.columns:
             raise StrettoError(
-                f"a transform of {_told(self.columns)} was given {_told(raw.columns)}",
+                f"a transform of {_columns_text(self.columns)} was given {_columns_text(raw.columns)}",
                 hint="read the lines with the columns that the folder was made with",
             )
         ids = np.empty(len(raw.keys), np.int64)
@@ -249,5 +249,5 @@ def _from_body(body: Mapping[str, Any], data: bytes) -> ClickTransform:
     return ClickTransform(columns=columns, **kept, vocabularies=vocabularies)
 
 
-def _told(columns: Columns) -> str:
+def _columns_text(columns: Columns) -> str:
     return f"{len(columns.numbers)} numbers and {len(columns.features)} features ({columns.features[0]}, ...)"

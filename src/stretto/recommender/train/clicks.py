@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from stretto.recommender.clicks.synthetic.log import SyntheticSpec
 
 
-def own_part(count: int, rank: int, world: int) -> tuple[int, int]:
+def rank_slice(count: int, rank: int, world: int) -> tuple[int, int]:
     """(start, stop) of a rank's samples of `count`: as even as they go, the first ranks one more."""
     each, more = divmod(count, world)
     start = rank * each + min(rank, more)
@@ -82,7 +82,7 @@ def prepare_clicks(
         "positives": index.positives,
         "crc32": index.files["labels.bin"].crc32[:1],
     }
-    held = folder.samples - cut_of(folder, _held(config))
+    held = folder.samples - cut_of(folder, _holdout(config))
     return ClickData(
         path=path,
         tables=tables,
@@ -111,7 +111,7 @@ def open_clicks(config: RecommenderConfig, data: ClickData, split: str) -> Click
         ClickFolder(data.path),
         split,
         config.train.seed,
-        held=_held(config),
+        held=_holdout(config),
         shuffle=shuffle,
         block=config.data.block,
     )
@@ -170,17 +170,17 @@ def _synthetic(config: RecommenderConfig) -> ClickData:
         samples=spec.samples,
         held_out=spec.held_out,
         popularity=source.popularity(),
-        same={"synthetic": _plain(spec)},
+        same={"synthetic": _as_json(spec)},
     )
 
 
-def _plain(spec: SyntheticSpec) -> dict[str, Any]:
+def _as_json(spec: SyntheticSpec) -> dict[str, Any]:
     """As JSON gives it back."""
     facts: dict[str, Any] = json.loads(json.dumps(spec.facts()))
     return facts
 
 
-def _held(config: RecommenderConfig) -> Any:
+def _holdout(config: RecommenderConfig) -> Any:
     return "last-part" if config.data.split == "last-part" else config.data.valid
 
 
@@ -214,14 +214,14 @@ def _folder_of(config: RecommenderConfig, stop: StopRequest | None, quiet: bool)
     columns = Named(
         label, None if numbers is None else tuple(numbers), None if features is None else tuple(features)
     )
-    told_apart = [sorted(data_config.sources), data_config.format, asdict(settings), asdict(columns)]
-    named = hashlib.blake2b(json.dumps(told_apart).encode(), digest_size=8).hexdigest()
+    identity = [sorted(data_config.sources), data_config.format, asdict(settings), asdict(columns)]
+    named = hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).hexdigest()
     root = Path(data_config.cache).expanduser() if data_config.cache else cache_dir() / "clicks"
     with BuildBar(quiet, stop) as bar:
 
-        def told(at: Progress) -> None:
+        def show(at: Progress) -> None:
             bar.show(at.stage, at.bytes, at.total, f"{at.total / 2**20:.1f} MiB")
 
         return build(
-            data_config.sources, root / named, settings, form=data_config.format, named=columns, progress=told
+            data_config.sources, root / named, settings, form=data_config.format, named=columns, progress=show
         ).path

@@ -244,15 +244,15 @@ class Recommender:
         Args:
             following: those of the next step, whose ids travel meanwhile.
         """
-        lookups, overlap = self._take(batch), self.config.tables.overlap
-        batch = self._here(batch)
+        lookups, overlap = self._table_batch(batch), self.config.tables.overlap
+        batch = self._to_device(batch)
         if self.tables.hashed:
             self.tables.evict(self.updates)
         lookups.send_rows()
         lookups.fetch()
         coming = None
         if following is not None and overlap:
-            coming = self.tables.begin(self._here(following).ids, step=self.updates + 1)
+            coming = self.tables.begin(self._to_device(following).ids, step=self.updates + 1)
         self.dense.clear()
         lookups.answer()
         x = self.net.bottom(batch.dense) if overlap else None
@@ -266,7 +266,7 @@ class Recommender:
         loss = loss / self.config.batch.global_size
         if coming is not None and not self.tables.hashed:
             coming.fetch()
-        vectors.register_post_accumulate_grad_hook(lambda tensor: self._gradient_came(lookups, tensor))
+        vectors.register_post_accumulate_grad_hook(lambda tensor: self._on_vector_gradient(lookups, tensor))
         loss.backward()
         self.dense.bottom.reduce()
         norm = self._update(lookups)
@@ -276,35 +276,35 @@ class Recommender:
             self._pending = following, coming
         return StepResult(loss.detach(), norm)
 
-    def _take(self, batch: ClickBatch) -> TableBatch:
+    def _table_batch(self, batch: ClickBatch) -> TableBatch:
         """The batch's way through the tables, begun if it was not before."""
         pending, self._pending = self._pending, None
         if pending is not None:
             if pending[0] is batch:
                 return pending[1]
             pending[1].drop()
-        return self.tables.begin(self._here(batch).ids, step=self.updates)
+        return self.tables.begin(self._to_device(batch).ids, step=self.updates)
 
-    def _gradient_came(self, lookups: TableBatch, vectors: Tensor) -> None:
+    def _on_vector_gradient(self, lookups: TableBatch, vectors: Tensor) -> None:
         """In the middle of the backward: the bottom network's is yet to come."""
         assert vectors.grad is not None
         lookups.send_gradient(vectors.grad)
         vectors.grad = None
         self.dense.above.reduce()
 
-    def _update(self, own: TableBatch) -> float | None:
+    def _update(self, batch: TableBatch) -> float | None:
         clip, rate = self.config.optim.clip, self.config.optim.tables.lr * self.factor
-        for lookups in own.lookups:
+        for lookups in batch.lookups:
             lookups.grouped()  # while gradients are on their way
-        own.receive_gradient()
+        batch.receive_gradient()
         if clip is None and not self.record:
             with torch.no_grad():
-                self._updater.update(own, rate)
+                self._updater.update(batch, rate)
             self.dense.wait()
             self.dense.update(self.factor)
             return None
         with torch.no_grad():
-            summed = self._updater.pool_gradients(own)
+            summed = self._updater.pool_gradients(batch)
             if self.record:
                 self.recorded = gradients_by_shard(summed)
             self.dense.wait()
@@ -320,7 +320,7 @@ class Recommender:
     @torch.no_grad()
     def predict(self, batch: ClickBatch) -> Tensor:
         """Logits [samples] of this rank's samples. Collective: every rank predicts, perhaps no sample."""
-        batch = self._here(batch)
+        batch = self._to_device(batch)
         lookups = self.tables.begin(batch.ids, train=False, step=self.updates)
         lookups.send_rows()
         lookups.fetch()
@@ -329,7 +329,7 @@ class Recommender:
         lookups.release()
         return logits
 
-    def _here(self, batch: ClickBatch) -> ClickBatch:
+    def _to_device(self, batch: ClickBatch) -> ClickBatch:
         """The batch on the device, its numbers in the networks' type."""
         ids, device = batch.ids, self.tables.device
         if ids.ids.device.type != device.type:

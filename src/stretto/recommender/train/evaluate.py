@@ -18,7 +18,7 @@ from stretto.recommender.clicks.samples import ClickSamples
 from stretto.recommender.clicks.synthetic.log import Best, SyntheticClicks
 from stretto.recommender.clicks.synthetic.truth import BestTally
 from stretto.recommender.config.schema import RecommenderConfig
-from stretto.recommender.train.clicks import ClickData, open_clicks, own_part
+from stretto.recommender.train.clicks import ClickData, open_clicks, rank_slice
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.report import ClickEval
 
@@ -136,15 +136,15 @@ def _result(area: np.ndarray, sums: np.ndarray) -> QualityResult:
 def _over_ranks(ranking: Ranking, sums: np.ndarray, group: dist.ProcessGroup | None) -> np.ndarray:
     """Joins all ranks' counts two and two, in `ranking` and `sums` of the first; gives all ranks the area and
     the sums. No rank ever holds more than two rankings."""
-    world, me = dist.get_world_size(group), dist.get_rank(group)
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     step = 1
     while step < world:
-        if me % (2 * step) == step:
-            _send(ranking, sums, me - step, group, device)
+        if rank % (2 * step) == step:
+            _send(ranking, sums, rank - step, group, device)
             break
-        if me + step < world:
-            sums += _receive(ranking, me + step, group, device)
+        if rank + step < world:
+            sums += _receive(ranking, rank + step, group, device)
         step *= 2
     facts = torch.from_numpy(np.concatenate((_area(ranking), sums))).to(device)
     dist.broadcast(facts, group=group, group_src=0)
@@ -205,9 +205,9 @@ class Evaluation:
         quality = Quality()
         for first in range(0, self._samples, size):
             count = min(size, self._samples - first)
-            batch = self._source.batch(first, count, own_part(count, self._rank, self._world))
+            batch = self._source.batch(first, count, rank_slice(count, self._rank, self._world))
             quality.add(self._recommender.predict(batch), batch.labels)
-        measured, best = quality.result(), self._possible()
+        measured, best = quality.result(), self._best_possible()
         return ClickEval(
             step=step,
             auc=measured.auc,
@@ -223,13 +223,15 @@ class Evaluation:
             best_entropy=best.entropy if best is not None else None,
         )
 
-    def _possible(self) -> Best | None:
+    def _best_possible(self) -> Best | None:
         """What is possible on these samples; on the first rank, which reports."""
         if self._rank == 0 and self._best is None:
-            self._best = self._drawn() if isinstance(self._source, SyntheticClicks) else self._told()
+            self._best = (
+                self._best_of_log() if isinstance(self._source, SyntheticClicks) else self._best_of_folder()
+            )
         return self._best
 
-    def _drawn(self) -> Best:
+    def _best_of_log(self) -> Best:
         """Of synthetic clicks, of which the true probabilities are drawn again."""
         assert isinstance(self._source, SyntheticClicks)
         tally = BestTally()
@@ -238,7 +240,7 @@ class Evaluation:
             tally.add(clicks.logits, clicks.labels)
         return tally.result()
 
-    def _told(self) -> Best | None:
+    def _best_of_folder(self) -> Best | None:
         """What a folder of synthetic clicks says of its held-out samples, if it is of just these."""
         if not isinstance(self._source, ClickSamples):
             return None

@@ -80,7 +80,7 @@ def save_run(
     )
 
 
-def go_on(
+def resume_from(
     config: RecommenderConfig,
     recommender: Recommender,
     data: ClickData,

@@ -17,7 +17,7 @@ from stretto.engine.optim.rate import Rate
 from stretto.recommender.clicks.batch import ClickBatch, ClickSource
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements
-from stretto.recommender.train.clicks import ClickData, open_clicks, own_part
+from stretto.recommender.train.clicks import ClickData, open_clicks, rank_slice
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.evaluate import Evaluation
 from stretto.recommender.train.placement import to_json
@@ -70,7 +70,7 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
         self._device = device
         self._ratio = Rate(config.optim.rate.settings(), 1.0, config.train.steps)
         self._speeds = deque[float](maxlen=_WINDOW)
-        self._part = own_part(config.batch.global_size, self.rank, self.world)
+        self._part = rank_slice(config.batch.global_size, self.rank, self.world)
         self._source: ClickSource = open_clicks(config, data, "train")
         self._warned_of_second_epoch = False
         self._evaluation = Evaluation(config, data, recommender) if config.eval.every else None
@@ -108,7 +108,7 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
         ratio = self._ratio(position.step)
         self.recommender.factor = ratio
         result = self.recommender.step(batch, following)
-        loss, asked = self._agree(result.loss_sum, f"step {position.step + 1}", stop)
+        loss, stopping = self._agree(result.loss_sum, f"step {position.step + 1}", stop)
         position.step += 1
         position.samples += size
         position.loss = loss
@@ -129,7 +129,7 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
                 memory_gib=self._fullest,
             )
             self.metrics.step(record)
-        return asked
+        return stopping
 
     def _warn_of_second_epoch(self, samples: int) -> None:
         """Warns once when a step takes training samples that were seen before."""

@@ -17,7 +17,7 @@ from stretto.recommender.placement import Placements
 from stretto.recommender.train.clicks import ClickData, prepare_clicks
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.placement import file_text, from_json, place, to_json
-from stretto.recommender.train.position import go_on
+from stretto.recommender.train.position import resume_from
 from stretto.recommender.train.report import SAMPLES
 from stretto.recommender.train.resume import check_fits
 from stretto.recommender.train.session import Session
@@ -57,7 +57,7 @@ def train_rank(
         cleanup.callback(recommender.close)
         position = Position()
         if checkpoint is not None:
-            position = go_on(config, recommender, data, checkpoint, notes.append)
+            position = resume_from(config, recommender, data, checkpoint, notes.append)
         text = file_text(config, placements)
         metrics = start_run(
             config,

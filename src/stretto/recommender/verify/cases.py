@@ -50,13 +50,13 @@ class Case:
     interaction: Interaction = "dot"
 
     def __str__(self) -> str:
-        said = [self.name, f"{self.rule}+{self.dense}", self.interaction, _SAID[self.samples]]
-        said += ["overlap"] if self.overlap else []
-        said += [f"clip={self.clip:g}"] if self.clip is not None else []
-        return " ".join(said)
+        words = [self.name, f"{self.rule}+{self.dense}", self.interaction, _SAMPLE_WORDS[self.samples]]
+        words += ["overlap"] if self.overlap else []
+        words += [f"clip={self.clip:g}"] if self.clip is not None else []
+        return " ".join(words)
 
     @property
-    def described(self) -> dict[str, str]:
+    def placement_words(self) -> dict[str, str]:
         """Where each table is, in words."""
         words = dict[str, str]()
         for name, placement in self.placements.items():
@@ -93,7 +93,7 @@ class Case:
         return self.rule, self.dense, self.samples, self.clip, self.interaction
 
 
-_SAID: Mapping[Samples, str] = {
+_SAMPLE_WORDS: Mapping[Samples, str] = {
     "one": "one-hot",
     "fixed": "multi-hot",
     "ragged": "ragged weighted",
@@ -101,7 +101,7 @@ _SAID: Mapping[Samples, str] = {
 }
 
 
-def own_case(config: RecommenderConfig, features: Sequence[TableSpec], placements: Placements) -> Case:
+def configured_case(config: RecommenderConfig, features: Sequence[TableSpec], placements: Placements) -> Case:
     """The config's own placement and optimisers, on its own samples."""
     placement = config.tables.placement
     name = placement if isinstance(placement, str) else "own placement"
@@ -176,8 +176,8 @@ def _case(
             planned = configured_placements(config.model_copy(update={"tables": tables}), features)
         except StrettoError as error:
             raise StrettoError(f"{where}: {error.message}", hint=error.hint) from None
-        said = tables.placement if isinstance(tables.placement, str) else f"case {where.rpartition(' ')[2]}"
-        name = said if tables.place in (None, "device") else f"{said} {tables.place}"
+        words = tables.placement if isinstance(tables.placement, str) else f"case {where.rpartition(' ')[2]}"
+        name = words if tables.place in (None, "device") else f"{words} {tables.place}"
         if planned is None and "placement" in mapping:
             raise StrettoError(
                 f"{where}: placement is auto", hint="left out, it is the config's; or name one"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stretto.engine.parallel.control import gather_json
 from stretto.recommender.placement import Placements
-from stretto.recommender.verify.local_shards import Beside, Holding
+from stretto.recommender.verify.local_shards import Compared, ShardRows
 from stretto.recommender.verify.reference import Snapshot
 from stretto.run.verify.compare import NOTHING, Comparison, relative
 from stretto.run.verify.diagnose import TOLERANCE, Verdict
@@ -20,38 +20,38 @@ _CLOSE = 1e-6
 
 
 def duplicates_lost(
-    beside: Sequence[Beside], held: Sequence[Holding], lookups: Mapping[str, Tensor]
+    compared: Sequence[Compared], shards: Sequence[ShardRows], lookups: Mapping[str, Tensor]
 ) -> list[str]:
     """Tables that differ, and only in rows that were looked up more than once. Collective."""
-    by_number = {one.shard.number: one for one in held}
+    by_number = {one.shard.number: one for one in shards}
     wrong, others = set[str](), set[str]()
-    for one in beside:
+    for one in compared:
         rows = _wrong_rows(one)
         if bool(rows.any()):
-            often = lookups[one.name][by_number[one.shard.number].whole]
+            often = lookups[one.name][by_number[one.shard.number].table_rows]
             (wrong if bool((often[rows] > 1).all()) else others).add(one.shard.name)
     gathered: list[list[list[str]]] = gather_json([sorted(wrong), sorted(others)])
     spoilt = {name for _, rank_others in gathered for name in rank_others}
     return sorted({name for rank_wrong, _ in gathered for name in rank_wrong} - spoilt)
 
 
-def own_statistic(
-    states: Sequence[Beside],
-    held: Sequence[Holding],
+def local_statistic(
+    states: Sequence[Compared],
+    shards: Sequence[ShardRows],
     placed: Placements,
     before: Mapping[str, Tensor],
     expected: Snapshot,
 ) -> list[str]:
     """Tables split by columns whose row statistic is right for each shard's own columns. Collective."""
-    by_number = {one.shard.number: one for one in held}
+    by_number = {one.shard.number: one for one in shards}
     wrong = set[str]()
     for one in states:
         name = one.shard.name
         if one.ours.dim() != 1 or placed[name].split != "column" or not bool(_wrong_rows(one).any()):
             continue
-        holding = by_number[one.shard.number]
-        gradient = holding.part(expected.gradients[name] * expected.clipped)
-        alone = holding.part(before[one.name]) + gradient.square().mean(1)
+        shard_rows = by_number[one.shard.number]
+        gradient = shard_rows.of_table(expected.gradients[name] * expected.clipped)
+        alone = shard_rows.of_table(before[one.name]) + gradient.square().mean(1)
         scale = float(alone.abs().max()) or 1.0
         if float((one.ours - alone).abs().max()) <= _CLOSE * scale:
             wrong.add(name)
@@ -59,7 +59,7 @@ def own_statistic(
     return sorted({name for names in gathered for name in names})
 
 
-def _wrong_rows(one: Beside) -> Tensor:
+def _wrong_rows(one: Compared) -> Tensor:
     """[rows] whether they differ."""
     if not one.ours.numel():
         return torch.zeros(len(one.ours), dtype=torch.bool)
@@ -70,11 +70,11 @@ def _wrong_rows(one: Beside) -> Tensor:
 
 
 _SAME = 1e-6  # factors this close are one factor
-_SHOWN = 4  # names that are said
+_SHOWN = 4  # names that are words
 
 
 @dataclass(frozen=True)
-class Wrong:
+class WrongShard:
     """A shard whose part differs."""
 
     name: str
@@ -84,8 +84,8 @@ class Wrong:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
-    """One step of a placement beside the reference.
+class Evidence:
+    """One step of a placement compared the reference.
 
     ranks: how many there are.
     tables: names of the stored tables; all else is dense.
@@ -95,7 +95,7 @@ class Seen:
     norm, reference_norm: None where it is not computed.
     copied_square: the part of copied tables in the reference's squared norm.
     duplicates_lost: tables of which only rows are wrong that were looked up more than once.
-    own_statistic: tables whose row statistic is that of each shard's own columns.
+    local_statistic: tables whose row statistic is that of each shard's own columns.
     shards: those whose rows differ.
     lone: tables of which gradients differ on some shards alone.
     predict: relative error of the logits of a batch that is not trained on.
@@ -116,58 +116,55 @@ class Seen:
     states: Comparison | None
     predict: float
     duplicates_lost: Sequence[str] = ()
-    own_statistic: Sequence[str] = ()
-    shards: Sequence[Wrong] = field(default_factory=list[Wrong])
+    local_statistic: Sequence[str] = ()
+    shards: Sequence[WrongShard] = field(default_factory=list[WrongShard])
 
 
-def diagnose(seen: Seen) -> str | None:
+def diagnose(evidence: Evidence) -> str | None:
     """One sentence on the likeliest cause; None when all is equal."""
-    if seen.initial:
-        return f"the rows of {_names(seen.initial)} begin with other values{_where(seen, seen.initial)}"
-    if not relative(seen.loss, seen.reference_loss) <= TOLERANCE:
-        return _loss(seen)
-    if seen.gradients is not None and (wrong := _above(seen.gradients.errors)):
-        return _gradients(wrong, seen, seen.gradients)
-    if seen.norm is not None and not relative(seen.norm, seen.reference_norm) <= TOLERANCE:
-        return _norm(seen, seen.norm)
-    states = _above(seen.states.errors) if seen.states is not None else []
-    weights = _above(seen.weights.errors)
+    if evidence.initial:
+        where = _where(evidence, evidence.initial)
+        return f"the rows of {_names(evidence.initial)} begin with other values{where}"
+    if not relative(evidence.loss, evidence.reference_loss) <= TOLERANCE:
+        return _loss(evidence)
+    if evidence.gradients is not None and (wrong := _above(evidence.gradients.errors)):
+        return _gradients(wrong, evidence, evidence.gradients)
+    if evidence.norm is not None and not relative(evidence.norm, evidence.reference_norm) <= TOLERANCE:
+        return _norm(evidence, evidence.norm)
+    states = _above(evidence.states.errors) if evidence.states is not None else []
+    weights = _above(evidence.weights.errors)
     if states or weights:
-        return _update(states, weights, seen)
-    if not seen.predict <= TOLERANCE:
+        return _update(states, weights, evidence)
+    if not evidence.predict <= TOLERANCE:
         return "a step is equal, but logits without an update are not: evaluation looks up other rows"
     return None
 
 
-def _loss(seen: Seen) -> str:
-    ratio = seen.loss / seen.reference_loss
+def _loss(evidence: Evidence) -> str:
+    ratio = evidence.loss / evidence.reference_loss
     if not isfinite(ratio):
         return "the loss is not finite"
-    for factor, said in ((seen.ranks, "times"), (1 / seen.ranks, "of")):
-        if seen.ranks > 1 and abs(ratio / factor - 1.0) < _SAME:
-            return f"the loss is {ratio:.6g} {said} the reference: it is no mean over the global batch"
+    for factor, words in ((evidence.ranks, "times"), (1 / evidence.ranks, "of")):
+        if evidence.ranks > 1 and abs(ratio / factor - 1.0) < _SAME:
+            return f"the loss is {ratio:.6g} {words} the reference: it is no mean over the global batch"
     return f"the loss is {ratio:.10g} times the reference: other rows are looked up, or sums are wrong"
 
 
-def _gradients(wrong: list[str], seen: Seen, comparison: Comparison) -> str:
-    tables = [name for name in wrong if name in seen.tables]
-    dense = [name for name in wrong if name not in seen.tables]
-    where = " and ".join(
-        said
-        for said in (
-            f"the gradient of {_some(tables, seen.tables, 'table')}" if tables else "",
-            f"the gradient of {_some(dense, set(comparison.errors) - set(seen.tables), 'dense parameter')}"
-            if dense
-            else "",
-        )
-        if said
-    )
+def _gradients(wrong: list[str], evidence: Evidence, comparison: Comparison) -> str:
+    tables = [name for name in wrong if name in evidence.tables]
+    dense = [name for name in wrong if name not in evidence.tables]
+    parameters = set(comparison.errors) - set(evidence.tables)
+    parts = [
+        *([_some(tables, evidence.tables, "table")] if tables else []),
+        *([_some(dense, parameters, "dense parameter")] if dense else []),
+    ]
+    where = " and ".join(f"the gradient of {part}" for part in parts)
     ratios = {comparison.ratios[name] for name in wrong}
     middle = sorted(ratios)[len(ratios) // 2]
     scaled = all(abs(ratio / middle - 1.0) < _SAME for ratio in ratios) if middle else False
     if scaled and max(comparison.residuals[name] for name in wrong) <= _SAME:
-        return f"{where} is {middle:.6g} times the reference: {_scale(middle, seen)}"
-    if tables and not dense and seen.duplicates_lost and set(tables) <= set(seen.duplicates_lost):
+        return f"{where} is {middle:.6g} times the reference: {_scale(middle, evidence)}"
+    if tables and not dense and evidence.duplicates_lost and set(tables) <= set(evidence.duplicates_lost):
         return (
             f"{where} differs only in rows that were looked up more than once: lookups of one row are lost, "
             "not summed"
@@ -175,56 +172,63 @@ def _gradients(wrong: list[str], seen: Seen, comparison: Comparison) -> str:
     if dense and not tables:
         return f"{where} differs: it is not summed over all ranks"
     return f"{where} differs in direction: gradients go to other rows, or some ranks' are missing" + _where(
-        seen, tables
+        evidence, tables
     )
 
 
-def _scale(ratio: float, seen: Seen) -> str:
-    if seen.ranks > 1 and abs(ratio / seen.ranks - 1.0) < _SAME:
+def _scale(ratio: float, evidence: Evidence) -> str:
+    if evidence.ranks > 1 and abs(ratio / evidence.ranks - 1.0) < _SAME:
         return (
-            f"scaled by the number of ranks ({seen.ranks}), as losses that are means of each rank's samples"
+            f"scaled by the number of ranks ({evidence.ranks}), as losses that are means of each rank's "
+            "samples"
         )
-    if seen.ranks > 1 and abs(ratio * seen.ranks - 1.0) < _SAME:
-        return f"divided by the number of ranks ({seen.ranks}), as if averaged over them"
+    if evidence.ranks > 1 and abs(ratio * evidence.ranks - 1.0) < _SAME:
+        return f"divided by the number of ranks ({evidence.ranks}), as if averaged over them"
     return "wrong gradient scale"
 
 
-def _norm(seen: Seen, norm: float) -> str:
-    ratio = norm / seen.reference_norm if seen.reference_norm else 1.0
-    said = f"gradients are equal but their norm is {ratio:.6g} times the reference, so clipping is wrong"
-    times = 1.0 + (norm**2 - seen.reference_norm**2) / seen.copied_square if seen.copied_square else 1.0
-    if abs(times - round(times)) < _SAME and round(times) in (0, *range(2, seen.ranks + 1)):
+def _norm(evidence: Evidence, norm: float) -> str:
+    ratio = norm / evidence.reference_norm if evidence.reference_norm else 1.0
+    words = f"gradients are equal but their norm is {ratio:.6g} times the reference, so clipping is wrong"
+    times = (
+        1.0 + (norm**2 - evidence.reference_norm**2) / evidence.copied_square
+        if evidence.copied_square
+        else 1.0
+    )
+    if abs(times - round(times)) < _SAME and round(times) in (0, *range(2, evidence.ranks + 1)):
         counted = f"counted {round(times)} times" if times > 1 else "not counted"
-        return f"{said}: tables that every rank copies are {counted}"
-    return f"{said}: a shard is left out, or counted more than once"
+        return f"{words}: tables that every rank copies are {counted}"
+    return f"{words}: a shard is left out, or counted more than once"
 
 
-def _update(states: list[str], weights: list[str], seen: Seen) -> str:
-    tables = [name for name in weights if name in seen.tables]
-    dense = [name for name in weights if name not in seen.tables]
-    equal = "gradients are equal, but " if seen.gradients is not None else "without gradients being kept "
+def _update(states: list[str], weights: list[str], evidence: Evidence) -> str:
+    tables = [name for name in weights if name in evidence.tables]
+    dense = [name for name in weights if name not in evidence.tables]
+    equal = "gradients are equal, but " if evidence.gradients is not None else "without gradients being kept "
     owners = [name.rpartition(".")[0] for name in states]
-    if states and seen.own_statistic and set(owners) <= set(seen.own_statistic):
+    if states and evidence.local_statistic and set(owners) <= set(evidence.local_statistic):
         return (
             f"{equal}the row statistic of {_names(owners)} is that of each shard's own columns: it is not "
             "the mean over all columns of the table"
         )
-    if seen.gradients is None and tables and set(tables) <= set(seen.duplicates_lost):
+    if evidence.gradients is None and tables and set(tables) <= set(evidence.duplicates_lost):
         return (
             f"{equal}{_names(tables)} differs only in rows looked up more than once: lookups of one "
             "row are lost, or applied one after another"
         )
     if states:
-        return f"{equal}the states {_names(states)} are not{_where(seen, owners)}: the update differs"
+        return f"{equal}the states {_names(states)} are not{_where(evidence, owners)}: the update differs"
     if dense and not tables:
         return f"{equal}the updated {_names(dense)} is not: the dense optimiser differs"
-    return f"{equal}the updated rows of {_names(tables)} are not{_where(seen, tables)}: the update differs"
+    return (
+        f"{equal}the updated rows of {_names(tables)} are not{_where(evidence, tables)}: the update differs"
+    )
 
 
-def _where(seen: Seen, names: Sequence[str]) -> str:
+def _where(evidence: Evidence, names: Sequence[str]) -> str:
     """Which shards of these tables are wrong, where not all are."""
-    wrong = sorted({one for one in seen.shards if one.name in names}, key=lambda w: (w.name, w.part))
-    by_table: Mapping[str, list[Wrong]] = {n: [w for w in wrong if w.name == n] for n in names}
+    wrong = sorted({one for one in evidence.shards if one.name in names}, key=lambda w: (w.name, w.part))
+    by_table: Mapping[str, list[WrongShard]] = {n: [w for w in wrong if w.name == n] for n in names}
     some = [of for of in by_table.values() if of and len(of) < of[0].parts]
     if not some:
         return ""
@@ -253,7 +257,7 @@ def _above(errors: Mapping[str, float]) -> list[str]:
 class TableVerdict(Verdict):
     """One placement against the reference: largest relative errors over all steps.
 
-    Beside what is said of language models: of the states of the tables' optimiser, of logits without an
+    Compared what is words of language models: of the states of the tables' optimiser, of logits without an
     update, and where each table is.
     """
 

@@ -1,4 +1,4 @@
-"""Every placement on a number of ranks with every optimiser, on small tables of every kind.
+"""AllCases placement on a number of ranks with every optimiser, on small tables of every kind.
 
 Each placement meets each table optimiser with each dense one. What else there is (kinds of samples, overlap,
 clipping, the interaction) goes round with them, so that each value meets each placement and each optimiser.
@@ -106,7 +106,7 @@ def small(config: RecommenderConfig, ranks: int) -> RecommenderConfig:
     return config.model_copy(update={"model": model, "batch": batch, "layout": layout})
 
 
-class Every:
+class AllCases:
     """All cases of a number of ranks.
 
     Attributes:
@@ -135,11 +135,11 @@ class Every:
         splits = ["table", "column", "row", "data"]
         splits += [] if self._node is None else ["table-row"]
         for split, place in product(splits, places):
-            chosen = {t.name: self._one(t, split, at, place) for at, t in enumerate(self._tables)}
+            chosen = {t.name: self._placement_of(t, split, at, place) for at, t in enumerate(self._tables)}
             yield split if place == "device" else f"{split} {place}", chosen
         for number in range(_MIXES):
             draw = Random(f"mix {number} of {self.ranks}")
-            yield f"mix {number + 1}", {t.name: self._drawn(t, draw) for t in self._tables}
+            yield f"mix {number + 1}", {t.name: self._random_placement(t, draw) for t in self._tables}
 
     def _cases(self, whole: bool) -> Iterator[Case]:
         if self._node is None:
@@ -168,7 +168,7 @@ class Every:
                         interaction=interaction,
                     )
 
-    def _one(self, table: TableSpec, split: str, at: int, place: Place) -> TablePlacement:
+    def _placement_of(self, table: TableSpec, split: str, at: int, place: Place) -> TablePlacement:
         """Of one split for all tables."""
         if table.ids == "hash":
             place = "device"
@@ -184,7 +184,7 @@ class Every:
         whole: Split = "row" if split == "row" else "column"
         return TablePlacement(whole, tuple(range(self.ranks)), place, _CACHE)
 
-    def _drawn(self, table: TableSpec, draw: Random) -> TablePlacement:
+    def _random_placement(self, table: TableSpec, draw: Random) -> TablePlacement:
         """Any split on any ranks, in any order, anywhere."""
         hashed = table.ids == "hash"
         split: Split = draw.choice(

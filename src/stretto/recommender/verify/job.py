@@ -14,8 +14,8 @@ from stretto.errors import StrettoError
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import TableSpec, physical_tables
 from stretto.recommender.train.job import PRELOAD
-from stretto.recommender.verify.cases import Case, cases_from_file, own_case
-from stretto.recommender.verify.every import Every, small
+from stretto.recommender.verify.cases import Case, cases_from_file, configured_case
+from stretto.recommender.verify.every import AllCases, small
 from stretto.run.launch.local import check_ranks, prepare, run_ranks
 from stretto.run.verify.job import Progress
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 STEPS = 3  # hash tables evict before the third; the second is the first with states that are not zero
 
 
-class Proposal:
+class VerifyJob:
     """What is to be proved, on which job.
 
     Attributes:
@@ -51,7 +51,7 @@ class Proposal:
         self.impossible, self.clicks = list(impossible), clicks
 
     @classmethod
-    def own(cls, config: RecommenderConfig, file: Path | None = None, quiet: bool = True) -> Proposal:
+    def configured(cls, config: RecommenderConfig, file: Path | None = None, quiet: bool = True) -> VerifyJob:
         """The config's own placement, or those of a file, on the samples that it trains on.
 
         Raises:
@@ -61,21 +61,21 @@ class Proposal:
         from stretto.recommender.train.placement import place
 
         clicks = prepare_clicks(config, quiet=quiet)
-        case = own_case(config, clicks.tables, place(config, clicks))
+        case = configured_case(config, clicks.tables, place(config, clicks))
         cases = [case] if file is None else cases_from_file(file, config, clicks.tables, case)
         return cls(config, clicks.tables, cases, (), clicks)
 
     @classmethod
-    def every(cls, config: RecommenderConfig, ranks: int, whole: bool = False) -> Proposal:
-        """Every placement on so many ranks, on small tables of every kind; `whole`: the full product."""
+    def all_cases(cls, config: RecommenderConfig, ranks: int, whole: bool = False) -> VerifyJob:
+        """AllCases placement on so many ranks, on small tables of every kind; `whole`: the full product."""
         made = small(config, ranks)
         tables = made.table_specs()
-        every = Every(tables, ranks, config.layout.ranks_per_node, whole)
+        every = AllCases(tables, ranks, config.layout.ranks_per_node, whole)
         return cls(made, tables, every.cases, every.impossible)
 
 
 def verify(
-    proposal: Proposal,
+    proposal: VerifyJob,
     steps: int = STEPS,
     on_rank: Callable[[], None] | None = None,
     quiet: bool = True,
@@ -99,7 +99,7 @@ def verify(
 
 
 def _rank(
-    proposal: Proposal, folder: Path, steps: int, on_rank: Callable[[], None] | None, quiet: bool
+    proposal: VerifyJob, folder: Path, steps: int, on_rank: Callable[[], None] | None, quiet: bool
 ) -> list[TableVerdict]:
     """One rank; here, so that the process that starts ranks need not import what only they need."""
     import torch
@@ -121,7 +121,7 @@ def _rank(
         dist.destroy_process_group()
 
 
-def _data(proposal: Proposal, steps: int) -> Any:
+def _data(proposal: VerifyJob, steps: int) -> Any:
     """The first batches of the job's own samples, one more than steps."""
     if proposal.clicks is None:
         return None
@@ -132,7 +132,7 @@ def _data(proposal: Proposal, steps: int) -> Any:
     return [source.batch(step * size, size) for step in range(steps + 1)]
 
 
-def _check_memory(proposal: Proposal, ranks: int, steps: int) -> None:
+def _check_memory(proposal: VerifyJob, ranks: int, steps: int) -> None:
     """That references of every step fit for all ranks of this machine: dense tables, their gradients and
     states in float64.
     """

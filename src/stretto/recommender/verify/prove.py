@@ -1,4 +1,4 @@
-"""Run placements on real ranks beside the reference, in float64, and report how far apart they are."""
+"""Run placements on real ranks compared the reference, in float64, and report how far apart they are."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from stretto.engine.parallel.control import gather_json
 from stretto.recommender.clicks.batch import ClickBatch
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import TableSpec, physical_tables
-from stretto.recommender.train.clicks import own_part
+from stretto.recommender.train.clicks import rank_slice
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.verify.cases import Case
 from stretto.recommender.verify.diagnose import (
-    Seen,
+    Evidence,
     TableVerdict,
-    Wrong,
+    WrongShard,
     diagnose,
     duplicates_lost,
-    own_statistic,
+    local_statistic,
 )
 from stretto.recommender.verify.every import KINDS, draw
 from stretto.recommender.verify.local_shards import (
-    Beside,
-    Holding,
-    gradients_beside,
-    holdings,
-    pairs_of,
-    rows_beside,
+    Compared,
+    ShardRows,
+    compare_gradients,
+    compare_rows,
+    pairs_by_name,
+    shard_rows,
 )
 from stretto.recommender.verify.reference import Reference, Snapshot, known_ids, rate_of
 from stretto.run.verify.compare import NOTHING, Comparison, Pairs, compare_pairs, relative
@@ -41,7 +41,7 @@ from stretto.run.verify.diagnose import TOLERANCE
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
+class ReferenceRun:
     """What one process computes.
 
     Attributes:
@@ -76,21 +76,21 @@ class References:
         self.features = features
         self.steps = steps
         self._data = data
-        self._found = dict[object, Trained]()
+        self._runs = dict[object, ReferenceRun]()
 
-    def of(self, case: Case) -> Trained:
+    def of(self, case: Case) -> ReferenceRun:
         """What the case must be equal to."""
-        if case.reference not in self._found:
+        if case.reference not in self._runs:
             batches = self._batches(case)
             reference = Reference(case.apply(self.config, self.features), self.features, batches)
             initial = {name: table.values.clone() for name, table in reference.tables.items()}
             *steps, probe = batches
             snapshots = [reference.step(number, batch, probe) for number, batch in enumerate(steps)]
             known = known_ids(self.features, batches)
-            self._found[case.reference] = Trained(
+            self._runs[case.reference] = ReferenceRun(
                 batches=steps, probe=probe, known=known, initial=initial, snapshots=snapshots
             )
-        return self._found[case.reference]
+        return self._runs[case.reference]
 
     def _batches(self, case: Case) -> Sequence[ClickBatch]:
         if case.samples == "data":
@@ -141,7 +141,7 @@ class Proof:
         self.config = case.apply(references.config, references.features)
         self.stored = [table.name for table in physical_tables(references.features)]
         self._folder = folder
-        self._initial: tuple[list[str], list[Wrong]] = [], []
+        self._initial: tuple[list[str], list[WrongShard]] = [], []
 
     def verdict(self) -> TableVerdict:
         """Of all steps up to the first that differs. Collective."""
@@ -155,30 +155,32 @@ class Proof:
         )
         verdicts = list[TableVerdict]()
         try:
-            held = holdings(recommender, self.trained.known)
-            self._initial = self._beginning(recommender, held)
-            parts = [batch.part(*self._own(batch)) for batch in self.trained.batches]
+            shards = shard_rows(recommender, self.trained.known)
+            self._initial = self._compare_initial(recommender, shards)
+            parts = [batch.part(*self._slice(batch)) for batch in self.trained.batches]
             for number, (part, expected) in enumerate(zip(parts, self.trained.snapshots, strict=True)):
                 following = parts[number + 1] if number + 1 < len(parts) else None
                 recommender.record = number % 2 == 0
-                seen = self._step(recommender, number, part, following, expected)
-                verdicts.append(self._verdict(seen))
+                evidence = self._step(recommender, number, part, following, expected)
+                verdicts.append(self._verdict(evidence))
                 if not verdicts[-1].equal:  # what comes after it follows from it
                     break
         finally:
             recommender.close()
         return _worst(verdicts)
 
-    def _own(self, batch: ClickBatch) -> tuple[int, int]:
-        return own_part(batch.samples, _rank(), self.case.ranks)
+    def _slice(self, batch: ClickBatch) -> tuple[int, int]:
+        return rank_slice(batch.samples, _rank(), self.case.ranks)
 
-    def _beginning(self, recommender: Recommender, held: Sequence[Holding]) -> tuple[list[str], list[Wrong]]:
+    def _compare_initial(
+        self, recommender: Recommender, shards: Sequence[ShardRows]
+    ) -> tuple[list[str], list[WrongShard]]:
         """Tables that begin with other values, and which shards of them."""
-        beside, _ = rows_beside(recommender, held, self.trained.initial, {})
+        compared, _ = compare_rows(recommender, shards, self.trained.initial, {})
         scales = dict.fromkeys(self.stored, 1.0)
-        errors = compare_pairs(pairs_of(beside, self.stored), scales).errors
+        errors = compare_pairs(pairs_by_name(compared, self.stored), scales).errors
         wrong = [name for name, error in errors.items() if not error <= TOLERANCE]
-        return wrong, _wrong(beside, self.case.placements)
+        return wrong, _wrong(compared, self.case.placements)
 
     def _step(
         self,
@@ -187,27 +189,27 @@ class Proof:
         part: ClickBatch,
         following: ClickBatch | None,
         expected: Snapshot,
-    ) -> Seen:
+    ) -> Evidence:
         recommender.factor = rate_of(self.config).ratio(number)
         result = recommender.step(part, following)
-        loss = float(_summed(result.loss_sum.double().reshape(1)))
-        held = holdings(recommender, self.trained.known)
-        recorded, gradients = list[Beside](), None
+        loss = float(_sum_over_ranks(result.loss_sum.double().reshape(1)))
+        shards = shard_rows(recommender, self.trained.known)
+        recorded, gradients = list[Compared](), None
         if recommender.record:
-            recorded = list(gradients_beside(recommender, held, expected.gradients))
+            recorded = list(compare_gradients(recommender, shards, expected.gradients))
             gradients = self._gradients(recommender, recorded, result.norm, expected)
-        values, states = rows_beside(recommender, held, expected.tables, expected.states)
-        pairs: dict[str, Pairs] = pairs_of(values, self.stored)
+        values, states = compare_rows(recommender, shards, expected.tables, expected.states)
+        pairs: dict[str, Pairs] = pairs_by_name(values, self.stored)
         for name, parameter in recommender.net.named_parameters():
             pairs[name] = [(parameter.detach(), expected.dense[name])]
         weights = compare_pairs(pairs, expected.weight_scales)
         names, kept = list(expected.states), None
         if names:
-            kept = compare_pairs(pairs_of(states, names), expected.state_scales)
+            kept = compare_pairs(pairs_by_name(states, names), expected.state_scales)
         clipping = self.config.optim.clip is not None or recommender.record
         placed, copied = self.case.placements, self._of_split("data")
         wrong_rows = recorded if gradients is not None else values
-        return Seen(
+        return Evidence(
             ranks=self.case.ranks,
             tables=self.stored,
             copied=copied,
@@ -222,8 +224,8 @@ class Proof:
             weights=weights,
             states=kept,
             predict=self._predicted(recommender, expected),
-            duplicates_lost=duplicates_lost(wrong_rows, held, expected.lookups),
-            own_statistic=own_statistic(states, held, placed, self._before(number), expected)
+            duplicates_lost=duplicates_lost(wrong_rows, shards, expected.lookups),
+            local_statistic=local_statistic(states, shards, placed, self._before(number), expected)
             if names
             else (),
             shards=self._initial[1] or _wrong([*recorded, *values, *states], placed),
@@ -239,10 +241,10 @@ class Proof:
         return {name: torch.zeros_like(t) for name, t in self.trained.snapshots[0].states.items()}
 
     def _gradients(
-        self, recommender: Recommender, recorded: Sequence[Beside], norm: float | None, expected: Snapshot
+        self, recommender: Recommender, recorded: Sequence[Compared], norm: float | None, expected: Snapshot
     ) -> Comparison:
         """Of all parameters, before clipping; the dense ones were multiplied for it."""
-        clip, pairs = self.config.optim.clip, pairs_of(recorded, self.stored)
+        clip, pairs = self.config.optim.clip, pairs_by_name(recorded, self.stored)
         clipped = 1.0 if clip is None or norm is None else min(1.0, clip / (norm + 1e-6))
         for name, parameter in recommender.net.named_parameters():
             ours = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -251,34 +253,34 @@ class Proof:
 
     def _predicted(self, recommender: Recommender, expected: Snapshot) -> float:
         """How far off logits are that no update follows, over all ranks."""
-        start, stop = self._own(self.trained.probe)
+        start, stop = self._slice(self.trained.probe)
         ours = recommender.predict(self.trained.probe.part(start, stop)).double()
         pairs: Pairs = [(ours, expected.logits[start:stop])] if stop > start else []
         scale = float(expected.logits.abs().max()) or 1.0
         return compare_pairs({"logits": pairs}, {"logits": scale}).error
 
-    def _verdict(self, seen: Seen) -> TableVerdict:
-        gradients, kept = seen.gradients, seen.states
+    def _verdict(self, evidence: Evidence) -> TableVerdict:
+        gradients, kept = evidence.gradients, evidence.states
         return TableVerdict(
             layout=str(self.case),
-            loss_error=relative(seen.loss, seen.reference_loss),
+            loss_error=relative(evidence.loss, evidence.reference_loss),
             grad_error=None if gradients is None else gradients.error,
             worst_gradient=None if gradients is None else gradients.worst,
-            norm_error=None if seen.norm is None else relative(seen.norm, seen.reference_norm),
-            weight_error=seen.weights.error,
-            worst_weight=seen.weights.worst,
-            diagnosis=diagnose(seen),
+            norm_error=None if evidence.norm is None else relative(evidence.norm, evidence.reference_norm),
+            weight_error=evidence.weights.error,
+            worst_weight=evidence.weights.worst,
+            diagnosis=diagnose(evidence),
             state_error=None if kept is None else kept.error,
             worst_state=None if kept is None else kept.worst,
-            predict_error=seen.predict,
-            placement=self.case.described,
+            predict_error=evidence.predict,
+            placement=self.case.placement_words,
         )
 
 
-def _wrong(beside: Sequence[Beside], placed: Mapping[str, object]) -> list[Wrong]:
+def _wrong(compared: Sequence[Compared], placed: Mapping[str, object]) -> list[WrongShard]:
     """Shards that differ, on all ranks."""
     wrong = set[tuple[str, int, int]]()
-    for one in beside:
+    for one in compared:
         scale = float(one.reference.abs().max()) if one.reference.numel() else 1.0
         if one.ours.numel() and not float((one.ours - one.reference).abs().max()) <= NOTHING * max(
             scale, 1e-6
@@ -287,9 +289,9 @@ def _wrong(beside: Sequence[Beside], placed: Mapping[str, object]) -> list[Wrong
     gathered: list[list[list[int | str]]] = gather_json([list(one) for one in sorted(wrong)])
     parts = {name: getattr(placement, "ranks", ()) for name, placement in placed.items()}
     return [
-        Wrong(str(name), int(part), len(parts[str(name)]) or len(gathered), int(rank))
-        for rank_told in gathered
-        for name, part, rank in rank_told
+        WrongShard(str(name), int(part), len(parts[str(name)]) or len(gathered), int(rank))
+        for rank_wrong in gathered
+        for name, part, rank in rank_wrong
     ]
 
 
@@ -314,7 +316,7 @@ def _worst(verdicts: Sequence[TableVerdict]) -> TableVerdict:
     )
 
 
-def _summed(value: Tensor) -> Tensor:
+def _sum_over_ranks(value: Tensor) -> Tensor:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(value)
     return value

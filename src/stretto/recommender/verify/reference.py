@@ -41,7 +41,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class Hyperparameters:
     """What a rule is given beside gradients: the rate of this step, and its constants."""
 
     lr: float
@@ -51,25 +51,25 @@ class Numbers:
 
 
 Rule = Callable[
-    [Table, Tensor, Tensor, Numbers], None
+    [Table, Tensor, Tensor, Hyperparameters], None
 ]  # of a table, its gradient, rows seen [rows] as 0 or 1
 
 
-def _sgd(table: Table, g: Tensor, seen: Tensor, by: Numbers) -> None:
+def _sgd(table: Table, g: Tensor, seen: Tensor, by: Hyperparameters) -> None:
     table.values -= by.lr * g
 
 
-def _adagrad(table: Table, g: Tensor, seen: Tensor, by: Numbers) -> None:
+def _adagrad(table: Table, g: Tensor, seen: Tensor, by: Hyperparameters) -> None:
     table.states["sum"] += g**2
     table.values -= by.lr * g / (table.states["sum"] ** 0.5 + by.eps)
 
 
-def _rowwise_adagrad(table: Table, g: Tensor, seen: Tensor, by: Numbers) -> None:
+def _rowwise_adagrad(table: Table, g: Tensor, seen: Tensor, by: Hyperparameters) -> None:
     table.states["sum"] += (g**2).sum(1) / g.shape[1]
     table.values -= by.lr * g / (table.states["sum"] ** 0.5 + by.eps)[:, None]
 
 
-def _lazy_adam(table: Table, g: Tensor, seen: Tensor, by: Numbers) -> None:
+def _lazy_adam(table: Table, g: Tensor, seen: Tensor, by: Hyperparameters) -> None:
     states, often = table.states, seen[:, None]
     states["count"] += seen
     states["first"] += often * (1 - by.beta1) * (g - states["first"])
@@ -80,7 +80,7 @@ def _lazy_adam(table: Table, g: Tensor, seen: Tensor, by: Numbers) -> None:
     table.values -= by.lr * often * first / (second**0.5 + by.eps)
 
 
-def _split_sgd(table: Table, g: Tensor, seen: Tensor, by: Numbers) -> None:
+def _split_sgd(table: Table, g: Tensor, seen: Tensor, by: Hyperparameters) -> None:
     table.values = in_float32(table.values - by.lr * g)
 
 
@@ -98,7 +98,7 @@ _STATES: Mapping[str, Mapping[str, bool]] = {  # by name; whether there is one n
 }
 
 
-def begin(values: Tensor, rule: str) -> Table:
+def initial_table(values: Tensor, rule: str) -> Table:
     """A table with its states at zero."""
     rows, dim = values.shape
     kept = in_float32(values) if rule == "split_sgd" else values
@@ -106,7 +106,7 @@ def begin(values: Tensor, rule: str) -> Table:
     return Table(kept, {name: kept.new_zeros(rows if row else (rows, dim)) for name, row in states})
 
 
-def looked_up(table: Table, rule: str) -> Tensor:
+def visible_values(table: Table, rule: str) -> Tensor:
     """What lookups see of the values: of split SGD only the upper 16 bits of each float32."""
     if rule != "split_sgd":
         return table.values.clone()
@@ -119,7 +119,7 @@ def in_float32(values: Tensor) -> Tensor:
     return values.float().double()
 
 
-class Ids:
+class ReferenceIds:
     """All ids of one table.
 
     Attributes:
@@ -131,35 +131,38 @@ class Ids:
         self.spec = spec
         self.counts = dict[int, int]()
         self.last = dict[int, int]()
-        self.held = set[int]()
+        self.with_row = set[int]()
 
     def see(self, ids: Iterable[int], step: int) -> list[int]:
         """Count a batch; returns the ids that get a row with it."""
         for one in ids:
             self.counts[one] = self.counts.get(one, 0) + 1
             self.last[one] = step
-        due = [one for one in self.counts if one not in self.held and self.counts[one] >= self.spec.admit]
-        self.held.update(due)
+        due = [one for one in self.counts if one not in self.with_row and self.counts[one] >= self.spec.admit]
+        self.with_row.update(due)
         return sorted(due)
 
     def evict(self, step: int) -> list[int]:
         """Before a step; returns the ids that lose their row."""
         if not step or step % self.spec.evict_every:
             return []
-        had, oldest = set(self.held), self.spec.evict == "age"
+        had, oldest = set(self.with_row), self.spec.evict == "age"
         if oldest and self.spec.max_age is not None:
             self._forget([one for one in self.counts if step - self.last[one] > self.spec.max_age])
         by_age = {one: (self.last[one], self.counts[one], one) for one in self.counts}
         by_count = {one: (self.counts[one], self.last[one], one) for one in self.counts}
-        for some, order in ((self.held, by_age if oldest else by_count), (set(by_age) - self.held, by_age)):
+        for some, order in (
+            (self.with_row, by_age if oldest else by_count),
+            (set(by_age) - self.with_row, by_age),
+        ):
             lowest = sorted(some, key=order.__getitem__)
             self._forget(lowest[: max(0, len(lowest) - self.spec.rows)])
-        return sorted(had - self.held)
+        return sorted(had - self.with_row)
 
     def _forget(self, ids: list[int]) -> None:
         for one in ids:
             del self.counts[one], self.last[one]
-            self.held.discard(one)
+            self.with_row.discard(one)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,10 +233,10 @@ class Reference:
         initialise_dense(self.net, config.train.seed)
         self.optimizer: Any = build_optimizer(self.net.named_parameters(), config.dense_optimiser())
         self.known = known_ids(features, batches)
-        self.ids = {name: Ids(spec) for spec in features if (name := spec.name) in self.known}
+        self.ids = {name: ReferenceIds(spec) for spec in features if (name := spec.name) in self.known}
         self.fresh = {stored.name: self._initial(spec, stored) for spec, stored in _stored(features)}
         self.tables = {
-            name: begin(torch.zeros_like(fresh) if name in self.known else fresh.clone(), self.rule)
+            name: initial_table(torch.zeros_like(fresh) if name in self.known else fresh.clone(), self.rule)
             for name, fresh in self.fresh.items()
         }
 
@@ -256,7 +259,7 @@ class Reference:
     def step(self, number: int, batch: ClickBatch, probe: ClickBatch) -> Snapshot:
         """Train on a batch, the step's number being that of the updates before it."""
         self._count(number, batch.ids)
-        leaves = {name: looked_up(t, self.rule).requires_grad_() for name, t in self.tables.items()}
+        leaves = {name: visible_values(t, self.rule).requires_grad_() for name, t in self.tables.items()}
         lookups = {name: torch.zeros(len(t.values), dtype=torch.float64) for name, t in self.tables.items()}
         logits = self._logits(batch, leaves, lookups)
         loss = F.binary_cross_entropy_with_logits(logits, batch.labels.double())
@@ -268,7 +271,7 @@ class Reference:
         clipped = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
         self._update(number, gradients, lookups, clipped)
         with torch.no_grad():
-            seen = {name: looked_up(t, self.rule) for name, t in self.tables.items()}
+            seen = {name: visible_values(t, self.rule) for name, t in self.tables.items()}
             probed = self._logits(probe, seen, None)
         return Snapshot(
             loss=float(loss.detach()),
@@ -294,7 +297,10 @@ class Reference:
             new = torch.searchsorted(
                 known, torch.tensor(self.ids[spec.name].see(feature_ids.tolist(), step), dtype=torch.int64)
             )
-            for rows, values in ((gone, 0.0), (new, begin(self.fresh[spec.name][new], self.rule).values)):
+            for rows, values in (
+                (gone, 0.0),
+                (new, initial_table(self.fresh[spec.name][new], self.rule).values),
+            ):
                 table.values[rows] = values
                 for state in table.states.values():
                     state[rows] = 0.0
@@ -317,7 +323,9 @@ class Reference:
         """Of each id [n, dim]; counts the lookups."""
         if spec.ids == "hash":
             known = self.known[spec.name]
-            there = torch.tensor([one in self.ids[spec.name].held for one in ids.tolist()], dtype=torch.bool)
+            there = torch.tensor(
+                [one in self.ids[spec.name].with_row for one in ids.tolist()], dtype=torch.bool
+            )
             rows = torch.searchsorted(known, ids)
             _add(lookups, spec.name, rows[there])
             return tables[spec.name][rows] * there.double()[:, None]
@@ -336,7 +344,7 @@ class Reference:
         self, step: int, gradients: Mapping[str, Tensor], lookups: Mapping[str, Tensor], clipped: float
     ) -> None:
         ratio, settings = rate_of(self.config).ratio(step), self.config.optim.tables
-        numbers = Numbers(settings.lr * ratio, settings.eps, *settings.betas)
+        numbers = Hyperparameters(settings.lr * ratio, settings.eps, *settings.betas)
         for name, table in self.tables.items():
             RULES[self.rule](table, gradients[name] * clipped, (lookups[name] > 0).double(), numbers)
         for group in self.optimizer.param_groups:

@@ -48,7 +48,7 @@ def jit(function: Any = None, *, inline: bool = False, exact: bool = False) -> A
     Unless `exact`, sums may be reordered (`reassoc`), as vectors need, which is the same in every run.
     """
     if function is None:
-        return lambda given: jit(given, inline=inline, exact=exact)
+        return lambda function: jit(function, inline=inline, exact=exact)
     options: dict[str, Any] = {
         "nogil": True,
         "error_model": "numpy",
