@@ -93,8 +93,8 @@ FAULTS = [
     Fault(
         name="the server does not hand out its weights",
         module="stretto.engine.parallel.data.unit",
-        old=("        if self.server and self.groups.replicated is not None:\n            yield"),
-        new=("        if not self.server and self.groups.replicated is not None:\n            yield"),
+        old=("        if self.server and self.groups.copied is not None:\n            yield"),
+        new=("        if not self.server and self.groups.copied is not None:\n            yield"),
         test="tests/run/verify/test_verify_layouts.py::test_data_parallel_modes_equal_one_process",
     ),
     Fault(
