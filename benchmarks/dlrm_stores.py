@@ -152,7 +152,7 @@ def _large(gib: int, limit: int, steps: int, folder: Path) -> dict[str, Any]:
     store.release(step.ahead)
     facts = {
         "rows": rows,
-        "file_gib": round(store.home.rows * store.home.record / 2**30, 2),
+        "file_gib": round(store.backing.rows * store.backing.record / 2**30, 2),
         "written_s": round(written, 1),
         "step_ms": round(median(times) * 1e3, 1),
         "first_ms": round(times[0] * 1e3, 1),
