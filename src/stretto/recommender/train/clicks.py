@@ -1,4 +1,4 @@
-"""The clicks of a job: what must be on disk before ranks start, and the samples that they read."""
+"""The clicks of a job: prepares data on disk before ranks start, and opens the samples that ranks read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def rank_slice(count: int, rank: int, world: int) -> tuple[int, int]:
-    """(start, stop) of a rank's samples of `count`: as even as they go, the first ranks one more."""
+    """(start, stop) of a rank's share of `count` samples; the first ranks may have one more."""
     each, more = divmod(count, world)
     start = rank * each + min(rank, more)
     return start, start + each + (rank < more)
@@ -31,14 +31,14 @@ def rank_slice(count: int, rank: int, world: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class ClickData:
-    """The clicks of a job, ready to be read.
+    """The prepared clicks of a job.
 
     Attributes:
         path: the click folder; None for synthetic clicks.
         tables: one for each feature.
-        samples, held_out: of the log, and of them for evaluation.
+        samples, held_out: samples of the log, and how many of them are held out.
         popularity: how often ids are looked up, by feature.
-        same: what tells one stream of samples from another, wherever it lies.
+        same: identifies the stream of samples, independent of its location.
     """
 
     path: Path | None
@@ -52,10 +52,10 @@ class ClickData:
 def prepare_clicks(
     config: RecommenderConfig, stop: StopRequest | None = None, quiet: bool = False
 ) -> ClickData:
-    """Make sure that the clicks are there: a click folder is opened, files become one first.
+    """Opens the click folder, which is built first if the source is files.
 
     Raises:
-        StrettoError: what is wrong with them, or with the tables for them.
+        StrettoError: the data is invalid, or does not fit the tables.
         Stopped: the run was asked to stop.
     """
     if config.data.is_synthetic:
@@ -94,7 +94,7 @@ def prepare_clicks(
 
 
 def open_clicks(config: RecommenderConfig, data: ClickData, split: str) -> ClickSource:
-    """The samples of a split, `train` or `valid`, in the order that the job sees them.
+    """The samples of a split, `train` or `valid`, in the job's order.
 
     Raises:
         StrettoError: the split has none.
@@ -118,7 +118,7 @@ def open_clicks(config: RecommenderConfig, data: ClickData, split: str) -> Click
 
 
 def check_held_out(config: RecommenderConfig, data: ClickData) -> None:
-    """Raise StrettoError where a part that the run reads has no samples."""
+    """Raises StrettoError if a split that the run reads has no samples."""
     if config.eval.every is not None and not data.held_out:
         raise StrettoError(
             f"data.valid is {config.data.valid}: of {data.samples} samples none is held out",
@@ -132,7 +132,7 @@ def spec_of(config: RecommenderConfig, tables: Sequence[TableSpec]) -> Synthetic
     """The synthetic log of a job.
 
     Raises:
-        StrettoError: sizes that no log has.
+        StrettoError: sizes out of range.
     """
     from stretto.recommender.clicks.synthetic.log import ClickFeature, SyntheticSpec
 
@@ -175,7 +175,7 @@ def _synthetic(config: RecommenderConfig) -> ClickData:
 
 
 def _as_json(spec: SyntheticSpec) -> dict[str, Any]:
-    """As JSON gives it back."""
+    """The spec after a round trip through JSON."""
     facts: dict[str, Any] = json.loads(json.dumps(spec.facts()))
     return facts
 
@@ -191,7 +191,7 @@ def _by_table(
 
 
 def _folder_of(config: RecommenderConfig, stop: StopRequest | None, quiet: bool) -> Path:
-    """The click folder that is named, or the one made of the files that are, once."""
+    """The click folder that the config names, or the cached one built from its files."""
     from stretto.recommender.clicks.build import Progress, Settings, build
     from stretto.recommender.clicks.index import is_click_folder
     from stretto.recommender.clicks.tabular import Named

@@ -1,7 +1,8 @@
 """One rank of a recommender: replicated dense networks, sharded tables, and the training step.
 
-The loss is the mean over the global batch: each rank has its samples' share of it, and gradients add up over
-ranks. So nothing is divided by the number of ranks, and a table's gradient does not depend on where it lies.
+The loss is the mean over the global batch: each rank has the share of its samples, and gradients are summed
+over ranks. So nothing is divided by the number of ranks, and a table's gradient does not depend on its
+placement.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from stretto.spec.optimiser import Optimiser
 
 
 class _Bucket:
-    """Gradients that are reduced at once: views of one flat tensor, where there are several ranks."""
+    """Gradients that are all-reduced together: with several ranks, views of one flat tensor."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: ProcessGroup | None) -> None:
         self.parameters, self._group = parameters, group
@@ -48,7 +49,7 @@ class _Bucket:
             )
 
     def clear(self) -> None:
-        """Before a backward."""
+        """Clears the gradients before a backward pass."""
         if self._group is None:
             for parameter in self.parameters:
                 parameter.grad = None
@@ -60,7 +61,7 @@ class _Bucket:
             at += parameter.numel()
 
     def reduce(self) -> None:
-        """Begin the sum over ranks."""
+        """Starts the sum over ranks."""
         if self._group is not None:
             self._work = self._group.allreduce([self._flat], AllreduceOptions())
 
@@ -71,10 +72,10 @@ class _Bucket:
 
 
 class DenseReplica:
-    """The networks with their optimiser.
+    """The dense networks of one rank with their optimiser.
 
     Args:
-        group: of all ranks; None: this one alone.
+        group: of all ranks; None: there is only this one.
     """
 
     def __init__(self, net: DenseNet, optimiser: Optimiser, group: ProcessGroup | None) -> None:
@@ -86,22 +87,22 @@ class DenseReplica:
         self.optimizer = build_optimizer(net.named_parameters(), optimiser)
 
     def clear(self) -> None:
-        """Before a backward."""
+        """Clears the gradients before a backward pass."""
         self.bottom.clear()
         self.above.clear()
 
     def wait(self) -> None:
-        """Until gradients are whole."""
+        """Waits until the gradients are reduced."""
         self.above.wait()
         self.bottom.wait()
 
     def norm_squared(self) -> Tensor:
-        """Of the gradients, the same on every rank."""
+        """The squared norm of the gradients, the same on every rank."""
         grads = [p.grad for p in self.net.parameters() if p.grad is not None]
         return torch.stack([grad.double().square().sum() for grad in grads]).sum()
 
     def update(self, factor: float, scale: float = 1.0) -> None:
-        """One step at the peak rate times `factor`, of gradients times `scale`."""
+        """One step at the peak learning rate times `factor`, with gradients times `scale`."""
         for group in self.optimizer.param_groups:
             group["lr"] = self._peak * factor
         if scale != 1.0:
@@ -109,11 +110,11 @@ class DenseReplica:
         self.optimizer.step()
 
     def prepare(self, updates: int) -> None:
-        """States of zeros, as after so many updates, for a checkpoint to be read into."""
+        """Creates zero states, as after `updates` updates, for a checkpoint to be loaded into."""
         prepare(self.optimizer, self._fragments(), updates)
 
     def tensors(self) -> Iterable[tuple[str, str, Tensor, Placed]]:
-        """Of each parameter and state: the state's name or "", the parameter's, the tensor and its place."""
+        """For each parameter and state: the state's name or "", the parameter's, the tensor, its place."""
         if not self.optimizer.state:
             self.prepare(0)
         for fragment in self._fragments():
@@ -135,10 +136,10 @@ _TYPES = {
 
 @dataclass
 class StepResult:
-    """What a step found.
+    """The result of a step.
 
     Attributes:
-        loss_sum: this rank's part of the loss: over all ranks it adds up to the mean of the global batch.
+        loss_sum: this rank's share of the loss; the sum over ranks is the mean over the global batch.
         norm: of all gradients, tables included, before clipping; None where it is not computed.
     """
 
@@ -150,8 +151,8 @@ class Recommender:
     """One rank of a job. Every rank makes the same calls in the same order.
 
     Attributes:
-        updates: steps made, with those before a checkpoint.
-        recorded: with `record`, of the last step the gradient of the tables: for each shard its own rows [u]
+        updates: steps made, including those before a resume.
+        recorded: with `record`, the tables' gradients of the last step: for each shard its local rows [u]
             and their gradient [u, width].
     """
 
@@ -189,12 +190,12 @@ class Recommender:
         record: bool = False,
         folder: Path | None = None,
     ) -> Recommender:
-        """This rank's part of a job, on the default process group if there is one. Collective.
+        """Builds this rank of a job, on the default process group if there is one. Collective.
 
         Args:
             tables: one for each feature.
-            placements: of the tables as they are stored.
-            fresh: with initial values; otherwise a checkpoint follows.
+            placements: of the stored tables.
+            fresh: set initial values; otherwise a checkpoint is loaded afterwards.
             record: keep the tables' gradients of each step.
             folder: for tables on disk.
         """
@@ -242,7 +243,7 @@ class Recommender:
         """Train on this rank's samples of a global batch.
 
         Args:
-            following: those of the next step, whose ids travel meanwhile.
+            following: those of the next step, whose ids are exchanged meanwhile.
         """
         lookups, overlap = self._table_batch(batch), self.config.tables.overlap
         batch = self._to_device(batch)
@@ -277,7 +278,7 @@ class Recommender:
         return StepResult(loss.detach(), norm)
 
     def _table_batch(self, batch: ClickBatch) -> TableBatch:
-        """The batch's way through the tables, begun if it was not before."""
+        """The batch's lookups, begun now unless they were prefetched."""
         pending, self._pending = self._pending, None
         if pending is not None:
             if pending[0] is batch:
@@ -286,7 +287,7 @@ class Recommender:
         return self.tables.begin(self._to_device(batch).ids, step=self.updates)
 
     def _on_vector_gradient(self, lookups: TableBatch, vectors: Tensor) -> None:
-        """In the middle of the backward: the bottom network's is yet to come."""
+        """Runs during the backward pass, before that of the bottom network."""
         assert vectors.grad is not None
         lookups.send_gradient(vectors.grad)
         vectors.grad = None
@@ -295,7 +296,7 @@ class Recommender:
     def _update(self, batch: TableBatch) -> float | None:
         clip, rate = self.config.optim.clip, self.config.optim.tables.lr * self.factor
         for lookups in batch.lookups:
-            lookups.grouped()  # while gradients are on their way
+            lookups.grouped()  # while gradients are being received
         batch.receive_gradient()
         if clip is None and not self.record:
             with torch.no_grad():
@@ -319,7 +320,7 @@ class Recommender:
 
     @torch.no_grad()
     def predict(self, batch: ClickBatch) -> Tensor:
-        """Logits [samples] of this rank's samples. Collective: every rank predicts, perhaps no sample."""
+        """Logits [samples] of this rank's samples. Collective, also for ranks without samples."""
         batch = self._to_device(batch)
         lookups = self.tables.begin(batch.ids, train=False, step=self.updates)
         lookups.send_rows()
@@ -330,7 +331,7 @@ class Recommender:
         return logits
 
     def _to_device(self, batch: ClickBatch) -> ClickBatch:
-        """The batch on the device, its numbers in the networks' type."""
+        """The batch on the device, its dense features in the networks' dtype."""
         ids, device = batch.ids, self.tables.device
         if ids.ids.device.type != device.type:
             weights = None if ids.weights is None else ids.weights.to(device)
@@ -338,7 +339,7 @@ class Recommender:
         return ClickBatch(batch.dense.to(device, self.tables.dtype), ids, batch.labels.to(device))
 
     def close(self) -> None:
-        """Give back memory, files and groups."""
+        """Frees memory, files and process groups."""
         if self._pending is not None:
             self._pending[1].drop()
             self._pending = None

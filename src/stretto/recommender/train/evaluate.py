@@ -1,4 +1,4 @@
-"""Quality of a recommender on held-out samples, beside the best possible where that is known."""
+"""Quality of a recommender on held-out samples, and the best possible quality where that is known."""
 
 from __future__ import annotations
 
@@ -22,24 +22,23 @@ from stretto.recommender.train.clicks import ClickData, open_clicks, rank_slice
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.report import ClickEval
 
-_SUMS = 5  # samples, clicks, samples of no number, loss, predictions
+_SUMS = 5  # samples, clicks, NaN logits, loss, predicted clicks
 
 
 @dataclass(frozen=True, kw_only=True)
 class QualityResult:
-    """Numbers of the predictions of a whole set.
+    """The quality of predictions on a set of samples.
 
     Attributes:
         auc: area under the ROC curve of the logits, equal ones counting half; 0.5 is chance. None where all
             samples have one label, or a logit is NaN.
-        auc_error: by how much `auc` may be off at most: 0 unless there are more distinct logits than are
-            told apart.
+        auc_error: bound on the error of `auc`: 0 unless there are more distinct logits than can be counted.
         logloss: mean of -log(probability of what happened), in nats. NaN if a logit is.
-        entropy: logloss over that of the share of clicks as everybody's prediction (normalised entropy: He
+        entropy: logloss over that of predicting the click rate for every sample (normalised entropy: He
             et al. 2014, "Practical Lessons from Predicting Clicks on Ads at Facebook", section 2); 1 is what
             one constant reaches, 0 perfect. None where all samples have one label.
         calibration: predicted clicks over clicks, 1 is right (same source). None without clicks.
-        samples, positives: how many there were, and clicked.
+        samples, positives: their number, and how many were clicked.
     """
 
     auc: float | None
@@ -51,7 +50,7 @@ class QualityResult:
     positives: int
 
     def facts(self) -> dict[str, float | int | None]:
-        """All fields by name, as JSON can hold them."""
+        """All fields by name, for JSON."""
         facts = asdict(self)
         return {name: None if value != value else value for name, value in facts.items()}
 
@@ -59,8 +58,8 @@ class QualityResult:
 class Quality:
     """Takes logits and labels batch by batch; `result` is of all of them on all ranks.
 
-    Sums are in float64. Logits are told apart by all of their bits; memory is bounded by `distinct`
-    different logits on each rank, 24 bytes each, and twice that while counts are joined: see `Ranking`.
+    Sums are in float64. Memory is bounded by `distinct` distinct logits on each rank, 24 bytes each, and
+    twice that while counts are merged: see `Ranking`.
     """
 
     def __init__(self, distinct: int = DISTINCT) -> None:
@@ -68,7 +67,7 @@ class Quality:
         self._sums = np.zeros(_SUMS)
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Take samples: their logits [n] and labels [n], 0 or 1. On any device, of any floating type.
+        """Adds samples: their logits [n] and labels [n], 0 or 1, on any device and in any floating type.
 
         Raises:
             StrettoError: sizes differ, or a label is neither 0 nor 1.
@@ -93,8 +92,8 @@ class Quality:
         self._ranking.add(values, clicked)
 
     def result(self, group: dist.ProcessGroup | None = None) -> QualityResult:
-        """The numbers of all samples that all ranks of `group` have taken; None: all ranks of the job, or
-        this process where there is no job. Every rank calls it and gets the same; more may be added later."""
+        """The quality on the samples of all ranks of `group`; None: all ranks of the job, or
+        this process alone. Collective; every rank gets the same result, and may add more samples later."""
         ranking, sums = self._copy(), self._sums.copy()
         if dist.is_initialized() and dist.get_world_size(group) > 1:
             area = _over_ranks(ranking, sums, group)
@@ -134,8 +133,9 @@ def _result(area: np.ndarray, sums: np.ndarray) -> QualityResult:
 
 
 def _over_ranks(ranking: Ranking, sums: np.ndarray, group: dist.ProcessGroup | None) -> np.ndarray:
-    """Joins all ranks' counts two and two, in `ranking` and `sums` of the first; gives all ranks the area and
-    the sums. No rank ever holds more than two rankings."""
+    """Merges the counts of all ranks in a binary tree and broadcasts the area and the sums. No rank holds
+    more than two rankings at a time.
+    """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     step = 1
@@ -167,7 +167,7 @@ def _send(
 def _receive(
     ranking: Ranking, source: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> np.ndarray:
-    """Joins a rank's counts into `ranking`; its sums."""
+    """Merges the counts of rank `source` into `ranking`; returns its sums."""
 
     def take(size: int, dtype: torch.dtype) -> np.ndarray:
         tensor = torch.empty(size, dtype=dtype, device=device)
@@ -181,12 +181,12 @@ def _receive(
     return take(_SUMS, torch.float64)
 
 
-_AT_ONCE = 1 << 14  # samples whose true probabilities are drawn at a time
+_AT_ONCE = 1 << 14  # samples drawn at a time
 
 
 class Evaluation:
-    """Of a run: always on the same samples, the first `eval.batches` global batches of the held-out part, or
-    all of it where that is less.
+    """Evaluations of a run, always on the same samples: the first `eval.batches` global batches of the
+    held-out split, or all of it if that is less.
     """
 
     def __init__(self, config: RecommenderConfig, data: ClickData, recommender: Recommender) -> None:
@@ -199,7 +199,7 @@ class Evaluation:
         self._best: Best | None = None
 
     def run(self, step: int) -> ClickEval:
-        """After `step` updates. Collective: every rank has its part of each batch, and all get the result."""
+        """Evaluates after `step` updates. Collective; every rank gets the result."""
         started = time.perf_counter()
         size = self._config.batch.global_size
         quality = Quality()
@@ -224,7 +224,7 @@ class Evaluation:
         )
 
     def _best_possible(self) -> Best | None:
-        """What is possible on these samples; on the first rank, which reports."""
+        """The best possible quality on these samples; on rank 0, which reports it."""
         if self._rank == 0 and self._best is None:
             self._best = (
                 self._best_of_log() if isinstance(self._source, SyntheticClicks) else self._best_of_folder()
@@ -232,7 +232,7 @@ class Evaluation:
         return self._best
 
     def _best_of_log(self) -> Best:
-        """Of synthetic clicks, of which the true probabilities are drawn again."""
+        """Of synthetic clicks, whose true probabilities are recomputed."""
         assert isinstance(self._source, SyntheticClicks)
         tally = BestTally()
         for first in range(0, self._samples, _AT_ONCE):
@@ -241,7 +241,7 @@ class Evaluation:
         return tally.result()
 
     def _best_of_folder(self) -> Best | None:
-        """What a folder of synthetic clicks says of its held-out samples, if it is of just these."""
+        """Of a folder of synthetic clicks, whose index has it for the whole held-out split."""
         if not isinstance(self._source, ClickSamples):
             return None
         facts: dict[str, Any] = self._source.folder.index.extra.get("best", {}).get("valid") or {}

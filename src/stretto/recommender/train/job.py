@@ -1,4 +1,4 @@
-"""A recommender's training job from its config: checks, clicks, placement, ranks, and how it ended."""
+"""A recommender's training job from its config: checks, clicks, placement, ranks, outcome."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def run_job(config: RecommenderConfig, quiet: bool = False, port: int = 0) -> Re
     """Run a job: as one rank under torchrun, else on local ranks that this process starts.
 
     Raises:
-        StrettoError: bad input; what can be known without ranks, before any is started.
+        StrettoError: bad input, as far as possible before any rank is started.
         RankFailed: a rank failed.
     """
     return run_kind(_Recommender(), config, quiet, port)
 
 
 def local_rank(config: RecommenderConfig, quiet: bool, ready: Ready) -> dict[str, Any]:
-    """One rank of this machine; here, so that this process need not import what only ranks need."""
+    """One rank on this machine. Imports inside, so that the parent process need not load torch."""
     from stretto.recommender.train.worker import train_rank
 
     with StopRequest() as stop:

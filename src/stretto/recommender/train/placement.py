@@ -1,4 +1,4 @@
-"""Placements of a job's tables: as its config says, or planned for its ranks and this machine."""
+"""The placements of a job's tables: as configured, or planned for its ranks and this machine."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from stretto.recommender.popularity import Popularity, measured
 from stretto.recommender.train.clicks import ClickData
 
 _WIRE = {"float32": 4, "float16": 2, "bfloat16": 2}
-_OF_MEMORY = 0.7  # the rest is for all else
+_OF_MEMORY = 0.7  # share of memory for tables
 
 
 def place(config: RecommenderConfig, data: ClickData) -> Placements:
     """The placement of each table that is stored.
 
     Raises:
-        StrettoError: one that does not fit, or tables that fit nowhere.
+        StrettoError: a placement that does not fit, or tables that fit nowhere.
     """
     configured = configured_placements(config, data.tables)
     return configured if configured is not None else _planned(config, data)
 
 
 def _planned(config: RecommenderConfig, data: ClickData) -> Placements:
-    """By the planner, for this machine's kind of ranks."""
+    """Placements from the planner, for ranks on this kind of machine."""
     layout = config.layout
     settings = config.tables
     dtype = config.train.dtype
@@ -67,7 +67,7 @@ def on_cpu(config: RecommenderConfig) -> bool:
 
 
 def _popularity(stored: Sequence[TableSpec], data: ClickData) -> dict[str, Popularity]:
-    """Of tables that have a row for every id that was counted."""
+    """The measured popularity of tables that have a row for every id of the log."""
     popularity = dict[str, Popularity]()
     for table in stored:
         known = data.popularity.get(table.name)
@@ -77,7 +77,7 @@ def _popularity(stored: Sequence[TableSpec], data: ClickData) -> dict[str, Popul
 
 
 def _memory(ranks: int) -> float:
-    """A rank's part of this machine's memory, most of it, in bytes."""
+    """The bytes of this machine's memory that a rank may use for tables."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
     return _OF_MEMORY * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / here
 
@@ -87,12 +87,12 @@ def _bytes(gib: float | None) -> float | None:
 
 
 def to_json(placements: Placements) -> dict[str, dict[str, Any]]:
-    """As ranks tell each other, and people are told."""
+    """Placements as JSON."""
     return {name: {**asdict(each), "ranks": list(each.ranks)} for name, each in placements.items()}
 
 
 def from_json(facts: Mapping[str, Mapping[str, Any]]) -> Placements:
-    """What `to_json` was given."""
+    """The inverse of `to_json`."""
     placements = dict[str, TablePlacement]()
     for name, each in facts.items():
         fields: dict[str, Any] = {**each, "ranks": tuple(each["ranks"])}

@@ -27,13 +27,13 @@ from stretto.run.train.resume import place_of
 
 
 def tensors_of(recommender: Recommender) -> Saved:
-    """All that a checkpoint has of this rank."""
+    """Everything that this rank contributes to a checkpoint."""
     stored = physical_tables(recommender.tables.features)
     return {**_dense(recommender), **tensors_to_save(recommender.local_shards, stored)}
 
 
 def load_into(recommender: Recommender, path: Path, updates: int, check: bool) -> None:
-    """Fill this rank from a checkpoint after so many updates. Collective.
+    """Loads this rank from a checkpoint of `updates` updates. Collective.
 
     Raises:
         StrettoError: no checkpoint there, damaged, or of another model or optimiser.
@@ -46,7 +46,7 @@ def load_into(recommender: Recommender, path: Path, updates: int, check: bool) -
 
 
 def _dense(recommender: Recommender) -> Tensors:
-    """Equal on every rank; a checkpoint spreads the writing of copies."""
+    """The dense tensors, equal on every rank; the checkpoint divides their writing among the ranks."""
     return {
         (f"{OPTIM}{key}.{name}" if key else f"{MODEL}{name}"): (tensor, place)
         for key, name, tensor, place in recommender.dense.tensors()
@@ -87,13 +87,13 @@ def resume_from(
     path: Path,
     report: Callable[[str], object],
 ) -> Position:
-    """Fill the model from a checkpoint, whatever ranks and placement wrote it. Collective.
+    """Loads the model from a checkpoint written by any number of ranks and any placement. Collective.
 
     Raises:
         StrettoError: damaged, or of another model.
     """
     meta = check_fits(path, config, data.tables)
-    # `latest` has read every byte of what it found; a checkpoint that is named is read here first
+    # `latest` has verified every byte; a checkpoint named in the config is verified here
     load_into(recommender, path, meta["step"], check=is_checkpoint(place_of(config)))
     report_resumed(config, path, meta, report, None if meta["clicks"] == data.same else "the clicks")
     return Position(step=meta["step"], samples=meta["samples"], loss=meta.get("loss"))

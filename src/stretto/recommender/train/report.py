@@ -14,7 +14,7 @@ from stretto.run.train.metrics import Words, number, percent
 
 
 def banner(config: RecommenderConfig, data: ClickData, placements: Placements) -> str:
-    """Two lines and the placement table."""
+    """Two lines and the placement table, printed before training starts."""
     shape = config.shape(data.tables)
     layout = config.layout
     optim = config.optim
@@ -36,7 +36,7 @@ def banner(config: RecommenderConfig, data: ClickData, placements: Placements) -
 
 
 def placement_table(data: ClickData, placements: Placements, ranks: int) -> str:
-    """A line a table, and what each rank reads and holds of them."""
+    """A line for each table, and what each rank reads and stores of them."""
     return placement_text(physical_tables(data.tables), placements, ranks)
 
 
@@ -50,7 +50,7 @@ def _short(number: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ClickStep:
-    """One training step of the whole job; None is what is not known."""
+    """One training step of the whole job; None where a value is not known."""
 
     step: int  # updates made, this one included: the first step is 1
     loss: float  # mean over the samples of the global batch, nats
@@ -65,7 +65,7 @@ class ClickStep:
 
     @property
     def speed(self) -> float:
-        """Samples that go through in a second."""
+        """Samples per second."""
         return self.samples_per_s
 
     def facts(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class ClickStep:
 class ClickEval:
     """One evaluation on held-out samples, after `step` updates; see `Quality` for what the numbers mean.
 
-    best_*: what the true probabilities reach on the same samples, where the clicks are synthetic.
+    best_*: the quality of the true probabilities on the same samples, where the clicks are synthetic.
     """
 
     step: int
@@ -95,7 +95,7 @@ class ClickEval:
 
     @property
     def gap(self) -> float | None:
-        """By how much the entropy is above the best, as a part of it."""
+        """The excess of the entropy over the best possible, relative to it."""
         if self.entropy is None or not self.best_entropy:
             return None
         return self.entropy / self.best_entropy - 1

@@ -15,7 +15,7 @@ _OF_TABLE = ("rows", "dim", "ids", "divisor", "pooling")
 
 
 def model_facts(config: RecommenderConfig, tables: Sequence[TableSpec]) -> dict[str, Any]:
-    """What must be the same for weights to fit."""
+    """What must be equal for weights to fit."""
     shape = config.shape(tables)
     return {
         "family": "dlrm",
@@ -30,8 +30,7 @@ def model_facts(config: RecommenderConfig, tables: Sequence[TableSpec]) -> dict[
 
 
 def check_resume(config: RecommenderConfig, tables: Sequence[TableSpec]) -> None:
-    """What a look at manifests can tell before ranks are started: that the run can go on from where it wants
-    to.
+    """Checks from manifests, before ranks are started, that the run can resume from its checkpoint.
 
     Raises:
         StrettoError: no checkpoint where one is named, or one of another model or optimiser.
@@ -42,7 +41,7 @@ def check_resume(config: RecommenderConfig, tables: Sequence[TableSpec]) -> None
 
 
 def check_fits(path: Path, config: RecommenderConfig, tables: Sequence[TableSpec]) -> dict[str, Any]:
-    """The checkpoint's facts, if it is of this model and these optimisers.
+    """The checkpoint's metadata, if it is of this model and these optimisers.
 
     Raises:
         StrettoError: it is not.
@@ -70,7 +69,7 @@ def _check_tables(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]
 
 
 def _check_optimizers(path: Path, meta: Mapping[str, Any], config: RecommenderConfig) -> None:
-    """That states are those of these optimisers; rates and the rest may change."""
+    """Checks that the states are of these optimisers; learning rates and other settings may change."""
     theirs = _mapping(_mapping(meta.get("config")).get("optim"))
     for part, ours in (("dense", config.optim.dense.name), ("tables", config.optim.tables.name)):
         there = _mapping(theirs.get(part)).get("name", ours)

@@ -81,7 +81,7 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
 
     def run(self, stop: StopRequest) -> ClickOutcome:
         """Train to the last step, or to the step at which a rank was asked to stop; then save."""
-        # synthetic clicks are computed: beside a step they would only take its core
+        # synthetic clicks need no prefetching: computing them would only compete with the step for its core
         with ThreadPoolExecutor(1) as pool:
             self._reader = pool if self._data.path is not None else None
             stopped = self.train(stop)
@@ -142,8 +142,8 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
             )
 
     def _read(self, first: int) -> ClickBatch:
-        """This rank's samples of the global batch from sample `first` on; what comes after it is begun where
-        reading is waiting.
+        """This rank's samples of the global batch that starts at sample `first`; prefetches the next batch if
+        samples are read from files.
         """
         coming, self._coming = self._coming, None
         pending = coming[1] if coming is not None and coming[0] == first else self._take(first)

@@ -35,9 +35,9 @@ def train_rank(
     """Train as one rank of the job that RANK and WORLD_SIZE describe; returns the `Outcome` as a mapping.
 
     Args:
-        stop: is set by a request to stop.
+        stop: set by a request to stop.
         quiet: write nothing to stdout (`--json`); the progress goes to stderr.
-        ready: the clicks and the placement, where they are known; otherwise one rank of each machine sees to
+        ready: the clicks and the placement, if they are known; otherwise one rank of each machine prepares
             the clicks, and rank 0 places the tables.
     """
     keep_freed_memory()
@@ -84,17 +84,17 @@ def train_rank(
 
 
 def _make_ready(config: RecommenderConfig) -> tuple[ClickData, Placements]:
-    """One rank of each machine makes sure that the clicks are there; rank 0 says where tables go."""
+    """One rank of each machine prepares the clicks; rank 0 places the tables."""
     import os
 
     data = prepare_clicks(config) if int(os.environ.get("LOCAL_RANK", 0)) == 0 else None
-    gather_json(None)  # they are there now
+    gather_json(None)  # barrier: the clicks are prepared
     data = data or prepare_clicks(config, quiet=True)
     return data, from_json(run_on_first(lambda: to_json(place(config, data))))
 
 
 def _disk_folder(config: RecommenderConfig) -> Path:
-    """Where tables on disk go; each rank makes files of its own in it."""
+    """The folder for tables on disk, in which each rank makes its own files."""
     named = config.tables.folder
     return Path(named).expanduser() if named else config.run.folder / "tables"
 
@@ -110,12 +110,12 @@ _LARGEST = 1 << 25  # the most that it takes for the second
 
 
 def keep_freed_memory() -> bool:
-    """Have this process keep what it frees, instead of giving pages back and faulting them in with each step.
+    """Makes this process keep freed memory instead of returning pages and faulting them in at every step.
 
-    Blocks of 32 MiB and more still come and go. The process stays as large as it was at its fullest.
+    Blocks of 32 MiB and more are still returned. The process stays at its peak size.
 
     Returns:
-        Whether this system can: glibc on Linux.
+        Whether the system supports it: glibc on Linux.
     """
     if sys.platform != "linux":
         return False

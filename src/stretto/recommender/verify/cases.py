@@ -1,4 +1,4 @@
-"""Placements to prove, from a YAML file."""
+"""A case to verify: placements, optimisers and features of one recommender job; and cases from a file."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ from stretto.run.config.describe import allowed
 from stretto.run.config.section import Section
 
 Dense = Literal["adamw", "sgd", "lamb"]
-Samples = Literal["one", "fixed", "ragged", "data"]  # drawn, as in `samples`; or the first of the job's own
+Samples = Literal[
+    "one", "fixed", "ragged", "data"
+]  # random, as drawn by `every.draw`; or the first of the job's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is proved.
+    """A case to verify.
 
     name: of the placement.
     placements: of each table that is stored.
@@ -57,7 +59,7 @@ class Case:
 
     @property
     def placement_words(self) -> dict[str, str]:
-        """Where each table is, in words."""
+        """The placement of each table, in words."""
         words = dict[str, str]()
         for name, placement in self.placements.items():
             ranks = "" if placement.split == "data" else f" on {', '.join(map(str, placement.ranks))}"
@@ -89,7 +91,7 @@ class Case:
 
     @property
     def reference(self) -> tuple[Any, ...]:
-        """All that the reference depends on."""
+        """Everything that the reference run depends on."""
         return self.rule, self.dense, self.samples, self.clip, self.interaction
 
 
@@ -102,7 +104,7 @@ _SAMPLE_WORDS: Mapping[Samples, str] = {
 
 
 def configured_case(config: RecommenderConfig, features: Sequence[TableSpec], placements: Placements) -> Case:
-    """The config's own placement and optimisers, on its own samples."""
+    """The placement and optimisers of the config, on the job's samples."""
     placement = config.tables.placement
     name = placement if isinstance(placement, str) else "own placement"
     optim = config.optim
@@ -136,10 +138,10 @@ def cases_from_file(
     path: Path, config: RecommenderConfig, features: Sequence[TableSpec], configured: Case
 ) -> list[Case]:
     """Cases from a YAML list of mappings with `placement`, `place`, `cache`, `overlap` (as in section
-    `tables`), `rule` (the tables' optimiser), `dense` (the other), `clip` and `samples`.
+    `tables`), `rule` (the tables' optimiser), `dense` (the dense networks' optimiser), `clip` and `samples`.
 
     Args:
-        own: the config's, whose is what is left out.
+        configured: the config's case, for the keys that are left out.
 
     Raises:
         StrettoError: not such a list, an unknown key, or a placement that does not fit.
@@ -188,7 +190,7 @@ def _case(
 
 
 def _moved(placements: Placements, features: Sequence[TableSpec], fields: Mapping[str, Any]) -> Placements:
-    """A planned placement in another place; hash tables stay, for they grow."""
+    """A planned placement in another memory; hash tables stay on the device, because they grow."""
     hashed = {table.name for table in features if table.ids == "hash"}
     return {
         name: placement if name in hashed else replace(placement, **fields)
@@ -197,7 +199,7 @@ def _moved(placements: Placements, features: Sequence[TableSpec], fields: Mappin
 
 
 def _check(key: Any, value: Any, where: str) -> None:
-    """That it is a key, and its value what it can be."""
+    """Checks a key and its value."""
     kinds = get_args(Samples)
     if key == "samples":
         if value not in kinds:

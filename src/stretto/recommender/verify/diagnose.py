@@ -1,4 +1,8 @@
-"""What a proof of one placement says."""
+"""Diagnoses why a placement differs from the reference, and holds the verdict on it.
+
+The usual bugs of sharded tables each leave their mark: in the numbers that are compared, or in which rows of
+which ranks are wrong.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ _CLOSE = 1e-6
 def duplicates_lost(
     compared: Sequence[Compared], shards: Sequence[ShardRows], lookups: Mapping[str, Tensor]
 ) -> list[str]:
-    """Tables that differ, and only in rows that were looked up more than once. Collective."""
+    """Tables that differ only in rows that were looked up more than once. Collective."""
     by_number = {one.shard.number: one for one in shards}
     wrong, others = set[str](), set[str]()
     for one in compared:
@@ -42,7 +46,7 @@ def local_statistic(
     before: Mapping[str, Tensor],
     expected: Snapshot,
 ) -> list[str]:
-    """Tables split by columns whose row statistic is right for each shard's own columns. Collective."""
+    """Column-split tables whose row statistic is the mean over each shard's columns only. Collective."""
     by_number = {one.shard.number: one for one in shards}
     wrong = set[str]()
     for one in states:
@@ -60,7 +64,7 @@ def local_statistic(
 
 
 def _wrong_rows(one: Compared) -> Tensor:
-    """[rows] whether they differ."""
+    """[rows] whether each differs."""
     if not one.ours.numel():
         return torch.zeros(len(one.ours), dtype=torch.bool)
     off = (one.ours - one.reference).abs()
@@ -69,13 +73,13 @@ def _wrong_rows(one: Compared) -> Tensor:
     return ~(off <= NOTHING * scale)
 
 
-_SAME = 1e-6  # factors this close are one factor
-_SHOWN = 4  # names that are words
+_SAME = 1e-6  # relative difference of factors that count as equal
+_SHOWN = 4  # names shown
 
 
 @dataclass(frozen=True)
 class WrongShard:
-    """A shard whose part differs."""
+    """A shard that differs."""
 
     name: str
     part: int
@@ -85,20 +89,19 @@ class WrongShard:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """One step of a placement compared the reference.
+    """What one step of a placement shows, compared with the reference.
 
-    ranks: how many there are.
+    ranks: their number.
     tables: names of the stored tables; all else is dense.
-    copied, by_columns: those that every rank copies, and those that are split by columns.
-    initial: tables that began with other values.
-    gradients: of tables and dense parameters; None where the step kept none, as a job does.
+    copied, by_columns: replicated tables, and tables split by columns.
+    initial: tables whose initial values differ.
+    gradients: of tables and dense parameters; None where the step did not record them, as in training.
     norm, reference_norm: None where it is not computed.
-    copied_square: the part of copied tables in the reference's squared norm.
-    duplicates_lost: tables of which only rows are wrong that were looked up more than once.
-    local_statistic: tables whose row statistic is that of each shard's own columns.
-    shards: those whose rows differ.
-    lone: tables of which gradients differ on some shards alone.
-    predict: relative error of the logits of a batch that is not trained on.
+    copied_square: the share of replicated tables in the reference's squared norm.
+    duplicates_lost: tables where only rows looked up more than once are wrong.
+    local_statistic: tables whose row statistic covers each shard's columns only.
+    shards: shards whose rows differ.
+    predict: relative error of logits without an update.
     """
 
     ranks: int
@@ -121,7 +124,7 @@ class Evidence:
 
 
 def diagnose(evidence: Evidence) -> str | None:
-    """One sentence on the likeliest cause; None when all is equal."""
+    """One sentence on the likeliest cause; None if everything is equal."""
     if evidence.initial:
         where = _where(evidence, evidence.initial)
         return f"the rows of {_names(evidence.initial)} begin with other values{where}"
@@ -226,7 +229,7 @@ def _update(states: list[str], weights: list[str], evidence: Evidence) -> str:
 
 
 def _where(evidence: Evidence, names: Sequence[str]) -> str:
-    """Which shards of these tables are wrong, where not all are."""
+    """Which shards of these tables are wrong, if not all are."""
     wrong = sorted({one for one in evidence.shards if one.name in names}, key=lambda w: (w.name, w.part))
     by_table: Mapping[str, list[WrongShard]] = {n: [w for w in wrong if w.name == n] for n in names}
     some = [of for of in by_table.values() if of and len(of) < of[0].parts]
@@ -248,17 +251,17 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _above(errors: Mapping[str, float]) -> list[str]:
-    """Names with an error above the tolerance, the worst first."""
+    """Names with an error above the tolerance, worst first."""
     above = [name for name, error in errors.items() if not error <= TOLERANCE]
     return sorted(above, key=lambda name: -errors[name])
 
 
 @dataclass(frozen=True)
 class TableVerdict(Verdict):
-    """One placement against the reference: largest relative errors over all steps.
+    """One placement compared with the reference: the largest relative errors over all steps.
 
-    Compared what is words of language models: of the states of the tables' optimiser, of logits without an
-    update, and where each table is.
+    In addition to language models' verdicts: states of the tables' optimiser, logits without an update, and
+    where each table is placed.
     """
 
     state_error: float | None = None
@@ -268,6 +271,6 @@ class TableVerdict(Verdict):
 
     @property
     def equal(self) -> bool:
-        """Everything within the tolerance."""
+        """Whether everything is within the tolerance."""
         within = self.predict_error <= self.tolerance and (self.state_error or 0.0) <= self.tolerance
         return within and super().equal

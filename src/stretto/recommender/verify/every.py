@@ -1,7 +1,8 @@
 """AllCases placement on a number of ranks with every optimiser, on small tables of every kind.
 
-Each placement meets each table optimiser with each dense one. What else there is (kinds of samples, overlap,
-clipping, the interaction) goes round with them, so that each value meets each placement and each optimiser.
+Each placement is combined with each pair of a table and a dense optimiser. The remaining options (kinds of
+samples, overlap, clipping, interaction) rotate, so that each value meets each placement and each optimiser.
+Random samples cover cases that data may lack.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ _MOST = 3  # ids of a sample and feature
 def draw(
     features: Sequence[TableSpec], numbers: int, samples: int, count: int, kind: Kind, seed: int
 ) -> list[ClickBatch]:
-    """`count` batches of `samples` samples with `numbers` dense numbers.
+    """`count` random batches of `samples` samples with `numbers` dense features.
 
-    Ids are many times as large as tables, and popular ones come often. `one`: one id for each feature;
-    `fixed`: a number of ids for each feature; `ragged`: any number, also none, each with a weight.
+    Ids exceed the tables' rows many times, and are skewed. `one`: one id a feature; `fixed`: a fixed number
+    of ids a feature; `ragged`: any number of ids, also none, each with a weight.
     """
     generator = Generator().manual_seed(seed)
     return [_batch(features, numbers, samples, kind, generator) for _ in range(count)]
@@ -56,7 +57,7 @@ def _batch(
     if kind == "ragged":
         lengths = torch.randint(0, _MOST + 1, (len(features), samples), generator=generator)
         ids = [_ids(spec, int(n), generator) for spec, n in zip(features, lengths.sum(1), strict=True)]
-        # in eighths: of 16-bit rows, sums are formed in float32, and are exact
+        # in eighths, so that float32 sums of 16-bit rows are exact
         weights = torch.randint(1, 16, (int(lengths.sum()),), generator=generator).double() / 8
         return ClickBatch(dense, Jagged(torch.cat(ids), lengths, weights), labels)
     hot = [1 if kind == "one" else 1 + at % _MOST for at in range(len(features))]
@@ -66,7 +67,7 @@ def _batch(
 
 
 def _ids(spec: TableSpec, n: int, generator: Generator) -> Tensor:
-    """Half of them of the first tenth; beyond 32 bits where rows are by modulo, beyond 40 of a hash table."""
+    """Skewed ids, half of them from the first eighth; beyond 32 bits, and beyond 40 for hash tables."""
     rank = torch.rand(n, generator=generator, dtype=torch.float64) ** 3
     if spec.ids == "hash":
         return (rank * 2 * spec.rows).long() * (2**40 + 15)
@@ -79,8 +80,8 @@ _DENSE: tuple[Dense, ...] = get_args(Dense)
 _INTERACTIONS: tuple[Interaction, ...] = ("dot", "dcn")
 _STEP = 7
 _MIXES = 4
-_CACHE = 0.3  # of tables that are away: large ones lose rows to others, small ones need more and get it
-_CLIP = 0.05  # less than any norm here
+_CACHE = 0.3  # share of rows: large tables evict rows, the caches of small ones must grow
+_CLIP = 0.05  # below every gradient norm here
 _TABLES: tuple[dict[str, Any], ...] = (
     {"rows": 300},
     {"rows": 90, "pooling": "mean"},
@@ -94,10 +95,10 @@ _TABLES: tuple[dict[str, Any], ...] = (
 
 
 def small(config: RecommenderConfig, ranks: int) -> RecommenderConfig:
-    """The job with tables of every kind, narrow networks, and a batch that ranks do not divide; its rates and
-    constants are kept.
+    """The job with small tables of every kind, narrow networks, and a batch that the ranks do not divide;
+    optimiser settings are kept.
     """
-    dim = max(5, ranks)  # 5 columns are in no equal parts
+    dim = max(5, ranks)  # 5 columns do not divide evenly
     model = RecommenderModel(
         family="dlrm", dense=4, bottom=[6, dim], top=[7, 1], tables=[TableConfig(**one) for one in _TABLES]
     )
@@ -107,11 +108,11 @@ def small(config: RecommenderConfig, ranks: int) -> RecommenderConfig:
 
 
 class AllCases:
-    """All cases of a number of ranks.
+    """All cases on a number of ranks.
 
     Attributes:
-        cases: what is to be proved.
-        impossible: what cannot be, and why.
+        cases: the cases to verify.
+        impossible: combinations that do not exist, and why.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class AllCases:
         """Args:
         tables: of the features.
         node: ranks of a node; None: half of them, where that is more than one.
-        whole: the full product of all that there is, instead of going round.
+        whole: the full product of all options, instead of rotating them.
         """
         self.ranks = ranks
         self._tables = physical_tables(tables)
@@ -153,7 +154,7 @@ class AllCases:
         pairs = list(product(_RULES, _DENSE))
         for at, (name, placements) in enumerate(self.placements()):
             for number, (rule, dense) in enumerate(pairs):
-                # a step without a factor of the number of ways: all come, in another order each time
+                # a stride coprime to the number of ways visits all of them, each time in another order
                 turn = (at * len(pairs) + number) * _STEP % len(ways)
                 for kind, overlap, clip, interaction in ways if whole else ways[turn : turn + 1]:
                     yield Case(
@@ -169,7 +170,7 @@ class AllCases:
                     )
 
     def _placement_of(self, table: TableSpec, split: str, at: int, place: Place) -> TablePlacement:
-        """Of one split for all tables."""
+        """The placement of a table where all have one split."""
         if table.ids == "hash":
             place = "device"
             split = "table" if split == "data" else split
@@ -185,7 +186,7 @@ class AllCases:
         return TablePlacement(whole, tuple(range(self.ranks)), place, _CACHE)
 
     def _random_placement(self, table: TableSpec, draw: Random) -> TablePlacement:
-        """Any split on any ranks, in any order, anywhere."""
+        """A random split on random ranks in random order, in a random memory."""
         hashed = table.ids == "hash"
         split: Split = draw.choice(
             ("table", "column", "row") if hashed else ("table", "column", "row", "data")

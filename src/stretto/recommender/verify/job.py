@@ -1,4 +1,4 @@
-"""The proof of a recommender as a job: samples prepared here, ranks started, verdicts brought back."""
+"""Verifies a recommender's placements: prepares samples, starts ranks, collects the verdicts."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from stretto.recommender.verify.diagnose import TableVerdict
     from stretto.run.verify.every import Impossible
 
-STEPS = 3  # hash tables evict before the third; the second is the first with states that are not zero
+STEPS = 3  # the second is the first with non-zero states; hash tables evict before the third
 
 
 class VerifyJob:
-    """What is to be proved, on which job.
+    """The placements to verify, and the job to verify them on.
 
     Attributes:
         config: the job.
-        features: a table for each.
-        cases, impossible: what is proved, and what cannot be.
-        clicks: where the job's own samples are read from; None: they are drawn.
+        features: the table of each feature.
+        cases, impossible: the cases to verify, and the combinations that do not exist.
+        clicks: the source of the job's samples; None: samples are random.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class VerifyJob:
 
     @classmethod
     def configured(cls, config: RecommenderConfig, file: Path | None = None, quiet: bool = True) -> VerifyJob:
-        """The config's own placement, or those of a file, on the samples that it trains on.
+        """The config's placement, or those of a file, on the job's training samples.
 
         Raises:
             StrettoError: what is wrong with data, placement or file.
@@ -67,7 +67,7 @@ class VerifyJob:
 
     @classmethod
     def all_cases(cls, config: RecommenderConfig, ranks: int, whole: bool = False) -> VerifyJob:
-        """AllCases placement on so many ranks, on small tables of every kind; `whole`: the full product."""
+        """Every placement on `ranks` ranks, on small tables of every kind; `whole`: the full product."""
         made = small(config, ranks)
         tables = made.table_specs()
         every = AllCases(tables, ranks, config.layout.ranks_per_node, whole)
@@ -80,11 +80,11 @@ def verify(
     on_rank: Callable[[], None] | None = None,
     quiet: bool = True,
 ) -> list[TableVerdict]:
-    """Prove the cases on as many local ranks as they need.
+    """Verifies the cases on as many local ranks as they need.
 
     Args:
         on_rank: called on every rank first.
-        quiet: print nothing on the way.
+        quiet: print no progress.
 
     Raises:
         StrettoError: more ranks or memory needed than this machine has.
@@ -101,7 +101,7 @@ def verify(
 def _rank(
     proposal: VerifyJob, folder: Path, steps: int, on_rank: Callable[[], None] | None, quiet: bool
 ) -> list[TableVerdict]:
-    """One rank; here, so that the process that starts ranks need not import what only they need."""
+    """One rank. Imports inside, so that the parent process need not load torch."""
     import torch
     import torch.distributed as dist
 
@@ -109,7 +109,7 @@ def _rank(
 
     config = proposal.config
     torch.set_num_threads(config.train.threads)
-    warnings.filterwarnings("ignore", message="a cache of")  # that is too small and grows: it is wanted here
+    warnings.filterwarnings("ignore", message="a cache of")  # growth of too small caches is wanted here
     dist.init_process_group("gloo", timeout=timedelta(seconds=config.train.timeout_s))
     if on_rank is not None:
         on_rank()
@@ -122,7 +122,7 @@ def _rank(
 
 
 def _data(proposal: VerifyJob, steps: int) -> Any:
-    """The first batches of the job's own samples, one more than steps."""
+    """The first batches of the job's training samples, one more than steps."""
     if proposal.clicks is None:
         return None
     from stretto.recommender.train.clicks import open_clicks
@@ -133,7 +133,7 @@ def _data(proposal: VerifyJob, steps: int) -> Any:
 
 
 def _check_memory(proposal: VerifyJob, ranks: int, steps: int) -> None:
-    """That references of every step fit for all ranks of this machine: dense tables, their gradients and
+    """Checks that the references of all ranks fit in this machine's memory: dense tables, their gradients and
     states in float64.
     """
     try:

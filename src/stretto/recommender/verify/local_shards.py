@@ -1,4 +1,4 @@
-"""The shards on this rank, matched with the rows and columns of the reference's whole tables."""
+"""Matches the shards of this rank with the rows and columns of the reference's whole tables."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from stretto.run.verify.compare import Pairs
 
 @dataclass(frozen=True)
 class ShardRows:
-    """One shard.
+    """A shard and its rows.
 
     Attributes:
-        whole: [n] rows of the reference's table that belong to it.
-        own: [k] its own numbers of those rows that it has; of a hash table ids may be without one.
-        at: [k] where in `whole` they are.
+        table_rows: [n] rows of the reference's table that belong to the shard.
+        local_rows: [k] the local rows that exist: in a hash table, an id may have none.
+        positions: [k] their positions in `table_rows`.
     """
 
     local: LocalShard
@@ -35,26 +35,28 @@ class ShardRows:
         return self.local.shard
 
     def of_table(self, table: Tensor) -> Tensor:
-        """Of a whole tensor [rows, dim] or [rows] what belongs to the shard."""
+        """The shard of a whole table's tensor [rows, dim] or [rows]."""
         rows = table[self.table_rows]
         return rows[:, self.shard.start : self.shard.stop] if table.dim() == 2 else rows
 
     def to_table_order(self, values: Tensor) -> Tensor:
-        """Own rows' values [own rows, ...] in the order of `whole`, float64; zeros where there is none."""
+        """Values of all local rows [rows, ...] in the order of `table_rows`, float64; zeros where a row does
+        not exist.
+        """
         spread = torch.zeros(len(self.table_rows), *values.shape[1:], dtype=torch.float64)
         spread[self.positions] = values.double()[self.local_rows]
         return spread
 
     def read(self) -> dict[str, Tensor]:
-        """`weight` and states of all own rows, as they are kept."""
+        """`weight` and states of all local rows, as stored."""
         return self.local.read(0, int(self.local_rows.max()) + 1 if len(self.local_rows) else 0)
 
 
 def shard_rows(recommender: Recommender, known: Mapping[str, Tensor]) -> list[ShardRows]:
-    """This rank's shards.
+    """The shards of this rank.
 
     Args:
-        known: of each hash table the ids that the reference's rows stand for.
+        known: for each hash table, the id of each row of the reference's table.
     """
     shards, parts = list[ShardRows](), recommender.tables.shard_map.parts
     for pool in (*recommender.tables.pools, *recommender.tables.replicated_pools):
@@ -76,7 +78,7 @@ def shard_rows(recommender: Recommender, known: Mapping[str, Tensor]) -> list[Sh
 
 @dataclass(frozen=True)
 class Compared:
-    """Ours and the reference's of one shard's quantity."""
+    """A tensor of one shard beside that of the reference."""
 
     name: str
     shard: TableShard
@@ -87,7 +89,7 @@ class Compared:
 def compare_gradients(
     recommender: Recommender, shards: Sequence[ShardRows], expected: Mapping[str, Tensor]
 ) -> Iterator[Compared]:
-    """The tables' gradients of the last step, each row's as often as it was recorded."""
+    """The tables' gradients of the last step, summed over all records of a row."""
     by_number = {one.shard.number: one for one in shards}
     dense = {
         number: torch.zeros(len(one.table_rows), one.shard.width, dtype=torch.float64)
@@ -108,7 +110,7 @@ def compare_rows(
     tables: Mapping[str, Tensor],
     states: Mapping[str, Tensor],
 ) -> tuple[list[Compared], list[Compared]]:
-    """Values of rows, and their states."""
+    """The values of rows, and their states."""
     values, kept = list[Compared](), list[Compared]()
     for one in shards:
         name, read = one.shard.name, one.read()
@@ -122,7 +124,7 @@ def compare_rows(
 
 
 def pairs_by_name(beside: Sequence[Compared], names: Sequence[str]) -> dict[str, Pairs]:
-    """By name, in an order that is the same on every rank."""
+    """Pairs by name, in the same order on every rank."""
     pairs: dict[str, Pairs] = {name: [] for name in names}
     for one in beside:
         if one.ours.numel():

@@ -1,4 +1,4 @@
-"""Run placements on real ranks compared the reference, in float64, and report how far apart they are."""
+"""Runs placements on real ranks in float64 and compares them with the reference."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from stretto.run.verify.diagnose import TOLERANCE
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceRun:
-    """What one process computes.
+    """The training steps of the reference, in one process.
 
     Attributes:
-        batches, probe: what it is trained on, and what is scored after each step.
-        known: of each hash table the ids of its rows.
-        initial: tables before the first step.
+        batches, probe: the training batches, and the batch that is scored after each step.
+        known: for each hash table, the ids of its rows.
+        initial: the tables before the first step.
     """
 
     batches: Sequence[ClickBatch]
@@ -58,11 +58,11 @@ class ReferenceRun:
 
 
 class References:
-    """Each run once on every rank, and kept for all placements.
+    """Reference runs, each computed once on every rank and kept for all placements.
 
     Args:
         features: one table for each.
-        data: the job's own batches, the last one to be scored alone; None: all samples are drawn.
+        data: the job's first batches, of which the last is only scored; None: all samples are random.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class References:
         self._runs = dict[object, ReferenceRun]()
 
     def of(self, case: Case) -> ReferenceRun:
-        """What the case must be equal to."""
+        """The run that a case must equal."""
         if case.reference not in self._runs:
             batches = self._batches(case)
             reference = Reference(case.apply(self.config, self.features), self.features, batches)
@@ -114,7 +114,7 @@ def prove(
     folder: Path,
     report: Callable[[TableVerdict], None] | None = None,
 ) -> list[TableVerdict]:
-    """Compare every case with one process. Collective over the default group.
+    """Compares every case with one process. Collective over the default group.
 
     Args:
         folder: for tables on disk.
@@ -131,8 +131,8 @@ def prove(
 
 
 class Proof:
-    """One case. Steps keep the tables' gradients in turn: with them updates are in two phases, without them
-    as a job makes them.
+    """One case. Every other step records the tables' gradients, which makes the update two-phase; the others
+    update as in training.
     """
 
     def __init__(self, references: References, case: Case, folder: Path) -> None:
@@ -144,7 +144,7 @@ class Proof:
         self._initial: tuple[list[str], list[WrongShard]] = [], []
 
     def verdict(self) -> TableVerdict:
-        """Of all steps up to the first that differs. Collective."""
+        """The verdict over all steps up to the first that differs. Collective."""
         recommender = Recommender.build(
             self.config,
             self.references.features,
@@ -163,7 +163,7 @@ class Proof:
                 recommender.record = number % 2 == 0
                 evidence = self._step(recommender, number, part, following, expected)
                 verdicts.append(self._verdict(evidence))
-                if not verdicts[-1].equal:  # what comes after it follows from it
+                if not verdicts[-1].equal:  # later differences would only follow from this one
                     break
         finally:
             recommender.close()
@@ -175,7 +175,7 @@ class Proof:
     def _compare_initial(
         self, recommender: Recommender, shards: Sequence[ShardRows]
     ) -> tuple[list[str], list[WrongShard]]:
-        """Tables that begin with other values, and which shards of them."""
+        """Tables whose initial values differ, and in which shards."""
         compared, _ = compare_rows(recommender, shards, self.trained.initial, {})
         scales = dict.fromkeys(self.stored, 1.0)
         errors = compare_pairs(pairs_by_name(compared, self.stored), scales).errors
@@ -235,7 +235,7 @@ class Proof:
         return [name for name, placed in self.case.placements.items() if placed.split == split]
 
     def _before(self, number: int) -> Mapping[str, Tensor]:
-        """States of the reference before a step."""
+        """The reference's states before a step."""
         if number:
             return self.trained.snapshots[number - 1].states
         return {name: torch.zeros_like(t) for name, t in self.trained.snapshots[0].states.items()}
@@ -243,7 +243,7 @@ class Proof:
     def _gradients(
         self, recommender: Recommender, recorded: Sequence[Compared], norm: float | None, expected: Snapshot
     ) -> Comparison:
-        """Of all parameters, before clipping; the dense ones were multiplied for it."""
+        """Compares all gradients before clipping, which has already scaled the dense ones."""
         clip, pairs = self.config.optim.clip, pairs_by_name(recorded, self.stored)
         clipped = 1.0 if clip is None or norm is None else min(1.0, clip / (norm + 1e-6))
         for name, parameter in recommender.net.named_parameters():
@@ -252,7 +252,7 @@ class Proof:
         return compare_pairs(pairs, expected.gradient_scales)
 
     def _predicted(self, recommender: Recommender, expected: Snapshot) -> float:
-        """How far off logits are that no update follows, over all ranks."""
+        """The relative error of logits without an update, over all ranks."""
         start, stop = self._slice(self.trained.probe)
         ours = recommender.predict(self.trained.probe.part(start, stop)).double()
         pairs: Pairs = [(ours, expected.logits[start:stop])] if stop > start else []
@@ -278,7 +278,7 @@ class Proof:
 
 
 def _wrong(compared: Sequence[Compared], placed: Mapping[str, object]) -> list[WrongShard]:
-    """Shards that differ, on all ranks."""
+    """The shards that differ, of all ranks. Collective."""
     wrong = set[tuple[str, int, int]]()
     for one in compared:
         scale = float(one.reference.abs().max()) if one.reference.numel() else 1.0
@@ -296,7 +296,7 @@ def _wrong(compared: Sequence[Compared], placed: Mapping[str, object]) -> list[W
 
 
 def _worst(verdicts: Sequence[TableVerdict]) -> TableVerdict:
-    """The largest errors of all steps; the diagnosis of the one that differs, which is the last."""
+    """The largest errors over all steps, with the diagnosis of the last, which is the one that differs."""
     gradient = max(verdicts, key=lambda v: v.grad_error or 0.0)
     weight, state = (
         max(verdicts, key=lambda v: v.weight_error),

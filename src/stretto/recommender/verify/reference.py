@@ -1,7 +1,7 @@
-"""The reference: one process, dense gradients by autograd, updates by their formulas.
+"""The reference of a proof: one process, dense gradients from autograd, updates by their formulas.
 
-It shares with the job the plain dense layers, their optimisers and initial values; nothing of how ids become
-rows, are looked up, exchanged, brought together or updated.
+It shares with the job the plain dense layers, their optimisers and the initial values, but nothing of how ids
+are mapped to rows, looked up, exchanged, reduced or updated.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """What a rule is given beside gradients: the rate of this step, and its constants."""
+    """The learning rate of a step, and the constants of the rule."""
 
     lr: float
     eps: float
@@ -74,7 +74,7 @@ def _lazy_adam(table: Table, g: Tensor, seen: Tensor, by: Hyperparameters) -> No
     states["count"] += seen
     states["first"] += often * (1 - by.beta1) * (g - states["first"])
     states["second"] += often * (1 - by.beta2) * (g**2 - states["second"])
-    updates = states["count"].clamp(min=1)[:, None]  # of rows that were never seen nothing is used
+    updates = states["count"].clamp(min=1)[:, None]  # rows without an update are not used
     first = states["first"] / (1 - by.beta1**updates)
     second = states["second"] / (1 - by.beta2**updates)
     table.values -= by.lr * often * first / (second**0.5 + by.eps)
@@ -99,7 +99,7 @@ _STATES: Mapping[str, Mapping[str, bool]] = {  # by name; whether there is one n
 
 
 def initial_table(values: Tensor, rule: str) -> Table:
-    """A table with its states at zero."""
+    """A table whose states are zero."""
     rows, dim = values.shape
     kept = in_float32(values) if rule == "split_sgd" else values
     states = _STATES.get(rule, {}).items()
@@ -107,7 +107,7 @@ def initial_table(values: Tensor, rule: str) -> Table:
 
 
 def visible_values(table: Table, rule: str) -> Tensor:
-    """What lookups see of the values: of split SGD only the upper 16 bits of each float32."""
+    """The values that lookups read: with split SGD, the upper 16 bits of each float32."""
     if rule != "split_sgd":
         return table.values.clone()
     bits = table.values.float().view(torch.int32)
@@ -120,10 +120,10 @@ def in_float32(values: Tensor) -> Tensor:
 
 
 class ReferenceIds:
-    """All ids of one table.
+    """The ids of one hash table.
 
     Attributes:
-        counts, last: of each id that is known, its occurrences and the step at which it was seen last.
+        counts, last: of each id, its occurrences and the last step in which it was seen.
         held: ids with a row.
     """
 
@@ -134,7 +134,7 @@ class ReferenceIds:
         self.with_row = set[int]()
 
     def see(self, ids: Iterable[int], step: int) -> list[int]:
-        """Count a batch; returns the ids that get a row with it."""
+        """Counts a batch; returns the ids that get a row."""
         for one in ids:
             self.counts[one] = self.counts.get(one, 0) + 1
             self.last[one] = step
@@ -143,7 +143,7 @@ class ReferenceIds:
         return sorted(due)
 
     def evict(self, step: int) -> list[int]:
-        """Before a step; returns the ids that lose their row."""
+        """Evicts before a step; returns the ids that lose their row."""
         if not step or step % self.spec.evict_every:
             return []
         had, oldest = set(self.with_row), self.spec.evict == "age"
@@ -167,13 +167,13 @@ class ReferenceIds:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What one step must give, in float64; tables whole, a hash table with a row for every id of the proof.
+    """What one step must produce, in float64; a hash table has a row for every id of the proof.
 
     Attributes:
         loss: mean over the batch.
         norm: of all gradients together.
         gradients: of tables by name, and of dense parameters; before clipping.
-        clipped: what gradients are multiplied with.
+        clipped: the factor that clipping applies to gradients.
         tables, states, dense: after the update; states by NAME.STATE.
         lookups: [rows] of each table, how often each row was looked up.
         logits: of the probe, after the update.
@@ -191,17 +191,17 @@ class Snapshot:
 
     @cached_property
     def gradient_scales(self) -> dict[str, float]:
-        """What differences of the gradients are measured against."""
+        """The scale of each gradient, for relative errors."""
         return _scales(self.gradients)
 
     @cached_property
     def weight_scales(self) -> dict[str, float]:
-        """Of tables and dense weights."""
+        """The scale of each table and dense weight."""
         return _scales({**self.tables, **self.dense})
 
     @cached_property
     def state_scales(self) -> dict[str, float]:
-        """Of states; each kind by itself, for their sizes have nothing to do with each other."""
+        """The scale of each state; by kind, since different kinds are not comparable."""
         kinds = sorted({name.rpartition(".")[2] for name in self.states})
         scales = dict[str, float]()
         for kind in kinds:
@@ -221,7 +221,7 @@ class Reference:
     Attributes:
         net: the plain dense layers.
         tables: by the name under which each is stored.
-        known: of each hash table, the id of each of its rows, ascending: all that the proof has.
+        known: for each hash table, the id of each row, ascending: all ids of the proof.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class Reference:
         )
 
     def step(self, number: int, batch: ClickBatch, probe: ClickBatch) -> Snapshot:
-        """Train on a batch, the step's number being that of the updates before it."""
+        """Trains on a batch; `number` is the number of updates before it."""
         self._count(number, batch.ids)
         leaves = {name: visible_values(t, self.rule).requires_grad_() for name, t in self.tables.items()}
         lookups = {name: torch.zeros(len(t.values), dtype=torch.float64) for name, t in self.tables.items()}
@@ -288,7 +288,7 @@ class Reference:
         )
 
     def _count(self, step: int, ids: Jagged) -> None:
-        """What hash tables do before lookups: rows are taken back and given."""
+        """Evicts and admits the ids of hash tables, before lookups."""
         for spec, feature_ids in zip(self.features, ids.ids.split(ids.counts()), strict=True):
             if spec.name not in self.ids:
                 continue
@@ -320,7 +320,7 @@ class Reference:
     def _vectors(
         self, spec: TableSpec, ids: Tensor, tables: Mapping[str, Tensor], lookups: dict[str, Tensor] | None
     ) -> Tensor:
-        """Of each id [n, dim]; counts the lookups."""
+        """The vector of each id [n, dim]; counts the lookups."""
         if spec.ids == "hash":
             known = self.known[spec.name]
             there = torch.tensor(
@@ -358,13 +358,13 @@ class Reference:
 def run_reference(
     config: RecommenderConfig, features: Sequence[TableSpec], steps: Sequence[ClickBatch], probe: ClickBatch
 ) -> list[Snapshot]:
-    """Train for a few steps, each on a whole global batch; `probe` is scored after each."""
+    """Trains on whole global batches; `probe` is scored after each."""
     reference = Reference(config, features, [*steps, probe])
     return [reference.step(number, batch, probe) for number, batch in enumerate(steps)]
 
 
 def known_ids(features: Sequence[TableSpec], batches: Sequence[ClickBatch]) -> dict[str, Tensor]:
-    """Of each hash table all ids of the batches, ascending."""
+    """For each hash table, all ids of the batches, ascending."""
     known = dict[str, Tensor]()
     for number, spec in enumerate(features):
         if spec.ids == "hash":
@@ -374,12 +374,12 @@ def known_ids(features: Sequence[TableSpec], batches: Sequence[ClickBatch]) -> d
 
 
 def rate_of(config: RecommenderConfig) -> Rate:
-    """The schedule that both learning rates follow; its peak is 1."""
+    """The schedule of both learning rates, with a peak of 1."""
     return Rate(config.optim.rate.settings(), 1.0, config.train.steps)
 
 
 def _stored(features: Sequence[TableSpec]) -> list[tuple[TableSpec, TableSpec]]:
-    """Each stored table with its feature's."""
+    """Each stored table with the table of its feature."""
     return [(spec, stored) for spec in features for stored in physical_tables([spec])]
 
 
