@@ -15,6 +15,7 @@ class Fault:
         old, new: the text that it replaces, which stands there once, and its own.
         test: the test that must fail, from the repository on; all cases of a test are one.
         missed: why the test is known not to see it; None: it sees it.
+        race: whether the test may see it by chance, on a busy machine.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Fault:
     new: str
     test: str
     missed: str | None = None
+    race: bool = False
 
 
 FAULTS = [
@@ -523,6 +525,7 @@ FAULTS = [
         new=("        for unit in self._units[at]:\n            unit.gathered"),
         test="tests/run/verify/test_verify_layouts.py::test_data_parallel_modes_equal_one_process",
         missed="a race: over gloo on one machine the weights are there before the layer looks",
+        race=True,
     ),
     Fault(
         name="a shard is gathered while its update still spreads",
@@ -531,6 +534,7 @@ FAULTS = [
         new=("        if not self._gathered:\n            self._gathered = True"),
         test="tests/run/verify/test_verify_layouts.py::test_data_parallel_modes_equal_one_process",
         missed="a race under zero3: the proof's shards have long arrived when they are gathered",
+        race=True,
     ),
     Fault(
         name="one replica has the dropout of another",
