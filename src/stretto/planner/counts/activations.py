@@ -239,7 +239,7 @@ def _attention(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
     q, kv = shape.attention_width // how.tp, how.kv_heads(shape) * shape.head_dim
     if how.context == "ulysses" and how.cp > 1 and how.recompute != "selective":
         heads = how.kv_heads(shape)
-        kv *= lcm(heads, how.cp) // heads  # as many copies as give every rank whole heads
+        kv *= lcm(heads, how.cp) // heads  # heads are repeated until every rank gets whole ones
     yield _shard("attn.qkv input", e, how, shape)
     yield from _before_heads(shape, how)
     yield Saved("attn.core q", e * tokens * q, _formula(e, "sbad", split))

@@ -109,8 +109,8 @@ def _dense(name: str, sizes: tuple[int, ...], shape: ModelShape, shares: Shares)
 
 
 def _expert(name: str, sizes: tuple[int, ...], shares: Shares) -> int:
-    """Of stacked experts [experts, ...]. The bias of the second linear is added after the sum over expert_tp,
-    so that it is whole on each of these ranks.
+    """Elements of stacked experts [experts, ...] on one rank. The bias of the second linear is added after
+    the sum over expert_tp, so that it is whole on each of these ranks.
     """
     here = prod(sizes) // shares.ep
     return here if name.endswith("down_bias") else here // shares.expert_tp

@@ -382,8 +382,8 @@ def _unit_bytes(unit: StateUnit) -> StateBytes:
 
 
 def _factored(parameter: Parameter, here: int, element: int) -> int:
-    """Adafactor's row and column means of each matrix, the same on every rank; of a vector, a mean of each
-    element.
+    """Bytes of Adafactor's means: of rows and columns of each matrix, the same on every rank; of each element
+    of a vector.
     """
     if len(_matrix(parameter)) < 2:
         return element * here

@@ -80,7 +80,7 @@ def head_traffic(shape: ModelShape, how: ComputeConfig) -> tuple[Message, ...]:
 
 
 def _into(how: ComputeConfig, hidden: int) -> Iterator[Message]:
-    """Of a linear split by output features."""
+    """Traffic of a linear that is split by output features."""
     size = how.element * how.tokens * hidden
     if how.tp == 1:
         return
@@ -93,7 +93,7 @@ def _into(how: ComputeConfig, hidden: int) -> Iterator[Message]:
 
 
 def _out_of(how: ComputeConfig, hidden: int) -> Iterator[Message]:
-    """Of a linear split by input features."""
+    """Traffic of a linear that is split by input features."""
     size = how.element * how.tokens * hidden
     if how.tp == 1:
         return
@@ -105,13 +105,13 @@ def _out_of(how: ComputeConfig, hidden: int) -> Iterator[Message]:
 
 
 def _linears(how: ComputeConfig, hidden: int) -> Iterator[Message]:
-    """Of two linears, split by output and then by input features."""
+    """Traffic of two linears, split by output and then by input features."""
     yield from _into(how, hidden)
     yield from _out_of(how, hidden)
 
 
 def _mlp(shape: ModelShape, how: ComputeConfig) -> Iterable[Message]:
-    """Of a block's dense MLP or mixture of experts."""
+    """Traffic of a block's dense MLP or mixture of experts."""
     return _linears(how, shape.hidden) if shape.moe is None else _experts(shape, how)
 
 

@@ -146,7 +146,7 @@ def _device(name: str) -> Device | None:
 
 
 def _entry_of(parsed: ParsedName) -> Entry | None:
-    """The first entry that all of a name fits."""
+    """The first entry that fits all parts of a name."""
     return next((e for e in entries() if parsed.fits(e.chip, e.gbs, e.forms)), None)
 
 

@@ -305,7 +305,9 @@ class TimeBounds:
         return max(first + last, self._corrected(away + update, layout.world))
 
     def _stage(self, candidate: Candidate, stage: range) -> tuple[float, float, float]:
-        """Of a stage for one microbatch: the forward, the least of all its work, and the longest backward."""
+        """Seconds of a stage for one microbatch: the forward, the least of all its work, and the longest
+        backward.
+        """
         parallelism = candidate.parallelism
         saving = candidate.saving
         layers = self.task.shape.layers

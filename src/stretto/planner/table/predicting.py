@@ -79,7 +79,7 @@ def _estimate(row: Row, memory: bool, known: dict[object, Estimate]) -> Estimate
 def short_step_estimate(
     job: Job, cluster: Cluster, assumptions: Assumptions, memory: bool = True
 ) -> Estimate:
-    """An estimate whose memory is that of a short step, of the ranks that may be the fullest.
+    """An estimate whose memory is counted on a short step, of the ranks that may be the fullest.
 
     Raises:
         StrettoError: the job has no program.
