@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from stretto.cli import main
+from stretto.run.config import load
+from stretto.run.config.job import job_of
+from stretto.spec.rules import problems
 
 MODEL = """
 import torch
@@ -139,3 +142,16 @@ def test_a_known_model_s_head_weighs(schedule: str, capsys: pytest.CaptureFixtur
 def test_missing_arguments_are_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["partition", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_cut_is_written_as_a_config_that_training_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cut.yaml"
+    words = ["--model", "llama3-8b", "--cluster", "h100", "--ranks", "4", "--microbatches", "8"]
+    partition = answer(capsys, *words, "--write", str(path))
+    job = job_of(load(str(path)))
+    assert list(job.stage_layers or ()) == [stop - start for start, stop in partition["cut"]]
+    assert (job.layout.pp, job.microbatches, problems(job)) == (4, 8, [])
+    assert main.run(["partition", "nowhere.py:model", "--write", str(path)]) == 2
+    assert "--write" in capsys.readouterr().err

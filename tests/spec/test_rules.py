@@ -151,7 +151,7 @@ def test_what_is_legal(changes: dict[str, Any]) -> None:
         (
             {"schedule": "pipedream-2bw", "optimiser": Optimiser(clip=1.0)},
             "optim.clip",
-            "nobody has the norm",
+            "no rank knows the norm",
             "optim.clip=null",
         ),
         ({"sequence": 129}, "data.sequence", "the model has 128 positions", "model.positions=129"),

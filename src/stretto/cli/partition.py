@@ -6,7 +6,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from stretto.planner.cutting.partition import Partition
     from stretto.planner.cutting.profile import ModelProfile
     from stretto.program import Program
+    from stretto.spec.job import Job
 
 
 MIB = 2**20
@@ -159,6 +160,12 @@ def partition(
     sequence: Annotated[int | None, typer.Option(help="With --model: tokens per sample.", min=1)] = None,
     tp: Annotated[int, typer.Option(help="With --model: tensor-parallel ranks.", min=1)] = 1,
     out: Annotated[Path | None, typer.Option(help="Write the result as JSON here.")] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --model: write a config for stretto train here, with the cut as layout.stages."
+        ),
+    ] = None,
     save_profile: Annotated[Path | None, typer.Option(help="Write the measured layers as JSON here.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -171,6 +178,11 @@ def partition(
     from stretto.planner.cutting.partition import partition as cut_best
     from stretto.planner.cutting.profile import profile_json
 
+    if write is not None and model is None:
+        raise StrettoError(
+            f"--write {write}: a config names its model, which only --model gives",
+            hint="give --model, or pass the cut to stretto.Pipeline(cut=...)",
+        )
     program = _program(schedule, ranks, microbatches, chunks, option or [])
     layers_of = _source(
         source=source,
@@ -192,10 +204,22 @@ def partition(
         bandwidth=layers_of.bandwidth if bandwidth_gb is None else bandwidth_gb * 1e9,
         others=layers_of.others,
     )
+    if write is not None:
+        _write_config(write, layers_of.job, answer)
     record = facts(answer)
     if out is not None:
         write_text(out, json.dumps(record, indent=1) + "\n")
     report(record, as_json, lambda to: show(to, answer))
+
+
+def _write_config(path: Path, job: Job | None, cut: Partition) -> None:
+    """Write a config that trains the job with this cut."""
+    from stretto.run.config.written import written
+
+    assert job is not None, "--write goes with --model"
+    counts = tuple(len(stage) for stage in cut.stages)
+    about = f"{cut.profile.about}\nstages cut for a step of {cut.seconds:.4g} s, predicted"
+    write_text(path, written(replace(job, stage_layers=counts), about=about))
 
 
 def _program(
@@ -246,13 +270,19 @@ def _source(
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Layers with the settings that their source implies; `others`: further cuts to compare with."""
+    """Layers with the settings that their source implies.
+
+    Attributes:
+        others: further cuts to compare with.
+        job: of a known model.
+    """
 
     profile: ModelProfile
     states: float = 4.0
     hop: float = 0.0
     bandwidth: float = inf
     others: Mapping[str, Sequence[range]] = field(default_factory=dict[str, Sequence[range]])
+    job: Job | None = None
 
 
 def measured(place: str) -> ModelProfile:
@@ -318,14 +348,12 @@ def predicted(
     Raises:
         StrettoError: no such model or cluster, or a job that is not legal.
     """
-    from stretto.layout.cut import cut
     from stretto.layout.layout import Layout
     from stretto.planner.assumptions import Assumptions
     from stretto.planner.cutting.layer_times import predicted_profile
     from stretto.planner.machines.catalogue import find_cluster
     from stretto.planner.time.step import hop_link
     from stretto.spec.data_parallel import Precision
-    from stretto.spec.flops import layer_costs
     from stretto.spec.job import VOCAB_MULTIPLE, Job
     from stretto.spec.presets import find_shape
 
@@ -346,11 +374,12 @@ def predicted(
     profile, states = predicted_profile(job, machine, Assumptions(), program)
     link = hop_link(job, machine)
     # equal FLOPs, as training cuts by default
-    training = cut(layer_costs(shape, job.sequence), program.depth)
+    training = list(job.stages(program.depth))
     return Source(
         profile=profile,
         states=states,
         hop=link.latency,
         bandwidth=link.bandwidth,
         others={"training": training},
+        job=job,
     )

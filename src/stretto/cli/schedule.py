@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.output import Json, coloured, command_app, read_text, report, write_text
+from stretto.cli.output import Json, coloured, command_app, report, write_text
 from stretto.errors import StrettoError, nearest
 
 if TYPE_CHECKING:
@@ -354,18 +354,10 @@ def _limits(text: str) -> float | list[float]:
 
 
 def _from_file(file: Path, name: str | None, ranks: int | None) -> Program:
-    """The program in a file: JSON if it begins with a brace, otherwise CSV."""
-    from stretto.program.text import from_csv, from_json
+    """The program in a file."""
+    from stretto.program.text import read_program
 
-    text = read_text(file)
-    try:
-        if text.lstrip("\ufeff \t\r\n").startswith("{"):
-            program = from_json(text.removeprefix("\ufeff"))
-            program = replace(program, name=name) if name else program
-        else:
-            program = from_csv(text, name=name or file.stem)
-    except StrettoError as error:
-        raise StrettoError(f"{file}: {error.message}", hint=error.hint) from None
+    program = read_program(file, name)
     if ranks is not None and ranks != program.ranks:
         raise StrettoError(
             f"{file} has {program.ranks} ranks, --ranks is {ranks}",

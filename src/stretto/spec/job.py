@@ -13,7 +13,7 @@ from stretto.program.program import Program
 from stretto.spec.attention import AttentionKernel, ContextKind
 from stretto.spec.data_parallel import BUCKET_BYTES, DataParallel, Precision
 from stretto.spec.optimiser import Optimiser
-from stretto.spec.program import build_program
+from stretto.spec.program import build_program, complete, stages_of
 from stretto.spec.shape import ModelShape
 
 VOCAB_MULTIPLE = 64  # of each rank's share of the vocabulary in training, so that products have even sizes
@@ -43,6 +43,9 @@ class Job:
         micro_batch: samples of a microbatch.
         sequence: tokens of a sample; 0 stands for all positions of the model.
         options: keyword arguments of the schedule.
+        stage_layers: how many layers each stage has, embedding and head among them; None: cut evenly by
+            their forward FLOPs.
+        custom_program: the compute actions of a step where they are not a schedule's, as read from a file.
         world: processes, where others start them.
         devices: accelerators, where their number limits the ranks.
         expert_tp: as configured; a layout with one expert-parallel rank does not keep it.
@@ -63,6 +66,8 @@ class Job:
     sequence: int = 0
     schedule: str = PLAIN
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    stage_layers: tuple[int, ...] | None = None
+    custom_program: Program | None = None
     world: int | None = None
     devices: int | None = None
     expert_tp: int | None = None
@@ -104,6 +109,9 @@ class Job:
             StrettoError: there is no such schedule, or not with these ranks, microbatches and options.
         """
         assert self.microbatches
+        gathered = self.dp.gathers(self.layout.pp) == "stage"
+        if self.custom_program is not None:
+            return complete(self.custom_program, gathered=gathered, short=short)
         return build_program(
             name=self.schedule,
             ranks=self.layout.pp,
@@ -112,9 +120,21 @@ class Job:
             shape=self.shape,
             sequence=self.sequence,
             recompute=self.recompute.mode,
-            gathered=self.dp.gathers(self.layout.pp) == "stage",
+            stage_layers=self.stage_layers,
+            gathered=gathered,
             short=short,
         )
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule's name, or that of the custom program."""
+        return self.schedule if self.custom_program is None else self.custom_program.name
+
+    def stages(self, depth: int) -> tuple[range, ...]:
+        """The layers of each of the model's `depth` stages: 0 is the embedding, then the blocks, then the
+        head.
+        """
+        return stages_of(self.shape, self.sequence, depth, self.stage_layers)
 
 
 Rule = Callable[[Job], Iterator[Problem]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 from stretto.errors import StrettoError
@@ -24,6 +25,22 @@ _CHUNKS = (1, 2, 4)  # looked at where a searched schedule may choose
 Times = tuple[float, float, float]  # of F, I, W
 
 
+@lru_cache(maxsize=4096)
+def stages_of(
+    shape: ModelShape, sequence: int, depth: int, stage_layers: tuple[int, ...] | None = None
+) -> tuple[range, ...]:
+    """The layers of each of the model's `depth` stages: 0 is the embedding, then the blocks, then the head.
+
+    Args:
+        stage_layers: how many each stage has; None: cut so that the stage with most forward FLOPs has as few
+            as possible.
+    """
+    if stage_layers is None:
+        return tuple(cut(layer_costs(shape, sequence), depth))
+    ends = list(accumulate(stage_layers))
+    return tuple(range(end - count, end) for end, count in zip(ends, stage_layers, strict=True))
+
+
 def build_program(
     name: str,
     ranks: int,
@@ -32,6 +49,7 @@ def build_program(
     shape: ModelShape,
     sequence: int,
     recompute: str = "none",
+    stage_layers: tuple[int, ...] | None = None,
     gathered: bool = False,
     short: bool = False,
 ) -> Program:
@@ -42,6 +60,7 @@ def build_program(
 
     Args:
         options: of the schedule, but for `costs`.
+        stage_layers: as in `stages_of`.
         recompute: of all blocks, which makes backwards longer; "auto" counts as "none", since what it
             recomputes is chosen for the program.
         gathered: parameters are sharded, and gathered stage by stage; not where weights change within the
@@ -54,7 +73,7 @@ def build_program(
     """
     frozen = tuple((key, tuple(v) if isinstance(v, list) else v) for key, v in sorted(options.items()))
     # only a search looks at the model
-    costs = (shape, sequence, recompute) if is_searched(name) else None
+    costs = (shape, sequence, recompute, stage_layers) if is_searched(name) else None
     return _program(
         name=name,
         ranks=ranks,
@@ -66,7 +85,7 @@ def build_program(
     )
 
 
-_ForCosts = tuple[ModelShape, int, str] | None
+_ForCosts = tuple[ModelShape, int, str, tuple[int, ...] | None] | None
 
 
 @lru_cache(maxsize=512)
@@ -79,8 +98,16 @@ def _program(
     gathered: bool,
     short: bool,
 ) -> Program:
-    """The program, with what is at work on a rank gathered and what comes next."""
-    program = _made(name, ranks, microbatches, frozen, costs)
+    return complete(_made(name, ranks, microbatches, frozen, costs), gathered=gathered, short=short)
+
+
+def complete(program: Program, *, gathered: bool, short: bool) -> Program:
+    """The program with the gathers of sharded parameters, those of the stages that a rank works with and of
+    the next one.
+
+    Args:
+        gathered, short: as in `build_program`.
+    """
     if short:
         program = shorten(program)
     if gathered and program.trains and not program.versions:
@@ -106,6 +133,7 @@ def _searched(
     shape: ModelShape,
     sequence: int,
     recompute: str,
+    stage_layers: tuple[int, ...] | None,
 ) -> Program:
     """The best program for the model's costs."""
     known = options_of(name)
@@ -113,8 +141,10 @@ def _searched(
     if "chunks" in known and not options.get("chunks"):
         counts = [c for c in _CHUNKS if c == 1 or (ranks > 1 and c * ranks <= shape.layers + 2)]
     candidates, refused = list[tuple[float, Program]](), list[StrettoError]()
+    if stage_layers is not None:
+        counts = [max(1, len(stage_layers) // ranks)]
     for chunks in counts:
-        costs = Costs(per_stage=stage_times(shape, sequence, ranks * chunks, recompute))
+        costs = Costs(per_stage=stage_times(shape, sequence, ranks * chunks, recompute, stage_layers))
         try:
             program = schedule(name, ranks, microbatches, **options, costs=costs)
         except StrettoError as error:
@@ -126,15 +156,23 @@ def _searched(
     return min(candidates, key=lambda one: one[0])[1]
 
 
-def stage_times(shape: ModelShape, sequence: int, stages: int, recompute: str = "none") -> list[Times]:
-    """(F, I, W) of every stage, in blocks' forwards: what its layers cost, cut as training cuts them.
+def stage_times(
+    shape: ModelShape,
+    sequence: int,
+    stages: int,
+    recompute: str = "none",
+    stage_layers: tuple[int, ...] | None = None,
+) -> list[Times]:
+    """(F, I, W) of every stage, in blocks' forwards: the cost of its layers.
 
     A product of a weight costs as much in F, I and W; those of attention have no weight, and cost twice in I.
     What is recomputed costs another forward, in I.
     With fewer layers than stages, which no job may have, all stages are alike.
+
+    Args:
+        stage_layers: as in `stages_of`.
     """
-    layers = layer_costs(shape, sequence)
-    if stages > len(layers):
+    if stages > shape.layers + 2:
         return [(1.0, 1.0, 1.0)] * stages
 
     def of(kind: ModelShape) -> Times:
@@ -145,7 +183,7 @@ def stage_times(shape: ModelShape, sequence: int, stages: int, recompute: str = 
     head, unit = head_flops(shape), block_flops(shape, sequence)
     times = [(0.0, 0.0, 0.0), *shape.each(of), (head, head, head)]
     by_stage: list[Times] = []
-    for stage in cut(layers, stages):
+    for stage in stages_of(shape, sequence, stages, stage_layers):
         f, i, w = (sum(times[layer][kind] for layer in stage) / unit for kind in range(3))
         by_stage.append((f, i, w))
     return by_stage

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from stretto.errors import Problem, StrettoError
 from stretto.spec.job import Job, Rule, either, nearest_values
 from stretto.spec.optimiser import optimiser_problems
+from stretto.spec.program import stages_of
 from stretto.spec.rules_states import STATE_RULES
 from stretto.spec.shape import ModelShape
 
@@ -182,14 +183,24 @@ def _batch(job: Job) -> Iterator[Problem]:
 def _pipeline(job: Job) -> Iterator[Problem]:
     if not job.microbatches:
         return  # the batch is wrong already, and which schedules fit depends on it
-    pp = job.layout.pp
+    pp, custom = job.layout.pp, job.custom_program
+    if custom is not None and (custom.ranks, custom.microbatches) != (pp, job.microbatches):
+        yield Problem(
+            "schedule.file",
+            custom.name,
+            f"its program is of {custom.ranks} ranks and {custom.microbatches} microbatches, the job has "
+            f"layout.pp={pp} and {job.microbatches} microbatches",
+            f"layout.pp={custom.ranks} and "
+            f"batch.global_size={custom.microbatches * job.micro_batch * job.layout.dp}",
+        )
+        return
     try:
         program = job.program()
     except StrettoError as error:
         yield Problem("schedule", _describe(job), error.message, error.hint)
         return
     if not program.trains:
-        yield Problem("schedule", job.schedule, "it has no backwards, so it cannot train", "use 1f1b")
+        yield Problem("schedule", job.schedule_name, "it has no backwards, so it cannot train", "use 1f1b")
         return
     # cut as embedding, blocks and head, each stage at least one of them
     layers, stages = job.shape.layers + 2, program.depth
@@ -202,8 +213,25 @@ def _pipeline(job: Job) -> Iterator[Problem]:
             f"(embedding, {job.shape.layers} blocks, head)",
             f"largest that fits: layout.pp={layers // chunks}" if layers >= chunks else "use fewer chunks",
         )
+    elif job.stage_layers is not None:
+        yield from _stage_layers(job, stages)
     if program.versions:
         yield from _updates_within(job, stages)
+
+
+def _stage_layers(job: Job, stages: int) -> Iterator[Problem]:
+    counts, layers = job.stage_layers or (), job.shape.layers + 2
+    shown = list(counts)
+    even = [len(stage) for stage in stages_of(job.shape, job.sequence, stages)]
+    fix = f"layout.stages={even}, or null: cut evenly"
+    if min(counts, default=1) < 1:
+        yield Problem("layout.stages", shown, "each stage needs at least one layer", fix)
+    elif len(counts) != stages:
+        rule = f"there are {len(counts)} counts and the schedule has {stages} stages"
+        yield Problem("layout.stages", shown, rule, fix)
+    elif sum(counts) != layers:
+        rule = f"they add up to {sum(counts)}, the model has {layers} layers: embedding, "
+        yield Problem("layout.stages", shown, rule + f"{job.shape.layers} blocks and head", fix)
 
 
 def _updates_within(job: Job, stages: int) -> Iterator[Problem]:
@@ -212,15 +240,16 @@ def _updates_within(job: Job, stages: int) -> Iterator[Problem]:
         yield Problem(
             "model.tied",
             "true",
-            f"schedule {job.schedule} updates each stage by itself, but the first and the last would share "
-            "the embedding",
+            f"schedule {job.schedule_name} updates each stage by itself, but the first and the last would "
+            "share the embedding",
             "model.tied=false, layout.pp=1, or a schedule that updates after the step, such as 1f1b",
         )
     if job.optimiser.clip is not None:
         yield Problem(
             "optim.clip",
             job.optimiser.clip,
-            f"schedule {job.schedule} updates each stage by itself, so nobody has the norm of all gradients",
+            f"schedule {job.schedule_name} updates each stage by itself, so no rank knows the norm of all "
+            "gradients",
             "optim.clip=null, or a schedule that updates after the step, such as 1f1b",
         )
 
@@ -228,7 +257,7 @@ def _updates_within(job: Job, stages: int) -> Iterator[Problem]:
 def _describe(job: Job) -> str:
     settings = {"pp": job.layout.pp, "microbatches": job.microbatches, **job.options}
     shown = ", ".join(f"{name}={value}" for name, value in settings.items() if value is not None)
-    return f"{job.schedule} with {shown}"
+    return f"{job.schedule_name} with {shown}"
 
 
 def _sequence(job: Job) -> Iterator[Problem]:

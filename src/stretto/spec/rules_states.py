@@ -82,7 +82,7 @@ def _versions(job: Job) -> Iterator[Problem]:
     needs_whole_weights = dp.mode == "zero3" or dp.reduce == "microbatch" or dtype == "float16"
     if not needs_whole_weights or not _has_versions(job):
         return
-    within = f"schedule {job.schedule} updates each stage by itself in the middle of the step"
+    within = f"schedule {job.schedule_name} updates each stage by itself in the middle of the step"
     if dp.mode == "zero3":
         yield Problem(
             "dp.mode",

@@ -24,9 +24,9 @@ from stretto.planner.search.ranking import Feasible, best_of_family, sort_feasib
 from stretto.planner.search.space import Space, depth_of
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task, job_to_plan
 from stretto.planner.search.time_bounds import TimeBounds
-from stretto.planner.time.step import stages_of
 from stretto.spec.data_parallel import DataParallel
 from stretto.spec.job import Recompute
+from stretto.spec.program import stages_of
 from stretto.spec.shape import ModelShape
 
 SHAPE = ModelShape(family="llama", layers=6, hidden=512, heads=8, kv_heads=4, vocab=4096, sequence=512)

@@ -43,11 +43,12 @@ from stretto.planner.search.savings import SavingLadder
 from stretto.planner.search.space import Space, depth_of
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
 from stretto.planner.search.time_bounds import TimeBounds
-from stretto.planner.time.step import stages_of, step_time
+from stretto.planner.time.step import step_time
 from stretto.program import entry as entry_of
 from stretto.program.program import Program
 from stretto.spec.flops import Recompute as Mode
 from stretto.spec.job import Job
+from stretto.spec.program import stages_of
 from stretto.spec.reduction import reduction
 from stretto.spec.rules import problems
 

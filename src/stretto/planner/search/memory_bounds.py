@@ -25,7 +25,6 @@ from stretto.planner.memory.stage import stage_memory
 from stretto.planner.search.space import small_program
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
 from stretto.planner.time.data_parallel import Elements, stage_elements
-from stretto.planner.time.step import stages_of
 from stretto.program import PLAIN, schedule
 from stretto.program.action import Action, Kind
 from stretto.program.program import Program
@@ -33,6 +32,7 @@ from stretto.program.schedules.traits import is_searched
 from stretto.spec.data_parallel import DataParallel
 from stretto.spec.flops import Recompute as Mode
 from stretto.spec.job import Job
+from stretto.spec.program import stages_of
 
 # bytes of a microbatch between I and W over those of one in flight: fewer, or many more with recomputation
 _WEIGHTS = 0.5, 8.0

@@ -10,8 +10,8 @@ from stretto.planner.memory.fits import Fit
 from stretto.planner.search.memory_bounds import MemoryBound, MemoryBounds, memory_budget
 from stretto.planner.search.space import Space, depth_of
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
-from stretto.planner.time.step import stages_of
 from stretto.spec.data_parallel import DataParallel
+from stretto.spec.program import stages_of
 
 
 class SavingLadder:

@@ -20,7 +20,6 @@ from stretto.planner.search.space import small_program
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
 from stretto.planner.time.data_parallel import DataTime, data_time
 from stretto.planner.time.layer import LayerTime, layer_time
-from stretto.planner.time.step import stages_of
 from stretto.program.action import Kind
 from stretto.program.program import Program
 from stretto.program.schedules.registry import PLAIN
@@ -28,6 +27,7 @@ from stretto.program.schedules.traits import is_searched, updates_within
 from stretto.spec.data_parallel import DataParallel
 from stretto.spec.flops import Recompute as Mode
 from stretto.spec.job import Job
+from stretto.spec.program import stages_of
 
 
 @dataclass(frozen=True)

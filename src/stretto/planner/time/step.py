@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
-from stretto.layout.cut import cut
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.machines.cluster import Cluster, Link, group_of
@@ -19,10 +17,9 @@ from stretto.program.action import Kind
 from stretto.program.program import Program
 from stretto.program.replay import Costs, simulate
 from stretto.program.replay.timeline import Timeline
-from stretto.spec.flops import Recompute, layer_costs
+from stretto.spec.flops import Recompute
 from stretto.spec.job import Job
 from stretto.spec.reduction import reduction
-from stretto.spec.shape import ModelShape
 
 _LINK_SHARE = 0.8  # share of a link's bandwidth that one message reaches
 
@@ -56,12 +53,6 @@ class StepTime:
     timeline: Timeline
 
 
-@lru_cache(maxsize=4096)
-def stages_of(shape: ModelShape, sequence: int, depth: int) -> tuple[range, ...]:
-    """The layers of each stage, as training cuts them."""
-    return tuple(cut(layer_costs(shape, sequence), depth))
-
-
 def step_time(
     job: Job,
     cluster: Cluster,
@@ -74,10 +65,10 @@ def step_time(
 
     Args:
         modes: recomputation of each block; None: as the job says, with `auto` taken as none.
-        stages: the layers of each stage; None: as training cuts them.
+        stages: the layers of each stage; None: the job's.
     """
     program = job.program()
-    stages = stages or stages_of(job.shape, job.sequence, program.depth)
+    stages = stages or job.stages(program.depth)
     split = any(action.kind is Kind.W for order in program.orders for action in order)
     data = [data_time(job, assumptions, cluster, stage) for stage in stages]
     each = reduction(program, job.dp.mode, job.dp.reduce) == "microbatch"

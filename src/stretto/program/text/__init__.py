@@ -7,6 +7,7 @@ versions; JSON does.
 
 from stretto.program.text.actions import parse_action
 from stretto.program.text.json_format import from_json, to_json
+from stretto.program.text.read import read_program
 from stretto.program.text.torch_csv import from_csv, to_csv
 
-__all__ = ["from_csv", "from_json", "parse_action", "to_csv", "to_json"]
+__all__ = ["from_csv", "from_json", "parse_action", "read_program", "to_csv", "to_json"]

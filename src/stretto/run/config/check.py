@@ -9,8 +9,9 @@ from pathlib import Path
 
 from stretto.errors import Problem, StrettoError, nearest
 from stretto.planner.memory.job import memory_of
+from stretto.program import PLAIN
 from stretto.run.config.disk_space import scratch
-from stretto.run.config.job import job_of
+from stretto.run.config.job import job_of, program_file
 from stretto.run.config.run_checks import beside, raise_first, rate, resume, run_folder, tensorboard
 from stretto.run.config.schema import TrainConfig
 from stretto.spec.optimiser import optimiser_problems
@@ -46,8 +47,11 @@ def find_problems(
 
 
 def _whole(config: TrainConfig) -> Iterator[Problem]:
-    """Sizes of the model and an order of the layout that make no model and no layout."""
-    for field, build in (("model", config.shape), ("layout", config.layout.to_layout)):
+    """Sizes that make no model, an order that makes no layout, a file that holds no program."""
+    builds: dict[str, Callable[[], object]] = {"model": config.shape, "layout": config.layout.to_layout}
+    if (file := config.schedule.file) is not None:
+        builds["schedule"] = lambda: program_file(file)
+    for field, build in builds.items():
         try:
             build()
         except StrettoError as error:
@@ -76,6 +80,19 @@ def _budget(config: TrainConfig) -> Iterator[Problem]:
         memory_of(job_of(config))
     except Problem as problem:
         yield problem
+
+
+def _program_file(config: TrainConfig) -> Iterator[Problem]:
+    """Nothing beside a program from a file chooses the schedule."""
+    schedule = config.schedule
+    if schedule.file is None:
+        return
+    if schedule.name != PLAIN:
+        fix = "leave one of them out"
+        yield Problem("schedule.name", schedule.name, "schedule.file is the program already", fix)
+    for name, value in schedule.options.items():
+        rule = "it is an option of named schedules, and schedule.file is a whole program"
+        yield Problem(f"schedule.{name}", value, rule, f"schedule.{name}=null")
 
 
 def _vocab(config: TrainConfig) -> Iterator[Problem]:
@@ -145,6 +162,7 @@ def _tokenizer(config: TrainConfig) -> Iterator[Problem]:
 
 
 CHECKS: tuple[Callable[[TrainConfig], Iterator[Problem]], ...] = (
+    _program_file,
     _vocab,
     rate,
     _no_decay,

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from pathlib import Path
+
+from stretto.errors import Problem
+from stretto.program.program import Program
+from stretto.program.text import read_program
+from stretto.run.config.run_checks import beside
 from stretto.run.config.schema import TrainConfig
 from stretto.spec.data_parallel import DataParallel, Precision
 from stretto.spec.job import Job, Recompute
@@ -32,6 +39,8 @@ def job_of(
         sequence=config.data.sequence,
         schedule=config.schedule.name,
         options=config.schedule.options,
+        stage_layers=None if config.layout.stages is None else tuple(config.layout.stages),
+        custom_program=None if config.schedule.file is None else program_file(config.schedule.file),
         world=world,
         devices=devices,
         expert_tp=config.layout.expert_tp,
@@ -59,3 +68,26 @@ def _precision(config: TrainConfig) -> Precision:
         loss_scale=precision.loss_scale,
         loss_scale_steps=precision.loss_scale_steps,
     )
+
+
+def program_file(name: str) -> Program:
+    """The program of `schedule.file`.
+
+    Raises:
+        StrettoError: there is no such file, or no program in it that training can run.
+    """
+    path = Path(name).expanduser()
+    try:
+        program = _read(path, path.stat().st_mtime_ns)
+    except OSError as error:
+        raise Problem("file", name, f"it cannot be read: {error.strerror}", beside(path)) from None
+    if program.lowered:
+        fix = "write it without --lowered: training adds the communication itself"
+        raise Problem("file", name, "it has communication actions", fix)
+    return program
+
+
+@lru_cache(maxsize=4)
+def _read(path: Path, changed: int) -> Program:
+    """The file's program; it is read again once its time of change, ns since the epoch, is another."""
+    return read_program(path)

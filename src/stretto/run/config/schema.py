@@ -86,6 +86,12 @@ class LayoutConfig(Section):
     expert_tp: int | None = Field(
         default=None, gt=0, description="Tensor-parallel ranks within each expert; null: `tp`."
     )
+    stages: list[int] | None = Field(
+        default=None,
+        examples=["[7, 7, 7, 5]"],
+        description="Layers per stage, in the model's order; the embedding and the head count as layers, so "
+        "that they add up to `model.layers` + 2. null: cut evenly by FLOPs.",
+    )
     sequence_parallel: bool = Field(
         default=False,
         description="Norms, dropout and the residual stream split along the sequence over the tp ranks.",
@@ -142,6 +148,12 @@ class ScheduleConfig(Section):
     """The order in which a pipeline rank processes its microbatches."""
 
     name: str = Field(default=PLAIN, description="Name of a schedule; `stretto schedule --list` shows them.")
+    file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="In place of a named schedule: a program in torch's CSV or in JSON, as `stretto schedule "
+        "--csv` and `--json-program` write it; it is checked before anything runs.",
+    )
     chunks: int | None = Field(
         default=None, gt=0, description="Stages per pipeline rank; null: the schedule's default, 1 or 2."
     )
@@ -180,10 +192,15 @@ class ScheduleConfig(Section):
         default=None, ge=0, description="How long `auto` searches; 1 takes seconds at 8 ranks; null: 1."
     )
 
+    @classmethod
+    def option_names(cls) -> list[str]:
+        """The fields that are keyword arguments of schedules."""
+        return [name for name in cls.model_fields if name not in ("name", "file")]
+
     @property
     def options(self) -> dict[str, Any]:
         """The options that are given, as the schedule's keyword arguments."""
-        values = {name: getattr(self, name) for name in type(self).model_fields if name != "name"}
+        values = {name: getattr(self, name) for name in self.option_names()}
         return {name: value for name, value in values.items() if value is not None}
 
 

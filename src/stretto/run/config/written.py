@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from stretto.errors import StrettoError
 from stretto.program.schedules.traits import updates_within
 from stretto.run.config.job import job_of
-from stretto.run.config.schema import TrainConfig
+from stretto.run.config.schema import ScheduleConfig, TrainConfig
 from stretto.run.config.source import CoreDumper
 from stretto.spec.job import Job
 from stretto.spec.presets import PRESETS, preset
@@ -77,6 +77,7 @@ def _sections(job: Job, base: TrainConfig | None) -> dict[str, dict[str, Any]]:
             "expert_tp": job.expert_tp,
             "sequence_parallel": job.sequence_parallel,
             "context": job.context,
+            "stages": None if job.stage_layers is None else list(job.stage_layers),
         },
         "dp": {
             "mode": dp.mode,
@@ -87,26 +88,15 @@ def _sections(job: Job, base: TrainConfig | None) -> dict[str, dict[str, Any]]:
             "offload_parameters": dp.offload_parameters,
         },
         "recompute": asdict(again),
-        "schedule": {"name": job.schedule, **_options(job)},
+        "schedule": {
+            "name": job.schedule,
+            "file": None,
+            **{name: job.options.get(name) for name in ScheduleConfig.option_names()},
+        },
         "batch": {"global_size": job.global_batch, "micro_size": job.micro_batch},
         **({"optim": optim} if optim else {}),
         "train": {**train, "attention": job.attention},
     }
-
-
-def _options(job: Job) -> dict[str, Any]:
-    fields = (
-        "chunks",
-        "group",
-        "waves",
-        "vertical_sync",
-        "memory",
-        "placement",
-        "split",
-        "objective",
-        "effort",
-    )
-    return {name: job.options.get(name) for name in fields}
 
 
 def _model(shape: ModelShape) -> dict[str, Any]:

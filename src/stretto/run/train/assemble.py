@@ -28,13 +28,11 @@ from stretto.engine.parallel.tensor.norm import lean_norms
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.pipeline import Boundary, PartialGradient, Pipeline
 from stretto.engine.pipeline.ties import Tie, find_ties
-from stretto.layout.cut import cut
 from stretto.planner.memory.job import memory_of
 from stretto.program.program import Program
 from stretto.run.train.optimizer import ReplicaOptimizer
 from stretto.run.train.replica import Replica
 from stretto.spec.data_parallel import Precision
-from stretto.spec.flops import layer_costs
 from stretto.spec.job import Job
 from stretto.spec.reduction import reduction
 
@@ -158,7 +156,7 @@ def _cut_stages(setup: _Setup, model: LanguageModel, table: dict[str, Sharded]) 
     """
     job, program = setup.job, setup.program
     layers = model.layers()
-    stages = cut(layer_costs(job.shape, job.sequence), program.depth)
+    stages = job.stages(program.depth)
     # before materialising, which replaces the parameters by whose identity ties are recognised
     ties = find_ties([layer for _, layer in layers])
     held = [i for s in program.stages_of(setup.mesh.index("pp")) for i in stages[s % program.depth]]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from stretto.layout.cut import cut
 from stretto.program.action import Kind
 from stretto.program.program import Program
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.token_folder import TokenFolder
-from stretto.spec.flops import layer_costs
 from stretto.spec.job import Job
 from stretto.spec.parameters import count_parameters
-from stretto.spec.shape import ModelShape
 
 
 def banner(config: TrainConfig, job: Job, folder: TokenFolder) -> str:
@@ -28,7 +25,7 @@ def banner(config: TrainConfig, job: Job, folder: TokenFolder) -> str:
             + (f", {_count(updates, 'update')} of the weights a step" if updates else ""),
             f"text: {source}, {_short(folder.index.tokens)} tokens, vocabulary {folder.index.vocab}; "
             f"results in {config.run.folder} (metrics.jsonl, checkpoints/)",
-            _stages(shape, program, job.sequence),
+            _stages(job, program),
         ]
     )
 
@@ -44,11 +41,11 @@ def _features(job: Job) -> list[str]:
     return [text for shown, text in features if shown]
 
 
-def _stages(shape: ModelShape, program: Program, sequence: int) -> str:
+def _stages(job: Job, program: Program) -> str:
     """The layers of each stage, and its pipeline rank where stages and ranks are not the same."""
-    names = ["embed", *(f"blocks.{i}" for i in range(shape.layers)), "head"]
+    names = ["embed", *(f"blocks.{i}" for i in range(job.shape.layers)), "head"]
     shown = list[str]()
-    for stage, layers in enumerate(cut(layer_costs(shape, sequence), program.depth)):
+    for stage, layers in enumerate(job.stages(program.depth)):
         held = names[layers.start] if len(layers) == 1 else f"{names[layers.start]}..{names[layers.stop - 1]}"
         rank = f" (rank {program.placement[stage]})" if program.stages > program.ranks else ""
         shown.append(f"{stage}{rank} {held}")

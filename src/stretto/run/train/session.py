@@ -163,7 +163,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         if pipelines is not None:
             program = self.replica.pipeline.program
             job = self.replica.job
-            shares = stage_times(job.shape, job.sequence, program.depth, job.recompute.mode)
+            shares = stage_times(job.shape, job.sequence, program.depth, job.recompute.mode, job.stage_layers)
             report = trace.write(self.config.run.folder, self.position.step, program, pipelines, shares)
             self.note(f"traced step {self.position.step}: {report.trace}, {report.page}\n{report.text}")
 

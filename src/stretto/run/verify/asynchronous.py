@@ -13,16 +13,14 @@ from torch.func import functional_call
 from stretto.engine.models.language import IGNORED
 from stretto.engine.optim.build import build_optimizer
 from stretto.errors import StrettoError
-from stretto.layout.cut import cut
 from stretto.run.train.replica import Replica
 from stretto.run.verify.cases import describe
 from stretto.run.verify.compare import Comparison, compare, relative
 from stretto.run.verify.diagnose import Verdict
 from stretto.run.verify.reference import Snapshot, Trial, build_reference
 from stretto.run.verify.step import run_step, wrongly_held
-from stretto.spec.flops import layer_costs, layer_names
+from stretto.spec.flops import layer_names
 from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape
 
 Weights = dict[str, Tensor]
 
@@ -73,7 +71,7 @@ def run_delayed(job: Job, trial: Trial, delays: Delays) -> list[Snapshot]:
     model, keys = build_reference(job, trial.seed)
     masters = dict(model.named_parameters())
     optimizer, rate = build_optimizer(masters.items(), job.optimiser), trial.rate(job)
-    late = _late(masters, job.shape, job.sequence, delays.by_stage)
+    late = _late(masters, job, delays.by_stage)
     size, unit = job.micro_batch, job.micro_batch * job.layout.dp
     snapshots = list[Snapshot]()
     for step, (inputs, targets) in enumerate(trial.batches):
@@ -110,12 +108,9 @@ def _copied(masters: dict[str, nn.Parameter]) -> Weights:
     return {name: parameter.detach().clone() for name, parameter in masters.items()}
 
 
-def _late(
-    names: dict[str, nn.Parameter], shape: ModelShape, sequence: int, by_stage: Sequence[int]
-) -> dict[str, int]:
+def _late(names: dict[str, nn.Parameter], job: Job, by_stage: Sequence[int]) -> dict[str, int]:
     """The delay of each parameter, by the stage that holds its layer."""
-    layers = layer_names(shape)
-    stages = cut(layer_costs(shape, sequence), len(by_stage))
+    layers, stages = layer_names(job.shape), job.stages(len(by_stage))
     of_layer = {layers[at]: by_stage[stage] for stage, held in enumerate(stages) for at in held}
     return {name: next(d for layer, d in of_layer.items() if name.startswith(f"{layer}.")) for name in names}
 

@@ -38,9 +38,10 @@ rounding error, so would its update."""
 def vary(job: Job, **changes: Any) -> Job:
     """The job with other settings, by the keys of a file of layouts.
 
-    Another `recompute` or `mode` starts from the defaults of all that belongs to it. A schedule that updates
-    within the step has no clipping; files go to the system's temporary folder where the job names none, for a
-    proof needs a file, not a fast one.
+    Another `recompute` or `mode` starts from the defaults of all that belongs to it; another schedule or
+    number of pipeline ranks cuts the stages evenly and drops a custom program. A schedule that updates within
+    the step has no clipping. Files go to the system's temporary folder where the job names none, for a proof
+    needs a file, not a fast one.
 
     Args:
         changes: axes, `expert_tp`, `sequence_parallel`, `context`; `recompute` (the mode), `shard_inputs`;
@@ -49,6 +50,8 @@ def vary(job: Job, **changes: Any) -> Job:
     Raises:
         StrettoError: sizes that make no layout.
     """
+    if {"schedule", "options"} & changes.keys() or changes.get("pp", job.layout.pp) != job.layout.pp:
+        changes |= {"stage_layers": None, "custom_program": None}
     sizes = {axis: changes.pop(axis) for axis in AXES if axis in changes}
     sharding = {name: changes.pop(name) for name in SHARDING if name in changes}
     mode = changes.pop("recompute", job.recompute.mode)
@@ -78,7 +81,7 @@ def describe(job: Job) -> str:
     """Sizes of axes, what is not as usual, the schedule and its options."""
     chosen = job.options.items()
     return " ".join(
-        [describe_layout(job), job.schedule, *(f"{name}={_word(value)}" for name, value in chosen)]
+        [describe_layout(job), job.schedule_name, *(f"{name}={_word(value)}" for name, value in chosen)]
     )
 
 
@@ -88,7 +91,9 @@ def describe_layout(job: Job) -> str:
     sizes = [f"tp{layout.tp}", *([f"cp{layout.cp}"] if layout.cp > 1 else [])]
     sizes += [f"dp{layout.dp}", f"pp{layout.pp}", *([f"ep{layout.ep}"] if layout.ep > 1 else [])]
     sizes += [] if job.expert_tp is None else [f"expert_tp{job.expert_tp}"]
+    stages = job.stage_layers
     used = {
+        "stages=" + "-".join(map(str, stages or ())): stages is not None,
         "sp": job.sequence_parallel,
         job.context: job.context != "ring",
         f"recompute={recompute.mode}": recompute.mode != "none",
@@ -174,7 +179,10 @@ def smaller(config: TrainConfig, ranks: int) -> TrainConfig:
     batch = config.batch.model_copy(update={"global_size": _SAMPLES * 2 * ranks, "micro_size": _SAMPLES})
     data = config.data.model_copy(update={"sequence": min(config.data.sequence, _TOKENS)})
     model = _narrow(config, ranks)
-    usual = {"recompute": RecomputeConfig(), "dp": DataParallelConfig(path=config.dp.path)}
+    usual: dict[str, Any] = {"recompute": RecomputeConfig(), "dp": DataParallelConfig(path=config.dp.path)}
+    usual["layout"] = config.layout.model_copy(update={"stages": None})
+    if config.schedule.file is not None:
+        usual["schedule"] = ScheduleConfig()
     parts = {"batch": batch, "data": data, "model": model, **usual}
     return config.model_copy(update=parts)
 
@@ -270,8 +278,7 @@ def _case(row: Any, where: str, config: TrainConfig) -> Job:
 
 
 def _check_keys(keys: dict[str, Any], where: str) -> None:
-    options = [name for name in ScheduleConfig.model_fields if name != "name"]
-    fields = [*_LAYOUT, *_RECOMPUTE, *SHARDING, "schedule", *options]
+    fields = [*_LAYOUT, *_RECOMPUTE, *SHARDING, "schedule", *ScheduleConfig.option_names()]
     for key in keys:
         if key not in fields:
             near = nearest(str(key), fields)

@@ -1,0 +1,36 @@
+"""A program from a file, in either format."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from stretto.errors import StrettoError
+from stretto.program.program import Program
+from stretto.program.text.json_format import from_json
+from stretto.program.text.torch_csv import from_csv
+
+
+def read_program(path: Path, name: str | None = None) -> Program:
+    """The checked program in a file: JSON if it begins with a brace, otherwise CSV.
+
+    Args:
+        name: of the program; None: that in the JSON, or the file's.
+
+    Raises:
+        StrettoError: the file cannot be read, or holds no program.
+        ScheduleError: the program cannot be run.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise StrettoError(f"cannot read {path}: {error.strerror}", hint="check the file's name") from None
+    except UnicodeDecodeError:
+        raise StrettoError(f"cannot read {path}: it is not UTF-8 text", hint="save it as UTF-8") from None
+    try:
+        if not text.lstrip("\ufeff \t\r\n").startswith("{"):
+            return from_csv(text, name=name or path.stem)
+        program = from_json(text.removeprefix("\ufeff"))
+    except StrettoError as error:
+        raise StrettoError(f"{path}: {error.message}", hint=error.hint) from None
+    return replace(program, name=name) if name else program

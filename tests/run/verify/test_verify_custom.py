@@ -1,0 +1,132 @@
+"""Stages with given layers, and programs from files: planned, trained and proved like any other job."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stretto.errors import StrettoError
+from stretto.layout import Layout
+from stretto.planner.memory.job import memory_of
+from stretto.planner.memory.ranks import one_rank
+from stretto.planner.rank_step.counts import counts
+from stretto.program import schedule
+from stretto.program.lower import lower
+from stretto.program.text import to_csv, to_json
+from stretto.run.config.check import check
+from stretto.run.config.job import job_of
+from stretto.run.config.schema import TrainConfig
+from stretto.run.dryrun.run import dry_run
+from stretto.run.verify.cases import configured_job, describe, every_layout, smaller, vary
+from stretto.run.verify.job import verify
+from stretto.spec.job import Job
+from stretto.spec.rules import problems
+from stretto.spec.shape import ModelShape
+from tiny_job import LLAMA, job
+
+PP2 = ("layout.pp=2", "model.layers=4")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("custom")
+
+
+def prove(config: TrainConfig) -> str:
+    check(config)
+    (verdict,) = verify(config, [configured_job(config)])
+    assert verdict.equal, verdict
+    return verdict.layout
+
+
+def test_given_stages_equal_one_process(folder: Path) -> None:
+    """With tied embeddings, whose two copies are on the first and the last stage."""
+    config = job(folder, *PP2, "layout.stages=[1,5]")
+    assert prove(config) == "tp1 dp1 pp2 stages=1-5 1f1b"
+    chunked = job(folder, *PP2, "layout.stages=[3,1,1,1]", "schedule.name=interleaved", "schedule.chunks=2")
+    assert prove(chunked) == "tp1 dp1 pp2 stages=3-1-1-1 interleaved chunks=2"
+
+
+def test_given_stages_are_delayed_as_their_schedule_promises(folder: Path) -> None:
+    options = ("layout.stages=[5,1]", "schedule.name=pipedream", "optim.clip=null")
+    prove(job(folder, *PP2, *options, model=LLAMA))
+
+
+def test_programs_from_files_equal_one_process(folder: Path, tmp_path: Path) -> None:
+    program = schedule("zb-h1", 2, 8)
+    for name, text in (("mine.csv", to_csv(program)), ("mine.json", to_json(replace(program, name="mine")))):
+        path = tmp_path / name
+        path.write_text(text)
+        config = job(folder, *PP2, f"schedule.file={path}")
+        assert job_of(config).program().orders == program.orders
+        assert prove(config) == "tp1 dp1 pp2 mine"
+
+
+def test_a_changed_file_is_read_again(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    for name in ("gpipe", "1f1b"):
+        path.write_text(to_csv(schedule(name, 2, 8)))
+        assert job_of(job(folder, *PP2, f"schedule.file={path}")).program().orders == (
+            schedule(name, 2, 8).orders
+        )
+
+
+def test_bad_programs_are_refused_before_a_process_is_started(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+
+    def error(text: str, *overrides: str) -> str:
+        path.write_text(text)
+        with pytest.raises(StrettoError) as caught:
+            check(job(folder, *PP2, f"schedule.file={path}", *overrides))
+        return str(caught.value)
+
+    good = to_csv(schedule("1f1b", 2, 8))
+    assert "2 ranks and 8 microbatches" in error(good, "batch.global_size=16")
+    assert "hint: layout.pp=2 and batch.global_size=8" in error(good, "batch.global_size=16")
+    assert "schedule.name is gpipe: schedule.file is the program already" in error(
+        good, "schedule.name=gpipe"
+    )
+    assert "schedule.chunks is 2: it is an option of named schedules" in error(good, "schedule.chunks=2")
+    assert "it has communication actions" in error(to_csv(lower(schedule("1f1b", 2, 8))))
+    assert "line 1" in error("0F0,nonsense\n1F0\n")
+    late = to_csv(schedule("pipedream", 2, 8))
+    assert "optim.clip is 0.5" in error(late, "model.tied=false")
+
+
+@pytest.mark.parametrize("stage_layers", [(1, 5), (4, 2)])
+def test_memory_and_counts_of_given_stages_are_those_of_the_code(stage_layers: tuple[int, ...]) -> None:
+    shape = ModelShape(family="gpt", layers=4, hidden=64, heads=4, vocab=301, sequence=48)
+    given = Job(
+        shape=shape,
+        layout=Layout(pp=2),
+        global_batch=8,
+        micro_batch=2,
+        stage_layers=stage_layers,
+    )
+    assert not problems(given)
+    even = replace(given, stage_layers=None)
+    for rank in (0, 1):
+        ran, held = dry_run(given, rank), memory_of(given)
+        counted = counts(given, rank, held)
+        assert {key: count for key, count in ran.flops.items() if count} == counted.flops
+        assert ran.bytes == counted.bytes
+        predicted = one_rank(held, rank).total
+        assert predicted == pytest.approx(ran.peak, rel=0.06)
+        assert predicted != one_rank(memory_of(even), rank).total
+
+
+def test_other_pipelines_are_cut_evenly(folder: Path, tmp_path: Path) -> None:
+    """What belongs to one number of pipeline ranks does not go over to another."""
+    path = tmp_path / "mine.csv"
+    path.write_text(to_csv(schedule("gpipe", 2, 8)))
+    config = job(folder, *PP2, "layout.stages=[1,5]", f"schedule.file={path}")
+    configured = configured_job(config)
+    assert vary(configured, tp=2).stage_layers == (1, 5)
+    four = vary(configured, pp=4)
+    assert (four.stage_layers, four.custom_program) == (None, None)
+    assert describe(vary(configured, schedule="zb-h1")) == "tp1 dp1 pp2 zb-h1"
+    small = smaller(config, 2)
+    assert (small.layout.stages, small.schedule.file) == (None, None)
+    assert [case.layout.pp for case in every_layout(config, 2)] == [2, 1, 1]
