@@ -39,6 +39,7 @@ def test_text_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert run(["data", "build", f"{tmp_path}/a.txt", "--out", f"{tmp_path}/out", "--vocab", "300"]) == 0
     shown = capsys.readouterr().out
     assert shown.index("train tokenizer") < shown.index("encode") < shown.index("documents")
+    assert ["blank", "documents", "0"] in [line.split() for line in shown.splitlines()]
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,9 @@ def _click_info(path: Path, verify: bool, as_json: bool) -> None:
     data_clicks.show(folder, as_json, **({"verified": True} if verify else {}))
 
 
+_LABELS = {"skipped": "files skipped", "blank": "blank documents"}  # of facts whose name is not clear
+
+
 def _show(folder: TokenFolder, as_json: bool, **more: Any) -> None:
     index = folder.index
     facts: dict[str, Any] = {
@@ -128,7 +131,7 @@ def _show(folder: TokenFolder, as_json: bool, **more: Any) -> None:
             shown = (
                 f"{value:,}" if type(value) is int else " ".join(value) if type(value) is list else str(value)
             )
-            rows.add_row(name, shown)
+            rows.add_row(_LABELS.get(name, name), shown)
         console.print(rows)
 
     report(facts, as_json, table)
