@@ -24,7 +24,7 @@ app = command_app()
 
 _Counted = Mapping[tuple[str, str], int]
 
-_ALONE = ("lamb", "adafactor", "muon")  # optimizers that communicate during the update
+_COMMUNICATING = ("lamb", "adafactor", "muon")  # optimizers that communicate during the update
 
 
 @app.command(epilog="Example: stretto dryrun configs/llama-1b-64gpu.yaml layout.tp=8 --rank 21")
@@ -91,7 +91,7 @@ def _elapsed(what: str, quiet: bool) -> Generator[None]:
 
 def _countable(job: Job, asynchronous: bool) -> bool:
     """Whether `planner.counts.step` covers all that the job does."""
-    return not asynchronous and job.optimiser.name not in _ALONE and job.precision.fp8 == "none"
+    return not asynchronous and job.optimiser.name not in _COMMUNICATING and job.precision.fp8 == "none"
 
 
 # ------------------------------------------------------------------ JSON

@@ -127,7 +127,7 @@ GIB = 2**30
 _BAR = 40  # characters of a whole step
 # columns that KEY=VALUE arguments may set; model and cluster are options
 _FIELDS = ("layout", "batch", "memory", "software")
-_ALSO = ("dropout", "gpus", "node_size", "network", "network_gbs")
+_MORE_FIELDS = ("dropout", "gpus", "node_size", "network", "network_gbs")
 
 
 def row_from_arguments(words: Sequence[str], model: str, cluster: str) -> Row:
@@ -151,7 +151,7 @@ def row_from_arguments(words: Sequence[str], model: str, cluster: str) -> Row:
 def _cells(words: Sequence[str]) -> dict[str, str]:
     from stretto.planner.table.columns import SECTIONS, column
 
-    fields = {*_ALSO, *(one.name for section in _FIELDS for one in SECTIONS[section])}
+    fields = {*_MORE_FIELDS, *(one.name for section in _FIELDS for one in SECTIONS[section])}
     cells = dict[str, str]()
     for word in words:
         key, equals, value = word.partition("=")

@@ -200,7 +200,7 @@ def _some(values: list[float], most: int = 24) -> str:
 
 
 _COSTS = ("F", "I", "W", "hop")
-_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,8 +332,8 @@ def _pair(text: str, where: str) -> tuple[str, Any]:
 
 def _value(text: str) -> Any:
     """The text as a bool, an int or a float where it is one."""
-    if text.lower() in _TRUTH:
-        return _TRUTH[text.lower()]
+    if text.lower() in _BOOLEANS:
+        return _BOOLEANS[text.lower()]
     for kind in (int, float):
         try:
             return kind(text)
