@@ -12,7 +12,7 @@ from harness import Step
 from torch import Tensor, nn
 
 from stretto.engine.models.build import build
-from stretto.engine.models.initial import initialise
+from stretto.engine.models.weights import initialise
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor import matmul
 from stretto.run.config.job import job_of

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import Step, where
 
 from stretto.engine.models.build import build
-from stretto.engine.models.initial import initialise
+from stretto.engine.models.weights import initialise
 from stretto.engine.parallel.mesh import Mesh
 from stretto.planner.machines.catalogue import peak_tflops
 from stretto.run.train.assemble import assemble

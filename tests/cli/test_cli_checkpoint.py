@@ -11,7 +11,6 @@ import pytest
 from stretto.cli.main import run
 from stretto.engine.checkpoint.save import save
 from stretto.engine.models.build import build
-from stretto.engine.models.weights import weights_of
 from stretto.engine.parallel.fragment import Placed
 from stretto.spec.shape import ModelShape, shape_to_record
 
@@ -21,7 +20,7 @@ SHAPE = ModelShape(family="gpt", layers=1, hidden=8, heads=2, vocab=11, sequence
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A run with steps 10 and 20."""
-    weights = weights_of(build(SHAPE))
+    weights = dict(build(SHAPE).named_parameters())
     state = {f"model.{n}": (w, Placed.whole(n, tuple(w.shape))) for n, w in weights.items()}
     for step in (10, 20):
         save(tmp_path / "run" / "checkpoints", step, state, {"model": shape_to_record(SHAPE)})

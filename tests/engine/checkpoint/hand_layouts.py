@@ -51,7 +51,7 @@ def place(hand: Hand, rank: int) -> dict[str, tuple[tuple[int, ...], Placed]]:
     """Name to (local shape, place) of what `rank` holds."""
     tp, dp, pp = rank % hand.tp, rank // hand.tp % hand.dp, rank // hand.tp // hand.dp
     first, last = pp == 0, pp == hand.pp - 1
-    found: dict[str, tuple[tuple[int, ...], Placed]] = {}
+    results: dict[str, tuple[tuple[int, ...], Placed]] = {}
     for name, shape in shapes().items():
         part = name.split(".", 1)[1]
         if part.startswith("blocks.") and int(part.split(".")[1]) * hand.pp // 2 != pp:
@@ -65,8 +65,8 @@ def place(hand: Hand, rank: int) -> dict[str, tuple[tuple[int, ...], Placed]]:
         placed = Placed(name, shape, pieces)
         if hand.zero and name.startswith("optim.") and shape:
             local, placed = rows_over_dp(local, placed, hand.dp, dp)
-        found[name] = (local, placed)
-    return found
+        results[name] = (local, placed)
+    return results
 
 
 def cut(

@@ -57,12 +57,12 @@ def train(sharded: ShardedOptimizer, every: Sequence[Fragment], steps: int) -> N
 
 
 def table(sharded: ShardedOptimizer) -> Tensors:
-    found = dict[str, tuple[Tensor, Placed]]()
+    results = dict[str, tuple[Tensor, Placed]]()
     for optimizer, fragment in sharded.owners():
-        found[f"model.{fragment.name}"] = fragment.parameter.detach(), fragment.counted
+        results[f"model.{fragment.name}"] = fragment.parameter.detach(), fragment.counted
         for key, value in state_tensors(optimizer, fragment).items():
-            found[f"optim.{key}.{fragment.name}"] = value
-    return found
+            results[f"optim.{key}.{fragment.name}"] = value
+    return results
 
 
 def values(sharded: ShardedOptimizer) -> dict[str, Tensor]:
@@ -86,9 +86,9 @@ def test_states_in_files_go_through_a_checkpoint(saved: Offload, loaded: Offload
     other, others = optimizer_of(loaded, tmp_path / "b", 1)
     other.prepare(2)
     load(path, table(other))
-    found = values(other)
-    assert found.keys() == want.keys()
-    assert all(torch.equal(want[name], found[name]) for name in want)
+    results = values(other)
+    assert results.keys() == want.keys()
+    assert all(torch.equal(want[name], results[name]) for name in want)
     again, ours = optimizer_of("none", tmp_path, 2)  # and goes on as one in memory does
     again.prepare(2)
     load(path, table(again))

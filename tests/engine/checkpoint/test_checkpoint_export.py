@@ -13,8 +13,7 @@ from torch import Tensor
 from stretto.engine.checkpoint.export import export_huggingface, import_huggingface, read_whole, shape_of
 from stretto.engine.checkpoint.save import save
 from stretto.engine.models.build import build
-from stretto.engine.models.initial import initialise
-from stretto.engine.models.weights import weights_of
+from stretto.engine.models.weights import initialise
 from stretto.engine.parallel.fragment import Piece, Placed
 from stretto.errors import StrettoError
 from stretto.spec.shape import ModelShape
@@ -44,7 +43,7 @@ def written(folder: Path, family: str) -> tuple[Path, torch.nn.Module]:
     shape = SHAPES[family]
     model = build(shape)
     initialise(model, seed=7)
-    weights = weights_of(model)
+    weights = dict(model.named_parameters())
     state = {f"model.{n}": halves(n, w) for n, w in weights.items()}
     state |= {
         f"optim.exp_avg.{n}": (torch.ones_like(w), Placed.whole(n, tuple(w.shape)))
@@ -55,7 +54,7 @@ def written(folder: Path, family: str) -> tuple[Path, torch.nn.Module]:
 
 @pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.parametrize("limit", [10**9, 3000])
-def test_transformers_reads_it_and_it_comes_back(tmp_path: Path, family: str, limit: int) -> None:
+def test_exports_load_in_transformers_and_import_again(tmp_path: Path, family: str, limit: int) -> None:
     from transformers import AutoModelForCausalLM
 
     path, model = written(tmp_path / "run", family)
@@ -77,7 +76,7 @@ def test_transformers_reads_it_and_it_comes_back(tmp_path: Path, family: str, li
     assert all(torch.equal(w, want[n]) for n, w in weights.items())
 
 
-def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
+def test_exports_and_imports_do_not_overwrite(tmp_path: Path) -> None:
     path, _ = written(tmp_path / "run", "gpt")
     export_huggingface(path, tmp_path / "out")
     with pytest.raises(StrettoError, match="already holds"):
@@ -87,11 +86,11 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
         import_huggingface(tmp_path / "out", tmp_path / "new")
 
 
-def test_a_model_of_ones_own_has_no_counterpart(tmp_path: Path) -> None:
-    own = {"model.w": (torch.ones(2), Placed.whole("model.w", (2,)))}
+def test_a_users_own_model_cannot_be_exported(tmp_path: Path) -> None:
+    mine = {"model.w": (torch.ones(2), Placed.whole("model.w", (2,)))}
     for meta in ({}, {"model": {"layers": 2}}, {"model": "gpt"}):
-        path = save(tmp_path / "run", 1, own, meta)
-        with pytest.raises(StrettoError, match=r"does not say the sizes"):
+        path = save(tmp_path / "run", 1, mine, meta)
+        with pytest.raises(StrettoError, match=r"has no sizes of its model"):
             export_huggingface(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert read_whole(path)[0]["w"].tolist() == [1, 1]

@@ -96,7 +96,7 @@ def split(how: Cut, rank: int) -> list[tuple[list[tuple[str, tuple[int, ...], Pl
 
 def true_state(how: Cut, rank: int) -> Held:
     """What the rank holds: of each unit its slice, as views of one flat tensor; empty ones too."""
-    found = Held()
+    results = Held()
     for entries, copies, at in split(how, rank):
         sizes = how.sizes.for_copies(copies)
         size = padded(sum(prod(local) for _, local, _ in entries), sizes.states)
@@ -109,10 +109,10 @@ def true_state(how: Cut, rank: int) -> Held:
             low, high = (min(max(edge - begin, 0), prod(local)) for edge in (start, stop))
             at_flat = begin + low - start
             part = flat[at_flat : at_flat + high - low] if low < high else flat[:0]
-            found[name] = part, placed.part(local, low, high)
+            results[name] = part, placed.part(local, low, high)
             begin += prod(local)
         flat.copy_(unit[start:stop])
-    return found
+    return results
 
 
 def blank(held: Held) -> Held:
@@ -164,7 +164,7 @@ def test_any_two_splits_of_four_and_two_ranks_read_each_other(written: Path) -> 
     assert on_ranks(2, cross, str(written), TWO, others) == [[]] * 2
 
 
-def test_one_process_reads_them(written: Path) -> None:
+def test_one_process_reads_checkpoints_of_four_ranks(written: Path) -> None:
     for at, path in enumerate(of_four(written)):
         want = {n: (full(n), Placed.whole(n, s)) for n, s in (DENSE | EXPERTS).items()}
         if at == BFLOAT:
@@ -174,7 +174,7 @@ def test_one_process_reads_them(written: Path) -> None:
         assert differing(got, want) == []
 
 
-def test_what_several_ranks_hold_is_written_once(written: Path) -> None:
+def test_boxes_on_several_ranks_are_written_once(written: Path) -> None:
     total = 4 * sum(prod(shape) for shape in (DENSE | EXPERTS).values())
     for at, path in enumerate(of_four(written)):
         index = tensor_index(path)
@@ -187,7 +187,7 @@ def test_what_several_ranks_hold_is_written_once(written: Path) -> None:
     assert max(hybrid) < 2.5 * min(hybrid)
 
 
-def test_the_hand_made_shards_are_worth_the_name() -> None:
+def test_the_hand_made_shards_differ_from_the_default() -> None:
     """Some begin inside a row, some have several pieces, some none."""
     held = [true_state(FOUR[1], rank) for rank in range(4)]
     assert any(len(place.pieces) > 2 for one in held for _, place in one.values())
@@ -224,7 +224,7 @@ def test_a_piece_must_lie_inside_its_flat_tensor(piece: Piece, local: tuple[int,
             shards(tensors)
 
 
-def test_a_flat_tensor_with_strides_of_its_own_is_refused() -> None:
+def test_a_flat_tensor_that_is_not_contiguous_is_refused() -> None:
     with pytest.raises(StrettoError, match="lies outside the local"):
         shards({"w": (torch.zeros(16)[::2], Placed("w", (4, 4), (FLAT,)))})
 
@@ -234,6 +234,6 @@ def test_a_tensor_of_two_types_is_refused() -> None:
     for rank, dtype in enumerate((torch.bfloat16, torch.float32)):
         placed = Placed("w", (4,), (Piece(offsets=(2 * rank,), sizes=(2,), local=(0,)),))
         plans.append(SavePlan(Shards(torch.zeros(2, dtype=dtype), placed).__create_write_items__("w", None)))
-    said = "tensor w is torch.bfloat16 on one rank, torch.float32 on another"
-    with pytest.raises(StrettoError, match=said):
+    message = "tensor w is torch.bfloat16 on one rank, torch.float32 on another"
+    with pytest.raises(StrettoError, match=message):
         ShardsSavePlanner().create_global_plan(plans)

@@ -107,8 +107,8 @@ def test_death_at_every_file_operation(tmp_path: Path, case: str) -> None:
 
         code = in_child(doomed)
         assert code in (0, 9)
-        found = latest(folder)
-        seen.append(mark_of(found) if found else None)
+        results = latest(folder)
+        seen.append(mark_of(results) if results else None)
         if code == 0:
             break
         put(folder, 3, 3.0)
@@ -155,18 +155,20 @@ def test_disk_full_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with monkeypatch.context() as patch:
             full = OSError(errno.ENOSPC, "No space left on device")
             patch.setattr(CheckedWriter, "_some", failing(writes, full))
-            told = attempt(lambda: put(tmp_path, 2, 2.0, keep=1))
-        if told == "done":
+            reported = attempt(lambda: put(tmp_path, 2, 2.0, keep=1))
+        if reported == "done":
             break
-        assert told.startswith("CollectiveError: rank 0: the disk is full: [Errno 28] ")
-        assert str(tmp_path) in told
+        assert reported.startswith("CollectiveError: rank 0: the disk is full: [Errno 28] ")
+        assert str(tmp_path) in reported
         assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
         assert mark_of(tmp_path / "step-00000001") == 1.0
     assert writes > 5
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
 
 
-def test_no_room_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(tmp_path, 1, 1.0)
     monkeypatch.setattr(storage.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 100))
     with pytest.raises(CollectiveError, match=r"needs \d+ bytes, .* has 100 bytes free"):
@@ -174,9 +176,7 @@ def test_no_room_is_told_before_anything_is_written(tmp_path: Path, monkeypatch:
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_a_commit_that_cannot_be_puts_the_old_one_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_commit_restores_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, 1, 1.0)
     rename, calls = os.rename, list[int]()
 
@@ -193,7 +193,7 @@ def test_a_commit_that_cannot_be_puts_the_old_one_back(
     assert mark_of(tmp_path / "step-00000001") == 1.0
 
 
-def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
+def test_a_checkpoint_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StrettoError, match="is a file"):
         put(tmp_path / "file", 1, 1.0)
@@ -266,12 +266,12 @@ def test_meta_that_json_would_change_is_refused(tmp_path: Path, message: str) ->
 
 
 @pytest.mark.parametrize("bad", [-1, 1.0, True, 10**18])
-def test_steps_that_are_none(tmp_path: Path, bad: Any) -> None:
+def test_invalid_steps_are_refused(tmp_path: Path, bad: Any) -> None:
     with pytest.raises(StrettoError, match="step is"):
         save(tmp_path, bad, {}, {})
 
 
-def test_pieces_that_leave_a_hole(tmp_path: Path) -> None:
+def test_pieces_that_leave_a_gap_are_refused(tmp_path: Path) -> None:
     whole = Placed.whole("w", (4, 2))
     hole = Placed("w", (5, 2), whole.pieces)
     with pytest.raises(StrettoError, match=r"tensor w of shape \[5, 2\]: pieces hold 8 elements of 10"):
@@ -288,7 +288,7 @@ HANDS = Hand(tp=2)
 
 def fail_in_many_ways(root: str) -> list[str]:
     """On two ranks; what each way of failing raised here."""
-    rank, told = dist.get_rank(), list[str]()
+    rank, reported = dist.get_rank(), list[str]()
     state = true_state(HANDS, rank)
     folder = Path(root)
     save(folder, 1, state, {"mark": 1})
@@ -300,35 +300,35 @@ def fail_in_many_ways(root: str) -> list[str]:
     for broken in (1, 0):
         if rank == broken:
             CheckedWriter._some = failing(1, OSError(errno.EIO, "Input/output error"))
-        told.append(attempt(write()))
+        reported.append(attempt(write()))
         CheckedWriter._some = original
     if rank == 0:  # at the commit
         files.os.rename, rename = failing_rename, os.rename
-        told.append(attempt(write()))
+        reported.append(attempt(write()))
         files.os.rename = rename
     else:
-        told.append(attempt(write()))
-    told.append(attempt(write(meta={"x": object()} if rank else {})))
-    told.append(attempt(write(step=2 + rank)))
+        reported.append(attempt(write()))
+    reported.append(attempt(write(meta={"x": object()} if rank else {})))
+    reported.append(attempt(write(step=2 + rank)))
     other = {**state, "model.scale": (torch.ones(2), Placed.whole("model.scale", (2,), owned=rank == 1))}
-    told.append(attempt(write(tensors=other if rank else state)))
-    told.append(attempt(write(tensors={n: s for n, s in state.items() if rank == 0})))
+    reported.append(attempt(write(tensors=other if rank else state)))
+    reported.append(attempt(write(tensors={n: s for n, s in state.items() if rank == 0})))
     dist.barrier()
     assert [p.name for p in folder.iterdir()] == ["step-00000001"]
     path = folder / "step-00000001"
-    told.append(
+    reported.append(
         attempt(lambda: load(path, blank_state(HANDS, rank) | ({"w": other["model.scale"]} if rank else {})))
     )
     if rank:
         storage.safe_open = broken_open
-    told.append(attempt(lambda: load(path, blank_state(HANDS, rank))))
+    reported.append(attempt(lambda: load(path, blank_state(HANDS, rank))))
     storage.safe_open = safe_open
     blank = blank_state(HANDS, rank)
-    told.append(attempt(lambda: load(path, blank)))
+    reported.append(attempt(lambda: load(path, blank)))
     assert differing(blank, HANDS, rank) == []
-    told.append(attempt(write()))
+    reported.append(attempt(write()))
     assert latest(folder) == folder / "step-00000002"
-    return told
+    return reported
 
 
 safe_open = storage.safe_open

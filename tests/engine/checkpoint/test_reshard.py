@@ -33,9 +33,9 @@ def save_and_cross(root: str, hands: list[Hand], others: list[str]) -> list[str]
     """Save under each layout, then read every checkpoint there is under each; what differed."""
     rank, wrong = dist.get_rank(), list[str]()
     for i, hand in enumerate(hands):
-        own = {"random": torch.tensor([rank, i, 7], dtype=torch.uint8)}
+        local = {"random": torch.tensor([rank, i, 7], dtype=torch.uint8)}
         state = true_state(hand, rank)
-        path = save(f"{root}/{len(hands)}-{i}", i, state, META, own)
+        path = save(f"{root}/{len(hands)}-{i}", i, state, META, local)
         wrong += [f"save changed {n}" for n in differing(state, hand, rank)]
         assert path.name == f"step-{i:08d}"
     mine = [f"{root}/{len(hands)}-{i}/step-{i:08d}" for i in range(len(hands))]
@@ -45,8 +45,8 @@ def save_and_cross(root: str, hands: list[Hand], others: list[str]) -> list[str]
             loaded = load(path, state)
             wrong += [f"{path} as {hand}: {n}" for n in differing(state, hand, rank)]
             assert loaded.meta == META
-            own = loaded.per_rank.get("random", torch.empty(0)).tolist()
-            assert own == ([rank, loaded.step, 7] if path in mine else []), own
+            local = loaded.per_rank.get("random", torch.empty(0)).tolist()
+            assert local == ([rank, loaded.step, 7] if path in mine else []), local
     return wrong
 
 
@@ -103,15 +103,15 @@ def test_only_owners_write(written: Path) -> None:
 
 
 def test_shard_files_are_plain_safetensors(written: Path) -> None:
-    found = {}
+    results = {}
     for file in of_four(written)[2].glob("shard-*"):
         with safe_open(file, "pt") as opened:
-            found |= {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-    assert torch.equal(found["model.blocks.0.norm"], full("model.blocks.0.norm"))
-    assert torch.equal(found["model.blocks.0.up[2:4,0:6]"], full("model.blocks.0.up")[2:4])
+            results |= {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    assert torch.equal(results["model.blocks.0.norm"], full("model.blocks.0.norm"))
+    assert torch.equal(results["model.blocks.0.up[2:4,0:6]"], full("model.blocks.0.up")[2:4])
 
 
-def test_part_of_a_checkpoint(written: Path) -> None:
+def test_only_the_model_of_a_checkpoint_is_read(written: Path) -> None:
     names = [n for n in shapes() if n.startswith("model.")]
     model = {n: (torch.empty_like(full(n)), Placed.whole(n, shapes()[n])) for n in names}
     load(of_four(written)[0], model, ignore=["optim."])

@@ -194,10 +194,10 @@ def end_cases(tp: int) -> Cases:
 
 def measure_all(layout: Layout, cases: Cases, ends: Cases) -> tuple[list[int], list[tuple[int, int]]]:
     mesh = Mesh(layout)
-    found = [measured(shape, how, mesh) for shape, how in cases]
+    results = [measured(shape, how, mesh) for shape, how in cases]
     at_ends = [measured_ends(shape, how, mesh) for shape, how in ends]
     mesh.close()
-    return found, at_ends
+    return results, at_ends
 
 
 def on_all(layout: Layout, cases: Cases, ends: Cases) -> list[tuple[list[int], list[tuple[int, int]]]]:
@@ -210,12 +210,12 @@ def on_all(layout: Layout, cases: Cases, ends: Cases) -> list[tuple[list[int], l
 def test_tensor_and_sequence_parallel(tp: int):
     published = published_cases(tp)
     cases, ends = [(GPT, how) for how in published] + other_cases(tp), end_cases(tp)
-    for found, at_ends in on_all(Layout(tp=tp), cases, ends):
-        for how, bytes_ in zip(published, found, strict=False):
+    for results, at_ends in on_all(Layout(tp=tp), cases, ends):
+        for how, bytes_ in zip(published, results, strict=False):
             closed = published_formula(GPT, how)
             assert closed is not None
             assert bytes_ == pytest.approx(closed.bytes, rel=0.01), (how, closed.formula)
-        for (shape, how), bytes_ in zip(cases, found, strict=True):
+        for (shape, how), bytes_ in zip(cases, results, strict=True):
             assert bytes_ == expected(shape, how), (shape, how)
         for (shape, how), (first, last) in zip(ends, at_ends, strict=True):
             ids = 8 * how.tokens  # those of the batch
@@ -226,8 +226,8 @@ def test_tensor_and_sequence_parallel(tp: int):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_context_parallel(tp: int):
     cases = context_cases(tp)
-    for found, _ in on_all(Layout(tp=tp, cp=2), cases, []):
-        for (shape, how), bytes_ in zip(cases, found, strict=True):
+    for results, _ in on_all(Layout(tp=tp, cp=2), cases, []):
+        for (shape, how), bytes_ in zip(cases, results, strict=True):
             assert bytes_ == expected(shape, how), (shape, how)
 
 
@@ -236,10 +236,10 @@ def test_context_parallel(tp: int):
 def test_16_bits_keep_half_of_what_float32_keeps(shape: ModelShape, mode: Recompute):
     """All but the statistics of norms and attention, which are float32 in both; and no copies of weights."""
     how = ComputeConfig(batch=BATCH, sequence=SEQUENCE, recompute=mode)
-    found, mesh = measured(shape, how, Mesh(Layout())), Mesh(Layout())
-    assert found == expected(shape, how)
+    results, mesh = measured(shape, how, Mesh(Layout())), Mesh(Layout())
+    assert results == expected(shape, how)
     statistics = sum(saved.bytes for saved in block_saved(shape, how) if "statistics" in saved.name)
-    assert measured(shape, replace(how, element=4), mesh) == 2 * found - statistics
+    assert measured(shape, replace(how, element=4), mesh) == 2 * results - statistics
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])

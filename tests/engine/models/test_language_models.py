@@ -29,8 +29,8 @@ def some_ids(shape: ModelShape, rows: int = 2, length: int = 12) -> torch.Tensor
 @ALL
 def test_parameters_are_those_that_were_counted(shape: ModelShape):
     model = build(shape)
-    found = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    assert list(found.items()) == list(parameter_shapes(shape).items())
+    results = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert list(results.items()) == list(parameter_shapes(shape).items())
     assert sum(p.numel() for p in model.parameters()) == count_parameters(shape).total
 
 
@@ -87,7 +87,7 @@ def test_gradients_are_those_of_finite_differences(shape: ModelShape):
 
 
 @ALL
-def test_leaves_the_meta_device_layer_by_layer(shape: ModelShape):
+def test_a_model_leaves_the_meta_device_layer_by_layer(shape: ModelShape):
     with torch.device("meta"):
         model = build(shape)
     assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
@@ -99,7 +99,7 @@ def test_leaves_the_meta_device_layer_by_layer(shape: ModelShape):
 
 
 @ALL
-def test_state_holds_parameters_only(shape: ModelShape):
+def test_the_state_dict_holds_parameters_only(shape: ModelShape):
     extra = {"head.out.weight"} if shape.tied else set()
     assert set(build(shape).state_dict()) == set(parameter_shapes(shape)) | extra
 
@@ -209,11 +209,11 @@ def test_loss_sums_over_tokens_and_skips_the_ignored():
 
 
 @pytest.mark.parametrize(
-    ("given", "summed"),
+    ("inputs", "summed"),
     [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
 )
-def test_loss_is_summed_in_at_least_float32(given: torch.dtype, summed: torch.dtype):
-    logits = torch.randn(2, 3, 7).to(given)
+def test_loss_is_summed_in_at_least_float32(inputs: torch.dtype, summed: torch.dtype):
+    logits = torch.randn(2, 3, 7).to(inputs)
     loss = CrossEntropy()(logits, torch.ones(2, 3, dtype=torch.int64))
     assert loss.dtype == summed
     exact = -logits.double().log_softmax(-1)[..., 1].sum()

@@ -14,7 +14,7 @@ from stretto.engine.models.attention import (
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_written_out_equals_fused(kv_heads: int):
+def test_explicit_attention_equals_fused(kv_heads: int):
     q = torch.randn(2, 4, 9, 6, dtype=torch.float64)
     k, v = torch.randn(2, 2, kv_heads, 9, 6, dtype=torch.float64)
     core = CausalAttention(0.5)
@@ -60,19 +60,19 @@ def test_heads_split_by_rows_of_q_then_k_then_v():
 def test_explicit_gradients_equal_fused(kv_heads: int, training: bool):
     torch.manual_seed(1)
     qkv = torch.randn(2, 9, (4 + 2 * kv_heads) * 6, dtype=torch.float64)
-    found = list[list[torch.Tensor]]()
+    results = list[list[torch.Tensor]]()
     for explicit in (False, True):
         leaf = qkv.clone().requires_grad_()
         core = CausalAttention(0.0, explicit).train(training)
         y = core(*split_heads(leaf, 4, kv_heads, 6))
         y.backward(torch.sin(torch.arange(y.numel(), dtype=torch.float64)).view(y.shape))
         assert leaf.grad is not None
-        found.append([y.detach(), leaf.grad])
-    for fused, written in zip(*found, strict=True):
+        results.append([y.detach(), leaf.grad])
+    for fused, written in zip(*results, strict=True):
         torch.testing.assert_close(written, fused, rtol=1e-12, atol=1e-13)
 
 
-def test_the_softmaxs_own_gradient():
+def test_the_gradient_of_causal_softmax():
     q, k = torch.randn(2, 1, 2, 4, 3, dtype=torch.float64)
     assert torch.autograd.gradcheck(causal_probabilities, (q.requires_grad_(), k.requires_grad_()))
 

@@ -9,7 +9,7 @@ from model_shapes import SHAPES
 from torch import Tensor
 
 from stretto.engine.models import LanguageModel, build, initialise
-from stretto.engine.models.generate import generate, sample, stream
+from stretto.engine.models.generate import sample, stream
 from stretto.errors import StrettoError
 
 
@@ -23,7 +23,12 @@ def model(request: pytest.FixtureRequest) -> LanguageModel:
 PROMPT = torch.tensor([[1, 2, 3], [9, 8, 7]])
 
 
-def test_greedy_takes_the_likeliest_every_time(model: LanguageModel):
+def generate(model: LanguageModel, ids: Tensor, tokens: int, **options: Any) -> Tensor:
+    """Prompts with what follows them."""
+    return torch.cat([ids, *(token[:, None] for token in stream(model, ids, tokens, **options))], dim=1)
+
+
+def test_temperature_0_takes_the_likeliest_token(model: LanguageModel):
     want = PROMPT
     for _ in range(5):
         want = torch.cat([want, model(want)[:, -1].argmax(-1, keepdim=True)], dim=1)
@@ -32,7 +37,7 @@ def test_greedy_takes_the_likeliest_every_time(model: LanguageModel):
 
 def test_the_model_sees_all_until_the_window_is_full_then_the_last(model: LanguageModel):
     seen: list[Tensor] = []
-    handle = model.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    handle = model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     length = model.shape.sequence
     out = generate(model, PROMPT, length + 5)
     handle.remove()
@@ -49,13 +54,7 @@ def test_a_seed_gives_the_same_text_and_another_seed_another(model: LanguageMode
     assert not torch.equal(text(1), text(2))
 
 
-def test_stream_gives_what_generate_gives(model: LanguageModel):
-    tokens = list(stream(model, PROMPT, 6, generator=torch.Generator().manual_seed(1)))
-    whole = generate(model, PROMPT, 6, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(torch.stack(tokens, dim=1), whole[:, 3:])
-
-
-def test_stream_works_only_as_far_as_it_is_read(model: LanguageModel):
+def test_the_stream_samples_lazily(model: LanguageModel):
     calls: list[int] = []
     handle = model.register_forward_hook(lambda *_: calls.append(1))
     tokens = stream(model, PROMPT, 100)
@@ -65,7 +64,7 @@ def test_stream_works_only_as_far_as_it_is_read(model: LanguageModel):
     handle.remove()
 
 
-def test_rows_stop_each_for_itself(model: LanguageModel):
+def test_each_row_stops_at_its_stop_token(model: LanguageModel):
     free = generate(model, PROMPT, 8, temperature=0.0)[:, 3:]
     stop = int(free[0, 2])
     stopped = generate(model, PROMPT, 8, temperature=0.0, stop=stop)[:, 3:]
@@ -77,11 +76,11 @@ def test_rows_stop_each_for_itself(model: LanguageModel):
     assert alone[0, 3:].tolist() == free[0, : free[0].tolist().index(stop) + 1].tolist()
 
 
-def test_nothing_more(model: LanguageModel):
+def test_no_new_tokens_returns_the_prompt(model: LanguageModel):
     assert torch.equal(generate(model, PROMPT, 0), PROMPT)
 
 
-def test_mode_is_left_as_it_was_and_dropout_is_off():
+def test_generation_restores_the_training_mode_and_turns_dropout_off():
     model = build(replace(SHAPES["gpt"], dropout=0.5))
     initialise(model, 0)
     for training in (True, False):

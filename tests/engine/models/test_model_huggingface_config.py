@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from model_shapes import EXPERTS, SHAPES
 
-from stretto.engine.models.huggingface_config import config_to_huggingface, shape_from_huggingface
+from stretto.engine.models.huggingface import config_to_huggingface, shape_from_huggingface
 from stretto.errors import StrettoError
 from stretto.spec.experts import ExpertShape
 from stretto.spec.presets import preset
@@ -32,7 +32,7 @@ def test_experts_there_and_back():
     assert back == replace(shape, ffn=56, moe=ExpertShape(experts=8, top_k=3, balance=0.5))
 
 
-def test_dropout_goes_along():
+def test_dropout_survives_the_config_round_trip():
     shape = ModelShape(family="gpt", layers=1, hidden=8, heads=2, vocab=9, sequence=8, dropout=0.2)
     assert shape_from_huggingface(config_to_huggingface(shape)) == shape
 
@@ -115,6 +115,6 @@ def test_published_configurations():
         ({**LLAMA2, "num_attention_heads": 63}, "hidden is 8192: it must be a multiple of heads"),
     ],
 )
-def test_what_the_models_here_are_not(config: dict[str, Any], says: str):
+def test_configs_of_other_models_are_refused(config: dict[str, Any], says: str):
     with pytest.raises(StrettoError, match=re.escape(says)):
         shape_from_huggingface(config)

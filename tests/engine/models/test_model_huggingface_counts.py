@@ -61,16 +61,16 @@ BUFFERS = {"deepseek_v3": 3 * 8}
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_as_many_as_the_module_has(name: str) -> None:
+def test_counted_parameters_are_those_of_the_transformers_module(name: str) -> None:
     kind, more = KINDS[name]
     config = AutoConfig.for_model(kind, **{**BASE, **more})
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
-    found = sum(parameter.numel() for parameter in module.parameters()) + BUFFERS.get(name, 0)
+    results = sum(parameter.numel() for parameter in module.parameters()) + BUFFERS.get(name, 0)
     shape = shape_from_huggingface(config.to_dict())
-    assert count_parameters(shape).total == found
+    assert count_parameters(shape).total == results
     if shape.unbuilt:
         with pytest.raises(StrettoError, match="can be planned, not yet built"):
             build(shape)
     else:
-        assert sum(parameter.numel() for parameter in build(shape).parameters()) == found
+        assert sum(parameter.numel() for parameter in build(shape).parameters()) == results

@@ -14,7 +14,7 @@ from model_shapes import EXPERTS, SHAPES
 from torch import Tensor, nn
 
 from stretto.engine.models import LanguageModel, build, initial_values, initialise
-from stretto.engine.models.generate import generate
+from stretto.engine.models.generate import stream
 from stretto.engine.models.moe import MoE, feed_forward
 from stretto.spec.experts import ExpertShape
 from stretto.spec.parameters import count_parameters, parameter_shapes
@@ -39,13 +39,13 @@ def small(family: Any, **moe: Any) -> ModelShape:
 
 def layer(shape: ModelShape) -> MoE:
     """A block's experts, in float64, every weight random."""
-    found = build(shape).double().get_submodule("blocks.0.mlp")
-    assert isinstance(found, MoE)
+    results = build(shape).double().get_submodule("blocks.0.mlp")
+    assert isinstance(results, MoE)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for parameter in found.parameters():
+        for parameter in results.parameters():
             parameter.normal_(std=0.5, generator=generator)
-    return found
+    return results
 
 
 def tokens(*sizes: int, seed: int = 3) -> Tensor:
@@ -66,7 +66,7 @@ def one_expert(moe: MoE, e: int, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 @pytest.mark.parametrize("case", CASES)
-def test_every_token_by_itself(family: str, case: str) -> None:
+def test_a_layer_equals_its_experts_applied_token_by_token(family: str, case: str) -> None:
     moe, x = layer(small(family, **CASES[case])), tokens(2, 8, 6)
     router = moe.router
     chosen = router.choose(x @ router.gate.weight.t())
@@ -97,7 +97,7 @@ def test_gradients_of_output_and_losses(family: str, case: str) -> None:
     assert torch.autograd.gradcheck(outputs, (x, *moe.parameters()), fast_mode=True)
 
 
-def test_losses_are_of_the_router_alone() -> None:
+def test_auxiliary_losses_depend_on_the_router_only() -> None:
     moe, x = layer(small("llama", z=0.1, shared_ffn=3)), tokens(2, 8, 6)
     moe(x)
     moe.auxiliary.backward()
@@ -114,20 +114,20 @@ def test_losses_are_of_the_router_alone() -> None:
 def test_losses_of_samples_add_up() -> None:
     """So that they do not depend on how a batch is cut into microbatches."""
     moe, x = layer(small("gpt", z=0.1, capacity=0.5)), tokens(3, 8, 6)
-    whole, found = moe(x), moe.auxiliary
+    whole, results = moe(x), moe.auxiliary
     apart, parts = zip(*((moe(sample[None]), moe.auxiliary) for sample in x), strict=True)
     torch.testing.assert_close(torch.cat(apart), whole, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(torch.stack(parts).sum(), found, rtol=1e-12, atol=0)
+    torch.testing.assert_close(torch.stack(parts).sum(), results, rtol=1e-12, atol=0)
 
 
-def test_room_for_all_is_no_capacity() -> None:
+def test_a_capacity_for_all_tokens_drops_none() -> None:
     roomy, free = layer(small("llama", capacity=4.0)), layer(small("llama"))
     x = tokens(2, 8, 6)
     assert torch.equal(roomy(x), free(x))
 
 
 @pytest.mark.parametrize("drop", ["probs", "position"])
-def test_a_token_that_no_expert_takes(drop: str) -> None:
+def test_tokens_beyond_all_capacities_add_nothing(drop: str) -> None:
     """Equal tokens all choose alike, so the first ones fill their experts and the others get nothing."""
     moe = layer(small("llama", capacity=0.5, drop=drop))  # ceil(0.5 * 8 * 2 / 4) = 2 of 8
     x = tokens(1, 1, 6).expand(1, 8, 6).clone().requires_grad_()
@@ -158,7 +158,7 @@ def test_an_expert_without_tokens_gets_no_gradient() -> None:
     with torch.no_grad():
         moe.router.gate.weight[:, 0] = torch.tensor([0.0, 0.0, -1e4, 0.0])
     x = tokens(2, 8, 6)
-    x[..., 0] = 1.0  # so that expert 2 is nobody's choice
+    x[..., 0] = 1.0  # so that no token chooses expert 2
     moe(x).sum().backward()
     for name, parameter in moe.experts.named_parameters():
         assert parameter.grad is not None
@@ -185,10 +185,10 @@ def test_evaluation_has_no_auxiliary_loss() -> None:
     assert moe.auxiliary.dtype == torch.float64
 
 
-def test_dropout_of_the_sum_and_not_of_the_shared_expert() -> None:
+def test_dropout_applies_to_the_sum_of_all_experts() -> None:
     shape = replace(small("gpt", shared_ffn=4), dropout=0.3)
-    found = [name for name, module in build(shape).named_modules() if isinstance(module, nn.Dropout)]
-    assert [name for name in found if ".mlp" in name] == ["blocks.0.mlp.drop"]
+    results = [name for name, module in build(shape).named_modules() if isinstance(module, nn.Dropout)]
+    assert [name for name in results if ".mlp" in name] == ["blocks.0.mlp.drop"]
 
 
 def test_half_precision_and_autocast() -> None:
@@ -205,7 +205,7 @@ def test_half_precision_and_autocast() -> None:
     assert moe.auxiliary.dtype == torch.float32
 
 
-def test_copied_after_a_forward() -> None:
+def test_a_layer_can_be_copied_after_a_forward() -> None:
     moe, x = layer(small("llama")), tokens(1, 8, 6)
     y = moe(x)
     other = copy.deepcopy(moe)
@@ -230,13 +230,13 @@ def some_ids(shape: ModelShape, rows: int = 2, length: int = 12) -> Tensor:
 @ALL
 def test_parameters_are_those_that_were_counted(shape: ModelShape) -> None:
     model = build(shape)
-    found = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    assert list(found.items()) == list(parameter_shapes(shape).items())
+    results = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert list(results.items()) == list(parameter_shapes(shape).items())
     assert sum(p.numel() for p in model.parameters()) == count_parameters(shape).total
 
 
 @ALL
-def test_active_parameters_are_those_that_a_token_touches(shape: ModelShape) -> None:
+def test_active_parameters_are_those_that_one_token_uses(shape: ModelShape) -> None:
     assert shape.moe is not None
     model = made(replace(shape, tied=False, moe=replace(shape.moe, capacity=None)))
     touched = 0
@@ -308,7 +308,7 @@ def test_no_position_sees_a_later_one(shape: ModelShape) -> None:
 
 
 @ALL
-def test_leaves_the_meta_device_layer_by_layer(shape: ModelShape) -> None:
+def test_a_model_leaves_the_meta_device_layer_by_layer(shape: ModelShape) -> None:
     with torch.device("meta"):
         model = build(shape).double()
     assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
@@ -321,7 +321,7 @@ def test_leaves_the_meta_device_layer_by_layer(shape: ModelShape) -> None:
 
 
 @ALL
-def test_state_holds_parameters_only(shape: ModelShape) -> None:
+def test_the_state_dict_holds_parameters_only(shape: ModelShape) -> None:
     model = build(shape)
     model(some_ids(shape))
     extra = {"head.out.weight"} if shape.tied else set[str]()
@@ -341,10 +341,10 @@ def test_initial_values_of_experts() -> None:
 
 
 @ALL
-def test_generates(shape: ModelShape) -> None:
+def test_generation_in_a_batch_equals_row_by_row(shape: ModelShape) -> None:
     """A token at a time and in a batch, as if each row were alone: no capacity is applied."""
     model, prompts = made(shape), some_ids(shape, 3, 4)
-    together = generate(model, prompts, 5, temperature=0.0)
-    alone = torch.cat([generate(model, row[None], 5, temperature=0.0) for row in prompts])
-    assert torch.equal(together, alone)
+    together = torch.stack(list(stream(model, prompts, 5, temperature=0.0)), dim=1)
+    alone = [torch.stack(list(stream(model, row[None], 5, temperature=0.0)), dim=1) for row in prompts]
+    assert torch.equal(together, torch.cat(alone))
     assert model.training

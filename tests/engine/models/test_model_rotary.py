@@ -5,12 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stretto.engine.models.rotary import Rotary
+from stretto.engine.models.attention import Rotary
 
 
 @settings(deadline=None, max_examples=30)
 @given(half=st.integers(1, 6), length=st.integers(2, 20), theta=st.sampled_from([100.0, 10000.0, 500000.0]))
-def test_turns_pairs_by_position_times_frequency(half: int, length: int, theta: float):
+def test_rotary_rotates_pairs_by_position_times_frequency(half: int, length: int, theta: float):
     x = torch.randn(1, 2, length, 2 * half, dtype=torch.float64)
     turned = Rotary(2 * half, theta)(x)
     frequency = torch.tensor([theta ** (-i / half) for i in range(half)], dtype=torch.float64)
@@ -28,7 +28,7 @@ def test_products_depend_on_the_distance_only():
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-10, atol=1e-12)
 
 
-def test_tables_of_inference_serve_training():
+def test_rotary_tables_made_in_inference_mode_serve_training():
     rotary = Rotary(14, 777.0)
     with torch.inference_mode():
         rotary(torch.randn(1, 1, 5, 14))
@@ -46,7 +46,7 @@ def test_fake_tensors_leave_nothing_behind():
         assert rotary(torch.randn(1, 1, 5, 18)).shape == (1, 1, 5, 18)
 
 
-def test_lower_precision_is_rounded_last():
+def test_rotary_tables_are_rounded_last():
     x = torch.zeros(1, 1, 64, 8, dtype=torch.bfloat16)
     x[..., :4] = 1
     turned = Rotary(8, 10000.0)(x)

@@ -38,18 +38,18 @@ def choices(draw: st.DrawFn) -> tuple[int, int, int]:
 
 @FEW
 @given(sizes=choices(), score=SCORES, normalise=st.booleans(), spread=st.sampled_from([0.1, 3.0, 40.0]))
-def test_choice_by_its_definition(
+def test_routing_by_definition(
     sizes: tuple[int, int, int], score: Score, normalise: bool, spread: float
 ) -> None:
     seed, experts, k = sizes
     logits = spread * numbers(seed, 2, 5, experts)
-    found = router(ExpertShape(experts=experts, top_k=k, score=score, normalise=normalise)).choose(logits)
-    assert found.experts.dtype == torch.int64
+    results = router(ExpertShape(experts=experts, top_k=k, score=score, normalise=normalise)).choose(logits)
+    assert results.experts.dtype == torch.int64
     for token, chosen, weights, scores in zip(
         logits.flatten(0, 1).tolist(),
-        found.experts.flatten(0, 1).tolist(),
-        found.weights.flatten(0, 1).tolist(),
-        found.scores.flatten(0, 1).tolist(),
+        results.experts.flatten(0, 1).tolist(),
+        results.weights.flatten(0, 1).tolist(),
+        results.scores.flatten(0, 1).tolist(),
         strict=True,
     ):
         assert chosen == sorted(range(experts), key=lambda e: -token[e])[:k]
@@ -66,25 +66,23 @@ def test_choice_by_its_definition(
 
 @FEW
 @given(sizes=choices(), score=SCORES, cut=st.integers(1, 11))
-def test_a_slice_of_tokens_goes_where_it_goes_among_all(
-    sizes: tuple[int, int, int], score: Score, cut: int
-) -> None:
+def test_routing_does_not_depend_on_the_batch(sizes: tuple[int, int, int], score: Score, cut: int) -> None:
     seed, experts, k = sizes
     logits = numbers(seed, 2, 12, experts).round(decimals=1)  # with ties
     one = router(ExpertShape(experts=experts, top_k=k, score=score))
     whole = one.choose(logits)
     for part in (slice(0, cut), slice(cut, 12)):
-        for all_of_it, found in zip(whole, one.choose(logits[:, part]), strict=True):
-            assert torch.equal(all_of_it[:, part], found)
+        for all_of_it, results in zip(whole, one.choose(logits[:, part]), strict=True):
+            assert torch.equal(all_of_it[:, part], results)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_scores_that_underflow_still_sum_to_one(score: Score) -> None:
     logits = torch.tensor([[-300.0, -301.0, -302.0], [0.0, -500.0, -600.0]], requires_grad=True)
-    found = router(ExpertShape(experts=3, top_k=2, score=score)).choose(logits)
-    for sums in (found.weights.sum(-1), found.scores.sum(-1)):
+    results = router(ExpertShape(experts=3, top_k=2, score=score)).choose(logits)
+    for sums in (results.weights.sum(-1), results.scores.sum(-1)):
         torch.testing.assert_close(sums, torch.ones(2))
-    (found.weights[:, 0] + found.scores[:, 0]).sum().backward()
+    (results.weights[:, 0] + results.scores[:, 0]).sum().backward()
     assert logits.grad is not None
     assert logits.grad.isfinite().all()
 
@@ -111,9 +109,7 @@ def kept_by_definition(experts: Tensor, weights: Tensor, limit: int, drop: Drop)
     capacity=st.floats(0.05, 3.0),
     ties=st.booleans(),
 )
-def test_who_stays_by_definition(
-    sizes: tuple[int, int, int], drop: Drop, capacity: float, ties: bool
-) -> None:
+def test_capacity_by_definition(sizes: tuple[int, int, int], drop: Drop, capacity: float, ties: bool) -> None:
     seed, count, k = sizes
     moe = ExpertShape(experts=count, top_k=k, capacity=capacity, drop=drop)
     one = router(moe)
@@ -204,12 +200,12 @@ def test_balance_as_transformers_has_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "exact"),
+    ("inputs", "exact"),
     [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
 )
-def test_logits_in_at_least_float32(given: torch.dtype, exact: torch.dtype) -> None:
-    one, x = router(ExpertShape(experts=3)).to(given), numbers(1, 2, 4, 8).to(given)
-    with torch.autocast("cpu", torch.bfloat16, enabled=given == torch.float32):
+def test_logits_in_at_least_float32(inputs: torch.dtype, exact: torch.dtype) -> None:
+    one, x = router(ExpertShape(experts=3)).to(inputs), numbers(1, 2, 4, 8).to(inputs)
+    with torch.autocast("cpu", torch.bfloat16, enabled=inputs == torch.float32):
         logits = one.logits(x)
     assert logits.dtype == exact
     expected = (x.double() @ one.gate.weight.detach().double().t()).to(exact)

@@ -33,7 +33,7 @@ def test_tensors_that_share_memory_go_on_sharing_it():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8])
-def test_what_is_away_has_its_shape_no_value_and_cannot_be_written(dtype: torch.dtype):
+def test_an_offloaded_tensor_keeps_its_shape_reads_nan_and_refuses_writes(dtype: torch.dtype):
     tensor = torch.ones((3, 4), dtype=dtype)
     parcel = Parcel([tensor])
     parcel.pack(aligned_memory(parcel.size))
@@ -59,7 +59,7 @@ def test_single_elements_stay_and_keep_no_memory():
     assert none.numel() == 0
 
 
-def test_an_optimiser_finds_its_states_again():
+def test_optimiser_states_survive_offloading():
     parameters = [nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(4))]
     twins = [nn.Parameter(p.detach().clone()) for p in parameters]
     pairs = [(ps, torch.optim.AdamW(ps, fused=True)) for ps in (parameters, twins)]

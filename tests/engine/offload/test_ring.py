@@ -90,9 +90,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, name: str, seconds: float) -> list[str
     return done
 
 
-def test_a_block_that_is_still_being_written_is_read_after_that(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_read_waits_for_the_write_of_the_same_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ring = Ring(tmp_path, "block", threads=4)  # one is free to read too early
     want = filled(ring, 6)
     ring.drain()
@@ -129,7 +127,7 @@ def test_reads_ahead_and_writes_behind_run_beside_the_caller(ring: Ring, monkeyp
     assert waited < 0.5 * moved
 
 
-def test_memory_is_that_of_so_many_blocks(ring: Ring):
+def test_a_ring_uses_the_memory_of_its_slots(ring: Ring):
     filled(ring, 9)
     for key in range(9):
         ring.start_fetch(key)
@@ -145,7 +143,7 @@ def test_memory_is_that_of_so_many_blocks(ring: Ring):
         ring.release(key)
 
 
-def test_what_was_read_ahead_in_vain_makes_way(ring: Ring):
+def test_a_needed_block_evicts_one_that_was_read_ahead(ring: Ring):
     want = filled(ring, 7)
     for key in (4, 5, 6):
         ring.start_fetch(key)
@@ -153,7 +151,7 @@ def test_what_was_read_ahead_in_vain_makes_way(ring: Ring):
         assert torch.equal(ring.fetch(key)[: 5000 + key], want[key])
 
 
-def test_a_write_that_fails_is_told_by_whoever_comes_next(ring: Ring, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_write_is_raised_by_the_next_call(ring: Ring, monkeypatch: pytest.MonkeyPatch):
     filled(ring, 5)
     ring.drain()
     real = scratch.os.pwritev
@@ -165,17 +163,17 @@ def test_a_write_that_fails_is_told_by_whoever_comes_next(ring: Ring, monkeypatc
     for key in (0, 1, 2):
         ring.fetch(key)
     ring.put(1)
-    said = (
+    message = (
         r"writing block 1 failed: Input/output error \(.*block-00001, byte 0\); the last checkpoint is whole"
     )
-    with pytest.raises(OffloadError, match=said):
+    with pytest.raises(OffloadError, match=message):
         ring.fetch(4)
-    with pytest.raises(OffloadError, match=said):
+    with pytest.raises(OffloadError, match=message):
         ring.drain()
     monkeypatch.setattr(scratch.os, "pwritev", real)
 
 
-def test_check_tells_of_transfers_that_are_over(ring: Ring, monkeypatch: pytest.MonkeyPatch):
+def test_check_raises_the_errors_of_finished_transfers(ring: Ring, monkeypatch: pytest.MonkeyPatch):
     filled(ring, 2)
     ring.check()
     ring.drain()
@@ -194,7 +192,7 @@ def test_check_tells_of_transfers_that_are_over(ring: Ring, monkeypatch: pytest.
         ring.check()
 
 
-def test_what_is_in_memory_is_not_read_again(ring: Ring, monkeypatch: pytest.MonkeyPatch):
+def test_blocks_in_memory_are_not_read_again(ring: Ring, monkeypatch: pytest.MonkeyPatch):
     want = filled(ring, 3)
     reads = slow(monkeypatch, "read", 0.0)
     for _ in range(3):

@@ -35,7 +35,7 @@ def block(size: int, seed: int) -> torch.Tensor:
     return memory.copy_(torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(seed)))
 
 
-def test_the_folder_says_whose_it_is_and_goes_when_closed(tmp_path: Path):
+def test_the_scratch_folder_is_named_after_its_rank_and_removed_when_closed(tmp_path: Path):
     path = tmp_path / "not" / "there"
     scratch, other = Scratch(path, 3), Scratch(path, 3)
     names = [scratch.folder.name, other.folder.name]
@@ -45,7 +45,7 @@ def test_the_folder_says_whose_it_is_and_goes_when_closed(tmp_path: Path):
     scratch.close()
     assert os.listdir(path) == names[1:]
     folder = other.folder
-    del other  # nobody closed it
+    del other  # without closing it
     assert not folder.exists()
 
 
@@ -61,28 +61,28 @@ sys.stdin.read()
 """
 
 
-def test_what_dead_processes_left_is_removed_and_what_living_ones_use_is_not(tmp_path: Path):
-    (tmp_path / "rank-of-somebody").mkdir()
+def test_folders_of_dead_processes_are_removed_and_those_in_use_are_not(tmp_path: Path):
+    (tmp_path / "rank-of-a-user").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "rank-00009-1").symlink_to(tmp_path / "elsewhere")
     words = [sys.executable, "-c", USES, str(tmp_path)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         left = Path(child.stdout.readline().strip())
-        own = Scratch(tmp_path, 0)
+        mine = Scratch(tmp_path, 0)
         Scratch(tmp_path, 0).close()
         assert (left / "file").exists()
-        assert own.folder.exists()
+        assert mine.folder.exists()
         child.kill()
         child.wait()
     Scratch(tmp_path, 0).close()
-    names = ["elsewhere", "rank-00009-1", "rank-of-somebody"]
-    assert sorted(os.listdir(tmp_path)) == [names[0], own.folder.name, *names[1:]]
-    own.close()
+    names = ["elsewhere", "rank-00009-1", "rank-of-a-user"]
+    assert sorted(os.listdir(tmp_path)) == [names[0], mine.folder.name, *names[1:]]
+    mine.close()
     assert sorted(os.listdir(tmp_path)) == names
 
 
-def test_a_path_that_cannot_be(tmp_path: Path):
+def test_an_offload_path_that_cannot_be_made_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(
         StrettoError, match=r"dp.path is .*file/below: no folder can be made there: Not a dir"
@@ -92,7 +92,7 @@ def test_a_path_that_cannot_be(tmp_path: Path):
         Scratch("/proc/nothing")
 
 
-def test_bytes_come_back(tmp_path: Path):
+def test_a_scratch_file_returns_the_bytes_written(tmp_path: Path):
     file = ScratchFile(tmp_path / "a", 3 * ALIGN + 1, "units")
     assert file.size == 4 * ALIGN == (tmp_path / "a").stat().st_size
     values, back = block(2 * ALIGN, 1), aligned_memory(ALIGN)
@@ -104,7 +104,7 @@ def test_bytes_come_back(tmp_path: Path):
     assert not os.listdir(tmp_path)
 
 
-def test_a_file_that_became_shorter(tmp_path: Path):
+def test_a_shortened_file_fails_the_read(tmp_path: Path):
     file = ScratchFile(tmp_path / "a", 4 * ALIGN, "states of unit 7")
     os.truncate(file.path, ALIGN)
     with pytest.raises(
@@ -114,20 +114,22 @@ def test_a_file_that_became_shorter(tmp_path: Path):
     file.close()
 
 
-def test_no_room_is_known_at_the_start_and_a_failed_write_when_it_fails(tmp_path: Path):
+def test_a_full_disk_is_reported_at_the_start_and_a_failed_write_at_once(tmp_path: Path):
     with files_of_at_most(MIB):
-        said = r"dp.path: no room for unit 5 in .*/a: File too large; the file needs 2.0 MiB"
-        with pytest.raises(StrettoError, match=said):
+        message = r"dp.path: no room for unit 5 in .*/a: File too large; the file needs 2.0 MiB"
+        with pytest.raises(StrettoError, match=message):
             ScratchFile(tmp_path / "a", 2 * MIB, "unit 5")
         assert not os.listdir(tmp_path)
         file = ScratchFile(tmp_path / "b", MIB, "unit 6")
-        said = r"writing unit 6 failed: File too large \(.*/b, byte 1048576\); the last checkpoint is whole"
-        with pytest.raises(OffloadError, match=said):
+        message = (
+            r"writing unit 6 failed: File too large \(.*/b, byte 1048576\); the last checkpoint is whole"
+        )
+        with pytest.raises(OffloadError, match=message):
             file.write(block(2 * ALIGN, 0), MIB - ALIGN)
         file.close()
 
 
-def test_a_disk_without_room(tmp_path: Path):
+def test_a_full_disk_is_reported_when_the_file_is_made(tmp_path: Path):
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path)], capture_output=True, check=False
     )
@@ -136,10 +138,10 @@ def test_a_disk_without_room(tmp_path: Path):
     try:
         scratch = Scratch(tmp_path)
         first = ScratchFile(scratch.folder / "a", MIB, "unit 0")
-        said = r"no room for unit 1 .* No space left on device; .* 2.0 MiB, 1.0 MiB are free"
-        with pytest.raises(StrettoError, match=said) as told:
+        message = r"no room for unit 1 .* No space left on device; .* 2.0 MiB, 1.0 MiB are free"
+        with pytest.raises(StrettoError, match=message) as reported:
             ScratchFile(scratch.folder / "b", 2 * MIB, "unit 1")
-        assert told.value.hint is not None
+        assert reported.value.hint is not None
         first.close()
         scratch.close()
     finally:

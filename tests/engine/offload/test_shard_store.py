@@ -27,7 +27,7 @@ def store_of(where: Offload, path: Path) -> tuple[ShardStore, list[Tensor]]:
 
 
 @pytest.mark.parametrize("where", ["none", "cpu", "nvme"])
-def test_shards_come_in_the_order_of_use_and_go_as_they_were_left(where: Offload, tmp_path: Path):
+def test_shards_are_fetched_in_order_and_keep_their_changes(where: Offload, tmp_path: Path):
     store, want = store_of(where, tmp_path)
     assert bool(os.listdir(tmp_path)) == (where == "nvme")
     for turn in range(3):
@@ -54,7 +54,7 @@ def test_shards_come_in_the_order_of_use_and_go_as_they_were_left(where: Offload
     assert not os.listdir(tmp_path)
 
 
-def test_with_files_a_few_are_in_memory(tmp_path: Path):
+def test_with_files_few_units_are_in_memory(tmp_path: Path):
     store, _ = store_of("nvme", tmp_path)
     assert store.ring is not None
     store.ring.drain()

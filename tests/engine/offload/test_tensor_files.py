@@ -34,7 +34,7 @@ def added(files: TensorFiles, groups: int = 5) -> tuple[Groups, Groups]:
     return tensors, want
 
 
-def test_groups_come_and_go(files: TensorFiles):
+def test_groups_are_fetched_and_put_back(files: TensorFiles):
     tensors, want = added(files)
     for turn in range(3):
         for key, group in tensors.items():
@@ -51,13 +51,13 @@ def test_groups_come_and_go(files: TensorFiles):
             assert is_away(group[0])
 
 
-def test_a_look_at_what_is_away(files: TensorFiles):
+def test_offloaded_tensors_are_read_through_at_hand(files: TensorFiles):
     tensors, want = added(files)
     views = {key: group[1].detach() for key, group in tensors.items()}
     for key in (3, 1, 4, 0, 2):
         assert torch.equal(at_hand(views[key]), want[key][1])
         assert torch.equal(at_hand(tensors[key][0]), want[key][0])
-        assert is_away(tensors[key][0])  # the tensor itself stays away, whoever looks
+        assert is_away(tensors[key][0])  # the tensor itself stays away, however it is read
     at_hand(views[2], change=True).zero_()
     at_hand(tensors[2][0], change=True)[1] = 7.0
     for key in (0, 1, 3, 4):
@@ -71,7 +71,7 @@ def test_a_look_at_what_is_away(files: TensorFiles):
     assert at_hand(here) is here
 
 
-def test_a_change_that_was_looked_at_last_is_there_for_an_update(files: TensorFiles):
+def test_a_change_through_the_last_view_is_written_before_an_update(files: TensorFiles):
     tensors, _ = added(files)
     for call in (files.fetch, files.start_fetch):
         at_hand(tensors[1][1], change=True).fill_(5.0)
@@ -82,7 +82,7 @@ def test_a_change_that_was_looked_at_last_is_there_for_an_update(files: TensorFi
         files.put(1)
 
 
-def test_a_part_of_what_is_away_is_refused(files: TensorFiles):
+def test_a_part_of_an_offloaded_tensor_is_refused(files: TensorFiles):
     tensors, _ = added(files)
     with pytest.raises(
         StrettoError, match=r"a part of shape \[2, 4\] of a tensor of shape \[3, 4\] is in a file"
@@ -90,7 +90,7 @@ def test_a_part_of_what_is_away_is_refused(files: TensorFiles):
         at_hand(tensors[0][0][1:])
 
 
-def test_closed_files_leave_nothing_and_nobody_takes_new_tensors_for_theirs(tmp_path: Path):
+def test_closing_removes_the_files_and_forgets_their_tensors(tmp_path: Path):
     files = TensorFiles(tmp_path)
     tensors, _ = added(files, 40)
     files.close()

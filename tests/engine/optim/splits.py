@@ -28,11 +28,11 @@ SHAPES: dict[str, tuple[int, ...]] = {
 def values(seed: int) -> dict[str, Tensor]:
     """A float64 tensor of each shape; each expert of another size, so that they cannot be mixed up."""
     generator = torch.Generator().manual_seed(seed)
-    found = {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in SHAPES.items()}
-    for name, tensor in found.items():
+    results = {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in SHAPES.items()}
+    for name, tensor in results.items():
         if len(SHAPES[name]) == 3:
             tensor.mul_(torch.tensor([1.0, 3.0, 0.2, 7.0], dtype=torch.float64)[:, None, None])
-    return found
+    return results
 
 
 def split_by_tp(name: str, tp: int, rank: int) -> tuple[Placed, tuple[int, ...]]:

@@ -46,7 +46,7 @@ def test_adafactor_is_torchs_of_each_expert(lr: float, factor: float):
         torch.testing.assert_close(fragment.parameter, wanted, rtol=1e-11, atol=1e-13 * factor)
 
 
-def test_its_states_are_rows_and_columns():
+def test_adafactor_states_are_rows_and_columns():
     ours = whole(values(0))
     optimizer = build_optimizer(ours, Optimiser(name="adafactor"))
     set_gradients(ours, values(1))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from splits import set_gradients, values, whole
 
-from stretto.engine.optim import adamw
+from stretto.engine.optim import adam
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.states import state_tensors
 from stretto.spec.optimiser import Optimiser
@@ -15,7 +15,7 @@ from stretto.spec.optimiser import Optimiser
 CONFIG = Optimiser(lr=0.01, weight_decay=0.3, states="bfloat16")
 
 
-def test_it_is_the_rule_with_rounded_moments():
+def test_narrow_adamw_is_adamw_with_rounded_moments():
     fragments = whole(values(0))
     optimizer = build_optimizer(fragments, CONFIG)
     b1, b2 = CONFIG.betas
@@ -37,7 +37,7 @@ def test_it_is_the_rule_with_rounded_moments():
         assert {tensor.dtype for tensor, _ in states.values()} == {torch.bfloat16}
 
 
-def test_it_stays_near_adamw_of_full_states():
+def test_narrow_adamw_stays_near_adamw():
     narrow, full = whole(values(0)), whole(values(0))
     pair = [(narrow, build_optimizer(narrow, CONFIG))]
     pair.append((full, build_optimizer(full, replace(CONFIG, states="float32"))))
@@ -50,14 +50,14 @@ def test_it_stays_near_adamw_of_full_states():
         assert 0 < (a.parameter - b.parameter).norm() < 0.01 * moved, a.name
 
 
-def test_chunks_do_not_show(monkeypatch):
-    found = []
+def test_results_do_not_depend_on_the_chunk_size(monkeypatch):
+    results = []
     for chunk in (1 << 16, 7):
-        monkeypatch.setattr(adamw, "CHUNK", chunk)
+        monkeypatch.setattr(adam, "CHUNK", chunk)
         fragments = whole(values(0))
         optimizer = build_optimizer(fragments, CONFIG)
         set_gradients(fragments, values(1))
         optimizer.step()
-        found.append(fragments)
-    for a, b in zip(*found, strict=True):
+        results.append(fragments)
+    for a, b in zip(*results, strict=True):
         assert torch.equal(a.parameter, b.parameter)

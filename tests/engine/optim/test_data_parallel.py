@@ -83,10 +83,10 @@ def trained(mode: str, settings: dict[str, Any], norms: list[float]) -> dict[str
         norms.append(float(optimizer.clip(0.5)))
         optimizer.step()
         optimizer.zero_grad()
-    found = model.whole()
+    results = model.whole()
     optimizer.close()
     mesh.close()
-    return found
+    return results
 
 
 def every_mode(folder: Path) -> None:
@@ -101,12 +101,12 @@ def every_mode(folder: Path) -> None:
     ]
     for mode, settings in cases:
         norms = list[float]()
-        found = trained(mode, settings, norms)
-        assert found.keys() == wanted.keys()
+        results = trained(mode, settings, norms)
+        assert results.keys() == wanted.keys()
         torch.testing.assert_close(norms, wanted_norms, rtol=1e-10, atol=0, msg=f"{mode} {settings}: norms")
         for name, weight in wanted.items():
             torch.testing.assert_close(
-                found[name], weight, rtol=1e-9, atol=1e-10, msg=f"{mode} {settings}: {name}"
+                results[name], weight, rtol=1e-9, atol=1e-10, msg=f"{mode} {settings}: {name}"
             )
 
 
@@ -132,7 +132,7 @@ def narrow() -> None:
 
 def wrong() -> None:
     mesh = Mesh(Layout(dp=2))
-    for settings, told in (
+    for settings, reported in (
         ({"mode": "zero4"}, "did you mean"),
         ({"mode": "zero1", "shard": 3}, "shard=None"),
         ({"mode": "zero1", "dtype": torch.float64}, "bfloat16"),
@@ -141,7 +141,7 @@ def wrong() -> None:
     ):
         with pytest.raises(StrettoError) as caught:
             data_parallel(build(), mesh, **settings)  # type: ignore[arg-type]
-        assert told in str(caught.value.hint)
+        assert reported in str(caught.value.hint)
     model = data_parallel(build(), mesh, "ddp")
     with pytest.raises(StrettoError) as caught:
         model.optimizer("adamw", learning_rate=1.0)

@@ -38,12 +38,12 @@ def test_lamb_is_the_papers_with_a_ratio_for_each_expert():
     for fragment in fragments:
         name, start = fragment.name, values(0)[fragment.name]
         decay = DECAY if decays(name, start.shape) else 0.0
-        given = [gradients[name] for gradients in steps]
+        inputs = [gradients[name] for gradients in steps]
         if stack_depth(name, start.shape):
-            experts = [by_the_paper(start[e], [g[e] for g in given], decay) for e in range(len(start))]
+            experts = [by_the_paper(start[e], [g[e] for g in inputs], decay) for e in range(len(start))]
             wanted = torch.stack(experts)
         else:
-            wanted = by_the_paper(start, given, decay)
+            wanted = by_the_paper(start, inputs, decay)
         torch.testing.assert_close(fragment.parameter.detach(), wanted, rtol=1e-12, atol=1e-13)
 
 

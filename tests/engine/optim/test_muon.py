@@ -89,16 +89,16 @@ def test_the_rule_written_out_with_each_expert_a_matrix(momentum: float):
         torch.testing.assert_close(fragment.parameter.detach(), wanted[fragment.name], rtol=1e-9, atol=1e-11)
 
 
-def test_which_parameters_are_its_own():
+def test_which_parameters_muon_updates():
     assert {n for n, t in values(0).items() if is_block_matrix(n, t.shape)} == set(MATRICES)
 
 
-def test_it_is_one_optimiser_to_the_outside():
+def test_muon_and_its_rest_appear_as_one_optimiser():
     fragments = whole(values(0))
     optimizer = build_optimizer(fragments, Optimiser(name="muon", weight_decay=DECAY, no_decay=("*proj*",)))
-    given = [p for group in optimizer.param_groups for p in group["params"]]
-    assert {id(p) for p in given} == {id(f.parameter) for f in fragments}
-    assert len(given) == len(fragments)
+    inputs = [p for group in optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in inputs} == {id(f.parameter) for f in fragments}
+    assert len(inputs) == len(fragments)
     decayed = {id(p) for g in optimizer.param_groups if g["weight_decay"] for p in g["params"]}
     assert [f.name for f in fragments if id(f.parameter) in decayed] == [
         "embed.tok.weight",

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from ranks import on_ranks
 from stretto import Layout
 from stretto.engine.models.build import build
 from stretto.engine.models.sharding import sharding_plan
-from stretto.engine.optim.norm import GradientNorm, clip, fragments_of
+from stretto.engine.optim.norm import GradientNorm, clip
+from stretto.engine.parallel.data.reduction import shard_groups
 from stretto.engine.parallel.fragment import Fragment, Placed
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import Sharded, materialise, parallelize
+from stretto.layout.shards import ShardSizes
 from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
@@ -35,19 +38,29 @@ def gradients(shape: ModelShape) -> dict[str, Tensor]:
     }
 
 
+def fragments_of(parameters: Mapping[str, nn.Parameter], places: Mapping[str, Placed]) -> list[Fragment]:
+    """Parameters that are not sharded over data-parallel ranks."""
+    return [Fragment(name=name, parameter=p, placed=places[name]) for name, p in parameters.items()]
+
+
+def replica(mesh: Mesh) -> dict[str, ProcessGroup | None]:
+    """The ranks that hold one copy of the dense parameters together."""
+    return {"tp": shard_groups(mesh, "tp", ShardSizes()).counted}
+
+
 def whole_norm(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([t.flatten() for t in tensors]).norm()
 
 
 def places_of(table: dict[str, Sharded], made: Iterable[str], first: bool) -> dict[str, Placed]:
     """As `assemble` has them: of a tied parameter only the first stage's copy is owned."""
-    found = {}
+    results = {}
     for name in made:
         placed = table[name].placed
         if len(table[name].names) > 1 and not first:
             placed = replace(placed, pieces=tuple(replace(p, owned=False) for p in placed.pieces))
-        found[name] = placed
-    return found
+        results[name] = placed
+    return results
 
 
 def norms(shape: ModelShape, layout: Layout) -> tuple[float, float]:
@@ -67,8 +80,8 @@ def norms(shape: ModelShape, layout: Layout) -> tuple[float, float]:
         name: replace(p, pieces=tuple(replace(piece, owned=True) for piece in p.pieces))
         for name, p in places.items()
     }
-    ours = GradientNorm(fragments_of(made, places), mesh.spread())()
-    greedy = GradientNorm(fragments_of(made, everything), mesh.spread())()
+    ours = GradientNorm(fragments_of(made, places), replica(mesh))()
+    greedy = GradientNorm(fragments_of(made, everything), replica(mesh))()
     assert ours.dtype == torch.float64
     mesh.close()
     return float(ours), float(greedy)
@@ -85,9 +98,9 @@ LAYOUTS = [
 
 
 def every_layout() -> list[list[tuple[float, float]]]:
-    found = [[norms(shape, layout) for layout in LAYOUTS] for shape in (TIED, GROUPED)]
-    found.append([nothing_here(Layout(pp=4), torch.float64), nothing_here(Layout(pp=4), torch.float32)])
-    return found
+    results = [[norms(shape, layout) for layout in LAYOUTS] for shape in (TIED, GROUPED)]
+    results.append([nothing_here(Layout(pp=4), torch.float64), nothing_here(Layout(pp=4), torch.float32)])
+    return results
 
 
 def nothing_here(layout: Layout, dtype: torch.dtype) -> tuple[float, float]:
@@ -98,7 +111,7 @@ def nothing_here(layout: Layout, dtype: torch.dtype) -> tuple[float, float]:
         parameters["w"] = nn.Parameter(torch.zeros(2, dtype=dtype))
         parameters["w"].grad = torch.tensor([3.0, 4.0], dtype=dtype)
     places = {n: Placed.whole(n, (2,)) for n in parameters}
-    norm = GradientNorm(fragments_of(parameters, places), mesh.spread())()
+    norm = GradientNorm(fragments_of(parameters, places), replica(mesh))()
     clip([], norm, 1.0)  # nothing to scale
     mesh.close()
     return float(norm), 0.0
@@ -106,9 +119,9 @@ def nothing_here(layout: Layout, dtype: torch.dtype) -> tuple[float, float]:
 
 def test_every_layout_has_the_norm_of_the_plain_model():
     for on_rank in on_ranks(4, every_layout):
-        for shape, found in zip((TIED, GROUPED), on_rank, strict=False):
+        for shape, results in zip((TIED, GROUPED), on_rank, strict=False):
             wanted = float(whole_norm(gradients(shape).values()))
-            for layout, (ours, greedy) in zip(LAYOUTS, found, strict=True):
+            for layout, (ours, greedy) in zip(LAYOUTS, results, strict=True):
                 assert ours == pytest.approx(wanted, rel=1e-12), f"{shape.family} {layout}"
                 copies = layout.tp > 1 or (layout.pp > 1 and shape.tied)
                 assert (greedy > wanted * 1.001) == copies, f"{shape.family} {layout}"
@@ -178,14 +191,14 @@ def test_small_gradients_stay_as_they_are_where_the_norm_is_not_read():
     assert grad.tolist() == pytest.approx([0.6, 0.8])
 
 
-def test_a_norm_that_is_no_number_is_not_hidden():
+def test_a_norm_that_is_not_finite_is_reported():
     grad = torch.tensor([1.0, torch.nan])
     clip([grad], torch.tensor(torch.nan), 1.0)
     assert grad.isnan().all()
 
 
 @pytest.mark.parametrize("largest", [None, 0.5, 1e3])
-def test_scaled_gradients_come_out_as_if_they_were_not(largest: float | None):
+def test_scaled_gradients_are_clipped_like_unscaled_ones(largest: float | None):
     torch.manual_seed(1)
     plain = [torch.randn(5, dtype=torch.float64), torch.randn(3, dtype=torch.float32)]
     scaled = [1024 * g for g in plain]

@@ -43,7 +43,7 @@ def test_matrices_decay_and_vectors_do_not():
     ]
 
 
-def test_patterns_leave_out_more():
+def test_no_decay_patterns_exempt_matrices():
     net = model()
     optimizer = build_optimizer(
         net.named_parameters(), Optimiser(name="sgd", weight_decay=0.3, no_decay=("2.*", "[3-9].weight"))

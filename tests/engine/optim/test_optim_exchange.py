@@ -8,7 +8,7 @@ from splits import SHAPES, Split, values
 
 from ranks import on_ranks
 from stretto.engine.optim.base import is_block_matrix
-from stretto.engine.optim.exchange import Exchange
+from stretto.engine.optim.muon import Exchange
 from stretto.engine.parallel.fragment import Fragment
 
 
@@ -18,7 +18,7 @@ def matrices_of(fragments: list[Fragment]) -> list[Fragment]:
 
 def there_and_back() -> list[list[tuple[str, tuple[int, ...]]]]:
     """The matrices that this rank works on, in several splits."""
-    found = list[list[tuple[str, tuple[int, ...]]]]()
+    results = list[list[tuple[str, tuple[int, ...]]]]()
     for split in (Split(4, 1), Split(2, 2, seed=1), Split(1, 4)):
         fragments = matrices_of(split.of(dist.get_rank(), dist.group.WORLD, values(0)))
         exchange = Exchange(fragments)
@@ -29,15 +29,15 @@ def there_and_back() -> list[list[tuple[str, tuple[int, ...]]]]:
         exchange.scatter({at: 2 * matrix for at, matrix in whole.items()}, tensors)
         for fragment, tensor in zip(fragments, tensors, strict=True):
             assert torch.equal(tensor, 2 * fragment.parameter), fragment.name  # of copies too
-        found.append([(fragments[tensor].name, member) for tensor, member in whole])
-    return found
+        results.append([(fragments[tensor].name, member) for tensor, member in whole])
+    return results
 
 
-def test_each_matrix_is_worked_on_once_and_the_work_is_even():
-    found = on_ranks(4, there_and_back)
+def test_each_matrix_is_gathered_on_one_rank_and_the_work_is_balanced():
+    results = on_ranks(4, there_and_back)
     every = [("blocks.0.attn.qkv.weight", ()), ("blocks.0.attn.proj.weight", ())]
     every += [("blocks.0.mlp.experts.up", (e,)) for e in range(4)]
-    for by_rank in zip(*found, strict=True):
+    for by_rank in zip(*results, strict=True):
         assert sorted(m for mine in by_rank for m in mine) == sorted(every)
         # 576 for qkv, 288 for proj, 150 for each of four experts
         loads = [sum(_cost(SHAPES[name][-2:]) for name, _ in mine) for mine in by_rank]
@@ -48,7 +48,7 @@ def _cost(shape: tuple[int, ...]) -> int:
     return shape[0] * shape[1] * min(shape)
 
 
-def test_alone_nothing_travels():
+def test_one_process_exchanges_nothing():
     fragments = matrices_of(Split(1, 1).of(0, None, values(0)))
     exchange = Exchange(fragments)
     whole = exchange.gather([f.parameter.detach() for f in fragments])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from stretto.engine.optim.scale import LossScale
 
 
-def test_it_halves_at_an_overflow_and_doubles_after_so_many_good_steps():
+def test_it_halves_at_an_overflow_and_doubles_after_good_steps():
     scale = LossScale(value=1024.0, steps=3)
     seen = []
     for overflow in (False, False, True, False, False, False, False, True, True):
@@ -15,7 +15,7 @@ def test_it_halves_at_an_overflow_and_doubles_after_so_many_good_steps():
     assert scale.skipped == 3
 
 
-def test_it_stays_in_its_range_and_says_when_nothing_is_left():
+def test_the_scale_stays_in_range_and_reports_exhaustion():
     scale = LossScale(value=2.0**24, steps=1)
     scale.update(False)
     assert scale.value == 2.0**24
@@ -28,7 +28,7 @@ def test_it_stays_in_its_range_and_says_when_nothing_is_left():
     assert not scale.exhausted
 
 
-def test_it_goes_on_from_its_state():
+def test_a_loss_scale_continues_from_its_state():
     one, two = LossScale(value=64.0, steps=3), LossScale(value=1.0, steps=3)
     for overflow in (True, False, False):
         one.update(overflow)

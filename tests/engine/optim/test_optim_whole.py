@@ -50,11 +50,11 @@ def one_process(name: str) -> tuple[list[Fragment], torch.optim.Optimizer]:
 
 def difference(fragments: list[Fragment], name: str) -> float:
     """Train them: how far any part of a weight or state is then from that of one process, by its size."""
-    found, (plain, wanted), worst = train(fragments, CONFIGS[name]), one_process(name), 0.0
+    results, (plain, wanted), worst = train(fragments, CONFIGS[name]), one_process(name), 0.0
     for fragment, one in zip(fragments, plain, strict=True):
         pairs = [(fragment.parameter.detach(), fragment.placed, one.parameter.detach())]
         states = state_tensors(wanted, one)
-        mine = state_tensors(found, fragment)
+        mine = state_tensors(results, fragment)
         assert mine.keys() == states.keys(), fragment.name
         pairs += [(tensor, placed, states[key][0]) for key, (tensor, placed) in mine.items()]
         for local, placed, full in pairs:
@@ -73,20 +73,20 @@ def groups() -> dict[int, ProcessGroup]:
 
 
 def every_split() -> dict[str, list[float]]:
-    found = {name: [] for name in (*CONFIGS, "alone")}
+    results = {name: [] for name in (*CONFIGS, "alone")}
     by_size = groups()
     for split in SPLITS:
         size = split.tp * split.shards
         rank = dist.get_rank() % size
         for name in CONFIGS:
             fragments = split.of(rank, by_size[size], values(0))
-            found[name].append(difference(fragments, name))
+            results[name].append(difference(fragments, name))
         for name in WHOLE[:2]:  # as if the part were the tensor; muon has no whole matrix then
             fragments = [replace(f, holders=None) for f in split.of(rank, by_size[size], values(0))]
-            found["alone"].append(difference(fragments, name))
+            results["alone"].append(difference(fragments, name))
     for name in CONFIGS:  # as the clients of a server, tensor-parallel among themselves
         train(nothing(by_size[2]), CONFIGS[name])
-    return found
+    return results
 
 
 def nothing(holders: ProcessGroup | None = None) -> list[Fragment]:
@@ -103,22 +103,22 @@ def nothing(holders: ProcessGroup | None = None) -> list[Fragment]:
 
 
 def test_every_split_is_one_process():
-    found = on_ranks(4, every_split)
+    results = on_ranks(4, every_split)
     for name in CONFIGS:
         for at, split in enumerate(SPLITS):
-            assert max(rank[name][at] for rank in found) < 1e-12, f"{name} {split}"
-    assert all(max(column) > 1e-3 for column in zip(*(rank["alone"] for rank in found), strict=True))
+            assert max(rank[name][at] for rank in results) < 1e-12, f"{name} {split}"
+    assert all(max(column) > 1e-3 for column in zip(*(rank["alone"] for rank in results), strict=True))
 
 
 def padding(fragments: list[Fragment]) -> list[Tensor]:
     """What is in no piece."""
-    found = list[Tensor]()
+    results = list[Tensor]()
     for fragment in fragments:
         rest = torch.ones_like(fragment.parameter, dtype=torch.bool)
         for piece in fragment.placed.pieces:
             piece.of_local(rest).fill_(False)
-        found.append(fragment.parameter.detach()[rest])
-    return found
+        results.append(fragment.parameter.detach()[rest])
+    return results
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -139,7 +139,7 @@ def test_a_rank_that_holds_nothing_steps_too(name: str):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_has_no_gradient_is_left_alone(name: str):
+def test_parameters_without_gradient_are_not_updated(name: str):
     fragments = whole(values(0))
     optimizer = build_optimizer(fragments, CONFIGS[name])
     set_gradients(fragments, values(1))
@@ -153,7 +153,7 @@ def test_what_has_no_gradient_is_left_alone(name: str):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_an_optimiser_goes_on_from_its_states(name: str):
+def test_an_optimiser_continues_from_loaded_states(name: str):
     config = CONFIGS[name]
     straight = whole(values(0))
     train(straight, config)
@@ -183,7 +183,7 @@ def test_an_optimiser_goes_on_from_its_states(name: str):
 
 def owners(split: Split, away: bool = False) -> dict[str, dict[str, int]]:
     """How often each element of each state is written, at least and at most."""
-    found: dict[str, dict[str, int]] = {}
+    results: dict[str, dict[str, int]] = {}
     counts: dict[tuple[str, str], Tensor] = {}
     for rank in range(split.tp * split.shards):
         fragments = split.of(rank, None, values(0))
@@ -197,8 +197,8 @@ def owners(split: Split, away: bool = False) -> dict[str, dict[str, int]]:
                 for piece in placed.pieces:
                     piece.of_full(count).add_(float(piece.owned))
     for (name, key), count in counts.items():
-        found.setdefault(name, {})[key] = int(count.min()) if count.min() == count.max() else -1
-    return found
+        results.setdefault(name, {})[key] = int(count.min()) if count.min() == count.max() else -1
+    return results
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)

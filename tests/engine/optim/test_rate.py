@@ -43,8 +43,8 @@ def warmed(optimizer: torch.optim.Optimizer, then: LRScheduler) -> LRScheduler:
 def test_cosine_is_torchs() -> None:
     left = STEPS - WARMUP
     reference = torch_rates(lambda o: CosineAnnealingLR(o, T_max=left, eta_min=FLOOR * PEAK))
-    found = ours(schedule="cosine", warmup=WARMUP, min_ratio=FLOOR)
-    assert found[WARMUP:] == pytest.approx(reference[:left], rel=1e-12)
+    results = ours(schedule="cosine", warmup=WARMUP, min_ratio=FLOOR)
+    assert results[WARMUP:] == pytest.approx(reference[:left], rel=1e-12)
 
 
 def test_linear_with_warmup_is_torchs() -> None:
@@ -52,8 +52,8 @@ def test_linear_with_warmup_is_torchs() -> None:
         lambda o: warmed(o, LinearLR(o, start_factor=1.0, end_factor=FLOOR, total_iters=STEPS - WARMUP)),
         steps=STEPS + 5,
     )
-    found = ours(STEPS + 5, schedule="linear", warmup=WARMUP, min_ratio=FLOOR)
-    assert found == pytest.approx(reference, rel=1e-9)
+    results = ours(STEPS + 5, schedule="linear", warmup=WARMUP, min_ratio=FLOOR)
+    assert results == pytest.approx(reference, rel=1e-9)
 
 
 def test_constant_with_warmup_is_torchs() -> None:
@@ -114,6 +114,6 @@ def test_rises_then_never_rises_again_and_ends_at_the_floor(
         assert rates[-1] == pytest.approx(2.0 * floor)
 
 
-def test_needs_no_torch() -> None:
+def test_learning_rates_import_no_torch() -> None:
     code = "import sys, stretto.engine.optim.rate; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -34,14 +34,14 @@ CONFIGS = [
 def fragments() -> list[Fragment]:
     """Parameters of five units; those of a unit are views of one flat tensor, as masters are."""
     torch.manual_seed(0)
-    found = list[Fragment]()
+    results = list[Fragment]()
     for unit in range(5):
         shapes = SHAPES[2 * unit : 2 * unit + 2]
         flat = torch.randn(sum(torch.Size(s).numel() for s in shapes))
         for shape, part in zip(shapes, flat.split([torch.Size(s).numel() for s in shapes]), strict=True):
             name = f"blocks.{unit}.weight"
             placed = Placed.whole(name, shape)
-            found.append(
+            results.append(
                 Fragment(
                     name=name,
                     parameter=nn.Parameter(part.view(shape)),
@@ -50,7 +50,7 @@ def fragments() -> list[Fragment]:
                     unit=unit,
                 )
             )
-    return found
+    return results
 
 
 def give_gradients(every: Sequence[Fragment], step: int, dtype: torch.dtype) -> None:
@@ -106,7 +106,9 @@ def run(
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.name}-{c.states}-{c.momentum}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_states_away_change_no_bit(config: Optimiser, dtype: torch.dtype, tmp_path: Path):
+def test_offloaded_states_give_bitwise_the_same_updates(
+    config: Optimiser, dtype: torch.dtype, tmp_path: Path
+):
     seen, states = run(config, "none", tmp_path, dtype)
     assert sum(map(len, states)) > len(states) or not config.weight_decay
     for where in ("cpu", "nvme"):
@@ -134,7 +136,7 @@ def test_updates_beside_the_backward(where: Offload, tmp_path: Path):
     assert all(torch.equal(a, b) for a, b in zip(want, seen, strict=True))
 
 
-def test_masters_are_taken_as_they_are_made(tmp_path: Path):
+def test_masters_are_consumed_as_they_are_made(tmp_path: Path):
     """So that there are never all of them: two units at most."""
     made = list[Fragment]()
 
@@ -151,7 +153,7 @@ def test_masters_are_taken_as_they_are_made(tmp_path: Path):
     sharded.close()
 
 
-def test_visits_read_and_change_what_is_away(tmp_path: Path):
+def test_visits_read_and_change_offloaded_states(tmp_path: Path):
     every = fragments()
     values = [f.parameter.detach().clone() for f in every]
     sharded = ShardedOptimizer(every, builder(CONFIGS[0]), where="nvme", path=tmp_path)
@@ -176,21 +178,21 @@ def test_prepared_states_count_the_updates(tmp_path: Path):
         sharded.close()
 
 
-def test_a_lost_file_ends_the_step_with_its_name(tmp_path: Path):
+def test_a_missing_offload_file_fails_the_step_with_its_name(tmp_path: Path):
     every = fragments()
     sharded = ShardedOptimizer(every, builder(CONFIGS[0]), where="nvme", path=tmp_path)
     assert sharded.files is not None
     sharded.files.ring.drain()
     os.truncate(next(tmp_path.glob("*/block-00004")), 0)
     give_gradients(every, 1, torch.float32)
-    said = r"reading optimiser states of unit 4 failed.*block-00004.*last checkpoint"
-    with pytest.raises(OffloadError, match=said):
+    message = r"reading optimiser states of unit 4 failed.*block-00004.*last checkpoint"
+    with pytest.raises(OffloadError, match=message):
         sharded.step(0.01)
     sharded.close()
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_an_error_of_the_update_is_seen(eager: bool, tmp_path: Path):
+def test_an_error_in_the_update_thread_is_raised(eager: bool, tmp_path: Path):
     every = fragments()
     sharded = ShardedOptimizer(every, builder(CONFIGS[0]), where="nvme", path=tmp_path, eager=eager)
     give_gradients(every, 1, torch.float32)

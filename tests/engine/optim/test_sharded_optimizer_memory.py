@@ -86,7 +86,7 @@ os._exit(0)
 """
 
 
-def test_states_that_do_not_fit_into_memory_train_from_files(tmp_path: Path):
+def test_states_larger_than_memory_train_from_files(tmp_path: Path):
     words = [sys.executable, "-c", LIMITED, str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.stdout.split("\n") == ["files: done", "memory: not enough", "peak: less", ""], done.stderr

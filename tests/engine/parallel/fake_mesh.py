@@ -11,7 +11,7 @@ class FakeMesh:
     tp: int = 1
     rank: int = 0
     device: str = "cpu"
-    grouped: bool = False  # groups are their axes' names, where anybody would look at them
+    grouped: bool = False  # groups are represented by the names of their axes
 
     def size(self, axis: str) -> int:
         return self.tp if axis in ("tp", "expert_tp") else 1

@@ -15,11 +15,11 @@ from stretto.engine.parallel.recompute import recompute
 from stretto.errors import StrettoError
 
 
-def test_losses_that_nobody_takes() -> None:
+def test_auxiliary_losses_without_a_receiver_are_an_error() -> None:
     mesh, layer = Mesh(Layout()), plain_layer(LLAMA)
     parallelize(layer, plan_of(Case(Layout())), mesh)
     x = data(Case(Layout()))[0][0]
-    with pytest.raises(StrettoError, match="nowhere to go") as caught:
+    with pytest.raises(StrettoError, match="nothing to report them to") as caught:
         layer.mlp(x)
     assert "bind_auxiliary" in str(caught.value.hint)
     layer.eval()

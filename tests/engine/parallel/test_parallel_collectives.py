@@ -118,8 +118,8 @@ def with_gradients() -> None:
         for operator, x, y, dy, dx in cases:
             for apart in (False, True):  # inputs that are not contiguous
                 what = f"{operator.__name__} {shape} along {dim}, rank {rank}, apart {apart}"
-                given, upstream = (strided(t) if apart else t.clone() for t in (x, dy))
-                leaf = given.requires_grad_()
+                inputs, upstream = (strided(t) if apart else t.clone() for t in (x, dy))
+                leaf = inputs.requires_grad_()
                 out = operator(leaf, group, dim)
                 torch.testing.assert_close(out, y, rtol=1e-14, atol=1e-14, msg=what)
                 out.backward(upstream)
@@ -139,14 +139,14 @@ def rows_sent() -> None:
     """Uneven and empty shares; rank i sends (i + 2 j) % 3 rows to rank j."""
     rank, group, n = dist.get_rank(), dist.group.WORLD, dist.get_world_size()
     counts = [[(i + 2 * j) % 3 for j in range(n)] for i in range(n)]
-    given = [drawn((sum(counts[i]), 2), i) for i in range(n)]
-    expected = torch.cat([given[i].split(counts[i])[rank] for i in range(n)])
+    inputs = [drawn((sum(counts[i]), 2), i) for i in range(n)]
+    expected = torch.cat([inputs[i].split(counts[i])[rank] for i in range(n)])
     receive = [counts[i][rank] for i in range(n)]
-    x = given[rank].clone().requires_grad_()
+    x = inputs[rank].clone().requires_grad_()
     out = exchange(x, counts[rank], receive, group)
     assert torch.equal(out, expected)
     out.backward(3 * expected)
-    assert torch.equal(x.grad, 3 * given[rank])
+    assert torch.equal(x.grad, 3 * inputs[rank])
 
     empty = torch.zeros(0, 2, requires_grad=True)
     out = exchange(empty, [0] * n, [0] * n, group)

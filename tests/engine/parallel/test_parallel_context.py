@@ -194,7 +194,7 @@ def test_gradients_of_one_token_are_compared_to_what_cancels_in_them(kv_heads: i
     assert max(noises) > 1e-17, "the other order was to round otherwise"
 
 
-def test_what_is_not_zero_is_compared_to_itself() -> None:
+def test_gradients_that_do_not_cancel_are_compared_to_themselves() -> None:
     case = Case("ring", 2)
     assert not cancelling(case, *inputs(case))
     plain = torch.tensor([1e-3, 1.0], dtype=torch.float64)

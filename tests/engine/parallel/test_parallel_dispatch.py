@@ -119,7 +119,7 @@ def test_mix_is_the_weighted_sum() -> None:
     assert torch.autograd.gradcheck(mix, (copies, weights))
 
 
-def test_mix_of_short_numbers() -> None:
+def test_mix_in_16_bits() -> None:
     """What is short stays short; the gradients of the weights are added up in their own type."""
     copies, weights = torch.randn(4, 3, 5).bfloat16(), torch.rand(4, 3, requires_grad=True)
     ours = mix(copies, weights)

@@ -36,7 +36,7 @@ def test_the_slices_of_two_ranks_differ():
     assert not torch.equal(a, b)
 
 
-def test_where_it_is_replicated_it_is_the_same():
+def test_masks_of_replicated_activations_are_the_same_on_all_ranks():
     x = torch.ones(2, 64)
     assert torch.equal(dropped(x), dropped(x))
     torch.manual_seed(123)  # the global stream has no part in it
@@ -70,7 +70,7 @@ def test_kept_elements_are_scaled_and_their_number_is_right():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_the_mask_does_not_depend_on_the_type(dtype):
+def test_dropout_masks_do_not_depend_on_the_dtype(dtype):
     x = torch.ones(2, 64)
     short = dropped(x.to(dtype))
     assert short.dtype == dtype
@@ -84,14 +84,14 @@ def test_the_gradient_is_masked_and_scaled_alike():
     assert torch.equal(x.grad, y.detach())
 
 
-def test_off_in_evaluation_and_at_zero():
+def test_dropout_is_off_in_evaluation_and_at_probability_0():
     x = torch.randn(2, 8)
     keys = DropoutKeys(0)  # holds no samples: none are asked for
     assert KeyedDropout(0.5, "a", keys).eval()(x) is x
     assert KeyedDropout(0.0, "a", keys)(x) is x
 
 
-def test_a_sample_without_key_is_a_bug():
+def test_samples_without_keys_are_an_error():
     with pytest.raises(AssertionError, match="one key for each sample"):
         dropped(torch.ones(3, 4), samples=(1, 2))
 
@@ -104,14 +104,14 @@ def test_every_dropout_of_a_model_is_replaced_and_named():
     model[1].eval()
     keys = DropoutKeys(4)
     key_dropout(model, keys)
-    found = {name: m for name, m in model.named_modules() if isinstance(m, KeyedDropout)}
-    assert {name: (m.name, m.p) for name, m in found.items()} == {
+    results = {name: m for name, m in model.named_modules() if isinstance(m, KeyedDropout)}
+    assert {name: (m.name, m.p) for name, m in results.items()} == {
         "0": ("0", 0.1),
         "1.1": ("1.1", 0.2),
         "x": ("x", 0.3),
         "y": ("y", 0.3),
     }
-    assert all(m.keys is keys for m in found.values())
-    assert [m.training for m in found.values()] == [True, False, True, True]
+    assert all(m.keys is keys for m in results.values())
+    assert [m.training for m in results.values()] == [True, False, True, True]
     assert not any(isinstance(m, nn.Dropout) for m in model.modules())
     assert "p=0.2, name='1.1'" in repr(model)

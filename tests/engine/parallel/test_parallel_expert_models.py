@@ -23,7 +23,7 @@ from stretto.engine.parallel.recompute import Mode, recompute_blocks
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.pipeline import PartialGradient, Pipeline, ReplicatedWeights
-from stretto.engine.pipeline.ties import find_ties
+from stretto.engine.pipeline.shared import find_ties
 from stretto.program.program import Program
 from stretto.program.transforms.activations import recompute
 from stretto.spec.experts import ExpertShape

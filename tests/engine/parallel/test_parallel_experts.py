@@ -26,14 +26,17 @@ from torch import Tensor, nn
 
 from ranks import on_ranks
 from stretto import Layout
-from stretto.engine.optim.norm import GradientNorm, fragments_of
+from stretto.engine.optim.norm import GradientNorm
+from stretto.engine.parallel.data.reduction import shard_groups
 from stretto.engine.parallel.expert.auxiliary import Auxiliary, bind_auxiliary
 from stretto.engine.parallel.expert.experts import ExpertParallel, ExpertWeights
-from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.fragment import Fragment
+from stretto.engine.parallel.mesh import COPIES, Mesh
 from stretto.engine.parallel.parallelize import Sharded, parallelize
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.errors import StrettoError
+from stretto.layout.shards import ShardSizes
 from stretto.spec.shape import ModelShape
 
 
@@ -72,11 +75,11 @@ class Norms:
 
 
 def norms(parameters: dict[str, nn.Parameter], table: dict[str, Sharded], mesh: Mesh) -> Norms:
-    places = {name: sharded.placed for name, sharded in table.items()}
-    groups = mesh.spread()
+    fragments = [Fragment(name=n, parameter=p, placed=table[n].placed) for n, p in parameters.items()]
+    groups = {over: shard_groups(mesh, over, ShardSizes()).counted for over in COPIES}
 
     def norm(groups: dict[str, dist.ProcessGroup | None]) -> float:
-        return float(GradientNorm(fragments_of(parameters, places), groups)())
+        return float(GradientNorm(fragments, groups)())
 
     return Norms(
         norm(groups),
@@ -113,10 +116,10 @@ def run(case: Case, mesh: Mesh) -> Norms:
             close(ours, plain, f"{what}: gradient of {name}")
     for ours, plain in ((auxiliary.losses, wanted.losses), (auxiliary.loads["mlp"], wanted.load)):
         close(over_all(ours), plain, f"{what}: losses, load")
-    found = norms(parameters, table, mesh)
+    results = norms(parameters, table, mesh)
     whole = torch.cat([g.flatten() for g in wanted.gradients.values()]).norm()
-    close(torch.tensor(found.right, dtype=torch.float64), whole, f"{what}: norm")
-    return found
+    close(torch.tensor(results.right, dtype=torch.float64), whole, f"{what}: norm")
+    return results
 
 
 LAYOUTS = [
@@ -143,21 +146,21 @@ LAYOUTS = [
 def cases(at: int) -> list[Case]:
     """Two models, one of them with padding, with and without sequence parallelism."""
     shapes, layout = [LLAMA, GPT, TIGHT, SHARED], LAYOUTS[at]
-    found = list[Case]()
+    results = list[Case]()
     for sequence in (False, True) if layout.tp > 1 else (False,):
-        found.append(Case(layout, shapes[at % 4], 8, sequence))
-        found.append(Case(layout, shapes[(at + 1 + sequence) % 4], 7, sequence))
-    return found
+        results.append(Case(layout, shapes[at % 4], 8, sequence))
+        results.append(Case(layout, shapes[(at + 1 + sequence) % 4], 7, sequence))
+    return results
 
 
 def every_case() -> dict[str, Norms]:
-    found = dict[str, Norms]()
+    results = dict[str, Norms]()
     for at, layout in enumerate(LAYOUTS):
         mesh = Mesh(layout)
         for case in cases(at):
-            found[layout.describe()] = run(case, mesh)
+            results[layout.describe()] = run(case, mesh)
         mesh.close()
-    return found
+    return results
 
 
 def test_layers_equal_the_plain_layer() -> None:
@@ -165,11 +168,11 @@ def test_layers_equal_the_plain_layer() -> None:
     ranks = on_ranks(4, every_case)
     for layout in LAYOUTS:
         name = layout.describe()
-        found = [norms[name] for norms in ranks]
+        results = [norms[name] for norms in ranks]
         if layout.size("expert_tp-ep") > layout.size("tp"):
-            assert any(abs(n.as_dense / n.right - 1) > 0.01 for n in found), f"{name}: experts left out"
+            assert any(abs(n.as_dense / n.right - 1) > 0.01 for n in results), f"{name}: experts left out"
         if layout.size("expert_dp") > 1:
-            assert all(n.everywhere > 1.01 * n.right for n in found), f"{name}: copies counted"
+            assert all(n.everywhere > 1.01 * n.right for n in results), f"{name}: copies counted"
 
 
 def test_one_rank_equals_the_plain_layer() -> None:
@@ -226,6 +229,6 @@ def test_sizes_that_do_not_divide(
     assert hint in str(caught.value.hint)
 
 
-def test_not_a_mixture_of_experts() -> None:
+def test_expert_styles_refuse_other_modules() -> None:
     with pytest.raises(StrettoError, match="has no router and experts"):
         ExpertParallel(8).parts("mlp", nn.Linear(2, 2), 0, 1)

@@ -20,7 +20,15 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import parallelize
 from stretto.engine.parallel.recompute import recompute_blocks
 from stretto.engine.parallel.tensor import fp8
-from stretto.engine.parallel.tensor.fp8 import E4M3, E5M2, Products8, Short, enable_fp8, power_of_two, product
+from stretto.engine.parallel.tensor.fp8 import (
+    E4M3,
+    E5M2,
+    Products8,
+    Quantised,
+    enable_fp8,
+    power_of_two,
+    product,
+)
 from stretto.engine.parallel.tensor.linear import AdoptedLinear, Deferred, Fused, FusedLinear, work_off
 from stretto.engine.parallel.tensor.norm import lean_norms
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
@@ -50,23 +58,26 @@ def test_scales_are_the_powers_of_two_next_above() -> None:
 
 @pytest.mark.parametrize(("kind", "error"), [(E4M3, 2**-4), (E5M2, 2**-3)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_short_is_near(kind: torch.dtype, error: float, dtype: torch.dtype) -> None:
+def test_quantisation_error_is_half_a_unit_in_the_last_place(
+    kind: torch.dtype, error: float, dtype: torch.dtype
+) -> None:
     """Half a unit in the last place of what is no less than 2^-14 of the largest, whatever that is."""
     torch.manual_seed(0)
     for size in (1.0, 3e4, 1e-3):
         t = (size * (torch.rand(40, 30, dtype=torch.float64) * 0.9 + 0.1)).to(dtype)
         t[3] = 0
         scale = power_of_two(t.abs().amax(1).double() / torch.finfo(kind).max)
-        back = Short.of(t, scale, kind).exactly(torch.float64)
+        back = Quantised.of(t, scale, kind).dequantised(torch.float64)
         assert bool((back[3] == 0).all())
         assert float(((back - t.double()).abs() / t.double().clamp(min=1e-12)).max()) <= error
         again = back.to(torch.promote_types(dtype, torch.float32))
-        assert torch.equal(Short.of(again, scale, kind).exactly(torch.float64), back), "not a fixed point"
+        repeated = Quantised.of(again, scale, kind).dequantised(torch.float64)
+        assert torch.equal(repeated, back), "quantising again changes it"
 
 
 @pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_what_is_not_finite_is_seen(rows: bool, bad: float) -> None:
+def test_values_that_are_not_finite_propagate(rows: bool, bad: float) -> None:
     x, weight = torch.randn(3, 16), torch.randn(8, 16)
     x[1, 2] = bad
     y = Products8(rows).forward(x, weight, None)
@@ -83,7 +94,7 @@ def rounded(t: Tensor, kind: torch.dtype, dim: int | None) -> Tensor:
 
 
 @pytest.mark.parametrize("how", ["tensor", "row"])
-def test_a_layer_is_as_it_says(how: str) -> None:
+def test_a_layer_in_8_bits_is_the_emulated_product(how: str) -> None:
     torch.manual_seed(1)
     model = nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"up": nn.Linear(12, 20)})])}).double()
     enable_fp8(model, how)
@@ -110,7 +121,7 @@ def test_a_layer_is_as_it_says(how: str) -> None:
 @pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize("kind", [E4M3, E5M2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_hardware_gets_what_the_emulation_computes(
+def test_hardware_gets_the_operands_of_the_emulation(
     rows: bool, kind: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch has the same call for CPUs: with the shapes and scales that devices want."""
@@ -118,19 +129,19 @@ def test_hardware_gets_what_the_emulation_computes(
     a, b = torch.randn(5, 32).to(dtype), torch.randn(16, 32).to(dtype)
     make = [(t.float().abs().amax(1) if rows else t.float().abs().amax().view(1)) / 448 for t in (a, b)]
     left, right = (
-        Short.of(t, power_of_two(s), k) for t, s, k in zip((a, b), make, (kind, E4M3), strict=True)
+        Quantised.of(t, power_of_two(s), k) for t, s, k in zip((a, b), make, (kind, E4M3), strict=True)
     )
     emulated = product(left, right, dtype, fast=False)
     monkeypatch.setattr(fp8, "_multiplies", lambda _device: True)
     calls = list[object]()
     inner = torch._scaled_mm
     monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: (calls.append(k), inner(*a, **k))[1])
-    found = product(left, right, dtype, fast=False)
+    results = product(left, right, dtype, fast=False)
     assert len(calls) == 1
-    assert found.dtype == emulated.dtype == dtype
+    assert results.dtype == emulated.dtype == dtype
     coarse = torch.bfloat16 if rows else dtype
-    torch.testing.assert_close(found, emulated, rtol=2 * torch.finfo(coarse).eps, atol=1e-3)
-    odd = Short(right.values[:15], right.scale[:15])
+    torch.testing.assert_close(results, emulated, rtol=2 * torch.finfo(coarse).eps, atol=1e-3)
+    odd = Quantised(right.values[:15], right.scale[:15])
     assert product(left, odd, dtype, fast=False).shape == (5, 15)
     assert len(calls) == 1, "hardware has no matrices of 15 rows"
 
@@ -138,7 +149,7 @@ def test_hardware_gets_what_the_emulation_computes(
 # ---------------------------------------------------------------------- models
 
 
-def test_which_layers() -> None:
+def test_which_layers_multiply_in_8_bits() -> None:
     model = build(EXPERTS)
     enable_fp8(model, "row")
     short = {n for n, m in model.named_modules() if isinstance(m, FusedLinear) and m.products is not None}
@@ -248,13 +259,13 @@ def every_case(tp: int, cp: int) -> None:
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(2, 1), (1, 2), (2, 2)])
-def test_no_layout_changes_what_is_computed(tp: int, cp: int) -> None:
+def test_every_layout_computes_the_same_in_8_bits(tp: int, cp: int) -> None:
     on_ranks(tp * cp, every_case, tp, cp)
 
 
 @pytest.mark.parametrize("how", ["tensor", "row"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_beside_16_bits(how: str, dtype: torch.dtype) -> None:
+def test_8_bits_with_16_bit_weights(how: str, dtype: torch.dtype) -> None:
     """Loss and gradients stay within what 8 bits lose."""
     exact, short = plain_model(LLAMA, 0.0), plain_model(LLAMA, 0.0)
     parallelize(short, sharding_plan(Job(shape=LLAMA)), Mesh(Layout()))
@@ -266,7 +277,7 @@ def test_beside_16_bits(how: str, dtype: torch.dtype) -> None:
     for loss in losses:
         loss.backward()
     assert losses[1].item() == pytest.approx(losses[0].item(), rel=0.02)
-    found = [torch.cat([p.grad.double().flatten() for p in model.parameters()]) for model in (exact, short)]
+    results = [torch.cat([p.grad.double().flatten() for p in model.parameters()]) for model in (exact, short)]
     assert all(p.grad.dtype == torch.float32 for p in short.parameters())
-    error = float((found[1] - found[0]).norm() / found[0].norm())
+    error = float((results[1] - results[0]).norm() / results[0].norm())
     assert 0.01 < error < 0.15, error

@@ -108,7 +108,7 @@ def test_microbatches_add_up_in_place_and_zero_starts_anew():
     assert [p.grad.data_ptr() for p in model.trained()] == before
 
 
-def test_zero_grad_of_an_optimiser_does_no_harm():
+def test_zero_grad_to_none_keeps_the_gradient_views():
     model = Model()
     made = buffer(model.trained(), [model], None)
     optimizer = torch.optim.SGD(model.trained(), lr=0.0)
@@ -127,7 +127,7 @@ def test_a_parameter_is_never_cut():
     assert [flat.numel() for flat in made.flats] == [10, 7, 3]
 
 
-def test_nothing_to_train_is_no_error():
+def test_a_buffer_without_parameters_works():
     made = buffer([], [nn.ReLU()], None)
     made.zero()
     made.arm()
@@ -157,11 +157,11 @@ def overlapped() -> list[list[Any]]:
     for name, p in model.named_parameters():
         if p.requires_grad and p is not model.tok.weight:
             p.register_hook(lambda _, name=name: log.append(name))
-    told = model.tok.add_weight_gradient
+    reported = model.tok.add_weight_gradient
 
     def first_layer(*arguments: Tensor) -> None:
         log.append("tok.weight")
-        told(*arguments)
+        reported(*arguments)
 
     model.tok.add_weight_gradient = first_layer  # type: ignore[method-assign]
     made = buffer(model.trained(), [model], group, bucket_bytes=1)  # type: ignore[arg-type]
@@ -247,5 +247,5 @@ def test_reduction_starts_before_the_backward_ends(on_two):
 
 
 def test_a_gradient_that_comes_after_its_reduction_stops_the_step(on_two):
-    for _, said in on_two:
-        assert "more gradients than in the first step" in said
+    for _, message in on_two:
+        assert "more gradients than in the first step" in message

@@ -61,17 +61,17 @@ def test_products_and_gradients(
     dy = torch.randn(groups.rows, width[0], dtype=dtype)
     wanted = plain(layer, x, groups.counts)
     dx, dw, db = torch.autograd.grad(wanted, (x, layer.up, layer.up_bias), dy)
-    told, queue = list[Tensor](), list[Deferred]()
-    layer.on_gradient, layer.queue = told.append, queue if later else None
+    reported, queue = list[Tensor](), list[Deferred]()
+    layer.on_gradient, layer.queue = reported.append, queue if later else None
     y = layer(x, groups)
     y.backward(dy)
     if later:
         assert layer.up.grad is None
-        assert not told
+        assert not reported
         for entry in queue:
             entry.start()
             entry.finish()
-    assert told == [layer.up, layer.up_bias], "told of each once, even where no row came"
+    assert reported == [layer.up, layer.up_bias], "told of each once, even where no row came"
     assert layer.up.grad is not None
     assert layer.up_bias.grad is not None
     assert x.grad is not None
@@ -83,7 +83,7 @@ def test_products_and_gradients(
         torch.testing.assert_close(layer.up.grad, 2 * before)
 
 
-def test_groups_without_rows_are_left_alone() -> None:
+def test_groups_without_rows_keep_their_gradients() -> None:
     """Not even a zero is added: a gradient that is not finite stays."""
     layer, groups = Stack(3, 8, 8, torch.float32), Groups((2, 0, 1), CPU)
     layer.up.grad = torch.zeros_like(layer.up)
@@ -93,7 +93,7 @@ def test_groups_without_rows_are_left_alone() -> None:
     assert bool(layer.up.grad[[0, 2]].isfinite().all())
 
 
-def test_a_bias_of_another_rank() -> None:
+def test_a_bias_added_by_another_rank_gets_its_gradient_here() -> None:
     layer, groups = Stack(2, 8, 8, torch.float64, biased=False), Groups((2, 1), CPU)
     x, dy = torch.randn(3, 8, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)
     y = layer(x, groups)
@@ -104,7 +104,7 @@ def test_a_bias_of_another_rank() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_one_call_is_the_loop(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_grouped_call_equals_the_loop(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(2)
     x, weight = torch.randn(9, 16).to(dtype), torch.randn(4, 8, 16).to(dtype)
     bias, dy, groups = torch.randn(4, 8).to(dtype), torch.randn(9, 8).to(dtype), Groups((3, 0, 6, 0), CPU)
@@ -124,7 +124,7 @@ def test_one_call_is_the_loop(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(grouped, "in_one_call", lambda *_: False)
 
 
-def test_when_one_call_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_the_grouped_call_applies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "ONEDNN", True)
     x = torch.zeros(64, 16)
     assert in_one_call(x, 4, 8, 16)

@@ -171,7 +171,7 @@ def test_one_rank_equals_the_plain_layer_for_any_number_of_dimensions(shape):
     equal(layer.bias.grad, plain.bias.grad, "bias gradient")
 
 
-def test_gradients_gather_in_the_tensor_that_is_there():
+def test_gradients_accumulate_in_the_existing_tensor():
     layer = ParallelLinear(nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(3)))
     flat = torch.zeros(9)
     layer.weight.grad, layer.bias.grad = flat[:6].view(3, 2), flat[6:]
@@ -182,7 +182,7 @@ def test_gradients_gather_in_the_tensor_that_is_there():
     assert flat[6:].tolist() == [10.0] * 3
 
 
-def test_under_autocast_products_are_short_and_sums_long():
+def test_under_autocast_products_are_16_bit_and_sums_float32():
     torch.manual_seed(0)
     layer = ParallelLinear(nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(6)))
     x, dy = torch.randn(8, 4), torch.randn(8, 6)
@@ -199,11 +199,11 @@ def test_under_autocast_products_are_short_and_sums_long():
     assert layer.bias.grad is not None
 
 
-def test_it_shows_its_local_sizes():
+def test_repr_shows_local_sizes():
     assert "in_features=4, out_features=6" in repr(ParallelLinear(nn.Parameter(torch.zeros(6, 4)), None))
 
 
-def test_torchs_own_layers_learn_to_put_their_weight_gradients_off():
+def test_adopted_torch_layers_defer_their_weight_gradients():
     model = nn.Sequential(
         nn.Embedding(50, 4), nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2, bias=False)
     ).double()
@@ -230,7 +230,7 @@ def test_torchs_own_layers_learn_to_put_their_weight_gradients_off():
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_what_is_not_adopted():
+def test_modules_that_are_not_adopted():
     assert not adopt(nn.Sequential(nn.Conv2d(8, 8, 3), nn.Linear(2, 2)))  # most products are not its
     assert not adopt(nn.Sequential(nn.LayerNorm(3)))
     hooked = nn.Linear(3, 3)
@@ -244,20 +244,20 @@ def test_what_is_not_adopted():
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("later", [True, False])
-def test_every_gradient_is_told_of_once(bias: bool, later: bool):
-    layer, told = nn.Linear(3, 2, bias=bias), list[int]()
+def test_on_gradient_is_called_once_for_each_gradient(bias: bool, later: bool):
+    layer, reported = nn.Linear(3, 2, bias=bias), list[int]()
     assert adopt(layer)
-    layer.on_gradient = lambda p: told.append(id(p))
+    layer.on_gradient = lambda p: reported.append(id(p))
     layer.queue = [] if later else None
     layer(torch.ones(4, 3, requires_grad=True)).sum().backward()
     if layer.queue is not None:
-        assert not told
+        assert not reported
         for entry in layer.queue:
             entry.finish()
-    assert told == [id(p) for p in layer.parameters()]
+    assert reported == [id(p) for p in layer.parameters()]
 
 
-def test_what_is_put_off_keeps_no_graph_and_is_freed_one_by_one():
+def test_deferred_gradients_keep_no_graph_and_are_freed_one_by_one():
     """Else the input of a block that is made again would keep all that came before it until W."""
     first, second = (ParallelLinear(nn.Parameter(torch.randn(4, 4)), None) for _ in range(2))
     queue: list[Deferred] = []

@@ -54,7 +54,7 @@ def test_weight_gradients_add_up_in_place(monkeypatch, onednn, dtype):
 
 
 @pytest.mark.parametrize("onednn", LIBRARIES)
-def test_short_products_are_summed_in_the_gradients_type(monkeypatch, onednn):
+def test_16_bit_products_accumulate_in_the_gradients_dtype(monkeypatch, onednn):
     monkeypatch.setattr(matmul, "ONEDNN", onednn)
     monkeypatch.setattr(matmul, "SMALL", 0)
     x, dy = torch.ones(3, 2, dtype=torch.bfloat16), torch.full((3, 4), 0.5, dtype=torch.bfloat16)

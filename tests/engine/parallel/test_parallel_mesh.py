@@ -33,9 +33,9 @@ def groups() -> None:
         rank = dist.get_rank()
         assert mesh.rank == rank
         for axes in (*GROUPS, *EXPERT_GROUPS):
-            own = layout.group(rank, axes)
-            assert used(mesh.group(axes)) == (sorted(own) if len(own) > 1 else None), f"{layout} {axes}"
-            assert mesh.size(axes) == len(own)
+            mine = layout.group(rank, axes)
+            assert used(mesh.group(axes)) == (sorted(mine) if len(mine) > 1 else None), f"{layout} {axes}"
+            assert mesh.size(axes) == len(mine)
             assert mesh.index(axes) == layout.index(rank, axes)
         for axis in ("tp", "cp", "dp", "pp"):
             assert mesh.size(axis) == layout.sizes[axis]
@@ -50,9 +50,9 @@ def used(group: Any) -> list[int] | None:
         return None
     bits = torch.tensor(1 << dist.get_rank())
     dist.all_reduce(bits, group=group)
-    found = [rank for rank in range(dist.get_world_size()) if int(bits) >> rank & 1]
-    assert found == sorted(dist.get_process_group_ranks(group))
-    return found
+    results = [rank for rank in range(dist.get_world_size()) if int(bits) >> rank & 1]
+    assert results == sorted(dist.get_process_group_ranks(group))
+    return results
 
 
 def cuts() -> None:
@@ -98,15 +98,15 @@ def every_case() -> str:
 
 
 def test_groups_are_those_of_the_layout_and_can_be_made_again():
-    for said in on_ranks(4, every_case):
-        assert "tp2 is for 2 ranks, 4 are running" in said
-        assert "start 2 ranks" in said
+    for message in on_ranks(4, every_case):
+        assert "tp2 is for 2 ranks, 4 are running" in message
+        assert "start 2 ranks" in message
 
 
 def test_one_process_needs_no_groups():
     mesh = Mesh(Layout())
     assert mesh.rank == 0
-    assert all(mesh.group(axes) is None for axes in ("tp", "dp", "pp", "tp-pp"))
+    assert all(mesh.group(axes) is None for axes in ("tp", "dp", "pp", "tp-cp"))
     assert mesh.split("tp", 1) is None
     mesh.close()
     with pytest.raises(StrettoError, match="pp2 is for 2 ranks, 1 are running"):

@@ -11,7 +11,7 @@ from stretto.engine.parallel.tensor.norm import LeanLayerNorm, LeanRMSNorm, _Lay
 
 @pytest.mark.parametrize("size", [(2, 5, 8), (7, 8), (3, 0, 8)])
 @pytest.mark.parametrize("affine", [True, False])
-def test_equals_torchs(size: tuple[int, ...], affine: bool):
+def test_our_rms_norm_equals_torchs(size: tuple[int, ...], affine: bool):
     plain = nn.RMSNorm(8, eps=1e-5, elementwise_affine=affine, dtype=torch.float64)
     if affine:
         nn.init.normal_(plain.weight)
@@ -104,7 +104,7 @@ def test_float32_weights_beside_16_bits(made: type[nn.Module], dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("norm", [LeanRMSNorm, LeanLayerNorm])
-def test_gradients_of_short_weights_are_long_where_asked(norm: type[nn.Module]):
+def test_gradients_of_16_bit_weights_can_be_float32(norm: type[nn.Module]):
     made = norm(16, eps=1e-5, dtype=torch.bfloat16)
     for parameter in made.parameters():
         parameter.grad_dtype = torch.float32

@@ -67,10 +67,10 @@ def gradients(model: LanguageModel, count: int, scale: float = 0.01) -> dict[str
     return {n: p.grad.double() / scale for n, p in model.named_parameters() if p.grad is not None}
 
 
-def error(found: dict[str, Tensor], exact: dict[str, Tensor], part: str = "") -> float:
+def error(results: dict[str, Tensor], exact: dict[str, Tensor], part: str = "") -> float:
     """The relative error of the gradients of what has `part` in its name."""
     names = [name for name in exact if part in name]
-    ours, theirs = (torch.cat([of[name].flatten() for name in names]) for of in (found, exact))
+    ours, theirs = (torch.cat([of[name].flatten() for name in names]) for of in (results, exact))
     return float((ours - theirs).norm() / theirs.norm())
 
 
@@ -125,7 +125,7 @@ def test_float16_needs_and_gets_a_loss_scale(shape: ModelShape) -> None:
     assert error(lost, exact) > 4 * error(scaled, exact), "small gradients were to be lost"
 
 
-def test_any_pattern_may_be_kept() -> None:
+def test_patterns_of_parameters_kept_in_float32() -> None:
     """The residual path has the embedding's type whatever is kept, and kept logits are exact."""
     types = list[torch.dtype]()
     for shape in (replace(GPT, tied=False), LLAMA):
@@ -241,7 +241,7 @@ Found = dict[str, dict[str, Tensor]]  # gradients by shape and name
 
 def every_case(exact: Found, alone: Found) -> list[tuple[str, float, float]]:
     """The error of each case's gradients on this rank, and that of one process."""
-    found = list[tuple[str, float, float]]()
+    results = list[tuple[str, float, float]]()
     meshes = {case.layout: Mesh(case.layout) for case in cases()}
     for case in cases():
         key = repr(case.shape)
@@ -255,10 +255,10 @@ def every_case(exact: Found, alone: Found) -> list[tuple[str, float, float]]:
                 one.append(piece.of_full(alone[key][name]).flatten())
         size = torch.cat(theirs).norm()
         wrong, wrong_alone = (float((torch.cat(of) - torch.cat(theirs)).norm() / size) for of in (ours, one))
-        found.append((repr(case), wrong, wrong_alone))
+        results.append((repr(case), wrong, wrong_alone))
     for mesh in meshes.values():
         mesh.close()
-    return found
+    return results
 
 
 def test_split_models_are_as_near_to_float64_as_one_process() -> None:

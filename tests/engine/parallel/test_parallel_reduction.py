@@ -37,7 +37,7 @@ def test_the_whole_gradient_is_gone_when_the_second_level_begins(monkeypatch: py
     monkeypatch.setattr(reduction, "start_scatter_sum", start)
     pair = SimpleNamespace(size=lambda: 2)
     groups = cast(ShardGroups, SimpleNamespace(levels=[pair, pair, None, None]))
-    found = Reduction(reduce_to(torch.arange(8.0), groups, 0, 2)).finish()
-    assert found.tolist() == [0.0, 1.0]
+    results = Reduction(reduce_to(torch.arange(8.0), groups, 0, 2)).finish()
+    assert results.tolist() == [0.0, 1.0]
     assert alive == [0, 0]
     assert all(one() is None for one in sent)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ranks import on_ranks
 from stretto.engine.models.attention import CausalAttention
 from stretto.engine.parallel.context import ring as ring_attention
-from stretto.engine.parallel.context.explicit_attention import TILE, Kept
-from stretto.engine.parallel.context.ring import Efficient, Flash, Kernel, Ring, add_block, kernel_for
+from stretto.engine.parallel.context.kernels import TILE, DropoutMask, Efficient, Flash, Kernel, kernel_for
+from stretto.engine.parallel.context.ring import Ring, add_block
 from stretto.engine.parallel.context.style import ContextAttention
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor.sequence import zigzag
@@ -79,7 +79,7 @@ def test_kernels_are_the_formula(
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), [(Flash(), torch.bfloat16), (Efficient(), torch.float32)])
-def test_kernels_of_cuda_take_what_they_are_given(kernel: Kernel, dtype: torch.dtype) -> None:
+def test_cuda_kernels_get_valid_arguments(kernel: Kernel, dtype: torch.dtype) -> None:
     """Their arguments and shapes only, on the meta device."""
     q, k, v = (torch.empty(2, n, h, 64, dtype=dtype, device="meta") for n, h in ((48, 8), (40, 2), (40, 2)))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -92,7 +92,7 @@ def test_kernels_of_cuda_take_what_they_are_given(kernel: Kernel, dtype: torch.d
 
 @given(st.integers(1, 6), st.integers(1, 6), st.booleans(), st.booleans())
 @settings(deadline=None, max_examples=30)
-def test_blocks_add_up(n: int, cut: int, explicit: bool, grouped: bool) -> None:
+def test_attention_over_blocks_adds_up(n: int, cut: int, explicit: bool, grouped: bool) -> None:
     torch.manual_seed(n)
     m = cut + 3
     q, k, v = (torch.randn(2, h, s, 8).double() for h, s in ((4, n), (2, m), (2, m)))
@@ -131,9 +131,9 @@ def test_scores_far_apart_overflow_nothing() -> None:
 def test_dropout_in_a_block_is_dropout_of_its_probabilities(n: int, kv_heads: int) -> None:
     torch.manual_seed(n)
     q, k, v = (torch.randn(2, h, n, 8).double().requires_grad_() for h in (2, kv_heads, kv_heads))
-    kept = Kept(torch.rand(2, 2, n, n) < 0.7, 1 / 0.7)
-    y, lse = formula(q, k, v, True, kept.mask.double() * kept.scale)
-    kernel = kernel_for(q, kept=kept)
+    dropout = DropoutMask(torch.rand(2, 2, n, n) < 0.7, 1 / 0.7)
+    y, lse = formula(q, k, v, True, dropout.mask.double() * dropout.scale)
+    kernel = kernel_for(q, dropout=dropout)
     with torch.no_grad():
         ours, our_lse = kernel.forward(q, k, v, True)
         close(ours, y, 1e-13)
@@ -161,7 +161,7 @@ def scores(kernel: Kernel, n: int, causal: bool) -> int:
     return made
 
 
-def test_the_half_behind_the_diagonal_is_not_formed() -> None:
+def test_scores_above_the_diagonal_are_not_computed() -> None:
     n = 8 * TILE
     kernel = kernel_for(torch.empty(1, 1, 1, 8), explicit=True)
     assert scores(kernel, n, causal=False) == n * n
@@ -196,8 +196,8 @@ def test_rounds_cover_each_causal_score_once_and_cost_the_same(size: int, chunk:
 
 
 @dataclass(frozen=True)
-class Told(Ring):
-    """A ring that writes down what it does instead."""
+class RecordingRing(Ring):
+    """A ring that records its messages instead of sending them."""
 
     log: list[str] = field(default_factory=list[str])
 
@@ -209,9 +209,9 @@ class Told(Ring):
         self.log.append("wait")
 
 
-def test_the_next_block_is_on_its_way_while_one_is_used() -> None:
-    nobody: Any = None
-    middle = Told(nobody, 1, 4)
+def test_the_next_block_is_sent_while_one_is_used() -> None:
+    no_group: Any = None
+    middle = RecordingRing(no_group, 1, 4)
     for block, here in zip(middle.blocks(torch.zeros(4, 2)), middle.rounds(4), strict=True):
         middle.log.append(f"use {len(block)} of {here.owner}")
     assert middle.log == [
@@ -222,9 +222,9 @@ def test_the_next_block_is_on_its_way_while_one_is_used() -> None:
     ]
 
 
-def test_a_backward_computes_while_anything_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    nobody: Any = None
-    last = Told(nobody, 2, 3)
+def test_ring_backward_overlaps_compute_with_every_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_group: Any = None
+    last = RecordingRing(no_group, 2, 3)
 
     class Nothing:
         def backward(self, q: Tensor, k: Tensor, **_: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -246,18 +246,18 @@ def test_a_backward_computes_while_anything_is_on_its_way(monkeypatch: pytest.Mo
 # ---------------------------------------------------------------------- on ranks: kept and sent
 
 
-def kept(module: nn.Module, given: list[Tensor]) -> int:
+def kept(module: nn.Module, inputs: list[Tensor]) -> int:
     """Bytes of the different memories that a backward through the module needs."""
-    found = dict[int, int]()
+    results = dict[int, int]()
 
     def pack(t: Tensor) -> Tensor:
-        found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        results[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = module(*given)
+        y = module(*inputs)
     y.sum().backward()
-    return sum(found.values())
+    return sum(results.values())
 
 
 def given_to(kind: str, n: int, heads: int, kv_heads: int) -> list[Tensor]:
@@ -293,7 +293,7 @@ def kept_and_sent() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_is_kept_and_sent(ranks: int) -> None:
+def test_bytes_saved_and_sent_by_ring_attention(ranks: int) -> None:
     on_ranks(ranks, kept_and_sent)
 
 
@@ -310,5 +310,5 @@ def autocast() -> None:
     mesh.close()
 
 
-def test_under_autocast_attention_is_in_the_short_type() -> None:
+def test_under_autocast_attention_runs_in_16_bits() -> None:
     on_ranks(2, autocast)

@@ -200,18 +200,18 @@ def test_models_split_along_the_sequence_equal_the_plain_ones(ranks):
 
 def kept(run: nn.Module, x: Tensor) -> set[int]:
     """Bytes of the different memories that the backward will need, parameters left out."""
-    found = dict[int, int]()
-    own = {p.untyped_storage().data_ptr() for p in run.parameters()}
+    results = dict[int, int]()
+    mine = {p.untyped_storage().data_ptr() for p in run.parameters()}
 
     def pack(t: Tensor) -> Tensor:
         at = t.untyped_storage().data_ptr()
-        if at not in own:
-            found[at] = t.untyped_storage().nbytes()
+        if at not in mine:
+            results[at] = t.untyped_storage().nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         run(x)
-    return set(found.values())
+    return set(results.values())
 
 
 def volumes() -> None:
@@ -252,5 +252,5 @@ def both_counts() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_as_many_bytes_as_plain_tensor_parallelism_and_the_gathers_of_the_backward(ranks):
+def test_sequence_parallelism_sends_as_much_as_tensor_parallelism_plus_regathers(ranks):
     on_ranks(ranks, both_counts)

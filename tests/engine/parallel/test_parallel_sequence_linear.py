@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ranks import on_ranks
-from stretto.engine.parallel.tensor.linear import ParallelLinear
-from stretto.engine.parallel.tensor.sequence_linear import GatherLinear, ScatterLinear
+from stretto.engine.parallel.tensor.linear import GatherLinear, ParallelLinear, ScatterLinear
 from stretto.engine.parallel.traffic import traffic
 
 

@@ -48,7 +48,7 @@ def test_causal_work_is_the_same_on_every_context_rank(size: tuple[int, int, int
 
 
 @given(sizes)
-def test_padding_is_at_the_end_and_as_little_as_may_be(size: tuple[int, int, int]) -> None:
+def test_padding_is_minimal_and_at_the_end(size: tuple[int, int, int]) -> None:
     length, cp, tp = size
     unit = tp * (2 * cp if cp > 1 else 1)
     padded = splits(*size)[0].padded
@@ -57,7 +57,7 @@ def test_padding_is_at_the_end_and_as_little_as_may_be(size: tuple[int, int, int
 
 
 @given(sizes, st.sampled_from([0, 1, 2]))
-def test_what_ranks_take_is_the_sample_again(size: tuple[int, int, int], dim: int) -> None:
+def test_the_ranks_parts_are_the_whole_sample(size: tuple[int, int, int], dim: int) -> None:
     length = size[0]
     shape = [2, 3, 4]
     shape[dim] = length

@@ -16,7 +16,6 @@ from stretto.engine.parallel.styles import (
     Heads,
     Part,
     Replicate,
-    ReplicateLinear,
     Row,
     Run,
     SplitDropout,
@@ -26,8 +25,7 @@ from stretto.engine.parallel.styles import (
     shrink,
 )
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, KeyedDropout
-from stretto.engine.parallel.tensor.linear import ParallelLinear
-from stretto.engine.parallel.tensor.sequence_linear import GatherLinear, ScatterLinear
+from stretto.engine.parallel.tensor.linear import GatherLinear, ParallelLinear, ScatterLinear
 from stretto.errors import StrettoError
 
 often = settings(deadline=None, max_examples=60)  # the first use of the meta device is slow
@@ -39,7 +37,7 @@ def linear(rows: int, columns: int, bias: bool = True) -> nn.Linear:
 
 
 def owned(parts: list[Part]) -> list[int]:
-    """Every index that somebody owns, as often as it is owned."""
+    """Every owned index, as often as it is owned."""
     return sorted(
         i for p in parts for run in p.runs if run.owned for i in range(run.start, run.start + run.size)
     )
@@ -139,9 +137,6 @@ def test_replicate_holds_everything_everywhere():
     norm = nn.LayerNorm(4)
     assert Replicate().parts("norm", norm, 1, 2) == {"weight": Part(dim=None), "bias": Part(dim=None)}
     assert Replicate().swap(norm, FakeMesh(2)) is norm
-    whole = ReplicateLinear().swap(nn.Linear(2, 3), FakeMesh(2))
-    assert whole.input_group is None
-    assert whole.output_group is None
 
 
 @pytest.mark.parametrize(
@@ -159,7 +154,7 @@ def test_replicate_holds_everything_everywhere():
         (Heads(), nn.LayerNorm(4), 2, ("m (LayerNorm)", "kv_heads")),
     ],
 )
-def test_what_does_not_fit_is_said_with_its_name(style, module, tp, words):
+def test_a_style_that_does_not_fit_names_the_module(style, module, tp, words):
     with pytest.raises(StrettoError) as error:
         style.parts("m", module, 0, tp)
     for word in words:
@@ -233,7 +228,7 @@ def test_layers_along_the_sequence_gather_and_scatter_where_there_are_ranks_to()
     assert not Vocabulary().swap(nn.Embedding(4, 2), TwoRanks(2)).sequence
 
 
-def test_what_is_added_after_the_sum_has_a_part_of_its_gradient_on_each_rank():
+def test_row_parallel_biases_get_partial_gradients_under_sequence_parallelism():
     parts = Row(sequence=True).parts("m", nn.Linear(4, 2), 1, 2)
     assert parts == {"weight": Part(dim=1, runs=(Run(2, 2),)), "bias": Part(dim=None, partial=True)}
     assert not Row().parts("m", nn.Linear(4, 2), 1, 2)["bias"].partial

@@ -107,5 +107,5 @@ def all_of_it() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_bytes_by_kind(ranks):
+def test_traffic_counts_bytes_by_kind(ranks):
     on_ranks(ranks, all_of_it)

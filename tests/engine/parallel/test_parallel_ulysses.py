@@ -50,7 +50,7 @@ def test_every_rank_gets_the_key_heads_of_its_query_heads(cp: int, kv_heads: int
 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3))
-def test_orders_of_positions(cp: int, chunk: int, batch: int) -> None:
+def test_natural_and_zigzag_order_are_inverse(cp: int, chunk: int, batch: int) -> None:
     length = 2 * cp * chunk
     whole = torch.arange(batch * length * 2).reshape(batch, length, 2)
     by_rank = torch.stack([whole[:, zigzag(length, cp, rank)] for rank in range(cp)])
@@ -102,7 +102,7 @@ def test_padding_for_tensor_parallel_ranks_alone_leaves_the_masks_of_samples() -
 
 
 @pytest.mark.parametrize("made", [RingAttention, UlyssesAttention])
-def test_what_the_core_was_stays(made: type[RingAttention]) -> None:
+def test_context_attention_keeps_the_cores_options(made: type[RingAttention]) -> None:
     method = "ring" if made is RingAttention else "ulysses"
     mesh: Any = Alone(cp=2)
     for explicit in (False, True):
@@ -156,5 +156,5 @@ def exchanged() -> None:
     mesh.close()
 
 
-def test_half_of_all_goes_to_the_other_of_two_ranks_in_two_messages_each_way() -> None:
+def test_ulysses_sends_half_of_everything_in_two_messages_each_way() -> None:
     on_ranks(2, exchanged)

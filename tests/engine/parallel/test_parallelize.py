@@ -11,8 +11,9 @@ from torch import nn
 
 from stretto.engine.models.build import build
 from stretto.engine.models.sharding import sharding_plan
-from stretto.engine.parallel.parallelize import count, matches, materialise, parallelize, tied_stages
-from stretto.engine.parallel.styles import Column, Part, Replicate, Row, Run, Style, Vocabulary
+from stretto.engine.parallel.parallelize import matches, materialise, parallelize
+from stretto.engine.parallel.styles import Column, Part, Replicate, Row, Run, SplitDropout, Style, Vocabulary
+from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.linear import ParallelLinear
 from stretto.errors import StrettoError
 from stretto.layout import Layout
@@ -65,7 +66,7 @@ PLAN: dict[str, Style] = {"": Replicate(), "up": Column(), "down": Row()}
         ("Up", "up", False),
     ],
 )
-def test_a_star_stands_for_text_within_one_part(pattern, name, yes):
+def test_a_star_in_a_pattern_matches_within_one_part_of_a_name(pattern, name, yes):
     assert matches(pattern, name) is yes
 
 
@@ -79,7 +80,6 @@ def test_owned_pieces_of_all_ranks_are_the_plain_model_once(shape, tp):
             model = build(shape)
         table = parallelize(model, sharding_plan(Job(shape=shape, vocab_multiple=4)), FakeMesh(tp, rank))
         assert table.keys() == plain.keys()
-        assert count(table) == sum(p.numel() for p in plain.values())
         local = dict(model.named_parameters())
         for name, sharded in table.items():
             assert sharded.placed.shape == plain[name].shape
@@ -127,9 +127,9 @@ def test_a_parameter_cut_along_two_dimensions_is_held_in_boxes():
     assert bool((seen == 1).all())
 
 
-@pytest.mark.parametrize(("rows", "told"), [(2, "no rank holds"), (4, "two ranks own")])
-def test_boxes_that_leave_a_gap_or_overlap_are_refused(rows, told):
-    with pytest.raises(StrettoError, match=f"{told} box.w from . along dimension 1"):
+@pytest.mark.parametrize(("rows", "reported"), [(2, "no rank holds"), (4, "two ranks own")])
+def test_boxes_that_leave_a_gap_or_overlap_are_refused(rows, reported):
+    with pytest.raises(StrettoError, match=f"{reported} box.w from . along dimension 1"):
         parallelize(nn.ModuleDict({"box": Boxed()}), {"box": Boxes(rows)}, FakeMesh(4))
 
 
@@ -169,16 +169,16 @@ def test_a_model_without_storage_gets_its_values_piece_by_piece():
         model = build(shape)
     table = parallelize(model, sharding_plan(Job(shape=shape)), FakeMesh(4, 3))
     layers = [(name, layer) for name, layer in model.layers() if name != "blocks.0"]
-    asked = []
+    requested = []
 
     def values(name: str, size: tuple[int, ...]) -> torch.Tensor:
-        asked.append(name)
+        requested.append(name)
         assert size == full[name].shape
         return full[name]
 
     made = materialise(layers, table, values, "cpu", torch.float64)
-    assert sorted(asked) == sorted(made)
-    assert len(asked) == len(set(asked))
+    assert sorted(requested) == sorted(made)
+    assert len(requested) == len(set(requested))
     assert not any(name.startswith("blocks.0") for name in made)
     assert all(p.is_meta for p in model.blocks[0].parameters())
     assert model.head.out.weight is model.embed.tok.weight  # tied, so one tensor
@@ -203,7 +203,7 @@ def test_parameters_of_the_model_itself_have_a_place_too():
     assert not table["scale"].placed.pieces[0].owned  # rank 0's copy is
 
 
-def test_copied_key_heads_say_with_whom_they_share_their_gradient():
+def test_copied_key_heads_name_the_ranks_that_share_their_gradient():
     shape = SHAPES[1]
     for rank in range(4):
         with torch.device("meta"):
@@ -305,12 +305,74 @@ def test_the_model_itself_can_be_kept_but_not_swapped():
         parallelize(nn.Linear(4, 4), {"": Column()}, FakeMesh(2))
 
 
-def test_stages_that_share_a_parameter():
-    shape = SHAPES[0]
-    with torch.device("meta"):
-        model = build(shape)
-    table = parallelize(model, sharding_plan(Job(shape=shape)), FakeMesh())
-    assert tied_stages(table, lambda name: 0 if name.startswith("embed") else 1) == {
-        "embed.tok.weight": (0, 1)
-    }
-    assert tied_stages(table, lambda name: 0) == {}
+class DropoutMLP(nn.Module):
+    """A user's MLP, with dropout between the layer that is split by columns and the one split by rows, and
+    dropout of its output.
+    """
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+        self.inner = nn.Dropout(0.5) if inner is None else inner
+        self.down = nn.Linear(8, 4)
+        self.outer = nn.Sequential(nn.Dropout(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.down(self.inner(self.up(x))))
+
+
+SPLIT: dict[str, Style] = {"up": Column(), "down": Row()}
+DROPOUT: dict[str, Style] = {**SPLIT, "inner": SplitDropout(heads=(2, 8)), "outer": Replicate()}
+
+
+def keyed(model: nn.Module) -> nn.Module:
+    key_dropout(model, DropoutKeys(0))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "says", "hint"),
+    [
+        (DropoutMLP(), SPLIT, "'inner' is Dropout: each", "call key_dropout"),
+        (DropoutMLP(), DROPOUT, "'inner' is Dropout: each", "call key_dropout"),
+        (DropoutMLP(nn.AlphaDropout(0.5)), DROPOUT, "'inner' is AlphaDropout: each", "use nn.Dropout"),
+        (keyed(DropoutMLP()), SPLIT, "dropout 'inner'", "add 'inner': SplitDropout"),
+        (keyed(DropoutMLP()), {"": Replicate(), **SPLIT}, "dropout 'inner'", "add 'inner': SplitDropout"),
+        (
+            keyed(DropoutMLP()),
+            {**DROPOUT, "inner": Replicate(sequence=True)},
+            "dropout 'inner'",
+            "SplitDropout",
+        ),
+        (
+            keyed(DropoutMLP()),
+            {**DROPOUT, "outer": Replicate(sequence=True)},
+            "dropout 'outer.0'",
+            "SplitDropout",
+        ),
+    ],
+)
+def test_dropout_with_masks_other_than_one_process_is_refused(
+    model: nn.Module, plan: dict[str, Style], says: str, hint: str
+) -> None:
+    before = list(model.named_parameters())
+    with pytest.raises(StrettoError, match=says) as caught:
+        parallelize(model, plan, FakeMesh(2))
+    assert hint in (caught.value.hint or "")
+    after = list(model.named_parameters())
+    assert all(one[0] == other[0] and one[1] is other[1] for one, other in zip(before, after, strict=True))
+
+
+def test_dropout_that_is_keyed_and_has_a_style_is_accepted() -> None:
+    model = keyed(DropoutMLP())
+    parallelize(model, DROPOUT, FakeMesh(2))
+    assert len(model.inner.cuts) == 1
+    assert not model.outer[0].cuts
+    parallelize(keyed(DropoutMLP()), {"": Replicate()}, FakeMesh(2))  # nothing is split
+
+
+def test_dropout_without_effect_on_other_ranks_needs_no_style() -> None:
+    parallelize(DropoutMLP(), SPLIT, FakeMesh(1))
+    model = DropoutMLP(nn.Dropout(0.0))
+    model.outer = nn.Sequential(nn.Identity())
+    parallelize(model, SPLIT, FakeMesh(2))

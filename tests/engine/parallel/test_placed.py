@@ -62,7 +62,7 @@ def test_a_whole_tensor_is_one_owned_piece():
     assert [piece.owned for piece in Placed.whole("w", (3, 2), owned=False).pieces] == [False]
 
 
-def test_a_scalar_has_a_place_too():
+def test_a_scalar_is_filled():
     local = torch.zeros(())
     Placed.whole("scale", ()).fill(local, torch.tensor(3.0))
     assert local == 3.0

@@ -37,9 +37,9 @@ def tuple_of(y: Any) -> Tensors:
 
 def whole(module: nn.Module, inputs: Tensors, gradients: Sequence[Tensor | None]) -> None:
     """A plain backward."""
-    given = [(y, dy) for y, dy in zip(tuple_of(module(*inputs)), gradients, strict=True)]
-    given = [(y, dy) for y, dy in given if y.requires_grad and dy is not None]
-    torch.autograd.backward([y for y, _ in given], [dy for _, dy in given])
+    arguments = [(y, dy) for y, dy in zip(tuple_of(module(*inputs)), gradients, strict=True)]
+    arguments = [(y, dy) for y, dy in arguments if y.requires_grad and dy is not None]
+    torch.autograd.backward([y for y, _ in arguments], [dy for _, dy in arguments])
 
 
 def halves(
@@ -125,8 +125,8 @@ class Of(nn.Module):
         for name, part in parts.items():
             setattr(self, name, nn.Parameter(part) if isinstance(part, Tensor) else part)
 
-    def forward(self, *given: Tensor) -> Any:
-        return self.function(self, *given)
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(self, *inputs)
 
 
 class Scaled(torch.autograd.Function):

@@ -134,7 +134,7 @@ def test_two_ranks():
     on_ranks(2, cases, Layout(pp=2), (1, 2, 7))
 
 
-def test_four_ranks():
+def test_asynchronous_schedules_on_four_ranks():
     on_ranks(4, cases, Layout(pp=4), (3, 11))
 
 
@@ -142,7 +142,7 @@ def test_replicas_sum_their_gradients_before_every_update():
     on_ranks(4, cases, Layout(pp=2, dp=2), (5,))
 
 
-def test_what_does_not_go_together_is_said():
+def test_asynchronous_programs_and_optimisers_must_match():
     with pytest.raises(StrettoError, match=r"updates weights within the step.*has no optimizer"):
         Pipeline(mlp(), schedule("pipedream", 1, 2), Mesh(Layout()), squares)
     with pytest.raises(StrettoError, match=r"updates weights after the step.*has an optimizer"):

@@ -147,7 +147,7 @@ def test_the_rank_and_the_action_are_named(kind: str, words: tuple[str, ...]):
         (StrettoError("too long"), "too long"),
     ],
 )
-def test_a_text_that_says_little_comes_with_its_type(error: Exception, text: str):
+def test_terse_errors_are_reported_with_their_type(error: Exception, text: str):
     assert error_text(error) == text
 
 
@@ -190,5 +190,5 @@ def probed() -> dict[int, tuple[int, ...]]:
 
 def test_boundaries_are_found_by_a_trial_forward():
     shapes = {1: (4, 7), 2: (4, 5), 3: (4, 2)}
-    for found in on_ranks(2, probed):
-        assert found == shapes  # each rank holds two of four stages, and so touches all three boundaries
+    for results in on_ranks(2, probed):
+        assert results == shapes  # each rank holds two of four stages, and so touches all three boundaries

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stretto import schedule
-from stretto.engine.pipeline.accept import forward_only
 from stretto.engine.pipeline.exchange import BACKWARD, FORWARD, channels
 from stretto.engine.pipeline.live import assign_slots
-from stretto.engine.pipeline.ties import Tie, find_ties
+from stretto.engine.pipeline.pipeline import forward_only
+from stretto.engine.pipeline.shared import Tie, find_ties
 from stretto.program import Action, Kind, lower
 from stretto.program.program import Program
 
@@ -55,7 +55,7 @@ def test_one_f_one_b_needs_as_many_buffers_as_microbatches_in_flight():
         assert len(backward) <= 2
 
 
-def test_an_input_is_kept_for_its_late_weight_gradient():
+def test_a_deferred_weight_gradient_keeps_its_input():
     I, W = (Action(1, kind, 0) for kind in (Kind.I, Kind.W))
     receives = [Action(1, Kind.RECV_F, i) for i in range(2)]
     F = [Action(1, Kind.F, i) for i in range(2)]
@@ -93,7 +93,7 @@ def test_ties_are_found_by_identity_in_model_order():
     assert find_ties([b, equal]) == []  # equal values are no tie
 
 
-def test_stages_of_a_tie():
+def test_the_stages_that_hold_a_tied_parameter():
     tie = Tie(((0, "w"), (1, "w"), (5, "w")))
     assert tie.stages([range(2), range(2, 4), range(4, 6)]) == (0, 2)
     assert tie.stages([range(6)]) == (0,)

@@ -17,7 +17,7 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import materialise, parallelize
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.pipeline import PartialGradient, Pipeline, ReplicatedWeights
-from stretto.engine.pipeline.ties import find_ties
+from stretto.engine.pipeline.shared import find_ties
 from stretto.program.program import Program
 from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape

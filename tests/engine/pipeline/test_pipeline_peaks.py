@@ -15,7 +15,7 @@ from stretto import Layout, schedule
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor.linear import ParallelLinear
 from stretto.engine.pipeline import Pipeline, ReplicatedWeights
-from stretto.engine.pipeline.activation_offload import HostCopies
+from stretto.engine.pipeline.activation_offload import ActivationCopies
 from stretto.program import names
 from stretto.program.memory import peak_activations, peak_held
 from stretto.program.program import Program
@@ -42,16 +42,16 @@ class Counter:
 
 def counting_reloads(counter: Counter) -> None:
     """What comes back from the host is a tensor of its own."""
-    reload = HostCopies.reload
+    reload = ActivationCopies.reload
 
-    def counted(self: HostCopies) -> None:
+    def counted(self: ActivationCopies) -> None:
         kept = list(self._kept)
         reload(self)
         for tensor in kept:
             assert tensor.here is not None
             counter.show(tensor.here)
 
-    HostCopies.reload = counted  # type: ignore[method-assign]
+    ActivationCopies.reload = counted  # type: ignore[method-assign]
 
 
 class Counted(nn.Module):
@@ -71,7 +71,7 @@ class Counted(nn.Module):
 
 def peak(program: Program, ours: bool) -> int:
     """The most activations alive on this rank in the second step."""
-    counter, original = Counter(), HostCopies.reload
+    counter, original = Counter(), ActivationCopies.reload
     counting_reloads(counter)
     mesh, m = Mesh(Layout(pp=program.ranks)), program.microbatches
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
@@ -86,33 +86,33 @@ def peak(program: Program, ours: bool) -> int:
     pipe.step(data, data)
     pipe.close()
     mesh.close()
-    HostCopies.reload = original  # type: ignore[method-assign]
+    ActivationCopies.reload = original  # type: ignore[method-assign]
     return counter.peak
 
 
 def programs(ranks: int, microbatches: int) -> list[Program]:
-    found = [schedule(name, ranks, microbatches) for name in names()]
-    found = [program for program in found if program.trains]
+    results = [schedule(name, ranks, microbatches) for name in names()]
+    results = [program for program in results if program.trains]
     base = schedule("1f1b", ranks, microbatches)
-    return [*found, recompute(base), recompute(base, [0, 2]), offload(base), offload(base, [1, 2])]
+    return [*results, recompute(base), recompute(base, [0, 2]), offload(base), offload(base, [1, 2])]
 
 
 def peaks(ranks: int, microbatches: int) -> list[tuple[str, bool, int]]:
     return [(p.name, ours, peak(p, ours)) for p in programs(ranks, microbatches) for ours in (True, False)]
 
 
-def test_every_schedule_holds_what_it_says():
+def test_every_schedule_holds_the_predicted_peak():
     microbatches = 2 * RANKS + 1
-    found = on_ranks(RANKS, peaks, RANKS, microbatches)
+    results = on_ranks(RANKS, peaks, RANKS, microbatches)
     wanted = [(p, ours) for p in programs(RANKS, microbatches) for ours in (True, False)]
-    for rank, of_rank in enumerate(found):
+    for rank, of_rank in enumerate(results):
         for (program, ours), (name, _, count) in zip(wanted, of_rank, strict=True):
             held = peak_held(program)[rank]
             assert name == program.name
             assert count == held, f"rank {rank}, {name}, ours={ours}: {count} alive, program says {held}"
 
 
-def test_rank_units_count_chunks():
+def test_peak_activations_count_chunks():
     program = schedule("interleaved", RANKS, 8)
     held = peak_held(program)
     assert peak_activations(program) == [count / 2 for count in held]

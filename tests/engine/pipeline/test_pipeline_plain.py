@@ -273,7 +273,7 @@ def overlapped() -> None:
     mesh.close()
 
 
-def test_without_ranks():
+def test_layers_in_one_process():
     one_rank()
 
 
@@ -285,7 +285,7 @@ def test_on_four_ranks():
     on_ranks(4, four_ranks)
 
 
-def test_the_checks_can_fail():
+def test_the_comparison_finds_a_wrong_loss_scale():
     """The same comparison finds a loss of another scale."""
     program = schedule("1f1b", ranks=1, microbatches=2)
     calls = iter(range(100))

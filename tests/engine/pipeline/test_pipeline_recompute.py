@@ -64,12 +64,12 @@ class Masks:
     def watch(self, layer: KeyedDropout) -> None:
         draw = layer.mask
 
-        def mask(*given: object) -> Tensor:
-            found = draw(*given)  # type: ignore[arg-type]
+        def mask(*inputs: object) -> Tensor:
+            results = draw(*inputs)  # type: ignore[arg-type]
             key = (layer.name, tuple(layer.keys.samples))
-            assert torch.equal(self.seen.setdefault(key, found), found), key
+            assert torch.equal(self.seen.setdefault(key, results), results), key
             self.drawn += 1
-            return found
+            return results
 
         layer.mask = mask  # type: ignore[method-assign, assignment]
 
@@ -113,8 +113,8 @@ class Rank:
         edges = [s * len(layers) // program.depth for s in range(program.depth + 1)]
         cut = [range(a, b) for a, b in itertools.pairwise(edges)]
         mine = [layers[i] for s in program.stages_of(mesh.index("pp")) for i in cut[s % program.depth]]
-        own = {id(p) for layer in mine for p in layer.parameters()}
-        held = {n: p for n, p in self.model.named_parameters() if id(p) in own}
+        local = {id(p) for layer in mine for p in layer.parameters()}
+        held = {n: p for n, p in self.model.named_parameters() if id(p) in local}
         pipe = Pipeline(
             layers,
             program,
@@ -215,7 +215,7 @@ def test_schedules_on_four_ranks():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_schedule_in_every_way(ranks: int):
+def test_every_schedule_with_every_kind_of_layer(ranks: int):
     assert min(on_ranks(ranks, every_schedule, ranks, (*ALIKE, *MIXED))) >= 15
 
 
@@ -223,5 +223,5 @@ def test_tensor_parallel():
     on_ranks(4, with_tensor_parallel)
 
 
-def test_programs_that_keep_less():
+def test_programs_with_recomputation_and_offload():
     on_ranks(2, with_programs_that_keep_less)

@@ -22,7 +22,7 @@ from stretto.program.transforms.sharding import gather
 
 
 class Foreign(nn.Module):
-    """A linear layer that nobody knows for one: its stage is split by walking the graph."""
+    """A linear layer that is not recognised as one: its stage is split by walking the graph."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -49,11 +49,11 @@ def programs(ranks: int, microbatches: int) -> list[Program]:
     """All that train and update at the end, with the values of their options that fit 16 stages."""
     made = list[Program]()
     for name in names():
-        given = options(name)
+        inputs = options(name)
         choices: list[dict[str, int]] = [{}]
-        if "chunks" in given and given["chunks"] is not None:
+        if "chunks" in inputs and inputs["chunks"] is not None:
             choices.append({"chunks": 3})
-        if "waves" in given:
+        if "waves" in inputs:
             choices.append({"waves": 2})
         for choice in choices:
             try:
@@ -84,22 +84,22 @@ def every_schedule(layout: Layout, microbatches: tuple[int, ...], both: bool = T
     return done
 
 
-def test_on_one_rank():
-    found = every_schedule(Layout(), (1, 4))
-    assert {"gpipe", "bfs", "1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "hanayo"} <= set(found)
+def test_every_schedule_on_one_rank():
+    results = every_schedule(Layout(), (1, 4))
+    assert {"gpipe", "bfs", "1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "hanayo"} <= set(results)
 
 
 def test_on_two_ranks():
-    (found, _) = on_ranks(2, every_schedule, Layout(pp=2), (1, 5))
-    assert {"zb-h1", "zb-v", "hanayo", "dualpipe-v", "dualpipe"} <= set(found)
+    (results, _) = on_ranks(2, every_schedule, Layout(pp=2), (1, 5))
+    assert {"zb-h1", "zb-v", "hanayo", "dualpipe-v", "dualpipe"} <= set(results)
 
 
 def test_on_four_ranks():
-    found = on_ranks(4, every_schedule, Layout(pp=4), (9,), False)[0]
-    assert {"zb-h1", "zb-v", "hanayo", "dualpipe-v", "dualpipe", "chimera"} <= set(found)
+    results = on_ranks(4, every_schedule, Layout(pp=4), (9,), False)[0]
+    assert {"zb-h1", "zb-v", "hanayo", "dualpipe-v", "dualpipe", "chimera"} <= set(results)
 
 
-def test_with_replicas():
+def test_every_schedule_with_replicas():
     on_ranks(4, every_schedule, Layout(pp=2, dp=2), (4,), False)
 
 
@@ -141,7 +141,7 @@ class Random(nn.Module):
 
 def test_repeated_forwards_draw_what_the_first_drew():
     base = schedule("gpipe", 1, 4)
-    found = list[list[torch.Tensor]]()
+    results = list[list[torch.Tensor]]()
     for program in (base, recompute(base)):
         layers = deep(4, ours=True)
         layers[1:1] = [Random()]
@@ -150,10 +150,10 @@ def test_repeated_forwards_draw_what_the_first_drew():
         pipe._executor(pipe.program, inputs)
         torch.manual_seed(7)
         pipe.step(inputs, targets)
-        found.append([p.grad for p in pipe.parameters()])
+        results.append([p.grad for p in pipe.parameters()])
         after = torch.rand(1)
-        found[-1].append(after)  # and the stream goes on from the same place
-    for plain, repeated in zip(*found, strict=True):
+        results[-1].append(after)  # and the stream goes on from the same place
+    for plain, repeated in zip(*results, strict=True):
         assert torch.equal(plain, repeated)
 
 

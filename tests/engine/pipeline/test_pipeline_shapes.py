@@ -93,27 +93,27 @@ def equal(
     """Losses, gradients and evaluation beside one process."""
     plain, layers, m = make(), make(), program.microbatches
     inputs, targets = tokens(m, varying)
-    given = (
+    arguments = (
         [(mask.double().unsqueeze(-1).expand(-1, -1, WIDTH),) for _, mask in inputs]
         if plain_inputs
         else inputs
     )
     names = {id(p): i for i, p in enumerate(nn.ModuleList(layers).parameters())}
     wanted = list(nn.ModuleList(plain).parameters())
-    losses = [loss(sequential(plain, skips, x), t) for x, t in zip(given, targets, strict=True)]
+    losses = [loss(sequential(plain, skips, x), t) for x, t in zip(arguments, targets, strict=True)]
     (0.1 * torch.stack(losses).sum()).backward()
     mesh = Mesh(Layout(pp=program.ranks))
     pipe = Pipeline(layers, program, mesh, loss, skips=skips, varying=varying)
     for _ in range(2):
-        found = pipe.step(given, targets, 0.1)
-        if found is not None and program.copies == 1:
-            torch.testing.assert_close(found, torch.stack(losses).detach(), rtol=1e-11, atol=1e-12)
+        results = pipe.step(arguments, targets, 0.1)
+        if results is not None and program.copies == 1:
+            torch.testing.assert_close(results, torch.stack(losses).detach(), rtol=1e-11, atol=1e-12)
         for p in pipe.parameters():
             close = torch.allclose(p.grad, wanted[names[id(p)]].grad, rtol=1e-10, atol=1e-12)
             assert close, f"{what}: gradient {names[id(p)]}"
-    found = pipe.evaluate(given, targets)
-    if found is not None:
-        torch.testing.assert_close(found, torch.stack(losses).detach(), rtol=1e-11, atol=1e-12)
+    results = pipe.evaluate(arguments, targets)
+    if results is not None:
+        torch.testing.assert_close(results, torch.stack(losses).detach(), rtol=1e-11, atol=1e-12)
     pipe.close()
     mesh.close()
 

@@ -40,7 +40,7 @@ def _double() -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_halves_are_the_whole(name: str) -> None:
+def test_i_and_w_together_equal_autograd(name: str) -> None:
     module, inputs = CASES[name]()
     check_equal(module, *inputs)
 
@@ -130,7 +130,7 @@ def test_first_stage_leaves_all_to_w() -> None:
     assert all(p.grad is None for p in module.parameters())
 
 
-def test_a_loss_needs_no_gradient() -> None:
+def test_a_loss_without_gradient_is_accepted() -> None:
     module, t = nn.Sequential(lin(), lin()), x(3, 4)
     (module(t) ** 2).sum().backward()
     dx, plain = t.grad, [p.grad for p in module.parameters()]
@@ -141,7 +141,7 @@ def test_a_loss_needs_no_gradient() -> None:
     torch.testing.assert_close([t.grad, *(p.grad for p in module.parameters())], [dx, *plain])
 
 
-def test_outputs_that_nobody_learns_from() -> None:
+def test_outputs_without_gradient() -> None:
     module, t = Of(lambda m, t: (m.a(t), m.b(t)), a=lin(), b=lin()), x(3, 4)
     a, b = module(t)
     split = GraphSplit(module.parameters())
@@ -169,10 +169,12 @@ def test_the_graph_is_freed_without_the_collector(name: str) -> None:
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             y = module(*inputs)
-        given = torch.randn_like(y)
+        arguments = torch.randn_like(y)
         assert alive
         assert all(ref() is not None for ref in alive)
-        rest = split.input_gradients([get_gradient_edge(y)], [given], [t for t in inputs if t.requires_grad])
+        rest = split.input_gradients(
+            [get_gradient_edge(y)], [arguments], [t for t in inputs if t.requires_grad]
+        )
         del y
         split.weight_gradients(rest)
         assert not [ref for ref in alive if ref() is not None]
@@ -180,7 +182,7 @@ def test_the_graph_is_freed_without_the_collector(name: str) -> None:
         gc.enable()
 
 
-def test_what_is_above_the_weights_is_freed_by_i() -> None:
+def test_i_frees_activations_after_the_last_weight() -> None:
     module, t, alive = lin(), x(3, 4), list[weakref.ref[Tensor]]()
 
     def pack(t: Tensor) -> Tensor:
@@ -212,7 +214,7 @@ def test_hooks_of_weights_change_the_gradient_once() -> None:
         torch.testing.assert_close(p.grad, q.grad)
 
 
-def test_a_function_of_its_own_runs_once() -> None:
+def test_an_autograd_function_runs_its_backward_once() -> None:
     module, inputs = CASES["a function of its own"]()
     Scaled.calls = 0
     halves(module, inputs, [torch.ones(3, 4)])

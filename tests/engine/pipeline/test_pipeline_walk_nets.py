@@ -98,5 +98,5 @@ def _step(kind: str, t: Tensor, o: Tensor, layer: nn.Linear, scale: Tensor, norm
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))  # pyright: ignore[reportArgumentType]
 @given(nets(), st.integers(1, 2))
-def test_any_net(net: nn.Module, inputs: int) -> None:
+def test_random_nets_split_into_i_and_w(net: nn.Module, inputs: int) -> None:
     check_equal(net, *(x(3, 4) for _ in range(inputs)))

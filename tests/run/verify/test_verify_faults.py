@@ -271,11 +271,11 @@ def drop_out_otherwise_again() -> None:
     right = Compute.backward
 
     def backward(self: Compute, action: Any) -> Any:
-        self._turn = lambda stage, mb: None
+        self._prepare = lambda stage, mb: None
         try:
             return right(self, action)
         finally:
-            del self._turn
+            del self._prepare
 
     Compute.backward = backward
 

@@ -1,4 +1,4 @@
-"""Checkpoints to and from folders of Hugging Face: config.json and safetensors files."""
+"""Checkpoints to and from Hugging Face's folders of config.json and safetensors files."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from stretto.engine.checkpoint.files import MAX_JSON, safe_name, size_text
 from stretto.engine.checkpoint.folder import checkpoints
 from stretto.engine.checkpoint.load import Loaded, load, tensor_index
 from stretto.engine.checkpoint.save import save
-from stretto.engine.checkpoint.storage import dtype_name
-from stretto.engine.checkpoint.tensorfile import Entry, write_tensors
-from stretto.engine.models.huggingface import from_huggingface, to_huggingface
-from stretto.engine.models.huggingface_config import config_to_huggingface, shape_from_huggingface
+from stretto.engine.checkpoint.storage import Entry, dtype_name, write_tensors
+from stretto.engine.models.huggingface import (
+    config_to_huggingface,
+    from_huggingface,
+    shape_from_huggingface,
+    to_huggingface,
+)
 from stretto.engine.parallel.fragment import Placed
 from stretto.errors import StrettoError
 from stretto.spec.shape import ModelShape, shape_from_record, shape_to_record
@@ -27,10 +30,11 @@ MODEL = "model."  # first part of the names of parameters in a checkpoint
 
 
 def read_whole(path: str | Path, prefix: str = MODEL) -> tuple[dict[str, Tensor], Loaded]:
-    """All tensors whose names begin with `prefix`, without it, on the CPU in their stored dtype.
+    """All tensors whose names begin with `prefix`, by their names without it, on the CPU in their stored
+    dtype.
 
     Raises:
-        StrettoError: no checkpoint there, a damaged one, or nothing of that name in it.
+        StrettoError: no checkpoint there, a damaged one, or one without such tensors.
     """
     index = tensor_index(path)
     whole = {
@@ -46,10 +50,10 @@ def read_whole(path: str | Path, prefix: str = MODEL) -> tuple[dict[str, Tensor]
 
 
 def shape_of(path: str | Path, loaded: Loaded) -> ModelShape:
-    """The sizes of the model, from the checkpoint's `meta["model"]`: the fields of a ModelShape.
+    """The model's shape, from the checkpoint's `meta["model"]`.
 
     Raises:
-        StrettoError: it says nothing of the kind.
+        StrettoError: it has none.
     """
     sizes = loaded.meta.get("model")
     try:
@@ -60,28 +64,27 @@ def shape_of(path: str | Path, loaded: Loaded) -> ModelShape:
 
 def _no_shape(path: str | Path) -> ModelShape:
     raise StrettoError(
-        f"checkpoint {path} does not say the sizes of its model",
-        hint="models of your own have no counterpart at Hugging Face; read the tensors with `read_whole`",
+        f"checkpoint {path} has no sizes of its model",
+        hint="only this library's models can be exported; read other tensors with `read_whole`",
     )
 
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 MAP = "model.safetensors.index.json"
-SHARD_BYTES = 5 * 10**9  # a larger model is written as several files, as there
-PUBLIC = 0o666  # less the user's umask: exports are made to be given away
+SHARD_BYTES = 5 * 10**9  # a larger model is written as several files, as by transformers
+PUBLIC = 0o666  # file mode before the umask: exports are meant to be shared
 
 
 def export_huggingface(path: str | Path, out: str | Path, shard_bytes: int = SHARD_BYTES) -> list[Path]:
-    """Write the model of a checkpoint so that `transformers` loads it with `from_pretrained(out)`.
-
-    The whole model is held in memory. Neither optimiser nor tokeniser is written.
+    """Write the model of a checkpoint so that `transformers` loads it with `from_pretrained(out)`. The whole
+    model is held in memory. Neither optimiser nor tokeniser is written.
 
     Returns:
-        the files written.
+        The files written.
 
     Raises:
-        StrettoError: a damaged checkpoint, a model without counterpart there, or a folder that is in use.
+        StrettoError: a damaged checkpoint, a model without a counterpart there, or a folder with an export.
     """
     out = Path(out)
     if taken := [name for name in (CONFIG, WEIGHTS, MAP) if (out / name).exists()]:
@@ -109,12 +112,11 @@ def export_huggingface(path: str | Path, out: str | Path, shard_bytes: int = SHA
 
 
 def import_huggingface(source: str | Path, run: str | Path) -> Path:
-    """Make `run`/checkpoints/step-00000000 from a folder with config.json and safetensors files.
-
-    It holds the model alone, in the files' dtype; `meta` has `model` and `imported`.
+    """Make `run`/checkpoints/step-00000000 from a folder with config.json and safetensors files. It holds
+    only the model, in the files' dtype; its `meta` has `model` and `imported`.
 
     Raises:
-        StrettoError: not such a folder, a model that is not one of ours, or a run that has checkpoints.
+        StrettoError: not such a folder, a model that cannot be built here, or a run that has checkpoints.
     """
     source, folder = Path(source), Path(run) / "checkpoints"
     if checkpoints(folder):

@@ -1,6 +1,6 @@
-"""Files that are either whole on disk or not there: creating, syncing, reading within limits.
+"""Durable, checksummed files: creating, syncing, and reading within limits.
 
-Nothing here follows a link or a name out of the folder it was given, and nothing is world-readable.
+Nothing here follows a link or a name out of its folder, and files are readable by their owner only.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-BLOCK = (
-    1 << 22
-)  # bytes read or written at a time: large enough for full disk speed, small enough for the cache
+BLOCK = 1 << 22  # bytes at a time: enough for full disk speed, few enough for the CPU's cache
 PRIVATE = 0o600  # mode of files in a checkpoint
 MAX_JSON = 1 << 28  # bytes; a larger manifest or index is refused before it is read
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
 class DamageError(Exception):
-    """A file of a checkpoint is not what was written; the message names it and says how."""
+    """A file of a checkpoint is not as it was written; the message names the file and the difference."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class FileEntry:
 
 
 class CheckedWriter:
-    """A new file that counts and checksums what goes through it; durable once `close` returns."""
+    """A new file that counts and checksums the bytes written to it; durable once `close` returns."""
 
     def __init__(self, path: Path, mode: int = PRIVATE) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
@@ -62,7 +60,7 @@ class CheckedWriter:
         self._size += len(view)
 
     def _some(self, block: memoryview) -> int:
-        """Write as much as the system takes at once."""
+        """Write as much as one system call accepts."""
         try:
             return self._stream.write(block) or 0
         except OSError as error:
@@ -70,7 +68,7 @@ class CheckedWriter:
             raise
 
     def close(self) -> FileEntry:
-        """Force the bytes to the device; until this returns the file may be lost in a crash."""
+        """Sync the file to disk; until this returns it may be lost in a crash."""
         os.fsync(self._stream.fileno())
         self._stream.close()
         return FileEntry(self._size, self._crc)
@@ -101,7 +99,7 @@ def remove(path: Path) -> None:
 
 
 def safe_name(name: str) -> bool:
-    """Whether a name read from a file may be joined to a folder: one plain part, no dots in front."""
+    """Whether a name read from a file may be joined to a folder: one path component, without leading dots."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -109,7 +107,7 @@ def plain_file(folder: Path, name: str) -> Path:
     """The path of a file named in a checkpoint.
 
     Raises:
-        DamageError: it is missing, a link, not a plain file, or named so as to lead out of the folder.
+        DamageError: it is missing, a link, not a regular file, or its name leads out of the folder.
     """
     if not safe_name(name):
         raise DamageError(f"file name {name!r} is not allowed in a checkpoint")
@@ -124,7 +122,7 @@ def plain_file(folder: Path, name: str) -> Path:
 
 
 def check_size(folder: Path, name: str, entry: FileEntry) -> Path:
-    """The file's path, if it has the size it was written with."""
+    """The file's path, if it has the size it was written with; raises DamageError."""
     path = plain_file(folder, name)
     size = path.stat().st_size
     if size != entry.size:
@@ -144,7 +142,7 @@ def check_file(folder: Path, name: str, entry: FileEntry) -> None:
 
 
 def dump_json(value: Any) -> bytes:
-    """The one way a value is written: reading and writing it again gives the same bytes."""
+    """The canonical JSON of a value: reading and writing it again gives the same bytes."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
@@ -171,12 +169,12 @@ def _refuse(constant: str) -> NoReturn:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) != len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key is repeated")
     return record
 
 
 def size_text(size: int) -> str:
-    """Bytes for people: 3.2 GiB."""
+    """A readable size, such as "3.2 GiB"."""
     value = float(size)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if value < 1024:

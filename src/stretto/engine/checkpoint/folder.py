@@ -1,8 +1,8 @@
-"""The folder of a run's checkpoints: names, commit by rename, what a crash left, what to keep.
+"""The folder of a run's checkpoints: names, commit by rename, cleaning up after a crash, retention.
 
 step-00000100            a checkpoint
 step-00000200.partial    being written, or left by a crash
-step-00000200.replaced   the one that step-00000200 takes the place of, for the moment between two renames
+step-00000200.replaced   an old checkpoint of step 200, until the new one is committed and tidied up
 step-00000050.deleting   being removed
 """
 
@@ -27,15 +27,14 @@ def step_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int | None:
-    """The step whose checkpoint this is by name; None for any other path."""
+    """The step of a checkpoint, from its path's name; None for any other path."""
     match = STEP_FOLDER.fullmatch(path.name.removesuffix(REPLACED))
     return int(match[1]) if match else None
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Paths that are checkpoints by name, newest step first; whether they are whole is not looked at.
-
-    A `.replaced` one counts when a crash left nothing else of that step.
+    """Paths that are checkpoints by name, newest step first, whether whole or damaged. A `.replaced` one
+    counts if a crash left no other of that step.
     """
     if not folder.is_dir():
         return []
@@ -46,18 +45,18 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def resolve(path: Path) -> Path:
-    """The folder that holds the checkpoints of a run folder, or of the folder itself."""
+    """The folder of checkpoints in a run's folder; any other path as it is."""
     inner = path / "checkpoints"
     return inner if inner.is_dir() else path
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether the path itself is a checkpoint, by its looks."""
+    """Whether the path itself looks like a checkpoint: it has a manifest."""
     return (path / MANIFEST).is_file()
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Clean up after crashed saves and make the empty folder that this save writes into."""
+    """Clean up after crashed saves, and make the empty folder that this save writes to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
@@ -71,9 +70,9 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def clean(folder: Path) -> None:
-    """Remove what crashed saves and removals left; put back what was set aside and not replaced.
+    """Remove what crashed saves and removals left, and restore a `.replaced` checkpoint without a successor.
 
-    What cannot be removed stays: only a `.partial` of the same step is in the way, and then `begin` fails.
+    What cannot be removed stays; `begin` fails only if that is the `.partial` of the same step.
     """
     for path in folder.iterdir():
         if not STEP_FOLDER.fullmatch(path.stem):
@@ -86,9 +85,8 @@ def clean(folder: Path) -> None:
 
 
 def commit(partial: Path) -> Path:
-    """Give a wholly written folder its name, durably; a crash at any point leaves the old or the new one.
-
-    One of the same step that was there before is left aside, for `tidy`.
+    """Give a completely written folder its final name, durably; a crash at any point leaves the old
+    checkpoint or the new one. An old one of the same step is renamed to `.replaced`, for `tidy` to remove.
     """
     final, aside = partial.with_suffix(""), partial.with_suffix(REPLACED)
     sync_folder(partial)
@@ -105,13 +103,13 @@ def commit(partial: Path) -> Path:
 
 
 def tidy(newest: Path, keep: int | None) -> list[str]:
-    """After a commit: remove what `newest` took the place of, and all but the last `keep` whole checkpoints.
+    """After a commit, remove the checkpoint that `newest` replaced, and all but the last `keep` whole ones.
 
-    Damaged ones do not count, and go only once `keep` newer whole ones exist; later steps, of a run that was
-    taken up again from before them, are left alone.
+    Damaged ones do not count, and are removed only once `keep` newer whole ones exist. Checkpoints of later
+    steps, left by a run that was resumed from an earlier step, stay.
 
     Returns:
-        one line for each that could not be removed: no reason to fail, since the new one is safe on disk.
+        One line for each that could not be removed, which is not an error: the new one is safe on disk.
     """
     doomed = [aside] if (aside := newest.with_suffix(REPLACED)).exists() else []
     if keep is not None:
@@ -119,7 +117,7 @@ def tidy(newest: Path, keep: int | None) -> list[str]:
     failed: list[str] = []
     for path in doomed:
         try:
-            gone = path.with_suffix(DELETING)  # so that one half removed is not taken for a checkpoint
+            gone = path.with_suffix(DELETING)  # a half-removed folder must not look like a checkpoint
             os.rename(path, gone)
             remove(gone)
         except OSError as error:

@@ -1,8 +1,7 @@
 """The index of a checkpoint, `metadata.json`: which file holds which box of which tensor.
 
-It takes the place of the file that torch.distributed.checkpoint writes, because reading that one runs code
-that is stored in it. Here it is JSON with a fixed schema, and is checked completely before anything is
-allocated.
+It replaces the metadata file of torch.distributed.checkpoint, which is a pickle: reading that runs code
+stored in it. This one is JSON with a fixed schema, checked completely before anything is allocated.
 """
 
 from __future__ import annotations
@@ -27,11 +26,10 @@ Box = tuple[Sequence[int], Sequence[int]]  # offsets, sizes
 
 
 def untiled(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """What is wrong with `boxes` as a tiling of a tensor of `shape`; None when they tile it.
+    """Why `boxes` do not tile a tensor of `shape`, covering every element exactly once; None if they do.
 
-    Inside, pairwise disjoint and of the right volume means that every element is covered exactly once.
-    Disjointness is found by a sweep along the dimension with the most cuts, so that regular shardings cost
-    O(n log n).
+    They do if they are inside, pairwise disjoint and of the right volume. A sweep along the dimension with
+    the most cuts checks disjointness, which costs O(n log n) for regular shardings.
     """
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
@@ -111,7 +109,7 @@ class SavedPiece:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of the plain model as it lies in a checkpoint; `dtype` is torch's name for it."""
+    """A tensor of the plain model as stored in a checkpoint; `dtype` is torch's name without "torch."."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -127,12 +125,12 @@ Index = dict[str, SavedTensor]
 
 
 def piece_key(name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> str:
-    """The name of a piece inside a shard file: the tensor's own, with the box behind it when it is a part."""
+    """The name of a piece in a shard file: the tensor's name, followed by the box if it is only a part."""
     return name if tuple(sizes) == tuple(shape) else f"{name}[{box_text(offsets, sizes)}]"
 
 
 def write_index(folder: Path, index: Index) -> FileEntry:
-    """Write the index; raises ValueError when the pieces do not tile their tensors."""
+    """Write the index; raises ValueError if the pieces do not tile their tensors."""
     files = sorted({piece.file for saved in index.values() for piece in saved.pieces})
     number = {file: i for i, file in enumerate(files)}
     tensors = {

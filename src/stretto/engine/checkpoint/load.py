@@ -32,7 +32,9 @@ from stretto.errors import StrettoError, nearest
 
 @dataclass(frozen=True)
 class Loaded:
-    """What came with the tensors. `per_rank` is of this rank; empty when another world size wrote it."""
+    """What a checkpoint holds besides the tensors. `per_rank` has this rank's small tensors; empty if another
+    number of ranks wrote the checkpoint.
+    """
 
     step: int
     meta: dict[str, Any]
@@ -40,17 +42,18 @@ class Loaded:
 
 
 def verify(path: str | Path) -> list[str]:
-    """What is wrong with a checkpoint, the same on all ranks; empty when whole. They share the reading."""
+    """What is wrong with a checkpoint; empty if it is whole. The ranks share the reading, and all return the
+    same. Collective.
+    """
     lines = gather_json(problems(Path(path), this_rank(), world_size()))
     return list(dict.fromkeys(line for rank in lines for line in rank))
 
 
 def latest(folder: str | Path, report: Callable[[str], object] = print) -> Path | None:
-    """The newest whole checkpoint in a folder of checkpoints, every byte verified; the same answer on all
-    ranks.
+    """The newest whole checkpoint in a folder of checkpoints, every byte verified; None if there is none. The
+    same on all ranks. Collective.
 
-    Damaged ones are passed over; rank 0 calls `report` with one line for each. None when there is no whole
-    one.
+    Damaged ones are skipped; rank 0 calls `report` with one line for each.
     """
     names = [Path(name) for name in run_on_first(lambda: [str(p) for p in checkpoints(Path(folder))])]
     for i, path in enumerate(names):
@@ -65,20 +68,21 @@ def latest(folder: str | Path, report: Callable[[str], object] = print) -> Path 
 
 
 def load(path: str | Path, tensors: Tensors, *, ignore: Sequence[str] = (), check: bool = True) -> Loaded:
-    """Read a checkpoint, whatever layout wrote it, into local tensors in place; padding becomes zero.
+    """Read a checkpoint, written under any layout, into local tensors in place; padding becomes zero.
+    Collective.
 
-    Floating dtypes convert to the local tensor's; everything else must be the same.
+    Floating dtypes convert to the local tensor's; everything else must match.
 
     Args:
-        path: one checkpoint.
+        path: of one checkpoint.
         tensors: as for `save`; all pieces are read, owned or not.
-        ignore: beginnings of names ("optim.") that the checkpoint may hold and no rank wants.
-        check: verify sizes and checksums of all files first; leave out when `latest` has just done so.
+        ignore: prefixes of names ("optim.") that the checkpoint may hold although no rank requests them.
+        check: verify sizes and checksums of all files first; not needed after `latest`.
 
     Raises:
-        StrettoError: no checkpoint there, damaged, or of another model; on all ranks alike, tensors
-        untouched.
-        CollectiveError: reading failed half-way; the tensors' content is then undefined.
+        StrettoError: no checkpoint there, or a damaged one, or one of another model; on all ranks, with the
+            tensors unchanged.
+        CollectiveError: reading failed half-way; the tensors' contents are then undefined.
     """
     folder = Path(path)
     manifest = run_on_all(lambda: read_manifest(folder))
@@ -88,8 +92,8 @@ def load(path: str | Path, tensors: Tensors, *, ignore: Sequence[str] = (), chec
             hint="use an older one: `stretto checkpoint list`",
         )
     index, state = run_on_all(lambda: _matched(folder, manifest, tensors))
-    wanted = {name for names in gather_json(sorted(tensors)) for name in names}
-    _no_extra(index, wanted, ignore)
+    requested = {name for names in gather_json(sorted(tensors)) for name in names}
+    _no_extra(index, requested, ignore)
     per_rank = _per_rank(index, manifest)
     with torch.no_grad():
         for part in state.values():
@@ -109,7 +113,7 @@ def load(path: str | Path, tensors: Tensors, *, ignore: Sequence[str] = (), chec
 
 
 def tensor_index(path: str | Path) -> Index:
-    """Names, dtypes and shapes of the tensors in a checkpoint, without what belongs to single ranks."""
+    """Names, dtypes and shapes of the tensors in a checkpoint, without those of single ranks."""
     folder = Path(path)
     index = _read_index(folder, read_manifest(folder))
     return {name: saved for name, saved in index.items() if not name.startswith(f"{PER_RANK}.")}
@@ -141,26 +145,26 @@ def _matched(folder: Path, manifest: Manifest, tensors: Tensors) -> tuple[Index,
 def _same(name: str, saved: SavedTensor, local: Tensor, placed: Placed) -> None:
     if saved.shape != tuple(placed.shape):
         raise StrettoError(
-            f"checkpoint of another model: {name} has shape {list(saved.shape)}, the model wants "
+            f"checkpoint of another model: {name} has shape {list(saved.shape)}, in the model "
             f"{list(placed.shape)}",
             hint="give the model the sizes that the checkpoint was made with",
         )
     dtype: torch.dtype = getattr(torch, saved.dtype)
     if dtype != local.dtype and not (dtype.is_floating_point and local.dtype.is_floating_point):
         raise StrettoError(
-            f"checkpoint of another model: {name} has dtype {saved.dtype}, the model wants {local.dtype}",
+            f"checkpoint of another model: {name} has dtype {saved.dtype}, in the model {local.dtype}",
             hint="only floating dtypes convert to each other",
         )
 
 
-def _no_extra(index: Index, wanted: Collection[str], ignore: Sequence[str]) -> None:
-    """Saved names that are not requested mean another model, or state that would silently be lost."""
-    passed = (f"{PER_RANK}.", *ignore)
-    if extra := sorted(name for name in index if name not in wanted and not name.startswith(passed)):
+def _no_extra(index: Index, requested: Collection[str], ignore: Sequence[str]) -> None:
+    """Refuse stored names that no rank requests: another model, or state that would silently be lost."""
+    ignored = (f"{PER_RANK}.", *ignore)
+    if extra := sorted(name for name in index if name not in requested and not name.startswith(ignored)):
         more = f" and {len(extra) - 1} more tensors" if len(extra) > 1 else ""
         raise StrettoError(
             f"checkpoint of another model: it holds {extra[0]}{more} that the model does not have",
-            hint="load it into the model that it was made from",
+            hint="load it into a model like the one that was saved",
         )
 
 

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint, `manifest.json`: what it is, and size and checksum of every file in it.
+"""The manifest of a checkpoint, `manifest.json`: metadata, and the size and checksum of every file.
 
-It is written last and carries a checksum of itself, so that a checkpoint with a whole manifest and matching
-files is a whole checkpoint.
+It is written last and includes its own checksum, so a checkpoint is whole if its manifest is and its files
+match it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,17 @@ STEP_FOLDER = re.compile(r"step-(\d{8,18})")
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """One checkpoint: `world` ranks wrote it at `step`; `meta` is what the training loop put in (layout,
-    model, ...).
+    """One checkpoint.
 
-    `dtypes` gives bytes held per dtype, `saved` the time in UTC, `stretto` and `torch` the versions that
-    wrote it.
+    Attributes:
+        step: of training.
+        world: number of ranks that wrote it.
+        tensors: their number, without those of single ranks.
+        dtypes: bytes of the tensors of each dtype.
+        saved: the time, in UTC.
+        stretto, torch: versions of the libraries.
+        files: by name.
+        meta: from the training loop (layout, model, ...).
     """
 
     step: int
@@ -53,7 +59,7 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Size of all files but the manifest."""
+        """Size of all files except the manifest."""
         return sum(entry.size for entry in self.files.values())
 
 
@@ -65,7 +71,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(path: str | Path) -> Manifest:
-    """Read and check the manifest of the checkpoint at `path`; its files are not looked at.
+    """Read and check the manifest of the checkpoint at `path`, without checking the other files.
 
     Raises:
         StrettoError: there is no checkpoint, or its manifest is damaged.
@@ -102,10 +108,8 @@ def load_manifest(folder: Path) -> Manifest:
 
 
 def problems(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """What is wrong with a checkpoint; empty when it is whole. Reads every byte of every `parts`-th file from
-    `part`.
-
-    Over all parts every file is read; the manifest and the index are checked by part 0.
+    """What is wrong with a checkpoint; empty if it is whole. Reads every byte of every `parts`-th file,
+    starting with file number `part`; part 0 also checks the index.
     """
     try:
         manifest = _of_its_name(folder)
@@ -126,7 +130,7 @@ def problems(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
 
 
 def quick_problems(folder: Path) -> list[str]:
-    """As `problems`, but of each file only its size is looked at."""
+    """As `problems`, but checks only the size of each file."""
     try:
         manifest = _of_its_name(folder)
         for name, entry in manifest.files.items():
@@ -137,7 +141,7 @@ def quick_problems(folder: Path) -> list[str]:
 
 
 def _of_its_name(folder: Path) -> Manifest:
-    """The manifest, if its step is the one that the folder is named after."""
+    """The manifest; raises DamageError if its step is not the one in the folder's name."""
     manifest = load_manifest(folder)
     named = STEP_FOLDER.fullmatch(folder.name)
     if named and int(named[1]) != manifest.step:

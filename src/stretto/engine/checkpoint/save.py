@@ -46,20 +46,20 @@ def save(
 
     Args:
         folder: the run's `checkpoints`; must be the same place on all ranks.
-        step: non-negative, the same on all ranks. A checkpoint of this step that is there is replaced.
-        tensors: full name to (local tensor, its place). Owned pieces are written, data-parallel copies once.
-            Or to a tensor whose boxes are fetched when they are written.
-        meta: what is the same on all ranks; JSON values only (rank 0's is kept).
-        per_rank: small tensors of this rank alone (random generator states), by name.
-        keep: keep this many newest whole checkpoints, remove older ones; None keeps all.
+        step: non-negative, the same on all ranks. An existing checkpoint of this step is replaced.
+        tensors: by full name: (local tensor, its place), of which owned pieces are written, data-parallel
+            copies once; or a tensor whose boxes are fetched as they are written.
+        meta: JSON values, the same on all ranks; rank 0's are written.
+        per_rank: small tensors of this rank (states of random generators), by name.
+        keep: how many of the newest whole checkpoints to keep; None keeps all.
 
     Returns:
-        the checkpoint's path.
+        The checkpoint's path.
 
     Raises:
         StrettoError: bad arguments, on any rank.
-        CollectiveError: it could not be written, on any rank. Either way the error is raised on all ranks,
-            earlier checkpoints are as they were, and what was begun is removed.
+        CollectiveError: writing failed, on any rank. Either way the error is raised on all ranks, earlier
+            checkpoints are unchanged, and what was written is removed.
     """
     folder = Path(folder)
     state = run_on_all(lambda: _state(step, tensors, meta, per_rank, keep))
@@ -114,12 +114,12 @@ def _state(
 
 
 def rank_name(rank: int, name: str) -> str:
-    """The name under which a tensor of one rank alone is stored."""
+    """The name under which a tensor of a single rank is stored."""
     return f"{PER_RANK}.{rank:05d}.{name}"
 
 
 def check_meta(value: Any, at: str = "meta") -> None:
-    """Raise StrettoError, naming the place, unless JSON gives the value back (tuples come back as lists)."""
+    """Raise StrettoError, naming the place, unless JSON preserves the value (tuples become lists)."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if not isinstance(key, str):
@@ -148,7 +148,9 @@ def _visible(partial: Path) -> None:
 
 
 def _commit(writer: Writer, step: int, meta: dict[str, Any], keep: int | None) -> tuple[str, list[str]]:
-    """On rank 0: the path of the checkpoint, and what could not be tidied up after it."""
+    """On rank 0: commit; returns the checkpoint's path, and a line for each old one that cannot be
+    removed.
+    """
     dtypes: dict[str, int] = {}
     for saved in writer.index.values():
         dtypes[saved.dtype] = dtypes.get(saved.dtype, 0) + saved.bytes
@@ -169,6 +171,6 @@ def _commit(writer: Writer, step: int, meta: dict[str, Any], keep: int | None) -
 
 
 def _discard(partial: Path) -> None:
-    """Remove what was begun; if even that fails, the next save does it."""
+    """Remove an unfinished checkpoint; if that fails, the next save does it."""
     with contextlib.suppress(OSError):
         remove(partial)

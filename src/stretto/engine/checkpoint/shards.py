@@ -1,8 +1,8 @@
-"""A local tensor and its place, in the form in which torch.distributed.checkpoint saves and loads it.
+"""Adapters that let torch.distributed.checkpoint save and load local tensors by their places.
 
-The protocol is torch's `_Checkpointable`: what to write, what to read, and where a box lies locally. From it
-the library spreads the writing over replicas and finds, between any two layouts, which part of which saved
-box each rank needs.
+The protocol is torch's `_Checkpointable`: what to write, what to read, and where a box lies locally. With it
+the library distributes the writing over replicas and works out, between any two layouts, which part of which
+saved box each rank needs.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Tensors = Mapping[str, tuple[Tensor, Placed]]
 
 @dataclass(frozen=True)
 class Streamed:
-    """A tensor to save of which this rank has boxes that are fetched one by one as they are written, so that
-    it is never in memory as a whole. A box that several ranks have is written by one of them.
+    """A tensor to save whose boxes are fetched one by one as they are written, so that it is never in memory
+    as a whole. A box that several ranks have is written by one of them.
 
-    boxes: by their offsets, the sizes of each and what gives its values.
+    boxes: of this rank, by offsets: the sizes, and a function that returns the values.
     """
 
     shape: tuple[int, ...]
@@ -65,8 +65,8 @@ Saved = Mapping[str, tuple[Tensor, Placed] | Streamed]
 class Shards:
     """The pieces of one tensor that this rank holds; `local` is read and written in place.
 
-    Pieces without elements are left out: they could not be told from another at the same place. A shard of a
-    flat tensor may be left with none.
+    Pieces without elements are left out, since one could have the offsets of another piece. That may leave
+    none.
     """
 
     def __init__(self, local: Tensor, placed: Placed) -> None:
@@ -75,7 +75,7 @@ class Shards:
         self.pieces = [p for p in placed.pieces if prod(p.sizes)] if prod(placed.shape) else placed.pieces[:1]
 
     def size(self) -> torch.Size:
-        """Shape of the full tensor; compared by the library with the saved one."""
+        """Shape of the full tensor, which the library compares with the saved one."""
         return torch.Size(self.shape)
 
     @property
@@ -88,7 +88,7 @@ class Shards:
         at_hand(self.local, change=True).zero_()
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """One item for each box that this rank writes."""
+        """An item for each box that this rank writes."""
         items: dict[tuple[int, ...], WriteItem] = {}
         for piece in self.pieces:
             if piece.owned:
@@ -98,12 +98,12 @@ class Shards:
         return list(items.values())
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """All boxes held here: copies that others write are read as well."""
+        """All boxes held here, including copies that other ranks write."""
         return [_chunk(piece) for piece in self.pieces]
 
     def __get_tensor_shard__(self, index: MetadataIndex, change: bool = False) -> Tensor:
-        """The box with the index's offsets, as a view of the local tensor; `change`: to be written to. Where
-        that is in a file it is brought in, and the view is good until another is asked for.
+        """The box with the index's offsets, as a view of the local tensor; `change`: to be written to. A
+        tensor in a file is read, and the view is then valid until the next call.
         """
         local = at_hand(self.local, change)
         at = tuple(index.offset or ())
@@ -143,8 +143,8 @@ def _inside(start: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) ->
 
 
 def _fits(piece: Piece, local: Tensor) -> bool:
-    """Whether a box of a flat tensor lies inside it: its first and its last element do, the strides are those
-    of rows in order, and the flat tensor has none of its own.
+    """Whether a box of a flat tensor lies inside it: its first and last element do, its strides are those of
+    consecutive rows, and the flat tensor is contiguous.
     """
     strides = piece.strides
     if strides is None or len(strides) != len(piece.sizes) or len(piece.local) != 1 or local.dim() != 1:
@@ -172,7 +172,7 @@ def _outside(
 
 
 class ShardsSavePlanner(DefaultSavePlanner):
-    """Plans the writing of Shards; checks that the boxes of all ranks tile every tensor."""
+    """Plans the writing of Shards, and checks that the boxes of all ranks tile every tensor."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -181,7 +181,9 @@ class ShardsSavePlanner(DefaultSavePlanner):
         return self.state_dict[index.fqn].__get_tensor_shard__(index)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """The library's plan, after a check that it skips for one process and that names the tensor."""
+        """The library's plan, after a check that names the tensor. The library's own check is skipped for one
+        process, and names none.
+        """
         boxes: dict[str, dict[tuple[int, ...], Box]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         types: dict[str, torch.dtype] = {}
@@ -211,7 +213,7 @@ class ShardsSavePlanner(DefaultSavePlanner):
 
 
 class ShardsLoadPlanner(DefaultLoadPlanner):
-    """Plans the reading of Shards; nothing but tensors is ever read."""
+    """Plans the reading of Shards; only tensors are ever read."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -1,8 +1,12 @@
-"""Storage for torch.distributed.checkpoint: one safetensors file a rank, and an index in JSON.
+"""Storage for torch.distributed.checkpoint: one safetensors file for each rank, and an index in JSON.
 
-The library's own file storage keeps serialised Python objects, which run code when read, and in its
-safetensors form keeps only one piece of each tensor a file (torch 2.13, filesystem.py). Writing is in one
-thread: the library's further threads lose their errors (pytorch issue 191391).
+The library's own file storage writes pickled Python objects, which run code when read, and in its safetensors
+form keeps only one piece of each tensor in a file (torch 2.13, filesystem.py). Files are written tensor by
+tensor, so that host memory holds one device tensor at a time, and in a single thread, since the library loses
+the errors of further threads (pytorch issue 191391).
+
+The safetensors format (github.com/huggingface/safetensors): length of the header as 8 bytes, the header as
+JSON, the bytes of all tensors. The safetensors library reads the files, and checks the header.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -38,7 +42,15 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from stretto.engine.checkpoint.files import DamageError, FileEntry, plain_file, size_text
+from stretto.engine.checkpoint.files import (
+    PRIVATE,
+    CheckedWriter,
+    DamageError,
+    FileEntry,
+    dump_json,
+    plain_file,
+    size_text,
+)
 from stretto.engine.checkpoint.index import (
     DTYPES,
     INDEX,
@@ -48,15 +60,61 @@ from stretto.engine.checkpoint.index import (
     piece_key,
     write_index,
 )
-from stretto.engine.checkpoint.tensorfile import Entry, write_tensors
 from stretto.engine.parallel.control import CollectiveError, error_of_rank
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor to write. `get` is called when its turn comes, and returns it, on any device and with any
+    strides, or an iterable of consecutive rows of it.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    get: Callable[[], Tensor | Iterable[Tensor]]
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * DTYPES[self.dtype][1]
+
+
+def write_tensors(
+    path: Path, entries: Sequence[Entry], notes: Mapping[str, str] | None = None, mode: int = PRIVATE
+) -> FileEntry:
+    """Write a new durable safetensors file, with `notes` in its header; keys must differ."""
+    # widest dtype first, so that every tensor starts at a multiple of its element size
+    ordered = sorted(entries, key=lambda e: -DTYPES[e.dtype][1])
+    header: dict[str, Mapping[str, object]] = {"__metadata__": notes} if notes else {}
+    start = 0
+    for entry in ordered:
+        assert entry.key not in header, f"{entry.key} is repeated"
+        place = {"dtype": DTYPES[entry.dtype][0], "shape": list(entry.shape)}
+        header[entry.key] = {**place, "data_offsets": [start, start + entry.bytes]}
+        start += entry.bytes
+    text = dump_json(header)
+    text += b" " * (-len(text) % 8)
+    with CheckedWriter(path, mode) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for entry in ordered:
+            data = entry.get()
+            for part in (data,) if isinstance(data, Tensor) else data:
+                file.write(as_bytes(part))
+        return file.close()
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The tensor's elements in order, as bytes."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
 
 T = TypeVar("T")
 
 
 def run_collective(work: Callable[[], T]) -> T:
-    """Run a collective of torch.distributed.checkpoint. The CheckpointException that it raises, which is no
-    Exception, becomes the error of the first rank that failed.
+    """Run a collective of torch.distributed.checkpoint. A CheckpointException, which is not an Exception, is
+    replaced by the error of the first rank that failed.
     """
     try:
         with warnings.catch_warnings():
@@ -74,14 +132,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Stored:
-    """Where an item went: the rank's file, and that file's size and checksum."""
+    """Where an item is stored: the rank's file, and that file's size and checksum."""
 
     file: str
     entry: FileEntry
 
 
 class Writer(StorageWriter):
-    """Writes into an existing empty folder. After a save, `files` on rank 0 lists all that was written."""
+    """Writes into an existing empty folder. After a save, `files` and `index` on rank 0 describe
+    all files.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -98,7 +158,7 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give every rank its file; refuse at once when the disk has no room for all of them."""
+        """Give every rank its file; fail at once if the disk has no room for all of them."""
         needed = sum(_bytes(item) for plan in plans for item in plan.items)
         usage = shutil.disk_usage(self.folder)
         if usage.total and needed > usage.free:
@@ -121,7 +181,7 @@ class Writer(StorageWriter):
             file = write_tensors(self.folder / name, [_entry(item, planner) for item in items])
         except OSError:
             raise
-        except Exception as error:  # one kind, which crosses ranks whole
+        except Exception as error:  # as an exception that can be sent between ranks
             raise CollectiveError(f"{name}: {type(error).__name__}: {error}") from error
         return [WriteResult(item.index, _bytes(item), Stored(name, file)) for item in items]
 
@@ -136,8 +196,8 @@ class Writer(StorageWriter):
         for file, entry in self.files.items():
             if not (path := self.folder / file).is_file() or path.stat().st_size != entry.size:
                 raise CollectiveError(
-                    f"{file}, written by another rank, is not to be seen in {self.folder} from rank 0; "
-                    "all ranks must see the same folder"
+                    f"{file}, written by another rank, is not visible in {self.folder} on rank 0; "
+                    "all ranks must share the folder"
                 )
         self.files[INDEX] = write_index(self.folder, self.index)
 
@@ -216,7 +276,7 @@ class Reader(StorageReader):
                 with safe_open(plain_file(self.folder, name), framework="pt") as file:
                     for item in items:
                         self._read(file, item, planner)
-            except Exception as error:  # one kind, which crosses ranks whole
+            except Exception as error:  # as an exception that can be sent between ranks
                 raise CollectiveError(f"checkpoint {self.folder} is damaged: file {name}: {error}") from None
         done: Future[None] = Future()
         done.set_result(None)
@@ -227,9 +287,7 @@ class Reader(StorageReader):
         key = piece_key(item.storage_index.fqn, saved.shape, piece.offsets, piece.sizes)
         view = file.get_slice(key)
         if tuple(view.get_shape()) != piece.sizes or view.get_dtype() != DTYPES[saved.dtype][0]:
-            raise DamageError(
-                f"{key} is not the {saved.dtype} of shape {list(piece.sizes)} that it should be"
-            )
+            raise DamageError(f"{key} is not {saved.dtype} of shape {list(piece.sizes)}, as in the index")
         box = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
         part = view[box] if box else file.get_tensor(key)
         target = planner.resolve_tensor(item).detach()

@@ -16,12 +16,12 @@ _MODELS: dict[Family, Callable[[ModelShape], LanguageModel]] = {
 
 
 def build(shape: ModelShape) -> LanguageModel:
-    """The plain model of that shape, with torch's default initial values; see `initial.initialise` for ours.
+    """The plain model of that shape, with torch's default initial values (`weights.initialise` sets ours).
 
-    Works under `torch.device("meta")`: modules then have shapes and no storage.
+    Under `torch.device("meta")` the parameters have shapes but no storage.
 
     Raises:
-        StrettoError: the model has parts that can be planned and not yet built.
+        StrettoError: the shape has parts that can be planned but not yet built.
     """
     check_built(shape)
     return _MODELS[shape.family](shape)

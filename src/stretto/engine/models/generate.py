@@ -1,4 +1,4 @@
-"""Text from a model, token by token: each step runs the last window again."""
+"""Generate tokens one by one; each step runs the whole last window again, without a key-value cache."""
 
 from __future__ import annotations
 
@@ -11,31 +11,6 @@ from stretto.engine.models.language import LanguageModel
 from stretto.errors import StrettoError
 
 
-def generate(
-    model: LanguageModel,
-    ids: Tensor,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    generator: torch.Generator | None = None,
-    stop: int | None = None,
-) -> Tensor:
-    """Prompts `ids` [b, s], int64, with what follows them, [b, s + n], n <= max_new_tokens.
-
-    See `stream` for the arguments and errors.
-    """
-    tokens = stream(
-        model=model,
-        ids=ids,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        generator=generator,
-        stop=stop,
-    )
-    return torch.cat([ids, *(token[:, None] for token in tokens)], dim=1)
-
-
 def stream(
     model: LanguageModel,
     ids: Tensor,
@@ -45,53 +20,40 @@ def stream(
     generator: torch.Generator | None = None,
     stop: int | None = None,
 ) -> Iterator[Tensor]:
-    """The tokens after prompts `ids` [b, s], one [b] at a time, as soon as each is there.
+    """The tokens that follow prompts `ids` [b, s], int64: [b] at a time, each as soon as it is sampled.
 
-    The model sees the last `model.shape.sequence` tokens. Temperature 0 takes the likeliest token; `top_k`
-    draws from the k likeliest only; `generator` must be on the model's device. After `stop` a row repeats
-    it, and when all rows have stopped the stream ends. Dropout is off while a token is made.
+    Args:
+        model: sees the last `model.shape.sequence` tokens, with dropout off.
+        temperature: 0 takes the likeliest token.
+        top_k: sample from the k likeliest tokens only.
+        generator: on the model's device.
+        stop: a row repeats this token once it has been sampled, and the stream ends when all rows do.
 
     Raises:
-        StrettoError: an empty prompt, a token that the model does not know, or arguments out of range.
+        StrettoError: at once, for an empty prompt, a token outside the vocabulary, or arguments out of range.
     """
     _check(model, ids, max_new_tokens, temperature, top_k)
-    return _tokens(
-        model=model,
-        ids=ids,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        generator=generator,
-        stop=stop,
-    )
 
+    def tokens() -> Iterator[Tensor]:
+        window = ids
+        ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        for _ in range(max_new_tokens):
+            window = window[:, -model.shape.sequence :]
+            token = sample(_next_logits(model, window), temperature, top_k, generator)
+            if stop is not None:
+                token = token.masked_fill(ended, stop)
+                ended = ended | (token == stop)
+            yield token
+            if bool(ended.all()):
+                return
+            window = torch.cat([window, token[:, None]], dim=1)
 
-def _tokens(
-    model: LanguageModel,
-    ids: Tensor,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    generator: torch.Generator | None,
-    stop: int | None,
-) -> Iterator[Tensor]:
-    window = ids
-    ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-    for _ in range(max_new_tokens):
-        window = window[:, -model.shape.sequence :]
-        token = sample(_next_logits(model, window), temperature, top_k, generator)
-        if stop is not None:
-            token = token.masked_fill(ended, stop)
-            ended = ended | (token == stop)
-        yield token
-        if bool(ended.all()):
-            return
-        window = torch.cat([window, token[:, None]], dim=1)
+    return tokens()
 
 
 @torch.no_grad()
 def _next_logits(model: LanguageModel, window: Tensor) -> Tensor:
-    """Logits [b, vocab] after the window; the model is left in the mode it was in."""
+    """Logits [b, vocab] of the token after the window; the model's training mode is restored."""
     training = model.training
     model.eval()
     try:
@@ -103,7 +65,7 @@ def _next_logits(model: LanguageModel, window: Tensor) -> Tensor:
 def sample(
     logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
 ) -> Tensor:
-    """One token for every row of `logits` [b, vocab], as [b], int64."""
+    """Sample one token for every row of `logits` [b, vocab]: [b], int64."""
     if temperature == 0.0:
         return logits.argmax(-1)
     scores = logits.float() / temperature

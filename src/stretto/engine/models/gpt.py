@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.engine.models.attention import CausalAttention, dropout, merge_heads, split_heads
-from stretto.engine.models.language import Head, LanguageModel, added
+from stretto.engine.models.attention import SelfAttention, dropout
+from stretto.engine.models.language import Head, LanguageModel, PreNormBlock
 from stretto.engine.models.moe import feed_forward
 from stretto.errors import StrettoError
 from stretto.spec.shape import ModelShape
@@ -21,12 +21,12 @@ class Embedding(nn.Module):
         self.tok = nn.Embedding(shape.vocab, shape.hidden)
         self.pos = nn.Embedding(shape.sequence, shape.hidden)
         self.drop = dropout(shape.dropout)
-        self.positions: Tensor | None = None  # of the tokens that `tok` gives; None: 0, 1, 2, ...
+        self.positions: Tensor | None = None  # of the tokens in the output of `tok`; None: 0, 1, 2, ...
 
     def forward(self, ids: Tensor) -> Tensor:
         """Token ids [b, s] to [b, s, hidden]."""
         positions, last = self.positions, self.pos.num_embeddings - 1
-        if positions is not None:  # those behind the last are padding
+        if positions is not None:  # positions after the last are padding
             return self.drop(self.tok(ids) + self.pos(positions.clamp(max=last)))
         length = ids.shape[1]
         if length > last + 1:
@@ -37,27 +37,20 @@ class Embedding(nn.Module):
         return self.drop(self.tok(ids) + self.pos(torch.arange(length, device=ids.device)))
 
 
-class Attention(nn.Module):
-    """Multi-head causal self-attention; `heads` and `kv_heads` are those that the linears here hold."""
+class Attention(SelfAttention):
+    """Self-attention with dropout of its output."""
 
     def __init__(self, shape: ModelShape) -> None:
-        super().__init__()
-        self.heads = shape.heads
-        self.kv_heads = shape.kv_heads
-        self.head_dim = shape.head_dim
-        self.qkv = nn.Linear(shape.hidden, shape.attention_width + 2 * shape.kv_width, bias=shape.bias)
-        self.core = CausalAttention(shape.dropout)
-        self.proj = nn.Linear(shape.attention_width, shape.hidden, bias=shape.bias)
+        super().__init__(shape)
         self.drop = dropout(shape.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, hidden] to [b, s, hidden]."""
-        q, k, v = split_heads(self.qkv(x), self.heads, self.kv_heads, self.head_dim)
-        return self.drop(self.proj(merge_heads(self.core(q, k, v))))
+        return self.drop(super().forward(x))
 
 
 class MLP(nn.Module):
-    """Two linears with GELU between, in its tanh form as GPT-2 has it."""
+    """Two linears with GELU in between, in its tanh form as in GPT-2."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -70,20 +63,11 @@ class MLP(nn.Module):
         return self.drop(self.down(F.gelu(self.up(x), approximate="tanh")))
 
 
-class Block(nn.Module):
-    """Attention, then the MLP or experts in its place, each normalised before and added to what came in."""
+class Block(PreNormBlock):
+    """GPT-2's block; experts may take the place of the MLP."""
 
     def __init__(self, shape: ModelShape) -> None:
-        super().__init__()
-        self.norm1 = _norm(shape)
-        self.attn = Attention(shape)
-        self.norm2 = _norm(shape)
-        self.mlp = feed_forward(shape, MLP)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[b, s, hidden] to [b, s, hidden]."""
-        x = added(x, self.attn(self.norm1(x)))
-        return added(x, self.mlp(self.norm2(x)))
+        super().__init__(_norm(shape), Attention(shape), _norm(shape), feed_forward(shape, MLP))
 
 
 class GPT(LanguageModel):

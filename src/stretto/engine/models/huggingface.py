@@ -1,9 +1,9 @@
-"""Weights to and from the names and layouts of Hugging Face's GPT2LMHeadModel, LlamaForCausalLM and
+"""Weights and `config.json` to and from Hugging Face's GPT2LMHeadModel, LlamaForCausalLM and
 MixtralForCausalLM.
 
-Theirs differ from ours in four ways: names; GPT-2's linears are stored transposed; Llama's q, k, v and its
-gate and up are tensors of their own, where ours are stacked by rows; and so is every expert of Mixtral. The
-order of heads and of rotary features is the same.
+Their weights differ from ours in four ways: names; GPT-2's linears are stored transposed; Llama's q, k, v and
+its gate and up are separate tensors, where ours are stacked by rows; and Mixtral's experts are separate,
+where ours are stacked. Heads and rotary features have the same order.
 """
 
 from __future__ import annotations
@@ -11,22 +11,26 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stretto.engine.models.weights import check_weights
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, nearest
+from stretto.spec.experts import ExpertShape
+from stretto.spec.huggingface import rope_of
+from stretto.spec.huggingface import shape_from_huggingface as planned
 from stretto.spec.parameters import parameter_shapes
-from stretto.spec.shape import ModelShape
+from stretto.spec.shape import ModelShape, check_built
 
 ROUTER = "block_sparse_moe.gate.weight"
-_LINEARS = {"gate_up": ("w1", "w3"), "down": ("w2",)}  # stacked by rows to give ours
+_LINEARS = {"gate_up": ("w1", "w3"), "down": ("w2",)}  # of an expert, stacked by rows in ours
 _IN_MEMORY = re.compile(r"(layers\.\d+\.)mlp\.(gate\.weight|experts\.(gate_up|down)_proj)")
 
 
 def expert_names(linear: str, experts: int) -> tuple[str, ...]:
-    """What `gate_up` or `down` of all experts of a block is called, in the order of our rows."""
+    """The names of `gate_up` or `down` of all experts of a block, in the order of our rows."""
     return tuple(
         f"block_sparse_moe.experts.{e}.{part}.weight" for e in range(experts) for part in _LINEARS[linear]
     )
@@ -47,26 +51,26 @@ def unstack(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tenso
 
 
 def check_mixtral(shape: ModelShape) -> None:
-    """Let pass only what MixtralForCausalLM can be. It has no z-loss and no capacity; both matter in training
-    only, and are lost.
+    """Check that MixtralForCausalLM can represent the shape. It has no z-loss and no capacity, which are
+    lost; both affect only training.
 
     Raises:
-        StrettoError: naming what it has not.
+        StrettoError: naming the first field that it cannot represent.
     """
     moe = shape.moe
     assert moe is not None
-    lacks = {
+    required = {
         "family": (shape.family, "llama"),
         "bias": (shape.bias, False),
         "moe.score": (moe.score, "softmax"),
         "moe.normalise": (moe.normalise, True),
         "moe.shared_ffn": (moe.shared_ffn, 0),
     }
-    for name, (value, allowed) in lacks.items():
+    for name, (value, allowed) in required.items():
         if value != allowed:
             raise StrettoError(
                 f"{name} {value!r} of a model with experts has no counterpart in MixtralForCausalLM",
-                hint=f"only {name}: {allowed!r} exchanges",
+                hint=f"it needs {name}: {allowed!r}",
             )
 
 
@@ -85,26 +89,26 @@ def _parts(name: str, linear: str, weight: Tensor, shape: ModelShape) -> dict[st
     return dict(zip(expert_names(linear, experts), weight.flatten(0, 1).chunk(experts * count), strict=True))
 
 
-# the first part of all names but the head's; files of the body alone lack it
+# the first part of all names except the head's; files of the body alone lack it
 _BODY = {"gpt": "transformer.", "llama": "model."}
 _HEAD = "lm_head.weight"
-_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # in older files; no parameters
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # in older files; not parameters
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One of our tensors and what it is made of in theirs."""
+    """One of our tensors, and the tensors of theirs that make it up."""
 
     ours: str
-    theirs: tuple[str, ...]  # stacked by rows to give ours
-    rows: tuple[int, ...]  # of each
-    columns: tuple[int, ...]  # of all; none for a bias or a norm
+    theirs: tuple[str, ...]  # stacked by rows in ours
+    rows: tuple[int, ...]  # of each of theirs
+    columns: tuple[int, ...]  # of all; empty for a bias or a norm
     transposed: bool = False
-    experts: int | None = None  # how many lie one behind the other in ours, which has a dimension more
+    experts: int | None = None  # number of experts stacked in ours, as another first dimension
 
     @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Name and sizes of each of theirs."""
+        """Names and shapes of theirs."""
         plain = {name: (rows, *self.columns) for name, rows in zip(self.theirs, self.rows, strict=True)}
         return {name: sizes[::-1] if self.transposed else sizes for name, sizes in plain.items()}
 
@@ -121,10 +125,10 @@ class Rule:
 
 
 def rules(shape: ModelShape) -> Iterator[Rule]:
-    """How every parameter of the model is written there; a tied head is left out.
+    """A rule for every parameter of the model; a tied head is left out.
 
     Raises:
-        StrettoError: the shape is one that their model cannot have.
+        StrettoError: their model cannot represent the shape.
     """
     _check_expressible(shape)
     for ours, (rows, *columns) in parameter_shapes(shape).items():
@@ -147,13 +151,14 @@ def rules(shape: ModelShape) -> Iterator[Rule]:
 
 
 def from_huggingface(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
-    """Our weights from theirs, one for every parameter, in their dtype; tensors may share memory.
+    """Our weights from theirs, one for every parameter, in their dtype; the tensors may share memory.
 
-    Takes a state dict, or the tensors of a published file, which may lack the tied head and the first part of
-    names.
+    Args:
+        weights: a state dict, or the tensors of a published file, which may lack the tied head and the first
+            part of names.
 
     Raises:
-        StrettoError: a weight is missing, unknown, or of a size that the shape does not have.
+        StrettoError: a weight is missing, unknown, or of another size than in the shape.
     """
     mapping = list(rules(shape))
     checked = _without_extras(weights, shape)
@@ -162,12 +167,12 @@ def from_huggingface(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[s
 
 
 def to_huggingface(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
-    """Their weights from ours, contiguous; a tied head is left out, as in their files.
-
-    GPT-2 has biases there always: a shape without gets zeros.
+    """Their weights from ours, contiguous; a tied head is left out, as in their files. Their GPT-2 always has
+    biases: for a shape without, these are zeros.
 
     Raises:
-        StrettoError: their model cannot have that shape; or a weight is missing, unknown or of another size.
+        StrettoError: their model cannot represent the shape; or a weight is missing, unknown or of another
+            size.
     """
     check_weights(weights, parameter_shapes(shape))
     converted: dict[str, Tensor] = {}
@@ -181,7 +186,7 @@ def to_huggingface(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[str
 
 
 def _experts(ours: str, shape: ModelShape) -> Rule:
-    """One linear of all experts of a block; ours is called blocks.3.mlp.experts.down, say."""
+    """The rule of one linear of all experts of a block, such as blocks.3.mlp.experts.down."""
     assert shape.moe is not None
     _, block, _, _, linear = ours.split(".")
     theirs = tuple(f"layers.{block}.{name}" for name in expert_names(linear, shape.moe.experts))
@@ -201,12 +206,12 @@ def _check_expressible(shape: ModelShape) -> None:
     if shape.kv_heads != shape.heads:
         raise StrettoError(
             f"kv_heads {shape.kv_heads} below heads {shape.heads} has no counterpart in GPT2LMHeadModel",
-            hint="grouped-query attention exchanges as family: llama only",
+            hint="of the two families, only llama has grouped-query attention there",
         )
     if shape.attention_width != shape.hidden:
         raise StrettoError(
             f"head_dim {shape.head_dim} * heads {shape.heads} is not hidden {shape.hidden}: "
-            "GPT2LMHeadModel has no such heads",
+            "GPT2LMHeadModel requires it",
             hint=f"head_dim: {shape.hidden // shape.heads}",
         )
 
@@ -216,7 +221,7 @@ def _full_name(name: str, shape: ModelShape) -> str:
 
 
 def _without_extras(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
-    """Names without the body's prefix; without buffers, and without a head that is truly tied."""
+    """The weights by name without the body's prefix, without buffers, and without the head if it is tied."""
     prefix = _BODY[shape.family]
     kept = {name.removeprefix(prefix): w for name, w in weights.items() if not name.endswith(_BUFFERS)}
     if shape.moe is not None:
@@ -272,7 +277,7 @@ def _llama_names(ours: str) -> tuple[str, ...]:
 
 
 def _llama_rows(ours: str, shape: ModelShape) -> tuple[int, ...] | None:
-    """Rows of each part where ours is stacked."""
+    """Rows of each of theirs, where ours is stacked."""
     _, module, _ = _parse(ours)
     if module == "attn.qkv":
         return shape.attention_width, shape.kv_width, shape.kv_width
@@ -280,9 +285,137 @@ def _llama_rows(ours: str, shape: ModelShape) -> tuple[int, ...] | None:
 
 
 def _parse(ours: str) -> tuple[str | None, str, str]:
-    """`blocks.3.attn.qkv.weight` to ("3", "attn.qkv", "weight"); no block for embedding and head."""
+    """`blocks.3.attn.qkv.weight` to ("3", "attn.qkv", "weight"); block None for embedding and head."""
     module, kind = ours.rsplit(".", 1)
     if module.startswith("blocks."):
         _, block, module = module.split(".", 2)
         return block, module, kind
     return None, module, kind
+
+
+Config = Mapping[str, Any]
+_KINDS = ("gpt2", "llama", "mixtral")
+
+
+def shape_from_huggingface(config: Config) -> ModelShape:
+    """The shape in a parsed `config.json`, of a model that can be built here and gives the same logits with
+    the same weights. `stretto.spec.huggingface` reads more kinds of models, for planning.
+
+    Raises:
+        StrettoError: another kind of model, or one with parts that our models do not have.
+    """
+    kind = config.get("model_type")
+    if kind not in _KINDS:
+        near = nearest(str(kind), _KINDS)
+        hint = f"did you mean {near!r}?" if near else None
+        raise StrettoError(f"model_type {kind!r} is not one of {', '.join(_KINDS)}", hint=hint)
+    if kind == "gpt2":
+        _check_gpt(config)
+    else:
+        _check_llama(config)
+    if kind == "mixtral":
+        _require(config, "sliding_window", None)
+        _require(config, "router_jitter_noise", 0, 0.0)
+    shape = planned(config)
+    check_built(shape)
+    return shape
+
+
+def config_to_huggingface(shape: ModelShape) -> dict[str, Any]:
+    """The `config.json` for the weights of `to_huggingface`, without the tokeniser's special tokens.
+
+    Raises:
+        StrettoError: experts that MixtralForCausalLM cannot represent.
+    """
+    if shape.moe is not None:
+        check_mixtral(shape)
+        return _mixtral_config(shape, shape.moe)
+    return _gpt_config(shape) if shape.family == "gpt" else _llama_config(shape)
+
+
+def _check_gpt(config: Config) -> None:
+    _require(config, "activation_function", "gelu_new", "gelu_pytorch_tanh")
+    _require(config, "scale_attn_weights", True)
+    _require(config, "scale_attn_by_inverse_layer_idx", False)
+    _require(config, "add_cross_attention", False)
+    rates = {name: config.get(name, 0.1) for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop")}
+    if len(set(rates.values())) > 1:
+        listed = ", ".join(f"{name} {rate}" for name, rate in rates.items())
+        raise StrettoError(f"{listed}: our models have one dropout rate", hint="make the three equal")
+
+
+def _check_llama(config: Config) -> None:
+    _require(config, "hidden_act", "silu", "swish")
+    _require(config, "attention_dropout", 0, 0.0)
+    _, kind = rope_of(config)
+    if kind != "default":
+        raise StrettoError(
+            f"rope_type {kind!r}: our models have unscaled rotary positions, scaled ones give other logits",
+            hint="models before Llama 3.1 have unscaled rotary positions",
+        )
+
+
+def _require(config: Config, name: str, *allowed: object) -> None:
+    """Check that a field has a value that our models implement; if left out, it is the first of `allowed`."""
+    value = config.get(name, allowed[0])
+    if value not in allowed:
+        raise StrettoError(
+            f"{name} {value!r} is not what our model implements",
+            hint=f"only {name}: {allowed[0]!r} can be imported",
+        )
+
+
+def _gpt_config(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_layer": shape.layers,
+        "n_embd": shape.hidden,
+        "n_head": shape.heads,
+        "n_inner": shape.ffn,
+        "vocab_size": shape.vocab,
+        "n_positions": shape.sequence,
+        "tie_word_embeddings": shape.tied,
+        "activation_function": "gelu_new",
+        "embd_pdrop": shape.dropout,
+        "attn_pdrop": shape.dropout,
+        "resid_pdrop": shape.dropout,
+        "layer_norm_epsilon": shape.norm_eps,
+    }
+
+
+def _mixtral_config(shape: ModelShape, moe: ExpertShape) -> dict[str, Any]:
+    plain = _llama_config(shape)
+    del plain["attention_bias"], plain["mlp_bias"]
+    return plain | {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "intermediate_size": shape.expert_ffn,
+        "num_local_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "router_aux_loss_coef": moe.balance,
+        "router_jitter_noise": 0.0,
+        "sliding_window": None,
+    }
+
+
+def _llama_config(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.ffn,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.sequence,
+        "tie_word_embeddings": shape.tied,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.norm_eps,
+        "rope_theta": shape.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "attention_bias": shape.bias,
+        "mlp_bias": shape.bias,
+    }

@@ -5,15 +5,14 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.engine.models.attention import CausalAttention, merge_heads, split_heads
-from stretto.engine.models.language import Head, LanguageModel, added
+from stretto.engine.models.attention import Rotary, SelfAttention
+from stretto.engine.models.language import Head, LanguageModel, PreNormBlock
 from stretto.engine.models.moe import feed_forward
-from stretto.engine.models.rotary import Rotary
 from stretto.spec.shape import ModelShape
 
 
 class Embedding(nn.Module):
-    """Token embedding; positions come in with the attention."""
+    """Token embedding; the attention encodes positions."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -24,23 +23,16 @@ class Embedding(nn.Module):
         return self.tok(ids)
 
 
-class Attention(nn.Module):
-    """Grouped-query causal self-attention; `heads` and `kv_heads` are those that the linears here hold."""
+class Attention(SelfAttention):
+    """Self-attention with rotary positions."""
 
     def __init__(self, shape: ModelShape) -> None:
-        super().__init__()
-        self.heads = shape.heads
-        self.kv_heads = shape.kv_heads
-        self.head_dim = shape.head_dim
-        self.qkv = nn.Linear(shape.hidden, shape.attention_width + 2 * shape.kv_width, bias=shape.bias)
+        super().__init__(shape)
         self.rotary = Rotary(shape.head_dim, shape.rope_theta)
-        self.core = CausalAttention(shape.dropout)
-        self.proj = nn.Linear(shape.attention_width, shape.hidden, bias=shape.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[b, s, hidden] to [b, s, hidden]."""
-        q, k, v = split_heads(self.qkv(x), self.heads, self.kv_heads, self.head_dim)
-        return self.proj(merge_heads(self.core(self.rotary(q), self.rotary(k), v)))
+    def with_positions(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [b, heads, s, d] and keys [b, kv_heads, s, d], rotated by their positions."""
+        return self.rotary(q), self.rotary(k)
 
 
 class MLP(nn.Module):
@@ -57,20 +49,11 @@ class MLP(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
-class Block(nn.Module):
-    """Attention, then the MLP or experts in its place, each normalised before and added to what came in."""
+class Block(PreNormBlock):
+    """Llama's block; experts may take the place of the MLP."""
 
     def __init__(self, shape: ModelShape) -> None:
-        super().__init__()
-        self.norm1 = _norm(shape)
-        self.attn = Attention(shape)
-        self.norm2 = _norm(shape)
-        self.mlp = feed_forward(shape, MLP)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[b, s, hidden] to [b, s, hidden]."""
-        x = added(x, self.attn(self.norm1(x)))
-        return added(x, self.mlp(self.norm2(x)))
+        super().__init__(_norm(shape), Attention(shape), _norm(shape), feed_forward(shape, MLP))
 
 
 class Llama(LanguageModel):

@@ -20,16 +20,16 @@ from stretto.spec.shape import ModelShape
 
 
 class Choice(NamedTuple):
-    """Where tokens go; the leading dimensions are those of the logits."""
+    """Where tokens are routed; the leading dimensions are those of the logits."""
 
-    experts: Tensor  # [..., top_k], int64, a token's likeliest expert first
-    weights: Tensor  # [..., top_k]: of each expert's output in the sum; differentiable
-    scores: Tensor  # [..., experts], summing to one: what the balance loss takes means of; differentiable
+    experts: Tensor  # [..., top_k], int64, each token's likeliest expert first
+    weights: Tensor  # [..., top_k], of the experts' outputs in their sum; differentiable
+    scores: Tensor  # [..., experts], summing to 1, for the balance loss; differentiable
 
 
 class Router(nn.Module):
-    """Sends every token to `top_k` experts. No method depends on how many tokens it is given at once, but for
-    `keep`, which decides on whole sequences.
+    """Routes every token to `top_k` experts. All methods treat tokens independently, except for `keep`, which
+    takes whole sequences.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -39,8 +39,8 @@ class Router(nn.Module):
 
     @property
     def limited(self) -> bool:
-        """Whether experts have a capacity now: in training only, so that what a model says of a text does not
-        depend on what else is in it.
+        """Whether experts have a capacity now: in training only, so that in evaluation a token's output does
+        not depend on tokens after it.
         """
         return self.training and self.moe.capacity is not None
 
@@ -51,9 +51,8 @@ class Router(nn.Module):
             return F.linear(x.to(exact), self.gate.weight.to(exact))
 
     def choose(self, logits: Tensor) -> Choice:
-        """The `top_k` experts with the largest logits, and what their outputs weigh.
-
-        Ratios are taken of logarithms, so that scores that underflow still sum to one.
+        """The `top_k` experts with the largest logits, and the weights of their outputs. Scores are
+        normalised in log space, so that they sum to 1 even where some underflow.
         """
         logarithms = logits if self.moe.score == "softmax" else F.logsigmoid(logits)
         experts = logits.detach().topk(self.moe.top_k, dim=-1).indices
@@ -66,9 +65,8 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def keep(self, experts: Tensor, weights: Tensor) -> Tensor:
-        """Which choices stay under the experts' capacity, for experts and weights [b, s, k] of whole samples.
-
-        Returns bool [b, s, k]. Equals stay by position, then by the order of a token's choices.
+        """Which choices fit the experts' capacity, bool [b, s, k], for experts and weights [b, s, k] of whole
+        samples. Ties are broken by position, then by the order of a token's choices.
         """
         limit = self.moe.capacity_of(experts.shape[1])
         if limit is None:
@@ -85,7 +83,7 @@ class Router(nn.Module):
         return torch.zeros_like(flat).scatter(1, order, places).lt(limit).view_as(experts)
 
     def counts(self, experts: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Choices of each expert in each sample, [b, experts], int64, before any is dropped.
+        """How often each expert is chosen in each sample, before any choice is dropped; [b, experts], int64.
 
         Args:
             experts: [b, s, k].
@@ -106,7 +104,7 @@ class Router(nn.Module):
 
         Args:
             counts, mass: of whole samples, [b, experts].
-            tokens: of each sample, [b], or of every one.
+            tokens: number of tokens in each sample, [b], or one number for all.
         """
         share = counts.to(mass.dtype) / self.moe.top_k  # times 1 / tokens
         each = (share * mass).sum(1) / tokens
@@ -119,7 +117,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts, each an MLP of the family; parameters of one kind are stacked.
+    """The routed experts, each an MLP of the family; their parameters are stacked.
 
     Llama: gate_up [E, 2 f, h], down [E, h, f]; GPT: up [E, f, h], down [E, h, f]. With biases also
     gate_up_bias [E, 2 f] or up_bias [E, f], and down_bias [E, h].
@@ -128,7 +126,7 @@ class Experts(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         moe, width = moe_of(shape), shape.expert_ffn
-        self.experts = moe.experts  # that are held here
+        self.experts = moe.experts  # number held here
         self.gated = shape.gated
         self.into = "gate_up" if shape.gated else "up"
         rows = 2 * width if shape.gated else width
@@ -136,7 +134,7 @@ class Experts(nn.Module):
         self._add("down", shape.hidden, width, shape.bias)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Rows [n, hidden], sorted by expert, with `counts` [E], int64, of each: to [n, hidden]."""
+        """Rows [n, hidden], sorted by expert, to [n, hidden]; `counts` [E], int64, rows of each expert."""
         into, into_bias = self._each(self.into)
         down, down_bias = self._each("down")
         outputs: list[Tensor] = []
@@ -146,14 +144,16 @@ class Experts(nn.Module):
         return torch.cat(outputs)
 
     def activation(self, y: Tensor) -> Tensor:
-        """Between the linears: GPT, GELU in its tanh form; Llama, silu(gate) * up of y = [gate; up]."""
+        """The activation between the linears: GELU in its tanh form (GPT), or silu(gate) * up of
+        y = [gate; up] (Llama).
+        """
         if not self.gated:
             return F.gelu(y, approximate="tanh")
         gate, up = y.chunk(2, dim=-1)
         return F.silu(gate) * up
 
     def _add(self, name: str, rows: int, columns: int, bias: bool) -> None:
-        """Parameters of one linear of every expert, with the initial values of nn.Linear."""
+        """Add the parameters of one linear of all experts, with the initial values of nn.Linear."""
         bound = 1 / sqrt(columns)
         weight = torch.empty(self.experts, rows, columns).uniform_(-bound, bound)
         self.register_parameter(name, nn.Parameter(weight))
@@ -162,7 +162,7 @@ class Experts(nn.Module):
             self.register_parameter(f"{name}_bias", nn.Parameter(shift))
 
     def _each(self, name: str) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
-        """Weight and bias of one linear, expert by expert."""
+        """Weight and bias of one linear for each expert."""
         bias = self._parameters.get(f"{name}_bias")
         none: list[Tensor | None] = [None] * self.experts
         return getattr(self, name).unbind(0), none if bias is None else bias.unbind(0)
@@ -172,9 +172,9 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """In place of a block's MLP: the weighted sum of a token's experts, and the shared expert if any.
+    """Takes the place of a block's MLP: the weighted sum of a token's experts, plus the shared expert if any.
 
-    A choice that is dropped for its expert's capacity adds nothing, and the weights of the others stay.
+    A choice dropped for its expert's capacity adds nothing, and the weights of the others stay the same.
     """
 
     def __init__(self, shape: ModelShape, shared: nn.Module | None = None) -> None:
@@ -186,8 +186,8 @@ class MoE(nn.Module):
         self.auxiliary = torch.zeros((), device="cpu")
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, hidden] to [b, s, hidden]. Leaves in `auxiliary` the balance loss plus the z-loss, sums over
-        the tokens of x, as the cross-entropy is; 0 in evaluation.
+        """[b, s, hidden] to [b, s, hidden]. Sets `auxiliary` to balance loss plus z-loss, summed over tokens
+        like the cross-entropy; 0 in evaluation.
         """
         logits = self.router.logits(x)
         choice = self.router.choose(logits)
@@ -202,8 +202,8 @@ class MoE(nn.Module):
         return router.balance(counts, mass, logits.shape[1]) + router.z(logits)
 
     def _mix(self, x: Tensor, choice: Choice, kept: Tensor | None) -> Tensor:
-        """Tokens [n, hidden] through their experts. Copies meet in an order of their own, not in that of
-        arrival, so that the sum is the same every time.
+        """Tokens [n, hidden] through their experts. A token's copies are summed in the order of its choices,
+        as under every layout.
         """
         count, k = self.experts.experts, choice.experts.shape[-1]
         experts = choice.experts.flatten()
@@ -217,14 +217,13 @@ class MoE(nn.Module):
         return copies.view(-1, k, x.shape[-1]).sum(1)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the last forward's graph, which cannot be copied."""
+        """The state without the last forward's graph, which cannot be copied."""
         return {**self.__dict__, "auxiliary": self.auxiliary.detach()}
 
 
 def feed_forward(shape: ModelShape, mlp: Callable[[ModelShape], nn.Module]) -> nn.Module:
-    """A block's second half: the family's `mlp`, or experts in its place if the shape has any.
-
-    The shared expert has no dropout of its own: what comes out of all experts together has.
+    """A block's second half: the family's `mlp`, or experts in its place if the shape has any. The shared
+    expert has no dropout, since dropout applies to the sum over all experts.
     """
     if shape.moe is None:
         return mlp(shape)
@@ -233,7 +232,7 @@ def feed_forward(shape: ModelShape, mlp: Callable[[ModelShape], nn.Module]) -> n
 
 
 def moe_of(shape: ModelShape) -> ExpertShape:
-    """The experts' sizes of a shape that has experts."""
+    """The expert sizes of a shape with experts."""
     if shape.moe is None:
         raise StrettoError("the model has no experts", hint="set model.moe.experts")
     return shape.moe

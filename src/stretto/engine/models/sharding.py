@@ -1,5 +1,5 @@
-"""How the language models here are split over ranks: inside of layers (Shoeybi et al. 2019, section 3), along
-the sequence (Korthikanti et al. 2022, section 4.2.2), and by experts.
+"""The sharding plans of the language models: within layers (Shoeybi et al. 2019, section 3), along the
+sequence (Korthikanti et al. 2022, section 4.2.2), and by experts.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _experts(job: Job) -> dict[str, Style]:
 
 
 def _linears(mlp: str, shape: ModelShape, width: int, sp: bool) -> dict[str, Style]:
-    """The two linears of an MLP of that inner width; nothing between them minds the order of tokens."""
+    """The two linears of an MLP of that inner width; between them, tokens may be in any order."""
     first: dict[str, Style] = (
         {f"{mlp}.gate_up": Column(segments=((width, 1), (width, 1)), sequence=sp, ordered=False)}
         if shape.gated

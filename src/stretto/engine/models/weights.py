@@ -1,7 +1,8 @@
-"""A plain model's weights by name, each once: a tied head is not there a second time."""
+"""A plain model's weights by name: initial values, and the check of weights that are to be loaded."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 
 import torch
@@ -9,32 +10,47 @@ from torch import Tensor
 
 from stretto.engine.models.language import LanguageModel
 from stretto.errors import StrettoError, nearest
+from stretto.spec.shape import ModelShape
+
+STD = 0.02
+_INTO_RESIDUAL = ("attn.proj.weight", "mlp.down.weight", "mlp.experts.down", "mlp.shared.down.weight")
 
 
-def weights_of(model: LanguageModel) -> dict[str, Tensor]:
-    """Every parameter by name, detached; the tensors share memory with the model's."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+def initial_values(name: str, shape: tuple[int, ...], seed: int, model_shape: ModelShape) -> Tensor:
+    """Initial values of a whole parameter of the plain model, float32, on the CPU. They are a function of
+    seed and name, and so the same under every layout.
+
+    Norm gains are 1, biases 0, all other values normal with std 0.02; projections into the residual stream
+    are scaled by 1/sqrt(2 layers) (Radford et al. 2019, section 2.3).
+    """
+    if name.endswith("bias"):
+        return torch.zeros(shape, device="cpu")
+    if len(shape) == 1:
+        return torch.ones(shape, device="cpu")
+    std = STD / (2 * model_shape.layers) ** 0.5 if name.endswith(_INTO_RESIDUAL) else STD
+    return torch.empty(shape, device="cpu").normal_(std=std, generator=seeded_generator(seed, name))
+
+
+def seeded_generator(seed: int, name: str) -> torch.Generator:
+    """A generator for one parameter; sha256, because Python's hash() differs between processes."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 @torch.no_grad()
-def load_weights(model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
-    """Copy `weights` into the model, which must have storage; its dtype and device stay.
-
-    Raises:
-        StrettoError: a name is missing or unknown, or sizes differ; the model is then as it was.
-    """
-    parameters = dict(model.named_parameters())
-    check_weights(weights, {name: tuple(p.shape) for name, p in parameters.items()})
-    for name, parameter in parameters.items():
-        assert not parameter.is_meta, f"{name} is on the meta device: call to_empty, then tie"
-        parameter.copy_(weights[name])
+def initialise(model: LanguageModel, seed: int) -> None:
+    """Give every parameter of the plain model its initial values, in place. The model must have storage."""
+    model.tie()
+    for name, parameter in model.named_parameters():
+        assert not parameter.is_meta, f"{name} is on the meta device: call to_empty first"
+        parameter.copy_(initial_values(name, tuple(parameter.shape), seed, model.shape))
 
 
 def check_weights(weights: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
     """Check that weights have exactly the expected names and sizes.
 
     Raises:
-        StrettoError: naming the first that is missing, unknown or of another size.
+        StrettoError: naming the first weight that is missing, unknown or of another size.
     """
     if missing := sorted(expected.keys() - weights.keys()):
         near = nearest(missing[0], weights.keys() - expected.keys())

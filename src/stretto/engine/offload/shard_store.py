@@ -1,4 +1,4 @@
-"""Shards of parameters that are away from the device but for their use."""
+"""Shards of parameters that are on the device only while in use."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from stretto.spec.data_parallel import Offload
 
 @dataclass(kw_only=True)
 class _Shard:
-    """shape, dtype: of the tensor; host: where it lies in host memory now, if it does; here: on the
-    device."""
+    """A tensor in the store.
+
+    host: its copy in host memory, if there is one now.
+    here: its copy on the device, if there is one now.
+    event: after which the last copy between the two is complete.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
@@ -26,14 +30,14 @@ class _Shard:
 
 
 class ShardStore:
-    """Tensors by number, brought to the device for their use and let go after, as in ZeRO-Infinity
-    (Rajbhandari et al. 2021). To be used from one thread at a time.
+    """Tensors by number, copied to the device for use and freed afterwards, as in ZeRO-Infinity (Rajbhandari
+    et al. 2021). Not thread-safe.
 
     Args:
         where: `none`: they stay on the device, and all calls are free; `cpu`: they are in host memory;
-            `nvme`: in files under `path`, by way of host memory for a few of them.
-        device: where they are used. On the CPU, tensors in host memory are used where they are.
-        slots: tensors in host memory at most, with `nvme`: those in use, read ahead, and being written.
+            `nvme`: in files under `path`, with a few of them in host memory.
+        device: that uses them. On the CPU, tensors in host memory are used in place.
+        slots: with `nvme`, most tensors in host memory: in use, read ahead, and being written.
     """
 
     def __init__(
@@ -57,7 +61,7 @@ class ShardStore:
             self.ring = Ring(self._scratch.folder, what, slots, self._cuda)
 
     def add(self, key: int, tensor: Tensor) -> None:
-        """Take a tensor over, with its values; it is away from now on.
+        """Take over a tensor with its values, and move it off the device.
 
         Raises:
             StrettoError: there is no room for it on the disk.
@@ -75,7 +79,7 @@ class ShardStore:
                 shard.host = shard.host.pin_memory()
 
     def start_fetch(self, key: int) -> None:
-        """Begin to bring it: from its file to host memory, or from there to the device."""
+        """Begin to copy it from its file to host memory, or from host memory to the device."""
         shard = self._shards[key]
         if self.ring is not None and shard.host is None:
             self.ring.start_fetch(key)
@@ -100,7 +104,7 @@ class ShardStore:
         return shard.here
 
     def blank(self, key: int) -> Tensor:
-        """As `fetch`, where all of it will be written anew: nothing is read."""
+        """As `fetch`, but without its values: the caller overwrites all of it."""
         shard = self._shards[key]
         if shard.here is None:
             if shard.host is None:
@@ -110,7 +114,7 @@ class ShardStore:
         return shard.here
 
     def put(self, key: int) -> None:
-        """The caller has changed it, and needs it no longer."""
+        """End the use of a tensor that the caller has changed."""
         shard = self._shards[key]
         if self._where == "none":
             return
@@ -127,12 +131,12 @@ class ShardStore:
         self._let_go(key, shard, changed=True)
 
     def release(self, key: int) -> None:
-        """The caller has not changed it, and needs it no longer."""
+        """End the use of a tensor that the caller has not changed."""
         if self._where != "none":
             self._let_go(key, self._shards[key], changed=False)
 
     def check(self) -> None:
-        """Raise what went wrong in transfers that are over."""
+        """Raise the errors of finished transfers."""
         if self.ring is not None:
             self.ring.check()
 
@@ -147,7 +151,7 @@ class ShardStore:
         return self.ring.moved_s if self.ring is not None else 0.0
 
     def close(self) -> None:
-        """Remove the files; tensors that are in them are lost."""
+        """Remove the files; the tensors in them are lost."""
         if self.ring is not None and self._scratch is not None:
             self.ring.close()
             self._scratch.close()
@@ -180,11 +184,11 @@ class ShardStore:
             shard.event.record(side)
 
     def _let_go(self, key: int, shard: _Shard, changed: bool) -> None:
-        """Give back the device's memory, and a file's host memory."""
+        """Free the memory on the device, and the host memory of a tensor in a file."""
         shard.here = None
         if self.ring is None or not shard.shape.numel():
             return
-        if shard.event is not None:  # the host memory is another tensor's from now on
+        if shard.event is not None:  # another tensor may get the host memory next
             shard.event.synchronize()
             shard.event = None
         shard.host = None

@@ -1,4 +1,4 @@
-"""Adafactor (Shazeer and Stern 2018): second moments of matrices kept as means of rows and columns."""
+"""Adafactor (Shazeer and Stern 2018): second moments of a matrix, stored as means of its rows and columns."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ from stretto.engine.optim.whole import (
 )
 from stretto.engine.parallel.fragment import Fragment
 
-BETA2_DECAY = -0.8
-SMALLEST_SCALE = 1e-3
-CLIP = 1.0  # of the paper, section 9: c, epsilon 2, d
-SMALLEST = torch.finfo(torch.float32).eps
+# The paper's values (section 9)
+BETA2_DECAY = -0.8  # beta2 at step t is 1 - t^BETA2_DECAY
+SMALLEST_SCALE = 1e-3  # epsilon 2
+CLIP = 1.0  # d
+SMALLEST = torch.finfo(torch.float32).eps  # root of epsilon 1, as in torch
 
 
 class Adafactor(FragmentOptimizer):
-    """Steps relative to the size of a tensor's weights, from factored second moments, without momentum.
+    """Steps relative to the RMS of a tensor's weights, from factored second moments, without momentum.
 
     The rule is that of torch.optim.Adafactor: `lr` is the largest relative step and the factor of the
-    decoupled decay, and the first epsilon bounds the second moments from below. It is float32's in any type:
-    with that of float64, gradients that are nothing but rounding, as of key biases, would be scaled up. Each
-    expert of a stack is a tensor of its own. Two all-reduces a step for each group of holders: row and
-    column sums with the weights' size, then the update's size, before which the update is held.
+    decoupled decay, and epsilon 1 bounds the second moments from below. Epsilon 1 is float32's for every
+    dtype: float64's would scale up gradients that are mere rounding, such as those of key biases. Each expert
+    of a stack counts as a tensor. Two all-reduces a step for each group of holders: row and column sums with
+    the weights' squares, then the updates' squares; the updates are kept in memory in between.
 
-    States: `row_var` [..., rows] and `col_var` [..., columns] of a matrix, whole on every rank; of a vector
+    States: for a matrix `row_var` [..., rows] and `col_var` [..., columns], whole on every rank; for a vector
     `variance`, of the fragment's shape.
     """
 
@@ -101,7 +102,9 @@ def _factored(fragment: Fragment) -> bool:
 
 
 def _sums(fragment: Fragment, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Squares of counted elements summed along rows, [..., rows], and columns, [..., columns]; float64."""
+    """Sums of the counted elements' squares: of each row, [..., rows], and column, [..., columns];
+    float64.
+    """
     shape, device = fragment.placed.shape, gradient.device
     rows = torch.zeros(shape[:-1], dtype=torch.float64, device=device)
     columns = torch.zeros((*shape[:-2], shape[-1]), dtype=torch.float64, device=device)
@@ -114,7 +117,7 @@ def _sums(fragment: Fragment, gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _factored_update(fragment: Fragment, gradient: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Gradient over the root of the second moments that rows and columns stand for."""
+    """The gradient divided by the root of the second moments, which are rows x columns / mean of rows."""
     mean = rows.mean(-1).clamp_(min=SMALLEST).view(*members_of(fragment), 1)
     update, depth = torch.zeros_like(gradient), depth_of(fragment)
     for piece in fragment.placed.pieces:

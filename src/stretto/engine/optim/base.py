@@ -1,5 +1,5 @@
-"""The base of optimisers of fragments, and what depends on a parameter's plain name and shape: weight decay,
-stacks of experts, matrices for Muon.
+"""The base class of optimisers of fragments, and what follows from a parameter's plain name and shape:
+whether it decays, whether it is a stack of experts, whether Muon updates it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Moving = tuple[Group, Fragment, Tensor, dict[str, Tensor]]  # gradient and state
 class FragmentOptimizer(torch.optim.Optimizer):
     """A torch optimiser of fragments; a step is collective over their holders.
 
-    A fragment takes part in a step where its `parameter.grad` is set, which must be so on all of its holders
-    or on none: those that hold no element of it set an empty gradient.
+    A fragment takes part in a step if its `parameter.grad` is set, which must be so on all of its holders or
+    on none: a holder without elements of it sets an empty gradient.
 
-    A state is of the fragment's shape and lies where the fragment does, but for `step` and for those whose
-    names are in `replicated`: these are of the plain tensor, the same on every rank of the holders.
+    A state has the fragment's shape and place, except for `step` and the states named in `replicated`, which
+    describe the plain tensor and are the same on all holders.
     """
 
     replicated: ClassVar[frozenset[str]] = frozenset()
@@ -35,12 +35,12 @@ class FragmentOptimizer(torch.optim.Optimizer):
         self.fragments = {fragment.parameter: fragment for fragment in fragments}
 
     def new_state(self, fragment: Fragment) -> dict[str, Tensor]:
-        """States of zeros, for the first update or for a checkpoint to be read into."""
+        """Zero states, for the first update or for a checkpoint to be read into."""
         raise NotImplementedError
 
     def begin(self) -> list[Moving]:
-        """For each fragment with a gradient: its group, itself, the gradient in the parameter's type, and its
-        states, whose step, if it counts any, now counts this update.
+        """For each fragment with a gradient: its group, the fragment, the gradient in the parameter's type,
+        and its states, with `step` (where there is one) increased to count this update.
         """
         moving = list[Moving]()
         for group in self.param_groups:
@@ -58,50 +58,13 @@ class FragmentOptimizer(torch.optim.Optimizer):
 
 
 def count(device: torch.device | str = "cpu") -> Tensor:
-    """A new count of updates, 0; on the CPU where it is read there."""
+    """A new count of updates, 0, on the device that reads it."""
     return torch.zeros((), dtype=torch.float32, device=device)
 
 
-def add_adam_steps(
-    group: Group,
-    into: list[Tensor],
-    gradients: list[Tensor],
-    first: list[Tensor],
-    second: list[Tensor],
-    steps: list[Tensor],
-    factor: float = 1.0,
-) -> None:
-    """Update the moments and add factor x m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps), in one pass over
-    memory: torch's fused AdamW on what it takes for weights, without decay.
-
-    Args:
-        group: has `betas` and `eps`.
-        into, gradients, first, second: of one type on one device.
-        steps: t of each, on that device.
-    """
-    if not into:
-        return
-    beta1, beta2 = group["betas"]
-    torch._fused_adamw_(
-        into,
-        gradients,
-        first,
-        second,
-        [],
-        steps,
-        lr=-factor,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=0.0,
-        eps=group["eps"],
-        amsgrad=False,
-        maximize=False,
-    )
-
-
 def stack_depth(name: str, shape: Sequence[int]) -> int:
-    """How many leading dimensions count tensors of their own, as those of stacked experts: the rest of a
-    weight is a matrix or a vector, the rest of a bias a vector.
+    """How many leading dimensions number separate tensors, such as stacked experts: what remains of a weight
+    is a matrix or a vector, of a bias a vector.
     """
     return max(0, len(shape) - (1 if name.endswith("bias") else 2))
 
@@ -127,15 +90,15 @@ def member_size(fragment: Fragment) -> int:
 
 
 def decays(name: str, shape: Sequence[int], exempt: Sequence[str] = ()) -> bool:
-    """Whether a parameter decays: not vectors (norms), not biases (stacked or not), and not names that match
-    a pattern of `exempt`.
+    """Whether weight decay applies: not to vectors (norms), biases (stacked or not), or names that match a
+    pattern of `exempt`.
     """
     vector = len(shape) - stack_depth(name, shape) < 2 or name.endswith("bias")
     return not vector and not any(fnmatchcase(name, pattern) for pattern in exempt)
 
 
 def is_block_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Whether Muon updates a parameter: a matrix of a block, or a stack of them, but not a router."""
+    """Whether Muon updates a parameter: a matrix or stack of matrices in a block, but not a router."""
     matrix = len(shape) - stack_depth(name, shape) == 2
     return matrix and name.startswith("blocks.") and "router" not in name.split(".")
 
@@ -143,8 +106,8 @@ def is_block_matrix(name: str, shape: Sequence[int]) -> bool:
 def decay_groups(
     fragments: Iterable[Fragment], weight_decay: float, exempt: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """The optimiser's groups of parameters: those that decay and those that do not; no empty one, but for a
-    rank without parameters.
+    """The optimiser's parameter groups: one with weight decay and one without. Empty groups are left out,
+    except on a rank without parameters, since torch's optimisers need one.
     """
     fragments = list(fragments)
     decayed = [decays(f.name, f.placed.shape, exempt) for f in fragments]

@@ -8,23 +8,38 @@ import torch
 from torch import nn
 
 from stretto.engine.optim.adafactor import Adafactor
-from stretto.engine.optim.adamw import NarrowAdamW
+from stretto.engine.optim.adam import Lamb, NarrowAdamW
 from stretto.engine.optim.base import decay_groups, is_block_matrix
-from stretto.engine.optim.lamb import Lamb
 from stretto.engine.optim.muon import Muon
-from stretto.engine.optim.sgd import DecoupledSGD
 from stretto.engine.parallel.fragment import Fragment, whole_fragments
 from stretto.spec.optimiser import Optimiser
+
+
+class DecoupledSGD(torch.optim.SGD):
+    """SGD whose weight decay stays out of the momentum, SGDW (Loshchilov and Hutter 2019, algorithm 1)."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore
+        """One update."""
+        kept = [group["weight_decay"] for group in self.param_groups]
+        for group, decay in zip(self.param_groups, kept, strict=True):
+            moving = [p for p in group["params"] if p.grad is not None]
+            if moving and decay:
+                torch._foreach_mul_(moving, 1.0 - group["lr"] * decay)
+            group["weight_decay"] = 0.0
+        super().step()
+        for group, decay in zip(self.param_groups, kept, strict=True):
+            group["weight_decay"] = decay
 
 
 def build_optimizer(
     parameters: Iterable[Fragment] | Iterable[tuple[str, nn.Parameter]], how: Optimiser
 ) -> torch.optim.Optimizer:
-    """The optimiser of this rank's fragments, or of parameters of one process by name.
+    """The optimiser of this rank's fragments, or of one process's parameters by name.
 
-    Weight decay leaves out vectors (norms and biases), biases of experts, and what `no_decay` names. Lamb,
-    Adafactor and Muon look at whole tensors: their steps are collective over the fragments' holders. How to
-    read and load the states: `stretto.engine.optim.states`.
+    Weight decay leaves out vectors (norms and biases), experts' biases, and what `no_decay` names. Lamb,
+    Adafactor and Muon look at whole tensors: their steps are collective over the fragments' holders. The
+    states are read and loaded through `stretto.engine.optim.states`.
     """
     fragments = _fragments(parameters)
     groups = decay_groups(fragments, how.weight_decay, how.no_decay)

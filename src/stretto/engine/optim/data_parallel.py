@@ -1,8 +1,8 @@
-"""Data parallelism for any module and training loop: every mode by one word."""
+"""Data parallelism, in every mode from ddp to zero3, for any module and training loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,6 @@ from stretto.engine.optim.sharded_optimizer import ShardedOptimizer
 from stretto.engine.parallel.data.gradients import BUCKET_BYTES
 from stretto.engine.parallel.data.layer_gather import LayerGather, tensors_in
 from stretto.engine.parallel.data.sharded import ShardedStates
-from stretto.engine.parallel.data.unit import Unit
 from stretto.engine.parallel.fragment import Fragment, Placed
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.precision import HALVES, kept, master_dtype
@@ -48,21 +47,22 @@ def data_parallel(
     Collective.
 
     Args:
-        module: with its values; those of the first rank are taken. Changed in place.
+        module: with initial values; the first rank's are broadcast to all. Changed in place.
         mode: `server`, `ddp`, `zero1`, `zero2` or `zero3`.
-        shard: ranks that share one copy of what is sharded; None: all.
-        dtype: torch.bfloat16 or torch.float16: type of the weights, with float32 masters; None: as they are.
+        shard: how many ranks share one copy of what is sharded; None: all.
+        dtype: torch.bfloat16 or torch.float16: dtype of the weights, with float32 masters; None: unchanged.
         keep: patterns of names of parameters that stay in float32 beside such weights.
-        offload: where optimiser states are and the update is done: "none", "cpu", or "nvme" under `path`.
-        offload_parameters: with zero3, where a rank's part of the parameters is.
+        offload: where optimiser states live and updates run: "none", "cpu", or "nvme" under `path`.
+        offload_parameters: with zero3, where a rank's shard of the parameters is kept.
         layers: with zero3, modules that are gathered one at a time, in the order of their use; by default the
-            members of the module's longest nn.ModuleList or nn.Sequential. All other parameters are
-            gathered for the whole of a forward and a backward.
+            members of the module's longest nn.ModuleList or nn.Sequential. All other parameters stay
+            gathered for a whole forward and a whole backward.
         places: of parameters that `parallelize` has split, by name.
-        bucket_mib: size of a reduction.
+        bucket_mib: size of a gradient bucket in MiB.
 
     Raises:
-        StrettoError: no such mode, sizes that do not divide, a type that needs no masters.
+        StrettoError: an unknown mode, sizes that do not divide, a dtype that needs no masters, an offload
+            without its path or mode.
     """
     copies = mesh.size("cp-dp")
     if mode not in MODES:
@@ -112,10 +112,9 @@ class DataParallel(nn.Module):
         optimizer.step()
         optimizer.zero_grad()
 
-    Every rank's loss is the mean over its own samples, equally many on each, as with torch's
+    The loss on each rank is the mean over that rank's samples, equally many on all, as with torch's
     DistributedDataParallel. Only `optimizer` may change weights. Buffers, such as the running statistics of
-    BatchNorm, are those of the first rank: they are broadcast before the first training forward of a step, so
-    that all ranks train and evaluate with the same.
+    BatchNorm, are broadcast from the first rank before the first training forward of each step.
     """
 
     def __init__(
@@ -132,9 +131,10 @@ class DataParallel(nn.Module):
         super().__init__()
         self.module, self.mesh = module, mesh
         named = dict(_trained(module))
-        values = {name: _first(p.detach().clone(), mesh) for name, p in named.items()}
-        for still in [*(p.detach() for p in module.parameters() if not p.requires_grad), *module.buffers()]:
-            _first(still, mesh)
+        values = {name: _from_first(p.detach().clone(), mesh) for name, p in named.items()}
+        frozen = (p.detach() for p in module.parameters() if not p.requires_grad)
+        for tensor in [*frozen, *module.buffers()]:
+            _from_first(tensor, mesh)
         for name, parameter in named.items():
             parameter.data = parameter.data.to(types[name])
         placed_by_name = {
@@ -155,35 +155,40 @@ class DataParallel(nn.Module):
         self._over = over
         inner = list(layers) if layers is not None else _layers(module)
         inside = {id(p) for layer in inner for p in layer.parameters()}
-        parts = [module, *inner] if any(id(p) not in inside for p in named.values()) else inner
-        outer = [*(p for p in named.values() if id(p) not in inside)]
-        self.buffer = self.states.buffer(_STAGE, [*outer, *_others(named.values(), outer)], parts)
+        outer = [p for p in named.values() if id(p) not in inside]
+        ordered = [*outer, *(p for p in named.values() if id(p) in inside)]
+        self.buffer = self.states.buffer(_STAGE, ordered, [module, *inner] if outer else inner)
         self._hooks = self._watch(module, inner)
-        self._accumulating = self._running = self._same_buffers = self.reduced = False
+        self._accumulating = self._running = self._buffers_synced = self.reduced = False
         self._scale = 1.0 / mesh.size("cp-dp")
         self.fragments = list(self.states.begin(values.__getitem__))
 
     def _watch(self, module: nn.Module, inner: Sequence[nn.Module]) -> list[LayerGather]:
-        """Hooks that gather the weights of each inner layer, and of the module all others."""
+        """Hooks that gather the weights of each inner layer, and all other weights of the module."""
         units = self.states.units[_STAGE]
         if all(unit.plain for unit in units):
             return []
-        of = {id(p): unit for unit in units for p in unit.parameters}
-        mine = [_distinct(of[id(p)] for p in layer.parameters() if id(p) in of) for layer in inner]
-        taken = {id(unit) for units_here in mine for unit in units_here}
-        rest = [unit for unit in units if id(unit) not in taken]
-        gathers = [LayerGather(inner, mine)] if inner else []
+        unit_of = {id(p): unit for unit in units for p in unit.parameters}
+        by_layer = [
+            list(
+                {id(unit_of[id(p)]): unit_of[id(p)] for p in layer.parameters() if id(p) in unit_of}.values()
+            )
+            for layer in inner
+        ]
+        covered = {id(unit) for layer_units in by_layer for unit in layer_units}
+        rest = [unit for unit in units if id(unit) not in covered]
+        gathers = [LayerGather(inner, by_layer)] if inner else []
         return [*gathers, LayerGather([module], [rest], ahead=False)]
 
     # ------------------------------------------------------------------ running
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The wrapped module's forward."""
-        # once a step: a second forward before the backward may need the buffers that the first one saved
-        if self.training and torch.is_grad_enabled() and not self._same_buffers:
-            self._same_buffers = True
+        # once a step: a broadcast before a second forward could overwrite buffers that the first one saved
+        if self.training and torch.is_grad_enabled() and not self._buffers_synced:
+            self._buffers_synced = True
             for buffer in self.module.buffers():
-                _first(buffer, self.mesh)
+                _from_first(buffer, self.mesh)
         out = self.module(*inputs, **named)
         if torch.is_grad_enabled():
             for tensor in tensors_in(out):
@@ -193,8 +198,8 @@ class DataParallel(nn.Module):
 
     @contextmanager
     def accumulate(self) -> Generator[None]:
-        """For gradient accumulation: backwards inside are not the last of the step, and are not reduced yet
-        where ranks keep whole gradients.
+        """For gradient accumulation: a backward inside is not the step's last. Where ranks keep whole
+        gradients, it accumulates without a reduction.
         """
         before, self._accumulating = self._accumulating, True
         try:
@@ -230,7 +235,7 @@ class DataParallel(nn.Module):
 
     def begin_step(self) -> None:
         """Zero the gradients; buffers are broadcast again by the next training forward."""
-        self.reduced = self._same_buffers = False
+        self.reduced = self._buffers_synced = False
         self.buffer.zero()
 
     # ------------------------------------------------------------------ the optimiser
@@ -239,11 +244,12 @@ class DataParallel(nn.Module):
         """Make the optimiser of the module.
 
         Args:
-            rule: a name that `optim.name` knows, with its fields (`lr`, `weight_decay`, ...) as `settings`;
-                or a torch optimiser class with elementwise updates, with its settings.
+            rule: an optimiser's name in the config (`optim.name`), with the fields of `Optimiser` (`lr`,
+                `weight_decay`, ...) as `settings`; or a torch optimiser class with elementwise updates, with
+                its keyword arguments.
 
         Raises:
-            StrettoError: no such name or setting.
+            StrettoError: an unknown name or setting.
         """
         if isinstance(rule, str):
             how = _settings(rule, settings)
@@ -294,7 +300,9 @@ class DataParallelOptimizer:
         return [group for optimizer in self.sharded.optimizers for group in optimizer.param_groups]
 
     def clip(self, largest: float) -> Tensor:
-        """Scale gradients down to a norm over all ranks of at most `largest`; returns the norm before."""
+        """Scale gradients down to a norm of at most `largest` over all ranks; returns the norm
+        before that.
+        """
         norm = self._model.states.from_server(self._norm())
         clip(self._model.buffer.flats, norm, largest)
         return norm
@@ -333,17 +341,8 @@ def _layers(module: nn.Module) -> list[nn.Module]:
     return [] if longest is None else [m for m in longest if any(p.requires_grad for p in m.parameters())]
 
 
-def _distinct(units: Iterable[Unit]) -> list[Unit]:
-    return list({id(unit): unit for unit in units}.values())
-
-
-def _others(every: Iterable[nn.Parameter], some: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    left_out = {id(p) for p in some}
-    return [p for p in every if id(p) not in left_out]
-
-
-def _first(tensor: Tensor, mesh: Mesh) -> Tensor:
-    """The first data-parallel rank's values."""
+def _from_first(tensor: Tensor, mesh: Mesh) -> Tensor:
+    """The tensor, overwritten with the first data-parallel rank's values."""
     group = mesh.group("cp-dp")
     if group is not None:
         group.broadcast([tensor]).wait()

@@ -3,34 +3,203 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import sqrt
-from typing import Any
+from itertools import product
+from math import prod, sqrt
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from stretto.engine.optim.base import FragmentOptimizer, Group, Moving, member_shape
-from stretto.engine.optim.exchange import Exchange
+from stretto.engine.optim.base import FragmentOptimizer, Group, Moving, depth_of, member_shape, members_of
+from stretto.engine.optim.whole import sendable
+from stretto.engine.parallel.collectives import start_exchange, start_gather
 from stretto.engine.parallel.fragment import Fragment
+
+
+class Box(NamedTuple):
+    """A part of one matrix that a rank holds."""
+
+    tensor: int  # index of its fragment
+    piece: int  # index of its piece in the fragment
+    member: tuple[int, ...]  # index in the stack
+    offsets: tuple[int, ...]  # in the matrix
+    sizes: tuple[int, ...]
+    owned: bool
+
+    @property
+    def matrix(self) -> tuple[int, tuple[int, ...]]:
+        return self.tensor, self.member
+
+    def of(self, matrix: Tensor) -> Tensor:
+        """The box as a view of its matrix."""
+        return matrix[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))]
+
+
+class Exchange:
+    """Gathers each matrix on one of the holders of some fragments, and scatters the results back.
+
+    Matrices are assigned greedily: the costliest first, each to the least loaded rank; the cost is rows x
+    columns x the smaller of the two. Every rank computes the same assignment from all ranks' boxes, which are
+    gathered on construction: collective over the holders.
+
+    Args:
+        fragments: with the same `holders`, matrices or stacks of matrices.
+    """
+
+    def __init__(self, fragments: Sequence[Fragment]) -> None:
+        self._fragments = fragments
+        self._group: ProcessGroup | None = fragments[0].holders
+        self._rank = 0 if self._group is None else self._group.rank()
+        self._boxes = _boxes_of_all(fragments, self._group)
+        owners = self._assign()
+        n = range(len(self._boxes))
+        mine = [[b for b in boxes if owners[b.matrix] == self._rank] for boxes in self._boxes]
+        self._arriving = [[b for b in boxes if b.owned] for boxes in mine]  # by sender
+        self._leaving_back = mine  # by receiver: copies that are not owned get their part too
+        boxes_here = self._boxes[self._rank]
+        self._leaving = [[b for b in boxes_here if b.owned and owners[b.matrix] == rank] for rank in n]
+        self._arriving_back = [[b for b in boxes_here if owners[b.matrix] == rank] for rank in n]
+        self._matrices = [matrix for matrix, owner in owners.items() if owner == self._rank]
+
+    def _assign(self) -> dict[tuple[int, tuple[int, ...]], int]:
+        """The rank that each matrix is gathered on."""
+        costs = dict[tuple[int, tuple[int, ...]], int]()
+        held = {box.matrix for boxes in self._boxes for box in boxes}
+        for i, fragment in enumerate(self._fragments):
+            rows, columns = member_shape(fragment)
+            for member in product(*map(range, members_of(fragment))):
+                if (i, member) in held:  # under a parameter server, the other ranks hold nothing
+                    costs[i, member] = rows * columns * min(rows, columns)
+        loads, owners = [0] * len(self._boxes), dict[tuple[int, tuple[int, ...]], int]()
+        for matrix in sorted(costs, key=lambda m: -costs[m]):
+            owners[matrix] = loads.index(min(loads))
+            loads[owners[matrix]] += costs[matrix]
+        return owners
+
+    def gather(self, tensors: Sequence[Tensor]) -> dict[tuple[int, tuple[int, ...]], Tensor]:
+        """Send this rank's part of every tensor, in its local shape; returns this rank's whole matrices."""
+        received = self._move(
+            [self._view(b, tensors) for part in self._leaving for b in part], tensors[0], back=False
+        )
+        matrices = {
+            matrix: tensors[0].new_zeros(member_shape(self._fragments[matrix[0]]))
+            for matrix in self._matrices
+        }
+        at = 0
+        for box in (b for part in self._arriving for b in part):
+            size = prod(box.sizes)
+            box.of(matrices[box.matrix]).copy_(received[at : at + size].view(box.sizes))
+            at += size
+        return matrices
+
+    def scatter(self, matrices: dict[tuple[int, tuple[int, ...]], Tensor], tensors: Sequence[Tensor]) -> None:
+        """Scatter the results into every rank's part of the tensors; padding is left alone."""
+        leaving = [b.of(matrices[b.matrix]) for part in self._leaving_back for b in part]
+        received = self._move(leaving, tensors[0], back=True)
+        at = 0
+        for box in (b for part in self._arriving_back for b in part):
+            size = prod(box.sizes)
+            self._view(box, tensors).copy_(received[at : at + size].view(box.sizes))
+            at += size
+
+    def _view(self, box: Box, tensors: Sequence[Tensor]) -> Tensor:
+        fragment = self._fragments[box.tensor]
+        piece = fragment.placed.pieces[box.piece]
+        local_member = tuple(m - o for m, o in zip(box.member, piece.offsets, strict=False))
+        return piece.of_local(tensors[box.tensor])[local_member]
+
+    def _move(self, views: Sequence[Tensor], like: Tensor, back: bool) -> Tensor:
+        """One all-to-all of the views, which are ordered by receiver; returns what arrives, flat,
+        by sender.
+        """
+        flat = torch.cat([v.reshape(-1) for v in views]) if views else like.new_empty(0)
+        if self._group is None:
+            return flat
+        send, receive = (self._leaving_back, self._arriving_back) if back else (self._leaving, self._arriving)
+        flat = sendable(flat, self._group)
+        out, work = start_exchange(flat, _elements(send), _elements(receive), self._group)
+        work.wait()
+        return out.to(like.device)
+
+
+def _elements(parts: Sequence[Sequence[Box]]) -> list[int]:
+    return [sum(prod(box.sizes) for box in part) for part in parts]
+
+
+def _boxes(tensor: int, fragment: Fragment) -> list[Box]:
+    """This rank's boxes of one fragment."""
+    depth = depth_of(fragment)
+    return [
+        Box(
+            tensor=tensor,
+            piece=i,
+            member=member,
+            offsets=piece.offsets[depth:],
+            sizes=piece.sizes[depth:],
+            owned=piece.owned or fragment.holders is None,
+        )
+        for i, piece in enumerate(fragment.placed.pieces)
+        for member in product(
+            *(range(o, o + n) for o, n in zip(piece.offsets[:depth], piece.sizes[:depth], strict=True))
+        )
+    ]
+
+
+def _boxes_of_all(fragments: Sequence[Fragment], group: ProcessGroup | None) -> list[list[Box]]:
+    """Every holder's boxes. They are gathered as integers, one row for each box: tensor, piece, owned,
+    offsets, sizes, and the member, padded to the deepest stack.
+    """
+    local_boxes = [box for i, fragment in enumerate(fragments) for box in _boxes(i, fragment)]
+    if group is None:
+        return [local_boxes]
+    depths = [depth_of(fragment) for fragment in fragments]
+    device = sendable(fragments[0].parameter.detach()[:0], group).device
+    width = 7 + max(depths)
+    rows = [
+        [b.tensor, b.piece, b.owned, *b.offsets, *b.sizes, *b.member, *[0] * (width - 7 - len(b.member))]
+        for b in local_boxes
+    ]
+    counts, work = start_gather(torch.tensor([len(local_boxes)], device=device), group)
+    work.wait()
+    lengths = counts.flatten().tolist()
+    table = torch.zeros((max(lengths), width), dtype=torch.int64, device=device)
+    if rows:
+        table[: len(rows)] = torch.tensor(rows, device=device)
+    tables, work = start_gather(table, group)
+    work.wait()
+    return [
+        [
+            Box(
+                tensor=row[0],
+                piece=row[1],
+                member=tuple(row[7 : 7 + depths[row[0]]]),
+                offsets=(row[3], row[4]),
+                sizes=(row[5], row[6]),
+                owned=bool(row[2]),
+            )
+            for row in part[:length]
+        ]
+        for part, length in zip(tables.tolist(), lengths, strict=True)
+    ]
+
 
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: steepest at 0; values end in about [0.7, 1.2]
-SMALLEST = 1e-7  # norm that is divided by
+SMALLEST = 1e-7  # lower bound of the norm in the denominator
 RMS = 0.2  # of an update's elements, about AdamW's (Liu et al. 2025, equation 4)
 
 
 class Muon(FragmentOptimizer):
-    """Matrices of blocks by orthogonalised momentum, all else by the `rest`, an optimiser of torch's.
+    """Orthogonalised momentum for the blocks' matrices; `rest`, a torch optimiser, updates everything else.
 
-    With momentum b and Nesterov's look ahead, m <- b m + (1 - b) g and
+    With momentum b, in Nesterov's form, m <- b m + (1 - b) g and
 
         w <- (1 - lr decay) w - 0.2 lr sqrt(max(rows, columns)) orthogonal((1 - b) g + b m)
 
-    Each expert of a stack is a matrix of its own. Every matrix is brought together on one rank of its
-    holders, made orthogonal there and sent back: two all-to-alls a step for each group of holders. Ranks that
-    are no holders of one tensor together, such as data-parallel ranks without sharded states, do the same
-    work.
+    Each expert of a stack counts as a matrix. Every matrix is gathered on one of its holders, orthogonalised
+    there and scattered back: two all-to-alls a step for each group of holders. Copies of a tensor, as on
+    data-parallel ranks without sharded states, repeat the work.
 
     States: `momentum_buffer`, of the fragment's shape, or those of `rest`.
     """
@@ -45,7 +214,7 @@ class Muon(FragmentOptimizer):
     ) -> None:
         super().__init__(groups, fragments, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
         self.rest = rest
-        if rest is not None:  # one optimiser to the outside: its groups and its states are these
+        if rest is not None:  # to callers this is one optimiser, with the groups and states of both
             self.param_groups += rest.param_groups
             rest.state = self.state
         self._exchanges: dict[tuple[int, ...], Exchange] = {}
@@ -87,8 +256,8 @@ def _direction(group: Group, gradient: Tensor, state: dict[str, Tensor]) -> Tens
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """About U V^T of the matrix U S V^T, by five Newton-Schulz iterations in its own type: singular values
-    between those of rounding and the largest come out between 0.7 and 1.2.
+    """Approximately U V^T of the matrix U S V^T, by five Newton-Schulz iterations in the matrix's type:
+    singular values above rounding error come out between 0.7 and 1.2.
     """
     a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]

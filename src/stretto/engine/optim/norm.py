@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from stretto.engine.optim.whole import sendable
@@ -14,14 +14,14 @@ from stretto.engine.parallel.fragment import Fragment, Placed
 
 
 class GradientNorm:
-    """Norm over every axis: each element of the plain model counts once.
+    """The 2-norm over all ranks: each element of the plain model counts once.
 
     Args:
-        fragments: this rank's; pieces that are not owned are left out here.
-        groups: for the axes over which parameters are spread (`Placed.over`), all ranks that hold different
-            parts of one copy of them, or None when this rank has it all: of dense parameters, spread over
-            "tp", the ranks of tp and pp, and those that share gradients; of experts those of expert_tp, ep
-            and pp, and those that share gradients. Every rank gives the same axes.
+        fragments: of this rank; pieces that another rank owns are left out.
+        groups: for each `Placed.over` in the model, the ranks that together hold one copy of those
+            parameters, or None if this rank holds all of them: for dense parameters, split over "tp", the
+            ranks of tp and pp; for experts those of expert_tp, ep and pp; each times the ranks that share
+            gradients. The keys are the same on every rank.
     """
 
     def __init__(self, fragments: Iterable[Fragment], groups: Mapping[str, ProcessGroup | None]) -> None:
@@ -29,21 +29,21 @@ class GradientNorm:
         self._parts: dict[str, list[tuple[Fragment, Placed | None]]] = {over: [] for over in groups}
         for fragment in fragments:
             placed = fragment.counted
-            if all(p.owned for p in placed.pieces):  # padding has no gradient: the tensor can be taken whole
+            if all(p.owned for p in placed.pieces):  # the gradient of padding is zero: take the whole tensor
                 self._parts[placed.over].append((fragment, None))
             elif any(p.owned for p in placed.pieces):
                 self._parts[placed.over].append((fragment, placed))
 
     @torch.no_grad()
     def __call__(self, scale: float = 1.0) -> Tensor:
-        """The norm, a float64 scalar tensor, the same on every rank.
+        """The norm of the unscaled gradients: a float64 scalar tensor, the same on every rank. Collective.
 
         Args:
-            scale: the loss scale, by which gradients are too large; the norm is that of unscaled gradients.
+            scale: the loss scale, by which the gradients are multiplied.
         """
         total = torch.zeros((), dtype=torch.float64)
         for over, group in self.groups.items():
-            # float64 on all ranks: one without gradients could not know their dtype
+            # float64 on all ranks: a rank without gradients could not know the others' dtype
             square = _square(self._parts[over])
             if group is not None:
                 square = all_sum(sendable(square, group), group)
@@ -70,38 +70,21 @@ def _square(parts: Sequence[tuple[Fragment, Placed | None]]) -> Tensor:
     return total
 
 
-def fragments_of(parameters: Mapping[str, nn.Parameter], places: Mapping[str, Placed]) -> list[Fragment]:
-    """Parameters of this rank that are not sharded over data-parallel ranks, by plain name; their gradients
-    are read when the norm is computed.
-    """
-    return [
-        Fragment(name=name, parameter=parameter, placed=places[name])
-        for name, parameter in parameters.items()
-    ]
-
-
 def ratio(norm: Tensor, largest: float | None, scale: float = 1.0) -> float:
-    """The factor of all gradients: largest / norm where the norm is larger, as in
-    torch.nn.utils.clip_grad_norm_, times 1 / scale.
+    """The factor that clips and unscales all gradients: min(1, largest / (norm + 1e-6)) / scale, the rule of
+    torch.nn.utils.clip_grad_norm_.
 
     Args:
         norm: of the unscaled gradients.
-        largest: None: only the scale.
-        scale: the loss scale, by which gradients are too large.
+        largest: norm to clip to; None: no clipping.
+        scale: the loss scale, by which the gradients are multiplied.
     """
     return (1.0 if largest is None else min(1.0, float(largest / (norm + 1e-6)))) / scale
 
 
 @torch.no_grad()
 def clip(gradients: Sequence[Tensor], norm: Tensor, largest: float | None, scale: float = 1.0) -> None:
-    """Scale all gradients by largest / norm where the norm is larger, the rule of
-    torch.nn.utils.clip_grad_norm_, and by 1 / scale, in one pass.
-
-    Args:
-        norm: of the unscaled gradients.
-        largest: None: only the scale.
-        scale: the loss scale, by which gradients are too large.
-    """
+    """Multiply all gradients by `ratio` in place, in one pass; see there for the arguments."""
     ratio = torch.ones_like(norm) if largest is None else largest / (norm + 1e-6)
     if norm.device.type == "cpu" and float(ratio) >= 1.0:  # reading it costs nothing here and saves a pass
         if scale == 1.0:

@@ -1,7 +1,6 @@
-"""Learning-rate schedules, as pure functions of the step.
+"""Learning-rate schedules, as pure functions of the step: a resumed run needs nothing but the step.
 
-`step` is the number of updates already made, so the first update has step 0. Because nothing is kept between
-steps, a resumed run needs the step and nothing else.
+`step` is the number of updates already made, so the first update has step 0.
 """
 
 from __future__ import annotations
@@ -13,15 +12,14 @@ from stretto.spec.optimiser import DecayShape, Optimiser, RateSchedule
 
 
 def warmup_ratio(step: int, warmup: int) -> float:
-    """Linear warm-up: 1/warmup at the first update, 1 at update number `warmup` and after.
-
-    The first update already learns; schedules that start at 0 spend it on nothing.
+    """Linear warm-up: 1/warmup at the first update, 1 from update number `warmup` on. Schedules that start at
+    0 waste the first update.
     """
     return min(1.0, (step + 1) / warmup) if warmup else 1.0
 
 
 def progress(step: int, start: int, end: int) -> float:
-    """How far `step` is from `start` (0) to `end` (1), held at both ends."""
+    """How far `step` is from `start` (0.0) to `end` (1.0), clamped at both ends."""
     if step < start:
         return 0.0
     return min(1.0, (step - start) / (end - start)) if end > start else 1.0
@@ -45,9 +43,8 @@ def decay_ratio(shape: DecayShape, done: float, floor: float) -> float:
 
 @dataclass(frozen=True)
 class Rate:
-    """A learning-rate schedule over `steps` updates; call it with a step to get the learning rate.
-
-    After the last step those that decay stay where they have ended.
+    """A learning-rate schedule over `steps` updates; call it with a step to get the learning rate, which
+    stays at its last value after that many updates.
     """
 
     schedule: RateSchedule
@@ -56,7 +53,7 @@ class Rate:
 
     @classmethod
     def of(cls, optimiser: Optimiser, steps: int) -> Rate:
-        """The learning rate of a run of so many steps."""
+        """The learning rate of a run of `steps` updates."""
         return cls(optimiser.rate, optimiser.lr, steps)
 
     @property
@@ -70,7 +67,7 @@ class Rate:
         return how.warmup
 
     def ratio(self, step: int) -> float:
-        """The learning rate over its peak, from 0 to 1."""
+        """The learning rate divided by its peak, in [0, 1]."""
         how = self.schedule
         if step < how.warmup:
             return warmup_ratio(step, how.warmup)

@@ -9,16 +9,15 @@ LARGEST, SMALLEST = 2.0**24, 1.0
 
 @dataclass(kw_only=True)
 class LossScale:
-    """A dynamic loss scale: halved when gradients overflow, and their update skipped; doubled after `steps`
-    updates in a row without.
+    """A dynamic loss scale: halved when gradients overflow, in which case the update is skipped; doubled
+    after `steps` updates in a row without overflow.
 
     Attributes:
-        value: the factor now; gradients are that much too large.
-        steps: after how many good steps it doubles.
-        good: steps since the last change.
-        skipped: updates not made, in all.
-        exhausted: gradients overflowed at the smallest scale, so that there is nothing left to halve: the
-            training diverges.
+        value: the current scale, by which loss and gradients are multiplied.
+        steps: updates without overflow after which it doubles.
+        good: updates since the last change.
+        skipped: updates skipped in total.
+        exhausted: gradients overflowed at the smallest scale: training has diverged.
     """
 
     value: float = 65536.0

@@ -1,10 +1,10 @@
 """The optimiser of a rank's fragments, with states on the device, in host memory or in files.
 
 Offloaded states are updated unit by unit, each with a separate torch optimiser, so that transfers of one unit
-overlap the update of another. Optimizers are unaware of placement; results are bitwise identical.
+overlap the update of another. Optimisers are unaware of placement; results are bitwise identical.
 ZeRO-Offload (Ren et al. 2021) keeps states in host memory and updates there; ZeRO-Infinity (Rajbhandari et
-al. 2021) adds files. Unlike there, gradients stay in host memory, and no update is delayed to the next step
-(Ren et al. 2021, section 5.2): a run's results never depend on where states are.
+al. 2021) adds files. Unlike ZeRO-Infinity, gradients stay in host memory; unlike ZeRO-Offload (section 5.2),
+no update is delayed to the next step, so results never depend on where states are.
 """
 
 from __future__ import annotations
@@ -17,14 +17,49 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stretto.engine.offload.host import HostCopies
 from stretto.engine.offload.tensor_files import TensorFiles
 from stretto.engine.optim.states import STEP, prepare
 from stretto.engine.parallel.fragment import Fragment
 from stretto.spec.data_parallel import Offload
 
+
+class GradientCopies:
+    """Asynchronous copies of reduced gradients from a GPU to pinned host memory, as in ZeRO-Offload (Ren et
+    al. 2021). The host memory of each is allocated at its first copy and kept.
+    """
+
+    def __init__(self) -> None:
+        self._memory = dict[int, Tensor]()
+        self._events = dict[int, torch.cuda.Event]()
+        self._side: torch.cuda.Stream | None = None
+
+    def start(self, key: int, gradient: Tensor, dtype: torch.dtype) -> None:
+        """Start a copy, ordered after the current stream; later changes to the gradient are not copied."""
+        host = self._memory.get(key)
+        if host is None:
+            host = torch.empty(gradient.shape, dtype=dtype, pin_memory=True)
+            self._memory[key] = host
+        if self._side is None:
+            self._side = torch.cuda.Stream(gradient.device)
+        self._side.wait_stream(torch.cuda.current_stream(gradient.device))
+        with torch.cuda.stream(self._side):
+            # converted on the device where dtypes differ: only a plain copy is asynchronous
+            host.copy_(gradient.to(dtype), non_blocking=True)
+            gradient.record_stream(self._side)
+            self._events[key] = event = torch.cuda.Event()
+            event.record(self._side)
+
+    def take(self, key: int) -> Tensor | None:
+        """Wait for the copy; None if none was started. The caller may write to it until the next `start`."""
+        event = self._events.pop(key, None)
+        if event is None:
+            return None
+        event.synchronize()
+        return self._memory[key]
+
+
 Build = Callable[[Sequence[Fragment]], torch.optim.Optimizer]
-OfUnit = Callable[[int], None]
+UnitCallback = Callable[[int], None]
 READ_AHEAD = 2  # units
 
 
@@ -35,20 +70,20 @@ class ShardedOptimizer:
         fragments: in the order of their units. With `nvme` they are consumed lazily, so that masters made on
             demand are in memory for two units at most.
         build: makes the torch optimiser of some of the fragments.
-        where: the states live and updates run. With `cpu` and `nvme` all parameters are in host memory.
+        where: where states live and updates run. With `cpu` and `nvme` all parameters are in host memory.
         path: folder for files, in which this rank makes a subfolder.
         device: of the gradients.
         rank: for the name of the subfolder.
         after: called with a unit's number once its parameters are updated, in the order of units on every
             rank, by the thread that calls `step`: it may start collectives.
         copy: called before `after`, by the updating thread. With `eager` it must copy what it needs of the
-            parameters, since afterwards they may be in their file again.
+            parameters, which may be moved back to their file afterwards.
         eager: updates start in `gradient_ready`, on a separate thread, beside the rest of the backward. Not
             for updates that need all gradients (clipping, overflow checks), nor for optimisers whose step is
             collective.
 
     Attributes:
-        optimizers: torch's: one, or one for each unit.
+        optimizers: the torch optimisers: a single one, or one for each unit.
 
     Raises:
         StrettoError: files cannot be created, or the disk is full.
@@ -63,8 +98,8 @@ class ShardedOptimizer:
         path: str | Path | None = None,
         device: torch.device | None = None,
         rank: int = 0,
-        after: OfUnit | None = None,
-        copy: OfUnit | None = None,
+        after: UnitCallback | None = None,
+        copy: UnitCallback | None = None,
         eager: bool = False,
     ) -> None:
         self._cuda = device is not None and device.type == "cuda"
@@ -81,7 +116,7 @@ class ShardedOptimizer:
             if where != "none":
                 self._of[unit] = build(members)
             if self.files is not None:
-                self._send_away(self.files, unit)
+                self._move_to_files(self.files, unit)
         if where == "none":
             one = build([fragment for members in self._units.values() for fragment in members])
             self._of = dict.fromkeys(self._units, one)
@@ -89,14 +124,14 @@ class ShardedOptimizer:
         else:
             self.optimizers = list(self._of.values())
         self._apart = where != "none"
-        self._host = HostCopies() if self._cuda and self._apart else None
+        self._host = GradientCopies() if self._cuda and self._apart else None
         assert not eager or self._apart, "one optimiser updates everything at once"
         self._thread = ThreadPoolExecutor(1, "stretto-update") if eager else None
         self._begun = dict[int, Future[None]]()
         self._read_ahead(list(self._units))
 
-    def _send_away(self, files: TensorFiles, unit: int) -> None:
-        """Make a unit's states and write them with its masters: they are never in memory all at once."""
+    def _move_to_files(self, files: TensorFiles, unit: int) -> None:
+        """Make a unit's states and write them with its masters, before the next unit's are made."""
         members, optimizer = self._units[unit], self._of[unit]
         prepare(optimizer, members, 0)
         tensors: list[Tensor] = [fragment.parameter for fragment in members]
@@ -113,16 +148,16 @@ class ShardedOptimizer:
         return list(self._units)
 
     def owners(self) -> Iterator[tuple[torch.optim.Optimizer, Fragment]]:
-        """All fragments with the torch optimiser that has their states, in the order of units. Where states
-        are in files, read and write both through `stretto.engine.offload.tensor_files.at_hand`.
+        """All fragments with the torch optimiser that holds their states, in the order of units. Where states
+        are in files, access parameters and states through `stretto.engine.offload.tensor_files.at_hand`.
         """
         for unit, members in self._units.items():
             for fragment in members:
                 yield self._of[unit], fragment
 
     def visit(self, change: bool = False) -> Iterator[int]:
-        """Iterate over the units, each with its states and parameters in memory meanwhile; with `change`,
-        changes to them are written back.
+        """Iterate over the units, each with its states and parameters in memory during its turn; with
+        `change`, changes to them are written back.
         """
         for at, unit in enumerate(self._units):
             if self.files is not None:
@@ -133,7 +168,7 @@ class ShardedOptimizer:
                 (self.files.put if change else self.files.release)(unit)
 
     def prepare(self, weight_updates: int) -> None:
-        """Make the states as after `weight_updates` updates, for a checkpoint to be read into."""
+        """Make zero states with `step` = `weight_updates`, for a checkpoint to be read into."""
         for unit, members in self._units.items():
             if self.files is None:
                 prepare(self._of[unit], members, weight_updates)
@@ -174,9 +209,8 @@ class ShardedOptimizer:
         """Update everything.
 
         Args:
-            rate: learning rate; by default, and where updates have begun, the one set last.
-            ratio: factor of all gradients, from clipping or the scale of the loss. Gradients may be scaled in
-                place.
+            rate: learning rate; by default the one set last, which it must equal where updates have begun.
+            ratio: factor of all gradients, from clipping and loss scaling. Gradients may be scaled in place.
 
         Raises:
             OffloadError: states could not be read or written.
@@ -216,7 +250,9 @@ class ShardedOptimizer:
                     call(unit)
 
     @torch.no_grad()
-    def _update(self, unit: int, ratio: float, following: Sequence[int], after: OfUnit | None = None) -> None:
+    def _update(
+        self, unit: int, ratio: float, following: Sequence[int], after: UnitCallback | None = None
+    ) -> None:
         if self.files is not None:
             self.files.fetch(unit)
             self._read_ahead(following)

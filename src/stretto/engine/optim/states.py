@@ -12,14 +12,14 @@ from stretto.engine.optim.base import FragmentOptimizer, count
 from stretto.engine.optim.muon import Muon
 from stretto.engine.parallel.fragment import Fragment, Piece, Placed
 
-STEP = "step"  # the count of updates, which the run keeps once, not each tensor
+STEP = "step"  # the count of updates: a checkpoint stores it once for the run, not for each tensor
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, fragment: Fragment) -> dict[str, tuple[Tensor, Placed]]:
     """The fragment's states by name, each with its place; none before the first update or `prepare`.
 
-    Most are of the fragment's shape and lie where it does. Those that an optimiser calls `replicated` are
-    whole on every holder, of a shape of their own, and owned where the tensor's first element is.
+    Most have the fragment's shape and place. States that an optimiser lists as `replicated` have a different
+    shape, are whole on every holder, and are owned by the rank that owns the tensor's first element.
     """
     state: dict[str, Tensor] = optimizer.state.get(fragment.parameter, {})
     whole = optimizer.replicated if isinstance(optimizer, FragmentOptimizer) else frozenset[str]()
@@ -31,7 +31,7 @@ def state_tensors(optimizer: torch.optim.Optimizer, fragment: Fragment) -> dict[
 
 
 def prepare(optimizer: torch.optim.Optimizer, fragments: Iterable[Fragment], weight_updates: int) -> None:
-    """Give the fragments zero states, as after `weight_updates` updates, for a checkpoint to be read into."""
+    """Give the fragments zero states with `step` = `weight_updates`, for a checkpoint to be read into."""
     for fragment in fragments:
         state = optimizer.state[fragment.parameter]
         state.clear()
@@ -57,7 +57,7 @@ def _zeros(optimizer: torch.optim.Optimizer, fragment: Fragment) -> dict[str, Te
 
 
 def _replicated(fragment: Fragment, value: Tensor) -> Placed:
-    """The place of a state that every holder has whole."""
+    """The place of a state that is whole on every holder."""
     pieces = fragment.counted.pieces
     first = any(p.owned and prod(p.sizes) > 0 and not any(p.offsets) for p in pieces)
     shape, start = tuple(value.shape), (0,) * value.dim()

@@ -1,4 +1,4 @@
-"""Sums over whole tensors of the plain model, each of whose holders has pieces."""
+"""Sums over whole tensors of the plain model, whose pieces are spread over their holders."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from stretto.engine.parallel.fragment import Fragment, Piece
 
 
 def counted_pieces(fragment: Fragment) -> tuple[Piece, ...]:
-    """The pieces that this rank contributes to a sum over the holders: each element of the plain tensor is in
-    one piece of one rank.
+    """The pieces that this rank contributes to a sum over the holders, so that each element of the plain
+    tensor counts once.
     """
-    if fragment.holders is None:  # whole here, whoever owns it among ranks that have it too
+    if fragment.holders is None:  # the whole tensor is here, even where another rank owns it
         return fragment.placed.pieces
     return tuple(piece for piece in fragment.placed.pieces if piece.owned)
 
 
 def stack_slice(piece: Piece, depth: int) -> tuple[slice, ...]:
-    """Which members of the stack the piece is of."""
+    """The members of the stack that the piece covers."""
     return tuple(slice(o, o + n) for o, n in zip(piece.offsets[:depth], piece.sizes[:depth], strict=True))
 
 
 def sum_over_holders(parts: Iterable[tuple[Fragment, Tensor]]) -> None:
-    """Sum tensors over the holders of each fragment, in place: float64, of the same shape on all holders. One
-    all-reduce for each group of holders.
+    """Sum each tensor over the holders of its fragment, in place, with one all-reduce for each group of
+    holders. The tensors are float64, of the same shape on all holders.
     """
     by_group: dict[ProcessGroup, list[Tensor]] = {}
     for fragment, tensor in parts:
@@ -44,14 +44,16 @@ def sum_over_holders(parts: Iterable[tuple[Fragment, Tensor]]) -> None:
 
 
 def sendable(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """The tensor on a device that the group can send from: fragments of NCCL ranks may be in host memory."""
+    """The tensor on a device that the group can send from: offloaded fragments of NCCL ranks are on
+    the host.
+    """
     devices = group._device_types
     return tensor if any(d.type == tensor.device.type for d in devices) else tensor.to(devices[0].type)
 
 
 def member_squares(fragments: Sequence[Fragment], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Sums of squares of the counted elements of local tensors, one a fragment: float64, of the shape of the
-    stack, (); not yet summed over the holders.
+    """For each fragment, the sum of squares of the counted elements of its local tensor: float64, of the
+    shape of the stack (() for a single tensor), not yet summed over the holders.
     """
     totals = [torch.zeros(members_of(f), dtype=torch.float64, device=f.parameter.device) for f in fragments]
     views, into = list[Tensor](), list[Tensor]()
@@ -76,11 +78,11 @@ def member_squares(fragments: Sequence[Fragment], tensors: Sequence[Tensor]) -> 
 
 
 def subtract_scaled(fragment: Fragment, update: Tensor, factor: Tensor) -> None:
-    """Subtract factor x update from the parameter, with a factor for each member of the stack."""
+    """Subtract factor x update from the parameter; `factor` has the shape of the stack."""
     depth, parameter = depth_of(fragment), fragment.parameter
     factor = factor.to(parameter.dtype)
     if not depth:
-        parameter.addcmul_(update, factor, value=-1.0)  # a factor of no dimension stays on the device
+        parameter.addcmul_(update, factor, value=-1.0)  # a tensor factor: nothing is read back to the host
         return
     for piece in fragment.placed.pieces:
         view = piece.of_local(update)

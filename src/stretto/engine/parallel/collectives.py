@@ -4,9 +4,10 @@
 are the f and g of Shoeybi et al. 2019, section 3; `gather_from` (all-gather, reduce-scatter) and `scatter_to`
 (reduce-scatter, all-gather) are the g and its conjugate of Korthikanti et al. 2022, section 4.2.2.
 
-A group of None is this rank alone: nothing is sent. Process groups are called directly, since torch's
-wrappers cost as much as a small message. A tensor from `start_...` is complete after its `work.wait()`,
-which on CUDA makes the current stream wait, not the host; until then its input must not be written to.
+Where the group is None, this rank is alone and nothing is sent. Process groups are called directly, since
+torch's wrappers cost as much as a small message. The result of a `start_...` is complete after its
+`work.wait()`, which on CUDA makes the current stream wait, not the host; until then the input must not be
+written to.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from torch.distributed import (
     Work,
 )
 
-from stretto.engine.parallel.traffic import called
+from stretto.engine.parallel.traffic import counted_as
 
 _SUM = AllreduceOptions()
 _SUM.reduceOp = ReduceOp.SUM  # pyright: ignore[reportAttributeAccessIssue]
 _MAX = AllreduceOptions()
+_MAX.reduceOp = ReduceOp.MAX  # pyright: ignore[reportAttributeAccessIssue]
 _SCATTER = ReduceScatterOptions()
 _EXCHANGE = AllToAllOptions()
-# Options objects that mark what a call is counted as (`traffic`).
-_REGATHER = called(AllgatherOptions(), "re-gather")
-_GATHER_BY_EXCHANGE = called(AllToAllOptions(), "all-gather")
-_SCATTER_BY_EXCHANGE = called(AllToAllOptions(), "reduce-scatter")
-_MAX.reduceOp = ReduceOp.MAX  # pyright: ignore[reportAttributeAccessIssue]
+# Options by which `traffic` recognises what a call is to be counted as
+_REGATHER = counted_as("re-gather", AllgatherOptions())
+_GATHER_BY_EXCHANGE = counted_as("all-gather", AllToAllOptions())
+_SCATTER_BY_EXCHANGE = counted_as("reduce-scatter", AllToAllOptions())
 
 
 class Pending(Protocol):
@@ -64,14 +65,14 @@ def start_sum(tensor: Tensor, group: ProcessGroup) -> Work:
 
 
 def all_sum(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Sum over the group, in place; without a group the tensor as it is."""
+    """Sum over the group, in place; returns the tensor."""
     if group is not None:
         start_sum(tensor, group).wait()
     return tensor
 
 
 def all_max(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Largest over the group, in place."""
+    """Elementwise maximum over the group, in place; returns the tensor."""
     if group is not None:
         group.allreduce([tensor], _MAX).wait()
     return tensor
@@ -85,7 +86,7 @@ def _all_to_all(
     group: ProcessGroup,
     options: AllToAllOptions = _EXCHANGE,
 ) -> Work:
-    """Exchange rows with every rank; empty `receive` and `send`: equal numbers."""
+    """Exchange rows with every rank; `receive` and `send` count the rows, empty for equal numbers."""
     return group.alltoall_base(out, x.contiguous(), list(receive), list(send), options)
 
 
@@ -114,7 +115,7 @@ def local_part(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 
 def start_gather(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Pending]:
-    """Start gathering x of every rank, all of one shape: pieces [n, *x.shape] by rank."""
+    """Start gathering every rank's x, all of one shape, into pieces [n, *x.shape], by rank."""
     if group is None:
         return x.unsqueeze(0), DONE
     pieces = x.new_empty((group.size(), *x.shape))
@@ -129,13 +130,13 @@ def start_gather_into(whole: Tensor, part: Tensor, group: ProcessGroup) -> Work:
 
 
 def start_regather(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Pending]:
-    """`start_gather` in the backward, of what the forward has gathered already; counted by itself."""
+    """`start_gather` in the backward, of what the forward has gathered already; `traffic` counts it apart."""
     pieces = x.new_empty((group.size(), *x.shape))
     return pieces, group._allgather_base(pieces.view(-1), x.contiguous().view(-1), _REGATHER)
 
 
 def gather(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
-    """x of every rank, by rank along `dim`."""
+    """Every rank's x, concatenated along `dim` by rank."""
     if group is None:
         return x
     pieces, work = start_gather(x, group)
@@ -143,12 +144,12 @@ def gather(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
     return join(pieces, dim)
 
 
-_native = list[bool]()  # not empty while CPU tensors stand in for an accelerator's (dry runs)
+_native = list[bool]()  # not empty while CPU tensors simulate an accelerator's (dry runs)
 
 
 @contextmanager
 def native_collectives() -> Generator[None]:
-    """Inside, reduce-scatters use the backend's collective on CPUs too."""
+    """Within this context, reduce-scatters use the backend's collective on CPUs too."""
     _native.append(True)
     try:
         yield
@@ -175,12 +176,12 @@ class _SumOnArrival:
 def start_scatter_sum(
     pieces: Tensor, group: ProcessGroup | None, out: Tensor | None = None
 ) -> tuple[Tensor, Pending]:
-    """Start summing pieces [n, ...] over the ranks and leaving piece i to rank i.
+    """Start summing pieces [n, ...] over the ranks; rank i gets the sum of piece i.
 
-    On CPUs by all-to-all: gloo's reduce-scatter is an all-reduce, of twice the bytes.
+    On CPUs this is an all-to-all, since gloo implements reduce-scatter as an all-reduce of twice the bytes.
 
     Args:
-        out: where the piece goes, which may be this rank's of `pieces`; by default new memory.
+        out: memory for the result, which may be this rank's piece of `pieces`; None: new memory.
     """
     if group is None:
         return pieces.squeeze(0), DONE
@@ -211,8 +212,8 @@ def scatter_sum(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
 def start_exchange(
     x: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup | None
 ) -> tuple[Tensor, Pending]:
-    """Start an all-to-all of rows: of x [sum(send), ...] the first send[0] rows go to rank 0, and so on; what
-    comes, [sum(receive), ...], is ordered by sender.
+    """Start an all-to-all of rows: the first send[0] rows of x [sum(send), ...] go to rank 0, and so on; the
+    result [sum(receive), ...] is ordered by sender.
     """
     if group is None:
         return x, DONE
@@ -223,7 +224,7 @@ def start_exchange(
 def start_gather_uneven(
     x: Tensor, sizes: Sequence[int], group: ProcessGroup | None
 ) -> tuple[Tensor, Pending]:
-    """Start gathering along dimension 0, of which rank i has sizes[i]."""
+    """Start gathering x along dimension 0, in which rank i has sizes[i] rows."""
     if group is None:
         return x, DONE
     n = group.size()
@@ -237,7 +238,7 @@ def start_gather_uneven(
 def start_scatter_sum_uneven(
     x: Tensor, sizes: Sequence[int], group: ProcessGroup | None
 ) -> tuple[Tensor, Pending]:
-    """Start summing x [sum(sizes), ...] over the ranks and leaving sizes[i] rows of it to rank i."""
+    """Start summing x [sum(sizes), ...] over the ranks; rank i gets sizes[i] rows of the sum."""
     if group is None:
         return x, DONE
     n, mine = group.size(), sizes[group.rank()]
@@ -344,25 +345,25 @@ class _ScatterUneven(torch.autograd.Function):
 
 
 def copy_to(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """f: enter a tensor-parallel region with a replicated tensor."""
+    """f: a replicated tensor enters a tensor-parallel region."""
     return x if group is None else cast(Tensor, _CopyTo.apply(x, group))
 
 
 def reduce_from(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """g: leave a tensor-parallel region by summing partial results."""
+    """g: partial results leave a tensor-parallel region as their sum."""
     return x if group is None else cast(Tensor, _ReduceFrom.apply(x, group))
 
 
 def gather_from(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
-    """All-gather along `dim` for ranks that each do different work with the result: reduce-scatter backward,
-    since each rank has a part of the gradient.
+    """All-gather along `dim`, where ranks then use the result differently: each has a part of the gradient,
+    so the backward is a reduce-scatter.
     """
     return x if group is None else cast(Tensor, _Conjugate.apply(x, group, dim, gather, scatter_sum))
 
 
 def gather_copy(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
-    """All-gather along `dim` for ranks that all do the same work with the result, and so all have its whole
-    gradient: the backward takes this rank's part.
+    """All-gather along `dim`, where all ranks then do the same with the result: each has the whole gradient,
+    so the backward takes this rank's part.
     """
     return x if group is None else cast(Tensor, _Conjugate.apply(x, group, dim, gather, _local_copy))
 
@@ -385,10 +386,10 @@ def exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Proc
 
 
 def gather_uneven(x: Tensor, sizes: Sequence[int], group: ProcessGroup | None) -> Tensor:
-    """All-gather along dimension 0, of which rank i has sizes[i]; reduce-scatter backward."""
+    """All-gather along dimension 0, in which rank i has sizes[i] rows; reduce-scatter backward."""
     return x if group is None else cast(Tensor, _GatherUneven.apply(x, sizes, group))
 
 
 def scatter_uneven(x: Tensor, sizes: Sequence[int], group: ProcessGroup | None) -> Tensor:
-    """Sum of x [sum(sizes), ...] over the ranks, of which rank i keeps sizes[i] rows; all-gather backward."""
+    """Sum x [sum(sizes), ...] over the ranks; rank i keeps sizes[i] rows of it; all-gather backward."""
     return x if group is None else cast(Tensor, _ScatterUneven.apply(x, sizes, group))

@@ -17,27 +17,25 @@ import torch.distributed as dist
 from stretto.errors import StrettoError
 
 T = TypeVar("T")
-LONGEST_ERROR = 4000  # characters of an error that are sent to the other ranks
+LONGEST_ERROR = 4000  # characters of an error message that are sent to the other ranks
 
 
 class CollectiveError(RuntimeError):
-    """Work of all ranks failed on one of them. Raised on every rank alike; the message names the first that
-    failed.
-    """
+    """Collective work failed on some rank. Raised on every rank; the message names the first that failed."""
 
 
 def has_group() -> bool:
-    """Whether there are other ranks to agree with."""
+    """Whether a default process group exists."""
     return dist.is_available() and dist.is_initialized()
 
 
 def this_rank() -> int:
-    """This process's rank; 0 when it is alone."""
+    """This process's rank; 0 without a process group."""
     return dist.get_rank() if has_group() else 0
 
 
 def world_size() -> int:
-    """Number of ranks; 1 when this process is alone."""
+    """Number of ranks; 1 without a process group."""
     return dist.get_world_size() if has_group() else 1
 
 
@@ -52,7 +50,7 @@ def gather_json(value: Any) -> list[Any]:
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size())]
     dist.all_gather(sizes, torch.tensor([data.numel()], dtype=torch.int64, device=device))
     longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)  # all_gather wants equal sizes
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)  # all_gather requires equal sizes
     padded[: data.numel()] = data
     rows = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(rows, padded)
@@ -65,8 +63,8 @@ def run_on_all(work: Callable[[], T]) -> T:
     """Run `work` on every rank; if it raises on any, all raise the error of the first such rank. Collective.
 
     Raises:
-        StrettoError: bad input, with the rank added when there are several.
-        CollectiveError: anything else.
+        StrettoError: where that error is one; its message names the rank if there are several.
+        CollectiveError: where it is any other.
     """
     result: T | None = None
     error: BaseException | None = None
@@ -88,7 +86,7 @@ def run_on_first(work: Callable[[], T]) -> T:
 
 
 def error_of_rank(rank: int, error: BaseException) -> Exception:
-    """An error of another rank as it is raised here."""
+    """The exception to raise here for another rank's error."""
     return _from_record(rank, _to_record(error))
 
 

@@ -18,9 +18,9 @@ class Piece:
     """A box of the full tensor held by this rank.
 
     `offsets` and `sizes` place it in the full tensor, `local` is where it starts in the local one. With
-    `strides` the local tensor is flat: `local` is then one number, and the box is read with these strides. Of
-    all ranks of a model-parallel group (all axes but dp) that hold the same box, one has `owned`: the
-    gradient norm counts and the checkpoint writes owned pieces only.
+    `strides` the local tensor is flat: `local` is then a single offset, and the box is read with these
+    strides. Of all ranks of a model-parallel group (all axes but dp) that hold the same box, one has `owned`:
+    the gradient norm counts and the checkpoint writes owned pieces only.
     """
 
     offsets: tuple[int, ...]
@@ -42,11 +42,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Placed:
-    """One parameter of the plain model: its name and shape there, and the pieces held here.
+    """Where a parameter of the plain model lies on this rank: its plain name and shape, and the pieces here.
 
-    Local elements that no piece covers are padding: zero, and invisible in loss, gradients and checkpoints.
-    Ranks that differ in the axes of `over` hold different pieces, as do those of different pipeline stages;
-    along all other axes the pieces and their owners repeat.
+    Local elements that no piece covers are padding: zero, and without effect on loss, gradients and
+    checkpoints. Ranks that differ in the axes of `over` hold different pieces, as do ranks of different
+    pipeline stages; along all other axes the pieces and their owners repeat.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Placed:
 
     @classmethod
     def whole(cls, name: str, shape: tuple[int, ...], owned: bool = True) -> Placed:
-        """All of the tensor, held here."""
+        """The whole tensor, held here."""
         start = (0,) * len(shape)
         return cls(name, shape, (Piece(offsets=start, sizes=shape, local=start, owned=owned),))
 
@@ -83,12 +83,12 @@ class Placed:
         return replace(self, pieces=tuple(pieces))
 
     def elsewhere(self) -> Placed:
-        """The same, owned by other ranks."""
+        """The same pieces, owned by other ranks."""
         return replace(self, pieces=tuple(replace(piece, owned=False) for piece in self.pieces))
 
     @torch.no_grad()
     def fill(self, local: Tensor, full: Tensor) -> None:
-        """Copy this rank's pieces of `full` into `local`, and zeros into its padding."""
+        """Copy this rank's pieces of `full` into `local`, and zero its padding."""
         local.zero_()
         for piece in self.pieces:
             piece.of_local(local).copy_(piece.of_full(full))
@@ -96,21 +96,19 @@ class Placed:
 
 @dataclass(eq=False, kw_only=True)
 class Fragment:
-    """A part of a parameter of the plain model.
+    """The part of a plain parameter that this rank's optimiser updates.
 
     Attributes:
         name: of the parameter in the plain model.
-        parameter: the values that the optimiser updates, in its own precision: the module's parameter itself
-            where it is whole here and trained as it is; otherwise flat, elements of a shard.
-        gradient: of the same elements, reduced, in the same shape; None until a backward has made it. May
-            be of another type than `parameter`, whose `grad` is set for the update alone.
-        placed: where they lie. Over `holders` each element of the plain tensor is owned once.
-        holders: the ranks that hold one copy of the tensor together; None where it is whole here. They have
-            the same parameters in the same order, some perhaps without elements: of these a fragment is
-            there too.
-        elsewhere: the tensor's first copy is that of another pipeline stage: the norm counts and checkpoints
-            write that one.
-        unit: fragments with one number are reduced, updated and moved together.
+        parameter: the values, in the optimiser's precision: the module's parameter itself where it is whole
+            here and needs no master; otherwise flat, elements of a shard.
+        gradient: of the same elements, reduced, in the same shape; None before the first backward. May be of
+            another dtype than `parameter`, whose `grad` is set only during the update.
+        placed: where the elements lie. Over `holders` each element of the plain tensor is owned once.
+        holders: the ranks that together hold one copy of the tensor; None where it is whole here. They have
+            the same fragments in the same order, some perhaps without elements.
+        elsewhere: the norm counts and checkpoints write a copy in another pipeline stage instead.
+        unit: fragments with the same number are reduced, updated and moved together.
     """
 
     name: str
@@ -123,12 +121,12 @@ class Fragment:
 
     @property
     def counted(self) -> Placed:
-        """`placed`, with what the norm counts and checkpoints write as owned."""
+        """`placed`, in which `owned` marks what the norm counts and checkpoints write."""
         return self.placed.elsewhere() if self.elsewhere else self.placed
 
 
 def whole_fragments(named: Iterable[tuple[str, nn.Parameter]]) -> list[Fragment]:
-    """Parameters of one process."""
+    """Whole parameters as fragments, in one process."""
     return [
         Fragment(name=name, parameter=p, placed=Placed.whole(name, tuple(p.shape)), gradient=p.grad)
         for name, p in named

@@ -12,14 +12,12 @@ from torch.distributed import ProcessGroup
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 
-# Every set of axes that some part of a step communicates over; made at once, since making a group is
-# collective. `tp-cp` shares the tokens of a sample, `tp-pp` the dense parameters of a replica.
-GROUPS = ("tp", "cp", "dp", "pp", "tp-pp", "tp-cp", "cp-dp")
-COPIES = {
-    "tp": "cp-dp",
-    "expert_tp-ep": "expert_dp",
-}  # ranks with the same parameters, for parameters split over these axes
-EXPERT_GROUPS = ("ep", "expert_tp", "expert_dp", "expert_tp-ep", "expert_tp-ep-pp")
+# Every set of axes that some part of a step communicates over, made at once, since making a group is
+# collective. The ranks of `tp-cp` share the tokens of a sample.
+GROUPS = ("tp", "cp", "dp", "pp", "tp-cp", "cp-dp")
+EXPERT_GROUPS = ("ep", "expert_tp", "expert_dp", "expert_tp-ep")
+# For parameters split over these axes, the axes along which the parameters repeat
+COPIES = {"tp": "cp-dp", "expert_tp-ep": "expert_dp"}
 
 
 def make_group(ranks: list[int], timeout: timedelta | None) -> ProcessGroup | None:
@@ -29,17 +27,16 @@ def make_group(ranks: list[int], timeout: timedelta | None) -> ProcessGroup | No
         return None
     assert isinstance(made, ProcessGroup)
     if dist.get_backend(made) == "gloo":
-        # new_group returns once this side is connected. If this rank closed the group before the others are
-        # connected, they would see it as dead.
+        # new_group returns once this rank is connected. Without the barrier it could close the group before
+        # the others are connected, and they would fail.
         made.barrier().wait()
     return made
 
 
 class Mesh:
-    """Process groups of one layout, as seen from this rank.
+    """Process groups of one layout, as seen from this rank. Constructing it is collective.
 
-    Must be built on all ranks of the default group at the same time. An axis of size 1 has no group: callers
-    skip the collective.
+    An axis of size 1 has no group (None): callers then skip the collective.
     """
 
     def __init__(
@@ -58,23 +55,22 @@ class Mesh:
         self.timeout = timeout
         self._made: list[ProcessGroup] = []
         self._splits: dict[tuple[str, int], ProcessGroup | None] = {}
-        self._known: dict[tuple[tuple[int, ...], ...], ProcessGroup | None] = {}
-        self._groups = {axes: self._shared_group(axes) for axes in (*GROUPS, *EXPERT_GROUPS)}
+        self._by_ranks: dict[tuple[tuple[int, ...], ...], ProcessGroup | None] = {}
+        self._groups = {axes: self._shared(self.layout.groups(axes)) for axes in (*GROUPS, *EXPERT_GROUPS)}
 
     def __repr__(self) -> str:
         return f"Mesh({self.layout}: rank {self.rank} of {self.layout.world}, {self.device})"
 
-    def _shared_group(self, axes: str) -> ProcessGroup | None:
-        """The group over `axes`; sets of axes with the same ranks share one group."""
-        groups = self.layout.groups(axes)
+    def _shared(self, groups: list[list[int]]) -> ProcessGroup | None:
+        """As `_new`, made only once for the same sets of ranks."""
         key = tuple(map(tuple, groups))
-        if key not in self._known:
-            self._known[key] = self._group(groups)
-        return self._known[key]
+        if key not in self._by_ranks:
+            self._by_ranks[key] = self._new(groups)
+        return self._by_ranks[key]
 
-    def _group(self, groups: list[list[int]]) -> ProcessGroup | None:
-        """The one of these groups with this rank. All ranks of the job make all groups, in the same order, as
-        torch requires.
+    def _new(self, groups: list[list[int]]) -> ProcessGroup | None:
+        """Of these groups, all of one size, the one with this rank; None if it is alone or in none. All ranks
+        of the job make all groups, in the same order, as torch requires.
         """
         if len(groups[0]) == 1:
             return None
@@ -89,14 +85,12 @@ class Mesh:
         return mine
 
     def group(self, axes: str) -> ProcessGroup | None:
-        """The group over `axes` ("tp", "tp-pp", ...) that holds this rank; None when it is this rank
-        alone.
-        """
+        """The group over `axes` ("tp", "tp-cp", ...) with this rank; None if it is this rank alone."""
         return self._groups[axes]
 
     def split(self, axis: str, parts: int) -> ProcessGroup | None:
-        """The group of `axis` cut into runs of `parts` neighbours: the run that holds this rank.
-        Collective at first use.
+        """Each group of `axis` cut into runs of `parts` neighbours: the run with this rank. Collective at
+        first use.
         """
         key = (axis, parts)
         if key not in self._splits:
@@ -105,27 +99,23 @@ class Mesh:
                 for ranks in self.layout.groups(axis)
                 for i in range(0, len(ranks), parts)
             ]
-            self._splits[key] = self._group(runs)
+            self._splits[key] = self._new(runs)
         return self._splits[key]
 
     def pair_group(self, holders: tuple[int, ...]) -> ProcessGroup | None:
-        """Ranks at the pipeline places `holders` of each pipeline; None on ranks at other places.
+        """The ranks at the pipeline places `holders` of this rank's pipeline; None on ranks at other places.
         Collective.
         """
-        return self._group([[ranks[h] for h in holders] for ranks in self.layout.groups("pp")])
+        return self._new([[ranks[h] for h in holders] for ranks in self.layout.groups("pp")])
 
     def partition(self, key: Callable[[int], object]) -> ProcessGroup | None:
-        """The group of the ranks with this rank's key; None when it is this rank alone. The key of a rank
-        must be the same on every rank, and all keys must have equally many ranks. Collective at first use.
+        """The group of the ranks with this rank's key; None if it is this rank alone. All ranks must compute
+        the same key for a rank, and all keys must have equally many ranks. Collective at first use.
         """
         groups = dict[object, list[int]]()
         for rank in range(self.layout.world):
             groups.setdefault(key(rank), []).append(rank)
-        lists = list(groups.values())
-        known = tuple(map(tuple, lists))
-        if known not in self._known:
-            self._known[known] = self._group(lists)
-        return self._known[known]
+        return self._shared(list(groups.values()))
 
     def size(self, axes: str) -> int:
         """Number of ranks along `axes`: "tp", "ep", or several, as in "expert_tp-ep"."""
@@ -135,13 +125,9 @@ class Mesh:
         """This rank's place along `axes`."""
         return self.layout.index(self.rank, axes)
 
-    def spread(self) -> dict[str, ProcessGroup | None]:
-        """For the axes over which parameters are split, all ranks that hold different parts of one copy."""
-        return {"tp": self.group("tp-pp"), "expert_tp-ep": self.group("expert_tp-ep-pp")}
-
     def copies(self, over: str) -> ProcessGroup | None:
-        """For parameters split over the axes `over`, the ranks that hold the same parts and see other tokens:
-        their gradients are summed.
+        """For parameters split over the axes `over`, the ranks with the same parts, which process different
+        tokens: their gradients are summed.
         """
         return self.group(COPIES[over])
 
@@ -149,6 +135,7 @@ class Mesh:
         """Destroy the groups; `verify` builds many meshes in one process."""
         for group in self._made:
             dist.destroy_process_group(group)
-        # a group that is still referenced would join its threads at or after interpreter exit
-        for kept in (self._made, self._groups, self._known, self._splits):
-            kept.clear()
+        # drop the references: a group that is still referenced at interpreter exit joins its threads only
+        # then
+        for groups in (self._made, self._groups, self._by_ranks, self._splits):
+            groups.clear()

@@ -1,11 +1,12 @@
-"""Apply a sharding plan to a plain model, and check that every parameter is covered exactly once."""
+"""Apply a sharding plan to a plain model, and check that it covers every parameter exactly once and every
+dropout.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -14,10 +15,13 @@ from torch.distributed import ProcessGroup
 
 from stretto.engine.parallel.fragment import Piece, Placed
 from stretto.engine.parallel.mesh import Mesh
-from stretto.engine.parallel.styles import Part, Style, shrink
+from stretto.engine.parallel.styles import Part, Replicate, Style, shrink
+from stretto.engine.parallel.tensor.dropout import KeyedDropout
 from stretto.errors import StrettoError, nearest
 
 Plan = Mapping[str, Style]
+
+_UNKEYED = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class SharedSlice(NamedTuple):
@@ -33,8 +37,8 @@ class SharedSlice(NamedTuple):
 class Sharded:
     """One parameter of the plain model as this rank holds it.
 
-    names: every name the parameter goes by (several when it is tied); the first is its name in checkpoints.
-    shared: slices of the gradient that other ranks hold too and contribute to.
+    names: all of the parameter's names (several if it is tied); the first is its name in checkpoints.
+    shared: slices of the gradient to which other ranks contribute.
     """
 
     names: tuple[str, ...]
@@ -49,33 +53,35 @@ def matches(pattern: str, name: str) -> bool:
     """
     if not name or not pattern:
         return name == pattern
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
 def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Sharded]:
-    """Swap `model`'s modules by `plan` for this rank's tensor-parallel share; in place.
+    """Replace the modules of `model` by their tensor-parallel forms under `plan`, in place, with this rank's
+    part of the parameters.
 
-    Parameters keep this rank's part of their values. A model too large for that is built on the meta device
-    and gets its values in `materialise`. A module that goes by several names is swapped once, under all of
-    them.
+    Parameters keep this rank's part of their values. A model too large for one device is built on the meta
+    device and gets its values from `materialise`. A module with several names is replaced under all of them.
 
     Returns:
-        The parameters by plain-model name, with their place.
+        Where each parameter lies, by plain-model name.
 
     Raises:
         StrettoError: a pattern that matches nothing, a module matched twice, a parameter without a style,
-            sizes that do not divide, shares that do not add up to the plain model, or a style that does not
-            fit its module.
+            sizes that do not divide, shares that do not add up to the plain model, a style that does not fit
+            its module, or, with tp > 1, dropout whose masks would not be those of one process.
     """
     styles = _assign(model, plan)
+    if mesh.size("tp") > 1:
+        _check_dropout(model, styles)
     names = _names(model)
     parts = dict[str, list[dict[str, Part]]]()
     for name, (module, style) in styles.items():
         size = mesh.size(style.axes)
         parts[name] = [style.parts(name, module, i, size) for i in range(size)]
     table = dict[str, Sharded]()
-    local = dict[int, nn.Parameter]()  # by id of the plain parameter, so that ties survive
+    local = dict[int, nn.Parameter]()  # by id of the plain parameter, so that tied parameters stay tied
     for parameter, aliases in names:
         shares, owner = _shares(aliases, parts)
         axes = styles[owner][1].axes
@@ -97,9 +103,8 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Sharded]:
 
 
 def _assign(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, Style]]:
-    """Which style each module gets: exactly one pattern a module, every pattern at least one module.
-
-    A module's further names get the style of the first; a pattern that matches them must say the same.
+    """The style of each styled module, by name. Every pattern must match a module, and a module at most one
+    pattern. All names of a module get the style of the one that matches; several matches must agree.
     """
     assigned = dict[str, tuple[nn.Module, Style]]()
     names = dict(model.named_modules(remove_duplicate=False))
@@ -128,8 +133,44 @@ def _assign(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, Style]]:
     return assigned
 
 
+def _check_dropout(model: nn.Module, styles: Mapping[str, tuple[nn.Module, Style]]) -> None:
+    """Refuse dropout whose masks would differ from those of one process under tensor parallelism.
+
+    A mask from torch's global generator depends on the rank. A keyed mask is the same on every rank, which is
+    right for a replicated activation and wrong for one that is split. Which of the two it is cannot be seen
+    from the modules, so the plan has to say it: by a style of the dropout itself, or by `Replicate` for a
+    module that contains it and nothing that is split.
+    """
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not isinstance(module, (KeyedDropout, *_UNKEYED)) or not module.p:
+            continue
+        if not isinstance(module, KeyedDropout):
+            raise StrettoError(
+                f"{name!r} is {type(module).__name__}: each tensor-parallel rank would draw a different mask",
+                hint="call key_dropout(model, keys) before parallelize"
+                if isinstance(module, nn.Dropout)
+                else "use nn.Dropout, and call key_dropout(model, keys) before parallelize",
+            )
+        if not (_replicated(name, styles) or (name in styles and not isinstance(styles[name][1], Replicate))):
+            raise StrettoError(
+                f"sharding plan: no style says how the input of dropout {name!r} is split",
+                hint=f"add {name!r}: SplitDropout(...), or Replicate() if every rank has the whole input",
+            )
+
+
+def _replicated(name: str, styles: Mapping[str, tuple[nn.Module, Style]]) -> bool:
+    """Whether the module computes the same on all ranks: the nearest styled module that contains it, or it
+    itself, has nothing in it that is split.
+    """
+    while name and name not in styles:
+        name = name.rpartition(".")[0]
+    prefix = f"{name}." if name else ""
+    inside = [style for other, (_, style) in styles.items() if other == name or other.startswith(prefix)]
+    return name in styles and all(isinstance(style, Replicate) and not style.sequence for style in inside)
+
+
 def _names(model: nn.Module) -> list[tuple[nn.Parameter, tuple[str, ...]]]:
-    """Every parameter once, with all names it goes by."""
+    """Every parameter once, with all of its names."""
     aliases_of = dict[int, tuple[nn.Parameter, list[str]]]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases_of.setdefault(id(parameter), (parameter, []))[1].append(name)
@@ -137,8 +178,8 @@ def _names(model: nn.Module) -> list[tuple[nn.Parameter, tuple[str, ...]]]:
 
 
 def _shares(aliases: Sequence[str], parts: Mapping[str, list[dict[str, Part]]]) -> tuple[list[Part], str]:
-    """Every rank's share of one parameter, and the module whose style says so; the styles of a tied one must
-    agree.
+    """Every rank's share of one parameter, and the name of the module whose style defines it. The shares of a
+    tied parameter must agree.
     """
     claims = dict[str, tuple[list[Part], str]]()
     for alias in aliases:
@@ -164,7 +205,7 @@ def _shares(aliases: Sequence[str], parts: Mapping[str, list[dict[str, Part]]]) 
 
 
 def _cover(name: str, parameter: nn.Parameter, shares: Sequence[Part]) -> None:
-    """The owned shares of all ranks must be the plain parameter, each element once."""
+    """Check that the owned shares of all ranks contain each element of the plain parameter once."""
     first = shares[0]
     if first.dim is None:
         return
@@ -211,7 +252,7 @@ def _placed(name: str, parameter: nn.Parameter, part: Part, index: int, axes: st
 
 
 def _shared(parameter: nn.Parameter, part: Part, mesh: Mesh, axes: str) -> tuple[SharedSlice, ...]:
-    """Runs held by several ranks, each of which computes its own part of their gradient."""
+    """The slices that several ranks hold, each of which computes a part of their gradient."""
     if part.partial:
         group = mesh.group(axes)
         return () if group is None else (SharedSlice(0, 0, parameter.shape[0], group),)
@@ -245,11 +286,6 @@ def _set(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), leaf, module)
 
 
-def count(table: Mapping[str, Sharded]) -> int:
-    """Elements of the plain model's parameters."""
-    return sum(prod(sharded.placed.shape) for sharded in table.values())
-
-
 @torch.no_grad()
 def materialise(
     layers: Sequence[tuple[str, nn.Module]],
@@ -263,9 +299,9 @@ def materialise(
 
     Args:
         layers: (plain name, module) of every layer held here.
-        values: full initial value of a parameter, from its name and full shape; None leaves them empty (a
-            checkpoint follows).
-        dtype: of all, or of each by plain name.
+        values: full initial value of a parameter, from its name and full shape; None leaves parameters
+            uninitialised (a checkpoint follows).
+        dtype: of all parameters, or of each by plain name.
         hollow: parameters get no memory yet; `ShardedStates` allocates it.
 
     Returns:
@@ -293,14 +329,4 @@ def materialise(
     return made
 
 
-def tied_stages(table: Mapping[str, Sharded], stage_of: Callable[[str], int]) -> dict[str, tuple[int, ...]]:
-    """Parameters that several stages hold, by plain name, with those stages."""
-    tied = dict[str, tuple[int, ...]]()
-    for name, sharded in table.items():
-        stages = tuple(sorted({stage_of(alias) for alias in sharded.names}))
-        if len(stages) > 1:
-            tied[name] = stages
-    return tied
-
-
-__all__ = ["Plan", "Sharded", "count", "matches", "materialise", "parallelize", "tied_stages"]
+__all__ = ["Plan", "Sharded", "SharedSlice", "matches", "materialise", "parallelize"]

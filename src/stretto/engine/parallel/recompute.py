@@ -1,11 +1,11 @@
 """Activation recomputation: forwards that save only their inputs and run again in the backward (Chen et al.
 2016).
 
-Full recomputation repeats a whole block; selective recomputation (Korthikanti et al. 2022, section 5) only
-softmax(q k^T) v, which holds most of a block's memory and takes little of its time. What a forward depends on
-beside its inputs must be restored for the backward: torch's random streams and autocast here, the samples of
-keyed dropout and the version of the weights by `engine.pipeline.compute`. Layers that communicate do so
-again, so all ranks of their groups must recompute the same layers.
+Full recomputation repeats a whole block; selective recomputation (Korthikanti et al. 2022, section 5) repeats
+only softmax(q k^T) v, which takes most of a block's memory and little of its time. Whatever else a forward
+depends on is restored for the backward: the state of torch's random generators and autocast here, the samples
+of keyed dropout and the version of the weights by `engine.pipeline.compute`. Layers that communicate do so
+again, so all ranks of a group must recompute the same layers.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 
 class RandomState:
-    """The random state at a forward, so that its repetition draws the same numbers."""
+    """The state of the random generators at a forward, so that its repetition draws the same numbers."""
 
     def __init__(self) -> None:
         self._host: Tensor | None = None
         self._devices = list[int]()
         self._states = list[Tensor]()
 
-    def note(self, x: tuple[Any, ...]) -> None:
-        """Save the state of the CPU generator and of the generators of the inputs' devices."""
+    def save(self, x: tuple[Any, ...]) -> None:
+        """Save the state of the CPU's generator and of those of the inputs' devices."""
         self._host = torch.get_rng_state()
         self._devices = sorted({t.device.index for t in x if isinstance(t, Tensor) and t.is_cuda})
         self._states = [torch.cuda.get_rng_state(device) for device in self._devices]
@@ -45,12 +45,12 @@ class RandomState:
         """Whether any random number has been drawn since."""
         assert self._host is not None, "no forward came before"
         now = [torch.cuda.get_rng_state(device) for device in self._devices]
-        kept = [self._host, *self._states]
-        return not all(map(torch.equal, kept, [torch.get_rng_state(), *now]))
+        saved = [self._host, *self._states]
+        return not all(map(torch.equal, saved, [torch.get_rng_state(), *now]))
 
     @contextmanager
     def restored(self) -> Generator[None]:
-        """Draw from the saved state inside, and restore the current state afterwards."""
+        """Within this context draw from the saved state; the current state is restored afterwards."""
         assert self._host is not None, "no forward came before"
         with torch.random.fork_rng(self._devices):
             torch.set_rng_state(self._host)
@@ -65,14 +65,14 @@ MODES: tuple[Mode, ...] = ("none", "selective", "full")
 def recompute_blocks(
     blocks: Sequence[nn.Module], modes: Sequence[Mode], mesh: Mesh, shard_inputs: bool = False
 ) -> None:
-    """Set each block to save everything, to recompute its `attn.core`, or to recompute as a whole. In place;
-    may be called again with other modes. Parameter names stay. Evaluation and no_grad are unaffected.
+    """Let each block save everything, recompute its `attn.core`, or recompute as a whole. In place; may be
+    called again with other modes. Parameter names stay the same; evaluation and no_grad are unaffected.
 
     Args:
         modes: one for each block.
-        shard_inputs: each tp rank saves only its part along s of a block's input [b, s, ...], and gathers it
-            in the backward. For inputs that all tp ranks have whole, so not with sequence parallelism. The
-            input of a pipeline stage stays whole: the pipeline keeps it anyway.
+        shard_inputs: each tp rank saves only its part, along s, of a block's input [b, s, ...], and gathers
+            it in the backward. Without sequence parallelism only, since all tp ranks must have the whole
+            input. The input of a pipeline stage stays whole, since the pipeline keeps it anyway.
 
     Raises:
         StrettoError: an unknown mode, or a block without `attn.core`.
@@ -88,7 +88,7 @@ def recompute_blocks(
                 hint=f"did you mean {near!r}?" if near else None,
             )
         for part in block.modules():
-            forget(part)
+            undo_recompute(part)
         if mode == "full":
             recompute(block, group)
         elif mode == "selective":
@@ -99,13 +99,13 @@ def recompute(module: nn.Module, shards: ProcessGroup | None = None) -> None:
     """Let the module run again in the backward instead of saving its activations.
 
     Args:
-        shards: ranks that all have its inputs, and each save a part of their dimension 1.
+        shards: ranks that all have the inputs, and each save a part of their dimension 1.
     """
-    forget(module)
+    undo_recompute(module)
     module.forward = Recompute(module, shards)
 
 
-def forget(module: nn.Module) -> None:
+def undo_recompute(module: nn.Module) -> None:
     """Undo `recompute`."""
     if isinstance(module.__dict__.get("forward"), Recompute):
         del module.__dict__["forward"]
@@ -136,45 +136,45 @@ class Recompute:
         if not any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
             if not any(p.requires_grad for p in self.module.parameters()):
                 return self.run(*inputs)
-            anchor = torch.empty(
-                0, requires_grad=True
-            )  # so that the parameters get gradients though no input needs one
-        return _Again.apply(self, anchor, *inputs)
+            anchor = torch.empty(0, requires_grad=True)  # without it autograd would skip the parameters
+        return _Recomputed.apply(self, anchor, *inputs)
 
-    def kept(self, x: Any) -> Tensor | None:
-        """The part of an input to save; None for what is no tensor."""
+    def saved(self, x: Any) -> Tensor | None:
+        """What to save of an input; None if it is not a tensor."""
         if not isinstance(x, Tensor) or not self.splits(x):
             return x if isinstance(x, Tensor) else None
         assert self.shards is not None
         length, index = -(-x.shape[1] // self.shards.size()), self.shards.rank()
         part = x[:, index * length : (index + 1) * length]
-        kept = x.new_zeros(x.shape[0], length, *x.shape[2:])  # zeros past the end, for equal parts
-        kept[:, : part.shape[1]] = part
-        return kept
+        padded = x.new_zeros(x.shape[0], length, *x.shape[2:])  # all ranks' parts must be of one size
+        padded[:, : part.shape[1]] = part
+        return padded
 
-    def whole(self, kept: Tensor, length: int | None) -> Tensor:
-        """The input from what was saved; `length` of its dimension 1 where ranks saved parts, else None."""
-        return kept if length is None else gather(kept, self.shards, 1)[:, :length]
+    def whole(self, saved: Tensor, length: int | None) -> Tensor:
+        """The input from what was saved; `length` is the size of its dimension 1 where ranks saved parts of
+        it, else None.
+        """
+        return saved if length is None else gather(saved, self.shards, 1)[:, :length]
 
     def splits(self, x: Tensor) -> bool:
-        """Whether only a part of x is saved: leaves of the graph are alive anyway."""
+        """Whether only a part of x is saved. Leaves are saved whole, since they stay alive anyway."""
         return self.shards is not None and x.dim() > 1 and not x.is_leaf
 
 
-class _Again(torch.autograd.Function):
+class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, again: Recompute, anchor: Tensor | None, *inputs: Any) -> Any:
-        ctx.again = again
+    def forward(ctx: Any, of: Recompute, anchor: Tensor | None, *inputs: Any) -> Any:
+        ctx.of = of
         ctx.precision = _Precision(inputs)
         random = RandomState()
-        random.note(inputs)
-        inputs = _alone(inputs)
+        random.save(inputs)
+        inputs = _compact(inputs)
         with ctx.precision.applied():
-            y = again.run(*inputs)
+            y = of.run(*inputs)
         ctx.random = random if random.drawn else None
         ctx.constants = [None if isinstance(x, Tensor) else x for x in inputs]
-        ctx.lengths = [x.shape[1] if isinstance(x, Tensor) and again.splits(x) else None for x in inputs]
-        ctx.save_for_backward(*(again.kept(x) for x in inputs))
+        ctx.lengths = [x.shape[1] if isinstance(x, Tensor) and of.splits(x) else None for x in inputs]
+        ctx.save_for_backward(*(of.saved(x) for x in inputs))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *(t for t in _bundle(y) if isinstance(t, Tensor) and not t.is_floating_point())
@@ -183,17 +183,17 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        again: Recompute = ctx.again
+        of: Recompute = ctx.of
         inputs, needs = list[Any](ctx.constants), ctx.needs_input_grad[2:]
-        for at, kept in enumerate(ctx.saved_tensors):
-            if kept is not None:
-                inputs[at] = again.whole(kept, ctx.lengths[at]).detach().requires_grad_(needs[at])
+        for at, saved in enumerate(ctx.saved_tensors):
+            if saved is not None:
+                inputs[at] = of.whole(saved, ctx.lengths[at]).detach().requires_grad_(needs[at])
         with torch.enable_grad(), ctx.precision.applied():
             if ctx.random is None:
-                y = again.run(*inputs)
+                y = of.run(*inputs)
             else:
                 with ctx.random.restored():
-                    y = again.run(*inputs)
+                    y = of.run(*inputs)
         ends = [
             (t, dy)
             for t, dy in zip(_bundle(y), grads, strict=True)
@@ -205,7 +205,7 @@ class _Again(torch.autograd.Function):
 
 
 class _Precision:
-    """Whether autocast was on at a forward, and with which dtype."""
+    """Whether autocast was on at a forward, and its dtype."""
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
         self.kind = next((x.device.type for x in inputs if isinstance(x, Tensor)), "cpu")
@@ -214,7 +214,7 @@ class _Precision:
 
     @contextmanager
     def applied(self) -> Generator[None]:
-        """Autocast as it was at the forward."""
+        """Within this context autocast is as it was at the forward."""
         if not self.enabled and not torch.is_autocast_enabled(self.kind):
             yield
             return
@@ -222,8 +222,8 @@ class _Precision:
             yield
 
 
-def _alone(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The inputs, with views of part of a larger storage copied: saving a view keeps the whole storage."""
+def _compact(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The inputs, with views that use only a part of their storage copied: a saved view keeps all of it."""
     used, size = dict[int, int](), dict[int, int]()
     for x in inputs:
         if isinstance(x, Tensor):
@@ -232,13 +232,13 @@ def _alone(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             used[at] = used.get(at, 0) + x.numel() * x.element_size()
             size[at] = storage.nbytes()
 
-    def alone(x: Any) -> Any:
+    def compact(x: Any) -> Any:
         if not isinstance(x, Tensor) or x.is_leaf:
             return x
         at = x.untyped_storage()._cdata
         return x.clone() if used[at] < size[at] else x
 
-    return tuple(map(alone, inputs))
+    return tuple(map(compact, inputs))
 
 
 def _bundle(y: Any) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """How one module is split over tensor-parallel ranks: the values of a sharding plan.
 
-A style says, without communication, which part of each parameter every rank holds (`parts`), and swaps the
-module for one that computes with its part (`swap`).
+A style says which part of each parameter every rank holds (`parts`), without communication, and replaces the
+module by one that computes with this rank's part (`swap`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from stretto.engine.parallel.tensor.dropout import Cut, KeyedDropout
-from stretto.engine.parallel.tensor.linear import ParallelLinear
+from stretto.engine.parallel.tensor.linear import GatherLinear, ParallelLinear, ScatterLinear
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
-from stretto.engine.parallel.tensor.sequence_linear import GatherLinear, ScatterLinear
 from stretto.engine.parallel.tensor.vocabulary import VocabCrossEntropy, VocabEmbedding
 from stretto.errors import StrettoError
 
@@ -26,7 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """Rows (or columns) [start, start + size) of the full tensor, held by `copies` neighbouring ranks."""
+    """Rows (or columns) [start, start + size) of the full tensor, held by `copies` neighbouring ranks, of
+    which one owns them.
+    """
 
     start: int
     size: int
@@ -38,8 +39,8 @@ class Run:
 class Part:
     """One rank's share of one parameter: runs along `dim` in local order, then `padding` rows of zeros.
 
-    within: (dimension, start, size) of a slice along another dimension, which all runs are cut by.
-    partial: the ranks that hold a whole tensor each compute a part of its gradient (their tokens').
+    within: (dimension, start, size) of a slice along another dimension, to which all runs are restricted.
+    partial: every rank holds the whole tensor, and computes the part of its gradient from its own tokens.
     """
 
     dim: int | None  # None: the whole tensor on every rank
@@ -54,7 +55,7 @@ class Part:
 
 
 def even(name: str, size: int, index: int, parts: int) -> Run:
-    """Equal runs, one a rank."""
+    """Run `index` of `parts` equal ones."""
     if size % parts:
         raise StrettoError(
             f"{name}: size {size} does not divide over tp={parts} ranks",
@@ -65,8 +66,8 @@ def even(name: str, size: int, index: int, parts: int) -> Run:
 
 
 def padded(size: int, index: int, parts: int, multiple: int) -> Part:
-    """Equal runs of a vocabulary rounded up so that each is a multiple of `multiple`; the last ranks get
-    the padding.
+    """Rank `index`'s share of a vocabulary padded so that all shares are equal, and a multiple of `multiple`;
+    the last ranks hold the padding.
     """
     step = -(-size // (parts * multiple)) * multiple
     start = min(index * step, size)
@@ -77,20 +78,22 @@ def padded(size: int, index: int, parts: int, multiple: int) -> Part:
 class Style(ABC):
     """How a module is split; one instance serves all modules that its pattern matches.
 
-    axes: over which its parameters are split.
+    axes: of the layout, over which the parameters are split.
     """
 
     axes: ClassVar[str] = "tp"
 
     @abstractmethod
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
-        """Share of rank `index` of the `tp` ranks along the axes in each of the module's own parameters, by
+        """The share of rank `index`, of `tp` ranks along the axes, in each of the module's parameters, by
         their names in the module.
         """
 
     @abstractmethod
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
-        """The module's replacement; the module's parameters are this rank's local parts already."""
+        """The module's replacement. The module's parameters have been replaced by this rank's parts
+        before.
+        """
 
 
 def _linear(module: nn.Module, name: str) -> nn.Linear:
@@ -113,8 +116,8 @@ def _column(linear: nn.Linear, mesh: Mesh, sequence: bool, ordered: bool) -> nn.
 
 @dataclass(frozen=True)
 class Replicate(Style):
-    """The same parameters on every rank; the same computation, or with `sequence` each on its part of the
-    tokens, so that gradients are to be summed.
+    """The same parameters on every rank, and the same computation; or with `sequence`, each rank on its part
+    of the tokens, so that gradients are summed over the ranks.
     """
 
     sequence: bool = False
@@ -127,22 +130,14 @@ class Replicate(Style):
 
 
 @dataclass(frozen=True)
-class ReplicateLinear(Replicate):
-    """A whole nn.Linear on every rank, with its gradient accumulated in place."""
-
-    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
-        return ParallelLinear(*_weight_and_bias(_linear(module, "ReplicateLinear")))
-
-
-@dataclass(frozen=True)
 class Column(Style):
     """nn.Linear split by output features; its input is replicated, its output stays split.
 
     `segments` lists the fused blocks of rows as (units, unit size), each split by whole units: ((heads, d),
-    (kv, d), (kv, d)) for a fused query-key-value product. A segment of fewer units than ranks is replicated:
-    each unit is held by tp/units neighbours, which sum their gradients of it. With `sequence` the input
-    comes split along the sequence and is gathered; the output is then of all tokens, as samples, or where not
-    `ordered` as the ranks' pieces one after the other, which saves copies (see `sequence_linear`).
+    (kv, d), (kv, d)) for a fused query-key-value product. In a segment of fewer units than ranks, tp/units
+    neighbours hold the same unit and sum their gradients of it. With `sequence` the input is split along the
+    sequence and is gathered; the output then has all tokens, as samples if `ordered`, else as the ranks'
+    pieces one after the other, which saves copies (see `SequenceLinear`).
     """
 
     segments: tuple[tuple[int, int], ...] = ()
@@ -173,8 +168,7 @@ class Column(Style):
 @dataclass(frozen=True)
 class Row(Style):
     """nn.Linear split by input features; its input is split, its output is summed over the ranks. With
-    `sequence` the sum is left split along the sequence; `ordered` says, as that of the Column style before
-    it, how all tokens stand in the input.
+    `sequence` the output is split along the sequence; `ordered` must be that of the Column style before it.
     """
 
     sequence: bool = False
@@ -222,12 +216,12 @@ class Vocabulary(Style):
 
 
 def _plain_embedding(name: str, module: nn.Embedding) -> None:
-    """Refuse what the split embedding does not do."""
+    """Refuse options that the split embedding does not implement."""
     for option in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
         value = getattr(module, option)
-        if value is not None and value is not False:  # padding_idx=0 is one
+        if value is not None and value is not False:  # padding_idx=0 is an option set
             raise StrettoError(
-                f"{name} has {option}={value}, which Vocabulary style does not keep",
+                f"{name} has {option}={value}, which Vocabulary style does not support",
                 hint=f"leave {option} out, or give the module Replicate style",
             )
 
@@ -250,7 +244,7 @@ class VocabularyLoss(Style):
 
 @dataclass(frozen=True)
 class Heads(Style):
-    """An attention module that reads `heads` and `kv_heads`: from here on its local numbers."""
+    """An attention module whose `heads` and `kv_heads` become the numbers of heads held locally."""
 
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
         heads = getattr(module, "heads", None)
@@ -272,11 +266,10 @@ class Heads(Style):
 
 @dataclass(frozen=True)
 class SplitDropout(Style):
-    """Dropout of an activation that is split.
+    """Dropout of an activation that is split, whose masks are this rank's slices of one process's.
 
-    heads: (dimension, size that one process has) of a dimension split evenly over the tp ranks.
-    sequence: (dimension, tokens of a sample, whether it is split over tp too) of the dimension that holds
-        positions.
+    heads: (dimension, its full size) of a dimension that is split evenly over the tp ranks.
+    sequence: (dimension, tokens of a sample, whether it is split over tp too) of the positions.
     """
 
     heads: tuple[int, int] | None = None
@@ -310,10 +303,10 @@ class SplitDropout(Style):
 
 @dataclass(frozen=True)
 class Positions(Style):
-    """A module that reads `positions`: from here on those of its rank, of samples of `length` tokens.
+    """A module whose `positions` become this rank's positions of samples of `length` tokens.
 
-    sequence: sequence parallelism pads the sample for tp ranks too.
-    sharded: with it, the module works where each tp rank has a part of the positions.
+    sequence: whether sequence parallelism is on, which pads samples for the tp ranks.
+    sharded: whether each tp rank has only its part of the positions in this module.
     """
 
     length: int

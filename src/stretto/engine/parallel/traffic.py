@@ -4,13 +4,13 @@
         pipeline.step(...)
     print(sent.bytes)
 
-Counts at the methods of ProcessGroup, which are replaced while counting, so there is no cost otherwise.
-Functions of torch.distributed are counted too; sends from C++, as for DTensor, are not.
+The methods of ProcessGroup are replaced while counting, so there is no cost otherwise. Functions of
+torch.distributed are counted too; collectives issued from C++, as by DTensor, are not.
 
 The bytes are those that leave this rank under a bandwidth-optimal algorithm, for S bytes over n ranks:
 all-reduce 2 (n-1)/n S, all-gather and reduce-scatter (n-1)/n S where S is the whole (Patarasuk & Yuan 2009),
-all-to-all the part for other ranks, a message its size. A broadcast counts (n-1) S at its root, though other
-ranks may forward it; a gather S at all ranks but the root.
+all-to-all what goes to other ranks, a message its size. A broadcast counts (n-1) S at its root, although
+other ranks may forward it; a gather S at every rank but the root.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch.distributed import ProcessGroup
 
 Options = TypeVar("Options")
 
-Heard = Callable[[ProcessGroup, str, int], None]
+OnCollective = Callable[[ProcessGroup, str, int], None]
 
-_names = dict[int, tuple[object, str]]()  # by id; the object stays so that its id does
+_kinds = dict[int, tuple[object, str]]()  # by id of the options, which are kept so that the id stays theirs
 _open = list["Traffic"]()
-_plain = dict[str, Any]()  # the methods that are replaced
+_replaced = dict[str, Any]()  # the original methods
 
 
 class Traffic:
@@ -38,13 +38,13 @@ class Traffic:
     Attributes:
         bytes: by kind: "all-reduce", "all-gather", "re-gather" (activations that the backward gathers once
             more), "reduce-scatter", "all-to-all", "broadcast", "gather", "send".
-        calls: by kind, how often.
-        heard: called for each collective with the group, the kind, and the bytes of the whole (of all ranks
-            together before a reduce-scatter or after an all-gather, else of this rank's tensor).
+        calls: number of calls by kind.
+        on_collective: called for each collective with the group, the kind, and the bytes of the whole tensor
+            (the input of a reduce-scatter, the output of an all-gather, else this rank's tensor).
     """
 
-    def __init__(self, heard: Heard | None = None) -> None:
-        self.heard = heard
+    def __init__(self, on_collective: OnCollective | None = None) -> None:
+        self.on_collective = on_collective
         self.bytes: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
 
@@ -54,49 +54,49 @@ class Traffic:
         return sum(self.bytes.values())
 
 
-def called(options: Options, kind: str) -> Options:
-    """Calls with just these options are counted as `kind`, such as a reduce-scatter made of an all-to-all."""
-    _names[id(options)] = options, kind
+def counted_as(kind: str, options: Options) -> Options:
+    """Calls with these very options count as `kind`, such as a reduce-scatter done by an all-to-all."""
+    _kinds[id(options)] = options, kind
     return options
 
 
 @contextmanager
-def traffic(heard: Heard | None = None) -> Generator[Traffic]:
-    """Count what this process sends while in the `with`, all threads together; may be nested.
+def traffic(on_collective: OnCollective | None = None) -> Generator[Traffic]:
+    """Count what all threads of this process send within the context; may be nested.
 
     Args:
-        heard: called for each collective, see `Traffic`.
+        on_collective: see `Traffic`.
     """
-    counted = Traffic(heard)
+    counted = Traffic(on_collective)
     _open.append(counted)
     if len(_open) == 1:
         for method, (kind, size) in _METHODS.items():
             if method in vars(ProcessGroup):
-                _plain[method] = vars(ProcessGroup)[method]  # getattr would not give what binds to a group
+                _replaced[method] = vars(ProcessGroup)[method]  # getattr would not return the descriptor
                 setattr(ProcessGroup, method, _counting(getattr(ProcessGroup, method), kind, size))
     try:
         yield counted
     finally:
         _open.remove(counted)
         if not _open:
-            for method, plain in _plain.items():
-                setattr(ProcessGroup, method, plain)
-            _plain.clear()
+            for method, original in _replaced.items():
+                setattr(ProcessGroup, method, original)
+            _replaced.clear()
 
 
-def _counting(plain: Any, kind: str, size: Callable[..., int]) -> Any:
+def _counting(original: Any, kind: str, size: Callable[..., int]) -> Any:
     def call(group: ProcessGroup, *arguments: Any, **named: Any) -> Any:
         name = kind
         for value in (*arguments, *named.values()):
-            if id(value) in _names:
-                name = _names[id(value)][1]
+            if id(value) in _kinds:
+                name = _kinds[id(value)][1]
         sent = size(group, *arguments)
         for counted in _open:
             counted.bytes[name] += sent
             counted.calls[name] += 1
-            if counted.heard is not None:
-                counted.heard(group, name, _whole(kind, name, arguments))
-        return plain(group, *arguments, **named)
+            if counted.on_collective is not None:
+                counted.on_collective(group, name, _whole(kind, name, arguments))
+        return original(group, *arguments, **named)
 
     return call
 
@@ -109,7 +109,7 @@ def _all(tensors: Tensor | Sequence[Tensor]) -> int:
 
 
 def _whole(kind: str, name: str, arguments: Sequence[Any]) -> int:
-    """Of a call of a method of one kind that counts as another."""
+    """Bytes of the whole tensor, for a method of kind `kind` whose call counts as `name`."""
     in_place = kind in ("all-reduce", "broadcast", "send")
     return _all(arguments[0 if in_place or name in ("all-gather", "re-gather") else 1])
 
@@ -147,7 +147,7 @@ def _collected(group: ProcessGroup, _out: Any, mine: Any, root: Any = 0, *_: Any
 
 
 def _is_root(group: ProcessGroup, root: Any) -> bool:
-    """Of a call that names its root, or has it in its options."""
+    """Whether this rank is the root of a call, which passes the root's rank or options with it."""
     return group.rank() == getattr(root, "rootRank", root)
 
 

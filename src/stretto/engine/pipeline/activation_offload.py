@@ -19,7 +19,7 @@ class _Kept:
         self.host: Tensor | None = None
 
 
-class HostCopies:
+class ActivationCopies:
     """The activations that one forward of one stage saves, and their copies in host memory.
 
     Parameters stay on the device, and so does the stage's input, which lies in a buffer of the pipeline.

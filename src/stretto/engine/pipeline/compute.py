@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from stretto.engine.parallel.recompute import RandomState
 from stretto.engine.parallel.tensor.linear import Deferred, work_off
-from stretto.engine.pipeline.activation_offload import HostCopies
+from stretto.engine.pipeline.activation_offload import ActivationCopies
 from stretto.engine.pipeline.exchange import Exchange
 from stretto.engine.pipeline.live import Bundle, Call, Live, microbatch_of, same_memory
 from stretto.engine.pipeline.versions import WeightVersions
@@ -31,10 +31,10 @@ class Compute:
     """Makes the calls of one rank's compute actions.
 
     Args:
-        exchange: hands out messages of other ranks; None where there are no other ranks.
+        exchange: delivers messages of other ranks; None where there are no other ranks.
         loss: (output of the last stage, targets) to a scalar; None keeps the outputs instead.
-        before: called with the microbatch's number before each forward, and before each backward, in which
-            layers may run their forward again.
+        before: called with the microbatch's number before each forward and each backward, since layers may
+            recompute in the backward.
         versions: by stage, where weights change within the step.
     """
 
@@ -57,10 +57,12 @@ class Compute:
         order = program.orders[rank]
         self.trains = any(a.kind in (Kind.B, Kind.I) for a in order)
         self.split = {a.stage for a in order if a.kind is Kind.W}
-        self.again = {(a.stage, a.microbatch) for a in order if a.kind is Kind.RECOMPUTE}
-        self.moved = {(a.stage, a.microbatch): HostCopies() for a in order if a.kind is Kind.OFFLOAD}
+        self.recomputed = {(a.stage, a.microbatch) for a in order if a.kind is Kind.RECOMPUTE}
+        self.offloaded = {
+            (a.stage, a.microbatch): ActivationCopies() for a in order if a.kind is Kind.OFFLOAD
+        }
         self.random = dict[tuple[int, int | None], RandomState]()
-        queue: list[Deferred] = []  # one for all: stages may share a layer, and each I empties it
+        queue: list[Deferred] = []  # one for all stages: they may share a layer, and each I empties it
         for stage in self.split:
             live.stages[stage].split_backward(queue)
         last = dict[tuple[int, int], Action]()  # backward of each version's last microbatch
@@ -85,12 +87,12 @@ class Compute:
                 pass_on(run(x), x)
 
             return infer
-        if (stage, mb) in self.again:
+        if (stage, mb) in self.recomputed:
             state = self.random[stage, mb] = RandomState()
 
             def forward_without_graph() -> None:
                 xs[mb] = x = fetch()
-                state.note(x)
+                state.save(x)
                 with torch.no_grad():
                     pass_on(run(x), ())
 
@@ -120,14 +122,14 @@ class Compute:
 
     def _run(self, stage: int, mb: int) -> Callable[[Bundle], Any]:
         """The stage's forward, after `before` and with the weights of its version."""
-        module, host = self.live.stages[stage].module.forward, self.moved.get((stage, mb))
-        turn = self._turn(stage, mb)
-        if turn is None and host is None:
+        module, host = self.live.stages[stage].module.forward, self.offloaded.get((stage, mb))
+        prepare = self._prepare(stage, mb)
+        if prepare is None and host is None:
             return lambda x: module(*x)
 
         def run(x: Bundle) -> Any:
-            if turn is not None:
-                turn()
+            if prepare is not None:
+                prepare()
             if host is None:
                 return module(*x)
             with host.watching(x):
@@ -135,19 +137,21 @@ class Compute:
 
         return run
 
-    def _turn(self, stage: int, mb: int) -> Call | None:
-        """Before a forward: call `before` and bind the microbatch's version of the weights."""
+    def _prepare(self, stage: int, mb: int) -> Call | None:
+        """What precedes a forward or backward: call `before`, and bind the microbatch's version of the
+        weights. None if there is nothing to do.
+        """
         before, versions = self.before, self.versions.get(stage)
         if versions is None:
             return None if before is None else partial(before, mb)
         version = self.program.versions[stage][mb]
 
-        def turn() -> None:
+        def prepare() -> None:
             if before is not None:
                 before(mb)
             versions.use(version)
 
-        return turn
+        return prepare
 
     def _input(self, action: Action) -> Callable[[], Bundle]:
         stage = action.stage
@@ -238,13 +242,13 @@ class Compute:
         hand_back = self._hand_back(action)
         versions = self.versions.get(stage) if action in self.last_use else None
         version = self.program.versions[stage][mb] if versions is not None else 0
-        turn = self._turn(stage, mb)
+        prepare = self._prepare(stage, mb)
 
         def call() -> None:
             edges, roots[mb] = roots[mb], None
             dy = fetch()
-            if turn is not None:
-                turn()
+            if prepare is not None:
+                prepare()
             _backward(edges, dy)
             x, xs[mb] = xs[mb], None
             hand_back(x, dy)
@@ -268,7 +272,7 @@ class Compute:
         return split
 
     def _walk(self, action: Action) -> Call:
-        """The input gradient of a stage whose graph is walked (`walk`), for want of layers that can defer."""
+        """The input gradient of a stage whose graph is walked (`walk`), since no layer in it can defer."""
         stage, mb = action.stage, microbatch_of(action)
         here = self.live.stages[stage]
         fetch = self._gradient(action)
@@ -278,14 +282,14 @@ class Compute:
         rest = here.rest
         walk = here.walk
         first = self.program.is_first(stage)
-        turn = self._turn(stage, mb)
+        prepare = self._prepare(stage, mb)
         assert walk is not None
 
         def call() -> None:
             edges, roots[mb] = roots[mb], None
             dy = fetch()
-            if turn is not None:
-                turn()
+            if prepare is not None:
+                prepare()
             x, xs[mb] = xs[mb], None
             live = [(e, d) for e, d in zip(edges, dy, strict=True) if e is not None]
             leaves = () if first else [t for t in x if t.requires_grad]
@@ -346,11 +350,11 @@ class Compute:
 
     def offload(self, action: Action) -> Call:
         """Start copying what the forward saved to host memory."""
-        return self.moved[action.stage, action.microbatch].offload
+        return self.offloaded[action.stage, action.microbatch].offload
 
     def reload(self, action: Action) -> Call:
         """Start copying it back."""
-        return self.moved[action.stage, action.microbatch].reload
+        return self.offloaded[action.stage, action.microbatch].reload
 
 
 def _edge(y: Tensor) -> Any:

@@ -151,7 +151,7 @@ class Inbox:
     def expect(self, action: Action) -> None:
         """Register the next message that the program receives."""
         self._expected.append(action)
-        self._ask()
+        self._post_header()
 
     def open(self, action: Action) -> None:
         """Wait for a message."""
@@ -163,7 +163,7 @@ class Inbox:
             works = [self._transfer.receive(t, self._channel) for t in tensors]
             self._coming[self._expected.popleft()] = works, tensors
             self._header = None
-            self._ask()
+            self._post_header()
         works, tensors = self._coming[action]
         for work in works:
             work.wait()
@@ -174,7 +174,8 @@ class Inbox:
         self.open(action)
         return self._coming.pop(action)[1]
 
-    def _ask(self) -> None:
+    def _post_header(self) -> None:
+        """Post the receive of the next message's shapes, unless one is posted already."""
         if self._expected and self._header is None:
             header = torch.empty(HEADER, dtype=torch.int64, device=self._device)
             self._header = self._transfer.receive(header, self._channel), header

@@ -37,15 +37,13 @@ Boundaries = tuple[Boundary, ...]
 
 
 class StageLive:
-    """Of one stage of this rank: what its next actions need, by microbatch."""
+    """What the next actions of one stage of this rank need, by microbatch."""
 
     def __init__(self, module: nn.Module, microbatches: int) -> None:
         self.module = module
         self.x: list[Any] = [None] * microbatches  # inputs; their gradients accumulate in .grad
         self.y: list[Any] = [None] * microbatches  # outputs not yet sent or used, detached
-        self.root: list[Any] = [
-            None
-        ] * microbatches  # where the backward starts, one for each floating output
+        self.root: list[Any] = [None] * microbatches  # where the backward starts, for each floating output
         self.dx: list[Any] = [None] * microbatches  # input gradients not yet sent or used
         self.rest: list[Any] = [None] * microbatches  # what W needs, between I and W
         self.queue: list[Deferred] = []  # the weight gradients that this stage's layers defer

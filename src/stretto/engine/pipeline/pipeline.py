@@ -13,22 +13,87 @@ from torch import Tensor, nn
 from stretto.engine.parallel.data.stage_weights import ReplicatedWeights, StageWeights
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor.linear import adopt
-from stretto.engine.pipeline.accept import check_asynchronous, check_cut, forward_only, parameter_counts
 from stretto.engine.pipeline.exchange import Transfer
 from stretto.engine.pipeline.executor import Executor, Work
 from stretto.engine.pipeline.live import Boundaries, Boundary, microbatch_of
 from stretto.engine.pipeline.probe import probe_boundaries
 from stretto.engine.pipeline.recorder import Recorder
-from stretto.engine.pipeline.shared import PartialGradient, SharedGradients, sum_partial
+from stretto.engine.pipeline.shared import PartialGradient, SharedGradients, Tie, find_ties, sum_partial
 from stretto.engine.pipeline.skips import Skip, Stage, check_skips
-from stretto.engine.pipeline.ties import Tie, find_ties
 from stretto.engine.pipeline.versions import WeightVersions, needed_later
 from stretto.errors import StrettoError
 from stretto.layout.cut import cut as even_cut
-from stretto.program.action import Kind
+from stretto.program.action import Action, Kind
 from stretto.program.checks.check import check
 from stretto.program.lower import LOOKAHEAD, lower
 from stretto.program.program import Program
+
+
+def forward_only(program: Program, microbatches: int) -> Program:
+    """A program of only the forwards, for any number of microbatches, in an order that always completes.
+    Where the program has several copies of the model, it runs the first.
+    """
+    orders = tuple(
+        tuple(
+            Action(s, Kind.F, i)
+            for i in range(microbatches)
+            for s in program.stages_of(rank)
+            if s < program.depth
+        )
+        for rank in range(program.ranks)
+    )
+    return replace(
+        program,
+        name="forward-only",
+        microbatches=microbatches,
+        orders=orders,
+        tied=(),
+        lowered=False,
+        trains=False,
+        pairs=frozenset(),
+        versions=(),
+    )
+
+
+def check_cut(cut: Sequence[range], layers: int, stages: int) -> None:
+    """Check that every layer is in exactly one stage, in order; raises StrettoError otherwise."""
+    if len(cut) != stages or [layer for stage in cut for layer in stage] != list(range(layers)):
+        raise StrettoError(
+            f"cut {[(stage.start, stage.stop) for stage in cut]} of {layers} layers into {stages} stages",
+            hint=f"give {stages} ranges that follow one another and hold layers 0 to {layers - 1}",
+        )
+
+
+def check_asynchronous(program: Program, optimizer: bool, tied: Sequence[tuple[int, ...]]) -> None:
+    """Check that the pipeline has an optimiser if and only if the program is asynchronous, and that no stages
+    of an asynchronous program share a parameter.
+
+    Args:
+        optimizer: whether the pipeline has one.
+        tied: sets of stages that share a parameter.
+    """
+    if program.versions and not optimizer:
+        raise StrettoError(
+            f"schedule {program.name} updates weights within the step, but the pipeline has no optimizer",
+            hint="give it one: Pipeline(..., weights=ReplicatedWeights(optimizer=lambda p: "
+            "torch.optim.SGD(p, lr=0.1)))",
+        )
+    if optimizer and not program.versions:
+        raise StrettoError(
+            f"schedule {program.name} updates weights after the step, but the pipeline has an optimizer",
+            hint="leave optimizer out and call your own after step()",
+        )
+    if program.versions and tied:
+        raise StrettoError(
+            f"schedule {program.name} updates each stage separately, but stages {tied[0]} share a parameter",
+            hint="untie it, or use a schedule that updates at the end, such as 1f1b",
+        )
+
+
+def parameter_counts(layers: Sequence[nn.Module]) -> list[float]:
+    """Cost of each layer for an even cut: 1 + its parameters, so that layers without parameters count too."""
+    return [1.0 + sum(p.numel() for p in layer.parameters()) for layer in layers]
+
 
 Loss = Callable[[Any, Any], Tensor]
 Scale = Tensor | float | Sequence[float] | None
@@ -343,7 +408,7 @@ class Pipeline:
         return Executor(program, self.rank, work, self.mesh.device)
 
     def _reduced(self, parameter: nn.Parameter) -> tuple[Tensor, int] | None:
-        """Where a parameter's gradient is once it is reduced: what lies here, flat, and its first element."""
+        """A parameter's reduced gradient: this rank's part, flat, and the index of its first element."""
         parts = (buffer.reduced(parameter) for buffer in self.buffers.values())
         return next((part for part in parts if part is not None), None)
 

@@ -1,4 +1,6 @@
-"""Gradient sums beyond data parallelism: of tied parameters, of a stage's copies, and of partial slices."""
+"""Tied parameters, and gradient sums beyond data parallelism: of tied parameters, of copies of a stage, and
+of partial slices.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,31 @@ from stretto.engine.parallel.data.reduction import same_place
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import SharedSlice
 from stretto.engine.pipeline.skips import Stage
-from stretto.engine.pipeline.ties import Tie
 from stretto.errors import StrettoError
 from stretto.program.program import Program
+
+
+@dataclass(frozen=True)
+class Tie:
+    """One parameter that several layers share: one tensor in the plain model, a copy on each rank that holds
+    one of these layers.
+    """
+
+    uses: tuple[tuple[int, str], ...]  # (layer, name in the layer), in model order
+
+    def stages(self, cut: Sequence[range]) -> tuple[int, ...]:
+        """The stages that hold it."""
+        return tuple(s for s, layers in enumerate(cut) if any(layer in layers for layer, _ in self.uses))
+
+
+def find_ties(layers: Sequence[nn.Module]) -> list[Tie]:
+    """Every parameter that more than one layer holds. The layers must still share the tensors."""
+    uses = dict[int, list[tuple[int, str]]]()
+    for at, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            uses.setdefault(id(parameter), []).append((at, name))
+    return [Tie(tuple(places)) for places in uses.values() if len(places) > 1]
+
 
 Reduced = Callable[[nn.Parameter], tuple[Tensor, int] | None]
 
@@ -49,7 +73,7 @@ def sum_partial(parts: Sequence[PartialGradient], reduced: Reduced | None = None
 
     Args:
         parts: the same slices in the same order on all ranks of a group.
-        reduced: where the gradient of a parameter is, if it is not in `grad`.
+        reduced: returns the gradient of a parameter where it is not in `grad`.
     """
     together = dict[tuple[int, torch.dtype], tuple[ProcessGroup, list[Tensor]]]()
     for part in parts:

@@ -1,8 +1,8 @@
 """Split the backward of any module into input gradient (I) and weight gradient (W) by its autograd graph.
 
 Autograd computes only the gradients requested. I requests those of the inputs, and records the incoming
-gradient of every node that also has weights; W starts from those nodes and requests the weights. This serves
-arbitrary modules; linear layers that defer their weight gradients (engine/parallel/tensor/linear.py) are
+gradient of every node that also has weights; W starts from those nodes and requests the weights. This works
+for any module; linear layers that defer their weight gradients (engine/parallel/tensor/linear.py) are
 cheaper. The graph lives until W.
 
 What cannot be deferred is computed in I, with the same result: weights that enter a torch.autograd.Function

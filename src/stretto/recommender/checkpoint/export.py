@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stretto.engine.checkpoint.files import CheckedWriter, DamageError
 from stretto.engine.checkpoint.index import DTYPES
-from stretto.engine.checkpoint.tensorfile import Entry, as_bytes, write_tensors
+from stretto.engine.checkpoint.storage import Entry, as_bytes, write_tensors
 from stretto.errors import StrettoError, nearest
 from stretto.recommender.checkpoint.load import LOW, TableReader, read_tables, read_tensor, values_of
 from stretto.recommender.checkpoint.names import WEIGHT, SavedHash, SavedTable

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.engine.models.initial import stream
+from stretto.engine.models.weights import seeded_generator
 from stretto.engine.parallel.tensor.matmul import add_weight_gradient, input_gradient, linear_rectified
 from stretto.engine.parallel.tensor.matmul import linear as product
 from stretto.errors import StrettoError
@@ -231,7 +231,7 @@ def initial_dense(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     if len(shape) == 1:
         return torch.zeros(shape, device="cpu")
     std = (2.0 / (shape[0] + shape[1])) ** 0.5
-    return torch.empty(shape, device="cpu").normal_(std=std, generator=stream(seed, name))
+    return torch.empty(shape, device="cpu").normal_(std=std, generator=seeded_generator(seed, name))
 
 
 @torch.no_grad()

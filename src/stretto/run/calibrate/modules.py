@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.engine.pipeline.ties import find_ties
+from stretto.engine.pipeline.shared import find_ties
 from stretto.errors import StrettoError
 from stretto.planner.cutting.profile import LayerProfile, ModelProfile, SharedWeights
 

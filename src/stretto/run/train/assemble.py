@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from stretto.engine.models.attention import make_explicit
 from stretto.engine.models.build import build
-from stretto.engine.models.initial import initial_values
 from stretto.engine.models.language import LanguageModel
 from stretto.engine.models.sharding import sharding_plan
+from stretto.engine.models.weights import initial_values
 from stretto.engine.optim.norm import GradientNorm
 from stretto.engine.optim.scale import LossScale
 from stretto.engine.parallel.data.sharded import ShardedStates
@@ -27,7 +27,7 @@ from stretto.engine.parallel.tensor.fp8 import enable_fp8
 from stretto.engine.parallel.tensor.norm import lean_norms
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.pipeline import Boundary, PartialGradient, Pipeline
-from stretto.engine.pipeline.ties import Tie, find_ties
+from stretto.engine.pipeline.shared import Tie, find_ties
 from stretto.planner.memory.job import memory_of
 from stretto.program.program import Program
 from stretto.run.train.optimizer import ReplicaOptimizer

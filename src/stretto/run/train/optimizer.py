@@ -81,7 +81,7 @@ class ReplicaOptimizer:
 
         def local(name: str) -> Tensor:
             assert values is not None
-            return states.own_part(name, values(name, states.places[name].shape))
+            return states.local_values(name, values(name, states.places[name].shape))
 
         fragments = states.begin(None if values is None else local, elsewhere)
         if not by_stage:

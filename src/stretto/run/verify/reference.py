@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.engine.models.build import build
-from stretto.engine.models.initial import initialise
 from stretto.engine.models.language import IGNORED, LanguageModel
+from stretto.engine.models.weights import initialise
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.rate import Rate
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout

@@ -1,5 +1,5 @@
-"""The style of causal attention whose sequence is split over context-parallel ranks, and the modules that it
-puts in place of the plain core.
+"""The style of causal attention over a sequence that is split over context-parallel ranks, and the modules
+that replace the plain attention core.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from stretto.engine.parallel.context.explicit_attention import Kept
+from stretto.engine.parallel.context.kernels import DropoutMask
 from stretto.engine.parallel.context.ring import Ring, attend
 from stretto.engine.parallel.context.ulysses import to_heads, to_positions
 from stretto.engine.parallel.styles import Part, Style
@@ -32,11 +32,11 @@ class ContextAttention(Style):
     The module takes q [b, heads, s, d], k and v [b, kv_heads, s, d], and has its dropout, if any, as `drop`.
 
     Args:
-        method: "ring", keys and values go round; or "ulysses", the ranks exchange positions for heads.
+        method: "ring", keys and values circulate; or "ulysses", ranks exchange positions for heads.
         length: tokens of a sample without padding.
 
     Raises:
-        StrettoError: no such method.
+        StrettoError: an unknown method.
     """
 
     method: str
@@ -59,15 +59,16 @@ class ContextAttention(Style):
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         cp, group = mesh.size("cp"), mesh.group("cp")
         if group is None:
-            # Padded for tensor-parallel ranks alone, dropout is still one of unpadded samples.
-            dropping = isinstance(module.drop, KeyedDropout) and self.length % mesh.size("tp")
-            return UlyssesAttention(module, None, 0, 1, self.length) if dropping else module
-        made = RingAttention if self.method == "ring" else UlyssesAttention
-        return made(module, group, mesh.index("cp"), cp, self.length).train(module.training)
+            # where samples are padded for tensor-parallel ranks, the masks are still those of unpadded
+            # samples
+            padded_masks = isinstance(module.drop, KeyedDropout) and self.length % mesh.size("tp")
+            return UlyssesAttention(module, None, 0, 1, self.length) if padded_masks else module
+        attention = RingAttention if self.method == "ring" else UlyssesAttention
+        return attention(module, group, mesh.index("cp"), cp, self.length).train(module.training)
 
 
 class _Attention(nn.Module):
-    """What both methods share: a plain core's dropout, this rank's place, and the checks."""
+    """What both methods share: the plain core's dropout, this rank's place, and checks."""
 
     def __init__(self, core: nn.Module, group: ProcessGroup | None, index: int, cp: int, length: int) -> None:
         super().__init__()
@@ -82,13 +83,13 @@ class _Attention(nn.Module):
 
     @property
     def _dropout(self) -> KeyedDropout | None:
-        """The dropout that is at work."""
+        """The dropout; None if nothing is dropped now."""
         drop = self.drop
         if isinstance(drop, KeyedDropout):
             return drop if drop.active else None
         if self.training and getattr(drop, "p", 0.0):
             raise StrettoError(
-                f"attention has {type(drop).__name__}, whose mask would have nothing to do with other ranks'",
+                f"attention has {type(drop).__name__}, whose masks would not match those of other ranks",
                 hint="call key_dropout(model, keys) before parallelize",
             )
         return None
@@ -102,10 +103,10 @@ class _Attention(nn.Module):
 
 
 class RingAttention(_Attention):
-    """Causal attention of this rank's queries to all keys, which go round (ring.py).
+    """Causal attention of this rank's queries to all keys, which circulate (ring.py).
 
     Attributes:
-        explicit: attention is written out, without fused kernels.
+        explicit: compute attention without fused kernels.
     """
 
     def __init__(self, core: nn.Module, group: ProcessGroup | None, index: int, cp: int, length: int) -> None:
@@ -119,39 +120,39 @@ class RingAttention(_Attention):
         ring = Ring(self.group, self.index, self.cp, self.explicit)
         kind = q.device.type
         if not torch.is_autocast_enabled(kind):
-            return attend(_rows(q), _rows(k), _rows(v), ring, self._kept(q, ring))
+            return attend(_rows(q), _rows(k), _rows(v), ring, self._masks(q, ring))
         q, k, v = (t.to(torch.get_autocast_dtype(kind)) for t in (q, k, v))
         with torch.autocast(kind, enabled=False):
-            return attend(_rows(q), _rows(k), _rows(v), ring, self._kept(q, ring))
+            return attend(_rows(q), _rows(k), _rows(v), ring, self._masks(q, ring))
 
-    def _kept(self, q: Tensor, ring: Ring) -> list[Kept] | None:
-        """What dropout keeps, round by round."""
+    def _masks(self, q: Tensor, ring: Ring) -> list[DropoutMask] | None:
+        """Dropout's mask for each round; None if nothing is dropped."""
         drop = self._dropout
         if drop is None:
             return None
         n = q.shape[2]
-        of = [zigzag(n * self.cp, self.cp, rank) for rank in range(self.cp)]
+        positions = [zigzag(n * self.cp, self.cp, rank) for rank in range(self.cp)]
         rounds = ring.rounds(n)
-        keys = torch.cat([of[here.owner][here.keys] for here in rounds])
-        cuts = [*drop.cuts, Cut(2, self.length, of[self.index]), Cut(3, self.length, keys)]
+        keys = torch.cat([positions[here.owner][here.keys] for here in rounds])
+        cuts = [*drop.cuts, Cut(2, self.length, positions[self.index]), Cut(3, self.length, keys)]
         mask = drop.mask((*q.shape[:2], n, len(keys)), q.device, cuts)
         blocks = mask.split([here.keys.stop - here.keys.start for here in rounds], 3)
         scale = 1.0 / (1.0 - drop.p)
-        # cloned, so that what is kept for the backward is not the mask of all rows and keys
-        return [Kept(m[:, :, r.queries].clone(), scale) for m, r in zip(blocks, rounds, strict=True)]
+        # cloned, so that the backward does not keep the mask of all queries and keys alive
+        return [DropoutMask(m[:, :, r.queries].clone(), scale) for m, r in zip(blocks, rounds, strict=True)]
 
 
 class UlyssesAttention(_Attention):
-    """Causal attention of some of the heads over the whole sequence, by the plain core (ulysses.py)."""
+    """Causal attention over the whole sequence with some of the heads, by the plain core (ulysses.py)."""
 
     def __init__(self, core: nn.Module, group: ProcessGroup | None, index: int, cp: int, length: int) -> None:
         super().__init__(core, group, index, cp, length)
         self.core = core
-        self._known: tuple[nn.Module, int, int] | None = None  # what the core's dropout was made for
+        self._dropout_for: tuple[nn.Module, int, int] | None = None  # for which the core's dropout was made
 
     @property
     def explicit(self) -> bool:
-        """Whether the core writes attention out."""
+        """Whether the core computes attention without fused kernels."""
         return bool(getattr(self.core, "explicit", False))
 
     @explicit.setter
@@ -168,27 +169,27 @@ class UlyssesAttention(_Attention):
         return to_positions(y, self.group, self.cp)
 
     def _set_dropout(self, q: Tensor) -> None:
-        """The core's dropout is ours, of this rank's heads and all positions."""
+        """Give the core this module's dropout, with the slice of this rank's heads and all positions."""
         heads = q.shape[1]
         padded = q.shape[2] * self.cp
         drop = self.drop
-        if self._known == (drop, heads, padded):
+        if self._dropout_for == (drop, heads, padded):
             return
-        self._known = (drop, heads, padded)
-        _ = self._dropout  # refuses what has no key
+        self._dropout_for = (drop, heads, padded)
+        _ = self._dropout  # raises for dropout without keys
         if isinstance(drop, KeyedDropout):
-            held = next((cut for cut in drop.cuts if cut.dim == 1), Cut.even(1, heads, 0, 1))
-            mine = held.indices.chunk(self.cp)[self.index]
-            cuts = [Cut(1, held.size, mine), *(cut for cut in drop.cuts if cut.dim != 1)]
+            before = next((cut for cut in drop.cuts if cut.dim == 1), Cut.even(1, heads, 0, 1))
+            mine = before.indices.chunk(self.cp)[self.index]
+            cuts = [Cut(1, before.size, mine), *(cut for cut in drop.cuts if cut.dim != 1)]
             if padded > self.length:
-                every = torch.arange(padded)
-                cuts += [Cut(2, self.length, every), Cut(3, self.length, every)]
+                positions = torch.arange(padded)
+                cuts += [Cut(2, self.length, positions), Cut(3, self.length, positions)]
             drop = KeyedDropout(drop.p, drop.name, drop.keys, cuts).train(drop.training)
         self.core.drop = drop  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _rows(x: Tensor) -> Tensor:
-    """The kernels want the features of a position side by side."""
+    """x with the features of a position contiguous, as the kernels require."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -17,11 +17,11 @@ from stretto.errors import StrettoError
 
 @dataclass(frozen=True)
 class HeadShare:
-    """How heads are shared out.
+    """How heads are distributed over the context-parallel ranks.
 
     Args:
         heads, kv_heads: of each rank before the exchange.
-        cp: ranks.
+        cp: number of ranks.
 
     Raises:
         StrettoError: the heads do not divide over the ranks.
@@ -42,32 +42,34 @@ class HeadShare:
 
     @property
     def copies(self) -> int:
-        """How often each key head is sent, so that every rank gets as many and groups stay of equal size."""
+        """How often each key head is repeated, so that all ranks get equally many and each head of a rank
+        serves equally many query heads.
+        """
         return lcm(self.kv_heads, self.cp) // self.kv_heads
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Heads of q, k and v that a rank attends with."""
+        """Heads of q, k and v on each rank after the exchange."""
         kv = self.kv_heads * self.copies // self.cp
         return self.heads // self.cp, kv, kv
 
 
 def to_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, cp: int) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's positions of all heads to all positions of this rank's heads.
+    """Exchange this rank's positions of all heads for all positions of this rank's heads.
 
     Args:
         q: [b, heads, n, d], k and v [b, kv_heads, n, d], positions in zigzag order.
 
     Returns:
-        q [b, heads / cp, cp n, d], k and v with the key heads that belong to those, positions in their
-        natural order.
+        q [b, heads / cp, cp n, d], and k and v with the key heads that belong to those, positions in natural
+        order.
     """
     share = HeadShare(q.shape[1], k.shape[1], cp)
     return cast("tuple[Tensor, Tensor, Tensor]", _ToHeads.apply(q, k, v, share, group))
 
 
 def to_positions(y: Tensor, group: ProcessGroup, cp: int) -> Tensor:
-    """[b, heads / cp, cp n, d] to [b, heads, n, d], in memory [b, n, heads, d]: the reverse."""
+    """The reverse of `to_heads`: [b, heads / cp, cp n, d] to [b, heads, n, d], in memory [b, n, heads, d]."""
     return cast(Tensor, _ToPositions.apply(y, group, cp))
 
 
@@ -108,7 +110,7 @@ class _ToPositions(torch.autograd.Function):
 
 
 def _exchange(going: Tensor, group: ProcessGroup) -> Tensor:
-    """going[i] to rank i; returns from whom it came first."""
+    """All-to-all: going[i] goes to rank i; the result is ordered by sender."""
     going = going.contiguous()
     coming = torch.empty_like(going)
     group.alltoall_base(coming, going, [], []).wait()
@@ -116,7 +118,7 @@ def _exchange(going: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def in_order(x: Tensor) -> Tensor:
-    """Positions by rank, zigzag [cp, b, n, ...], to all in order [b, cp n, ...]."""
+    """Each rank's positions, in zigzag order [cp, b, n, ...], to all in natural order [b, cp n, ...]."""
     cp, b, n = x.shape[:3]
     y = x.new_empty(b, 2, cp, n // 2, *x.shape[3:])
     y[:, 0] = x[:, :, : n // 2].transpose(0, 1)
@@ -125,6 +127,6 @@ def in_order(x: Tensor) -> Tensor:
 
 
 def in_zigzag(x: Tensor, cp: int) -> Tensor:
-    """All positions in order [b, cp n, ...] to those of every rank [cp, b, n, ...]."""
+    """All positions in natural order [b, cp n, ...] to each rank's [cp, b, n, ...], in zigzag order."""
     lower, upper = x.unflatten(1, (2, cp, -1)).unbind(1)  # [b, cp, n / 2, ...]
     return torch.cat([lower, upper.flip(1)], 2).transpose(0, 1)

@@ -82,7 +82,7 @@ class LayerGather:
             trained = [t for t in tensors_in(out) if t.requires_grad]
             for t in trained:
                 t.register_hook(lambda _: self._gather_layer(at, at - 1))
-            if not (last and trained):  # the last layer's backward usually comes next
+            if not (last and trained):  # the last layer's weights are usually needed next, by its backward
                 self._release_layer(at, at + 1)
 
         return hook

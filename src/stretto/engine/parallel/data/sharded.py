@@ -33,8 +33,8 @@ class ShardedStates:
         places: where each lies in the plain model.
 
     Attributes:
-        stage_update: applies the reduced gradients of a stage, for asynchronous schedules; whoever makes the
-            optimisers sets it before the pipeline is made.
+        stage_update: applies the reduced gradients of a stage, for asynchronous schedules; to be set before
+            the pipeline is made.
     """
 
     gathers = True
@@ -191,8 +191,8 @@ class ShardedStates:
                 self.fragments += fragments
                 yield from fragments
 
-    def own_part(self, name: str, full: Tensor) -> Tensor:
-        """This rank's part of a plain tensor, padding included, on the CPU."""
+    def local_values(self, name: str, full: Tensor) -> Tensor:
+        """This rank's part of a plain tensor, including padding, on the CPU."""
         local = torch.empty(self.parameters[name].shape, dtype=full.dtype, device="cpu")
         self.places[name].fill(local, full)
         return local
@@ -212,7 +212,7 @@ class ShardedStates:
         return self._numbered[number]
 
     def ready(self) -> None:
-        """Wait for all weights that are on their way."""
+        """Wait for all weights that are being sent."""
         for unit in self._all():
             unit.ready()
 
@@ -258,7 +258,9 @@ class ShardedStates:
             unit.renew()
 
     def from_server(self, number: Tensor) -> Tensor:
-        """A scalar of the rank with the states, on all ranks; with other modes all ranks have it already."""
+        """A scalar of the server's, broadcast to all ranks; in other modes unchanged, since all
+        ranks have it.
+        """
         copied = self.groups["tp"].copied  # the first copy of dense parameters has the whole norm
         if self.dp.mode == "server" and copied is not None:
             copied.broadcast([number]).wait()

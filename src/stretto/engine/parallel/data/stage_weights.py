@@ -1,5 +1,6 @@
-"""Who owns the weights of a rank's pipeline stages: the protocol, and its plain form with whole weights
-on every rank. `ShardedStates` (`data.sharded`) is the other, for ZeRO, mixed precision and offloading.
+"""The owner of the weights of a rank's pipeline stages: the protocol, and its plain implementation with whole
+weights on every rank. `ShardedStates` (`data.sharded`) is the other one, for ZeRO, mixed precision and
+offloading.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Auxiliary losses of layers, and the statistics that layers report.
 
 A pipeline passes one tensor from stage to stage and computes one loss at its end. An auxiliary loss bypasses
-both: its gradient is injected at the layer in the backward (as in Megatron-core), and its value is kept for
-reports.
+both: its gradient is injected at the layer in the backward (as in Megatron-core), and its value is only
+reported.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from stretto.errors import StrettoError
 
 
 class Auxiliary:
-    """Losses and statistics of a rank's mixture-of-experts layers; one object a rank.
+    """Losses and statistics of a rank's mixture-of-experts layers; one object for each rank.
 
-    Everything is counted in the backward, which every microbatch goes through once, whether its forward is
-    repeated or not. Each rank counts its own tokens: the sums over all ranks of the job are the model's.
+    Everything is counted in the backward, which happens once for each microbatch even where the forward is
+    recomputed. Each rank counts its part of the tokens: the model's values are the sums over all ranks.
 
     Attributes:
-        scale: gradient of the losses of the running microbatch, such as 1 / tokens of the global batch; set
+        scale: gradient of the losses of the current microbatch, such as 1 / tokens of the global batch; set
             before each forward.
-        losses: [2], float64: balance and z-loss of the step, sums over tokens as the cross-entropy is, before
-            `scale`.
-        loads: for each layer, the choices of each expert in this step, [experts], float64.
-        dropped: choices beyond an expert's capacity, a float64 scalar.
+        losses: balance loss and z-loss of the step before `scale`, summed over tokens like the cross-entropy;
+            [2], float64.
+        loads: for each layer, how often each expert was chosen in this step; [experts], float64.
+        dropped: choices dropped because they exceed an expert's capacity; a float64 scalar.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -54,7 +54,7 @@ class Reporting(nn.Module):
     """A layer with auxiliary losses.
 
     Attributes:
-        auxiliary: where they go; `bind_auxiliary` sets it.
+        auxiliary: what it reports them to; `bind_auxiliary` sets it.
         name: of the layer in the model.
     """
 
@@ -62,14 +62,14 @@ class Reporting(nn.Module):
     name: str = ""
 
     def bound(self) -> Auxiliary:
-        """Where the losses go.
+        """`auxiliary`.
 
         Raises:
-            StrettoError: nowhere yet.
+            StrettoError: it is not set.
         """
         if self.auxiliary is None:
             raise StrettoError(
-                f"the losses of {type(self).__name__} have nowhere to go",
+                f"{type(self).__name__} has auxiliary losses, but nothing to report them to",
                 hint="call bind_auxiliary(model, Auxiliary()) after parallelize",
             )
         return self.auxiliary

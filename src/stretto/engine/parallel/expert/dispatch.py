@@ -1,9 +1,10 @@
-"""Tokens to the ranks that hold their experts, and back.
+"""Send tokens to the ranks that hold their experts, and return the results.
 
-A token has `top_k` copies, one for each expert that it was routed to. Copies are sorted by expert, so that
-those for one rank are neighbours; they go to the expert-parallel rank that holds the expert, and from there
-to all ranks that hold a slice of it (expert tensor parallelism). Numbers are uneven: every rank learns first
-how many copies each rank has for each expert, in one all-gather, and then waits for nothing else.
+A token has `top_k` copies, one for each expert that it is routed to. Copies are sorted by expert, which makes
+those for one rank contiguous; they go to the expert-parallel rank that holds the expert, and from there to
+all ranks that hold a slice of it (expert tensor parallelism). The numbers are uneven: first, one all-gather
+tells every rank how many copies each rank has for each expert. It is the only time that the host waits for
+the device.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRanks:
-    """The ranks that share out the experts of a layer.
+    """The ranks that together hold the experts of a layer.
 
     ep, ep_index, ep_group: ranks that hold different experts.
     tp, tp_index, tp_group: ranks that hold slices of the same experts.
-    both: all of them; `tp_fastest` says in which order.
+    both: all of them, ordered with tp fastest if `tp_fastest`, else with ep fastest.
     """
 
     ep: int = 1
@@ -44,7 +45,7 @@ class ExpertRanks:
 
     @classmethod
     def of(cls, mesh: Mesh) -> ExpertRanks:
-        """Those of this rank."""
+        """The ranks that hold the experts together with this rank."""
         return cls(
             ep=mesh.size("ep"),
             ep_index=mesh.index("ep"),
@@ -59,13 +60,13 @@ class ExpertRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatch:
-    """The way of one microbatch's copies to the experts and back; differentiable both ways.
+    """The routes of one microbatch's copies to the experts and back; differentiable both ways.
 
-    copies: of all tokens, those that are dropped too.
-    order: [kept] int64, the kept copies sorted by expert.
-    send, receive: kept copies for, and from, each expert-parallel rank.
-    arrived: what each expert-tensor-parallel rank received.
-    by_expert: [arrived at all of them] int64, the order that sorts them by expert; None where they are.
+    copies: number of copies of all tokens, including dropped ones.
+    order: the kept copies, sorted by expert; [kept], int64.
+    send, receive: number of kept copies to, and from, each expert-parallel rank.
+    arrived: number of copies that each expert-tensor-parallel rank received.
+    by_expert: the order that sorts the arrived copies by expert, [sum(arrived)], int64; None if they are.
     groups: the sorted rows of every expert held here.
     """
 
@@ -81,7 +82,7 @@ class Dispatch:
 
     @property
     def dropped(self) -> int:
-        """Choices of this rank's tokens that go nowhere; padding has none that counts."""
+        """Number of this rank's copies that are not sent."""
         return self.copies - len(self.order)
 
     def there(self, x: Tensor) -> Tensor:
@@ -92,10 +93,10 @@ class Dispatch:
         return rows if self.by_expert is None else cast(Tensor, _Permute.apply(rows, self.by_expert))
 
     def back(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """What the experts made of the rows, to the weighted sum of each token's copies [n, hidden].
+        """The experts' outputs to the weighted sum of each token's copies [n, hidden].
 
         Args:
-            rows: [groups.rows, hidden]; of each slice of an expert, a part of the sum.
+            rows: [groups.rows, hidden]; of slices of experts, partial sums.
             weights: [n, top_k].
         """
         if self.by_expert is not None:
@@ -113,16 +114,16 @@ def mix(copies: Tensor, weights: Tensor) -> Tensor:
 
 @torch.no_grad()
 def plan(choices: Tensor, kept: Tensor | None, experts: int, ranks: ExpertRanks) -> Dispatch:
-    """Who gets which of this rank's copies. Collective over the ranks that share out the experts.
+    """The routes of this rank's copies. Collective over the ranks that hold the experts.
 
     Args:
-        choices: [n, top_k] int64, the experts of each token.
-        kept: [n, top_k] bool, False where a choice is dropped; None: all are kept.
-        experts: of the whole layer.
+        choices: the experts of each token, [n, top_k], int64.
+        kept: False where a choice is dropped, bool [n, top_k]; None: all are kept.
+        experts: number of experts in the whole layer.
     """
     flat = choices.flatten()
     if kept is not None:
-        flat = flat.masked_fill(~kept.flatten(), experts)  # sorted behind all
+        flat = flat.masked_fill(~kept.flatten(), experts)  # sorts dropped copies to the end
     counts = flat.new_zeros(experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:experts]
     table = _table(counts, flat.numel(), ranks)
     here = experts // ranks.ep
@@ -145,13 +146,13 @@ def plan(choices: Tensor, kept: Tensor | None, experts: int, ranks: ExpertRanks)
     )
 
 
-_even = list[bool]()  # not empty while counts have no values
+_even = list[bool]()  # not empty while tensors have no values (dry runs)
 
 
 @contextmanager
 def even_routing() -> Generator[None]:
-    """While inside, every expert counts as chosen equally often, whatever the choices are: for tensors that
-    have no values.
+    """Within this context every expert counts as chosen equally often, whatever the choices: for tensors
+    without values.
     """
     _even.append(True)
     try:
@@ -161,11 +162,11 @@ def even_routing() -> Generator[None]:
 
 
 def _table(counts: Tensor, copies: int, ranks: ExpertRanks) -> list[list[list[int]]]:
-    """Copies that rank (ep, tp) has for each expert: [ep][tp][experts]. The one time that the host waits for
-    the device.
+    """How many copies rank (ep, tp) has for each expert: [ep][tp][experts].
 
     Args:
-        copies: of this rank's tokens, one for each choice.
+        counts: copies of this rank for each expert, [experts].
+        copies: of all of this rank's tokens, one for each choice.
     """
     every = gather(counts.unsqueeze(0), ranks.both, 0)
     if _even:
@@ -180,7 +181,11 @@ def _table(counts: Tensor, copies: int, ranks: ExpertRanks) -> list[list[list[in
 
 
 def _sorting(chunks: Sequence[Sequence[int]], device: torch.device) -> Tensor | None:
-    """The order that sorts rows by expert, of chunks that each are: [chunks][experts here] numbers."""
+    """The order that sorts rows by expert; None if they are sorted.
+
+    Args:
+        chunks: of the rows, each sorted by expert: [chunks][experts here] numbers of rows.
+    """
     if len(chunks) == 1 or len(chunks[0]) == 1:
         return None
     sizes = torch.tensor(chunks)
@@ -190,7 +195,7 @@ def _sorting(chunks: Sequence[Sequence[int]], device: torch.device) -> Tensor | 
 
 
 class _Mix(torch.autograd.Function):
-    """Torch's own backward of this product goes token by token on CPUs."""
+    """A batched product whose backward is faster than torch's, which goes token by token on CPUs."""
 
     @staticmethod
     def forward(ctx: Any, copies: Tensor, weights: Tensor) -> Tensor:
@@ -207,8 +212,8 @@ class _Mix(torch.autograd.Function):
 
 
 class _Copy(torch.autograd.Function):
-    """Rows of some copies of tokens; the gradients of a token's copies are summed in their own order, so that
-    the sum is the same every time.
+    """The rows of some copies of tokens. The gradients of a token's copies are summed in the order of its
+    choices, so that the sum repeats bit by bit.
     """
 
     @staticmethod
@@ -239,7 +244,7 @@ class _Permute(torch.autograd.Function):
 
 
 class _Place(torch.autograd.Function):
-    """Row i to place order[i] of `size`, zeros elsewhere."""
+    """Row i at place order[i] of `size` rows, zeros elsewhere."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, size: int) -> Tensor:

@@ -1,28 +1,32 @@
-"""Expert parallelism: a mixture of experts whose experts are shared out over ranks (Lepikhin et al. 2020,
+"""Expert parallelism: a mixture of experts whose experts are distributed over ranks (Lepikhin et al. 2020,
 "GShard", section 3.3; Fedus et al. 2021, section 2.4).
 
-Experts lie on a grid of ranks of their own: `ep` ranks hold different experts, `expert_tp` ranks hold slices
-of the same ones, `expert_dp` ranks the same slices. A layer works in one of two ways:
+The experts have a rank grid separate from that of the dense layers: `ep` ranks hold different experts,
+`expert_tp` ranks hold slices of the same experts, `expert_dp` ranks hold the same slices. A layer works in
+one of two ways:
 
-together: ep is 1 and the experts are split over the tp ranks, as a dense MLP is. All of these route the same
-    tokens, and each has a part of every expert's output: one sum in, one sum out, and no all-to-all.
-apart: every rank of tp x cp x dp routes tokens that are its own, under sequence parallelism those that it
-    has, otherwise its part of those that the tp ranks have in common. Copies travel as `dispatch` says.
+together: ep is 1 and the experts are split over the tp ranks like a dense MLP. All tp ranks route the same
+    tokens, and each computes a part of every expert's output: one sum in, one sum out, and no all-to-all.
+apart: every rank of tp x cp x dp routes different tokens: under sequence parallelism those that it has,
+    otherwise its part of those that the tp ranks have in common. `dispatch` sends the copies.
 
-Either way a tp rank makes a part of the router's gradient, which is to be summed: `Replicate(sequence=True)`.
+Either way each tp rank computes a part of the router's gradient, so the router's style is
+`Replicate(sequence=True)`, which sums it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from stretto.engine.parallel.collectives import (
+    all_sum,
     copy_to,
+    gather,
     gather_copy,
     gather_from,
     reduce_from,
@@ -32,22 +36,123 @@ from stretto.engine.parallel.collectives import (
 from stretto.engine.parallel.expert.auxiliary import Auxiliary, Reporting, inject
 from stretto.engine.parallel.expert.dispatch import Dispatch, ExpertRanks, plan
 from stretto.engine.parallel.expert.grouped import GroupedLayer, Groups
-from stretto.engine.parallel.expert.samples import Samples, even_parts
 from stretto.engine.parallel.styles import Part, Run, Style
+from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
     from stretto.engine.parallel.mesh import Mesh
+
+
+class _OnDevice(NamedTuple):
+    valid: Tensor | None
+    natural: Tensor
+    here: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """The tokens of each sample on this rank, and the ranks with its other tokens.
+
+    length: tokens of a sample.
+    positions: of the tokens on this rank, [tokens here], int64; `length` and above are padding.
+    group: ranks that share a sample, with equally many tokens including padding.
+    natural: where each position is when the group's tokens are concatenated by rank; [length], int64.
+    """
+
+    length: int
+    positions: Tensor
+    group: ProcessGroup | None
+    natural: Tensor
+    _moved: dict[torch.device, _OnDevice] = field(
+        default_factory=dict[torch.device, "_OnDevice"], compare=False, repr=False
+    )
+
+    @classmethod
+    def of(cls, mesh: Mesh, length: int, *, sequence: bool, apart: bool) -> Samples:
+        """This rank's part of samples of `length` tokens.
+
+        Args:
+            sequence: outside of the layer the sequence is split over the tp ranks.
+            apart: tp ranks route different tokens; otherwise all route the same.
+        """
+        axes = "tp-cp" if apart else "cp"
+        ranks = mesh.layout.group(mesh.rank, axes)
+        parts = [_positions(mesh, rank, length, sequence, apart) for rank in ranks]
+        every = torch.cat(parts)
+        natural = every.argsort(stable=True)[:length]
+        return cls(
+            length=length, positions=parts[ranks.index(mesh.rank)], group=mesh.group(axes), natural=natural
+        )
+
+    @property
+    def alone(self) -> bool:
+        """Whether this rank has all tokens of its samples, in order."""
+        return self.group is None and len(self.positions) == self.length
+
+    def valid(self, device: torch.device) -> Tensor | None:
+        """Bool [tokens here], False where a token is padding; None if there is no padding."""
+        return self._on(device).valid
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Gather x [b, tokens here, ...] of all ranks to [b, length, ...], by position. Not
+        differentiable.
+        """
+        return x if self.alone else gather(x, self.group, 1).index_select(1, self._on(x.device).natural)
+
+    def here(self, x: Tensor) -> Tensor:
+        """This rank's part of x [b, length, ...]; padding gets the values of the last position."""
+        return x if self.alone else x.index_select(1, self._on(x.device).here)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of x over the ranks that share a sample, in new memory."""
+        return x if self.group is None else all_sum(x.clone(), self.group)
+
+    def _on(self, device: torch.device) -> _OnDevice:
+        """The tables on a device, copied there once."""
+        if device not in self._moved:
+            real = self.positions < self.length
+            self._moved[device] = _OnDevice(
+                None if bool(real.all()) else real.to(device),
+                self.natural.to(device),
+                self.positions.clamp(max=self.length - 1).to(device),
+            )
+        return self._moved[device]
+
+
+def _positions(mesh: Mesh, rank: int, length: int, sequence: bool, apart: bool) -> Tensor:
+    """Positions of the tokens that a rank routes."""
+    at, tp = mesh.layout.coordinates(rank), mesh.size("tp")
+    split = SequenceSplit(
+        length=length,
+        cp=mesh.size("cp"),
+        cp_index=at["cp"],
+        tp=tp if sequence else 1,
+        tp_index=at["tp"] if sequence else 0,
+    )
+    if not apart:
+        return split.positions
+    if sequence:
+        return split.shard
+    parts = even_parts(split.positions.unsqueeze(0), tp, split.padded)
+    return parts.squeeze(0).chunk(tp)[at["tp"]]
+
+
+def even_parts(x: Tensor, parts: int, fill: int | float) -> Tensor:
+    """x [b, s, ...] padded with `fill` at the end of each sample, so that s is a multiple of `parts`."""
+    missing = -x.shape[1] % parts
+    return x if not missing else torch.cat([x, x.new_full((x.shape[0], missing, *x.shape[2:]), fill)], 1)
+
 
 CHILDREN = ("router", "experts", "shared", "drop")
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """How the tokens of an activation come to the ranks that route them, and back.
+    """How tokens get from the layer's input to the ranks that route them, and back.
 
-    apart: tp ranks route different tokens; otherwise all of them the same.
-    sequence: outside of here the sequence is split over the tp ranks.
+    apart: tp ranks route different tokens; otherwise all route the same.
+    sequence: outside of the layer the sequence is split over the tp ranks.
     """
 
     apart: bool
@@ -56,7 +161,7 @@ class Tokens:
 
     @property
     def share(self) -> float:
-        """This rank's part in what is counted for each token that it routes."""
+        """The fraction that this rank contributes to the statistics of each token that it routes."""
         return 1.0 if self.apart or self.tp_group is None else 1.0 / self.tp_group.size()
 
     def enter(self, x: Tensor) -> Tensor:
@@ -79,10 +184,10 @@ class Tokens:
 
 
 class ParallelMoE(Reporting):
-    """A mixture of experts on one rank of several. Nothing of a forward is kept on it.
+    """A mixture of experts on one of several ranks. A forward leaves no state on the module.
 
-    The children are the plain module's, `router`, `experts`, `shared` and `drop`, so that a sharding plan
-    goes on to them.
+    The children `router`, `experts`, `shared` and `drop` are the plain module's, so that a sharding plan
+    applies to them.
     """
 
     router: Any
@@ -100,32 +205,32 @@ class ParallelMoE(Reporting):
         self.train(plain.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, hidden] to [b, s, hidden], of this rank's part of the sequence under sequence parallelism,
-        of all that its tp ranks have in common otherwise.
+        """[b, s, hidden] to [b, s, hidden]: of this rank's part of the sequence under sequence parallelism,
+        else of the tokens that all tp ranks have.
         """
         router = self.router
         tokens = self.tokens.enter(x)
         logits = router.logits(tokens)
         choice = router.choose(logits)
         kept = self._kept(choice)
-        way = plan(
+        dispatch = plan(
             choice.experts.flatten(0, 1),
             None if kept is None else kept.flatten(0, 1),
             router.moe.experts,
             self.ranks,
         )
-        rows = self.experts(way.there(_narrow(tokens).flatten(0, 1)), way.groups)
-        y = way.back(rows, choice.weights.flatten(0, 1))
+        rows = self.experts(dispatch.there(_narrow(tokens).flatten(0, 1)), dispatch.groups)
+        y = dispatch.back(rows, choice.weights.flatten(0, 1))
         y = self.tokens.leave(y.view(tokens.shape), x.shape[1])
         if self.training and torch.is_grad_enabled():
-            y = self._report(y, logits, choice, way)
+            y = self._report(y, logits, choice, dispatch)
         if self.shared is not None:
             y = y + self.shared(x)
         return y if self.drop is None else self.drop(y)
 
     def _kept(self, choice: Any) -> Tensor | None:
-        """Which choices [b, s', top_k] are kept; None: all. An expert's capacity is decided on whole
-        samples, which takes the choices of all ranks that share them.
+        """Which choices [b, s', top_k] are kept; None: all. An expert's capacity applies to whole samples, so
+        it takes the choices of all ranks that share them.
         """
         router = self.router
         valid = self.samples.valid(choice.experts.device)
@@ -134,11 +239,13 @@ class ParallelMoE(Reporting):
             return kept
         weights = choice.weights.detach()
         both = self.samples.whole(torch.stack([weights, choice.experts.to(weights.dtype)], -1))
-        stay = self.samples.here(router.keep(both[..., 1].long(), both[..., 0]))
-        return stay if kept is None else stay & kept
+        fits = self.samples.here(router.keep(both[..., 1].long(), both[..., 0]))
+        return fits if kept is None else fits & kept
 
-    def _report(self, y: Tensor, logits: Tensor, choice: Any, way: Dispatch) -> Tensor:
-        """Let the losses of this rank's tokens into the backward, and count them there."""
+    def _report(self, y: Tensor, logits: Tensor, choice: Any, dispatch: Dispatch) -> Tensor:
+        """y, whose backward also counts the auxiliary losses of this rank's tokens and injects their
+        gradient.
+        """
         router = self.router
         auxiliary = self.bound()
         samples = self.samples
@@ -147,11 +254,11 @@ class ParallelMoE(Reporting):
         counts_here = router.counts(choice.experts, valid)
         counts = samples.sum(counts_here) if router.moe.balance else counts_here
         length = logits.shape[1] if samples.alone else samples.length
-        # linear in the mass: with that of this rank's tokens it is their part of the loss
+        # linear in the mass: the mass of this rank's tokens gives their part of the loss
         balance = router.balance(counts, router.mass(choice.scores, valid), length)
         losses = share * torch.stack([balance, router.z(logits, valid)])
         reported, load = losses.detach(), share * counts_here.sum(0)
-        dropped = share * (counts_here.sum() - len(way.order))
+        dropped = share * (counts_here.sum() - len(dispatch.order))
         name = self.name
 
         def report() -> None:
@@ -160,12 +267,12 @@ class ParallelMoE(Reporting):
         return inject(y, losses, auxiliary.scale, report)
 
     def extra_repr(self) -> str:
-        way = "apart" if self.tokens.apart else "together"
-        return f"{way}, ep={self.ranks.ep}, expert_tp={self.ranks.tp}"
+        mode = "apart" if self.tokens.apart else "together"
+        return f"{mode}, ep={self.ranks.ep}, expert_tp={self.ranks.tp}"
 
 
 def _narrow(x: Tensor) -> Tensor:
-    """x in the type that products will have, so that no more than that travels."""
+    """x in autocast's dtype, in which the experts compute, so that no more bytes are sent than needed."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
@@ -174,7 +281,7 @@ class GroupedExperts(GroupedLayer):
     """The experts that a rank holds, each whole or a slice of its inner width.
 
     Args:
-        plain: the module that holds the same parameters, and `activation`, which works on a slice too.
+        plain: the module with these parameters, and an `activation` that works on slices too.
         into: name of the first stacked matrix; the second is `down`, biases end in `_bias`.
         biased: whether this rank adds the second bias.
     """
@@ -188,7 +295,7 @@ class GroupedExperts(GroupedLayer):
         self.train(plain.training)
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:
-        """Rows [n, hidden], sorted by expert, to [n, hidden]; of slices of experts, parts of a sum."""
+        """Rows [n, hidden], sorted by expert, to [n, hidden]; of slices of experts, partial sums."""
         inner = self.activation(self.product(x, self.into, self._bias(self.into), groups))
         return self.product(inner, "down", self._bias("down"), groups, biased=self.biased)
 
@@ -202,9 +309,9 @@ class GroupedExperts(GroupedLayer):
 
 @dataclass(frozen=True)
 class ExpertParallel(Style):
-    """A mixture of experts, with a router and experts for children, of samples of `length` tokens.
+    """A mixture of experts with children `router` and `experts`, for samples of `length` tokens.
 
-    sequence: its input comes split along the sequence over tp, and so leaves.
+    sequence: input and output are split along the sequence over the tp ranks.
     """
 
     length: int
@@ -234,8 +341,8 @@ class ExpertParallel(Style):
 class ExpertWeights(Style):
     """Stacked experts: whole experts over the ep ranks, the inner width of each over the `expert_tp` ranks.
 
-    A bias of the output is held by all expert-tensor-parallel ranks: each sees all of its gradient, one adds
-    it to the output.
+    All expert-tensor-parallel ranks hold the bias of the output: each computes its whole gradient, and one
+    adds it to the output.
     """
 
     axes: ClassVar[str] = "expert_tp-ep"
@@ -282,7 +389,7 @@ def _experts(name: str, experts: int, ep: int, index: int) -> Run:
 
 
 def _slices(name: str, width: int, blocks: int, slices: int, index: int) -> tuple[Run, ...]:
-    """One rank's slice of the inner width, in each of the blocks that lie one after the other."""
+    """One rank's slice of the inner width in each of `blocks` consecutive blocks."""
     if width % slices:
         near = [n for n in range(1, width + 1) if width % n == 0]
         raise StrettoError(

@@ -1,8 +1,8 @@
-"""Products of many experts at once, with gradients accumulated in place.
+"""Grouped matrix products, such as those of many experts, with gradients accumulated in place.
 
-Rows are sorted by group, and every group has a matrix of its own. Torch has one call for all groups; where it
-does not apply (float64, rows that are no multiples of 16 bytes) or is slower (products so large that oneDNN
-beats MKL, see `engine.parallel.tensor.matmul`), there is a product for each group that has rows.
+Rows are sorted by group, and every group has its matrix. Torch has one call for all groups; where it does not
+apply (float64, rows that are not multiples of 16 bytes) or is slower (products so large that oneDNN beats
+MKL, see `engine.parallel.tensor.matmul`), there is one product for each group that has rows.
 `benchmarks/experts.py` measures both.
 """
 
@@ -27,7 +27,7 @@ ALIGNED = 16  # bytes that rows must be multiples of
 
 @dataclass(frozen=True)
 class Groups:
-    """How sorted rows fall into groups: `counts[i]` rows of group i, known to the host."""
+    """How sorted rows are divided into groups: `counts[i]` rows of group i, known on the host."""
 
     counts: tuple[int, ...]
     device: torch.device
@@ -59,12 +59,12 @@ class Groups:
 
 @cache
 def _has_kernel(device: torch.device) -> bool:
-    """Whether a CUDA device has torch's kernel for groups, and not a loop that waits for the device."""
+    """Whether a CUDA device has torch's grouped kernel; otherwise torch loops, and synchronises with it."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def in_one_call(x: Tensor, groups: int, out: int, into: int) -> bool:
-    """Whether the products of the rows of x with matrices [groups, out, into] are one call of torch's."""
+    """Whether one call of torch computes the products of x's rows with matrices [groups, out, into]."""
     step = ALIGNED // x.element_size()
     if out % step or into % step:
         return False
@@ -101,13 +101,13 @@ def grouped_input_gradient(dy: Tensor, weight: Tensor, groups: Groups) -> Tensor
 
 
 def add_grouped_weight_gradient(grad: Tensor, dy: Tensor, x: Tensor, groups: Groups) -> None:
-    """Add dy^T x of every group's rows to grad [groups, out, in], in place; groups without rows are left
-    alone.
+    """Add dy^T x of every group's rows to grad [groups, out, in], in place; groups without rows stay as they
+    are.
     """
     if x.device.type == "cuda" and in_one_call(x, *grad.shape):
         products = functional.grouped_mm(dy.t(), x, offs=groups.ends)
         for group, count in enumerate(groups.counts):
-            if not count:  # whatever a kernel makes of no rows
+            if not count:  # the kernel leaves these undefined
                 products[group].zero_()
         grad.add_(products)
         return
@@ -123,7 +123,7 @@ def _stack(parts: Sequence[Tensor], none: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """One product of a layer's: the names of its parameters, the rows' groups, whether the bias is added."""
+    """One product of a layer: the names of its parameters, the rows' groups, and whether to add the bias."""
 
     layer: GroupedLayer
     weight: str
@@ -137,7 +137,7 @@ class _Call:
 
 @dataclass
 class _Product:
-    """The weight gradient of one product."""
+    """The deferred weight gradient of one product."""
 
     call: _Call
     x: Tensor
@@ -179,9 +179,8 @@ class _GroupedFunction(torch.autograd.Function):
 
 
 class GroupedLayer(Fused):
-    """A layer of stacked matrices that adds their gradients itself.
-
-    All of its parameters are its own, not those of a child.
+    """A layer of stacked matrices that accumulates their gradients itself. It has no child with
+    parameters.
     """
 
     def product(
@@ -191,29 +190,29 @@ class GroupedLayer(Fused):
 
         Args:
             weight, bias: names of parameters [groups, out, in] and [groups, out].
-            biased: False where the bias is added by another rank, whose output is summed with this one's; its
-                gradient, which is the same on both, is made here too.
+            biased: False where another rank, whose output is summed with this rank's, adds the bias; its
+                gradient, which is the same on both, is computed here too.
         """
         call = _Call(layer=self, weight=weight, bias=bias, groups=groups, biased=biased)
         shift = None if bias is None else call.parameter(bias)
         return cast(Tensor, _GroupedFunction.apply(x, call.parameter(weight), shift, call))
 
     def add_weight_gradient(self, call: _Call, x: Tensor, dy: Tensor) -> None:
-        """Accumulate a product's weight and bias gradients; a parameter is reported even where no row came,
-        since who reduces gradients counts.
+        """Accumulate a product's weight and bias gradients. `on_gradient` is called even if there are no
+        rows, since gradient buckets count the calls.
         """
         weight = call.parameter(call.weight)
         if weight.requires_grad:
             add_grouped_weight_gradient(_gradient(weight), dy, x, call.groups)
-            self._tell(weight)
+            self._report(weight)
         bias = None if call.bias is None else call.parameter(call.bias)
         if bias is not None and bias.requires_grad:
             grad = _gradient(bias)
             for g, a, b in call.groups.filled():
                 add_sum(grad[g], dy[a:b], grad.dtype)
-            self._tell(bias)
+            self._report(bias)
 
-    def _tell(self, parameter: nn.Parameter) -> None:
+    def _report(self, parameter: nn.Parameter) -> None:
         if self.on_gradient is not None:
             self.on_gradient(parameter)
 

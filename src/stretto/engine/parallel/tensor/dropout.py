@@ -1,7 +1,8 @@
 """Dropout with layout-independent masks.
 
 The mask of a sample is a pure function of (seed, layer, sample), so every layout drops the same elements as
-one process: a rank that holds a slice of an activation draws the whole sample's mask and takes its slice.
+one process does: a rank that holds a slice of an activation draws the whole sample's mask and takes its
+slice.
 """
 
 from __future__ import annotations
@@ -16,23 +17,25 @@ from torch import Tensor, nn
 
 
 class DropoutKeys:
-    """Which samples the running microbatch holds; shared by all dropout layers of a rank."""
+    """The seed, and the numbers of the samples in the current microbatch; shared by all dropout layers of a
+    rank.
+    """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.samples: Sequence[int] = ()
 
     def generator(self, name: str, sample: int, device: torch.device) -> torch.Generator:
-        """A fresh stream for one layer and one sample."""
+        """A newly seeded generator for one layer and one sample."""
         digest = hashlib.blake2b(f"{self.seed}/{name}/{sample}".encode(), digest_size=8).digest()
         return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How one dimension of an activation is split: a rank holds `indices` of the `size` in one process.
+    """How one dimension of an activation is split: a rank holds `indices` of the full `size`.
 
-    Indices of `size` and above are padding, whose mask does not matter.
+    Indices of `size` and above are padding, whose mask is arbitrary.
     """
 
     dim: int  # of the activation; dimension 0 is the samples
@@ -47,7 +50,7 @@ class Cut:
 
 
 class KeyedDropout(nn.Module):
-    """Dropout with probability `p` of an activation that is whole, or cut along some dimensions."""
+    """Dropout with probability `p` of an activation that is whole, or split along some dimensions."""
 
     def __init__(self, p: float, name: str, keys: DropoutKeys, cuts: Sequence[Cut] = ()) -> None:
         super().__init__()
@@ -57,8 +60,8 @@ class KeyedDropout(nn.Module):
         self.cuts = tuple(cuts)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [samples, ...] -> same shape, each element zeroed with probability p, the rest scaled by
-        1/(1-p). Of x itself nothing is kept for the backward, only the mask, one byte an element.
+        """x [samples, ...] to the same shape: each element zeroed with probability p, the others scaled by
+        1/(1-p). Only the mask is saved for the backward, one byte for each element.
         """
         if not self.active:
             return x
@@ -70,11 +73,11 @@ class KeyedDropout(nn.Module):
         return self.training and self.p > 0.0
 
     def mask(self, shape: Sequence[int], device: torch.device, cuts: Sequence[Cut] | None = None) -> Tensor:
-        """What is kept of an activation of that (local) shape, for the running microbatch: bool, the same
+        """Which elements of an activation of that (local) shape the current microbatch keeps: bool, of that
         shape.
 
         Args:
-            cuts: instead of the module's own.
+            cuts: in place of the module's `cuts`.
         """
         assert len(self.keys.samples) == shape[0], "one key for each sample of the microbatch"
         cuts = self.cuts if cuts is None else cuts
@@ -110,7 +113,7 @@ class _Drop(torch.autograd.Function):
 def key_dropout(model: nn.Module, keys: DropoutKeys) -> None:
     """Replace every nn.Dropout of `model` by a keyed one."""
     for name, module in list(model.named_modules()):
-        # not named_children: one module under two names is two layers here
+        # not named_children, which lists a module once: under two names it is two layers with two masks
         for child_name, child in list(module._modules.items()):
             if isinstance(child, nn.Dropout):
                 full = f"{name}.{child_name}" if name else child_name

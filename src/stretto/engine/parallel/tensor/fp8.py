@@ -1,15 +1,15 @@
-"""Products of linear layers in 8 bits (Micikevicius et al. 2022, "FP8 formats for deep learning").
+"""Matrix products of linear layers in 8 bits (Micikevicius et al. 2022, "FP8 formats for deep learning").
 
-Forward: x weight^T of factors in E4M3. Backward: the input gradient, of an output gradient in E5M2, which has
-range for bits, and the weight in E4M3. The weight gradient is formed in the type of training from the input
-itself: it is the product that 8 bits hurt most, it may come much later (W), and what is kept for it is what
-is kept without fp8.
+Forward: x weight^T with both factors in E4M3. Backward: the input gradient, from the output gradient in E5M2,
+which trades precision for range, and the weight in E4M3. The weight gradient is computed in the training
+dtype from the unquantised input: it is the product that 8 bits hurt most, it may be deferred for long (W),
+and saving the input takes no more memory than training without fp8.
 
-Scales are taken of the tensors at hand ("current scaling"): one for a tensor, or one for each row along the
-dimension that is summed. They are powers of two, so that neither scaling nor scaling back rounds. A scale is
-of what one process sees: where ranks hold parts of that, their largest is taken, so that a layout does not
-change what is computed. For this a microbatch must not be padded with a scale for the tensor, and key heads
-must not have copies on several ranks, each of which has a part of their gradient.
+Scales come from the tensors of the moment ("current scaling"): one for each tensor, or one for each row along
+the dimension that is summed. They are powers of two, so that scaling and unscaling are exact. Where several
+ranks hold parts of what one scale covers in one process, the maximum over these ranks is taken, so that the
+result does not depend on the layout. This rules out, with one scale for each tensor, padded microbatches; and
+key heads with copies on several ranks, each of which has a part of their gradient.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 SCALINGS = ("tensor", "row")
 LAYERS = ("qkv", "proj", "up", "gate_up", "down")  # of the blocks
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16  # of both sizes of a matrix, for hardware
-_LEAST = 2.0**-126  # of a scale; smaller ones have no inverse in float32
+MULTIPLE = 16  # which both sizes of a matrix must be multiples of, for hardware
+_LEAST = 2.0**-126  # the smallest scale: a smaller one has no inverse in float32
 
 
 def enable_fp8(model: nn.Module, how: str, mesh: Mesh | None = None) -> None:
-    """Let the linear layers of `model`'s blocks multiply in 8 bits; in place. Those of attention, of MLPs and
-    of shared experts; embedding, head, routers and routed experts stay as they are.
+    """Let the linear layers of attention, MLPs and shared experts in `model`'s blocks multiply in 8 bits; in
+    place. Embedding, head, routers and routed experts stay as they are.
 
     Args:
-        model: one of ours, plain or after `parallelize`.
-        how: "tensor", a scale for each tensor; "row", one for each row.
+        model: from `stretto.engine.models`, plain or after `parallelize`.
+        how: "tensor", a scale for each tensor; "row", a scale for each row.
         mesh: of this rank; None: in one process.
 
     Raises:
@@ -55,7 +55,7 @@ def enable_fp8(model: nn.Module, how: str, mesh: Mesh | None = None) -> None:
             f"precision.fp8 is {how!r}: it must be one of {', '.join(SCALINGS)}",
             hint=f"did you mean {near!r}?" if near else None,
         )
-    both = None if mesh is None else mesh.group("tp-cp")
+    all_parts = None if mesh is None else mesh.group("tp-cp")
     enabled = 0
     for name, layer in model.named_modules():
         parts = name.split(".")
@@ -66,7 +66,7 @@ def enable_fp8(model: nn.Module, how: str, mesh: Mesh | None = None) -> None:
         if isinstance(layer, FusedLinear):
             rows = how == "row"
             layer.products = Products8(
-                rows, layer.output_group if rows else both, layer.input_group if rows else both
+                rows, layer.output_group if rows else all_parts, layer.input_group if rows else all_parts
             )
             enabled += 1
     if not enabled:
@@ -81,9 +81,9 @@ class Products8:
     """How a layer multiplies in 8 bits.
 
     Attributes:
-        rows: a scale for each row of a factor, else one for all of it.
-        forward_group, backward_group: ranks with other parts of what a scale is of: with `rows` those that
-            split the dimension that is summed, else all that have parts of the microbatch or of the weight.
+        rows: a scale for each row of a factor; else one for the whole factor.
+        forward_group, backward_group: ranks over which the maximum of a scale is taken: with `rows` those
+            that split the dimension that is summed, else all that hold parts of the microbatch or weight.
     """
 
     rows: bool
@@ -100,70 +100,72 @@ class Products8:
         return self._multiply(dy, weight.t(), E5M2, self.backward_group)
 
     def _multiply(self, a: Tensor, b: Tensor, kind: torch.dtype, group: ProcessGroup | None) -> Tensor:
-        """a b^T of a [..., k], in 8 bits of that kind, and b [m, k], in E4M3: [..., m]."""
+        """a b^T [..., m] of a [..., k], in the 8-bit type `kind`, and b [m, k], in E4M3."""
         flat = a.reshape(-1, a.shape[-1])
         largest = [self._largest(flat), self._largest(b)]
         if group is not None:
             largest = all_max(torch.cat(largest), group).split([len(part) for part in largest])
         left, right = (
-            Short.of(t, power_of_two(m / torch.finfo(k).max), k)
+            Quantised.of(t, power_of_two(m / torch.finfo(k).max), k)
             for t, m, k in zip((flat, b), largest, (kind, E4M3), strict=True)
         )
         return product(left, right, a.dtype, fast=kind is E4M3).view(*a.shape[:-1], len(b))
 
     def _largest(self, t: Tensor) -> Tensor:
-        """The largest magnitude of each row of t [n, k], [n], or of all, [1]; in float32 at least."""
+        """The largest magnitude in each row of t [n, k], as [n], or in all of it, as [1]; at least
+        float32.
+        """
         over = torch.linalg.vector_norm(t, float("inf"), dim=-1 if self.rows else None)
         return over.reshape(-1).to(torch.promote_types(t.dtype, torch.float32))
 
 
 @dataclass(frozen=True)
-class Short:
+class Quantised:
     """A matrix in 8 bits: values [n, k] times scale, [n] for its rows or [1]."""
 
     values: Tensor
     scale: Tensor
 
     @classmethod
-    def of(cls, t: Tensor, scale: Tensor, kind: torch.dtype) -> Short:
+    def of(cls, t: Tensor, scale: Tensor, kind: torch.dtype) -> Quantised:
         """t [n, k] / scale, rounded to nearest."""
         work = _work(t.dtype)
         return cls((t.to(work) / scale.to(work).unsqueeze(-1)).to(kind), scale)
 
-    def exactly(self, dtype: torch.dtype) -> Tensor:
-        """What it stands for, which bfloat16 and all wider types hold exactly."""
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """The values times the scale: exact in bfloat16 and all wider types."""
         return self.values.to(dtype) * self.scale.to(dtype).unsqueeze(-1)
 
 
 def power_of_two(least: Tensor) -> Tensor:
-    """The powers of two next above; NaN of what is not finite, which so stays visible in all that follows."""
+    """The next power of two above each element; NaN where it is not finite, so that overflow propagates."""
     least = least.clamp(min=_LEAST)
     return least / torch.frexp(least).mantissa
 
 
-def product(a: Short, b: Short, dtype: torch.dtype, fast: bool) -> Tensor:
-    """a b^T, [n, m] of a [n, k] and b [m, k], in `dtype`; by hardware if it can, else emulated, with sums in
-    that type's precision or more.
+def product(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool) -> Tensor:
+    """a b^T [n, m], of a [n, k] and b [m, k], in `dtype`: by hardware where it applies, else emulated, with
+    sums in that type's precision or more.
 
     Args:
-        fast: sums in the hardware's own, shorter type.
+        fast: let the hardware accumulate in its shorter type.
     """
     if not _by_hardware(a, b, dtype):
         work = _work(dtype)
-        return functional.linear(a.exactly(work), b.exactly(work)).to(dtype)
+        return functional.linear(a.dequantised(work), b.dequantised(work)).to(dtype)
     rows = a.scale.numel() > 1 or b.scale.numel() > 1
     y = torch._scaled_mm(
         a.values.contiguous(),
         b.values.contiguous().t(),
         scale_a=a.scale.unsqueeze(1) if rows else a.scale.squeeze(),
         scale_b=b.scale.unsqueeze(0) if rows else b.scale.squeeze(),
-        out_dtype=torch.bfloat16 if rows else dtype,  # of rows, the one type that all hardware gives
+        out_dtype=torch.bfloat16 if rows else dtype,  # with row scales, the only type on all hardware
         use_fast_accum=fast,
     )
     return y.to(dtype)
 
 
-def _by_hardware(a: Short, b: Short, dtype: torch.dtype) -> bool:
+def _by_hardware(a: Quantised, b: Quantised, dtype: torch.dtype) -> bool:
     sizes = (*b.values.shape, len(a.values))
     fits = sizes[0] % MULTIPLE == 0 and sizes[1] % MULTIPLE == 0 and sizes[2] > 0
     return fits and dtype != torch.float64 and _multiplies(a.values.device)
@@ -171,10 +173,10 @@ def _by_hardware(a: Short, b: Short, dtype: torch.dtype) -> bool:
 
 @cache
 def _multiplies(device: torch.device) -> bool:
-    """Whether a device has products in 8 bits."""
+    """Whether a device has 8-bit matrix products."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _work(dtype: torch.dtype) -> torch.dtype:
-    """The type that scales and emulated products of a type are computed in: float16 has too little range."""
+    """The dtype in which scales and emulated products are computed: float16 has too little range."""
     return torch.float32 if dtype == torch.float16 else dtype

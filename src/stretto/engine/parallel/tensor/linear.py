@@ -4,6 +4,13 @@ The weight gradient is added into `weight.grad` by one matrix product (no tempor
 the input gradient is being reduced over the tensor-parallel group. It can also be deferred: a stage whose
 schedule splits the backward gives its layers a queue, which the W action processes. nn.Linear layers can be
 converted to do the same (`adopt`).
+
+Under sequence parallelism (Korthikanti et al. 2022, section 4.2.2), `GatherLinear` and `ScatterLinear` lie
+between a part of the model that is split along the sequence and one that is split by features. Only this
+rank's shard of the gathered input is saved; the backward gathers it again while it computes the input
+gradient, and reduces that while it computes the weight gradient. Ranks gather and scatter pieces,
+[t, b, s/t, ...], and a linear layer treats every token alike, so the product is computed in the order of the
+pieces. Where the tokens' true order is required, the narrower side of the product is reordered.
 """
 
 from __future__ import annotations
@@ -16,20 +23,29 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from stretto.engine.parallel.collectives import all_sum, start_sum
+from stretto.engine.parallel.collectives import (
+    Pending,
+    all_sum,
+    cut,
+    join,
+    start_gather,
+    start_regather,
+    start_scatter_sum,
+    start_sum,
+)
 from stretto.engine.parallel.precision import gradient_dtype
 from stretto.engine.parallel.tensor.matmul import add_weight_gradient, input_gradient, linear
 
 
 def add_sum(grad: Tensor | None, dy: Tensor, dtype: torch.dtype) -> Tensor:
-    """grad + the column sums of dy [n, out], in place where `grad` exists, else in `dtype`."""
-    # on CPUs a sum in another type takes ten times as long; it is formed in float32 anyway, and rounded once
+    """grad + the column sums of dy [n, out]: in place if `grad` exists, else a new tensor of `dtype`."""
+    # on CPUs a sum into another type takes ten times as long, and the plain one accumulates in float32 anyway
     total = dy.sum(0) if dy.is_cpu else dy.sum(0, dtype=dtype)
     return total.to(dtype) if grad is None else grad.add_(total)
 
 
 class Products(Protocol):
-    """The matrix products of a layer that replaces the plain ones; see `fp8`."""
+    """Matrix products that replace a layer's plain ones; see `fp8`."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
 
@@ -37,7 +53,7 @@ class Products(Protocol):
 
 
 class Deferred(Protocol):
-    """A deferred weight gradient: `start` begins its communication, `finish` accumulates it."""
+    """A deferred weight gradient: `start` begins its communication, `finish` adds it to `weight.grad`."""
 
     def start(self) -> None: ...
 
@@ -45,7 +61,7 @@ class Deferred(Protocol):
 
 
 def work_off(entries: list[Deferred]) -> None:
-    """Accumulate deferred gradients in order, each started before its predecessor finishes, and each freed
+    """Finish deferred gradients in order, starting each before its predecessor finishes, and freeing each
     when it is done. Empties the list.
     """
     entries.reverse()
@@ -61,10 +77,10 @@ def work_off(entries: list[Deferred]) -> None:
 
 
 class Fused(nn.Module):
-    """A layer that adds its weight gradients itself, outside autograd: at once, or later from `queue`.
+    """A layer that accumulates its weight gradients itself, outside autograd: at once, or later from `queue`.
 
     Attributes:
-        queue: takes deferred gradients; None: they are accumulated at once.
+        queue: where to put deferred gradients; None: they are accumulated at once.
         on_gradient: called with each parameter that has received a gradient.
     """
 
@@ -93,7 +109,7 @@ class Product:
 
 
 def operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The factors of a product in the dtype it is computed in: autocast's, else the weight's."""
+    """The factors of a product in the dtype in which it is computed: autocast's, else the weight's."""
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -124,20 +140,21 @@ class _LinearFunction(torch.autograd.Function):
         elif layer.queue is None:
             layer.add_weight_gradient(x, dy)
         else:
-            layer.queue.append(
-                Product(layer, x.detach(), dy)
-            )  # detached: its graph would keep everything before it alive
+            # detached: x's graph would keep everything before it alive
+            layer.queue.append(Product(layer, x.detach(), dy))
         if work is not None:
             work.wait()
         return dx, None, None, None
 
 
 class FusedLinear(Fused):
-    """A linear layer that adds its weight gradients itself.
+    """A linear layer, whole or one rank's part of it, that accumulates its weight gradients itself.
 
     Attributes:
-        input_group: sum the input's gradient over these ranks.
-        output_group: sum the output over these ranks; the bias is then added after the sum.
+        input_group: the ranks over which the input's gradient is summed (column-parallel: every rank holds
+            some output rows, and the input is replicated).
+        output_group: the ranks over which the output is summed (row-parallel: every rank holds some input
+            columns); the bias is added once, after the sum.
         products: replaces the plain matrix products.
     """
 
@@ -165,7 +182,7 @@ class FusedLinear(Fused):
         return run(dy, weight)
 
     def add_weight_gradient(self, x: Tensor, dy: Tensor) -> None:
-        """Accumulate this layer's weight and bias gradients. x [..., in], dy [..., out]."""
+        """Accumulate the weight and bias gradients. x [..., in], dy [..., out]."""
         if x.dim() != 2:
             x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         weight = self.weight
@@ -188,13 +205,7 @@ class FusedLinear(Fused):
 
 
 class ParallelLinear(FusedLinear):
-    """A linear layer, whole or one rank's part of it.
-
-    input_group: sum the input's gradient over these ranks (column-parallel: every rank holds some output rows
-        and the input is replicated).
-    output_group: sum the output over these ranks (row-parallel: every rank holds some input columns); the
-        bias is added once, after the sum.
-    """
+    """A `FusedLinear` of parameters that exist already."""
 
     def __init__(
         self,
@@ -233,8 +244,8 @@ def adopt(module: nn.Module) -> bool:
     """Convert the nn.Linear layers in `module` to AdoptedLinear in place; returns whether it did.
 
     Parameters, names and hooks stay; only the class changes, to a subclass of nn.Linear. Nothing is converted
-    where linear layers hold less than half of the elements in weight matrices (walking the graph then defers
-    more), where a part is compiled, or where a weight has gradient hooks, which would not be called.
+    if linear layers hold at most half of the elements in weight matrices (walking the graph then defers
+    more), if a part is compiled, or if a weight has gradient hooks, which would not be called.
     """
     parts = list(module.modules())
     linears = [p for p in parts if type(p) is nn.Linear or isinstance(p, FusedLinear)]
@@ -257,3 +268,179 @@ def adopt(module: nn.Module) -> bool:
 
 def _hooked(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+class SequenceLinear(ParallelLinear):
+    """A split linear layer whose input or output is split along the sequence, dimension 1.
+
+    Attributes:
+        group: the tensor-parallel ranks.
+        ordered: on the side with all tokens, these are samples [b, s, ...]; else the ranks' pieces one after
+            the other, [t b, s/t, ...], which saves copies where b > 1. Everything between two such layers
+            must then treat each token independently.
+    """
+
+    group: ProcessGroup
+    ordered: bool
+
+    @property
+    def narrow_output(self) -> bool:
+        """Whether it is cheaper to reorder outputs, twice (y, dy), than inputs, three times (x, dx, and x for
+        the weight gradient).
+        """
+        rows, columns = self.weight.shape
+        return 2 * rows < 3 * columns
+
+
+def _pieces(x: Tensor, t: int) -> Tensor:
+    """[t b, s/t, ...] as [t, b, s/t, ...]."""
+    return x.unflatten(0, (t, -1))
+
+
+class GatherLinear(SequenceLinear):
+    """Split by output features: every rank's x [b, s/t, in] to this rank's features of all tokens,
+    [b, s, out/t] or, if not `ordered`, [t b, s/t, out/t].
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, group: ProcessGroup, ordered: bool = True
+    ) -> None:
+        super().__init__(weight, bias, input_group=group)
+        self.group, self.ordered = group, ordered
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [b, s/t, in]."""
+        return cast(Tensor, _Gathered.apply(x, self.weight, self.bias, self))
+
+    def arranged(self, pieces: Tensor) -> Tensor:
+        """Gathered input [t, b, s/t, in] in the order in which the product is computed."""
+        return join(pieces, 1) if self.ordered and not self.narrow_output else pieces
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: GatherLinear) -> Tensor:
+        x, weight, bias = operands(x, weight, bias)
+        ctx.layer = layer
+        ctx.save_for_backward(x, weight)
+        pieces, work = start_gather(x, layer.group)
+        work.wait()
+        y = layer.multiply(layer.arranged(pieces), weight, bias)
+        if not layer.ordered:
+            return y.flatten(0, 1)
+        return join(y, 1) if layer.narrow_output else y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None]:
+        x, weight = ctx.saved_tensors
+        layer: GatherLinear = ctx.layer
+        t, needs = layer.group.size(), ctx.needs_input_grad
+        rest = _GatheredProduct(layer, x.detach(), grads[0]) if needs[1] or needs[2] else None
+        if rest is not None and layer.queue is None:
+            rest.start()
+        dy: Tensor = grads[0]
+        if not layer.ordered:
+            dy = _pieces(dy, t)
+        elif layer.narrow_output:
+            dy = cut(dy, t, 1)
+        dx, work = None, None
+        if needs[0]:
+            product = layer.input_gradient(dy, weight)
+            dx, work = start_scatter_sum(product if product.dim() > 3 else cut(product, t, 1), layer.group)
+        if rest is not None:
+            rest.dy = dy
+            if layer.queue is None:
+                rest.finish()
+            else:
+                layer.queue.append(rest)
+        if work is not None:
+            work.wait()
+        return dx, None, None, None
+
+
+@dataclass
+class _GatheredProduct:
+    """The deferred weight gradient of a product whose input must be gathered again (a frozen weight needs no
+    gather).
+    """
+
+    layer: GatherLinear
+    x: Tensor
+    dy: Tensor
+    gathering: tuple[Tensor, Pending] | None = None
+
+    def start(self) -> None:
+        if self.layer.weight.requires_grad:
+            self.gathering = start_regather(self.x, self.layer.group)
+
+    def finish(self) -> None:
+        x = self.x
+        if self.gathering is not None:
+            pieces, work = self.gathering
+            work.wait()
+            x = self.layer.arranged(pieces)
+        self.layer.add_weight_gradient(x, self.dy)
+
+
+class ScatterLinear(SequenceLinear):
+    """Split by input features: x [b, s, in/t] or, if not `ordered`, [t b, s/t, in/t], to this rank's tokens
+    of the sum over the ranks, [b, s/t, out]. The bias is added after the sum; its gradient covers only this
+    rank's tokens.
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, group: ProcessGroup, ordered: bool = True
+    ) -> None:
+        super().__init__(weight, bias, output_group=group)
+        self.group, self.ordered = group, ordered
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [b, s, in/t], or [t b, s/t, in/t] if not `ordered`."""
+        y = cast(Tensor, _Scattered.apply(x, self.weight, self))
+        return y if self.bias is None else y + self.bias
+
+    def add_weight_gradient(self, x: Tensor, dy: Tensor) -> None:
+        """Accumulate the weight gradient. x as in `forward`, dy of all tokens in the product's order."""
+        super().add_weight_gradient(self.arranged(x), dy)
+
+    def arranged(self, x: Tensor) -> Tensor:
+        """The input in the order in which the product is computed."""
+        t = self.group.size()
+        if not self.ordered:
+            return _pieces(x, t)
+        return x if self.narrow_output else cut(x, t, 1)
+
+
+class _Scattered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: ScatterLinear) -> Tensor:
+        x, weight, _ = operands(x, weight, None)
+        ctx.layer = layer
+        ctx.save_for_backward(x, weight)
+        product = layer.multiply(layer.arranged(x), weight, None)
+        y, work = start_scatter_sum(
+            product if product.dim() > 3 else cut(product, layer.group.size(), 1), layer.group
+        )
+        work.wait()
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        layer: ScatterLinear = ctx.layer
+        dy, work = start_gather(grads[0], layer.group)
+        work.wait()
+        if layer.ordered and layer.narrow_output:
+            dy = join(dy, 1)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = layer.input_gradient(dy, weight)
+            if dx.dim() > 3:
+                dx = join(dx, 1) if layer.ordered else dx.flatten(0, 1)
+        if ctx.needs_input_grad[1]:
+            rest = Product(layer, x.detach(), dy)
+            if layer.queue is None:
+                rest.finish()
+            else:
+                layer.queue.append(rest)
+        return dx, None, None

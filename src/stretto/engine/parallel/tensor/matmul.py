@@ -1,8 +1,9 @@
-"""Matrix products of linear layers, by the faster library where the CPU has two.
+"""Matrix products of linear layers, by the faster of two libraries on CPUs.
 
-Torch's x86 builds multiply float32 with MKL, which keeps to AVX2 on CPUs that are not Intel's; oneDNN goes by
-what the CPU can do. On an AVX-512 AMD EPYC oneDNN takes 0.45 to 0.65 of MKL's time for the shapes of a small
-transformer (`benchmarks/matmul.py`). Machine and sizes alone decide, so that runs repeat bit by bit.
+Torch's x86 builds multiply float32 with MKL, which uses AVX2 at most on CPUs that are not Intel's; oneDNN
+uses what the CPU has. On an AVX-512 AMD EPYC oneDNN takes 0.45 to 0.65 of MKL's time for the shapes of a
+small transformer (`benchmarks/matmul.py`). The choice depends on machine and sizes only, so that runs repeat
+bit by bit.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _Wide = Literal["sum", "product"]
 
 
 def _prefers_onednn() -> bool:
-    """Whether oneDNN is there and likely faster than the BLAS that torch uses."""
+    """Whether oneDNN is available and likely to be faster than torch's BLAS."""
     has = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     wide = torch.backends.mkl.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
     return has and wide and not _is_intel()
@@ -36,8 +37,7 @@ def _is_intel() -> bool:
 ONEDNN = _prefers_onednn()
 
 
-# multiplications below which a call of oneDNN costs more (10 us) than it saves
-SMALL = 2**18
+SMALL = 2**18  # multiplications below which a call of oneDNN costs more (10 us) than it saves
 
 
 def _applies(x: Tensor, rows: int) -> bool:
@@ -54,7 +54,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear_rectified(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """max(0, x weight^T + bias), in one pass where there is one. Not differentiable."""
+    """max(0, x weight^T + bias), in one pass where oneDNN applies. Not differentiable."""
     if _applies(x, weight.shape[0]):
         return _onednn(x, weight, bias, "relu")
     return functional.linear(x, weight, bias).relu_()
@@ -66,11 +66,11 @@ def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
 
 
 def add_weight_gradient(grad: Tensor | None, dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """grad + dy^T x, in place where `grad` exists, else in `dtype`; dy [n, out], x [n, in], grad [out,
-    in].
+    """grad + dy^T x: in place if `grad` exists, else a new tensor of `dtype`; dy [n, out], x [n, in], grad
+    [out, in].
 
-    Of factors in 16 bits, for a float32 gradient: the product is formed and added in float32 where the device
-    has such a product, else formed in 16 bits (summed in float32, rounded once) and added.
+    For 16-bit factors and a float32 gradient, the product is computed and added in float32 where the device
+    can, else computed in 16 bits (summed in float32, rounded once) and then added.
     """
     if _applies(x, dy.shape[1]):
         product = _onednn(dy.t(), x.t(), None)
@@ -87,18 +87,18 @@ def add_weight_gradient(grad: Tensor | None, dy: Tensor, x: Tensor, dtype: torch
 
 
 def _wide_sum(grad: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """grad += a b, of a float32 sum and factors in 16 bits."""
+    """grad += a b, with a float32 grad and 16-bit factors."""
     return cast(Tensor, torch.ops.aten.addmm.dtype_out(grad, a, b, torch.float32, out=grad))
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a b in float32, of factors in 16 bits."""
+    """a b in float32, of 16-bit factors."""
     return cast(Tensor, torch.ops.aten.mm.dtype(a, b, torch.float32))
 
 
 @cache
 def _wide(device: torch.device, dtype: torch.dtype) -> _Wide | None:
-    """What a device does in float32 with factors in 16 bits; found by trying, for CUDA versions differ."""
+    """Which float32 result of 16-bit factors a device supports: tried out, since CUDA versions differ."""
     if device.type == "cpu":
         return None
     ones, grad = torch.ones(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)

@@ -1,9 +1,9 @@
-"""RMSNorm (Zhang & Sennrich 2019) and LayerNorm (Ba et al. 2016) that keep their input and a number or two of
-each row for the backward, also where weights stay in float32 beside inputs in 16 bits.
+"""RMSNorm (Zhang & Sennrich 2019) and LayerNorm (Ba et al. 2016) that save only their input and one or two
+numbers for each row, also with float32 weights and 16-bit inputs.
 
-Torch composes RMSNorm of small operations on CPU, which keep the input and the normalised input, both in
-float32: 8 bytes an element where the input has 2. Its LayerNorm adds weight gradients up in 16 bits there,
-which loses percents over a thousand rows. On CUDA its kernels want weights in the input's type.
+On CPUs, torch composes RMSNorm of small operations, which save the input and the normalised input, both in
+float32: 8 bytes an element for an input of 2. Its LayerNorm accumulates weight gradients in 16 bits there, an
+error of percents over a thousand rows. On CUDA its kernels require weights in the input's dtype.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from stretto.engine.parallel.precision import HALVES
 
 
 class LeanRMSNorm(nn.RMSNorm):
-    """torch's RMSNorm over the last dimension, but for what it keeps."""
+    """nn.RMSNorm over the last dimension, which saves less for the backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] to [..., hidden], in the input's type."""
-        if x.is_cuda and not _mixed(x, self.weight):  # where torch's is one kernel, which keeps as little
+        if x.is_cuda and not _mixed(x, self.weight):  # torch then has a single kernel, which saves as little
             return super().forward(x)
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         return cast(Tensor, _RMSNorm.apply(x, self.weight, eps))
 
 
 class LeanLayerNorm(nn.LayerNorm):
-    """torch's LayerNorm over the last dimension, but where inputs on CPUs have 16 bits, or weights more."""
+    """nn.LayerNorm over the last dimension, with exact weight gradients of 16-bit inputs on CPUs, and weights
+    that may be wider than the input.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., hidden] to [..., hidden], in the input's type."""
@@ -39,7 +41,7 @@ class LeanLayerNorm(nn.LayerNorm):
 
 
 def lean_norms(model: nn.Module) -> None:
-    """Let all norms over one dimension in `model` keep no more than they need; in place."""
+    """Let all norms over one dimension in `model` save no more than they need; in place."""
     for module in model.modules():
         if type(module) is nn.RMSNorm and len(module.normalized_shape) == 1:
             module.__class__ = LeanRMSNorm
@@ -56,11 +58,12 @@ def _exact(x: Tensor) -> torch.dtype:
 
 
 def _times(x: Tensor, factor: Tensor, original: Tensor) -> Tensor:
-    """x * factor, in place where x is a copy of what was given."""
+    """x * factor, in place unless x is the caller's tensor `original`."""
     return x * factor if x is original else x.mul_(factor)
 
 
-# Gradients of weights are handed back as they are computed: autograd turns them into `parameter.grad_dtype`.
+# Weight gradients are returned in the dtype they are computed in: autograd converts to
+# `parameter.grad_dtype`.
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -1,11 +1,11 @@
 """Which positions of a sample a rank holds, when the sequence is split over context- and tensor-parallel
 ranks.
 
-Causal attention costs a position as much as it has positions before it. So that context-parallel ranks have
-equal work, the sequence is cut into 2 cp chunks and rank i holds chunks i and 2 cp - 1 - i (the zigzag order
-of the field). With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) a tensor-parallel rank holds
-a contiguous part of its context-parallel rank's positions outside of attention and MLP. Where the length does
-not divide, the sequence is padded at its end: no real position sees what comes after it.
+The cost of causal attention at a position grows with the number of positions before it. To balance it, the
+sequence is cut into 2 cp chunks, and context-parallel rank i holds chunks i and 2 cp - 1 - i (zigzag order).
+With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) a tensor-parallel rank holds, outside of
+attention and MLP, a contiguous part of its context-parallel rank's positions. Where the length does not
+divide, the sequence is padded at its end, which no real position attends to.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 def zigzag(length: int, cp: int, index: int) -> Tensor:
-    """Positions of one of `cp` ranks [length / cp], int64, ascending; a whole number of chunks."""
+    """Positions of rank `index` of `cp`, [length / cp], int64, ascending; `length` divides into 2
+    cp chunks.
+    """
     if cp == 1:
         return torch.arange(length)
     chunk = length // (2 * cp)
@@ -35,9 +37,9 @@ class SequenceSplit:
     """One rank's positions of samples of `length` tokens.
 
     Args:
-        cp, cp_index: context-parallel ranks, and which this one is.
-        tp, tp_index: tensor-parallel ranks that split the sequence further outside of attention and MLP; 1
-            and 0 without sequence parallelism.
+        cp, cp_index: number of context-parallel ranks, and this rank's index among them.
+        tp, tp_index: the same for tensor-parallel ranks, which split the sequence further outside of
+            attention and MLP; 1 and 0 without sequence parallelism.
     """
 
     length: int
@@ -64,7 +66,7 @@ class SequenceSplit:
 
     @cached_property
     def padded(self) -> int:
-        """Tokens of a padded sample: the next length that all ranks can share evenly."""
+        """Tokens of a padded sample: the next length that divides evenly over all ranks."""
         unit = (2 * self.cp if self.cp > 1 else 1) * self.tp
         return -(-self.length // unit) * unit
 
@@ -83,8 +85,8 @@ class SequenceSplit:
         return self.positions.chunk(self.tp)[self.tp_index]
 
     def take(self, x: Tensor, dim: int, fill: int | float) -> Tensor:
-        """This context-parallel rank's positions of x, whose dimension `dim` has all `length`; padding is
-        `fill`.
+        """This context-parallel rank's positions of x, whose dimension `dim` has all `length` positions; the
+        padding is `fill`.
         """
         if self.cp == 1 and self.padded == self.length:
             return x

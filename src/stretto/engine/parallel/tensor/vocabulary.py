@@ -1,6 +1,6 @@
 """Embedding and cross-entropy over a vocabulary split by rows over tensor-parallel ranks.
 
-Only numbers per token cross ranks, never a row of logits (Shoeybi et al. 2019, section 3).
+The loss sends a few numbers for each token between ranks, never the logits (Shoeybi et al. 2019, section 3).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.nn import functional
 from stretto.engine.parallel.collectives import all_max, all_sum, cut, reduce_from, scatter_to
 from stretto.engine.parallel.precision import gradient_dtype
 
-IGNORED = -100  # target of a token that does not count
+IGNORED = -100  # target of a token that the loss ignores
 
 
 class _Rows(torch.autograd.Function):
-    """Look rows up; in backward add straight into `weight.grad`, without a dense gradient of the whole
+    """Embedding lookup whose backward adds directly into `weight.grad`, without a dense gradient of the whole
     table.
     """
 
@@ -39,9 +39,9 @@ class _Rows(torch.autograd.Function):
 
 
 class VocabEmbedding(nn.Module):
-    """Rows [start, start + rows) of an embedding table; other ranks of the group hold the rest.
+    """Rows [start, start + rows) of an embedding table; the group's other ranks hold the rest.
 
-    With `sequence` each rank gets its part of the tokens only, split along dimension 1.
+    With `sequence` each rank gets only its part of the tokens, split along dimension 1.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class VocabEmbedding(nn.Module):
         dy = dy.to(weight.grad.dtype)
         if dy.device.type == "cpu":
             weight.grad.index_add_(0, ids, dy)
-        else:  # sorts by row: threads that add as they arrive would not repeat bit by bit
+        else:  # it sorts by row: atomic additions would not repeat bit by bit
             weight.grad += torch.ops.aten.embedding_dense_backward(dy, ids, weight.shape[0], -1, False)
         if self.on_gradient is not None:
             self.on_gradient(weight)
@@ -86,9 +86,9 @@ class VocabEmbedding(nn.Module):
 
 
 class VocabCrossEntropy(nn.Module):
-    """Sum over tokens of the cross-entropy, from this rank's columns of the logits.
+    """Cross-entropy summed over tokens, from this rank's columns of the logits.
 
-    `start` is the first vocabulary id held here and `real` how many columns are not padding.
+    `start` is the first vocabulary id held here, `real` the number of columns that are not padding.
     """
 
     def __init__(self, start: int, real: int, group: ProcessGroup | None) -> None:
@@ -135,7 +135,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
         probs, at, here, counted = ctx.saved_tensors
-        # The saved probabilities are this function's own and used once: turn them into the gradient in place.
+        # nothing else refers to the saved probabilities: turn them into the gradient in place
         probs.scatter_add_(-1, at, -here.to(probs.dtype).unsqueeze(-1))
         probs.mul_((counted * grads[0]).unsqueeze(-1))
         return probs.to(ctx.dtype).view(ctx.shape), None, None

@@ -1,0 +1,159 @@
+"""Optimisers on Adam's moments: AdamW with moments in 16 bits (Loshchilov and Hutter 2019, algorithm 2), and
+LAMB (You et al. 2019, Large Batch Optimization for Deep Learning, algorithm 2).
+
+AdamW with moments in the weights' type is torch's fused one; see `build`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.engine.optim.base import FragmentOptimizer, Group, Moving, count
+from stretto.engine.optim.whole import member_squares, subtract_scaled, sum_over_holders
+from stretto.engine.parallel.fragment import Fragment
+
+CHUNK = 1 << 16  # elements whose moments are widened at a time: they stay in the CPU's cache
+
+
+class _Adam(FragmentOptimizer):
+    """States of every fragment: `exp_avg` and `exp_avg_sq`, of its shape, and `step` on its device.
+
+    Attributes:
+        moments: dtype of the first two; None: the parameter's.
+    """
+
+    moments: torch.dtype | None = None
+
+    def __init__(
+        self,
+        groups: list[Group],
+        fragments: Iterable[Fragment],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        super().__init__(groups, fragments, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+
+    def new_state(self, fragment: Fragment) -> dict[str, Tensor]:
+        """First and second moments."""
+        p = fragment.parameter
+        first, second = (torch.zeros_like(p, dtype=self.moments) for _ in range(2))
+        return {"step": count(p.device), "exp_avg": first, "exp_avg_sq": second}
+
+
+class NarrowAdamW(_Adam):
+    """AdamW with both moments stored in bfloat16 and updated in the parameter's type.
+
+    They are rounded to nearest, not stochastically: no random number for each element, and the same result
+    under every layout. That suffices while a step changes a moment by more than half a unit in its last
+    place, 2^-9 of it, so the betas may be at most 0.99: above, rounding would discard the decay.
+    """
+
+    moments = torch.bfloat16
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore
+        """One update."""
+        for group, fragment, gradient, state in self.begin():
+            fragment.parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
+            parts = (fragment.parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
+            for weight, gradient_chunk, *narrow in zip(
+                *(t.reshape(-1).split(CHUNK) for t in parts), strict=True
+            ):
+                first, second = (moment.to(weight.dtype) for moment in narrow)
+                _add_adam_steps(
+                    group=group,
+                    into=[weight],
+                    gradients=[gradient_chunk],
+                    first=[first],
+                    second=[second],
+                    steps=[state["step"]],
+                    factor=-group["lr"],
+                )
+                for moment, wide in zip(narrow, (first, second), strict=True):
+                    moment.copy_(wide)
+
+
+class Lamb(_Adam):
+    """Adam's direction plus weight decay, scaled for each tensor by the norm of its weights:
+
+        r = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps),  w <- w - lr |w| / |r + decay w| (r + decay w)
+
+    The paper's phi is the identity; where either norm is 0 the ratio is 1. Each expert of a stack counts as a
+    tensor. One all-reduce a step for each group of holders. The directions are kept from the norms to the
+    update, which takes as much memory as the fragments.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore
+        """One update. Collective over the holders."""
+        moving = self.begin()
+        fragments = [fragment for _, fragment, _, _ in moving]
+        directions = _directions(moving)
+        weights = member_squares(fragments, [f.parameter for f in fragments])
+        lengths = member_squares(fragments, directions)
+        squares = [torch.stack(both) for both in zip(weights, lengths, strict=True)]
+        sum_over_holders(zip(fragments, squares, strict=True))
+        for (group, fragment, _, _), direction, both in zip(moving, directions, squares, strict=True):
+            weight, length = both.sqrt()
+            ratio = torch.where((weight > 0) & (length > 0), weight / length, 1.0)
+            subtract_scaled(fragment, direction, group["lr"] * ratio)
+
+
+def _directions(moving: Sequence[Moving]) -> list[Tensor]:
+    """Adam's step plus decay for each fragment, before the learning rate."""
+    together: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
+    directions = list[Tensor]()
+    for at, (group, fragment, gradient, _) in enumerate(moving):
+        directions.append(fragment.parameter * group["weight_decay"])
+        together.setdefault((id(group), gradient.dtype, gradient.device), []).append(at)
+    for places in together.values():
+        states = [moving[at][3] for at in places]
+        _add_adam_steps(
+            group=moving[places[0]][0],
+            into=[directions[at] for at in places],
+            gradients=[moving[at][2] for at in places],
+            first=[state["exp_avg"] for state in states],
+            second=[state["exp_avg_sq"] for state in states],
+            steps=[state["step"] for state in states],
+        )
+    return directions
+
+
+def _add_adam_steps(
+    group: Group,
+    into: list[Tensor],
+    gradients: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    steps: list[Tensor],
+    factor: float = 1.0,
+) -> None:
+    """Update the moments and add factor x m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps), in one pass over
+    memory: torch's fused AdamW, without decay, applied to `into` as if it held weights.
+
+    Args:
+        group: has `betas` and `eps`.
+        into, gradients, first, second: of one type on one device; not empty.
+        steps: t of each, on that device.
+    """
+    beta1, beta2 = group["betas"]
+    torch._fused_adamw_(
+        into,
+        gradients,
+        first,
+        second,
+        [],
+        steps,
+        lr=-factor,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=0.0,
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+    )
