@@ -10,7 +10,6 @@ from torch import Tensor
 
 from stretto.engine.offload.ring import Ring
 from stretto.engine.offload.scratch import Scratch
-from stretto.spec.data_parallel import Offload
 
 
 @dataclass(kw_only=True)
@@ -34,31 +33,24 @@ class ShardStore:
     et al. 2021). Not thread-safe.
 
     Args:
-        where: `none`: they stay on the device, and all calls are free; `cpu`: they are in host memory;
-            `nvme`: in files under `path`, with a few of them in host memory.
         device: that uses them. On the CPU, tensors in host memory are used in place.
-        slots: with `nvme`, most tensors in host memory: in use, read ahead, and being written.
+        path: folder of the files that hold the tensors, a few of which are in host memory; None: all tensors
+            are in host memory.
+        rank: for the name of this rank's subfolder.
+        slots: with files, most tensors in host memory: in use, read ahead, and being written.
     """
 
     def __init__(
-        self,
-        where: Offload,
-        device: torch.device,
-        path: str | Path | None = None,
-        rank: int = 0,
-        slots: int = 4,
-        what: str = "parameters of unit",
+        self, device: torch.device, path: str | Path | None = None, rank: int = 0, slots: int = 4
     ) -> None:
         self._cuda, self._device = device.type == "cuda", device
-        self._where = where
         self._shards = dict[int, _Shard]()
         self._side: torch.cuda.Stream | None = None
         self._scratch: Scratch | None = None
         self.ring: Ring | None = None
-        if where == "nvme":
-            assert path is not None, "files need a path"
+        if path is not None:
             self._scratch = Scratch(path, rank)
-            self.ring = Ring(self._scratch.folder, what, slots, self._cuda)
+            self.ring = Ring(self._scratch.folder, "parameters of unit", slots, self._cuda)
 
     def add(self, key: int, tensor: Tensor) -> None:
         """Take over a tensor with its values, and move it off the device.
@@ -67,9 +59,7 @@ class ShardStore:
             StrettoError: there is no room for it on the disk.
         """
         shard = self._shards[key] = _Shard(shape=tensor.shape, dtype=tensor.dtype)
-        if self._where == "none":
-            shard.here = tensor
-        elif self.ring is not None and tensor.nbytes:
+        if self.ring is not None and tensor.nbytes:
             memory = self.ring.add(key, tensor.nbytes)
             memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
             self.ring.put(key)
@@ -116,8 +106,6 @@ class ShardStore:
     def put(self, key: int) -> None:
         """End the use of a tensor that the caller has changed."""
         shard = self._shards[key]
-        if self._where == "none":
-            return
         if self._cuda:
             assert shard.here is not None
             assert shard.host is not None
@@ -132,23 +120,7 @@ class ShardStore:
 
     def release(self, key: int) -> None:
         """End the use of a tensor that the caller has not changed."""
-        if self._where != "none":
-            self._let_go(key, self._shards[key], changed=False)
-
-    def check(self) -> None:
-        """Raise the errors of finished transfers."""
-        if self.ring is not None:
-            self.ring.check()
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds that callers have waited for files."""
-        return self.ring.waited_s if self.ring is not None else 0.0
-
-    @property
-    def moved_s(self) -> float:
-        """Seconds in which files were read or written."""
-        return self.ring.moved_s if self.ring is not None else 0.0
+        self._let_go(key, self._shards[key], changed=False)
 
     def close(self) -> None:
         """Remove the files; the tensors in them are lost."""

@@ -89,7 +89,9 @@ class ShardedStates:
         self.stage_update: Callable[[int], None] | None = None
         self._store = None
         if self.dp.offload_parameters != "none":
-            self._store = ShardStore(self.dp.offload_parameters, mesh.device, self.dp.path, mesh.rank)
+            path = self.dp.path if self.dp.offload_parameters == "nvme" else None
+            assert path is not None or self.dp.offload_parameters == "cpu", "files need a path"
+            self._store = ShardStore(mesh.device, path, mesh.rank)
 
     # ------------------------------------------------------------------ building
 
