@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from stretto.errors import StrettoError, nearest
 from stretto.recommender.clicks.folder import runs
 from stretto.recommender.clicks.raw import Columns, Keys, Parsed, Piece, RawChunk, blocks, text_keys
-from stretto.run.data.readers import unreadable
+from stretto.run.data.readers import opened_parquet
 
 Cells = tuple[NDArray[np.uint64], NDArray[np.bool_], NDArray[np.int64] | None]
 """A feature's keys, where they are missing, and how many there are a sample; None: one each."""
@@ -126,7 +125,7 @@ class ParquetReader:
             StrettoError: no pyarrow, unreadable, a column is not there or of another type.
         """
         self._label = named.label
-        with _opened(first) as file:
+        with opened_parquet(first) as file:
             schema = file.schema_arrow
             numbers, features = named.of(schema.names, str(first))
             kinds = [_kind(schema.field(name).type, name, first) for name in features]
@@ -135,7 +134,7 @@ class ParquetReader:
     def read(self, path: Path, start: int = 0, line: int = 1) -> Iterator[Piece]:
         """See Reader; `start` counts rows, and `line` is start + 1."""
         names = [self._label, *self.columns.numbers, *self.columns.features]
-        with _opened(path) as file:
+        with opened_parquet(path) as file:
             schema = file.schema_arrow
             Named(self._label, self.columns.numbers, self.columns.features).of(schema.names, str(path))
             for name, keys, many in zip(
@@ -172,24 +171,6 @@ class ParquetReader:
             self.columns, _number_column(columns[self._label], self._label), dense, cells, {}
         )
         return Parsed(chunk, batch.num_rows, 0, [(line + i, why) for i, why in faults])
-
-
-@contextmanager
-def _opened(path: Path) -> Generator[Any]:
-    try:
-        import pyarrow as arrow  # pyright: ignore[reportMissingImports]
-        import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise StrettoError(
-            f"{path}: reading Parquet takes the package pyarrow", hint="pip install 'stretto[parquet]'"
-        ) from None
-    try:
-        with parquet.ParquetFile(path) as file:
-            yield file
-    except OSError as error:
-        raise unreadable(path, error) from None
-    except arrow.ArrowException as error:
-        raise StrettoError(f"{path}: damaged Parquet file ({error})", hint="copy or write it again") from None
 
 
 def _kind(type_: Any, name: str, path: Path) -> tuple[Keys, bool]:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import glob
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from stretto.errors import Problem, StrettoError
 from stretto.recommender.config.placement import configured_placements
-from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.config.schema import SYNTHETIC, RecommenderConfig
 from stretto.recommender.placement import Placements, TableSpec
-from stretto.run.config.run_checks import beside, raise_first, rate, resume, run_folder, tensorboard
+from stretto.run.config.run_checks import (
+    missing_sources,
+    raise_first,
+    rate,
+    resume,
+    run_folder,
+    tensorboard,
+    writable,
+)
+from stretto.spec.optimiser import optimiser_problems
 
 
 def check(config: RecommenderConfig, *, world: int | None = None, devices: int | None = None) -> None:
@@ -106,19 +113,12 @@ def _hashed(
 
 
 def _optimisers(config: RecommenderConfig) -> Iterator[Problem]:
-    dense, tables = config.optim.dense, config.optim.tables
-    if dense.momentum and dense.name != "sgd":
+    tables = config.optim.tables
+    yield from optimiser_problems(config.dense_optimiser(), "optim.dense")
+    if not all(0 <= beta < 1 for beta in tables.betas):
         yield Problem(
-            "optim.dense.momentum",
-            dense.momentum,
-            f"{dense.name} has none",
-            "optim.dense.momentum=0, or optim.dense.name=sgd",
+            "optim.tables.betas", list(tables.betas), "each must be in [0, 1)", "[0.9, 0.999] is usual"
         )
-    for name, betas in (("dense", dense.betas), ("tables", tables.betas)):
-        if not all(0 <= beta < 1 for beta in betas):
-            yield Problem(
-                f"optim.{name}.betas", list(betas), "each must be in [0, 1)", "[0.9, 0.999] is usual"
-            )
     if tables.name == "split_sgd" and config.train.dtype != "float32":
         yield Problem(
             "optim.tables.name",
@@ -153,31 +153,13 @@ def _held_out(config: RecommenderConfig) -> Iterator[Problem]:
 
 
 def _sources(config: RecommenderConfig) -> Iterator[Problem]:
-    data = config.data
-    if data.is_synthetic:
-        return
-    if not data.sources:
-        yield Problem("data.source", "[]", "it must name something", "synthetic is on every machine")
-    for name in data.sources:
-        path = Path(name).expanduser()
-        if glob.has_magic(name) and not path.exists():
-            if not any(True for _ in glob.iglob(str(path), recursive=True)):
-                yield Problem("data.source", name, "the pattern matches no file", "look at its folder")
-        elif not path.exists():
-            yield Problem("data.source", name, "there is no such file or folder", beside(path))
+    yield from missing_sources(config.data.sources, SYNTHETIC)
 
 
-def _disk(config: RecommenderConfig) -> Iterator[Problem]:
-    if config.tables.folder is None:
-        return
-    folder = Path(config.tables.folder).expanduser()
-    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if not there.is_dir():
-        yield Problem("tables.folder", config.tables.folder, f"{there} is a file", "name another folder")
-    elif not os.access(there, os.W_OK | os.X_OK):
-        yield Problem(
-            "tables.folder", config.tables.folder, f"{there} cannot be written to", "name another folder"
-        )
+def _table_folder(config: RecommenderConfig) -> Iterator[Problem]:
+    folder = config.tables.folder
+    if folder is not None:
+        yield from writable("tables.folder", folder, Path(folder).expanduser())
 
 
 CHECKS: tuple[Callable[[RecommenderConfig], Iterator[Problem]], ...] = (
@@ -186,7 +168,7 @@ CHECKS: tuple[Callable[[RecommenderConfig], Iterator[Problem]], ...] = (
     _wire,
     _held_out,
     _sources,
-    _disk,
+    _table_folder,
     rate,
     resume,
     run_folder,

@@ -170,6 +170,7 @@ class ClickDataConfig(Section):
         return self.sources == [SYNTHETIC]
 
 
+DenseRuleName = Literal["adamw", "sgd", "lamb"]
 TableRuleName = Literal["sgd", "adagrad", "rowwise_adagrad", "lazy_adam", "split_sgd"]
 
 
@@ -242,7 +243,7 @@ class RecommenderBatch(Section):
 class DenseOptimConfig(Section):
     """The optimiser of the dense networks."""
 
-    name: Literal["adamw", "sgd", "lamb"] = Field(default="adamw", description="The update rule.")
+    name: DenseRuleName = Field(default="adamw", description="The update rule.")
     lr: float = Field(default=1e-3, gt=0, description="Peak learning rate.")
     betas: tuple[float, float] = Field(
         default=(0.9, 0.999),

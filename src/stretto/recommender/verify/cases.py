@@ -14,6 +14,7 @@ from stretto.errors import StrettoError, nearest
 from stretto.recommender.config.placement import configured_placements
 from stretto.recommender.config.schema import (
     DenseOptimConfig,
+    DenseRuleName,
     RecommenderConfig,
     RecommenderOptim,
     TableOptimConfig,
@@ -25,7 +26,6 @@ from stretto.recommender.shape import Interaction
 from stretto.run.config.describe import allowed
 from stretto.run.config.section import Section
 
-Dense = Literal["adamw", "sgd", "lamb"]
 Samples = Literal[
     "one", "fixed", "ragged", "data"
 ]  # random, as drawn by `every.draw`; or the first of the job's
@@ -45,7 +45,7 @@ class Case:
     placements: Placements = field(hash=False)
     ranks: int
     rule: TableRuleName
-    dense: Dense
+    dense: DenseRuleName
     samples: Samples = "ragged"
     overlap: bool = True
     clip: float | None = None

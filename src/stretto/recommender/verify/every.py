@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 
 from stretto.recommender.clicks.batch import ClickBatch
 from stretto.recommender.config.model import RecommenderModel, TableConfig
-from stretto.recommender.config.schema import RecommenderConfig, TableRuleName
+from stretto.recommender.config.schema import DenseRuleName, RecommenderConfig, TableRuleName
 from stretto.recommender.placement import (
     PLACES,
     Place,
@@ -29,7 +29,7 @@ from stretto.recommender.placement import (
 )
 from stretto.recommender.shape import Interaction
 from stretto.recommender.tables.jagged import Jagged
-from stretto.recommender.verify.cases import Case, Dense
+from stretto.recommender.verify.cases import Case
 from stretto.run.verify.every import Impossible
 
 Kind = Literal["one", "fixed", "ragged"]
@@ -76,7 +76,7 @@ def _ids(spec: TableSpec, n: int, generator: Generator) -> Tensor:
 
 
 _RULES: tuple[TableRuleName, ...] = get_args(TableRuleName)
-_DENSE: tuple[Dense, ...] = get_args(Dense)
+_DENSE: tuple[DenseRuleName, ...] = get_args(DenseRuleName)
 _INTERACTIONS: tuple[Interaction, ...] = ("dot", "dcn")
 _STEP = 7
 _MIXES = 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,7 +11,15 @@ from stretto.planner.memory.job import memory_of
 from stretto.program import PLAIN
 from stretto.run.config.disk_space import scratch
 from stretto.run.config.job import job_of, program_file
-from stretto.run.config.run_checks import beside, raise_first, rate, resume, run_folder, tensorboard
+from stretto.run.config.run_checks import (
+    beside,
+    missing_sources,
+    raise_first,
+    rate,
+    resume,
+    run_folder,
+    tensorboard,
+)
 from stretto.run.config.schema import TrainConfig
 from stretto.spec.optimiser import optimiser_problems
 from stretto.spec.parameters import parameter_shapes
@@ -134,20 +141,7 @@ def _split(config: TrainConfig) -> Iterator[Problem]:
 
 def _source(config: TrainConfig) -> Iterator[Problem]:
     source = config.data.source
-    sources = [source] if isinstance(source, str) else source
-    if not sources:
-        yield Problem("data.source", "[]", "it must name something", f"{PYTHON_STDLIB} is on every machine")
-    for name in sources:
-        path = Path(name).expanduser()
-        if name == PYTHON_STDLIB or path.exists():
-            continue
-        if glob.has_magic(name):
-            if not any(True for _ in glob.iglob(str(path), recursive=True)):
-                yield Problem(
-                    "data.source", name, "the pattern matches no file", "check the folder before it"
-                )
-        else:
-            yield Problem("data.source", name, "there is no such file or folder", beside(path))
+    yield from missing_sources([source] if isinstance(source, str) else source, PYTHON_STDLIB)
 
 
 def _tokenizer(config: TrainConfig) -> Iterator[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
@@ -45,12 +46,30 @@ def resume(config: JobConfig) -> Iterator[Problem]:
 
 def run_folder(config: JobConfig) -> Iterator[Problem]:
     """A run folder that cannot be."""
-    folder = config.run.folder.expanduser()
-    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if not there.is_dir():
-        yield Problem("run.dir", config.run.dir, f"{there} is a file", "name another folder")
-    elif not os.access(there, os.W_OK | os.X_OK):
-        yield Problem("run.dir", config.run.dir, f"{there} cannot be written to", "name another folder")
+    yield from writable("run.dir", config.run.dir, config.run.folder.expanduser())
+
+
+def writable(field: str, value: str, folder: Path) -> Iterator[Problem]:
+    """A folder that cannot be created or written to."""
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not existing.is_dir():
+        yield Problem(field, value, f"{existing} is a file", "name another folder")
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield Problem(field, value, f"{existing} cannot be written to", "name another folder")
+
+
+def missing_sources(sources: Sequence[str], builtin: str) -> Iterator[Problem]:
+    """Sources of `data.source` that do not exist; `builtin` is a source that every machine has."""
+    if not sources:
+        yield Problem("data.source", "[]", "it must name something", f"{builtin} is on every machine")
+    for name in sources:
+        path = Path(name).expanduser()
+        if name == builtin or path.exists():
+            continue
+        if not glob.has_magic(name):
+            yield Problem("data.source", name, "there is no such file or folder", beside(path))
+        elif not any(True for _ in glob.iglob(str(path), recursive=True)):
+            yield Problem("data.source", name, "the pattern matches no file", "check the folder before it")
 
 
 def tensorboard(config: JobConfig) -> Iterator[Problem]:

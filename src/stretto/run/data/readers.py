@@ -78,6 +78,25 @@ def opened(path: Path) -> Generator[IO[bytes]]:
         raise unreadable(path, error) from None
 
 
+@contextmanager
+def opened_parquet(path: Path) -> Generator[Any]:
+    """A `pyarrow.parquet.ParquetFile`; what goes wrong while reading becomes a StrettoError."""
+    try:
+        import pyarrow as arrow  # pyright: ignore[reportMissingImports]
+        import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise StrettoError(
+            f"{path}: reading Parquet takes the package pyarrow", hint="pip install 'stretto[parquet]'"
+        ) from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            yield file
+    except OSError as error:
+        raise unreadable(path, error) from None
+    except arrow.ArrowException as error:
+        raise StrettoError(f"{path}: damaged Parquet file ({error})", hint="copy or write it again") from None
+
+
 def unreadable(path: Path, error: OSError) -> StrettoError:
     """The error message for a file that cannot be read."""
     return StrettoError(f"{path}: cannot be read: {error.strerror or error}", hint="check its permissions")
@@ -194,25 +213,12 @@ def _text_field(name: str) -> str:
 
 
 def _read_parquet(path: Path, name: str, field: str) -> Iterator[Piece]:
-    try:
-        import pyarrow as arrow  # pyright: ignore[reportMissingImports]
-        import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise StrettoError(
-            f"{path}: reading Parquet takes the package pyarrow", hint="pip install 'stretto[parquet]'"
-        ) from None
-    try:
-        with parquet.ParquetFile(path) as file:
-            columns = {column.name: column.type for column in file.schema_arrow}
-            kind = columns.get(field)
-            if kind is None or not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
-                raise _no_field(str(path), field, columns)
-            row = 0
-            for batch in file.iter_batches(batch_size=1024, columns=[field]):
-                for value in cast(list[str | None], batch.column(0).to_pylist()):
-                    row += 1
-                    yield from _pieces(f"{name}:{row}", [value or ""])
-    except OSError as error:
-        raise unreadable(path, error) from None
-    except arrow.ArrowException as error:
-        raise StrettoError(f"{path}: damaged Parquet file ({error})", hint="copy or write it again") from None
+    with opened_parquet(path) as file:
+        columns = {column.name: column.type for column in file.schema_arrow}
+        if field not in columns or str(columns[field]) not in ("string", "large_string"):
+            raise _no_field(str(path), field, columns)
+        row = 0
+        for batch in file.iter_batches(batch_size=1024, columns=[field]):
+            for value in cast(list[str | None], batch.column(0).to_pylist()):
+                row += 1
+                yield from _pieces(f"{name}:{row}", [value or ""])
