@@ -1,4 +1,4 @@
-"""Embedding tables and where they lie: a table is whole, split by columns or rows, or copied."""
+"""Embedding tables and their placement: whole on one rank, split by columns or rows, or replicated."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ PLACES: tuple[Place, ...] = ("device", "cpu", "disk")
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec:
-    """The table of one categorical feature, as one process sees it.
+    """The embedding table of one categorical feature, unsharded.
 
-    rows, dim: its size. With `hash` ids, rows are the most that stay after an eviction.
-    pooling: how the rows of a sample's ids become one vector; of no id: zeros.
-    hot: ids of a sample, on average. For planning alone.
-    skew: ids are as popular as 1 / rank^skew; None: not known. For planning alone.
-    ids: how an id becomes a row. `modulo`: id mod rows. `quotient-remainder`: the product of row
+    rows, dim: its size. With `hash` ids, rows are the most that remain after an eviction.
+    pooling: how the rows of a sample's ids are combined; without ids the vector is zeros.
+    hot: average number of ids per sample. For planning only.
+    skew: popularity of ids is proportional to 1 / rank^skew; None: unknown. For planning only.
+    ids: how an id is mapped to a row. `modulo`: id mod rows. `quotient-remainder`: the product of row
         id // divisor of one table and row id % divisor of another (Shi et al. 2020, arXiv 1909.02107),
         after id mod rows.
         `hash`: an id gets a row of its own.
     divisor: of `quotient-remainder`; None: about sqrt(rows).
-    admit: of `hash`: an id gets a row when it was seen so many times; until then it is a vector of zeros.
-    evict, evict_every: of `hash`: which ids give their rows back, looked at every so many steps.
-    max_age: with `age`: steps without being seen after which an id goes.
+    admit: of `hash`: occurrences after which an id gets a row; until then its vector is zeros.
+    evict, evict_every: of `hash`: which ids are evicted, and every how many steps.
+    max_age: with `age`: steps without an occurrence after which an id is evicted.
     """
 
     name: str
@@ -59,14 +59,14 @@ class TableSpec:
 
 @dataclass(frozen=True)
 class TablePlacement:
-    """Where a table goes.
+    """The placement of a table.
 
     split: `table`, whole on one rank; `column`, an equal run of columns on each of `ranks`; `row`, rows of
         equal number modulo their count on each of `ranks` (all ranks, or those of a node); `data`, a copy
         on every rank.
     ranks: in the order of the parts; empty for `data`.
     place: memory of the rank's device, of its host with a cache on the device, or files.
-    cache: part of the rows that the device keeps, for `cpu` and `disk`.
+    cache: share of the rows that is cached on the device, for `cpu` and `disk`.
     """
 
     split: Split
@@ -80,10 +80,10 @@ Placements = Mapping[str, TablePlacement]
 
 @dataclass(frozen=True, kw_only=True)
 class TableShard:
-    """What one rank has of one table: rows residue, residue + modulus, ... and columns [start, stop).
+    """The shard of a table on one rank: rows residue, residue + modulus, ... and columns [start, stop).
 
-    Its own row number l is row residue + l modulus of the table. `number` is its place among all shards of a
-    job, the same on every rank; `part` that among the shards of its table.
+    Local row l is row residue + l modulus of the table. `number` is the shard's index among all shards of the
+    job, the same on every rank; `part` is its index among the shards of its table.
     """
 
     number: int
@@ -105,8 +105,8 @@ class TableShard:
 
 
 def shards_of(tables: Sequence[TableSpec], placements: Placements, world: int) -> list[TableShard]:
-    """All shards of a job, table by table, and in a table in the order of `ranks`. A data-parallel table has
-    one for each rank.
+    """All shards of a job, table by table, in a table in the order of `ranks`. A replicated table has one for
+    each rank.
 
     Raises:
         StrettoError: a table without a placement, or one that does not fit it or the ranks.
@@ -146,7 +146,7 @@ def shards_of(tables: Sequence[TableSpec], placements: Placements, world: int) -
 
 
 def check_placements(tables: Sequence[TableSpec], placements: Placements, world: int) -> None:
-    """Raise StrettoError, naming the table, for a placement that is no placement."""
+    """Raises StrettoError, naming the table, for an invalid placement."""
     names = [table.name for table in tables]
     unknown = sorted(set(placements) - set(names))
     if unknown:
@@ -210,5 +210,5 @@ def physical_tables(tables: Sequence[TableSpec]) -> list[TableSpec]:
 
 
 def divisor_of(table: TableSpec) -> int:
-    """Rows of the remainder's table."""
+    """Rows of the remainder table."""
     return table.divisor or max(1, round(table.rows**0.5))

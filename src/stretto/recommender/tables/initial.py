@@ -10,7 +10,7 @@ from torch import Tensor
 from stretto.recommender.tables.kernels.cpu import CompiledKernels, kernels_for
 from stretto.recommender.tables.splitmix import GOLDEN, finalise_, logical_shift, signed
 
-_AT_ONCE = 1 << 18  # elements in work, to keep temporaries in the cache
+_AT_ONCE = 1 << 18  # elements at a time, to keep temporaries in cache
 
 
 def initial_rows(
@@ -23,14 +23,14 @@ def initial_rows(
     dim: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Columns [start, stop) of rows: uniform in +-sqrt(1 / rows_of_table) (as in the reference code of DLRM).
+    """Initial values of columns [start, stop) of rows: uniform in +-sqrt(1 / rows_of_table), as in DLRM.
 
     Each value is a hash of (seed, name, row, column) alone, computed in float64 and then cast.
 
     Args:
         name: of the stored table.
-        rows: [n] int64, rows of the plain table; of a hash table ids.
-        dim: columns of the plain table.
+        rows: [n] int64, rows of the unsharded table; of a hash table ids.
+        dim: columns of the unsharded table.
 
     Returns:
         [n, stop - start] on the device of `rows`.

@@ -1,4 +1,4 @@
-"""The ids of one feature, a bag for each sample."""
+"""Jagged ids: of a batch by feature, and of one feature as a bag for each sample."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 @dataclass
 class Jagged:
-    """Ids of a batch, feature by feature, and in a feature sample by sample.
+    """The ids of a batch, feature by feature, within a feature sample by sample.
 
     Attributes:
         ids: [n] int64, non-negative, all ids of feature 0, then of feature 1, ...
         lengths: [features, samples] int64, ids of each.
-        weights: [n] of each id in its sum, or None for ones.
-        hot: where all lengths of a feature are one number, that number for each feature; None where they
-            vary. Where it is known, `lengths` need not be read.
+        weights: [n] the weight of each id in its sum; None: ones.
+        hot: the number of ids per sample of each feature, where it is constant; None where it varies. With
+            it, `lengths` need not be read.
     """
 
     ids: Tensor
@@ -29,7 +29,7 @@ class Jagged:
 
     @classmethod
     def fixed(cls, ids: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> Jagged:
-        """Of ids [samples, hot] for each feature."""
+        """From ids [samples, hot] of each feature."""
         hot = tuple(each.shape[1] for each in ids)
         lengths = torch.tensor(hot).unsqueeze(1).expand(len(hot), ids[0].shape[0])
         flat = None if weights is None else torch.cat([each.reshape(-1) for each in weights])
@@ -44,7 +44,7 @@ class Jagged:
         return self.lengths.shape[1]
 
     def counts(self) -> list[int]:
-        """Ids of each feature."""
+        """The number of ids of each feature."""
         if self.hot is not None:
             return [hot * self.samples for hot in self.hot]
         return self.lengths.sum(1).tolist()
@@ -72,14 +72,14 @@ VARYING = -1
 
 @dataclass(kw_only=True)
 class Bags:
-    """Ids of samples.
+    """The ids of one feature, or rows of one table, as a bag for each sample.
 
     Attributes:
-        ids: [n] int64, or rows of a table.
+        ids: [n] int64.
         samples: number of bags.
-        hot: ids of each bag, or VARYING.
+        hot: ids per bag, or VARYING.
         lengths: [samples] int64.
-        scale: [n] of each id in its sum; None: ones.
+        scale: [n] the weight of each id in its sum; None: ones.
     """
 
     ids: Tensor
@@ -97,11 +97,11 @@ class Bags:
 
     @property
     def single(self) -> bool:
-        """Whether a bag is one row as it is."""
+        """Whether each bag is a single unscaled row."""
         return self.hot == 1 and self.scale is None
 
     def of(self, ids: Tensor) -> Bags:
-        """The same bags of other ids."""
+        """The same bags with other ids."""
         return replace(self, ids=ids)
 
 

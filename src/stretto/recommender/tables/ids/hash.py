@@ -1,18 +1,18 @@
 """Rows for an unbounded set of ids: admission, eviction and reuse of rows.
 
-All rules look at an id's own history and at the table as a whole, so that they decide alike wherever the ids
-lie:
+All rules depend on an id's history and on the table as a whole, so that they decide alike under every
+placement:
 
-* every occurrence of an id in a batch counts one; with its `admit`-th occurrence, the batch's own included,
-  it gets a row, and it has that for the whole batch in which it gets it;
-* before every `evict_every`-th step, first by age (with `age`): an id that was not seen in the `max_age`
-  steps before goes. Then by room: of the ids with rows, of all shards together, the lowest go until `rows`
-  remain. Lowest by (occurrences, last step seen, id) with `least-frequent`, by (last step seen, occurrences,
-  id) with `age`;
-* ids that wait for a row are forgotten at the same times, until `rows` of them remain: those seen longest ago
-  first, by (last step seen, occurrences, id). So a map never knows more than 2 `rows` ids and what
-  `evict_every` steps brought;
-* who went is as one never seen: no count, no states, initial values when it comes back.
+* every occurrence of an id in a batch is counted; an id that reaches `admit` occurrences, this batch
+  included, gets a row, which is used for the whole batch;
+* eviction runs before every `evict_every`-th step. First by age (with `age`): ids not seen in the last
+  `max_age` steps are evicted. Then by capacity: of the ids with rows, of all shards together, the lowest are
+  evicted until `rows` remain: by (occurrences, last step seen, id) with `least-frequent`, by (last step seen,
+  occurrences, id) with `age`;
+* ids that wait for a row are forgotten at the same time until `rows` of them remain, least recently seen
+  first, by (last step seen, occurrences, id). So a map never has more than 2 `rows` ids plus those of
+  `evict_every` steps;
+* an evicted id is as good as new: no count, no states, and initial values when it returns.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from stretto.recommender.placement import TableSpec
 from stretto.recommender.tables.ids.id_map import NONE, Entries, IdMap, SortedMap
 from stretto.recommender.tables.splitmix import owner
 
-_BITS = 12  # of a value that a round settles: 4096 counts go round
+_BITS = 12  # resolved in each round, which sums 4096 counts
 
 
 @dataclass(frozen=True)
 class Kth:
-    """The k-th smallest value: how many are below it, and how many equal to it, of all ranks."""
+    """The k-th smallest value, and how many values of all ranks are below it and equal to it."""
 
     value: int
     below: int
@@ -45,12 +45,12 @@ class Kth:
 def kth_smallest(values: Tensor, k: int, group: ProcessGroup | None) -> Kth:
     """The k-th smallest, counted from 1, of all values of a group's ranks.
 
-    From the upper bits down: each round counts values by their next 12 bits and sums the counts over the
-    ranks. So at most seven sums of few numbers decide, whatever there is, and all ranks decide alike.
+    A radix select from the upper bits down: each round counts values by their next 12 bits and sums the
+    counts over the ranks, at most six rounds. All ranks get the same result.
 
     Args:
         values: [n] int64, non-negative; n may differ between ranks, and be 0.
-        k: 1 to how many there are.
+        k: from 1 to the number of values.
     """
     largest = torch.zeros(1, dtype=torch.int64, device=values.device)
     if len(values):
@@ -77,10 +77,10 @@ def lowest(keys: Sequence[Tensor], k: int, group: ProcessGroup | None) -> Tensor
 
     Args:
         keys: [n] int64 each, non-negative.
-        k: 0 to how many entries there are.
+        k: from 0 to the number of entries.
 
     Returns:
-        [n] bool: which of this rank's.
+        [n] bool: which of this rank's entries.
     """
     gone = torch.zeros(len(keys[0]), dtype=torch.bool, device=keys[0].device)
     open_ones = torch.arange(len(gone), device=gone.device)
@@ -99,7 +99,7 @@ def lowest(keys: Sequence[Tensor], k: int, group: ProcessGroup | None) -> Tensor
 
 
 def _shifts(bits: int) -> list[int]:
-    """How far values are shifted in each round, the last time by 0."""
+    """The shift of each round; that of the last is 0."""
     shifts = [max(0, bits - _BITS)]
     while shifts[-1]:
         shifts.append(max(0, shifts[-1] - _BITS))
@@ -111,12 +111,12 @@ STATE = ("ids", "counts", "last_seen", "rows")  # of `HashIds.state`
 
 @dataclass(frozen=True)
 class Found:
-    """Rows of a batch's ids.
+    """The rows of a batch's ids.
 
     Attributes:
-        rows: [n] int64 own row numbers; -1: not admitted, its vector is zeros and has no gradient.
-        fresh_ids, fresh_rows: [k] int64, ids ascending, that got their row with this batch. The row may have
-            been another id's: it needs initial values and empty states.
+        rows: [n] int64 local rows; -1: not admitted, the vector is zeros and has no gradient.
+        fresh_ids, fresh_rows: [k] int64, the ids that got a row with this batch, ascending. The row may be
+            reused, so it needs initial values and states.
     """
 
     rows: Tensor
@@ -126,23 +126,23 @@ class Found:
 
 @dataclass(frozen=True)
 class Taken:
-    """Entries of a saved shard: what was in its row `old` belongs in row `new` here, [k] int64 each."""
+    """Rows of a saved shard, [k] int64 each: row `old` of it becomes local row `new`."""
 
     old: Tensor
     new: Tensor
 
 
 class HashIds:
-    """The ids of one shard of a hash table, and their own row numbers: always the smallest free ones.
+    """Maps the ids of one shard of a hash table to local rows; a new id gets the smallest free row.
 
-    Copies of it that are told the same stay equal: each column shard of a table keeps its own. It changes
-    with each batch, so a checkpoint between two steps must not find the next step's ids already counted: call
-    `evict` and `rows` when the step begins that they are for.
+    Deterministic, so that the column shards of a table can each keep a copy. It changes with each batch: call
+    `evict` and `rows` at the beginning of their step, so that a checkpoint between two steps does not contain
+    ids of the next one.
 
     Attributes:
         used: ids with a row.
-        waiting: ids that are counted and have none.
-        extent: the store needs so many rows: one more than the highest in use, or ever in use.
+        waiting: ids that are counted and have no row.
+        extent: rows that the store needs: one more than the highest row ever used.
     """
 
     def __init__(
@@ -167,11 +167,11 @@ class HashIds:
         return len(self._map) - self.used
 
     def rows(self, ids: Tensor, step: int) -> Found:
-        """Count a batch, and give rows to who is due.
+        """Counts a batch and assigns rows to ids that reach the admission threshold.
 
         Args:
             ids: [n] int64, non-negative: of all ranks' samples, in any order.
-            step: the batch's number, 0 or more, never less than before.
+            step: number of the batch, from 0, never decreasing.
         """
         self._check(ids)
         rows, due = self._map.see(ids.contiguous(), step, self._spec.admit)
@@ -188,14 +188,14 @@ class HashIds:
         return self._map.find(ids.contiguous())
 
     def evict(self, step: int, group: ProcessGroup | None = None) -> int:
-        """Before the ids of `step`: whatever is due to go goes.
+        """Evicts ids before those of `step` are counted.
 
         Args:
-            group: with rows split, the shards' ranks, or any ranks among which they are: all call it, those
-                that have no shard with a map without entries. None: this map is all of the table.
+            group: of a row-split table, a group that contains the ranks of all shards; ranks without a shard
+                call it on an empty map. None: this map holds the whole table.
 
         Returns:
-            How many rows became free here.
+            The number of rows freed in this map.
         """
         if not due(self._spec, step):
             return 0
@@ -227,13 +227,13 @@ class HashIds:
         return {name: value.cpu() for name, value in zip(STATE, values, strict=True)}
 
     def load_state(self, state: Mapping[str, Tensor], part: int = 0, parts: int = 1) -> Taken:
-        """Add the entries of one saved shard that belong to part `part` of `parts`.
+        """Adds the entries of one saved shard that belong to shard `part` of `parts`.
 
-        Called for each shard that was saved (of column shards for one). A map without entries that all of a
-        state belongs to has the same row numbers afterwards.
+        Call it for each saved shard (for one of several column shards). An empty map that takes all of a
+        state keeps its row numbers.
 
         Raises:
-            StrettoError: no such state, or an id that is known already.
+            StrettoError: an invalid state, or an id that was loaded before.
         """
         saved = self._checked(state)
         entries = saved.where(owner(saved.ids, parts) == part).sorted()
@@ -252,7 +252,7 @@ class HashIds:
         return Taken(old, new[held])
 
     def _too_many(self, there: Sequence[int], group: ProcessGroup | None) -> list[int]:
-        """How many there are of each kind, of all ranks, beyond the table's rows."""
+        """By how many the ids of each kind, of all ranks, exceed the table's rows."""
         every = all_sum(torch.tensor(there, device=self._device), group)
         return (every - self._spec.rows).clamp(min=0).tolist()
 
@@ -266,7 +266,7 @@ class HashIds:
         self._free = torch.nonzero(free).flatten()
 
     def _take_free(self, count: int) -> Tensor:
-        """The smallest row numbers that are free."""
+        """Takes the smallest free row numbers."""
         again = self._free[:count]
         self._free = self._free[count:]
         new = self.extent + self._numbers(count - len(again))
@@ -307,8 +307,8 @@ def due(spec: TableSpec, step: int) -> bool:
 
 
 def open_map(device: torch.device | str = "cpu", compiled: bool | None = None) -> IdMap:
-    """A map for ids on `device`: open addressing in compiled code on a CPU where numba is installed, sorted
-    tensors elsewhere.
+    """An id map for `device`: compiled open addressing on a CPU where numba is installed, otherwise sorted
+    tensors.
 
     Args:
         compiled: which of the two; None: the faster one that works.

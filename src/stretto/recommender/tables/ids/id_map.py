@@ -8,18 +8,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-NONE = -1  # the row of an id that has none
+NONE = -1  # in place of a row, for ids without one
 
 
 @dataclass
 class Entries:
-    """Ids that a map knows, in any order.
+    """The entries of an id map, in any order.
 
     Attributes:
         ids: [m] int64, each once.
         counts: [m] int64, occurrences.
-        last: [m] int64, the step in which it was seen last.
-        rows: [m] int64, own row number, or -1: not admitted yet.
+        last: [m] int64, the last step in which the id occurred.
+        rows: [m] int64, local row; -1: not admitted yet.
     """
 
     ids: Tensor
@@ -32,11 +32,11 @@ class Entries:
         return cls(*(torch.zeros(0, dtype=torch.int64, device=device) for _ in range(4)))
 
     def where(self, which: Tensor) -> Entries:
-        """Some of them, by a mask or by indices."""
+        """A selection by mask or indices."""
         return Entries(self.ids[which], self.counts[which], self.last[which], self.rows[which])
 
     def with_(self, more: Entries) -> Entries:
-        """These, then others."""
+        """These entries followed by others."""
         return Entries(
             torch.cat((self.ids, more.ids)),
             torch.cat((self.counts, more.counts)),
@@ -50,19 +50,19 @@ class Entries:
 
 
 class IdMap(Protocol):
-    """A map of ids to entries. Which it is never shows in what it returns."""
+    """A map of ids to entries. All implementations return the same results."""
 
     def see(self, ids: Tensor, step: int, admit: int) -> tuple[Tensor, Tensor]:
-        """Count occurrences ids [n].
+        """Counts the occurrences of ids [n].
 
         Returns:
-            Their rows [n], -1 where they have none; and the ids, each once and ascending, that have none and
-            were seen at least `admit` times by now.
+            Their rows [n], -1 for ids without one; and the unique ids without a row, ascending, that have
+            occurred at least `admit` times by now.
         """
         ...
 
     def give(self, ids: Tensor, rows: Tensor) -> None:
-        """Rows to ids that are known."""
+        """Assigns rows to ids of the map."""
         ...
 
     def find(self, ids: Tensor) -> Tensor:
@@ -72,14 +72,14 @@ class IdMap(Protocol):
     def entries(self) -> Entries: ...
 
     def replace(self, entries: Entries) -> None:
-        """Forget all, and know these."""
+        """Replaces all entries."""
         ...
 
     def __len__(self) -> int: ...
 
 
 class SortedMap:
-    """An IdMap. Ids are sorted, so that finding them is a binary search and adding some is a merge."""
+    """An `IdMap` in PyTorch: sorted ids, looked up by binary search and extended by merging."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._known = Entries.none(device)
@@ -115,14 +115,14 @@ class SortedMap:
         self._known = entries.sorted()
 
     def _search(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Where each id is, and whether; where not, the place at which it would be."""
+        """The position of each id, or where it would be inserted; and whether it exists."""
         at = torch.searchsorted(self._known.ids, ids)
         if not len(self):
             return at, torch.zeros_like(ids, dtype=torch.bool)
         return at, self._known.ids[at.clamp(max=len(self) - 1)] == ids
 
     def _insert(self, ids: Tensor, before: Tensor) -> None:
-        """New ids, ascending, at the places where `_search` says that they belong."""
+        """Inserts new ids, ascending, at their positions from `_search`."""
         size = len(self) + len(ids)
         at = before + torch.arange(len(ids), device=ids.device)
         old = torch.ones(size, dtype=torch.bool, device=ids.device)

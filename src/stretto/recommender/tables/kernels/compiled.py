@@ -1,4 +1,4 @@
-"""Lookups, sums, updates and initial values of table rows, as loops that numba compiles."""
+"""Embedding lookups, gradients, fused optimiser updates and initial values, compiled by numba."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from numba.extending import intrinsic
 
 from stretto.recommender.tables.splitmix import FIRST, GOLDEN, SECOND
 
-_A = Any  # an array, or a number: what numba finds
+_A = Any  # an array or a number, typed by numba
 _intrinsic: Any = intrinsic
 _U = np.uint64
 _ZERO = _U(0)
 _ONE = _U(1)
 _LINE = _U(64)
-_AHEAD = _U(8)  # lookups, rows: how far ahead memory is asked for
-_DIGIT = 11  # bits of a pass of the sort: its counters must stay in the first cache
+_AHEAD = _U(8)  # prefetch distance in lookups or rows
+_DIGIT = 11  # bits per radix sort pass, whose counters must fit in L1
 
 
 class Lookups(NamedTuple):
-    """Where the gradient of each row comes from.
+    """The lookups that contribute to the gradient of each row.
 
     Attributes:
         gradient: flat, of the bags.
-        where: [n], the place in `gradient` of each lookup's bag.
+        where: [n], the offset in `gradient` of each lookup's bag.
         order, starts: as in `plain.Grouped`.
         scale: [n], or empty for ones.
-        mean_square: [u] of the whole rows, or empty: `gradient` is of whole rows.
+        mean_square: [u] of whole rows; empty where `gradient` is of whole rows.
     """
 
     gradient: Any
@@ -43,9 +43,9 @@ class Lookups(NamedTuple):
 
 
 def jit(function: Any = None, *, inline: bool = False, exact: bool = False) -> Any:
-    """Compile at the first call with given types, kept on disk where a folder for that can be written.
+    """Compiles at the first call with each combination of types; cached on disk if the cache is writable.
 
-    Unless `exact`, sums may be reordered (`reassoc`), as vectors need, which is the same in every run.
+    Unless `exact`, sums may be reordered for vectorisation (`reassoc`), the same way in every run.
     """
     if function is None:
         return lambda function: jit(function, inline=inline, exact=exact)
@@ -57,13 +57,13 @@ def jit(function: Any = None, *, inline: bool = False, exact: bool = False) -> A
     }
     try:
         return numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder can be written
+    except RuntimeError:  # no writable cache folder
         return numba.njit(**options)(function)
 
 
 @_intrinsic
 def _touch(typing: Any, array: Any, index: Any) -> Any:
-    """Ask for the cache line of array[index], without waiting."""
+    """Prefetches the cache line of array[index]."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -80,7 +80,7 @@ def _touch(typing: Any, array: Any, index: Any) -> Any:
 
 @_intrinsic
 def _value(typing: Any, x: Any) -> Any:
-    """A float as it is, a bfloat16 (its bits as uint16) as float32."""
+    """A float unchanged; a bfloat16, passed as uint16, as float32."""
     if isinstance(x, types.Float):
         return x(x), lambda context, builder, signature, arguments: arguments[0]
 
@@ -93,7 +93,7 @@ def _value(typing: Any, x: Any) -> Any:
 
 @_intrinsic
 def _glued(typing: Any, upper: Any, lower: Any) -> Any:
-    """The float32 of two uint16. (Numba's own shift would make 64 bits of them.)"""
+    """The float32 of two uint16. (numba's local_rows shift would widen them to 64 bits.)"""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         high, low = (builder.zext(half, ir.IntType(32)) for half in arguments)
@@ -105,7 +105,7 @@ def _glued(typing: Any, upper: Any, lower: Any) -> Any:
 
 
 def _half(shift: int) -> Any:
-    """Of a float32 the 16 bits from `shift` on."""
+    """The 16 bits of a float32 from bit `shift` on."""
 
     def half(typing: Any, x: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -121,7 +121,7 @@ _upper, _lower = _half(16), _half(0)
 
 
 @jit(inline=True)
-def _ask(array: _A, at: _A, width: _A) -> None:
+def _prefetch(array: _A, at: _A, width: _A) -> None:
     for j in range(_ZERO, width * _U(array.itemsize), _LINE):
         _touch(array, at + j // _U(array.itemsize))
 
@@ -130,10 +130,10 @@ def _ask(array: _A, at: _A, width: _A) -> None:
 def lookup(
     weight: _A, width: _A, slots: _A, rows: _A, offsets: _A, scale: _A, out: _A, first: _A, last: _A
 ) -> Any:
-    """Bags [first, last) of `out`: the sum of each's rows, times `scale` unless that is empty.
+    """Fills bags [first, last) of `out` with the sum of their rows, times `scale` unless that is empty.
 
     Returns:
-        The first lookup that is not of a row below `slots`; -1: all are.
+        The first lookup whose row is out of range (`slots` or more); -1 if there is none.
     """
     count, scaled = _U(len(rows)), len(scale) > 0
     for bag in range(_U(first), _U(last)):
@@ -145,7 +145,7 @@ def lookup(
                 out[to + j] = 0
         for k in range(begin, end):
             if k + _AHEAD < count:
-                _ask(weight, _U(rows[k + _AHEAD]) * width, width)
+                _prefetch(weight, _U(rows[k + _AHEAD]) * width, width)
             row = _U(rows[k])
             if row >= slots:
                 return np.int64(k)
@@ -164,7 +164,7 @@ def lookup(
 
 @jit
 def spread(offsets: _A, width: _A, rows: _A) -> None:
-    """`found` [n]: where in the flat sums the bag of each lookup begins."""
+    """Fills `rows` [n] with the offset of each lookup's bag in the flat sums."""
     for bag in range(_U(len(offsets)) - _ONE):
         at = np.int64(bag * width)
         for k in range(_U(offsets[bag]), _U(offsets[bag + _ONE])):
@@ -173,11 +173,11 @@ def spread(offsets: _A, width: _A, rows: _A) -> None:
 
 @jit
 def group(rows: _A, least: _A, most: _A, words: _A, others: _A) -> Any:
-    """Lookups sorted by row, stably: least significant digit first, on (row, lookup) in one word.
+    """Sorts lookups by row, stably: an LSD radix sort of (row, lookup) packed into one word.
 
     Args:
         rows: [n], fewer than 2^32, all in [least, most], less than 2^32 apart.
-        words, others: [n] uint64 or longer, to work in.
+        words, others: [n] or more uint64, scratch buffers.
 
     Returns:
         (rows [u], order [n], starts [u + 1]), as `plain.Grouped`.
@@ -223,12 +223,12 @@ def group(rows: _A, least: _A, most: _A, words: _A, others: _A) -> Any:
 
 @jit(inline=True)
 def _sum_of(sums: _A, width: _A, of: _A, i: _A) -> None:
-    """`sums` = the gradient of row number i: of its lookups, in their order."""
+    """Fills `sums` with the gradient of the i-th row, over its lookups in order."""
     count, scaled = _U(len(of.order)), len(of.scale) > 0
     begin = _U(of.starts[i])
     for k in range(begin, _U(of.starts[i + _ONE])):
         if k + _AHEAD < count:
-            _ask(of.gradient, _U(of.where[_U(of.order[k + _AHEAD])]), width)
+            _prefetch(of.gradient, _U(of.where[_U(of.order[k + _AHEAD])]), width)
         bag = _U(of.order[k])
         at = _U(of.where[bag])
         one = sums.dtype.type(1)
@@ -244,7 +244,7 @@ def _sum_of(sums: _A, width: _A, of: _A, i: _A) -> None:
 
 @jit
 def segment_sum(out: _A, width: _A, of: _A, first: _A, last: _A) -> None:
-    """out[i] for rows [first, last) of `starts`: their gradients."""
+    """Fills out[i] with the gradients of rows [first, last)."""
     sums = np.empty(width, of.gradient.dtype)
     for i in range(_U(first), _U(last)):
         _sum_of(sums, width, of, i)
@@ -255,7 +255,7 @@ def segment_sum(out: _A, width: _A, of: _A, first: _A, last: _A) -> None:
 
 @jit
 def squares(out: _A, width: _A, of: _A, first: _A, last: _A) -> None:
-    """out[i]: the sum of squares of the gradient of row i."""
+    """Fills out[i] with the sum of squares of the gradient of row i."""
     sums = np.empty(width, of.gradient.dtype)
     for i in range(_U(first), _U(last)):
         _sum_of(sums, width, of, i)
@@ -272,7 +272,7 @@ def sgd(weight: _A, states: _A, width: _A, rows: _A, of: _A, numbers: _A, first:
     rate = weight.dtype.type(numbers[0] * numbers[1])
     for i in range(_U(first), _U(last)):
         if i + _AHEAD < _U(last):
-            _ask(weight, _U(rows[i + _AHEAD]) * width, width)
+            _prefetch(weight, _U(rows[i + _AHEAD]) * width, width)
         _sum_of(sums, width, of, i)
         at = _U(rows[i]) * width
         for j in range(width):
@@ -291,8 +291,8 @@ def adagrad(weight: _A, states: _A, width: _A, rows: _A, of: _A, numbers: _A, fi
     for i in range(_U(first), _U(last)):
         if i + _AHEAD < _U(last):
             ahead = _U(rows[i + _AHEAD]) * width
-            _ask(weight, ahead, width)
-            _ask(total, ahead, width)
+            _prefetch(weight, ahead, width)
+            _prefetch(total, ahead, width)
         _sum_of(sums, width, of, i)
         at = _U(rows[i]) * width
         for j in range(width):
@@ -316,7 +316,7 @@ def rowwise_adagrad(
     for i in range(_U(first), _U(last)):
         if i + _AHEAD < _U(last):
             ahead = _U(rows[i + _AHEAD])
-            _ask(weight, ahead * width, width)
+            _prefetch(weight, ahead * width, width)
             _touch(total, ahead)
         _sum_of(sums, width, of, i)
         square = kind(0)
@@ -349,9 +349,9 @@ def lazy_adam(weight: _A, states: _A, width: _A, rows: _A, of: _A, numbers: _A, 
     for i in range(_U(first), _U(last)):
         if i + _AHEAD < _U(last):
             ahead = _U(rows[i + _AHEAD])
-            _ask(weight, ahead * width, width)
-            _ask(mean, ahead * width, width)
-            _ask(square, ahead * width, width)
+            _prefetch(weight, ahead * width, width)
+            _prefetch(mean, ahead * width, width)
+            _prefetch(square, ahead * width, width)
             _touch(times, ahead)
         _sum_of(sums, width, of, i)
         row = _U(rows[i])
@@ -380,8 +380,8 @@ def split_sgd(weight: _A, states: _A, width: _A, rows: _A, of: _A, numbers: _A, 
     for i in range(_U(first), _U(last)):
         if i + _AHEAD < _U(last):
             ahead = _U(rows[i + _AHEAD]) * width
-            _ask(weight, ahead, width)
-            _ask(low, ahead, width)
+            _prefetch(weight, ahead, width)
+            _prefetch(low, ahead, width)
         _sum_of(sums, width, of, i)
         at = _U(rows[i]) * width
         for j in range(width):
@@ -391,9 +391,11 @@ def split_sgd(weight: _A, states: _A, width: _A, rows: _A, of: _A, numbers: _A, 
 
 
 @jit(exact=True)
-def divide(rows: Any, offsets: Any, parts: Any, order: Any, own: Any, lengths: Any, starts: Any) -> None:
-    """As `plain.divide`: fills order and own [n], lengths [parts * bags] and starts [parts], the latter two
-    of zeros. All whole numbers uint64.
+def divide(
+    rows: Any, offsets: Any, parts: Any, order: Any, local_rows: Any, lengths: Any, starts: Any
+) -> None:
+    """See `Kernels.divide`: fills `order` and `local_rows` [n], and the zeroed `lengths` [parts * bags] and
+    `starts` [parts]. All integers are uint64.
     """
     bags = _U(len(offsets) - 1)
     for bag in range(bags):
@@ -408,7 +410,7 @@ def divide(rows: Any, offsets: Any, parts: Any, order: Any, own: Any, lengths: A
         quotient = rows[i] // parts
         part = rows[i] - quotient * parts
         at = starts[part]
-        order[at], own[at] = i, quotient
+        order[at], local_rows[at] = i, quotient
         starts[part] = at + _U(1)
 
 
@@ -422,7 +424,7 @@ def finalise(x: Any) -> Any:
 
 @jit(exact=True)
 def initial(out: Any, rows: Any, columns: Any, key: Any, bound: Any) -> None:
-    """As `initial.initial_rows`, bit by bit. columns: [width], mixed; all whole numbers uint64."""
+    """As `initial.initial_rows`, bit by bit. columns: [width], mixed; all integers uint64."""
     width = np.uint64(len(columns))
     for i in range(np.uint64(len(rows))):
         mixed, at = finalise((rows[i] + np.uint64(1)) * np.uint64(GOLDEN) + key), i * width
