@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
 from stretto.recommender.clicks.batch import ClickBatch
-from stretto.recommender.clicks.synthetic.draws import Drawer, bell, power_law, stream, uniform, words
+from stretto.recommender.clicks.synthetic.draws import RankSampler, bell, power_law, stream, uniform, words
 from stretto.recommender.clicks.synthetic.log import (
     ClickFeature,
     SyntheticClicks,
@@ -135,7 +135,7 @@ def test_a_thousand_million_ids_are_few_runs():
 
 def test_draws_are_as_popular_as_they_should_be():
     columns = [power_law(5, 1.0), power_law(1000, 1.1)]
-    draw, count = Drawer(columns), 200_000
+    draw, count = RankSampler(columns), 200_000
     bits = words(np.array([stream("a"), stream("b")]), np.arange(count, dtype=np.uint64))
     for popular, ranks in zip(columns, draw(bits, slice(0, 2)), strict=True):
         expected = np.repeat(popular.shares / popular.widths, popular.widths) * count

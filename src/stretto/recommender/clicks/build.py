@@ -36,7 +36,7 @@ _RECIPE = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a build is: `bytes` of about `total`; `stage` is "count ids" or "write samples"."""
+    """The progress of a build: `bytes` of about `total`; `stage` is "count ids" or "write samples"."""
 
     stage: str
     bytes: int
@@ -50,8 +50,9 @@ Report = Callable[[Progress], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is made of a log: see ClickTransform. `on_error`: what a malformed line does: it is passed over
-    (skip), or it ends the build (fatal)."""
+    """How a log is transformed: see `ClickTransform`. `on_error`: whether malformed lines are skipped or
+    end the build (fatal).
+    """
 
     kind: Kind = "vocabulary"
     threshold: int = 10
@@ -62,7 +63,7 @@ class Settings:
 
 @dataclass(kw_only=True)
 class Tally:
-    """What became of the lines so far; `faults` are the first malformed ones: file, line, why."""
+    """Counts of lines so far; `faults` are the first malformed ones: file, line, reason."""
 
     read: int = 0
     kept: int = 0
@@ -71,10 +72,10 @@ class Tally:
     faults: list[tuple[str, int, str]] = field(default_factory=list[tuple[str, int, str]])
 
     def add(self, path: Path, parsed: Parsed, on_error: OnError) -> None:
-        """Count a block.
+        """Counts a block.
 
         Raises:
-            StrettoError: a malformed line where that is fatal, or too many.
+            StrettoError: a malformed line where that is fatal, or too many malformed lines.
         """
         self.read += parsed.lines
         self.kept += parsed.chunk.samples
@@ -84,13 +85,13 @@ class Tally:
         if parsed.faults and on_error == "fatal":
             line, why = parsed.faults[0]
             raise StrettoError(
-                f"{path}, line {line}: {why}", hint="mend it, or pass over such: --on-error skip"
+                f"{path}, line {line}: {why}", hint="fix it, or skip malformed lines: --on-error skip"
             )
         if self.malformed > max(TOLERATED, TOLERATED_SHARE * self.read):
             name, line, why = self.faults[0]
             raise StrettoError(
                 f"{self.malformed} of {self.read} lines are malformed; the first: {name}, line {line}: {why}",
-                hint="is it of this format? At most 1% of the lines are skipped",
+                hint="check the format; at most 1% of the lines may be malformed",
             )
 
 
@@ -103,7 +104,7 @@ def build(
     named: Named | None = None,
     progress: Report | None = None,
 ) -> ClickFolder:
-    """The click folder of a log at `out`, made unless it is there already.
+    """The click folder of a log at `out`, built unless it exists already.
 
     Args:
         sources: files, directories and globs, in the order of time (see find_files).
@@ -175,7 +176,7 @@ class _Build:
         return state
 
     def _count(self, work: WorkFolder, state: dict[str, Any]) -> tuple[ClickTransform, dict[str, Popularity]]:
-        """The transform, and the popularity of its rows where ids are counted."""
+        """The transform, and the popularity of its rows if ids are counted."""
         columns, settings = self.reader.columns, self.settings
         if settings.kind != "vocabulary":
             return ClickTransform(
@@ -249,7 +250,7 @@ class _Build:
             )
 
     def _pieces(self, place: Sequence[int] | None, tally: Tally, stage: str) -> Iterator[tuple[int, Piece]]:
-        """The pieces of all files from `place` on, with the number of their file; counted and told."""
+        """The pieces of all files from `place` on, with the number of their file; counts and reports them."""
         first, start, line = place or (0, 0, 1)
         total, before = sum(file.size for file in self.files), sum(file.size for file in self.files[:first])
         for number in range(first, len(self.files)):
@@ -269,7 +270,7 @@ class _Build:
 
 
 def _read_of(file: LogFile, start: int) -> int:
-    """About how many bytes of a file are read: gzip packs logs to a half, a row of Parquet is 100 bytes."""
+    """The approximate number of bytes read: gzip halves logs, and a row of Parquet takes 100 bytes."""
     suffix = file.path.suffix.lower()
     return start // 2 if suffix == ".gz" else start * 100 if suffix == ".parquet" else start
 
@@ -295,7 +296,7 @@ def _key(files: Sequence[LogFile], reader: Reader, settings: Settings) -> str:
 
 
 def _check_target(target: Path) -> None:
-    """That building at `target` can only ever replace a click folder."""
+    """Checks that a build at `target` can only replace a click folder."""
     if not target.exists():
         return
     if not target.is_dir():

@@ -29,8 +29,8 @@ class LogFile:
 
 
 def find_files(sources: Source | Sequence[Source]) -> list[LogFile]:
-    """Files, directories and globs, as given; within a directory or glob by name, day_2 before day_10. A file
-    that is reached twice counts once.
+    """The files of sources, in order; within a directory or glob by name, with day_2 before day_10. A file
+    that several sources name counts once.
 
     Raises:
         StrettoError: a source that does not exist, an empty file, no file.
@@ -51,10 +51,10 @@ def find_files(sources: Source | Sequence[Source]) -> list[LogFile]:
 
 
 def reader_of(files: Sequence[LogFile], form: str | None, named: Named) -> Reader:
-    """The reader of a format; None: by the files' names, .parquet, .csv, and all else Criteo's.
+    """The reader of a format; None: by file name, .parquet or .csv, otherwise Criteo's.
 
     Raises:
-        StrettoError: no such format, files of several, columns that are not there.
+        StrettoError: an unknown format, files of several formats, or missing columns.
     """
     if form is None:
         forms = sorted({_form(file.path) for file in files})
@@ -105,6 +105,6 @@ def _expanded(source: str) -> list[Path]:
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    """So that numbers in names count as numbers."""
+    """A sort key that compares numbers in names as numbers."""
     parts = re.split("([0-9]+)", str(path))
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]

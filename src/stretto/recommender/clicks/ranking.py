@@ -33,7 +33,7 @@ class Area(NamedTuple):
 
 
 class Ranking:
-    """Clicks and others of every distinct prediction.
+    """Counts of clicks and non-clicks for every distinct prediction.
 
     Predictions are told apart by all of their 64 bits. Where there come to be more than `distinct` of them,
     as many of the last bits are dropped as it takes, which is what they would be in any other order or split
@@ -88,7 +88,7 @@ class Ranking:
         return Area(won / (2 * pairs), tied / (2 * pairs))
 
     def _settle(self) -> None:
-        """Count what waits."""
+        """Counts the buffered samples."""
         if not self._waiting:
             return
         keys = np.concatenate([keys for keys, _ in self._waiting])

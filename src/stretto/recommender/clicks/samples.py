@@ -54,7 +54,7 @@ Held = float | Literal["last-part"]
 
 
 class ClickSamples:
-    """The samples of one split of a click folder; holds no position: a number says all.
+    """The samples of one split of a click folder, stateless: a sample is a function of its number.
 
     Sample k of the order is sample k % len of epoch k // len; each epoch has an order of its own, a pure
     function of (seed, epoch). With `shuffle=False` every epoch is in the order of the log.
@@ -108,7 +108,7 @@ class ClickSamples:
         return len(self.range)
 
     def where(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Which samples of the folder stand at `indices` of the order: int64 [len(indices)]."""
+        """The samples of the folder at `indices` of the order: int64 [len(indices)]."""
         epochs, offsets = np.divmod(indices, len(self.range))
         for epoch in np.unique(epochs).tolist() if self.shuffle else ():
             here = epochs == epoch

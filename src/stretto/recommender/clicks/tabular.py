@@ -23,7 +23,7 @@ Cells = tuple[NDArray[np.uint64], NDArray[np.bool_], NDArray[np.int64] | None]
 
 @dataclass(frozen=True)
 class Named:
-    """Names of columns; without `numbers` I1, I2, ... are taken, without `features` C1, C2, ..."""
+    """Column names; `numbers` defaults to I1, I2, ..., and `features` to C1, C2, ..."""
 
     label: str = "label"
     numbers: tuple[str, ...] | None = None
@@ -62,10 +62,9 @@ def chunk_of(
     cells: Sequence[Cells],
     wrong: Mapping[int, str],
 ) -> tuple[RawChunk, list[tuple[int, str]]]:
-    """The samples that are as they should be, and (sample, why) of the others.
+    """The valid samples, and (sample, reason) of the invalid ones.
 
-    `wrong` are those that are known already; beside them those whose label is not 0 or 1 or that have an
-    infinite number.
+    `wrong` are the samples known to be invalid; the others must have a label of 0 or 1 and finite numbers.
     """
     problems = dict(wrong)
     for i in np.flatnonzero((labels != 0) & (labels != 1)).tolist():
@@ -93,7 +92,7 @@ def chunk_of(
 def _interleaved(
     cells: Sequence[Cells], samples: int
 ) -> tuple[NDArray[np.uint64], NDArray[np.bool_], NDArray[np.int64] | None]:
-    """Keys, missing and lengths sample by sample, from those of each feature."""
+    """Keys, missing flags and lengths by sample, from those of each feature."""
     if all(lengths is None for _, _, lengths in cells):
         keys = np.stack([keys for keys, _, _ in cells], axis=1).reshape(-1)
         return keys, np.stack([missing for _, missing, _ in cells], axis=1).reshape(-1), None
@@ -107,7 +106,7 @@ def _interleaved(
 
 
 def _numbered(columns: Sequence[str], letter: str) -> tuple[str, ...]:
-    """Columns named as Criteo's are, in the order of their numbers."""
+    """Columns with Criteo's names, in numerical order."""
     numbered = [name for name in columns if re.fullmatch(letter + "[0-9]{1,6}", name)]
     return tuple(sorted(numbered, key=lambda name: int(name[1:])))
 
@@ -174,7 +173,7 @@ class ParquetReader:
 
 
 def _kind(type_: Any, name: str, path: Path) -> tuple[Keys, bool]:
-    """What a feature's values are, and whether there is a list of them."""
+    """The type of a feature's values, and whether a sample has a list of them."""
     import pyarrow.types as types  # pyright: ignore[reportMissingImports]
 
     many = types.is_list(type_) or types.is_large_list(type_)
@@ -284,7 +283,7 @@ class CsvReader:
 
 
 def _quick(data: bytes, label: str, columns: Columns, header: Sequence[str], mark: str) -> Parsed | None:
-    """A block by pyarrow; None where that is not here, or anything about the block is unusual."""
+    """Parses a block with pyarrow; None if it is not installed, or the block needs the slow parser."""
     lines, returns = data.count(b"\n") + (not data.endswith(b"\n")), data.count(b"\r")
     if b'"' in data or returns not in (0, data.count(b"\r\n")):
         return None
@@ -317,12 +316,12 @@ def _quick(data: bytes, label: str, columns: Columns, header: Sequence[str], mar
     stacked = np.stack(dense, axis=1) if dense else np.zeros((len(labels), 0))
     cells = [cells_of(arrays[name], "text", False) for name in columns.features]
     chunk, faults = chunk_of(columns, labels, stacked, cells, {})
-    # which line a fault is in takes the slow way
+    # the slow parser finds the line of a fault
     return None if faults else Parsed(chunk, lines, blank)
 
 
 def _fields(line: str, mark: str) -> list[str]:
-    """The fields of a line; none of a blank one; one of what is no CSV."""
+    """The fields of a line; none for a blank line, the whole line if it is not CSV."""
     try:
         return next(csv.reader([line], delimiter=mark), [])
     except csv.Error:
@@ -330,7 +329,7 @@ def _fields(line: str, mark: str) -> list[str]:
 
 
 def _number_cells(name: str, cells: Sequence[str], wrong: dict[int, str]) -> NDArray[np.float64]:
-    """Numbers, NaN for empty cells; `wrong` gets the samples with what is none."""
+    """Numbers, NaN for empty cells; adds samples with invalid ones to `wrong`."""
     try:
         return np.array([cell or "nan" for cell in cells], np.str_).astype(np.float64)
     except ValueError:
@@ -354,7 +353,7 @@ def _keys(cells: Sequence[str]) -> Cells:
 
 
 def _header(path: Path) -> tuple[list[str], str, int]:
-    """Names of the columns, what stands between them, and the length of the header in bytes."""
+    """Column names, delimiter, and the length of the header in bytes."""
     for block in blocks(path, size=1 << 16):
         line, _, _ = block.data.partition(b"\n")
         try:

@@ -1,4 +1,4 @@
-"""One transform from raw samples to a model's input: the same for every file, and for serving.
+"""The transform from raw samples to a model's input, the same for every file and for serving.
 
 Numbers: sign(x) log(1 + |x|), which is log(1 + x) for counts and defined for Criteo's -1; a missing number is
 0, and with `flags` a second column says 1 where one was missing. Nothing is taken from a file, such as its
@@ -38,7 +38,7 @@ FIRST = 2
 
 
 class Vocabulary:
-    """Keys by row: key i has row FIRST + i; every other key row RARE.
+    """Maps key i to row FIRST + i, and every other key to row RARE.
 
     Mixed keys are spread evenly, so the first bits of one say where in the sorted list it stands, but for a
     few steps: a lookup reads two or three places of memory instead of log2(keys). Memory: 24 to 28 bytes a
@@ -101,11 +101,11 @@ class Transformed:
 
 @dataclass(frozen=True, kw_only=True)
 class ClickTransform:
-    """What raw samples go through.
+    """The transform of raw samples.
 
     Attributes:
-        columns: what the raw samples are.
-        kind: how ids become rows, of all features.
+        columns: of the raw samples.
+        kind: how ids are mapped to rows, for all features.
         rows: of `hash`: rows of each feature.
         flags: whether a column of its own tells of each number whether it was missing.
         threshold: of `vocabulary`: how often an id was seen that has a row.
@@ -175,7 +175,7 @@ class ClickTransform:
         return ClickBatch(torch.from_numpy(done.dense), jagged, torch.from_numpy(labels))
 
     def to_files(self) -> dict[str, bytes | NDArray[Any]]:
-        """Its files: the JSON, and the keys of the vocabularies, uint64 in the order of their rows."""
+        """The content of its files: the JSON, and the vocabularies' keys, uint64 in row order."""
         keys = [self.vocabularies[name].keys for name in self.columns.features if self.kind == "vocabulary"]
         flat = np.concatenate([np.zeros(0, np.uint64), *keys]).astype("<u8")
         body: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Writes a click folder in a stream: memory does not grow with the log, and a killed writer can go on."""
+"""Writes a click folder as a stream: memory does not grow with the log, and a killed writer can resume."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STATE = "state.json"
 
 
 class GrowingFile:
-    """A file that is only added to, and may be opened again where it was durable: what follows is cut off."""
+    """An append-only file that can be reopened at its last durable size; later bytes are truncated."""
 
     def __init__(self, path: Path, sums: FileSums | None = None, chunk: int = CHUNK) -> None:
         """Open the file, whose content up to `sums` is kept.
@@ -66,9 +66,9 @@ class GrowingFile:
 
 
 class WorkFolder(PartialFolder):
-    """A partial folder. With a `key` it is found again by the next process that builds the same.
+    """A partial folder. With a `key`, the next process with the same key resumes in it.
 
-    `save` and `load` keep a small JSON of how far the work is. One process at a time has it.
+    `save` and `load` keep its progress as JSON. Only one process at a time can open it.
     """
 
     def __init__(self, target: Path, key: str = "") -> None:
@@ -102,7 +102,7 @@ class WorkFolder(PartialFolder):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # bad input stays bad; whatever else ended the work, the next process goes on from what was saved
+        # bad input is final; after any other error the next process resumes from the saved state
         if not self.key or not (self.path / STATE).exists() or isinstance(error, StrettoError):
             super().__exit__(kind, error, trace)
         if self._lock is not None:
@@ -137,7 +137,7 @@ class WorkFolder(PartialFolder):
         (self.path / STATE).unlink(missing_ok=True)
 
     def _remove_others(self) -> None:
-        """What builds of other sources or settings for the same place left, unless they are at it."""
+        """Removes what other builds for the same target left, unless they are running."""
         for folder in self.target.parent.glob(f".{self.target.name}.*.build"):
             if folder == self.path:
                 continue
@@ -245,7 +245,7 @@ class ClickWriter:
         self._stack.__exit__(kind, error, trace)
 
     def mark(self, name: str) -> None:
-        """What is added from here on is of the part `name`: a file, a day."""
+        """Starts the part `name` (a file, a day) with the next sample."""
         self.parts.append((name, 0))
 
     def add(

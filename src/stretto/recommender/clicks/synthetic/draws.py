@@ -106,7 +106,7 @@ def _mass(start: int, width: int, skew: float) -> float:
     return float((high ** (1 - skew) - low ** (1 - skew)) / (1 - skew))
 
 
-class Drawer:
+class RankSampler:
     """Draws ranks for several columns at once, each of its own popularity."""
 
     def __init__(self, columns: list[PowerLaw]) -> None:

@@ -14,8 +14,8 @@ from stretto.errors import StrettoError
 from stretto.recommender.clicks.batch import ClickBatch
 from stretto.recommender.clicks.index import Popularity
 from stretto.recommender.clicks.synthetic.draws import (
-    Drawer,
     PowerLaw,
+    RankSampler,
     Words,
     power_law,
     stream,
@@ -73,7 +73,7 @@ class SyntheticLog:
         self._effects = Effects(spec, self.popularity)
         self.first_column = [0, *np.cumsum([feature.most for feature in features]).tolist()]
         columns = [(i, j) for i, feature in enumerate(features) for j in range(feature.most)]
-        self._drawer = Drawer([self.popularity[i] for i, _ in columns])
+        self._drawer = RankSampler([self.popularity[i] for i, _ in columns])
         self._starts = np.array([stream(seed, "id", i, j) for i, j in columns], np.uint64)
         self._feature = np.array([i for i, _ in columns])
         self._place = np.array([j for _, j in columns])
