@@ -344,6 +344,47 @@ def test_the_guard_of_names_sees(code: str) -> None:
     assert any(unnamed(node) for node in ast.walk(ast.parse(code)))
 
 
+# participles that name nothing: a value is called by what it is
+NAMELESS = {"found", "told", "given", "own", "asked"}
+
+
+def nameless(node: ast.AST) -> str | None:
+    """The name that this code gives to a parameter, variable, attribute, function or class, where it says
+    nothing of what that is.
+    """
+    name = None
+    if isinstance(node, ast.arg):
+        name = node.arg
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        name = node.id
+    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        name = node.attr
+    elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+        name = node.name
+    return name if name is not None and name.strip("_").lower() in NAMELESS else None
+
+
+def test_names_say_what_they_name() -> None:
+    wrong = [
+        f"{name_of(path)}, line {getattr(node, 'lineno', 0)}: {name}"
+        for path in FILES
+        for node in ast.walk(tree(path))
+        if (name := nameless(node))
+    ]
+    assert not wrong, f"{len(wrong)} names"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        *("found = 1", "found: int = 1", "for told in x: pass", "self._own = 1", "lambda given: 1"),
+        *("def asked(): pass", "class Found: pass", "def f(*, own=1): pass", "[1 for found in x]"),
+    ],
+)
+def test_the_guard_of_nameless_values_sees(code: str) -> None:
+    assert any(nameless(node) for node in ast.walk(ast.parse(code)))
+
+
 def test_every_module_has_a_docstring() -> None:
     bare = [
         name_of(p) for p in FILES if p.read_text(encoding="utf-8").strip() and not ast.get_docstring(tree(p))

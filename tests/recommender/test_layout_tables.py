@@ -44,29 +44,29 @@ def test_shards_cover_every_number_of_a_table_once(
     shards = shards_of(tables, placements, world)
     assert [shard.number for shard in shards] == list(range(len(shards)))
     for index, table in enumerate(tables):
-        own = [shard for shard in shards if shard.table == index]
+        of_table = [shard for shard in shards if shard.table == index]
         given = placements[table.name]
         copied = given.split == "data"
-        assert [shard.rank for shard in own] == (list(range(world)) if copied else list(given.ranks))
+        assert [shard.rank for shard in of_table] == (list(range(world)) if copied else list(given.ranks))
         cells = [
             (shard.residue + row * shard.modulus, column)
-            for shard in (own[:1] if copied else own)
+            for shard in (of_table[:1] if copied else of_table)
             for row in range(shard.rows)
             for column in range(shard.start, shard.stop)
         ]
         every = [(row, column) for row in range(table.rows) for column in range(table.dim)]
         assert sorted(cells) == every
         if copied:
-            assert {(shard.rows, shard.width) for shard in own} == {(table.rows, table.dim)}
+            assert {(shard.rows, shard.width) for shard in of_table} == {(table.rows, table.dim)}
         if given.split == "column":  # runs of columns in order, none longer than another by more than one
-            assert [shard.start for shard in own] == sorted(shard.start for shard in own)
-            assert max(s.width for s in own) - min(s.width for s in own) <= 1
+            assert [shard.start for shard in of_table] == sorted(shard.start for shard in of_table)
+            assert max(s.width for s in of_table) - min(s.width for s in of_table) <= 1
         if given.split == "row":
-            assert max(s.rows for s in own) - min(s.rows for s in own) <= 1
+            assert max(s.rows for s in of_table) - min(s.rows for s in of_table) <= 1
 
 
 @pytest.mark.parametrize(
-    ("given", "hashed", "message"),
+    ("placement", "hashed", "message"),
     [
         (TablePlacement("rows", (0,)), False, "split is 'rows'"),  # pyright: ignore[reportArgumentType]
         (TablePlacement("table", (0,), "ram"), False, "place is 'ram'"),  # pyright: ignore[reportArgumentType]
@@ -81,10 +81,10 @@ def test_shards_cover_every_number_of_a_table_once(
         (TablePlacement("column", (0, 1, 0, 1, 0)), False, "5 parts of 4 columns"),
     ],
 )
-def test_what_is_no_placement(given: TablePlacement, hashed: bool, message: str) -> None:
+def test_what_is_no_placement(placement: TablePlacement, hashed: bool, message: str) -> None:
     table = TableSpec(name="C1", rows=9, dim=4, ids="hash" if hashed else "modulo")
     with pytest.raises(StrettoError, match=message) as caught:
-        check_placements([table], {"C1": given}, 2)
+        check_placements([table], {"C1": placement}, 2)
     assert "table C1" in str(caught.value)
 
 
@@ -106,10 +106,10 @@ def test_sizes_below_one(field: str) -> None:
 def test_a_product_is_stored_as_two_tables() -> None:
     product = TableSpec(name="C2", rows=1000, dim=8, ids="quotient-remainder")
     assert divisor_of(product) == 32
-    found = physical_tables(
+    stored = physical_tables(
         [TableSpec(name="C1", rows=5, dim=8), product, TableSpec(name="C3", rows=7, dim=8, ids="hash")]
     )
-    assert [(table.name, table.rows) for table in found] == [
+    assert [(table.name, table.rows) for table in stored] == [
         ("C1", 5),
         ("C2.quotient", 32),
         ("C2.remainder", 32),

@@ -85,10 +85,10 @@ def test_what_ranks_have_adds_up(splits: list[str], world: int) -> None:
         for table, split in zip(tables, splits, strict=True)
     }
     sizes, loads = {t.name: 3.0 * t.rows for t in tables}, {t.name: 5.0 + t.rows for t in tables}
-    found = ranks_of(tables, placements, world, sizes, loads)
-    assert sum(rank.load for rank in found) == pytest.approx(sum(loads.values()))
+    shown = ranks_of(tables, placements, world, sizes, loads)
+    assert sum(rank.load for rank in shown) == pytest.approx(sum(loads.values()))
     copies = {t.name: world if split == "data" else 1 for t, split in zip(tables, splits, strict=True)}
-    held = sum(rank.held.get("device", 0.0) for rank in found)
+    held = sum(rank.held.get("device", 0.0) for rank in shown)
     assert held == pytest.approx(sum(sizes[name] * n for name, n in copies.items()))
     assert placement_text(tables, placements, world)
 

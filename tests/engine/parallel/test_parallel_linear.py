@@ -40,7 +40,7 @@ def part(tensor: Tensor, dim: int) -> Tensor:
     return tensor.chunk(dist.get_world_size(), dim)[dist.get_rank()].detach().contiguous()
 
 
-def own(tensor: Tensor | None, dim: int | None) -> nn.Parameter | None:
+def local(tensor: Tensor | None, dim: int | None) -> nn.Parameter | None:
     """This rank's part of a parameter; None as `dim` means all of it."""
     return (
         None
@@ -51,13 +51,13 @@ def own(tensor: Tensor | None, dim: int | None) -> nn.Parameter | None:
 
 def column(bias: bool, deferred: bool, frozen: Collection[str]) -> None:
     plain = plain_layer(8, 5, bias)
-    layer = ParallelLinear(own(plain.weight, 0), own(plain.bias, 0), input_group=dist.group.WORLD)
+    layer = ParallelLinear(local(plain.weight, 0), local(plain.bias, 0), input_group=dist.group.WORLD)
     run(plain, layer, split_in=False, deferred=deferred, frozen=frozen)
 
 
 def row(bias: bool, deferred: bool, frozen: Collection[str]) -> None:
     plain = plain_layer(5, 8, bias)
-    layer = ParallelLinear(own(plain.weight, 1), own(plain.bias, None), output_group=dist.group.WORLD)
+    layer = ParallelLinear(local(plain.weight, 1), local(plain.bias, None), output_group=dist.group.WORLD)
     run(plain, layer, split_in=True, deferred=deferred, frozen=frozen)
 
 
@@ -101,9 +101,9 @@ def two_in_a_row() -> None:
     first = CountingGroup(dist.group.WORLD)
     second = CountingGroup(dist.group.WORLD)
     ours = nn.Sequential(
-        ParallelLinear(own(up.weight, 0), own(up.bias, 0), input_group=first),
+        ParallelLinear(local(up.weight, 0), local(up.bias, 0), input_group=first),
         nn.ReLU(),
-        ParallelLinear(own(down.weight, 1), own(down.bias, None), output_group=second),
+        ParallelLinear(local(down.weight, 1), local(down.bias, None), output_group=second),
     )
     (x, _), (_, dy) = batches(5, 5)
     there, here = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -127,8 +127,8 @@ def gradient_reports() -> None:
     heard: list[Any] = []
     for groups, fused in ((("input_group",), ["weight", "bias"]), (("output_group",), ["weight"])):
         split = 0 if groups == ("input_group",) else 1
-        bias = own(plain.bias, 0 if split == 0 else None)
-        layer = ParallelLinear(own(plain.weight, split), bias, **dict.fromkeys(groups, dist.group.WORLD))
+        bias = local(plain.bias, 0 if split == 0 else None)
+        layer = ParallelLinear(local(plain.weight, split), bias, **dict.fromkeys(groups, dist.group.WORLD))
         names = {id(p): name for name, p in layer.named_parameters()}
         heard.clear()
         layer.on_gradient = lambda p, names=names: heard.append(names[id(p)])

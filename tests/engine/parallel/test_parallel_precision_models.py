@@ -236,10 +236,10 @@ def run(case: Case, mesh: Mesh, dtype: torch.dtype) -> tuple[dict[str, Tensor], 
     return {n: p.grad for n, p in held.items() if p.grad is not None}, table
 
 
-Found = dict[str, dict[str, Tensor]]  # gradients by shape and name
+ByShape = dict[str, dict[str, Tensor]]  # gradients by shape and name
 
 
-def every_case(exact: Found, alone: Found) -> list[tuple[str, float, float]]:
+def every_case(exact: ByShape, alone: ByShape) -> list[tuple[str, float, float]]:
     """The error of each case's gradients on this rank, and that of one process."""
     results = list[tuple[str, float, float]]()
     meshes = {case.layout: Mesh(case.layout) for case in cases()}

@@ -154,9 +154,9 @@ def test_another_model_is_refused(
 def test_a_table_that_is_not_there(path: Path) -> None:
     specs = [TableSpec(name="C11", rows=40, dim=6), SPECS[1]]
     shard = shards_of(specs, {"C11": TablePlacement("table", (0,)), "C2": SPLIT["C2"]}, 1)[0]
-    with pytest.raises(StrettoError, match="it has no table C11") as told:
+    with pytest.raises(StrettoError, match="it has no table C11") as caught:
         load_tables(path, [LocalShard(shard, DeviceStore(40, 6, torch.float32, ADAGRAD), 0)], specs)
-    assert "C1" in str(told.value.hint)
+    assert "C1" in str(caught.value.hint)
 
 
 def test_damage_is_told(path: Path) -> None:
@@ -199,11 +199,11 @@ def test_rows_of_a_hash_table_come_with_their_ids(tmp_path: Path) -> None:
         )
         assert one.ids is not None
         assert isinstance(one.store, GrowingStore)
-        own = torch.tensor([[7, 12345, 55], [1 << 40, 99, 56]][shard.residue])
-        found = one.ids.rows(torch.cat([own[:2], own]), 0)  # the last is seen once: it waits
+        local = torch.tensor([[7, 12345, 55], [1 << 40, 99, 56]][shard.residue])
+        taken = one.ids.rows(torch.cat([local[:2], local]), 0)  # the last is seen once: it waits
         one.store.grow(one.ids.extent)
-        rows = torch.tensor([values[id] for id in found.fresh_ids.tolist()])
-        one.store.set(found.fresh_rows, {"weight": rows[:, None].expand(-1, 6)})
+        rows = torch.tensor([values[id] for id in taken.fresh_ids.tolist()])
+        one.store.set(taken.fresh_rows, {"weight": rows[:, None].expand(-1, 6)})
         held.append(one)
     path = save(tmp_path, 1, tensors_to_save(held, [HASHED]), {})
     one = export.export_table(path, "H", tmp_path / "H.safetensors")
@@ -222,9 +222,9 @@ def _answer(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str,
 
 def test_the_command(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "C1.npy"
-    told = _answer(capsys, path.parent.parent, "--table", "C1", "--out", out)
-    assert told["files"] == [str(out)]
-    assert (told["shape"], told["dtype"], told["state"]) == ([40, 6], "float32", None)
+    answer = _answer(capsys, path.parent.parent, "--table", "C1", "--out", out)
+    assert answer["files"] == [str(out)]
+    assert (answer["shape"], answer["dtype"], answer["state"]) == ([40, 6], "float32", None)
     assert np.array_equal(np.load(out), _plain(SPECS[0]).numpy())
     for wrong, text in (
         (["--table", "C1", "--out", out], "is there already"),

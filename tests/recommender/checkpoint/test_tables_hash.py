@@ -74,10 +74,10 @@ def _learn(one: LocalShard) -> None:
     if one.shard.name == "C2":
         return
     for step, ids in enumerate(STREAM):
-        own = ids[owner(ids, one.shard.modulus) == one.shard.residue]
-        found = one.ids.rows(own, step)
+        local = ids[owner(ids, one.shard.modulus) == one.shard.residue]
+        taken = one.ids.rows(local, step)
         one.store.grow(one.ids.extent)
-        one.store.set(found.fresh_rows, _cut(_values(found.fresh_ids), one))
+        one.store.set(taken.fresh_rows, _cut(_values(taken.fresh_ids), one))
 
 
 def _entries(one: LocalShard) -> dict[int, tuple[int, int, bool]]:

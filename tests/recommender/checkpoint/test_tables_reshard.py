@@ -61,25 +61,25 @@ MIXES: list[tuple[int, Placements]] = [
 def _plain(table: int) -> dict[str, Tensor]:
     """Values of a whole table, and of its states."""
     spec, generator = SPECS[table], torch.Generator().manual_seed(table)
-    found = {"weight": torch.randn(spec.rows, spec.dim, generator=generator)}
+    tensors = {"weight": torch.randn(spec.rows, spec.dim, generator=generator)}
     for name, state in STATES.items():
         shape = (spec.rows,) if state.per_row else (spec.rows, spec.dim)
-        found[name] = (torch.randn(shape, generator=generator) * 1000).to(state.dtype)
-    return found
+        tensors[name] = (torch.randn(shape, generator=generator) * 1000).to(state.dtype)
+    return tensors
 
 
 def _held(rank: int, world: int, placements: Placements, states: dict[str, StateSpec]) -> list[LocalShard]:
     """This rank's shards, those of one width in one store."""
-    own = [shard for shard in shards_of(SPECS, placements, world) if shard.rank == rank]
-    found = list[LocalShard]()
-    for width in sorted({shard.width for shard in own}):
-        alike = [shard for shard in own if shard.width == width]
+    local = [shard for shard in shards_of(SPECS, placements, world) if shard.rank == rank]
+    held = list[LocalShard]()
+    for width in sorted({shard.width for shard in local}):
+        alike = [shard for shard in local if shard.width == width]
         store = DeviceStore(sum(shard.rows for shard in alike), width, torch.float32, states)
         base = 0
         for shard in alike:
-            found.append(LocalShard(shard, store, base))
+            held.append(LocalShard(shard, store, base))
             base += shard.rows
-    return found
+    return held
 
 
 def _own(one: LocalShard) -> dict[str, Tensor]:
@@ -157,19 +157,19 @@ def test_any_rows_and_columns_out_of_any_others(data: st.DataObject) -> None:
             for shard in shards_of([spec], {"C1": split}, parts)
         ]
 
-    def own(one: LocalShard, name: str) -> Tensor:
+    def part_of(one: LocalShard, name: str) -> Tensor:
         rows = plain[name][one.shard.residue :: one.shard.modulus]
         return rows if rows.dim() == 1 else rows[:, one.shard.start : one.shard.stop]
 
     saved, read = held(), held()
     for one in saved:
-        one.write(0, {name: own(one, name) for name in plain})
+        one.write(0, {name: part_of(one, name) for name in plain})
     with TemporaryDirectory() as folder:
         path = save(folder, 1, tensors_to_save(saved, [spec], box=data.draw(st.integers(1, 300))), {})
         load_tables(path, read, [spec], chunk=data.draw(st.integers(1, 300)))
     for one in read:
         for name, value in one.read(0, one.shard.rows).items():
-            assert torch.equal(value, own(one, name)), (one.shard, name)
+            assert torch.equal(value, part_of(one, name)), (one.shard, name)
 
 
 def test_nothing_is_read_before_it_is_written_and_little_at_a_time() -> None:

@@ -56,18 +56,18 @@ def test_against_plain_python(days: list[Path], tmp_path: Path, threshold: int):
     vocabularies = slow_vocabulary([[f[14 + i] for f in fields] for i in range(26)], threshold)
     batch = folder.arrays.gather(np.arange(900))
     assert batch.labels.tolist() == [int(f[0]) for f in fields]
-    rows = [[slow_row(own, f[14 + i]) for f in fields] for i, own in enumerate(vocabularies)]
+    rows = [[slow_row(vocabulary, f[14 + i]) for f in fields] for i, vocabulary in enumerate(vocabularies)]
     assert batch.ids.ids.reshape(26, 900).tolist() == rows
     dense = [[slow_dense(n) for n in f[1:14]] for f in fields]
     np.testing.assert_allclose(batch.dense.numpy(), dense, rtol=1e-6)
     assert folder.index.parts == [("day_2", 300), ("day_10.gz", 300), ("day_11", 300)]
     assert folder.index.lines == {"read": 900, "kept": 900, "blank": 0, "malformed": 0}
-    assert list(folder.table_rows().values()) == [len(own) + 2 for own in vocabularies]
+    assert list(folder.table_rows().values()) == [len(vocabulary) + 2 for vocabulary in vocabularies]
     for i, name in enumerate(folder.table_rows()):
-        found = folder.popularity()[name]
+        popularity = folder.popularity()[name]
         counts = sorted(np.unique(rows[i], return_counts=True)[1].tolist(), reverse=True)
-        assert (found.hot, found.lookups, found.ids) == (1, 900, len(counts))
-        assert found.buckets[0] == (1, counts[0] / 900)
+        assert (popularity.hot, popularity.lookups, popularity.ids) == (1, 900, len(counts))
+        assert popularity.buckets[0] == (1, counts[0] / 900)
 
 
 @pytest.mark.parametrize(
@@ -124,22 +124,22 @@ def test_stopped_anywhere_it_goes_on_to_the_same_bytes(days: list[Path], tmp_pat
     whole, stops = content(tmp_path / "whole"), len(seen)
     assert len({at.stage for at in seen}) == (2 if settings.kind == "vocabulary" else 1)
     assert stops > 20
-    told, least = 0, 0
+    polls, least = 0, 0
 
     def stop(at: Progress) -> None:
-        nonlocal told
-        told += 1
-        if told == least:
+        nonlocal polls
+        polls += 1
+        if polls == least:
             raise KeyboardInterrupt
 
     for first in range(1, stops, 9):
-        told, least = 0, first
+        polls, least = 0, first
         with pytest.raises(KeyboardInterrupt):
             build(days, tmp_path / "out", settings, progress=stop)
         assert not (tmp_path / "out").exists()
-        told, least = 0, -1
+        polls, least = 0, -1
         build(days, tmp_path / "out", settings, progress=stop)
-        assert told < stops or first == 1
+        assert polls < stops or first == 1
         assert content(tmp_path / "out") == whole
         for path in (tmp_path / "out").iterdir():
             path.unlink()
@@ -151,12 +151,12 @@ def test_stopped_again_and_again_it_ends(days: list[Path], tmp_path: Path):
     build(days, tmp_path / "whole", Settings(threshold=2))
     lives = 0
     while not (tmp_path / "out").exists():
-        told = 0
+        polls = 0
 
         def stop(at: Progress) -> None:
-            nonlocal told
-            told += 1
-            if told == 5:
+            nonlocal polls
+            polls += 1
+            if polls == 5:
                 raise KeyboardInterrupt
 
         lives += 1

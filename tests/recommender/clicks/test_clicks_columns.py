@@ -45,14 +45,14 @@ def check(chunk: RawChunk, rows: Rows, features: list[str], numbers: list[str], 
     assert chunk.labels is not None
     assert chunk.labels.tolist() == rows[label]
     for i in range(len(rows[label])):
-        found = [None if math.isnan(n) else n for n in chunk.numbers[i].tolist()]
-        assert found == [rows[name][i] for name in numbers]
+        read = [None if math.isnan(n) else n for n in chunk.numbers[i].tolist()]
+        assert read == [rows[name][i] for name in numbers]
         for f, name in enumerate(features):
             many = chunk.columns.lists[f]
             wanted = (rows[name][i] or []) if many else [rows[name][i]]
-            own = slice(at, at + len(wanted))
-            gone = chunk.missing[own].tolist()
-            keys = [None if none else k for k, none in zip(chunk.keys[own].tolist(), gone, strict=True)]
+            span = slice(at, at + len(wanted))
+            gone = chunk.missing[span].tolist()
+            keys = [None if none else k for k, none in zip(chunk.keys[span].tolist(), gone, strict=True)]
             assert keys == [key(value) for value in wanted]
             assert chunk.lengths is None or chunk.lengths[i, f] == len(wanted)
             at += len(wanted)
@@ -206,7 +206,7 @@ def test_the_quick_way_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("columns", "named", "told"),
+    ("columns", "named", "message"),
     [
         (["click", "I1", "C1"], Named(), "no column 'label'"),
         (["label", "x"], Named(), "no features"),
@@ -215,12 +215,12 @@ def test_the_quick_way_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (["label", "C1", "I1"], Named(features=("I1",)), "named twice"),
     ],
 )
-def test_wrong_columns_are_refused(tmp_path: Path, columns: list[str], named: Named, told: str):
+def test_wrong_columns_are_refused(tmp_path: Path, columns: list[str], named: Named, message: str):
     (tmp_path / "a.csv").write_text(",".join(columns) + "\n")
-    with pytest.raises(StrettoError, match=told):
+    with pytest.raises(StrettoError, match=message):
         CsvReader(tmp_path / "a.csv", named)
     write_parquet(tmp_path / "a.parquet", {name: [1] for name in columns})
-    with pytest.raises(StrettoError, match=told):
+    with pytest.raises(StrettoError, match=message):
         ParquetReader(tmp_path / "a.parquet", named)
 
 
@@ -254,12 +254,12 @@ def test_files_come_in_the_order_of_their_numbers(tmp_path: Path):
     names = ["day_1", "day_2", "day_10"]
     assert [file.path.name for file in find_files(tmp_path)] == names
     assert [file.path.name for file in find_files(f"{tmp_path}/day_*")] == names
-    given = [tmp_path / "day_10", tmp_path / "day_2", tmp_path / "day_10"]
-    assert [file.path.name for file in find_files(given)] == ["day_10", "day_2"]
+    paths = [tmp_path / "day_10", tmp_path / "day_2", tmp_path / "day_10"]
+    assert [file.path.name for file in find_files(paths)] == ["day_10", "day_2"]
 
 
 @pytest.mark.parametrize(
-    ("names", "form", "told"),
+    ("names", "form", "message"),
     [
         (["nowhere"], None, "nowhere: no such file"),
         (["a.csv", "a.parquet"], None, "several formats: csv, parquet"),
@@ -268,11 +268,11 @@ def test_files_come_in_the_order_of_their_numbers(tmp_path: Path):
         (["none*"], None, "no files"),
     ],
 )
-def test_wrong_files_are_refused(tmp_path: Path, names: list[str], form: str | None, told: str):
+def test_wrong_files_are_refused(tmp_path: Path, names: list[str], form: str | None, message: str):
     for name in ("a.csv", "a.parquet"):
         (tmp_path / name).write_text("label,C1\n")
     (tmp_path / "empty").touch()
-    with pytest.raises(StrettoError, match=told):
+    with pytest.raises(StrettoError, match=message):
         reader_of(find_files([tmp_path / name for name in names]), form, Named())
     with pytest.raises(StrettoError, match="Criteo's format, which has none"):
         reader_of(find_files(tmp_path / "a.csv"), "criteo", Named("clicked"))

@@ -35,7 +35,7 @@ def slow(line: str, labelled: bool = True) -> tuple[int | None, list[float | Non
 
 
 def same(parsed: Parsed, lines: list[str], labelled: bool = True) -> None:
-    wanted = [found for line in lines if line and (found := slow(line, labelled))]
+    wanted = [row for line in lines if line and (row := slow(line, labelled))]
     chunk = parsed.chunk
     assert chunk.samples == len(wanted)
     assert (chunk.labels is not None) == labelled

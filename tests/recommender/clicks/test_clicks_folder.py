@@ -45,7 +45,7 @@ class Log:
 
         self.ids = [[some(feature) for feature in self.features] for _ in range(samples)]
         self.weighted = weighted
-        self.lengths = np.array([[len(own) for own in sample] for sample in self.ids])
+        self.lengths = np.array([[len(ids_of) for ids_of in sample] for sample in self.ids])
         self.weights = random.random(int(self.lengths.sum()), dtype=np.float32)
 
     def write(self, path: Path, chunk: int = 10, **more: Any) -> ClickFolder:
@@ -56,10 +56,10 @@ class Log:
             return writer.commit()
 
     def add(self, writer: ClickWriter, start: int, stop: int) -> None:
-        own, before = slice(start, stop), int(self.lengths[:start].sum())
-        ids = np.concatenate([np.concatenate(sample) for sample in self.ids[own]])
+        span, before = slice(start, stop), int(self.lengths[:start].sum())
+        ids = np.concatenate([np.concatenate(sample) for sample in self.ids[span]])
         weights = self.weights[before : before + len(ids)] if self.weighted else None
-        writer.add(self.dense[own], self.labels[own], ids, self.lengths[own], weights)
+        writer.add(self.dense[span], self.labels[span], ids, self.lengths[span], weights)
 
     def check(self, batch: ClickBatch, samples: list[int]) -> None:
         """That the batch is of these samples."""
@@ -103,10 +103,10 @@ def test_what_is_written_is_gathered(tmp_path: Path, hots: tuple[int | None, ...
     folder.verify()
     assert pickle.loads(pickle.dumps(folder)).index == folder.index
     for i, feature in enumerate(folder.features):
-        found = folder.popularity()[feature.name]
+        popularity = folder.popularity()[feature.name]
         looked = np.concatenate([sample[i] for sample in log.ids])
-        assert found.hot == len(looked) / 57
-        assert (found.ids, found.lookups) == (len(np.unique(looked)), len(looked))
+        assert popularity.hot == len(looked) / 57
+        assert (popularity.ids, popularity.lookups) == (len(np.unique(looked)), len(looked))
 
 
 @pytest.mark.parametrize("hots", [(2, 1, 3), (None, 1, None)])
@@ -203,7 +203,7 @@ def test_what_was_left_and_is_damaged_is_begun_anew(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"ids": [7, 0, 0]}, "id 7: the feature has 7 rows"),
         ({"ids": [0, -1, 0]}, "id -1: the feature has 1000 rows"),
@@ -211,11 +211,11 @@ def test_what_was_left_and_is_damaged_is_begun_anew(tmp_path: Path):
         ({"dense": [[0, np.nan]]}, "not finite"),
     ],
 )
-def test_bad_samples_are_refused(tmp_path: Path, change: dict[str, Any], told: str):
-    given = {"dense": [[0, 0]], "labels": [1], "ids": [0, 0, 0]} | change
+def test_bad_samples_are_refused(tmp_path: Path, change: dict[str, Any], message: str):
+    sample = {"dense": [[0, 0]], "labels": [1], "ids": [0, 0, 0]} | change
     with ClickWriter(tmp_path / "x", Log(1).features, ["I0", "I1"]) as writer:
-        with pytest.raises(StrettoError, match=told):
-            writer.add(*(np.array(given[name]) for name in ("dense", "labels", "ids")))
+        with pytest.raises(StrettoError, match=message):
+            writer.add(*(np.array(sample[name]) for name in ("dense", "labels", "ids")))
         with pytest.raises(StrettoError, match="no samples"):
             writer.commit()
     assert not list(tmp_path.iterdir())
@@ -232,18 +232,18 @@ def test_ids_without_bound_are_wide(tmp_path: Path):
 
 @given(st.integers(1, 3000), st.integers(0, 40), st.integers(0, 3), st.integers(0, 2))
 def test_an_epoch_is_a_permutation(size: int, block: int, seed: int, epoch: int):
-    found = positions(np.arange(size), size, seed, epoch, block)
-    assert sorted(found.tolist()) == list(range(size))
+    order = positions(np.arange(size), size, seed, epoch, block)
+    assert sorted(order.tolist()) == list(range(size))
     some = np.array([size - 1, 0, size // 2])
-    assert np.array_equal(positions(some, size, seed, epoch, block), found[some])
+    assert np.array_equal(positions(some, size, seed, epoch, block), order[some])
 
 
 def test_blocks_move_as_runs():
     """Within a window of batches only its blocks are read; every sample may come anywhere."""
     size, block = 100_000, 100
-    found = positions(np.arange(size), size, 0, 0, block)
+    order = positions(np.arange(size), size, 0, 0, block)
     for start in (0, 3 * WINDOW * block):
-        window = found[start : start + WINDOW * block]
+        window = order[start : start + WINDOW * block]
         assert len(np.unique(window // block)) == WINDOW
         assert len(np.unique(window[:block] // block)) > WINDOW // 3
     first = [positions(np.arange(1), size, seed, 0, block)[0] for seed in range(300)]
@@ -278,7 +278,7 @@ def test_the_last_part_is_held_out(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("split", "more", "told"),
+    ("split", "more", "message"),
     [
         ("tran", {}, "split 'tran'"),
         ("train", {"held": "last-part"}, "no samples for 'train'"),
@@ -287,21 +287,21 @@ def test_the_last_part_is_held_out(tmp_path: Path):
         ("train", {"block": -1}, "block -1"),
     ],
 )
-def test_bad_splits_are_refused(tmp_path: Path, split: str, more: dict[str, Any], told: str):
+def test_bad_splits_are_refused(tmp_path: Path, split: str, more: dict[str, Any], message: str):
     folder = Log(5).write(tmp_path / "x")
-    with pytest.raises(StrettoError, match=told):
+    with pytest.raises(StrettoError, match=message):
         ClickSamples(folder, split, **more)
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=300).filter(any))
 def test_buckets_hold_all_lookups_the_popular_first(counts: list[int]):
-    found = popularity(np.array(counts), 1.0)
-    assert sum(n for n, _ in found.buckets) == found.ids == sum(c > 0 for c in counts)
-    assert sum(share for _, share in found.buckets) == pytest.approx(1)
-    assert found.lookups == sum(counts)
-    each = [share / n for n, share in found.buckets]
+    counted = popularity(np.array(counts), 1.0)
+    assert sum(n for n, _ in counted.buckets) == counted.ids == sum(c > 0 for c in counts)
+    assert sum(share for _, share in counted.buckets) == pytest.approx(1)
+    assert counted.lookups == sum(counts)
+    each = [share / n for n, share in counted.buckets]
     assert each == sorted(each, reverse=True)
-    assert found.buckets[0] == (1, max(counts) / sum(counts))
+    assert counted.buckets[0] == (1, max(counts) / sum(counts))
 
 
 @given(st.integers(1, 10**6), st.integers(1, 10**5))
@@ -330,7 +330,7 @@ def rewrite(path: Path, **change: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"samples": 51}, "contradicts"),
         ({"samples": 0}, "contradicts"),
@@ -344,10 +344,10 @@ def rewrite(path: Path, **change: Any) -> None:
         ({"files": {}}, "'files' is wrong"),
     ],
 )
-def test_an_index_that_contradicts_is_refused(tmp_path: Path, change: dict[str, Any], told: str):
+def test_an_index_that_contradicts_is_refused(tmp_path: Path, change: dict[str, Any], message: str):
     Log(50).write(tmp_path / "x")
     rewrite(tmp_path / "x/index.json", **change)
-    with pytest.raises(StrettoError, match=told):
+    with pytest.raises(StrettoError, match=message):
         ClickFolder(tmp_path / "x")
 
 

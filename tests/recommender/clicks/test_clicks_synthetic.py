@@ -44,8 +44,8 @@ def equal(one: ClickBatch, other: ClickBatch) -> bool:
 
 
 def test_numbers_of_a_stream_are_splitmix64s():
-    found = words(np.array([1234567], np.uint64), np.arange(1, 4, dtype=np.uint64))
-    assert found.tolist() == [[6457827717110365317, 3203168211198807973, 9817491932198370423]]
+    numbers = words(np.array([1234567], np.uint64), np.arange(1, 4, dtype=np.uint64))
+    assert numbers.tolist() == [[6457827717110365317, 3203168211198807973, 9817491932198370423]]
     assert stream("a", 1) != stream("a1")
 
 
@@ -96,8 +96,8 @@ def test_batches_are_what_tables_take():
         torch.float32,
         torch.int64,
     )
-    for feature, own in zip(MIXED, ids.ids.split(ids.counts()), strict=True):
-        assert 0 <= int(own.min()) <= int(own.max()) < feature.rows
+    for feature, feature_ids in zip(MIXED, ids.ids.split(ids.counts()), strict=True):
+        assert 0 <= int(feature_ids.min()) <= int(feature_ids.max()) < feature.rows
     fixed = SyntheticLog(replace(SPEC, features=MIXED[:3])).batch(0, 5).ids
     assert fixed.hot == (1, 1, 3)
     assert fixed.lengths.tolist() == [[1] * 5, [1] * 5, [3] * 5]
@@ -182,9 +182,9 @@ def test_labels_are_drawn_from_the_true_probability():
     assert clicks.labels.mean() == pytest.approx(0.1, abs=0.005)
     assert clicks.logits.std() == pytest.approx(2.0, rel=0.03)
     p = probability(clicks.logits)
-    for own in np.array_split(np.argsort(p), 10):
-        spread_of = (p[own] * (1 - p[own])).sum() ** 0.5
-        assert abs(clicks.labels[own].sum() - p[own].sum()) < 5 * spread_of
+    for tenth in np.array_split(np.argsort(p), 10):
+        spread_of = (p[tenth] * (1 - p[tenth])).sum() ** 0.5
+        assert abs(clicks.labels[tenth].sum() - p[tenth].sum()) < 5 * spread_of
 
 
 def test_effects_do_not_depend_on_how_many_ids_a_sample_has():
@@ -201,11 +201,11 @@ def test_the_best_is_what_the_truth_itself_reaches():
     clicks = log.clicks(first, 2000)
     truth = Quality()
     truth.add(torch.from_numpy(clicks.logits), torch.from_numpy(clicks.labels))
-    found = truth.result()
-    assert best.logloss == pytest.approx(found.logloss, rel=1e-12)
-    assert best.entropy == pytest.approx(found.entropy, rel=1e-12)
-    assert best.auc == found.auc
-    assert (best.samples, best.base_rate) == (2000, pytest.approx(found.positives / 2000))
+    reached = truth.result()
+    assert best.logloss == pytest.approx(reached.logloss, rel=1e-12)
+    assert best.entropy == pytest.approx(reached.entropy, rel=1e-12)
+    assert best.auc == reached.auc
+    assert (best.samples, best.base_rate) == (2000, pytest.approx(reached.positives / 2000))
     p = probability(clicks.logits)
     assert best.expected_logloss == pytest.approx(float(-(p * np.log(p) + (1 - p) * np.log(1 - p)).mean()))
 

@@ -82,18 +82,18 @@ def test_a_writing_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(Killed):
             write(SPEC, tmp_path / "stopped", report=report)
         assert not (tmp_path / "stopped").exists()
-    asked = list[int]()
+    written = list[int]()
     real = synthetic_files._add
 
     def count(writer: object, log: SyntheticLog, clicks: synthetic_log.Clicks) -> None:
-        asked.append(len(clicks.labels))
+        written.append(len(clicks.labels))
         real(writer, log, clicks)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(synthetic_files, "_add", count)
-    found = write(SPEC, tmp_path / "stopped")
-    assert sum(asked) < 200
+    resumed = write(SPEC, tmp_path / "stopped")
+    assert sum(written) < 200
     assert content(tmp_path / "stopped") == content(tmp_path / "whole")
-    assert found.best == write(SPEC, tmp_path / "whole").best
+    assert resumed.best == write(SPEC, tmp_path / "whole").best
 
 
 def test_text_is_read_back_as_the_same_samples(tmp_path: Path):

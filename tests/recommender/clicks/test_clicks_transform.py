@@ -34,8 +34,8 @@ def of_log(lines: list[str], threshold: int, tmp_path: Path) -> ClickTransform:
     chunk = parse("\n".join(lines).encode()).chunk
     counter = Counter(tmp_path, 26)
     counter.add(chunk)
-    found = {n: Vocabulary(counter.result(i, threshold).keys) for i, n in enumerate(COLUMNS.features)}
-    return ClickTransform(columns=COLUMNS, kind="vocabulary", threshold=threshold, vocabularies=found)
+    vocabularies = {n: Vocabulary(counter.result(i, threshold).keys) for i, n in enumerate(COLUMNS.features)}
+    return ClickTransform(columns=COLUMNS, kind="vocabulary", threshold=threshold, vocabularies=vocabularies)
 
 
 @given(KEYS)
@@ -44,20 +44,20 @@ def test_mixing_can_be_undone(keys: np.ndarray):
 
 
 @given(KEYS, KEYS)
-def test_a_vocabulary_is_a_dictionary(keys: np.ndarray, asked: np.ndarray):
+def test_a_vocabulary_is_a_dictionary(keys: np.ndarray, looked_up: np.ndarray):
     keys = np.array(list(dict.fromkeys(keys.tolist())), np.uint64)
     rows = {key: row for row, key in enumerate(keys.tolist(), 2)}
-    asked = np.concatenate([asked, keys])
-    assert Vocabulary(keys).lookup(asked).tolist() == [rows.get(key, 1) for key in asked.tolist()]
+    looked_up = np.concatenate([looked_up, keys])
+    assert Vocabulary(keys).lookup(looked_up).tolist() == [rows.get(key, 1) for key in looked_up.tolist()]
     assert Vocabulary(keys).rows == len(rows) + 2
 
 
 def test_a_large_vocabulary_of_crowded_keys():
     keys = np.random.default_rng(0).permutation(np.arange(40_000, dtype=np.uint64))
-    asked = np.arange(80_000, dtype=np.uint64)
+    looked_up = np.arange(80_000, dtype=np.uint64)
     wanted = np.ones(80_000, np.int64)
     wanted[keys] = np.arange(40_000) + 2
-    assert np.array_equal(Vocabulary(keys).lookup(asked), wanted)
+    assert np.array_equal(Vocabulary(keys).lookup(looked_up), wanted)
 
 
 @given(st.lists(st.tuples(KEYS, st.booleans()), max_size=4), st.integers(1, 4))
@@ -74,13 +74,13 @@ def test_counts_in_runs_are_counts(tmp_path_factory: pytest.TempPathFactory, par
             counter = Counter(folder, 1, counter.runs, counter.missing)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(counting, "MERGED", 8)
-        found = counter.result(0, threshold)
+        counted = counter.result(0, threshold)
     often = sorted((-n, key) for key, n in wanted.items() if n >= threshold)
-    assert found.keys.tolist() == [key for _, key in often]
-    assert found.counts.tolist() == [-n for n, _ in often]
-    assert found.rare == sum(n for n in wanted.values() if n < threshold)
-    assert found.missing == gone
-    assert int(found.by_row().sum()) == sum(len(keys) for keys, _ in parts)
+    assert counted.keys.tolist() == [key for _, key in often]
+    assert counted.counts.tolist() == [-n for n, _ in often]
+    assert counted.rare == sum(n for n in wanted.values() if n < threshold)
+    assert counted.missing == gone
+    assert int(counted.by_row().sum()) == sum(len(keys) for keys, _ in parts)
 
 
 def test_counts_beyond_the_memory_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -104,10 +104,12 @@ def test_against_plain_python(tmp_path: Path, threshold: int):
     done = transform.apply(parse("\n".join(lines + others).encode()).chunk)
     ids, fields = done.ids.reshape(-1, 26), fields + [line.split("\t") for line in others]
     for sample, row in enumerate(fields):
-        wanted = [slow_row(own, value) for own, value in zip(vocabularies, row[14:], strict=True)]
+        wanted = [
+            slow_row(vocabulary, value) for vocabulary, value in zip(vocabularies, row[14:], strict=True)
+        ]
         assert ids[sample].tolist() == wanted
         np.testing.assert_allclose(done.dense[sample], [slow_dense(n) for n in row[1:14]], rtol=1e-6)
-    assert [f.rows for f in transform.features] == [len(own) + 2 for own in vocabularies]
+    assert [f.rows for f in transform.features] == [len(vocabulary) + 2 for vocabulary in vocabularies]
     assert (done.dense < 0).any()
 
 
@@ -186,7 +188,7 @@ def damage(folder: Path, name: str, body: dict[str, object] | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "body", "told"),
+    ("name", "body", "message"),
     [
         ("transform.json", None, "transform.json: cannot be read"),
         ("vocabulary.bin", None, "vocabulary.bin: cannot be read"),
@@ -197,13 +199,13 @@ def damage(folder: Path, name: str, body: dict[str, object] | None) -> None:
         ("transform.json", {"sizes": [3]}, "missing or wrong"),
     ],
 )
-def test_a_damaged_one_is_refused(tmp_path: Path, name: str, body: dict[str, object] | None, told: str):
+def test_a_damaged_one_is_refused(tmp_path: Path, name: str, body: dict[str, object] | None, message: str):
     files = of_log(log_lines(50), 1, tmp_path).to_files()
     for each, content in files.items():
         (tmp_path / each).write_bytes(content if isinstance(content, bytes) else content.tobytes())
     ClickTransform.load(tmp_path)
     damage(tmp_path, name, body)
-    with pytest.raises(StrettoError, match=told):
+    with pytest.raises(StrettoError, match=message):
         ClickTransform.load(tmp_path)
 
 

@@ -33,9 +33,9 @@ layout: {ranks: 2}
 
 
 def config(*overrides: str, text: str = SMALL) -> RecommenderConfig:
-    found = parse_config(text, "job.yaml", overrides)
-    assert isinstance(found, RecommenderConfig)
-    return found
+    parsed = parse_config(text, "job.yaml", overrides)
+    assert isinstance(parsed, RecommenderConfig)
+    return parsed
 
 
 def fails(*overrides: str, text: str = SMALL) -> StrettoError:
@@ -102,8 +102,13 @@ def test_rows_are_those_of_the_model_else_the_presets_else_the_datas() -> None:
 
 
 def test_the_dense_optimiser_is_built_as_for_language_models() -> None:
-    given = config("optim.dense={name: lamb, lr: 0.5, weight_decay: 0.25}").dense_optimiser()
-    assert (given.name, given.lr, given.weight_decay, given.betas) == ("lamb", 0.5, 0.25, (0.9, 0.999))
+    optimiser = config("optim.dense={name: lamb, lr: 0.5, weight_decay: 0.25}").dense_optimiser()
+    assert (optimiser.name, optimiser.lr, optimiser.weight_decay, optimiser.betas) == (
+        "lamb",
+        0.5,
+        0.25,
+        (0.9, 0.999),
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,13 +197,13 @@ def test_placements_come_from_a_name_a_mapping_or_a_file(tmp_path: Path) -> None
     assert by_rows is not None
     assert list(by_rows) == ["C1", "shop", "C3.quotient", "C3.remainder"]
     assert {each.split for each in by_rows.values()} == {"row"}
-    told = "{C1: {split: column, ranks: [1, 0]}, shop: {split: table, ranks: [1]}, C3: {split: data}}"
-    named = configured_placements(config(f"tables.placement={told}"), tables)
+    text = "{C1: {split: column, ranks: [1, 0]}, shop: {split: table, ranks: [1]}, C3: {split: data}}"
+    named = configured_placements(config(f"tables.placement={text}"), tables)
     assert named is not None
     assert named["C1"] == TablePlacement("column", (1, 0))
     assert named["C3.quotient"] == named["C3.remainder"] == TablePlacement("data")
     path = tmp_path / "placement.yaml"
-    path.write_text(told.strip("{}").replace("}, ", "}\n").replace("data", "data}"))
+    path.write_text(text.strip("{}").replace("}, ", "}\n").replace("data", "data}"))
     assert configured_placements(config(f"tables.placement={path}"), tables) == named
 
 

@@ -74,13 +74,13 @@ def by_hand(model: Dlrm, dense: Tensor, ids: Jagged) -> Tensor:
             vectors.append(total / max(1, len(at)) if spec.pooling == "mean" else total)
         if net.shape.interaction == "dot":
             pairs = [vectors[i] @ vectors[j] for i in range(len(vectors)) for j in range(i)]
-            found = torch.cat([vectors[0], torch.stack(pairs)])
+            crossed = torch.cat([vectors[0], torch.stack(pairs)])
         else:
-            first = found = torch.cat(vectors)
+            first = crossed = torch.cat(vectors)
             for layer in net.cross:
                 v: Any = layer
-                found = first * (v.u.weight @ (v.v.weight @ found) + v.u.bias) + found
-        logits.append(mlp(net.top, found, False)[0])
+                crossed = first * (v.u.weight @ (v.v.weight @ crossed) + v.u.bias) + crossed
+        logits.append(mlp(net.top, crossed, False)[0])
     return torch.stack(logits)
 
 
@@ -118,8 +118,8 @@ def test_a_quotient_remainder_row_is_the_product_of_two() -> None:
 
 def test_a_sample_without_ids_has_zeros_also_of_a_mean() -> None:
     rows = torch.ones(3, DIM, dtype=torch.float64)
-    found = pool(rows, torch.tensor([0, 3, 0]), None, TableSpec(name="C1", rows=5, dim=DIM, pooling="mean"))
-    assert found.tolist() == [[0.0] * DIM, [1.0] * DIM, [0.0] * DIM]
+    pooled = pool(rows, torch.tensor([0, 3, 0]), None, TableSpec(name="C1", rows=5, dim=DIM, pooling="mean"))
+    assert pooled.tolist() == [[0.0] * DIM, [1.0] * DIM, [0.0] * DIM]
 
 
 @pytest.mark.parametrize("laid_out", ["samples", "features"])
@@ -148,14 +148,14 @@ def test_the_fast_dense_half_is_the_plain_one(
     if way == "compiled":
         pytest.importorskip("numba")
         monkeypatch.setattr(interaction, "LARGE", 0)
-    found = list[list[Tensor]]()
+    results = list[list[Tensor]]()
     for net in (fast, plain):
-        own = pooled.detach().requires_grad_()
-        logits = net(dense, own)
+        leaf = pooled.detach().requires_grad_()
+        logits = net(dense, leaf)
         loss = (logits * torch.arange(300, dtype=dtype)).sum() / 300
-        grads = torch.autograd.grad(loss, [own, *net.parameters()])
-        found.append([logits.detach(), *grads])
-    for ours, reference in zip(*found, strict=True):
+        grads = torch.autograd.grad(loss, [leaf, *net.parameters()])
+        results.append([logits.detach(), *grads])
+    for ours, reference in zip(*results, strict=True):
         assert float((ours - reference).abs().max()) <= close * float(reference.abs().max().clamp(min=1e-3))
 
 

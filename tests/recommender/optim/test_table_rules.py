@@ -35,8 +35,8 @@ def table(rule: TableRule, values: Tensor) -> Table:
         name: torch.zeros(values.shape[: 1 if spec.per_row else 2], dtype=spec.dtype)
         for name, spec in rule.state_specs(values.dtype).items()
     }
-    own = rule.encode(values)
-    return own.pop("weight").clone(), states | {name: value.clone() for name, value in own.items()}
+    encoded = rule.encode(values)
+    return encoded.pop("weight").clone(), states | {name: value.clone() for name, value in encoded.items()}
 
 
 def values_of(rule: TableRule, made: Table) -> Tensor:
@@ -52,15 +52,15 @@ def batches(draw: st.DrawFn) -> tuple[Tensor, list[Batch]]:
     def numbers(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
-    found = list[Batch]()
+    drawn = list[Batch]()
     for _ in range(STEPS):
         lengths = torch.tensor(draw(st.lists(st.sampled_from([0, 1, 3]), max_size=12)), dtype=torch.int64)
         count = int(lengths.sum())
         slots = torch.randint(0, draw(st.sampled_from([1, SLOTS])), (count,), generator=generator)
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         scale = numbers(count) if draw(st.booleans()) else None
-        found.append((slots, offsets, numbers(len(lengths), width), scale))
-    return numbers(SLOTS, width), found
+        drawn.append((slots, offsets, numbers(len(lengths), width), scale))
+    return numbers(SLOTS, width), drawn
 
 
 def by_hand(name: str, values: Tensor, steps: list[Batch]) -> Tensor:
@@ -75,9 +75,9 @@ def by_hand(name: str, values: Tensor, steps: list[Batch]) -> Tensor:
         total = dict[int, list[float]]()
         for bag in range(len(offsets) - 1):
             for k in range(int(offsets[bag]), int(offsets[bag + 1])):
-                own = total.setdefault(int(slots[k]), [0.0] * width)
+                row_sum = total.setdefault(int(slots[k]), [0.0] * width)
                 for j in range(width):
-                    own[j] += float(gradient[bag, j]) * (1.0 if scale is None else float(scale[k]))
+                    row_sum[j] += float(gradient[bag, j]) * (1.0 if scale is None else float(scale[k]))
         for row, g in total.items():
             sums[row] += sum(x * x for x in g) / width
             counts[row] += 1
@@ -191,9 +191,11 @@ def test_columns_apart_with_the_mean_of_the_whole_row_are_the_whole_row(kernels:
         total += kernels.squares(gradient[:, part], offsets, grouped)
     for part in parts:
         weight, states = table(rule, values[:, part].contiguous())
-        own = gradient[:, part]
+        columns = gradient[:, part]
         update(
-            *(rule, kernels, weight, states, slots, offsets, own, LR), grouped=grouped, mean_square=total / 24
+            *(rule, kernels, weight, states, slots, offsets, columns, LR),
+            grouped=grouped,
+            mean_square=total / 24,
         )
         torch.testing.assert_close(weight, whole[0][:, part], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(states["sum"], whole[1]["sum"], rtol=1e-12, atol=1e-12)
@@ -223,13 +225,13 @@ def test_many_rows_go_some_after_others(name: str, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr("stretto.recommender.optim.updater._CHUNK_ROWS", at_once)
         got = trained(rule, Kernels(), values, steps)
         assert torch.equal(values_of(rule, got), values_of(rule, want))
-    given = torch.rand(len(slots.unique()), dtype=torch.float64)
+    means = torch.rand(len(slots.unique()), dtype=torch.float64)
     if rule.row_statistic:
         for at_once in (7, 1000):
             monkeypatch.setattr("stretto.recommender.optim.updater._CHUNK_ROWS", at_once)
             made = table(rule, values)
-            update(rule, Kernels(), *made, slots, offsets, steps[0][2], LR, mean_square=given)
-            assert torch.equal(made[1]["sum"][slots.unique()], given)
+            update(rule, Kernels(), *made, slots, offsets, steps[0][2], LR, mean_square=means)
+            assert torch.equal(made[1]["sum"][slots.unique()], means)
 
 
 def test_what_one_pass_does_not_know_goes_in_two() -> None:

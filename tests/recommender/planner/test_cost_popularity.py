@@ -27,16 +27,16 @@ def probabilities(rows: int, skew: float | None) -> np.ndarray:
     st.floats(0, 1),
 )
 def test_classes_against_every_id(rows: int, skew: float | None, lookups: float, parts: int, part: float):
-    p, found = probabilities(rows, skew), by_skew(rows, 1.0, skew)
-    assert sum(ids for ids, _ in found.classes) == rows
+    p, classes = probabilities(rows, skew), by_skew(rows, 1.0, skew)
+    assert sum(ids for ids, _ in classes.classes) == rows
     each = 1 - (1 - np.minimum(p, 1 - 1e-16)) ** lookups
-    assert found.unique(lookups) == pytest.approx(each.sum(), rel=2e-3, abs=1e-9)
+    assert classes.unique(lookups) == pytest.approx(each.sum(), rel=2e-3, abs=1e-9)
     cached = int(part * rows)
     # a class that is cut goes by its mean, and its ends are 5% of ids and 10% of probability apart
-    assert found.unique(lookups, cached) == pytest.approx(each[cached:].sum(), rel=5e-2, abs=0.1)
-    assert found.top(cached) == pytest.approx(p[:cached].sum(), rel=5e-3, abs=1e-9)
-    assert found.busiest(parts) == pytest.approx(p[::parts].sum(), rel=2e-2)
-    assert found.busiest(parts, block=True) == pytest.approx(p[: -(-rows // parts)].sum(), rel=5e-3)
+    assert classes.unique(lookups, cached) == pytest.approx(each[cached:].sum(), rel=5e-2, abs=0.1)
+    assert classes.top(cached) == pytest.approx(p[:cached].sum(), rel=5e-3, abs=1e-9)
+    assert classes.busiest(parts) == pytest.approx(p[::parts].sum(), rel=2e-2)
+    assert classes.busiest(parts, block=True) == pytest.approx(p[: -(-rows // parts)].sum(), rel=5e-3)
 
 
 def test_unique_against_draws():
@@ -48,23 +48,23 @@ def test_unique_against_draws():
 
 def test_modulo_spreads_what_blocks_pile_up():
     """p(k) ~ 1/k of a million ids over 8 ranks: 85% on the first block, 18% at most where ids go modulo."""
-    found = by_skew(10**6, 1.0, 1.0)
-    assert found.busiest(8, block=True) == pytest.approx(0.855, abs=0.005)
-    assert found.busiest(8) == pytest.approx(0.1755, abs=0.001)
+    zipf = by_skew(10**6, 1.0, 1.0)
+    assert zipf.busiest(8, block=True) == pytest.approx(0.855, abs=0.005)
+    assert zipf.busiest(8) == pytest.approx(0.1755, abs=0.001)
 
 
 def test_measured_buckets_are_as_the_ids_they_stand_for():
     p = probabilities(1000, 0.9)
     ends = [0, 1, 2, 10, 11, 200, 1000]
     buckets = [(b - a, float(p[a:b].sum())) for a, b in pairwise(ends)]
-    found = measured(1200, 2.5, list(reversed(buckets)))
+    bucketed = measured(1200, 2.5, list(reversed(buckets)))
     flat = np.concatenate([np.full(n, share / n) for n, share in buckets])
-    assert found.unique(500) == pytest.approx((1 - (1 - flat) ** 500).sum())
-    assert found.busiest(3) == pytest.approx(flat[::3].sum(), rel=0.01)
-    assert found.top(11) == pytest.approx(flat[:11].sum())
-    assert (found.hot, found.source) == (2.5, "measured")
+    assert bucketed.unique(500) == pytest.approx((1 - (1 - flat) ** 500).sum())
+    assert bucketed.busiest(3) == pytest.approx(flat[::3].sum(), rel=0.01)
+    assert bucketed.top(11) == pytest.approx(flat[:11].sum())
+    assert (bucketed.hot, bucketed.source) == (2.5, "measured")
     table = TableSpec(name="a", rows=1200, dim=4, skew=3.0)
-    assert popularity_of(table, found) is found
+    assert popularity_of(table, bucketed) is bucketed
     assert popularity_of(table).source == "skew 3"
 
 

@@ -148,7 +148,7 @@ SEED = (
 
 
 def test_the_113b_model_comes_out_as_measured():
-    shape, found = dlrm_preset("dlrm-113b"), list[float]()
+    shape, rates = dlrm_preset("dlrm-113b"), list[float]()
     for cluster, ranks, program, precision, wire, measured in SEED:
         job = table_job(
             *(table_specs(shape), find_cluster(cluster), ranks, 65536),
@@ -160,10 +160,10 @@ def test_the_113b_model_comes_out_as_measured():
             places=["device", "cpu"],
         )
         plan = place_tables(job, ("table", "column"))
-        found.append(plan.samples_per_s)
+        rates.append(plan.samples_per_s)
         assert plan.samples_per_s == pytest.approx(measured, rel=0.35)
         assert (ranks == 1 and cluster == "dgx-a100") == (plan.ranks[0].host > 0)  # 421 GiB are no 80
-    assert found[0] < found[1] < found[2]
+    assert rates[0] < rates[1] < rates[2]
 
 
 def test_programs_by_name():

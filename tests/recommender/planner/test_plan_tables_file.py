@@ -53,14 +53,14 @@ e: {split: data, ranks: all}
 f: {split: row, ranks: all from 10}
 g: {split: row, ranks: node 1 from 8}
 """
-    found = read_placements(yaml.safe_load(text), WORLD, NODE)
-    assert found["a"].ranks == tuple(range(WORLD))
-    assert found["b"].ranks == (10, 11)
-    assert found["c"] == TablePlacement("table", (3,), "disk", 1.0)
-    assert found["f"].ranks == (10, 11, *range(10))
-    assert found["g"].ranks == (8, 9, 5, 6, 7)
-    assert "f: {split: row, ranks: all from 10}" in placements_to_yaml(found, WORLD, NODE)
-    assert found["d"] == found["e"] == TablePlacement("data")
+    placements = read_placements(yaml.safe_load(text), WORLD, NODE)
+    assert placements["a"].ranks == tuple(range(WORLD))
+    assert placements["b"].ranks == (10, 11)
+    assert placements["c"] == TablePlacement("table", (3,), "disk", 1.0)
+    assert placements["f"].ranks == (10, 11, *range(10))
+    assert placements["g"].ranks == (8, 9, 5, 6, 7)
+    assert "f: {split: row, ranks: all from 10}" in placements_to_yaml(placements, WORLD, NODE)
+    assert placements["d"] == placements["e"] == TablePlacement("data")
 
 
 @pytest.mark.parametrize(
@@ -106,19 +106,19 @@ def test_all_tables_alike(sizes: list[tuple[int, int, float]], world: int, node:
     tables = [
         TableSpec(name=f"t{i}", rows=rows, dim=dim, hot=hot) for i, (rows, dim, hot) in enumerate(sizes)
     ]
-    found = uniform(tables=tables, split=split, world=world, ranks_per_node=node, place="cpu", cache=0.5)
-    check_placements(tables, found, world)
-    assert list(found) == [table.name for table in tables]
+    placements = uniform(tables=tables, split=split, world=world, ranks_per_node=node, place="cpu", cache=0.5)
+    check_placements(tables, placements, world)
+    assert list(placements) == [table.name for table in tables]
     load = [0.0] * world
     for table in tables:
-        given = found[table.name]
-        assert (given.place, given.cache) == ("cpu", 0.5)
-        for rank in given.ranks:
-            load[rank] += traffic(table) / len(given.ranks)
+        placement = placements[table.name]
+        assert (placement.place, placement.cache) == ("cpu", 0.5)
+        for rank in placement.ranks:
+            load[rank] += traffic(table) / len(placement.ranks)
         if split == "column":
-            assert table.dim % len(given.ranks) == 0
+            assert table.dim % len(placement.ranks) == 0
         if split == "table-row":
-            assert len({rank // (node or world) for rank in given.ranks}) == 1
+            assert len({rank // (node or world) for rank in placement.ranks}) == 1
     if split == "table":  # what any list gives (Graham 1966), so the sorted one too
         longest = max(traffic(table) for table in tables)
         assert max(load) <= sum(load) / world + (1 - 1 / world) * longest + 1e-6

@@ -43,8 +43,8 @@ def optimum(job: TableJob) -> float:
     ranks, local, best = job.work.ranks, job.work.local, float("inf")
     choices = list[list[tuple[Option, tuple[int, ...]]]]()
     for table, popularity in zip(job.tables, job.popularity, strict=True):
-        found = options_of(table, popularity, job.work, job.places)
-        choices.append([(option, where) for option in found for where in ways(option, ranks, local)])
+        options = options_of(table, popularity, job.work, job.places)
+        choices.append([(option, where) for option in options for where in ways(option, ranks, local)])
     balance = job.balance()
 
     def visit(i: int) -> None:
@@ -124,36 +124,36 @@ def moved_together() -> TableJob:
 def test_within_a_tenth_of_the_optimum(job: TableJob):
     best = optimum(job)
     try:
-        found = place_tables(job)
+        placed = place_tables(job)
     except StrettoError:
         assert best == float("inf")
         return
-    assert not found.over
-    check_placements(job.tables, found.placements, job.work.ranks)
-    assert best * (1 - 1e-9) <= found.seconds
-    assert found.seconds <= 1.1 * best
-    again = price_tables(job, found.placements)
-    assert again.seconds == pytest.approx(found.seconds, rel=1e-9)
-    assert again.ranks == found.ranks
+    assert not placed.over
+    check_placements(job.tables, placed.placements, job.work.ranks)
+    assert best * (1 - 1e-9) <= placed.seconds
+    assert placed.seconds <= 1.1 * best
+    again = price_tables(job, placed.placements)
+    assert again.seconds == pytest.approx(placed.seconds, rel=1e-9)
+    assert again.ranks == placed.ranks
 
 
 def test_parts_add_up_and_a_plan_beats_all_tables_alike():
     shape = dlrm_preset("dlrm-dcnv2")
     tables = table_specs(shape)
     job = table_job(tables, A100, 8, 65536, network=network_of(shape))
-    found = place_tables(job)
-    assert sum(found.step.parts.values()) == pytest.approx(found.seconds)
-    assert found.samples_per_s == pytest.approx(65536 / found.seconds)
-    kept = sum(load.device for load in found.ranks)
+    placed = place_tables(job)
+    assert sum(placed.step.parts.values()) == pytest.approx(placed.seconds)
+    assert placed.samples_per_s == pytest.approx(65536 / placed.seconds)
+    kept = sum(load.device for load in placed.ranks)
     whole = 0.0
     for table in tables:
-        given = found.placements[table.name]
-        statistics = len(given.ranks) if given.split == "column" else 1  # each run of columns has one
-        whole += table.rows * (table.dim * 4 + 4 * statistics) * (8 if given.split == "data" else 1)
+        placement = placed.placements[table.name]
+        statistics = len(placement.ranks) if placement.split == "column" else 1  # each run of columns has one
+        whole += table.rows * (table.dim * 4 + 4 * statistics) * (8 if placement.split == "data" else 1)
     assert kept == pytest.approx(whole, rel=1e-6)
     for split in UNIFORM:
         alike = price_tables(job, uniform(tables, split, 8))
-        assert alike.over or alike.seconds >= found.seconds * (1 - 1e-9)
+        assert alike.over or alike.seconds >= placed.seconds * (1 - 1e-9)
     assert price_tables(job, uniform(tables, "data", 8)).over
 
 
@@ -171,12 +171,12 @@ def test_what_does_not_fit_goes_to_the_host_then_to_files_then_is_refused():
             )
         )
 
-    assert {given.place for given in plan(GIB, 0, 0).placements.values()} == {"device"}
-    found = plan(0.2 * GIB, GIB, 0)
-    assert (found.placements["small"].place, found.placements["vast"].place) == ("device", "cpu")
-    found = plan(0.15 * GIB, 0.05 * GIB, 2 * GIB)
-    assert found.placements["vast"].place == "disk"
-    assert found.step.parts["fetch"] > 0 or found.ranks[0].fetch > 0
+    assert {placement.place for placement in plan(GIB, 0, 0).placements.values()} == {"device"}
+    placed = plan(0.2 * GIB, GIB, 0)
+    assert (placed.placements["small"].place, placed.placements["vast"].place) == ("device", "cpu")
+    placed = plan(0.15 * GIB, 0.05 * GIB, 2 * GIB)
+    assert placed.placements["vast"].place == "disk"
+    assert placed.step.parts["fetch"] > 0 or placed.ranks[0].fetch > 0
     with pytest.raises(StrettoError) as error:
         plan(0.1 * GIB, 0.1 * GIB, 0.1 * GIB)
     assert "table vast (16,777,216 rows of 16, 1 GiB" in error.value.message
@@ -191,12 +191,12 @@ def test_what_cannot_be_split_or_moved_is_whole_on_a_device():
         TableSpec(name="grows", rows=1000, dim=8, ids="hash"),
         TableSpec(name="a", rows=10**6, dim=8),
     ]
-    found = place_tables(table_job(tables, A100, 2, 64, places=["cpu"]), ["row"]).placements
-    assert (found["one"].split, found["one"].place) == ("table", "cpu")
-    assert (found["grows"].split, found["grows"].place) == ("row", "device")
-    assert (found["a"].split, found["a"].place) == ("row", "cpu")
+    placements = place_tables(table_job(tables, A100, 2, 64, places=["cpu"]), ["row"]).placements
+    assert (placements["one"].split, placements["one"].place) == ("table", "cpu")
+    assert (placements["grows"].split, placements["grows"].place) == ("row", "device")
+    assert (placements["a"].split, placements["a"].place) == ("row", "cpu")
     alone = place_tables(table_job(tables, A100, 1, 64), ["row"]).placements
-    assert {given.split for given in alone.values()} == {"table"}
+    assert {placement.split for placement in alone.values()} == {"table"}
 
 
 def test_popularity_that_was_measured_counts():
@@ -208,14 +208,14 @@ def test_popularity_that_was_measured_counts():
     alike = place_tables(table_job(tables, A100, 4, 8192))
     popular = place_tables(table_job(tables, A100, 4, 8192, popularity={"a": few, "b": few}))
     assert popular.seconds < alike.seconds
-    assert {given.split for given in popular.placements.values()} == {"data"}
+    assert {placement.split for placement in popular.placements.values()} == {"data"}
 
 
 @pytest.mark.parametrize("ranks", [3, 5])
 def test_ranks_that_fill_no_node(ranks: int):
     tables = [TableSpec(name=f"t{i}", rows=10**5, dim=32, hot=4.0) for i in range(7)]
-    found = place_tables(table_job(tables, A100, ranks, 1000, ranks_per_node=2))
-    check_placements(tables, found.placements, ranks)
+    placed = place_tables(table_job(tables, A100, ranks, 1000, ranks_per_node=2))
+    check_placements(tables, placed.placements, ranks)
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
@@ -226,10 +226,10 @@ def test_many_tables_on_128_ranks_in_seconds(count: int):
     ]
     start = time.process_time()
     job = table_job(tables, A100, 128, 65536)
-    found = place_tables(job)
+    placed = place_tables(job)
     assert time.process_time() - start < 15
     for split in UNIFORM:
-        assert found.seconds <= price_tables(job, uniform(tables, split, 128, 8)).seconds * (1 + 1e-9)
+        assert placed.seconds <= price_tables(job, uniform(tables, split, 128, 8)).seconds * (1 + 1e-9)
 
 
 def test_what_is_no_job():

@@ -57,13 +57,13 @@ def _update(store: RowStore, fetched: Fetched, rows: Tensor, step: int) -> Tenso
     slots = fetched.slots()
     looked = store.weight[slots]
     each, where = torch.unique(rows, return_inverse=True)
-    own = torch.empty_like(each)
-    own[where] = slots
-    store.weight[own] += (each + step).float()[:, None]
-    store.states["sum"][own] += step
-    store.states["moment"][own] = store.states["moment"][own] / 2 + store.weight[own]
-    store.states["low"][own] += step % 7
-    store.states["updates"][own] += 1
+    ordered = torch.empty_like(each)
+    ordered[where] = slots
+    store.weight[ordered] += (each + step).float()[:, None]
+    store.states["sum"][ordered] += step
+    store.states["moment"][ordered] = store.states["moment"][ordered] / 2 + store.weight[ordered]
+    store.states["low"][ordered] += step % 7
+    store.states["updates"][ordered] += 1
     return looked
 
 
@@ -88,15 +88,15 @@ def test_any_sequence_is_as_in_memory(data: st.DataObject) -> None:
             store.write(0, begin)
         ahead = None
         for step, ids in enumerate(batches):
-            own = torch.tensor(ids, dtype=torch.int64)
-            now = ahead or (here.fetch(own), away.fetch(own))
+            taken = torch.tensor(ids, dtype=torch.int64)
+            now = ahead or (here.fetch(taken), away.fetch(taken))
             ahead = None
             if step + 1 < len(batches) and data.draw(st.booleans()):
                 following = torch.tensor(batches[step + 1], dtype=torch.int64)
                 ahead = here.fetch(following), away.fetch(following)
                 if data.draw(st.booleans()):
                     ahead[1].slots()
-            assert torch.equal(_update(here, now[0], own, step), _update(away, now[1], own, step))
+            assert torch.equal(_update(here, now[0], taken, step), _update(away, now[1], taken, step))
             here.release(now[0])
             away.release(now[1])
             if ahead is None and data.draw(st.booleans()):
@@ -119,10 +119,10 @@ def test_heavy_eviction_with_two_batches_in_flight(place: Place, compiled: bool)
         here = DeviceStore(rows, 5, torch.float32, STATES)
         batches = [torch.randint(0, rows, (90,), generator=generator) for _ in range(60)]
         ahead = here.fetch(batches[0]), away.fetch(batches[0])
-        for step, own in enumerate(batches):
+        for step, batch in enumerate(batches):
             now, following = ahead, batches[(step + 1) % len(batches)]
             ahead = here.fetch(following), away.fetch(following)
-            assert torch.equal(_update(here, now[0], own, step), _update(away, now[1], own, step))
+            assert torch.equal(_update(here, now[0], batch, step), _update(away, now[1], batch, step))
             here.release(now[0])
             away.release(now[1])
         away.release(ahead[1])
@@ -136,7 +136,7 @@ def test_a_cache_too_small_grows_and_says_so_once() -> None:
         assert store.slots == 2
         weight = store.weight
         store.write(0, {"weight": torch.arange(100.0)[:, None].expand(100, 3)})
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for first in (0, 30, 60):
                 one, two = store.fetch(torch.arange(first, first + 20)), store.fetch(torch.arange(80, 100))
@@ -144,7 +144,7 @@ def test_a_cache_too_small_grows_and_says_so_once() -> None:
                 assert store.weight[two.slots()][:, 0].tolist() == list(range(80, 100))
                 store.release(two)
                 store.release(one)
-        assert [str(one.message)[:39] for one in told] == ["a cache of 2 of 100 rows is too small f"]
+        assert [str(one.message)[:39] for one in caught] == ["a cache of 2 of 100 rows is too small f"]
         assert store.slots == 40
         assert store.weight is weight  # who keeps the tensor, keeps the right one
         assert store.states["low"].shape == (40, 3)
@@ -174,8 +174,8 @@ def test_popular_rows_stay() -> None:
     for step in range(300):
         if step == 150:
             slots.requested = slots.fetched = 0
-        own = names[popularity.multinomial(200, True, generator=generator)].numpy()
-        slots.assign(own, *slots.begin_batch(own)[:2])
+        batch = names[popularity.multinomial(200, True, generator=generator)].numpy()
+        slots.assign(batch, *slots.begin_batch(batch)[:2])
         slots.release(slots.batch)
     assert best - 0.03 < 1 - slots.fetched / slots.requested < best + 0.05
 
@@ -230,9 +230,9 @@ def test_the_way_of_another_device_is_the_same(monkeypatch: pytest.MonkeyPatch) 
     with _store("cpu", rows) as away:
         here = DeviceStore(rows, 3, torch.float32, STATES)
         for step in range(30):
-            own = torch.randint(0, rows, (25,), generator=generator)
-            now = here.fetch(own), away.fetch(own)
-            assert torch.equal(_update(here, now[0], own, step), _update(away, now[1], own, step))
+            batch = torch.randint(0, rows, (25,), generator=generator)
+            now = here.fetch(batch), away.fetch(batch)
+            assert torch.equal(_update(here, now[0], batch, step), _update(away, now[1], batch, step))
             away.release(now[1])
         _same(here, away)
 

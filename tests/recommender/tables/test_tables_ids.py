@@ -48,8 +48,8 @@ def test_the_gradient_of_a_product() -> None:
     rows = [torch.randn(7, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     gradient = torch.randn(7, 3, dtype=torch.float64)
     expected = torch.autograd.grad(combine(*rows), rows, gradient)
-    found = combine_backward(gradient, *(each.detach() for each in rows))
-    for one, other in zip(found, expected, strict=True):
+    gradients = combine_backward(gradient, *(each.detach() for each in rows))
+    for one, other in zip(gradients, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 

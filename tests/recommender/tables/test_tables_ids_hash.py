@@ -59,12 +59,12 @@ def test_as_a_dict_with_the_same_rules(compiled: bool, spec: TableSpec, stream: 
         map_.evict(step)
         plain.evict(step)
         taken = {one: row for one, row in taken.items() if one in plain.known}
-        found = map_.rows(tensor(batch), step)
-        assert found.fresh_ids.tolist() == plain.see(batch, step)
+        answer = map_.rows(tensor(batch), step)
+        assert answer.fresh_ids.tolist() == plain.see(batch, step)
         smallest = iter(row for row in range(100) if row not in taken.values())
-        assert found.fresh_rows.tolist() == [next(smallest) for _ in found.fresh_rows]
-        taken |= dict(zip(found.fresh_ids.tolist(), found.fresh_rows.tolist(), strict=True))
-        assert found.rows.tolist() == [taken.get(one, -1) for one in batch]
+        assert answer.fresh_rows.tolist() == [next(smallest) for _ in answer.fresh_rows]
+        taken |= dict(zip(answer.fresh_ids.tolist(), answer.fresh_rows.tolist(), strict=True))
+        assert answer.rows.tolist() == [taken.get(one, -1) for one in batch]
         assert entries(map_) == plain.entries()
         assert (map_.used, map_.waiting) == (len(taken), len(plain.known) - len(taken))
         assert map_.extent > max(taken.values(), default=-1)
@@ -96,11 +96,11 @@ def test_growing_loses_nobody(compiled: bool) -> None:
     ids = torch.cat((ids, torch.arange(5000)))
     for step, part in enumerate(ids.split(7000)):
         assert not len(map_.rows(part, step).fresh_ids)
-    found = map_.rows(ids, 9)
-    assert found.fresh_ids.tolist() == sorted(ids.tolist())
-    assert sorted(found.rows.tolist()) == list(range(25_000))
+    answer = map_.rows(ids, 9)
+    assert answer.fresh_ids.tolist() == sorted(ids.tolist())
+    assert sorted(answer.rows.tolist()) == list(range(25_000))
     assert (map_.used, map_.waiting, map_.extent) == (25_000, 0, 25_000)
-    assert map_.peek(ids).tolist() == found.rows.tolist()
+    assert map_.peek(ids).tolist() == answer.rows.tolist()
 
 
 def test_what_waits_is_forgotten_in_time() -> None:
@@ -132,9 +132,9 @@ def test_saved_shards_into_another_number(
             taken = loaded.load_state(map_.state(), part, after)
             pairs = zip(taken.old.tolist(), taken.new.tolist(), strict=True)
             moved |= {new: (number, old) for old, new in pairs}
-        own = [one for one in whole if owner(tensor([one]), after).item() == part]
-        assert entries(loaded) == {one: whole[one] for one in own}
-        for one in own:
+        local = [one for one in whole if owner(tensor([one]), after).item() == part]
+        assert entries(loaded) == {one: whole[one] for one in local}
+        for one in local:
             row = int(loaded.peek(tensor([one])))
             from_there = next(i for i, map_ in enumerate(saved) if one in entries(map_))
             if whole[one][2]:
@@ -155,21 +155,21 @@ def test_going_on_from_a_checkpoint_gives_out_the_same_rows() -> None:
         if step == 20:
             other = HashIds(spec, compiled=False)
             other.load_state(one.state())
-        found = list[list[int]]()
+        rows = list[list[int]]()
         for map_ in (one, other):
             map_.evict(step)
-            found.append(map_.rows(batch, step).rows.tolist())
-        assert found[0] == found[1]
+            rows.append(map_.rows(batch, step).rows.tolist())
+        assert rows[0] == rows[1]
 
 
 @given(st.lists(st.one_of(st.integers(0, 5), st.integers(0, 2**63 - 1)), min_size=1, max_size=40), st.data())
 def test_the_kth_smallest(values: list[int], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(values)))
-    found = kth_smallest(tensor(values), k, None)
+    smallest = kth_smallest(tensor(values), k, None)
     value = sorted(values)[k - 1]
-    assert found.value == value
-    assert found.below == sum(other < value for other in values)
-    assert found.equal == values.count(value)
+    assert smallest.value == value
+    assert smallest.below == sum(other < value for other in values)
+    assert smallest.equal == values.count(value)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=30), st.data())

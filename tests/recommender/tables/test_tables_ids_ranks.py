@@ -48,11 +48,11 @@ def new_store() -> GrowingStore:
 
 def step_of(map_: HashIds, store: GrowingStore, ids: torch.Tensor, step: int) -> None:
     """What an engine does, in short: each occurrence of an id with a row adds step + 1."""
-    found = map_.rows(ids, step)
+    answer = map_.rows(ids, step)
     store.grow(map_.extent)
-    begin = found.fresh_ids.double()[:, None] * torch.tensor([1.0, -1.0])
-    store.set(found.fresh_rows, {"weight": begin})
-    rows = found.rows[found.rows >= 0]
+    begin = answer.fresh_ids.double()[:, None] * torch.tensor([1.0, -1.0])
+    store.set(answer.fresh_rows, {"weight": begin})
+    rows = answer.rows[answer.rows >= 0]
     add = torch.full((len(rows), 2), step + 1.0, dtype=torch.float64)
     store.weight.index_add_(0, rows, add)
     store.states["seen"].index_add_(0, rows, add[:, 0])
@@ -61,7 +61,7 @@ def step_of(map_: HashIds, store: GrowingStore, ids: torch.Tensor, step: int) ->
 def rank_of_streams(parts: int) -> list[Any]:
     """Each rank below `parts` has a shard; the others only take part in what is decided."""
     rank, group = dist.get_rank(), dist.group.WORLD
-    found = list[Any]()
+    streams_held = list[Any]()
     for seed in range(STREAMS):
         map_, store = HashIds(spec_of(seed)), new_store()
         for step, batch in enumerate(stream_of(seed)):
@@ -69,8 +69,8 @@ def rank_of_streams(parts: int) -> list[Any]:
             ids = torch.tensor(batch, dtype=torch.int64)
             if rank < parts:
                 step_of(map_, store, ids[owner(ids, parts) == rank], step)
-        found.append((map_.state(), store.read(0, map_.extent)))
-    return found
+        streams_held.append((map_.state(), store.read(0, map_.extent)))
+    return streams_held
 
 
 def plain_after(seed: int) -> dict[int, tuple[float, float] | None]:
@@ -89,10 +89,10 @@ def plain_after(seed: int) -> dict[int, tuple[float, float] | None]:
 
 
 def values_of(state: dict[str, torch.Tensor], rows: dict[str, torch.Tensor]) -> dict[int, Any]:
-    own = zip(state["ids"].tolist(), state["rows"].tolist(), strict=True)
+    pairs = zip(state["ids"].tolist(), state["rows"].tolist(), strict=True)
     return {
         one: None if row < 0 else (rows["weight"][row, 0].item(), rows["seen"][row].item())
-        for one, row in own
+        for one, row in pairs
     }
 
 
@@ -133,8 +133,8 @@ def test_a_growing_store_keeps_its_rows() -> None:
         assert not store.read(before, rows)["weight"].any()
         store.set(fresh, {"weight": fresh[:, None].double().expand(-1, 2), "seen": fresh.double()})
         assert store.rows == rows <= store.capacity < max(2 * rows, 1025)
-    found = store.read(0, 5000)
-    assert found["weight"][:, 1].tolist() == found["seen"].tolist() == list(range(5000))
+    kept = store.read(0, 5000)
+    assert kept["weight"][:, 1].tolist() == kept["seen"].tolist() == list(range(5000))
     store.set(torch.tensor([7]), {"weight": torch.ones(1, 2)})  # another id's row: its state is gone
     assert store.read(7, 8)["seen"].tolist() == [0.0]
     store.grow(10)

@@ -52,13 +52,13 @@ def looked_up(case: Case) -> Tensor:
 
 def gradients(case: Case) -> dict[int, Tensor]:
     """Of each row that was looked up, what the sums' gradient makes of it."""
-    found = dict[int, Tensor]()
+    by_row = dict[int, Tensor]()
     for bag in range(len(case.offsets) - 1):
         for k in range(int(case.offsets[bag]), int(case.offsets[bag + 1])):
-            own = case.gradient[bag] * (1.0 if case.scale is None else case.scale[k])
+            scaled = case.gradient[bag] * (1.0 if case.scale is None else case.scale[k])
             row = int(case.rows[k])
-            found[row] = found[row] + own if row in found else own
-    return found
+            by_row[row] = by_row[row] + scaled if row in by_row else scaled
+    return by_row
 
 
 @pytest.mark.parametrize("choice", CHOICES)
@@ -95,8 +95,8 @@ def test_the_gradient_of_a_row_is_the_sum_over_its_lookups(choice: str, case: Ca
     grouped = kernels.group(case.rows)
     assert grouped.rows.tolist() == sorted(want)
     for i, row in enumerate(sorted(want)):
-        own = grouped.order[grouped.starts[i] : grouped.starts[i + 1]].tolist()
-        assert own == [k for k, other in enumerate(case.rows.tolist()) if other == row]
+        lookups = grouped.order[grouped.starts[i] : grouped.starts[i + 1]].tolist()
+        assert lookups == [k for k, other in enumerate(case.rows.tolist()) if other == row]
     assert grouped.starts[-1] == len(case.rows)
     got = kernels.segment_sum(case.gradient, case.offsets, grouped, case.scale)
     assert got.shape == (len(want), case.weight.shape[1])
@@ -142,13 +142,13 @@ def test_results_do_not_depend_on_threads() -> None:
     weight = torch.randn(5000, 12, dtype=torch.float64)
     rows, offsets = torch.randint(0, 5000, (30000,)), torch.arange(0, 30001, 3)
     gradient, kernels = torch.randn(10000, 12, dtype=torch.float64), CompiledKernels()
-    found = list[list[Tensor]]()
+    results = list[list[Tensor]]()
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             grouped = kernels.group(rows)
-            found.append(
+            results.append(
                 [
                     kernels.lookup(weight, rows, offsets),
                     kernels.segment_sum(gradient, offsets, grouped),
@@ -159,8 +159,8 @@ def test_results_do_not_depend_on_threads() -> None:
                 kernels.lookup(weight, rows.clone().index_fill_(0, torch.tensor([29999]), 5000), offsets)
     finally:
         torch.set_num_threads(before)
-    for other in found[1:]:
-        assert all(map(torch.equal, found[0], other))
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
 
 
 def test_what_a_device_and_a_type_get(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,14 +35,14 @@ def bags(draw: Any) -> Bags:
     )
 
 
-def direct(weight: Tensor, own: Bags) -> Tensor:
+def direct(weight: Tensor, bags: Bags) -> Tensor:
     """The sums, by a loop."""
     rows, at = list[Tensor](), 0
-    for length in own.lengths.tolist():
+    for length in bags.lengths.tolist():
         total = torch.zeros(DIM, dtype=torch.float64)
         for i in range(at, at + length):
-            factor = 1.0 if own.scale is None else own.scale[i]
-            total = total + factor * weight[own.ids[i]]
+            factor = 1.0 if bags.scale is None else bags.scale[i]
+            total = total + factor * weight[bags.ids[i]]
         at += length
         rows.append(total)
     return torch.stack(rows) if rows else torch.zeros(0, DIM, dtype=torch.float64)
@@ -53,8 +53,10 @@ def answered(plan: LookupPlan, weight: Tensor, by_rows: bool) -> list[Tensor]:
     parts = len(plan.parts)
     answers = list[Tensor]()
     for part, plan_of in enumerate(plan.parts):
-        own = weight[part::parts] if by_rows else weight[:, _columns(part, parts)]
-        answers.append(Kernels().lookup(own.contiguous(), plan_of.ids, plan_of.offsets, plan_of.scale))
+        part_weight = weight[part::parts] if by_rows else weight[:, _columns(part, parts)]
+        answers.append(
+            Kernels().lookup(part_weight.contiguous(), plan_of.ids, plan_of.offsets, plan_of.scale)
+        )
     return answers
 
 
@@ -70,18 +72,18 @@ def _columns(part: int, parts: int) -> slice:
     st.sampled_from(KERNELS),
 )
 def test_answers_and_gradients_are_those_of_the_whole_table(
-    own: Bags, parts: int, by_rows: bool, how: str, kernels: Kernels
+    batch: Bags, parts: int, by_rows: bool, how: str, kernels: Kernels
 ) -> None:
     weight = torch.randn(ROWS, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     weight.requires_grad_()
     if how == "samples":
-        plan = plan_pooled(own, parts, by_rows, False, kernels)
+        plan = plan_pooled(batch, parts, by_rows, False, kernels)
     else:
-        plan = plan_rows(own, parts, by_rows, how == "once", kernels)
+        plan = plan_rows(batch, parts, by_rows, how == "once", kernels)
     answers = answered(plan, weight.detach(), by_rows)
     gathered = plan.gather(answers)
     pooled = plan.pool(gathered, kernels)
-    expected = direct(weight, own)
+    expected = direct(weight, batch)
     torch.testing.assert_close(pooled, expected.detach(), rtol=1e-13, atol=1e-13)
 
     given_back = torch.randn(pooled.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -91,27 +93,27 @@ def test_answers_and_gradients_are_those_of_the_whole_table(
         plan.unpool(given_back, kernels),
         [one.stop - one.start for one in widths],
     )
-    found = torch.zeros(ROWS, DIM, dtype=torch.float64)
+    gradients = torch.zeros(ROWS, DIM, dtype=torch.float64)
     for part, (plan_of, gradient) in enumerate(zip(plan.parts, spread, strict=True)):
-        view = found[part::parts] if by_rows else found[:, widths[part]]
+        view = gradients[part::parts] if by_rows else gradients[:, widths[part]]
         grouped = Kernels().group(plan_of.ids)
         view[grouped.rows] += Kernels().segment_sum(gradient, plan_of.offsets, grouped, plan_of.scale)
-    wanted = torch.zeros_like(found) if weight.grad is None else weight.grad
-    torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
+    wanted = torch.zeros_like(gradients) if weight.grad is None else weight.grad
+    torch.testing.assert_close(gradients, wanted, rtol=1e-13, atol=1e-13)
 
 
 def test_each_row_is_asked_for_once() -> None:
     ids = torch.tensor([5, 1, 5, 5, 2, 1])
-    own = Bags(ids=ids, samples=6, hot=1, lengths=torch.ones(6, dtype=torch.int64))
-    plan = plan_rows(own, 2, True, True, KERNELS[0])
+    bags = Bags(ids=ids, samples=6, hot=1, lengths=torch.ones(6, dtype=torch.int64))
+    plan = plan_rows(bags, 2, True, True, KERNELS[0])
     assert [part.ids.tolist() for part in plan.parts] == [[1], [0, 2]]  # 2 of the even; 1 and 5 of the odd
     assert plan.unique_rows == 3
 
 
 def test_ids_of_a_hash_table_go_to_their_owner_as_they_are() -> None:
     ids = torch.tensor([10**15 + 7, 3, 3, 10**18])
-    own = Bags(ids=ids, samples=2, hot=2, lengths=torch.tensor([2, 2]))
-    plan = plan_pooled(own, 3, True, True, KERNELS[0])
+    bags = Bags(ids=ids, samples=2, hot=2, lengths=torch.tensor([2, 2]))
+    plan = plan_pooled(bags, 3, True, True, KERNELS[0])
     for part, plan_of in enumerate(plan.parts):
         assert plan_of.ids.tolist() == ids[owner(ids, 3) == part].tolist()
 
@@ -119,8 +121,8 @@ def test_ids_of_a_hash_table_go_to_their_owner_as_they_are() -> None:
 def test_what_is_smaller_is_asked_for() -> None:
     def plan_of(ids: Tensor, hot: int, parts: int, by_rows: bool) -> LookupPlan:
         samples = len(ids) // hot
-        own = Bags(ids=ids, samples=samples, hot=hot, lengths=torch.full((samples,), hot))
-        return LookupPlanner(1).plan(0, own, parts, by_rows, False, KERNELS[0])
+        bags = Bags(ids=ids, samples=samples, hot=hot, lengths=torch.full((samples,), hot))
+        return LookupPlanner(1).plan(0, bags, parts, by_rows, False, KERNELS[0])
 
     many, few = torch.arange(64), torch.arange(64) % 3
     assert plan_of(many, 1, 1, False).inverse is None  # as many rows as samples

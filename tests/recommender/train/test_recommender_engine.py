@@ -53,9 +53,9 @@ def test_ranks_compute_what_one_process_does(ranks: int) -> None:
     by_rank = on_ranks(ranks, run_all, list(named.values()))
     wrong = dict[str, float]()
     for number, name in enumerate(named):
-        found = difference([alone[number]], [outcomes[number] for outcomes in by_rank])
-        if not found <= CLOSE:
-            wrong[name] = found
+        error = difference([alone[number]], [outcomes[number] for outcomes in by_rank])
+        if not error <= CLOSE:
+            wrong[name] = error
     assert not wrong
 
 
@@ -113,8 +113,8 @@ def test_16_bits_on_the_wire_are_near_and_not_the_same() -> None:
     exact = Job("sgd", MIX, dtype="float32", hot=(3, 1, 4, 2, 8))
     narrow = replace(exact, wire="bfloat16")
     both = on_ranks(2, run_all, [exact, narrow])
-    found = difference([outcomes[0] for outcomes in both], [outcomes[1] for outcomes in both])
-    assert 1e-6 < found < 5e-2  # 8 bits, in three steps of a large rate
+    error = difference([outcomes[0] for outcomes in both], [outcomes[1] for outcomes in both])
+    assert 1e-6 < error < 5e-2  # 8 bits, in three steps of a large rate
 
 
 def test_a_growing_table_is_on_the_device_or_refused() -> None:

@@ -158,13 +158,13 @@ class Constant:
 def test_an_evaluation_knows_the_best_on_its_very_samples(tmp_path: Path) -> None:
     config = config_of(tmp_path, "eval.batches=1000", "batch.global_size=7")
     data = prepare_clicks(config)
-    found = Evaluation(config, data, cast("Recommender", Constant())).run(5)
+    record = Evaluation(config, data, cast("Recommender", Constant())).run(5)
     best = SyntheticClicks(spec_of(config, data.tables), "valid").best()
-    assert (found.step, found.samples, found.auc) == (5, 200, 0.5)
-    assert (found.best_entropy, found.best_auc) == (pytest.approx(best.entropy), best.auc)
+    assert (record.step, record.samples, record.auc) == (5, 200, 0.5)
+    assert (record.best_entropy, record.best_auc) == (pytest.approx(best.entropy), best.auc)
     p = 1 / (1 + math.e)
-    rate = found.positives / 200
-    assert found.logloss == pytest.approx(-rate * math.log(p) - (1 - rate) * math.log(1 - p))
+    rate = record.positives / 200
+    assert record.logloss == pytest.approx(-rate * math.log(p) - (1 - rate) * math.log(1 - p))
     fewer = config_of(tmp_path, "eval.batches=3", "batch.global_size=7")
     assert Evaluation(fewer, data, cast("Recommender", Constant())).run(0).samples == 21
 
@@ -175,10 +175,10 @@ def test_a_folder_of_synthetic_clicks_says_the_best_where_all_of_it_is_seen(tmp_
     )
     write(spec, tmp_path / "clicks")
     words = ["model.tables=null", f"data.source={tmp_path / 'clicks'}", "batch.global_size=10"]
-    for batches, told in ((4, SyntheticClicks(spec, "valid").best().entropy), (3, None)):
+    for batches, expected in ((4, SyntheticClicks(spec, "valid").best().entropy), (3, None)):
         config = config_of(tmp_path, *words, f"eval.batches={batches}")
         data = prepare_clicks(config)
-        assert Evaluation(config, data, cast("Recommender", Constant())).run(1).best_entropy == told
+        assert Evaluation(config, data, cast("Recommender", Constant())).run(1).best_entropy == expected
 
 
 def test_the_plan_places_every_table_and_its_file_is_taken_back(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_records_are_told_in_a_line() -> None:
         "step 10/300 | epoch 0.42 | loss 0.5000 | grad_norm 1.250 | lr 1.0e-03 | tables 2.0e-02 | "
         "samples/s 81234"
     )
-    found = ClickEval(
+    record = ClickEval(
         step=10,
         auc=0.75,
         logloss=0.48,
@@ -241,10 +241,10 @@ def test_records_are_told_in_a_line() -> None:
         best_logloss=0.4,
         best_entropy=0.8,
     )
-    assert found.gap == pytest.approx(0.0625)
+    assert record.gap == pytest.approx(0.0625)
     best = "(best possible 0.8000, 6.2% above it)"
-    told = f"eval 10/300 | AUC 0.7500 | logloss 0.4800 | entropy 0.8500 {best} | calibration 1.010"
-    assert eval_line(found, 300) == told
+    line = f"eval 10/300 | AUC 0.7500 | logloss 0.4800 | entropy 0.8500 {best} | calibration 1.010"
+    assert eval_line(record, 300) == line
     nothing = ClickEval(
         step=1, auc=None, logloss=0.1, entropy=None, calibration=None, samples=3, positives=0, seconds=0.1
     )

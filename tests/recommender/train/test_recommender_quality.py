@@ -30,10 +30,10 @@ def by_pairs(logits: list[float], labels: list[bool]) -> Fraction | None:
 
 
 def quality(logits: Tensor, labels: Tensor, distinct: int = 1 << 20, each: int = 7) -> QualityResult:
-    found = Quality(distinct)
+    measure = Quality(distinct)
     for start in range(0, len(logits), each):
-        found.add(logits[start : start + each], labels[start : start + each])
-    return found.result()
+        measure.add(logits[start : start + each], labels[start : start + each])
+    return measure.result()
 
 
 def drawn(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -47,20 +47,20 @@ def drawn(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 def test_the_area_counts_pairs_and_ties_by_half(samples: list[tuple[int, bool]]):
     logits, labels = [value / 2 for value, _ in samples], [label for _, label in samples]
     expected = by_pairs(logits, labels)
-    found = quality(torch.tensor(logits), torch.tensor(labels))
-    assert found.auc == (None if expected is None else float(expected))
-    assert found.auc_error == 0
-    assert (found.samples, found.positives) == (len(samples), sum(labels))
+    result = quality(torch.tensor(logits), torch.tensor(labels))
+    assert result.auc == (None if expected is None else float(expected))
+    assert result.auc_error == 0
+    assert (result.samples, result.positives) == (len(samples), sum(labels))
 
 
 @given(SAMPLES, st.integers(2, 5))
 def test_few_bins_are_off_by_no_more_than_they_say(samples: list[tuple[int, bool]], distinct: int):
     logits, labels = [math.pi * value for value, _ in samples], [label for _, label in samples]
     expected = by_pairs(logits, labels)
-    found = quality(torch.tensor(logits), torch.tensor(labels), distinct)
-    if expected is not None and found.auc is not None:
-        assert abs(found.auc - expected) <= found.auc_error + 1e-15
-        assert (found.auc_error > 0) <= (len(set(logits)) > distinct)
+    result = quality(torch.tensor(logits), torch.tensor(labels), distinct)
+    if expected is not None and result.auc is not None:
+        assert abs(result.auc - expected) <= result.auc_error + 1e-15
+        assert (result.auc_error > 0) <= (len(set(logits)) > distinct)
 
 
 @given(SAMPLES, st.permutations(range(40)), st.integers(2, 8))
@@ -71,30 +71,30 @@ def test_the_order_of_samples_changes_no_bit_of_the_area(
     areas = set[tuple[float | None, float]]()
     for given_, each in ((samples, 1), (samples, 40), (shuffled, 3)):
         logits = torch.tensor([math.e**value for value, _ in given_])
-        found = quality(logits, torch.tensor([label for _, label in given_]), distinct, each)
-        areas.add((found.auc, found.auc_error))
+        result = quality(logits, torch.tensor([label for _, label in given_]), distinct, each)
+        areas.add((result.auc, result.auc_error))
     assert len(areas) == 1
 
 
 def test_against_the_definitions():
     logits, labels = drawn(1000)
-    found = quality(logits, labels)
+    result = quality(logits, labels)
     p = torch.sigmoid(logits.double()).numpy()
     y = labels.double().numpy()
     logloss = float(np.mean(-np.where(y == 1, np.log(p), np.log(1 - p))))
     base = float(np.mean(-np.where(y == 1, np.log(y.mean()), np.log(1 - y.mean()))))
-    assert found.auc == pytest.approx(float(by_pairs(logits.tolist(), labels.bool().tolist()) or 0), abs=0)
-    assert found.logloss == pytest.approx(logloss, rel=1e-12)
-    assert found.entropy == pytest.approx(logloss / base, rel=1e-12)
-    assert found.calibration == pytest.approx(float(p.sum() / y.sum()), rel=1e-12)
+    assert result.auc == pytest.approx(float(by_pairs(logits.tolist(), labels.bool().tolist()) or 0), abs=0)
+    assert result.logloss == pytest.approx(logloss, rel=1e-12)
+    assert result.entropy == pytest.approx(logloss / base, rel=1e-12)
+    assert result.calibration == pytest.approx(float(p.sum() / y.sum()), rel=1e-12)
 
 
 def test_a_constant_is_worth_nothing():
     labels = torch.tensor([1.0, 0, 0, 0])
-    found = quality(torch.full((4,), math.log(1 / 3)), labels)
-    assert found.auc == 0.5
-    assert found.entropy == pytest.approx(1, rel=1e-6)
-    assert found.calibration == pytest.approx(1, rel=1e-6)
+    result = quality(torch.full((4,), math.log(1 / 3)), labels)
+    assert result.auc == 0.5
+    assert result.entropy == pytest.approx(1, rel=1e-6)
+    assert result.calibration == pytest.approx(1, rel=1e-6)
 
 
 def test_zero_has_one_sign_and_16_bits_keep_their_order():
@@ -106,18 +106,18 @@ def test_zero_has_one_sign_and_16_bits_keep_their_order():
 
 
 def test_huge_logits_have_a_loss():
-    found = quality(torch.tensor([1e4, -1e4, -50.0]), torch.tensor([1.0, 0, 1]))
-    assert found.logloss == pytest.approx(50 / 3)
+    result = quality(torch.tensor([1e4, -1e4, -50.0]), torch.tensor([1.0, 0, 1]))
+    assert result.logloss == pytest.approx(50 / 3)
     wrong = quality(torch.tensor([math.inf, math.inf]), torch.tensor([1.0, 0]))
     assert wrong.logloss == math.inf
 
 
 @pytest.mark.parametrize("label", [0.0, 1.0])
 def test_one_label_alone_has_no_area(label: float):
-    found = quality(torch.tensor([0.5, -1.0]), torch.full((2,), label))
-    assert (found.auc, found.entropy) == (None, None)
-    assert (found.calibration is None) == (label == 0)
-    assert math.isfinite(found.logloss)
+    result = quality(torch.tensor([0.5, -1.0]), torch.full((2,), label))
+    assert (result.auc, result.entropy) == (None, None)
+    assert (result.calibration is None) == (label == 0)
+    assert math.isfinite(result.logloss)
 
 
 def test_nothing_and_nan():
@@ -133,11 +133,11 @@ def test_nothing_and_nan():
 
 def test_more_may_come_after_a_result():
     logits, labels = drawn(50)
-    found = Quality()
-    found.add(logits[:20], labels[:20])
-    found.result()
-    found.add(logits[20:], labels[20:])
-    assert found.result() == quality(logits, labels, each=20)
+    measure = Quality()
+    measure.add(logits[:20], labels[:20])
+    measure.result()
+    measure.add(logits[20:], labels[20:])
+    assert measure.result() == quality(logits, labels, each=20)
 
 
 @pytest.mark.parametrize(
@@ -170,10 +170,10 @@ def _shares(distinct: int) -> QualityResult:
 
     logits, labels = drawn(2000)
     rank, world = dist.get_rank(), dist.get_world_size()
-    own = torch.arange(2000) ** 2 % max(1, world - 1) == rank
-    found = Quality(distinct)
-    found.add(logits[own], labels[own])
-    return found.result()
+    share = torch.arange(2000) ** 2 % max(1, world - 1) == rank
+    measure = Quality(distinct)
+    measure.add(logits[share], labels[share])
+    return measure.result()
 
 
 @pytest.mark.parametrize("distinct", [1 << 20, 16])
@@ -182,9 +182,9 @@ def test_ranks_agree_with_one_process(distinct: int):
     expected = quality(logits, labels, distinct)
     assert (expected.auc_error > 0) == (distinct == 16)
     for ranks in (2, 3):
-        found = on_ranks(ranks, _shares, distinct)
-        assert len({result.auc for result in found}) == 1
-        for result in found:
+        results = on_ranks(ranks, _shares, distinct)
+        assert len({result.auc for result in results}) == 1
+        for result in results:
             assert (result.auc, result.auc_error) == (expected.auc, expected.auc_error)
             assert result.logloss == pytest.approx(expected.logloss, rel=1e-12)
             assert result.calibration == pytest.approx(expected.calibration, rel=1e-12)

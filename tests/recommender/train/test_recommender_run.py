@@ -40,9 +40,9 @@ def hooked(hooks: tuple[Hook, ...], config: RecommenderConfig, ready: Any) -> di
     inner = Session._step
 
     def wrapped(self: Session, stop: Any) -> bool:
-        for step, rank, act, given in hooks:
+        for step, rank, act, arguments in hooks:
             if self.position.step + 1 == step and rank in (None, self.rank):
-                act(self, *given)
+                act(self, *arguments)
         return inner(self, stop)
 
     Session._step = wrapped
@@ -64,8 +64,8 @@ def spoil(session: Any) -> None:
 def spoil_after(session: Any) -> None:
     step = session.recommender.step
 
-    def spoiled(*given: Any) -> Any:
-        result = step(*given)
+    def spoiled(*arguments: Any) -> Any:
+        result = step(*arguments)
         spoil(session)
         return result
 
@@ -251,6 +251,6 @@ def test_as_ranks_of_torchrun_they_make_all_ready_themselves(
 
 
 def joined(config: RecommenderConfig) -> int:
-    found = run_job(config, quiet=True).outcome
-    assert found is not None
-    return found["step"]
+    outcome = run_job(config, quiet=True).outcome
+    assert outcome is not None
+    return outcome["step"]

@@ -27,9 +27,9 @@ optim: {dense: {lr: 0.02}, tables: {lr: 0.05, name: adagrad}, clip: 2.0}
 
 
 def job(*overrides: str) -> RecommenderConfig:
-    found = parse_config(_JOB, "job", overrides)
-    assert isinstance(found, RecommenderConfig)
-    return found
+    parsed = parse_config(_JOB, "job", overrides)
+    assert isinstance(parsed, RecommenderConfig)
+    return parsed
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -73,9 +73,9 @@ def test_small_keeps_rates_and_makes_a_batch_that_ranks_do_not_divide() -> None:
 def test_more_memory_than_there_is_is_refused() -> None:
     config = job("model.rows=[2000000000]")
     tables = config.table_specs()
-    own = configured_case(config, tables, uniform(tables, "row", 2))
+    case = configured_case(config, tables, uniform(tables, "row", 2))
     with pytest.raises(StrettoError, match=r"proving tables of 59\.6 GiB in float64 on 2 ranks takes about"):
-        verify(VerifyJob(config, tables, [own]))
+        verify(VerifyJob(config, tables, [case]))
 
 
 def own_of(config: RecommenderConfig) -> tuple[Any, Case]:
@@ -92,17 +92,22 @@ def read(tmp_path: Path, text: str) -> list[Case]:
 
 
 def test_a_file_changes_what_it_says_and_nothing_else(tmp_path: Path) -> None:
-    own = own_of(job())[1]
+    configured = own_of(job())[1]
     first, second, third = read(
         tmp_path,
         "- {rule: lazy_adam, clip: null, samples: ragged}\n"
         "- {placement: column, place: cpu, cache: 0.5}\n"
         "- {placement: {C1: {split: data}, C2: {split: table, ranks: 1}}, overlap: false, dense: lamb}\n",
     )
-    assert (own.rule, own.dense, own.clip, own.samples) == ("adagrad", "adamw", 2.0, "data")
-    assert str(own) == "row adagrad+adamw dot data overlap clip=2"
+    assert (configured.rule, configured.dense, configured.clip, configured.samples) == (
+        "adagrad",
+        "adamw",
+        2.0,
+        "data",
+    )
+    assert str(configured) == "row adagrad+adamw dot data overlap clip=2"
     assert (first.name, first.rule, first.clip, first.samples) == ("row", "lazy_adam", None, "ragged")
-    assert first.placements == own.placements
+    assert first.placements == configured.placements
     assert second.placement_words == {
         "C1": "column on 0 cpu",
         "C2": "column on 1 cpu",
@@ -145,8 +150,8 @@ def test_drawn_samples_have_what_data_may_lack() -> None:
     assert {0, 3} <= set(ragged.ids.lengths.flatten().tolist())
     assert ragged.ids.weights is not None
     assert int(ragged.ids.ids.max()) > 2**40
-    for spec, own in zip(tables, ragged.ids.ids.split(ragged.ids.counts()), strict=True):
-        rows = own % spec.rows if spec.ids != "hash" else own
+    for spec, feature_ids in zip(tables, ragged.ids.ids.split(ragged.ids.counts()), strict=True):
+        rows = feature_ids % spec.rows if spec.ids != "hash" else feature_ids
         assert len(rows.unique()) < len(rows), spec.name
     (one,) = draw(features=tables, numbers=4, samples=7, count=1, kind="one", seed=1)
     assert one.ids.hot == (1,) * len(tables)

@@ -16,10 +16,10 @@ _ALL = (*_TABLES, "top.0.weight", "top.0.bias")
 
 def compared(ratios: dict[str, float] | None = None, residual: float = 0.0) -> Comparison:
     """Parameters that are so many times the reference; others are equal."""
-    given = ratios or {}
-    every = {name: given.get(name, 1.0) for name in _ALL}
-    errors = {name: max(abs(every[name] - 1.0), residual) if name in given else 0.0 for name in _ALL}
-    left = {name: residual if name in given else 0.0 for name in _ALL}
+    wrong = ratios or {}
+    every = {name: wrong.get(name, 1.0) for name in _ALL}
+    errors = {name: max(abs(every[name] - 1.0), residual) if name in wrong else 0.0 for name in _ALL}
+    left = {name: residual if name in wrong else 0.0 for name in _ALL}
     return Comparison(errors, every, left)
 
 

@@ -38,9 +38,9 @@ optim: {dense: {lr: 0.02}, tables: {lr: 0.05}}
 
 
 def job() -> RecommenderConfig:
-    found = parse_config(_JOB)
-    assert isinstance(found, RecommenderConfig)
-    return small(found, 2)
+    parsed = parse_config(_JOB)
+    assert isinstance(parsed, RecommenderConfig)
+    return small(parsed, 2)
 
 
 def run_cases(cases: list[Case]) -> list[TableVerdict]:
@@ -88,10 +88,10 @@ def scale_table_gradients(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def keep_own_statistic(patch: pytest.MonkeyPatch, rank: int) -> None:
-    def own(self: RowMeanSquares, squares_of: Sequence[PoolSquares]) -> list[Tensor]:
+    def local_means(self: RowMeanSquares, squares_of: Sequence[PoolSquares]) -> list[Tensor]:
         return [one.squares / one.pool.width for one in squares_of]
 
-    patch.setattr(RowMeanSquares, "means", own)
+    patch.setattr(RowMeanSquares, "means", local_means)
 
 
 def lose_duplicates(patch: pytest.MonkeyPatch, rank: int) -> None:
@@ -99,8 +99,8 @@ def lose_duplicates(patch: pytest.MonkeyPatch, rank: int) -> None:
         self: Any, gradient: Tensor, offsets: Tensor, grouped: Any, scale: Tensor | None = None
     ) -> Tensor:
         first = grouped.order[grouped.starts[:-1]]
-        found = gradient[torch.repeat_interleave(torch.diff(offsets))[first]]
-        return found if scale is None else found * scale[first].unsqueeze(1)
+        kept = gradient[torch.repeat_interleave(torch.diff(offsets))[first]]
+        return kept if scale is None else kept * scale[first].unsqueeze(1)
 
     patch.setattr(type(cpu.kernels_for("cpu", torch.float64)), "segment_sum", first_only)
 
@@ -185,18 +185,18 @@ FAULTS: list[Fault] = [
 
 def run_faults() -> list[TableVerdict]:
     """On every rank: each fault planted, proved, and taken out again."""
-    config, found = job(), list[TableVerdict]()
+    config, verdicts = job(), list[TableVerdict]()
     rank = torch.distributed.get_rank()
     every = AllCases(config.table_specs(), 2)
     placements = dict(every.placements())
     references = References(config, config.table_specs(), 3)
-    for plant, name, given, _ in FAULTS:
+    for plant, name, changes, _ in FAULTS:
         usual: dict[str, Any] = {"rule": "sgd", "dense": "sgd", "samples": "ragged"}
-        case = Case(name=name, placements=placements[name], ranks=2, **{**usual, **given})
+        case = Case(name=name, placements=placements[name], ranks=2, **{**usual, **changes})
         with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
             plant(patch, rank)
-            found += prove(references, [case], Path(folder))
-    return found
+            verdicts += prove(references, [case], Path(folder))
+    return verdicts
 
 
 def test_planted_faults_are_seen_and_named() -> None:
@@ -208,8 +208,8 @@ def test_planted_faults_are_seen_and_named() -> None:
 
 def test_one_rank_holds_everything() -> None:
     """Without a group, all tables whole."""
-    found = on_ranks(1, run_alone)[0][0]
-    assert found.equal, found.diagnosis
+    verdict = on_ranks(1, run_alone)[0][0]
+    assert verdict.equal, verdict.diagnosis
 
 
 def run_alone() -> list[TableVerdict]:

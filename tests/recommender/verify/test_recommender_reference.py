@@ -39,9 +39,9 @@ _TABLES = (
 
 
 def job(tables: str = _TABLES, *overrides: str) -> RecommenderConfig:
-    found = parse_config(_JOB.replace("TABLES", tables), "job", overrides)
-    assert isinstance(found, RecommenderConfig)
-    return found
+    parsed = parse_config(_JOB.replace("TABLES", tables), "job", overrides)
+    assert isinstance(parsed, RecommenderConfig)
+    return parsed
 
 
 @pytest.mark.parametrize("rule", ["sgd", "adagrad", "lazy_adam"])
@@ -104,7 +104,7 @@ def test_a_step_is_the_plain_models_gradient(kind: Kind) -> None:
     config = job()
     features = config.table_specs()
     *batches, probe = draw(features=features, numbers=4, samples=9, count=3, kind=kind, seed=1)
-    found = run_reference(config, features, batches, probe)
+    steps = run_reference(config, features, batches, probe)
     model = Dlrm(config.shape(features), features).double()
     begun = Reference(config, features, [*batches, probe])
     model.net.load_state_dict(begun.net.state_dict())
@@ -112,7 +112,7 @@ def test_a_step_is_the_plain_models_gradient(kind: Kind) -> None:
         for stored, weight in zip(model.stored, model.tables, strict=True):
             weight.copy_(begun.tables[stored.name].values)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, (batch, expected) in enumerate(zip(batches, found, strict=True)):
+    for step, (batch, expected) in enumerate(zip(batches, steps, strict=True)):
         loss = F.binary_cross_entropy_with_logits(
             model(batch.dense.double(), batch.ids), batch.labels.double()
         )
@@ -165,7 +165,7 @@ def test_vectors_of_ids_without_a_row_are_zeros_without_a_gradient() -> None:
     config = job("[{rows: 4, ids: hash, admit: 100}]")
     features = config.table_specs()
     *batches, probe = draw(features=features, numbers=4, samples=9, count=2, kind="fixed", seed=1)
-    (found,) = run_reference(config, features, batches, probe)
-    assert not found.gradients["C1"].any()
-    assert not found.tables["C1"].any()
-    assert not found.lookups["C1"].any()
+    (step,) = run_reference(config, features, batches, probe)
+    assert not step.gradients["C1"].any()
+    assert not step.tables["C1"].any()
+    assert not step.lookups["C1"].any()

@@ -27,7 +27,7 @@ from stretto.recommender.clicks.writer import ClickWriter, WorkFolder
 OnError = Literal["skip", "fatal"]
 COUNTED_LINES, WRITTEN_LINES = 1 << 23, 1 << 21
 """Lines after which counts and samples are made durable."""
-TOLD = 10
+SHOWN_FAULTS = 10
 TOLERATED = 100
 TOLERATED_SHARE = 0.01
 _RECIPE = 1
@@ -81,7 +81,9 @@ class Tally:
         self.kept += parsed.chunk.samples
         self.blank += parsed.blank
         self.malformed += len(parsed.faults)
-        self.faults += [(str(path), line, why) for line, why in parsed.faults[: TOLD - len(self.faults)]]
+        self.faults += [
+            (str(path), line, why) for line, why in parsed.faults[: SHOWN_FAULTS - len(self.faults)]
+        ]
         if parsed.faults and on_error == "fatal":
             line, why = parsed.faults[0]
             raise StrettoError(

@@ -110,7 +110,7 @@ STATE = ("ids", "counts", "last_seen", "rows")  # of `HashIds.state`
 
 
 @dataclass(frozen=True)
-class Found:
+class BatchRows:
     """The rows of a batch's ids.
 
     Attributes:
@@ -166,7 +166,7 @@ class HashIds:
     def waiting(self) -> int:
         return len(self._map) - self.used
 
-    def rows(self, ids: Tensor, step: int) -> Found:
+    def rows(self, ids: Tensor, step: int) -> BatchRows:
         """Counts a batch and assigns rows to ids that reach the admission threshold.
 
         Args:
@@ -180,7 +180,7 @@ class HashIds:
             self._map.give(due, granted)
             missing = torch.nonzero(rows < 0).flatten()
             rows[missing] = self._map.find(ids[missing])
-        return Found(rows, due, granted)
+        return BatchRows(rows, due, granted)
 
     def peek(self, ids: Tensor) -> Tensor:
         """Rows [n] of ids [n], -1 where they have none. Counts and admits nothing: for evaluation."""
