@@ -403,7 +403,7 @@ FAULTS = [
         module="stretto.engine.checkpoint.shards",
         old=("            if piece.owned:\n                data"),
         new=("            if True:\n                data"),
-        test="tests/engine/checkpoint/test_reshard.py::test_replicas_share_the_writing_and_nothing_is_written_twice",
+        test="tests/engine/checkpoint/test_reshard.py::test_only_owners_write",
     ),
     Fault(
         name="a full disk is found out by filling it",
@@ -561,7 +561,6 @@ FAULTS = [
             "            versions.use(versions.newest if group == self.program.ranks else version)"
         ),
         test="tests/run/verify/test_verify_layouts.py::test_asynchronous_schedules_equal_a_replay_of_their_delayed_updates",
-        missed="the proof takes 2BW with other groups than the default alone",
     ),
     Fault(
         name="hash tables evict by a shard's own count",
@@ -572,7 +571,6 @@ FAULTS = [
             "min(len(keys), k if group is None else k // group.size()), None)"
         ),
         test="tests/recommender/verify/test_recommender_placements.py::test_placements_equal_one_process",
-        missed="the proof of placements evicts too little to see which shard an id was taken from",
     ),
     Fault(
         name="ids that are equally frequent are evicted by their number",
