@@ -11,6 +11,7 @@ from stretto.errors import StrettoError
 from stretto.program import names, schedule
 from stretto.program.action import Kind
 from stretto.run.config import TrainConfig
+from stretto.run.config.job import job_of
 from stretto.run.data.prepare import prepare_data
 from stretto.run.data.token_folder import TokenFolder
 from stretto.run.train.banner import banner
@@ -51,7 +52,8 @@ def test_asynchronous_schedules_learn_and_resume_bitwise(folder: Path, overrides
     rows = list(read_lines(whole.run.folder / "metrics.jsonl"))
     assert [row["grad_norm"] for row in rows] == [None] * 6
     assert [row["lr"] for row in rows][:2] == [0.005, 0.01]
-    first_line = banner(whole, TokenFolder(prepare_data(whole, quiet=True).path)).splitlines()[0]
+    tokens = TokenFolder(prepare_data(whole, quiet=True).path)
+    first_line = banner(whole, job_of(whole, vocab=tokens.index.vocab), tokens).splitlines()[0]
     assert first_line.endswith(f"8 microbatches of 1, {UPDATES[overrides]} updates of the weights a step")
 
 
