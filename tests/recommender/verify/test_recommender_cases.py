@@ -114,25 +114,25 @@ def test_a_file_changes_what_it_says_and_nothing_else(tmp_path: Path) -> None:
     }  # too narrow for parts
     assert (second.name, second.rule) == ("column cpu", "adagrad")
     assert third.placement_words == {"C1": "data", "C2": "table on 1"}
-    assert str(third) == "case 3 adagrad+lamb dot data clip=2"
+    assert str(third) == "placement 3 adagrad+lamb dot data clip=2"
 
 
 @pytest.mark.parametrize(
     ("text", "words", "hint"),
     [
         ("{}", "no list of placements", "write lines such as"),
-        ("- row", "case 1 is 'row'", "write lines such as"),
-        ("- {placment: row}", "case 1 has the key 'placment'", "did you mean 'placement'"),
-        ("- {rule: adam}", "case 1: rule is 'adam', must be", "write lines"),
-        ("- {clip: -1}", "case 1: clip is -1, must be", "write lines"),
-        ("- {samples: few}", "case 1: samples is 'few'", "one of one, fixed, ragged, data"),
+        ("- row", "placement 1 is 'row'", "write lines such as"),
+        ("- {placment: row}", "placement 1 has the key 'placment'", "did you mean 'placement'"),
+        ("- {rule: adam}", "placement 1: rule is 'adam', must be", "write lines"),
+        ("- {clip: -1}", "placement 1: clip is -1, must be", "write lines"),
+        ("- {samples: few}", "placement 1: samples is 'few'", "one of one, fixed, ragged, data"),
         (
             "- {placement: rows}",
-            "case 1: tables.placement is rows: there is no such file",
+            "placement 1: tables.placement is rows: there is no such file",
             "did you mean row",
         ),
-        ("- {placement: {C9: {split: data}}}", "case 1: placement of C9, which is no table", "C1, C2"),
-        ("- {placement: auto}", "case 1: placement is auto", "left out"),
+        ("- {placement: {C9: {split: data}}}", "placement 1: placement of C9, which is no table", "C1, C2"),
+        ("- {placement: auto}", "placement 1: placement is auto", "left out"),
         ("- {a: [", "no YAML", "write lines"),
     ],
 )

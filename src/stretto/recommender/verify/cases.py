@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
-import yaml
 from pydantic import ValidationError
 
 from stretto.errors import StrettoError, nearest
@@ -25,6 +24,7 @@ from stretto.recommender.placement import Placements, TableSpec
 from stretto.recommender.shape import Interaction
 from stretto.run.config.describe import allowed
 from stretto.run.config.section import Section
+from stretto.run.verify.cases import read_cases
 
 Samples = Literal[
     "one", "fixed", "ragged", "data"
@@ -146,28 +146,17 @@ def cases_from_file(
     Raises:
         StrettoError: not such a list, an unknown key, or a placement that does not fit.
     """
-    try:
-        rows = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise StrettoError(
-            f"{path}: cannot be read: {error.strerror}", hint="all, product, or a file's name"
-        ) from None
-    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise StrettoError(f"{path}: no YAML: {error}", hint=_EXAMPLE) from None
-    if not isinstance(rows, list) or not rows:
-        raise StrettoError(f"{path}: no list of placements", hint=_EXAMPLE)
-    listed = cast("list[Any]", rows)
-    return [
-        _case(row, f"{path}: case {at}", config, features, configured) for at, row in enumerate(listed, 1)
-    ]
+    rows = read_cases(path, kind="placement", example=_EXAMPLE)
+    return [_case(mapping, where, config, features, configured) for where, mapping in rows]
 
 
 def _case(
-    row: Any, where: str, config: RecommenderConfig, features: Sequence[TableSpec], configured: Case
+    mapping: dict[str, Any],
+    where: str,
+    config: RecommenderConfig,
+    features: Sequence[TableSpec],
+    configured: Case,
 ) -> Case:
-    if not isinstance(row, dict):
-        raise StrettoError(f"{where} is {row!r}", hint=_EXAMPLE)
-    mapping = cast("dict[str, Any]", row)
     for key, value in mapping.items():
         _check(key, value, where)
     fields = {name: mapping[name] for name in ("placement", "place", "cache") if name in mapping}
@@ -178,7 +167,8 @@ def _case(
             planned = configured_placements(config.model_copy(update={"tables": tables}), features)
         except StrettoError as error:
             raise StrettoError(f"{where}: {error.message}", hint=error.hint) from None
-        words = tables.placement if isinstance(tables.placement, str) else f"case {where.rpartition(' ')[2]}"
+        number = where.rpartition(" ")[2]
+        words = tables.placement if isinstance(tables.placement, str) else f"placement {number}"
         name = words if tables.place in (None, "device") else f"{words} {tables.place}"
         if planned is None and "placement" in mapping:
             raise StrettoError(

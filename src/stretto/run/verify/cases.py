@@ -232,6 +232,24 @@ def cases_from_file(path: Path, config: TrainConfig) -> list[Job]:
         StrettoError: not such a list, an unknown key, a layout that is not legal, or layouts of different
             sizes.
     """
+    rows = read_cases(path, kind="layout", example=_EXAMPLE)
+    cases = [_case(keys, where, config) for where, keys in rows]
+    sizes = sorted({case.layout.world for case in cases})
+    if len(sizes) > 1:
+        raise StrettoError(f"{path}: layouts of {sizes} ranks", hint="one file for each number of ranks")
+    return cases
+
+
+def read_cases(path: Path, *, kind: str, example: str) -> list[tuple[str, dict[str, Any]]]:
+    """The mappings of a YAML list, each with words for where it stands.
+
+    Args:
+        kind: what a mapping describes, such as "layout".
+        example: the hint of errors.
+
+    Raises:
+        StrettoError: the file cannot be read, or is not such a list.
+    """
     try:
         rows = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -239,20 +257,17 @@ def cases_from_file(path: Path, config: TrainConfig) -> list[Job]:
             f"{path}: cannot be read: {error.strerror}", hint="all, product, or a file's name"
         ) from None
     except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise StrettoError(f"{path}: no YAML: {error}", hint=_EXAMPLE) from None
+        raise StrettoError(f"{path}: no YAML: {error}", hint=example) from None
     if not isinstance(rows, list) or not rows:
-        raise StrettoError(f"{path}: no list of layouts", hint=_EXAMPLE)
-    cases = [_case(row, f"{path}: layout {at}", config) for at, row in enumerate(cast("list[Any]", rows), 1)]
-    sizes = sorted({case.layout.world for case in cases})
-    if len(sizes) > 1:
-        raise StrettoError(f"{path}: layouts of {sizes} ranks", hint="one file for each number of ranks")
-    return cases
+        raise StrettoError(f"{path}: no list of {kind}s", hint=example)
+    listed = [(f"{path}: {kind} {at}", row) for at, row in enumerate(cast("list[Any]", rows), 1)]
+    for where, row in listed:
+        if not isinstance(row, dict):
+            raise StrettoError(f"{where} is {row!r}", hint=example)
+    return listed
 
 
-def _case(row: Any, where: str, config: TrainConfig) -> Job:
-    if not isinstance(row, dict):
-        raise StrettoError(f"{where} is {row!r}", hint="write a mapping such as {tp: 2, dp: 2, pp: 1}")
-    keys = cast("dict[str, Any]", row)
+def _case(keys: dict[str, Any], where: str, config: TrainConfig) -> Job:
     _check_keys(keys, where)
     layout = {key: keys[key] for key in _LAYOUT if key in keys}
     recompute = {key: keys[key] for key in _RECOMPUTE if key in keys}
