@@ -28,12 +28,11 @@ class TableSpec:
     skew: popularity of ids is proportional to 1 / rank^skew; None: unknown. For planning only.
     ids: how an id is mapped to a row. `modulo`: id mod rows. `quotient-remainder`: the product of row
         id // divisor of one table and row id % divisor of another (Shi et al. 2020, arXiv 1909.02107),
-        after id mod rows.
-        `hash`: an id gets a row of its own.
-    divisor: of `quotient-remainder`; None: about sqrt(rows).
-    admit: of `hash`: occurrences after which an id gets a row; until then its vector is zeros.
-    evict, evict_every: of `hash`: which ids are evicted, and every how many steps.
-    max_age: with `age`: steps without an occurrence after which an id is evicted.
+        after id mod rows. `hash`: each id has a separate row.
+    divisor: for `quotient-remainder`; None: about sqrt(rows).
+    admit: for `hash`, occurrences after which an id gets a row; until then its vector is zeros.
+    evict, evict_every: for `hash`, the eviction policy and the steps between evictions.
+    max_age: for `age`, steps without an occurrence after which an id is evicted.
     """
 
     name: str
@@ -61,12 +60,11 @@ class TableSpec:
 class TablePlacement:
     """The placement of a table.
 
-    split: `table`, whole on one rank; `column`, an equal run of columns on each of `ranks`; `row`, rows of
-        equal number modulo their count on each of `ranks` (all ranks, or those of a node); `data`, a copy
-        on every rank.
-    ranks: in the order of the parts; empty for `data`.
-    place: memory of the rank's device, of its host with a cache on the device, or files.
-    cache: share of the rows that is cached on the device, for `cpu` and `disk`.
+    split: `table`, whole on one rank; `column`, an equal range of columns on each of `ranks`; `row`, row r on
+        `ranks[r % len(ranks)]` (all ranks, or those of a node); `data`, a copy on every rank.
+    ranks: in the order of the shards; empty for `data`.
+    place: device memory; host memory (`cpu`) or files (`disk`), both with a cache on the device.
+    cache: fraction of the rows that is cached on the device, for `cpu` and `disk`.
     """
 
     split: Split
@@ -105,11 +103,11 @@ class TableShard:
 
 
 def shards_of(tables: Sequence[TableSpec], placements: Placements, world: int) -> list[TableShard]:
-    """All shards of a job, table by table, in a table in the order of `ranks`. A replicated table has one for
-    each rank.
+    """All shards of a job, table by table and, within a table, in the order of `ranks`. A data-parallel table
+    has a shard on every rank.
 
     Raises:
-        StrettoError: a table without a placement, or one that does not fit it or the ranks.
+        StrettoError: a table has no placement, or a placement does not fit its table or the ranks.
     """
     check_placements(tables, placements, world)
     shards = list[TableShard]()
@@ -146,7 +144,7 @@ def shards_of(tables: Sequence[TableSpec], placements: Placements, world: int) -
 
 
 def check_placements(tables: Sequence[TableSpec], placements: Placements, world: int) -> None:
-    """Raises StrettoError, naming the table, for an invalid placement."""
+    """Raise StrettoError, with the name of the table, for an invalid placement."""
     names = [table.name for table in tables]
     unknown = sorted(set(placements) - set(names))
     if unknown:

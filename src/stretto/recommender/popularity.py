@@ -1,8 +1,8 @@
-"""Popularity of the ids of a feature: distinct rows of a batch, shares of row ranges, cache hit rates.
+"""Popularity of a feature's ids: distinct rows of a batch, shares of row ranges, cache hit rates.
 
-Ids are classes of equal probability, from the most popular on. A power law p(k) ~ k^-skew over 10^9 ids is
-some hundred classes: each of the first ids by itself, then runs whose ends are 5% apart, each with its exact
-share of the lookups.
+Ids are grouped into classes of equal probability, the most popular first. A power law p(k) ~ k^-skew over
+10^9 ids takes some hundred classes: one for each of the first ids, then runs that end 5% above their
+beginning, each with its exact share of the lookups.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from math import expm1, log, log1p
 from stretto.errors import StrettoError
 from stretto.recommender.placement import TableSpec
 
-_HEAD = 256  # ids that are a class each
-_WIDER = 1.05  # of one class's end over its beginning
+_HEAD = 256  # number of ids with a class each
+_WIDER = 1.05  # ratio of the end of a run to its beginning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +24,9 @@ class Popularity:
     """The popularity of one feature's ids.
 
     Attributes:
-        rows: ids that there are.
-        hot: ids of a sample, on average.
-        classes: (number of ids, their share of all lookups), by falling popularity of an id.
+        rows: number of ids.
+        hot: average number of ids per sample.
+        classes: (number of ids, their share of all lookups), in decreasing order of popularity per id.
         source: "uniform", "skew 1.05", "measured".
     """
 
@@ -39,10 +39,10 @@ class Popularity:
     )
 
     def unique(self, lookups: float, beyond: float = 0.0) -> float:
-        """Expected number of unique ids among so many independent lookups.
+        """Expected number of unique ids among `lookups` independent lookups.
 
         Args:
-            beyond: only those less popular than so many ids are counted: what a cache of these misses.
+            beyond: leave out this many most popular ids: the result is the misses of a cache that holds them.
         """
         key = ("unique", lookups, beyond)
         if key not in self._cache:
@@ -59,7 +59,7 @@ class Popularity:
         return total
 
     def top(self, ids: float) -> float:
-        """Share of the lookups that go to the most popular ids, so many of them."""
+        """Share of the lookups that go to the `ids` most popular ids."""
         total, left = 0.0, ids
         for there, share in self.classes:
             if left <= 0:
@@ -69,10 +69,10 @@ class Popularity:
         return min(1.0, total)
 
     def busiest(self, parts: int, block: bool = False) -> float:
-        """Share of the lookups that the busiest of so many parts gets, ids in the order of popularity.
+        """Share of the lookups that go to the busiest of `parts` parts, with ids in order of popularity.
 
         Args:
-            block: parts are runs of ids; else ids modulo their number.
+            block: parts are contiguous ranges of ids; otherwise ids are assigned to parts by modulo.
         """
         if parts == 1:
             return 1.0
@@ -86,7 +86,7 @@ class Popularity:
     def _busiest(self, parts: int) -> float:
         total, first = 0.0, 0.0
         for ids, share in self.classes:
-            # those of first, first + 1, ... that are 0 modulo parts; of a run that is long, its even part
+            # ids of this class that are 0 modulo parts; a long run counts as evenly spread
             last = first + ids
             count = -(-last // parts) - -(-first // parts)
             total += share * (count / ids if ids < 64 * parts else 1.0 / parts)
@@ -95,7 +95,7 @@ class Popularity:
 
 
 def popularity_of(table: TableSpec, measured: Popularity | None = None) -> Popularity:
-    """The measured popularity, or else that of the table's skew, or else a uniform one."""
+    """The measured popularity if there is one, else a power law with the table's skew, else uniform."""
     if measured is not None:
         return measured
     return by_skew(table.rows, table.hot, table.skew)
@@ -103,7 +103,7 @@ def popularity_of(table: TableSpec, measured: Popularity | None = None) -> Popul
 
 @lru_cache(maxsize=4096)
 def by_skew(rows: int, hot: float = 1.0, skew: float | None = None) -> Popularity:
-    """A power law: id k, from 1, is as popular as 1 / k^skew; uniform where `skew` is None or 0."""
+    """A power law, with popularity of id k (from 1) proportional to 1 / k^skew; None or 0: uniform."""
     if not skew:
         return Popularity(rows=rows, hot=hot, classes=((float(rows), 1.0),), source="uniform")
     classes = list[tuple[float, float]]()
@@ -119,10 +119,10 @@ def by_skew(rows: int, hot: float = 1.0, skew: float | None = None) -> Popularit
 
 
 def measured(rows: int, hot: float, buckets: Sequence[tuple[float, float]]) -> Popularity:
-    """From a histogram of (number of ids, share of the lookups), as in the index of a click folder.
+    """Popularity from a histogram of (number of ids, share of lookups), as in the index of a click folder.
 
     Raises:
-        StrettoError: more ids than rows, or a number below 0.
+        StrettoError: more ids than rows, an empty bucket, or a negative share.
     """
     if any(ids <= 0 or share < 0 for ids, share in buckets) or not sum(share for _, share in buckets) > 0:
         raise StrettoError(
@@ -142,14 +142,14 @@ def measured(rows: int, hot: float, buckets: Sequence[tuple[float, float]]) -> P
 
 
 def _hit_probability(probability: float, lookups: float) -> float:
-    """Probability that an id is among so many lookups: 1 - (1 - p)^n."""
+    """Probability that an id occurs in n lookups: 1 - (1 - p)^n."""
     if probability >= 1.0:
         return 1.0 if lookups >= 1 else lookups
     return -expm1(lookups * log1p(-probability))
 
 
 def _power_sum(first: int, count: int, skew: float) -> float:
-    """Sum of k^-skew over so many k from `first` on; of runs by the integral between halves: to 1e-6."""
+    """Sum of k^-skew over `count` values of k from `first`; for a run, a midpoint integral, to 1e-6."""
     if count == 1:
         return first**-skew
     low, high = first - 0.5, first + count - 0.5

@@ -1,8 +1,8 @@
 """Recommender models: the sizes of a DLRM, its parameters, FLOPs and bytes.
 
-Sources: Naumov et al. 2019 (DLRM, arXiv 1906.00091); Wang et al. 2021 (DCN-V2, arXiv 2008.13535), with cross
-layers of low rank, section 3.2; sizes of the Criteo sets and layers from MLCommons' reference of
-recommendation_v2 and facebookresearch/dlrm.
+Sources: Naumov et al. 2019 (DLRM, arXiv 1906.00091); Wang et al. 2021 (DCN-V2, arXiv 2008.13535), section 3.2
+for low-rank cross layers; the MLCommons reference of recommendation_v2 and facebookresearch/dlrm for layer
+sizes and the cardinalities of the Criteo data sets.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ StateKind = Literal["sgd", "row-wise adagrad", "adagrad", "adam"]
 
 @dataclass(frozen=True)
 class Table:
-    """One embedding table: `rows` of `dim` features, of which a sample sums up `pooling` on average.
+    """One embedding table of `rows` x `dim`, with an average pooling factor of `pooling` ids per sample.
 
-    skew: ids are as popular as 1 / rank^skew; None: alike.
+    skew: popularity of ids is proportional to 1 / rank^skew; None: uniform.
     """
 
     rows: int
@@ -36,12 +36,13 @@ class Table:
 class DlrmShape:
     """A DLRM.
 
-    tables: one for each categorical feature, all of one width.
-    dense: numbers of a sample, which the bottom MLP takes.
-    bottom: outputs of the bottom MLP's layers; the last is the tables' width.
+    tables: one for each categorical feature, all with the same dim.
+    dense: dense features per sample, the input of the bottom MLP.
+    bottom: outputs of the bottom MLP's layers; the last is the dim of the tables.
     top: outputs of the top MLP's layers; the last is the logit.
-    interaction: `dot`, products of all pairs of vectors beside the bottom MLP's; `dcn`, cross layers.
-    cross_layers, cross_rank: of `dcn`.
+    interaction: `dot`, the bottom MLP's output and the dot products of all pairs of vectors; `dcn`, low-rank
+        cross layers.
+    cross_layers, cross_rank: number and rank of the cross layers of `dcn`.
     """
 
     tables: tuple[Table, ...]
@@ -77,34 +78,34 @@ class DlrmShape:
 
     @property
     def dim(self) -> int:
-        """Features of every vector that takes part in the interaction."""
+        """Width of each vector in the interaction."""
         return self.bottom[-1]
 
     @property
     def vectors(self) -> int:
-        """Vectors that take part in the interaction: one a table, and the bottom MLP's."""
+        """Number of vectors in the interaction: one per table, and the bottom MLP's output."""
         return len(self.tables) + 1
 
     @property
     def wide(self) -> int:
-        """Features of all vectors together."""
+        """Width of all vectors concatenated."""
         return self.vectors * self.dim
 
     @property
     def interacted(self) -> int:
-        """Features that the top MLP takes."""
+        """Width of the top MLP's input."""
         pairs = self.vectors * (self.vectors - 1) // 2
         return self.wide if self.interaction == "dcn" else self.dim + pairs
 
     @property
     def lookups(self) -> float:
-        """Rows that a sample looks up."""
+        """Average lookups per sample, over all tables."""
         return sum(table.pooling for table in self.tables)
 
 
 @dataclass(frozen=True)
 class DlrmCount:
-    """Parameters of a DLRM: of its tables, and of its dense layers with their biases."""
+    """Parameter counts of a DLRM: the tables, and the dense layers with their biases."""
 
     tables: int
     bottom: int
@@ -113,7 +114,7 @@ class DlrmCount:
 
     @property
     def dense(self) -> int:
-        """What data-parallel ranks reduce."""
+        """Dense parameters, whose gradients are all-reduced across data-parallel ranks."""
         return self.bottom + self.cross + self.top
 
     @property
@@ -122,7 +123,7 @@ class DlrmCount:
 
 
 def count_dlrm(shape: DlrmShape) -> DlrmCount:
-    """Parameters, to the integer."""
+    """Exact parameter counts."""
     return DlrmCount(
         tables=sum(table.rows * table.dim for table in shape.tables),
         bottom=_mlp((shape.dense, *shape.bottom)),
@@ -132,9 +133,9 @@ def count_dlrm(shape: DlrmShape) -> DlrmCount:
 
 
 def dlrm_flops_per_sample(shape: DlrmShape) -> float:
-    """Forward FLOPs of a sample, matrix products only; forward and backward are three times as many.
+    """Forward FLOPs of a sample, matrix products only; forward and backward together are three times as many.
 
-    The product of all pairs is counted whole, as it is computed: vectors^2 of them.
+    The dot interaction counts all vectors^2 products, as they are computed, not only the distinct pairs.
     """
     layers = [*pairwise((shape.dense, *shape.bottom)), *pairwise((shape.interacted, *shape.top))]
     products = 2.0 * sum(n * k for n, k in layers)
@@ -145,14 +146,14 @@ def dlrm_flops_per_sample(shape: DlrmShape) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class DlrmBytes:
-    """Bytes of one batch on all ranks together.
+    """Bytes that one batch moves, summed over all ranks except for `dense`.
 
     Attributes:
-        ids: that samples look up, of 8 bytes.
-        rows: that are read from tables.
-        pooled: sums that go to the samples' ranks, and as much gradient back.
-        exchanged: of these, what leaves ranks, each way.
-        dense: what one rank sends to reduce the dense gradients by a ring.
+        ids: ids of all lookups, 8 bytes each.
+        rows: rows read from the tables.
+        pooled: pooled embeddings; their gradients take as much again.
+        exchanged: the part of `pooled` that the all-to-all sends to other ranks, in each direction.
+        dense: bytes that one rank sends in a ring all-reduce of the dense gradients.
     """
 
     ids: float
@@ -163,7 +164,7 @@ class DlrmBytes:
 
 
 def dlrm_bytes(shape: DlrmShape, batch: int, ranks: int = 1, element: int = 4) -> DlrmBytes:
-    """Bytes that a batch of so many samples moves, with whole tables on `ranks` ranks."""
+    """Bytes that a batch moves with table-wise sharding over `ranks` ranks; `element`: bytes of a value."""
     away = (ranks - 1) / ranks
     pooled = float(batch * sum(table.dim for table in shape.tables) * element)
     return DlrmBytes(
@@ -176,14 +177,14 @@ def dlrm_bytes(shape: DlrmShape, batch: int, ranks: int = 1, element: int = 4) -
 
 
 def dlrm_state_bytes(shape: DlrmShape, optimizer: StateKind) -> int:
-    """Bytes of the tables' optimiser states, in 32 bits; row-wise Adagrad keeps one number a row."""
+    """Bytes of the tables' optimiser states in 32 bits; row-wise Adagrad has one number per row."""
     elements = count_dlrm(shape).tables
     rows = sum(table.rows for table in shape.tables)
     return 4 * {"sgd": 0, "row-wise adagrad": rows, "adagrad": elements, "adam": 2 * elements}[optimizer]
 
 
 def table_specs(shape: DlrmShape) -> tuple[TableSpec, ...]:
-    """The tables as training and planning take them: C1, C2, ..."""
+    """The tables as specs for training and planning, named C1, C2, ..."""
     return tuple(
         TableSpec(name=f"C{i}", rows=table.rows, dim=table.dim, hot=table.pooling, skew=table.skew)
         for i, table in enumerate(shape.tables, start=1)
@@ -191,7 +192,7 @@ def table_specs(shape: DlrmShape) -> tuple[TableSpec, ...]:
 
 
 def is_dlrm(name: str) -> bool:
-    """Whether a model's name is a recommender's, or means to be."""
+    """Whether a model's name begins with `dlrm`, even if there is no such preset."""
     return _spelt(name).startswith("dlrm")
 
 
@@ -217,7 +218,8 @@ def _mlp(sizes: Sequence[int]) -> int:
     return sum(n * k + k for n, k in pairwise(sizes))
 
 
-# Rows of the 26 features of Criteo's terabyte, at most 40M each; ids of each in the synthetic multi-hot set.
+# Criteo Terabyte: cardinalities of its 26 features, which `_TERABYTE` caps at 40M rows. `_MULTI_HOT` has
+# the ids per sample of each feature in MLCommons' synthetic multi-hot data.
 _CAP = 40_000_000
 _WHOLE = (
     227_605_432,
@@ -248,8 +250,9 @@ _WHOLE = (
     36,
 )
 _TERABYTE = tuple(min(rows, _CAP) for rows in _WHOLE)
-# Ids that were seen 3 and 15 times or more, in NVIDIA's order: NVIDIA/DeepLearningExamples, TensorFlow2 DLRM,
-# generate_feature_spec.py, whose ids of synthetic data go by 1 / rank^1.45.
+# Cardinalities with frequency thresholds of 3 and 15, in NVIDIA's order (NVIDIA/DeepLearningExamples,
+# TensorFlow2 DLRM, generate_feature_spec.py). Popularity in its synthetic data is proportional to
+# 1 / rank^1.45.
 _SEEN_3 = (
     45_833_188,
     36_747,
@@ -339,7 +342,7 @@ _KAGGLE = (
 
 
 def _nvidia(rows: Sequence[int]) -> DlrmShape:
-    """NVIDIA's DLRM of TensorFlow 2 and PyTorch, of so many rows."""
+    """NVIDIA's DLRM for TensorFlow 2 and PyTorch, with these rows per table."""
     return DlrmShape(
         tables=tuple(Table(each, 128, 1.0, _NVIDIA_SKEW) for each in rows),
         dense=13,

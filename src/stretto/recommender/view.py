@@ -1,4 +1,4 @@
-"""Where embedding tables lie, as text: a line a table, and what each rank reads and holds."""
+"""Placements of embedding tables as text: a line per table, and the load and memory of each rank."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ HEAD = ("table", "rows", "dim", "split", "ranks", "place", "bytes", "share")
 _RIGHT = {"rows", "dim", "bytes", "share"}
 _FULL, _IDLE = "█", "·"
 _BAR = 20  # characters of a full bar
-_ELEMENT = 4  # bytes of a value, where nothing is said
+_ELEMENT = 4  # bytes of a value, by default
 
 
 @dataclass(frozen=True)
 class RankTables:
-    """What one rank has of all tables.
+    """Load and memory of one rank, over all tables.
 
     Attributes:
-        load: what it does in a step, in any unit that is the same for all ranks.
+        load: work per step, in any unit that is the same for all ranks.
         held: bytes by place: `device`, `cpu`, `disk`.
     """
 
@@ -39,15 +39,16 @@ def placement_text(
     room: Mapping[str, float] | None = None,
     most: int = 40,
 ) -> str:
-    """The table of placements, and under it a bar of load and one of device memory for each rank.
+    """A line for each table, then bars of the load and the device memory of each rank.
 
     Args:
-        tables: as they are stored (`physical_tables`).
-        bytes_of: each table's, with its states; None: its values in 32 bits.
-        load_of: what all ranks do for each table in a step, in any unit; None: values read.
-        ranks: of each rank; None: added up from the above, each shard's part by its size.
-        room: bytes that a rank has, by place. Bars of memory are of the device's; None: of the fullest rank.
-        most: of more tables the heaviest are shown, of more ranks too.
+        tables: the stored tables (`physical_tables`).
+        bytes_of: bytes of each table, its optimiser states included; None: its values in 32 bits.
+        load_of: work per step for each table, over all ranks, in any unit; None: values read.
+        ranks: load and memory of each rank; None: computed by `ranks_of` from `bytes_of` and `load_of`.
+        room: bytes available to a rank, by place; memory bars show the fraction of `device` in use. None:
+            bars are relative to the fullest rank.
+        most: number of tables and of ranks to show, those with the highest load.
     """
     sizes = bytes_of or {table.name: float(_ELEMENT * table.rows * table.dim) for table in tables}
     loads = load_of or {table.name: table.hot * table.dim for table in tables}
@@ -63,8 +64,8 @@ def ranks_of(
     bytes_of: Mapping[str, float],
     load_of: Mapping[str, float],
 ) -> list[RankTables]:
-    """Each rank's part of tables that cost so much as a whole. A shard costs its part of the values; a copied
-    table is held by all ranks, and read by each for its own samples.
+    """Load and memory of each rank. A shard's share of its table's bytes and load is its share of the values;
+    a data-parallel table takes its full bytes on every rank, and its load is spread evenly.
     """
     load, held = [0.0] * world, [dict[str, float]() for _ in range(world)]
     for shard in shards_of(tables, placements, world):
@@ -79,7 +80,7 @@ def ranks_of(
 
 
 def ranks_text(ranks: Sequence[int], world: int) -> str:
-    """Such as `all`, `3`, `0-7`, `0 2 5-7`, in the order of the parts."""
+    """Ranks in the order of the shards, such as `all`, `3`, `0-7`, `0 2 5-7`."""
     if not ranks or list(ranks) == list(range(world)):
         return "all"
     runs = groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])
@@ -88,7 +89,7 @@ def ranks_text(ranks: Sequence[int], world: int) -> str:
 
 
 def bytes_text(size: float) -> str:
-    """Such as `12 B`, `3.4 KiB`, `421 GiB`."""
+    """A size such as `12 B`, `3.4 KiB`, `421 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 999.5:
             return f"{size:.3g} {unit}"
@@ -96,7 +97,7 @@ def bytes_text(size: float) -> str:
     return f"{size:.3g} TiB" if size < 999.5 else f"{size:,.0f} TiB"
 
 
-# ---------------------------------------------------------------------- a line a table
+# ---------------------------------------------------------------------- a line per table
 
 
 def _table(
@@ -150,7 +151,7 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     ]
 
 
-# ---------------------------------------------------------------------- a line a rank
+# ---------------------------------------------------------------------- a line per rank
 
 
 def _bars(ranks: Sequence[RankTables], room: Mapping[str, float], most: int) -> list[str]:
@@ -177,13 +178,13 @@ def _part(value: float, whole: float) -> float:
 
 
 def _bar(value: float, whole: float) -> str:
-    """At least one block of what is there."""
+    """A bar; a value above 0 gets at least one block."""
     full = min(_BAR, max(1, round(_BAR * _part(value, whole)))) if value > 0 else 0
     return _FULL * full + _IDLE * (_BAR - full)
 
 
 def _held(one: RankTables, room: Mapping[str, float]) -> str:
-    """Bytes on the device, then elsewhere, each beside what there is where that is known."""
+    """Bytes on the device, then in other places, each with the capacity if it is known."""
     words = list[str]()
     for place in ("device", "cpu", "disk"):
         if place == "device" or one.held.get(place):

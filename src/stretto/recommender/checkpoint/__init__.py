@@ -1,1 +1,1 @@
-"""Tables in checkpoints, by table, rows and columns: `save.tensors_to_save` and `load.load_tables`."""
+"""Saves and loads embedding tables, under any sharding: `save.tensors_to_save` and `load.load_tables`."""

@@ -1,4 +1,4 @@
-"""Exports one table of a checkpoint to a file for other programs, however the table was split."""
+"""Exports one table of a checkpoint, however it was sharded, to a file that other programs can read."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from stretto.recommender.checkpoint.names import WEIGHT, SavedHash, SavedTable
 
 CHUNK = 1 << 25  # bytes in memory at a time
 IDS = "ids"
-PUBLIC = 0o666  # less the user's umask: exports are made to be given away
+PUBLIC = 0o666  # before the umask: exports are meant to be shared
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: the file, and the tensor in it."""
+    """An exported file, and the shape and dtype of the table in it."""
 
     path: Path
     shape: tuple[int, ...]
@@ -32,19 +32,21 @@ class Exported:
 
 
 def export_table(path: str | Path, table: str, out: str | Path, state: str | None = None) -> Exported:
-    """Write the rows of a table in order, or one of its states: to `out`.npy, or to `out`.safetensors under
-    the name of the table, or of table.state. A weight that is kept in two halves is written as float32.
+    """Write the weight of a table, or one of its optimiser states, with the rows in order. In a .safetensors
+    file the tensor is named `table` or `table.state`. A weight stored as two 16-bit halves is written as
+    float32.
 
-    A hash table's rows are those of ids that have one, in no order; `ids` beside them says whose each is.
-    That takes a file of safetensors.
+    A hash table needs a .safetensors file: its rows are written in arbitrary order, and a second tensor,
+    `ids`, holds the id of each row.
 
     Args:
-        path: one checkpoint.
-        out: a new file.
+        path: a checkpoint.
+        state: the optimiser state to export; None: the weight.
+        out: the file to create, .npy or .safetensors.
 
     Raises:
-        StrettoError: no such checkpoint, table or state, a damaged one, a name of another kind of file, or
-            one that is there already.
+        StrettoError: the checkpoint, table or state does not exist, the checkpoint is damaged, or `out` has
+            another extension, exists already or cannot be written.
     """
     out, kind = Path(out), state or WEIGHT
     if out.suffix not in (".npy", ".safetensors"):
@@ -95,7 +97,7 @@ def _find(path: str | Path, table: str, kind: str) -> SavedTable | SavedHash:
 def _rows(reader: TableReader, kind: str) -> Iterator[Tensor]:
     table = reader.table
     size = DTYPES[table.dtype(kind)][1] * (1 if table.per_row(kind) else table.dim)
-    rows = max(1, CHUNK // (4 * size))  # halves and their sum are there together
+    rows = max(1, CHUNK // (4 * size))  # both halves of a split weight and the joined float32 are in memory
     for start in range(0, table.rows, rows):
         stop = min(start + rows, table.rows)
         yield values_of(reader, start, stop) if kind == WEIGHT else reader.rows(kind, start, stop)
@@ -116,7 +118,7 @@ def _write(out: Path, key: str, dtype: str, shape: tuple[int, ...], rows: Iterat
 
 
 def _npy_header(shape: tuple[int, ...], dtype: str) -> bytes:
-    """The beginning of a .npy file, version 1.0 (numpy.lib.format): magic, length, a literal, blanks."""
+    """The header of a .npy file, version 1.0 (numpy.lib.format): magic, length, a dict literal, padding."""
     text = f"{{'descr': {np.dtype(dtype).str!r}, 'fortran_order': False, 'shape': {shape!r}, }}"
     text += " " * (-(len(text) + 11) % 64) + "\n"
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode("latin1")

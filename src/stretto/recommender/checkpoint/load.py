@@ -1,4 +1,4 @@
-"""Loads tables from a checkpoint into shards; any placement on any number of ranks reads any other."""
+"""Loads tables from a checkpoint into shards, whatever placement and number of ranks they were saved with."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from stretto.recommender.tables.pools import LocalShard
 
 @dataclass(frozen=True)
 class Part:
-    """Rows residue, residue + modulus, ... of a table, and its columns [first, last); None: all."""
+    """Rows residue, residue + modulus, ... of a table, and columns [first, last); None: all columns."""
 
     residue: int = 0
     modulus: int = 1
@@ -35,33 +35,33 @@ class Part:
 
 
 class TableReader:
-    """Reads one table. Files are mapped for the time of a call, so memory is that of what is returned, and
-    of what lies between it.
+    """Reads one table. Files are memory-mapped only during a call, so memory use is the returned rows and any
+    skipped rows between them.
     """
 
     def __init__(self, folder: Path, table: SavedTable) -> None:
         self.folder, self.table = folder, table
 
     def spread(self, modulus: int) -> int:
-        """Rows that are gone over for each one that is kept, when every `modulus`-th is wanted."""
+        """Rows read for each row kept when only every `modulus`-th row is wanted."""
         return modulus // gcd(modulus, self.table.modulus)
 
     def rows(self, kind: str, start: int, stop: int, part: Part | None = None) -> Tensor:
-        """Rows [start, stop) of a part of the table, counted in the part: [rows, columns], or [rows] of a
-        state that is one number a row.
+        """Rows [start, stop) of a part of the table, indexed within the part: [rows, columns], or [rows] for
+        a per-row state.
 
         Args:
-            kind: `weight` or a state.
+            kind: `weight` or the name of a state.
             part: None: the whole table.
 
         Raises:
-            DamageError: a file is not what the index says.
+            DamageError: a file does not match the index.
         """
         part = part or Part()
         columns = part.columns or (0, self.table.dim)
         wide = () if self.table.per_row(kind) else (columns[1] - columns[0],)
         block = torch.empty(stop - start, *wide, dtype=getattr(torch, self.table.dtype(kind)))
-        # rows that one saved part has follow each other at `step`, and in the saved part at `stride`
+        # rows from the same saved part are `step` apart in the block and `stride` apart in the saved part
         stride = self.spread(part.modulus)
         step = self.table.modulus * stride // part.modulus
         for first in range(start, min(start + step, stop)):
@@ -81,7 +81,7 @@ class TableReader:
         stride: int,
         columns: tuple[int, int],
     ) -> None:
-        """Copy to `target` [n, columns] what a piece has of rows at, at + stride, ... of a saved tensor."""
+        """Copy rows at, at + stride, ... of a saved tensor from a piece to `target` [n, columns]."""
         begin, size = piece.offsets[0], piece.sizes[0]
         low = max(0, -(-(begin - at) // stride))
         high = min(len(target), -(-(begin + size - at) // stride))
@@ -100,7 +100,7 @@ class TableReader:
 
 
 def read_tensor(folder: Path, named: Named) -> Tensor:
-    """All of a tensor that is one-dimensional; raises DamageError."""
+    """Read a whole one-dimensional tensor. Raises DamageError."""
     tensor = torch.empty(named.saved.shape, dtype=getattr(torch, named.saved.dtype))
     for piece in named.saved.pieces:
         start, size = piece.offsets[0], piece.sizes[0]
@@ -109,7 +109,7 @@ def read_tensor(folder: Path, named: Named) -> Tensor:
 
 
 def read_box(folder: Path, named: Named, piece: SavedPiece, box: tuple[slice, ...]) -> Tensor:
-    """A box of a piece; raises DamageError."""
+    """Read a box of a piece. Raises DamageError."""
     key = piece_key(named.name, named.saved.shape, piece.offsets, piece.sizes)
     try:
         with safe_open(plain_file(folder, piece.file), framework="pt") as file:
@@ -121,7 +121,7 @@ def read_box(folder: Path, named: Named, piece: SavedPiece, box: tuple[slice, ..
             return view[box]
     except DamageError:
         raise
-    except Exception as error:  # the library's own kinds, and those of the system
+    except Exception as error:  # errors of safetensors and of the operating system
         raise DamageError(f"file {piece.file}: {error}") from None
 
 
@@ -136,22 +136,23 @@ def restore(
     part: int = 0,
     parts: int = 1,
 ) -> None:
-    """Add what belongs to part `part` of `parts` of one saved shard, of whatever number of parts that was.
+    """Add to part `part` of `parts` its ids and rows from one saved shard. The table may have been saved with
+    a different number of parts.
 
     Args:
-        state: of its ids, as `HashIds.state` gave it.
-        read: saved rows [start, stop), of the columns that `store` has: `weight`, and states by name; those
-            that are not named are zeros.
+        state: the shard's id map, as `HashIds.state` returned it.
+        read: returns saved rows [start, stop), with the columns of `store`: `weight`, and states by name.
+            States that are missing become zeros.
 
     Raises:
-        StrettoError: no such state, or an id that is known already.
+        StrettoError: `state` is not a valid id map, or one of its ids is already present.
     """
     taken = ids.load_state(state, part, parts)
     store.grow(ids.extent)
     old, order = torch.sort(taken.old)
     new = taken.new[order]
     first = 0
-    while first < len(old):  # chunks without a row of ours are not read
+    while first < len(old):  # chunks without rows of this part are not read
         start = int(old[first])
         last = int(torch.searchsorted(old, start + ID_CHUNK))
         values = read(start, int(old[last - 1]) + 1)
@@ -161,7 +162,7 @@ def restore(
 
 
 CHUNK = 1 << 25  # bytes of a shard in memory at a time
-LOW = "low"  # the state that, with a weight of 16 bits, is a float32
+LOW = "low"  # the state with the low half of a float32, whose high half is the weight
 _OLDER = "use an older one: `stretto checkpoint list`"
 
 Encode = Callable[[Tensor], Mapping[str, Tensor]]
@@ -177,24 +178,24 @@ def load_tables(
     check: bool = True,
     chunk: int = CHUNK,
 ) -> None:
-    """Write to this rank's shards what a checkpoint has of their tables.
+    """Load this rank's table shards from a checkpoint.
 
-    Called by every rank with all shards that it holds. `engine.checkpoint.load` reads what else there is,
-    with `ignore=[TABLES]`.
+    Collective: every rank passes all shards that it holds. All other tensors are loaded by
+    `engine.checkpoint.load` with `ignore=[TABLES]`.
 
     Args:
-        path: one checkpoint.
-        tables: as they are stored (`physical_tables`), in any order.
-        states: also those of the optimiser; without, they become zeros.
-        encode: without `states`, what the optimiser's rule makes of values: `weight`, and states that are
-            part of it. None: the values are the weight.
+        path: a checkpoint.
+        tables: the stored tables (`physical_tables`), in any order.
+        states: load the optimiser states too; otherwise they are set to zero.
+        encode: used without `states`; converts values to the optimiser's storage: `weight`, and states that
+            hold part of it. None: the values are the weight.
         check: verify sizes and checksums of all files first.
         chunk: bytes in memory at a time.
 
     Raises:
-        StrettoError: no checkpoint there, damaged, or of other tables or another optimiser; on all ranks
-            alike, and nothing was written then.
-        CollectiveError: reading failed half-way; what the shards hold is then undefined.
+        StrettoError: the checkpoint does not exist, is damaged, or has other tables or optimiser states.
+            Raised on all ranks, before any shard is written.
+        CollectiveError: reading failed half-way; the contents of the shards are then undefined.
     """
     folder = Path(path)
     if check and (wrong := verify(folder)):
@@ -215,7 +216,7 @@ def read_tables(path: str | Path) -> dict[str, SavedTable | SavedHash]:
     """The tables of a checkpoint by name.
 
     Raises:
-        StrettoError: no checkpoint there, or it is damaged.
+        StrettoError: the checkpoint does not exist or is damaged.
     """
     index = tensor_index(path)
     try:
@@ -225,7 +226,7 @@ def read_tables(path: str | Path) -> dict[str, SavedTable | SavedHash]:
 
 
 def values_of(reader: TableReader, start: int, stop: int, part: Part | None = None) -> Tensor:
-    """Rows of a table as numbers, whatever the optimiser kept them as; arguments as of `TableReader.rows`."""
+    """Weight rows of a table, with split halves joined to float32; arguments as for `TableReader.rows`."""
     weight = reader.rows(WEIGHT, start, stop, part)
     if LOW not in reader.table.states:
         return weight
@@ -261,7 +262,7 @@ def _same_size(saved: SavedTable | SavedHash, spec: TableSpec) -> None:
             f"ids: {spec.ids}",
             hint="give the table the ids that the checkpoint was made with",
         )
-    rows = spec.rows if isinstance(saved, SavedHash) else saved.rows  # a hash table may keep another number
+    rows = spec.rows if isinstance(saved, SavedHash) else saved.rows  # the limit of a hash table may change
     if (rows, saved.dim) != (spec.rows, spec.dim):
         raise StrettoError(
             f"checkpoint of another model: table {spec.name} has {rows} rows of {saved.dim}, the model wants "
@@ -289,7 +290,7 @@ def _same_states(one: LocalShard, saved: SavedTable) -> None:
                 f"this one wants one {states}",
                 hint=hint,
             )
-        exact = LOW in states  # halves of one number: neither may be rounded
+        exact = LOW in states  # two halves of one float32: neither may be rounded
         floats = dtype.is_floating_point and type_there.is_floating_point
         if dtype != type_there and (exact or not floats):
             raise StrettoError(
@@ -329,7 +330,7 @@ def _read(
 
 
 def _read_hash(folder: Path, saved: SavedHash, one: LocalShard, states: bool, encode: Encode | None) -> None:
-    """All shards that were saved, of each what belongs to this one."""
+    """Load into this shard its ids and rows from every saved shard."""
     shard = one.shard
     assert one.ids is not None
     assert isinstance(one.store, GrowingStore)
@@ -347,7 +348,7 @@ def _read_hash(folder: Path, saved: SavedHash, one: LocalShard, states: bool, en
 
 
 def _fresh(one: LocalShard, values: Tensor, encode: Encode | None) -> dict[str, Tensor]:
-    """Weights with the states that an optimiser begins with."""
+    """The weight, with the optimiser states at their initial values."""
     zeros = {
         name: torch.zeros(len(values), *state.shape[1:], dtype=state.dtype)
         for name, state in one.store.states.items()

@@ -1,8 +1,8 @@
-"""Names of table shards in a checkpoint, and what its index records of each table.
+"""Names of table shards in a checkpoint, and the tables that its index describes.
 
-Rows residue, residue + modulus, ... of table C1 are `tables.C1.0of2.weight`, and with the name of a state for
-`weight` that state. So a table is saved as it is split, and any split reads it. A shard of a hash table is
-`tables.C1.hash-0of2.weight`, its rows as they lie, and `map-ids` and so on say whose they are.
+`tables.C1.0of2.weight` holds rows 0, 2, ... of table C1; an optimiser state has its name instead of `weight`.
+A table is saved in the shards it is trained in, and can be loaded into any others. A shard of a hash table is
+`tables.C1.hash-0of2.weight`, with its rows in storage order; `map-ids` and so on map ids to these rows.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from stretto.engine.checkpoint.index import Index, SavedTensor
 from stretto.errors import StrettoError
 from stretto.recommender.placement import TableSpec
 
-TABLES = "tables."  # first part of the names of all that belongs to tables
+TABLES = "tables."  # prefix of the names of all table tensors
 WEIGHT = "weight"
-MAP = "map-"  # first part of the kinds of tensors that are a hash table's ids
+MAP = "map-"  # prefix of the kinds that form a hash table's id map
 _NAME = re.compile(r"tables\.(.+)\.(hash-)?(\d{1,9})of(\d{1,9})\.([^.]+)")
 
 
 @dataclass(frozen=True)
 class Named:
-    """A tensor of a checkpoint, and its name there."""
+    """A tensor in a checkpoint, with its name."""
 
     name: str
     saved: SavedTensor
@@ -32,10 +32,10 @@ class Named:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedTable:
-    """A table as it lies in a checkpoint.
+    """A table in a checkpoint.
 
-    parts: for `weight` and each state the tensor [rows of the part, ...] of each residue. A part without rows
-        is not there.
+    parts: for `weight` and each state, the tensor [rows of the part, ...] of each residue. Parts without rows
+        are absent.
     """
 
     name: str
@@ -49,11 +49,11 @@ class SavedTable:
         return sorted(set(self.parts) - {WEIGHT})
 
     def dtype(self, kind: str) -> str:
-        """Of `weight` or a state, as torch calls it."""
+        """The dtype of `weight` or a state, by its name in torch."""
         return self._one(kind).dtype
 
     def per_row(self, kind: str) -> bool:
-        """Whether it is one number for each row."""
+        """Whether `kind` has one number per row."""
         return len(self._one(kind).shape) == 1
 
     def _one(self, kind: str) -> SavedTensor:
@@ -62,10 +62,10 @@ class SavedTable:
 
 @dataclass(frozen=True)
 class SavedHash:
-    """A hash table as it lies in a checkpoint.
+    """A hash table in a checkpoint.
 
-    shards: the rows of each shard, whole.
-    maps: of each shard its ids, counts and so on, by name.
+    shards: each shard's rows, as a table that is not split.
+    maps: each shard's id map: ids, rows, counts and so on, by name.
     """
 
     name: str
@@ -75,12 +75,12 @@ class SavedHash:
 
 
 def part_name(table: str, residue: int, modulus: int, kind: str, hashed: bool = False) -> str:
-    """The tensor of a part of a table; `kind` is `weight`, a state, or of a hash table a part of its map."""
+    """Name of a shard's tensor; `kind` is `weight`, a state or, for a hash table, a tensor of its id map."""
     return f"{TABLES}{table}.{'hash-' if hashed else ''}{residue}of{modulus}.{kind}"
 
 
 def spec_of(name: str, tables: Sequence[TableSpec]) -> TableSpec:
-    """The table of this name; raises StrettoError."""
+    """The table with this name. Raises StrettoError if there is none."""
     for table in tables:
         if table.name == name:
             return table
@@ -90,7 +90,7 @@ def spec_of(name: str, tables: Sequence[TableSpec]) -> TableSpec:
 
 
 def rows_of_part(rows: int, residue: int, modulus: int) -> int:
-    """How many of `rows` are residue, residue + modulus, ..."""
+    """Number of rows residue, residue + modulus, ... below `rows`."""
     return max(0, -(-(rows - residue) // modulus))
 
 
@@ -98,7 +98,7 @@ def saved_tables(index: Index) -> dict[str, SavedTable | SavedHash]:
     """All tables in a checkpoint.
 
     Raises:
-        DamageError: what is there of a table is not a whole table.
+        DamageError: a table is incomplete or inconsistent.
     """
     tables = dict[str, dict[tuple[bool, int], dict[str, dict[int, Named]]]]()
     for name, saved in index.items():
@@ -125,7 +125,7 @@ def _table(
 
 
 def _checked(table: SavedTable) -> SavedTable:
-    """Each kind is there for each part that has rows, all of one sort and of the right shape."""
+    """The table, if every part with rows has each kind, in the right shape and with the same dtype."""
     parts = min(table.rows, table.modulus)
     for kind, saved in table.parts.items():
         alike = {(len(part.saved.shape), part.saved.dtype) for part in saved.values()}

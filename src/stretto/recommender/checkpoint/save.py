@@ -1,4 +1,4 @@
-"""Table shards as `engine.checkpoint.save` takes them: in boxes of a few MiB, read only when they are
+"""Streams table shards to `engine.checkpoint.save` in boxes of bounded size, each read only when it is
 written.
 """
 
@@ -23,13 +23,14 @@ _Boxes = dict[tuple[int, ...], tuple[tuple[int, ...], Callable[[], Tensor]]]
 def tensors_to_save(
     held: Sequence[LocalShard], tables: Sequence[TableSpec], box: int = BOX
 ) -> dict[str, Streamed]:
-    """What `engine.checkpoint.save` takes of this rank's shards: weights and all states.
+    """This rank's shards, weights and all optimiser states, for `engine.checkpoint.save`.
 
-    Every rank calls it with all shards that it holds. What several ranks have, as they do of data-parallel
-    tables and of per-row states under column splits, is written once, its boxes spread over them.
+    Every rank passes all shards that it holds. Tensors that several ranks hold, such as data-parallel tables
+    and the per-row states of column-wise shards, are written once, with their boxes spread over these ranks.
 
     Args:
-        tables: as they are stored (`physical_tables`), in any order.
+        tables: the stored tables (`physical_tables`), in any order.
+        box: bytes in memory at a time.
     """
     streamed = dict[str, tuple[torch.dtype, tuple[int, ...], _Boxes]]()
     for one in held:
@@ -42,8 +43,8 @@ def tensors_to_save(
         if not rows and not hashed:
             continue
         kinds, dim = {WEIGHT: one.store.weight} | one.store.states, spec_of(shard.name, tables).dim
-        # states are cut as weights are: where they lie together, reading one goes over both; and by the whole
-        # table's width, so that all shards of its columns cut alike
+        # States are cut like weights: where both are stored together, reading one passes over the other. The
+        # cut depends on the width of the whole table, so it is the same in all column-wise shards.
         many = box // sum((1 if t.dim() == 1 else dim) * t.element_size() for t in kinds.values())
         for kind, tensor in kinds.items():
             name = part_name(shard.name, shard.residue, shard.modulus, kind, hashed)
@@ -61,7 +62,7 @@ def _boxes(one: LocalShard, rows: int, kind: str, tensor: Tensor, many: int) -> 
     columns = () if tensor.dim() == 1 else (one.shard.start,)
     wide = tuple(tensor.shape[1:])
     boxes: _Boxes = {}
-    for start in range(0, max(rows, 1), many):  # no rows at all: still a tensor, by its name
+    for start in range(0, max(rows, 1), many):  # without rows, still one empty box
         stop = min(start + many, rows)
         boxes[start, *columns] = (stop - start, *wide), partial(_read, one, kind, start, stop)
     return boxes

@@ -1,1 +1,1 @@
-"""What a recommender's training job is; `load.load_config` reads it or a language model's."""
+"""The config of a recommender's training job; `load.load_config` reads it, or a language model's config."""

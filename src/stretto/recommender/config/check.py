@@ -22,10 +22,11 @@ from stretto.spec.optimiser import optimiser_problems
 
 
 def check(config: RecommenderConfig, *, world: int | None = None, devices: int | None = None) -> None:
-    """Raise for the first thing that is wrong with the job, and tell how many more there are.
+    """Raise an error for the first problem of the job, with the number of further problems.
 
-    `world` is the number of processes where others start them (torchrun), `devices` the number of GPUs of all
-    machines where the job runs on GPUs.
+    Args:
+        world: number of processes, if a launcher such as torchrun has started them.
+        devices: number of GPUs on all machines, if the job runs on GPUs.
 
     Raises:
         StrettoError: names the field, its value, the rule and the nearest fix.
@@ -36,7 +37,7 @@ def check(config: RecommenderConfig, *, world: int | None = None, devices: int |
 def find_problems(
     config: RecommenderConfig, *, world: int | None = None, devices: int | None = None
 ) -> list[Problem]:
-    """All that is wrong with the job, and what this machine lacks."""
+    """All problems of the job, those of this machine included; arguments as for `check`."""
     problems = list(_ranks(config, world, devices))
     return problems + [problem for part in CHECKS for problem in part(config)]
 
@@ -71,18 +72,18 @@ def _ranks(config: RecommenderConfig, world: int | None, devices: int | None) ->
 
 
 def _tables(config: RecommenderConfig) -> Iterator[Problem]:
-    """Tables that make no model, and placements that do not fit them."""
+    """Invalid tables, and placements that do not fit them."""
     try:
         tables = config.table_specs()
     except StrettoError as error:
         if config.data.is_synthetic:
             yield error.within("model")
-        return  # the rest is known with the data
+        return  # tables are checked once the data is known
     yield from check_tables(config, tables)
 
 
 def check_tables(config: RecommenderConfig, tables: list[TableSpec]) -> Iterator[Problem]:
-    """What is wrong with these tables and where the config puts them."""
+    """Problems of these tables and of their placement in the config."""
     try:
         config.shape(tables)
         placed = configured_placements(config, tables)

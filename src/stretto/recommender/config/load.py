@@ -1,4 +1,4 @@
-"""A config file to the job that it describes; here alone is decided whether that is a recommender's."""
+"""Reads the config of a recommender or a language model; only this module decides which of them it is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FAMILY = "dlrm"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> AnyConfig:
-    """The job of a YAML file, a language model's or a recommender's, with overrides such as `optim.clip=1.0`.
+    """Read a job from a YAML file, a language model's or a recommender's, with overrides (`optim.clip=1.0`).
 
     Raises:
         StrettoError: as `stretto.run.config.load.load`.
@@ -28,8 +28,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> AnyConfig:
 def parse_config(
     text: str, source: str = "config", overrides: Sequence[str] = (), *, name: str = "train"
 ) -> AnyConfig:
-    """As `load_config`, from text; `source` stands for the file in errors and `name` is the run's default
-    name.
+    """As `load_config`, from text. Errors refer to the text as `source`; `name` is the default name of the
+    run.
     """
     values, read = values_of(text, source)
     schema = RecommenderConfig if is_recommender(values, overrides) else TrainConfig
@@ -37,8 +37,8 @@ def parse_config(
 
 
 def is_recommender(values: object, overrides: Sequence[str] = ()) -> bool:
-    """Whether a config's plain values describe a recommender: by the family or the preset that its model
-    names, with overrides such as `model.family=dlrm` laid over them.
+    """Whether the values of a config describe a recommender, judging by `model.family` and `model.preset`
+    after overrides.
     """
     model: dict[str, Any] = {}
     if isinstance(values, Mapping):

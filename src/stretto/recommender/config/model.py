@@ -64,7 +64,7 @@ class TableConfig(Section):
     )
 
     def spec(self, name: str, dim: int, rows: int, hot: float = 1.0, skew: float | None = None) -> TableSpec:
-        """The table; `name`, `rows`, `hot` and `skew` count where this says nothing."""
+        """The table; `name`, `rows`, `hot` and `skew` are used for fields that the config does not set."""
         fields: dict[str, Any] = self.model_dump(exclude={"name", "rows", "hot", "skew"})
         return TableSpec(
             name=self.name or name,
@@ -77,14 +77,17 @@ class TableConfig(Section):
 
 
 def default_name(number: int) -> str:
-    """Of feature `number` (from 0)."""
+    """Default name of feature `number` (from 0)."""
     return f"C{number + 1}"
 
 
 @dataclass(frozen=True)
 class Feature:
-    """What the data says of a categorical feature: its name, ids of its vocabulary, ids of a sample; None for
-    what it does not say.
+    """A categorical feature of the data.
+
+    rows: size of its vocabulary; None: unbounded, or set by the model.
+    hot: average number of ids per sample; None: unknown.
+    skew: popularity of ids is proportional to 1 / rank^skew; None: unknown.
     """
 
     name: str
@@ -192,12 +195,12 @@ class RecommenderModel(Section):
 
     @property
     def numbers(self) -> int:
-        """Numbers of a sample."""
+        """Number of dense features per sample."""
         known = self._known
         return self.dense or (13 if known is None else known.dense)
 
     def features(self) -> int | None:
-        """How many categorical features there are; None where only the data knows."""
+        """Number of categorical features; None if only the data determines it."""
         if self.rows is not None or self.tables is not None:
             return len(self.rows or self.tables or ())
         known = self._known
@@ -207,10 +210,11 @@ class RecommenderModel(Section):
         """The tables, in the order of the features.
 
         Args:
-            data: what the data says of its features, where it is known.
+            data: the features of the data; None: not known yet.
 
         Raises:
-            StrettoError: the data has another number of features; or rows are neither here nor in the data.
+            StrettoError: the data has a different number of features, or neither the model nor the data sets
+                a table's rows.
         """
         count = self.features()
         if count is None and data is None:
@@ -251,7 +255,7 @@ class RecommenderModel(Section):
         """The sizes of the model with these tables.
 
         Raises:
-            StrettoError: sizes that do not fit each other.
+            StrettoError: the sizes do not fit together.
         """
         known = self._known
         interaction: Interaction = self.interaction or ("dot" if known is None else known.interaction)

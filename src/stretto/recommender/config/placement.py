@@ -1,4 +1,4 @@
-"""Placements of tables that the config of a job names: a file, a mapping, or one split for all."""
+"""Table placements set in the config of a job: a file, a mapping, or one split for all tables."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ AUTO = "auto"
 
 
 def configured_placements(config: RecommenderConfig, tables: Sequence[TableSpec]) -> Placements | None:
-    """The placement of each table that is stored, or None where it is to be planned.
+    """The placement of each stored table, or None if the placement is to be planned.
 
     Args:
-        tables: one for each feature. A feature of two tables is placed by its own name, both alike, or by
-            theirs.
+        tables: one for each feature. The two tables of a quotient-remainder feature are placed alike under
+            the name of the feature, or each under its name.
 
     Raises:
-        StrettoError: no such file, no such table, or a placement that does not fit it or the ranks.
+        StrettoError: no such file or table, or a placement that does not fit the table or the ranks.
     """
     placement = config.tables.placement
     layout = config.layout
@@ -60,7 +60,7 @@ def configured_placements(config: RecommenderConfig, tables: Sequence[TableSpec]
 
 
 def _of_stored(placements: Mapping[str, TablePlacement], tables: Sequence[TableSpec]) -> Placements:
-    """Placements by the names of the tables that are stored; unknown names stay, to be told."""
+    """Placements by the names of stored tables; unknown names are kept, for `check_placements` to report."""
     placed = dict(placements)
     for table in tables:
         names = [stored.name for stored in physical_tables([table])]

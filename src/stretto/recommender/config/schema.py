@@ -75,11 +75,11 @@ class SyntheticConfig(Section):
         return self
 
     def features_of(self, count: int | None, preset: bool) -> list[Feature]:
-        """What the log says of its features.
+        """The features of the synthetic log.
 
         Args:
-            count: of the model's tables; None: it names none, and rows are drawn too.
-            preset: the model's preset knows how many ids a sample has.
+            count: number of tables that the model sets; None: it sets none, and `features` and `rows` apply.
+            preset: the model's preset sets the ids per sample.
         """
         if count is not None:
             hot = None if preset else self.hot
@@ -161,12 +161,12 @@ class ClickDataConfig(Section):
 
     @property
     def sources(self) -> list[str]:
-        """The names of `source`."""
+        """`source` as a list."""
         return [self.source] if isinstance(self.source, str) else list(self.source)
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether clicks are drawn, not read."""
+        """Whether clicks are generated instead of read."""
         return self.sources == [SYNTHETIC]
 
 
@@ -315,10 +315,10 @@ class RecommenderConfig(Section):
         """The tables, in the order of the features.
 
         Args:
-            data: what the data says of its features, or their rows alone; None: what the config says.
+            data: the features of the data, or just their rows; None: the config alone determines the tables.
 
         Raises:
-            StrettoError: the data has another number of features; or rows are known only with the data.
+            StrettoError: the data has a different number of features, or rows are known only with the data.
         """
         if data is None:
             count = self.model.features()
@@ -329,7 +329,7 @@ class RecommenderConfig(Section):
         return self.model.table_specs(features)
 
     def shape(self, tables: Sequence[TableSpec] | None = None) -> DlrmShape:
-        """The model's sizes with these tables, or with those that the config says.
+        """The model's sizes with these tables; None: with the tables of the config.
 
         Raises:
             StrettoError: as `table_specs`.
@@ -337,5 +337,5 @@ class RecommenderConfig(Section):
         return self.model.shape(self.table_specs() if tables is None else tables)
 
     def dense_optimiser(self) -> Optimiser:
-        """The dense networks' optimiser; gradients are clipped with those of the tables, not by it."""
+        """The dense networks' optimiser, without clipping: dense and table gradients are clipped together."""
         return Optimiser(**self.optim.dense.model_dump(), clip=None, rate=self.optim.rate.settings())

@@ -1,6 +1,6 @@
 """DLRM (Naumov et al. 2019, arXiv 1906.00091): its dense layers and their initial values.
 
-Initial values are a function of (seed, parameter name).
+Initial values depend only on the seed and the name of the parameter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stretto.recommender.placement import TableSpec, divisor_of, physical_tables
 from stretto.recommender.shape import DlrmShape
 from stretto.recommender.tables.jagged import Jagged
 
-_NARROW = 64  # inputs up to which the weight's gradient is formed on its side
+_NARROW = 64  # up to this many inputs, the weight gradient is computed as its transpose
 
 
 class _Linear(torch.autograd.Function):
@@ -46,7 +46,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """dy^T x; of few inputs as its transpose, where the libraries are three times as fast."""
+    """dy^T x; for few inputs computed as its transpose, which is three times as fast in BLAS libraries."""
     if x.shape[1] <= _NARROW < dy.shape[1]:
         return product(x.t(), dy.t(), None).t().contiguous()
     return add_weight_gradient(None, dy, x, dy.dtype)
@@ -58,7 +58,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """max(0, x weight^T + bias); keeps its output for the backward, and nothing else of its own."""
+    """max(0, x weight^T + bias); for the backward it saves its output, not the values before the ReLU."""
     return _call(x, weight, bias, True)
 
 
@@ -68,9 +68,9 @@ def _call(x: Tensor, weight: Tensor, bias: Tensor | None, rectified: bool) -> Te
 
 
 class Mlp(nn.ModuleList):
-    """Linear layers with ReLU behind each; behind the last only if `relu_last`.
+    """Linear layers, each followed by ReLU; the last one only with `relu_last`.
 
-    `fast`: by the library and the passes that are the fastest here, instead of by torch's own layers.
+    `fast`: compute with `linear` and `linear_relu` instead of torch's layers.
     """
 
     def __init__(self, sizes: Sequence[int], relu_last: bool, fast: bool) -> None:
@@ -90,7 +90,7 @@ class Mlp(nn.ModuleList):
 
 
 class CrossLayer(nn.Module):
-    """A cross layer of low rank (DCN-V2, section 3.2): x_0 * (U (V x_l) + b) + x_l."""
+    """A low-rank cross layer (DCN-V2, section 3.2): x_0 * (U (V x_l) + b) + x_l."""
 
     def __init__(self, width: int, rank: int, fast: bool) -> None:
         super().__init__()
@@ -107,10 +107,10 @@ class CrossLayer(nn.Module):
 
 
 class DenseNet(nn.Module):
-    """All of a DLRM but its tables: what data-parallel ranks have copies of.
+    """The dense part of a DLRM, all but the tables; it is replicated on data-parallel ranks.
 
     Args:
-        fast: compute in the fastest way here; else in the plainest. The numbers are the same but for
+        fast: use the optimised layers and interaction instead of the reference ones. Results agree up to
             rounding.
     """
 
@@ -124,7 +124,7 @@ class DenseNet(nn.Module):
         self.top = Mlp((shape.interacted, *shape.top), False, fast)
 
     def interact(self, x: Tensor, pooled: Tensor) -> Tensor:
-        """What the top MLP takes [b, interacted]; arguments as for `score`."""
+        """The interaction, input of the top MLP [b, interacted]; arguments as for `score`."""
         if self.shape.interaction == "dot":
             return (dot_interaction if self.fast else pair_products)(x, pooled)
         first = torch.cat([x, pooled.flatten(1)], 1)
@@ -137,27 +137,27 @@ class DenseNet(nn.Module):
         """Logits [b].
 
         Args:
-            x: [b, dim], from `bottom`.
-            pooled: [b, tables, dim], of each feature.
+            x: [b, dim], output of the bottom MLP.
+            pooled: [b, tables, dim], pooled embeddings of each feature.
         """
         return self.top(self.interact(x, pooled)).squeeze(1)
 
     def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
-        """Numbers [b, dense] and pooled rows [b, tables, dim] to logits [b]."""
+        """Logits [b] from dense features [b, dense] and pooled embeddings [b, tables, dim]."""
         return self.score(self.bottom(dense), pooled)
 
 
 class Dlrm(nn.Module):
-    """The whole model, tables and all.
+    """The whole model, with unsharded tables.
 
     Attributes:
         net: the dense layers.
-        tables: [rows, dim] of each stored table, in the order of `physical_tables`.
+        tables: [rows, dim] for each stored table, in the order of `physical_tables`.
     """
 
     def __init__(self, shape: DlrmShape, tables: Sequence[TableSpec]) -> None:
         """Raises:
-        StrettoError: tables that are not the shape's, or one whose rows are given out as ids come.
+        StrettoError: the tables do not match the shape, or one of them has hash ids.
         """
         super().__init__()
         _check(shape, tables)
@@ -166,11 +166,11 @@ class Dlrm(nn.Module):
         self.tables = nn.ParameterList(nn.Parameter(torch.zeros(t.rows, t.dim)) for t in self.stored)
 
     def table(self, name: str) -> Tensor:
-        """A stored table by its name."""
+        """The weight of a stored table, by name."""
         return next(w for spec, w in zip(self.stored, self.tables, strict=True) if spec.name == name)
 
     def forward(self, dense: Tensor, ids: Jagged) -> Tensor:
-        """Numbers [b, dense] and ids of each feature to logits [b]."""
+        """Logits [b] from dense features [b, dense] and the ids of each feature."""
         pooled, first = list[Tensor](), 0
         for spec, count, lengths in zip(self.specs, ids.counts(), ids.lengths, strict=True):
             columns = slice(first, first + count)
@@ -180,7 +180,7 @@ class Dlrm(nn.Module):
         return self.net(dense, torch.stack(pooled, 1))
 
     def rows(self, spec: TableSpec, ids: Tensor) -> Tensor:
-        """The vector of each id [n, dim]."""
+        """The embedding of each id [n, dim]."""
         ids = ids % spec.rows
         if spec.ids == "modulo":
             return self.table(spec.name)[ids]
@@ -190,12 +190,13 @@ class Dlrm(nn.Module):
 
 
 def pool(rows: Tensor, lengths: Tensor, weights: Tensor | None, spec: TableSpec) -> Tensor:
-    """Of each sample [b, dim] the sum of its rows, or with `mean` that over their number; of no row zeros.
+    """The sum of each sample's rows [b, dim], or with `mean` the sum divided by the number of rows. Samples
+    without rows get zeros.
 
     Args:
-        rows: [n, dim], those of sample 0 first.
-        lengths: [b], rows of each sample.
-        weights: [n], of each row in the sum.
+        rows: [n, dim], sample by sample.
+        lengths: [b], number of rows of each sample.
+        weights: [n], per-sample weights, one for each row; None: all 1.
     """
     if weights is not None:
         rows = rows * weights.to(rows.dtype).unsqueeze(1)
@@ -225,8 +226,8 @@ def _check(shape: DlrmShape, tables: Sequence[TableSpec]) -> None:
 def initial_dense(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """Initial values of one dense parameter, float32, on the CPU.
 
-    Weights are normal with variance 2 / (inputs + outputs) (Glorot and Bengio 2010, eq. 12), as in the DLRM
-    paper's own code; biases are 0, where that code draws them too: a logit begins near 0 for every seed.
+    Weights are normal with variance 2 / (inputs + outputs) (Glorot and Bengio 2010, eq. 12), as in the code
+    of the DLRM paper. That code draws biases too; here they are 0, so that logits begin near 0 for any seed.
     """
     if len(shape) == 1:
         return torch.zeros(shape, device="cpu")
@@ -236,6 +237,6 @@ def initial_dense(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 @torch.no_grad()
 def initialise_dense(net: DenseNet, seed: int) -> None:
-    """Give every dense parameter its initial values, in place."""
+    """Set every dense parameter to its initial values, in place."""
     for name, parameter in net.named_parameters():
         parameter.copy_(initial_dense(name, tuple(parameter.shape), seed))

@@ -1,4 +1,4 @@
-"""The dot interaction of DLRM (Naumov et al. 2019, arXiv 1906.00091, section 2.1): plainly, and fast."""
+"""The dot interaction of DLRM (Naumov et al. 2019, arXiv 1906.00091, sec. 2.1), reference and fast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 
 def _forward_loop(x: Any, pooled: Any, out: Any) -> None:
-    """x [b, dim] and pooled [b, tables, dim] to out [b, dim + pairs]."""
+    """Fill out [b, dim + pairs] from x [b, dim] and pooled [b, tables, dim]."""
     samples, tables, dim = pooled.shape
     n = tables + 1
     padded = (n + 3) // 4 * 4
@@ -46,7 +46,7 @@ def _forward_loop(x: Any, pooled: Any, out: Any) -> None:
 
 
 def _backward_loop(x: Any, pooled: Any, gradient: Any, dx: Any, dpooled: Any) -> None:
-    """The gradients of both from that of out: of a product of two vectors each gets the other."""
+    """Fill dx and dpooled from the gradient of out; d(u.v)/du = v for each pair of vectors."""
     samples, tables, dim = pooled.shape
     n = tables + 1
     padded = (n + 3) // 4 * 4
@@ -89,9 +89,9 @@ def _backward_loop(x: Any, pooled: Any, gradient: Any, dx: Any, dpooled: Any) ->
 
 
 def pair_products(x: Tensor, pooled: Tensor) -> Tensor:
-    """x beside the products of all pairs of different vectors: [b, dim + pairs].
+    """x concatenated with the dot products of all pairs of distinct vectors: [b, dim + pairs].
 
-    Pairs are those below the diagonal of the products of [x; pooled], row after row.
+    Pairs are the entries below the diagonal of the Gram matrix of [x; pooled], row by row.
 
     Args:
         x: [b, dim].
@@ -104,13 +104,13 @@ def pair_products(x: Tensor, pooled: Tensor) -> Tensor:
 
 
 def dot_interaction(x: Tensor, pooled: Tensor) -> Tensor:
-    """As `pair_products`, with a backward by hand, and compiled where that is faster."""
+    """As `pair_products`, with a hand-written backward, and compiled loops if they are faster."""
     kernels = _kernels() if _large(x, pooled) else None
     products: Any = _Dot.apply(x, pooled) if kernels is None else _CompiledDot.apply(x, pooled, kernels)
     return products
 
 
-# multiplications from which the compiled way is worth being loaded; threads up to which it is the faster one
+# compiled loops pay off from this many multiplications, and are faster up to this many threads
 LARGE, THREADS = 2**22, 4
 
 
@@ -121,7 +121,7 @@ def _large(x: Tensor, pooled: Tensor) -> bool:
 
 @cache
 def _kernels() -> tuple[Any, Any] | None:
-    """Forward and backward, compiled; None without numba."""
+    """The compiled forward and backward loops; None without numba."""
     try:
         from stretto.recommender.tables.kernels.compiled import jit
     except ImportError:
@@ -149,7 +149,7 @@ class _CompiledDot(torch.autograd.Function):
 
 
 class _Dot(torch.autograd.Function):
-    """By batched products, of which the backward needs one for both factors, with copies to gather pairs."""
+    """One batched matrix product in the forward and one in the backward; pairs are gathered by copies."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, pooled: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ class _Dot(torch.autograd.Function):
         (vectors,) = ctx.saved_tensors
         n, dim = vectors.shape[1:]
         _, mirrored = _places(n, gradient.device)
-        # of a product of two vectors each gets the other; a vector's own place in the square is zero
+        # d(u.v)/du = v: a symmetric matrix of pair gradients, zero on the diagonal, times the vectors
         padded = functional.pad(gradient[:, dim:], (0, 1))
         square = padded.index_select(1, mirrored).view(-1, n, n)
         products = torch.bmm(square, vectors)
@@ -178,8 +178,8 @@ class _Dot(torch.autograd.Function):
 
 @cache
 def _places(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where in a flat square of n x n the pairs are; and for each place in the square its pair, of the
-    diagonal the one behind the last.
+    """Flat indices of the pairs in an n x n matrix; and the index of the pair at each entry of the matrix,
+    with the number of pairs on the diagonal.
     """
     row, column = torch.tril_indices(n, n, -1, device=device)
     number = torch.full((n, n), len(row), device=device)
