@@ -1,1 +1,1 @@
-"""Offloading to host memory, or to files that are read ahead and written behind."""
+"""Offloading to host memory, or to files with read-ahead and write-behind."""

@@ -1,9 +1,9 @@
-"""A ring of memory slots over blocks in files: the next block is read ahead, the last one written behind.
+"""A ring of memory slots over blocks in files, with read-ahead and write-behind.
 
-The overlap is that of ZeRO-Infinity (Rajbhandari et al. 2021): while one block is in use, the next is read
-and the previous one is written. A read may be queued for memory that is still being written, so the disk
-never idles until this process polls. Unlike ZeRO-Infinity, plain threads and system calls do it without a
-library for asynchronous I/O: one call of tens of MiB already fills the disk's queue.
+Transfers overlap as in ZeRO-Infinity (Rajbhandari et al. 2021): while one block is in use, the next is read
+and the previous one is written. A read can be queued into a slot that is still being written, so the disk
+does not idle until the caller polls. Unlike ZeRO-Infinity, this uses plain threads and system calls instead
+of an asynchronous I/O library: a single call of tens of MiB already fills the disk's queue.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from stretto.engine.offload.scratch import BLOCK, ScratchFile, aligned_memory
 class _Slot:
     """A slot of memory.
 
-    key: whose bytes it holds, or will; None before its first use.
-    state: `coming`: being read, or read ahead already; `held`: in the caller's hands; `kept`: being written,
-        or as it is in the file, and free for others.
+    key: block assigned to the slot; None before its first use.
+    state: `coming`: prefetched, possibly still being read; `held`: in use by the caller; `kept`: clean or
+        being written, and available for reuse.
+    jobs: transfers in flight.
+    used: counter value of the last use.
     """
 
     memory: Tensor | None = None
@@ -41,15 +43,15 @@ class Ring:
     """Blocks by number. Not thread-safe.
 
     Args:
-        folder: where the files go.
-        what: the blocks are, for errors: "optimiser states of unit".
-        slots: blocks that are in memory at most, together with those on their way.
+        folder: folder for the block files.
+        what: description of the blocks for error messages, such as "optimiser states of unit".
+        slots: maximum number of blocks in memory, including those in transfer.
         pin: allocate pinned memory, for asynchronous copies to a GPU.
-        threads: for transfers.
+        threads: number of transfer threads.
 
     Attributes:
-        waited_s: seconds that callers have waited for transfers.
-        moved_s, moved: seconds in which transfers were under way, and their bytes.
+        waited_s: seconds that callers have blocked on transfers.
+        moved_s, moved: seconds during which transfers were running, and bytes transferred.
     """
 
     def __init__(self, folder: Path, what: str, slots: int = 3, pin: bool = False, threads: int = 2) -> None:
@@ -59,7 +61,7 @@ class Ring:
         self._pin = pin
         self._slots = [_Slot() for _ in range(slots)]
         self._files = dict[int, ScratchFile]()
-        self._writes = dict[int, Sequence[Future[None]]]()  # the last of each block, which a read waits for
+        self._writes = dict[int, Sequence[Future[None]]]()  # last write per block; its next read waits
         self._pool = ThreadPoolExecutor(threads, "stretto-offload")
         self._clock = _Clock()
         self._uses = 0
@@ -67,12 +69,12 @@ class Ring:
 
     @property
     def slots(self) -> int:
-        """Blocks that are in memory at most."""
+        """Maximum number of blocks in memory."""
         return len(self._slots)
 
     @property
     def moved_s(self) -> float:
-        """Seconds in which at least one transfer was under way."""
+        """Seconds during which at least one transfer was running."""
         return self._clock.busy_s
 
     @property
@@ -81,10 +83,10 @@ class Ring:
         return self._clock.moved
 
     def add(self, key: int, size: int) -> Tensor:
-        """A new block; returns its memory, uint8 [size], to be filled and then `put`.
+        """Create a block; returns its memory, uint8 [size], for the caller to fill and then `put`.
 
         Raises:
-            StrettoError: there is no room for it on the disk.
+            StrettoError: not enough disk space.
         """
         assert key not in self._files, key
         path = self._folder / f"block-{key:05d}"
@@ -92,17 +94,17 @@ class Ring:
         return self.blank(key)[:size]
 
     def start_fetch(self, key: int) -> None:
-        """Begin to read a block, if there is memory for it."""
+        """Start reading a block, if a slot is available."""
         if (slot := self._find(key)) is not None:
             slot.state = "coming" if slot.state == "kept" else slot.state
         elif (slot := self._free()) is not None:
             self._read(slot, key)
 
     def fetch(self, key: int) -> Tensor:
-        """The block's memory, with its bytes; the caller's until `put` or `release`.
+        """The block's memory with its contents, held by the caller until `put` or `release`.
 
         Raises:
-            OffloadError: it could not be read, or what had to be written before could not.
+            OffloadError: reading the block failed, or a preceding write did.
         """
         slot = self._find(key)
         if slot is None:
@@ -112,14 +114,14 @@ class Ring:
         return self._hold(slot)
 
     def blank(self, key: int) -> Tensor:
-        """Memory for the whole block that is to be filled anew: nothing is read."""
+        """As `fetch`, but without reading: the caller overwrites the whole block."""
         slot = self._find(key) or self._free() or self._take_back()
         self._settle(slot)
         self._prepare(slot, key)
         return self._hold(slot)
 
     def put(self, key: int) -> None:
-        """Start writing the block from memory, which the caller must not use any more."""
+        """Start writing the block back; the caller must no longer use its memory."""
         slot = self._of(key)
         file, memory = self._files[key], slot.memory
         assert memory is not None
@@ -127,7 +129,7 @@ class Ring:
         slot.state = "kept"
 
     def release(self, key: int) -> None:
-        """Free the block's memory for others; the caller has not changed it."""
+        """Release an unmodified block, so that its memory can be reused."""
         self._of(key).state = "kept"
 
     def check(self) -> None:
@@ -143,7 +145,7 @@ class Ring:
             self._settle(slot)
 
     def close(self) -> None:
-        """Stop all transfers and remove the files; errors of transfers are ignored."""
+        """Stop all transfers and remove the files; transfer errors are ignored."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         for file in self._files.values():
             file.close()
@@ -162,22 +164,22 @@ class Ring:
         return slot
 
     def _free(self) -> _Slot | None:
-        """The slot that was released first; it may still be being written."""
+        """The least recently used `kept` slot; its write may still be in flight."""
         kept = [slot for slot in self._slots if slot.state == "kept"]
         return min(kept, key=lambda slot: slot.used, default=None)
 
     def _take_back(self) -> _Slot:
-        """Evict the block that was read ahead last: a block needed now has priority."""
+        """The slot of the most recent prefetch, to be evicted: a block needed now has priority."""
         coming = [slot for slot in self._slots if slot.state == "coming"]
         assert coming, f"all {len(self._slots)} blocks of memory are held"
         return max(coming, key=lambda slot: slot.used)
 
     def _prepare(self, slot: _Slot, key: int) -> Tensor:
-        """Assign the slot to `key`, with memory large enough."""
+        """Assign the slot to `key`, and grow its memory if needed."""
         size = self._files[key].size
         if slot.memory is None or slot.memory.numel() < size:
             self._settle(slot)
-            slot.memory = None  # before there is new memory
+            slot.memory = None  # free the old memory before allocating the new
             slot.memory = aligned_memory(size, self._pin)
         self._uses += 1
         slot.key, slot.used = key, self._uses
@@ -202,8 +204,8 @@ class Ring:
     def _start(
         self, move: Callable[[Tensor, int], None], memory: Tensor, before: Sequence[Future[None]] = ()
     ) -> list[Future[None]]:
-        """Transfer in pieces of BLOCK bytes, after `before`. Those jobs were submitted earlier, so
-        waiting for them in a worker cannot deadlock, however few threads.
+        """Transfer in pieces of BLOCK bytes after the jobs in `before`. These were submitted earlier, so
+        workers that wait for them cannot deadlock, regardless of the number of threads.
         """
 
         def run(start: int) -> None:
@@ -224,7 +226,7 @@ class Ring:
 
 
 class _Clock:
-    """Counts bytes, and the time during which any transfer runs."""
+    """Counts transferred bytes, and the time during which any transfer is running."""
 
     def __init__(self) -> None:
         self.busy_s, self.moved = 0.0, 0

@@ -1,7 +1,7 @@
-"""A rank's scratch folder, which lives no longer than its process, and the files in it.
+"""A rank's scratch folder, which lasts no longer than its process, and the files in it.
 
-Nothing here is synced: after the process is gone its files are worthless, since a run resumes from its last
-checkpoint.
+Nothing is synced to disk: the files are useless once the process has ended, since runs resume from their
+last checkpoint.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from stretto.errors import StrettoError
 
-ALIGN = 4096  # bytes that addresses, offsets and lengths of unbuffered transfers are multiples of
-BLOCK = 1 << 24  # bytes of one call: enough for many requests in the disk's queue
+ALIGN = 4096  # alignment of addresses, offsets and lengths for unbuffered I/O (O_DIRECT)
+BLOCK = 1 << 24  # bytes per system call: enough to fill the disk's queue
 _Call = Callable[[int, Sequence[memoryview], int], int]
 _NAME = re.compile(r"rank-\d{5,}-\d+(-\d+)?")
 _HINT = "{} must be a folder on a local disk that this user can write"
@@ -34,16 +34,16 @@ class OffloadError(RuntimeError):
 
 
 class Scratch:
-    """`path`/rank-00003-PID: made now, removed by `close`.
+    """The folder `path`/rank-00003-PID, created by the constructor and removed by `close`.
 
-    The folder is locked as long as it is in use, and the system gives up the locks of a dead process; so
-    folders that can be locked are left over from one, and are removed.
+    The folder is locked while in use, and the system releases the locks of dead processes. A folder that can
+    be locked is therefore left over from a dead process, and is removed.
 
     Args:
-        field: that the user gave the path in, for errors.
+        field: configuration field with the path, for error messages.
 
     Raises:
-        StrettoError: the folder cannot be made.
+        StrettoError: the folder cannot be created.
     """
 
     def __init__(self, path: str | Path, rank: int = 0, field: str = "dp.path") -> None:
@@ -54,7 +54,7 @@ class Scratch:
             try:
                 fcntl.flock(
                     mutex, fcntl.LOCK_EX
-                )  # no other process removes leftovers before the new folder is locked
+                )  # keeps other processes from removing the new folder before it is locked
                 _remove_left(root)
                 self.folder = _new_folder(root, rank)
                 lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -68,13 +68,13 @@ class Scratch:
         self._finalizer = weakref.finalize(self, _remove, self.folder, lock)
 
     def close(self) -> None:
-        """Remove the folder with all that is in it."""
+        """Remove the folder and its contents."""
         self._finalizer()
 
 
 def _new_folder(root: Path, rank: int) -> Path:
     name, again = f"rank-{rank:05d}-{os.getpid()}", 0
-    while True:  # a second one of this process, or a process of another container with the same number
+    while True:  # the name may be taken: by this process, or by the same PID in another container
         folder = root / (f"{name}-{again}" if again else name)
         try:
             folder.mkdir(mode=0o700)
@@ -89,7 +89,7 @@ def _remove_left(root: Path) -> None:
             continue
         try:
             lock = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # another user's, or gone meanwhile
+        except OSError:  # owned by another user, or removed in the meantime
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -106,29 +106,29 @@ def _remove(folder: Path, lock: int) -> None:
 
 
 def aligned(size: int) -> int:
-    """The least multiple of ALIGN that is not less."""
+    """`size` rounded up to a multiple of ALIGN."""
     return -(-size // ALIGN) * ALIGN
 
 
 def aligned_memory(size: int, pin: bool = False) -> Tensor:
-    """uint8 [size] in host memory, from an address that unbuffered transfers take."""
+    """uint8 [size] in host memory, aligned for unbuffered I/O."""
     memory = torch.empty(size + ALIGN, dtype=torch.uint8, pin_memory=pin)
     skip = -memory.data_ptr() % ALIGN
     return memory[skip : skip + size]
 
 
 class ScratchFile:
-    """A file whose room on the disk is taken now, so that a full disk is known before training begins.
+    """A file with preallocated disk space, so that a full disk is detected before training starts.
 
-    Reads and writes go past the system's cache where the file system lets them: what is read once a step
-    would only push other things out of it.
+    I/O bypasses the page cache where the file system supports it: data read once per step would only evict
+    more useful pages.
 
     Args:
         size: bytes, rounded up to a multiple of ALIGN.
-        what: is in it, for errors.
+        what: description of the contents, for error messages.
 
     Raises:
-        StrettoError: there is no room, or no file can be made.
+        StrettoError: not enough disk space, or the file cannot be created.
     """
 
     def __init__(self, path: Path, size: int, what: str) -> None:
@@ -156,15 +156,15 @@ class ScratchFile:
         )
 
     def read(self, memory: Tensor, start: int) -> None:
-        """Fill uint8 memory with the bytes from `start` on; may be called from any thread.
+        """Fill uint8 memory with the file's bytes from offset `start`. Thread-safe.
 
         Raises:
-            OffloadError: they cannot be read.
+            OffloadError: the read failed.
         """
         self._transfer(os.preadv, memory, start, "reading")
 
     def write(self, memory: Tensor, start: int) -> None:
-        """As `read`, to the file."""
+        """Write uint8 memory to the file at offset `start`; otherwise as `read`."""
         self._transfer(os.pwritev, memory, start, "writing")
 
     def _transfer(self, call: _Call, memory: Tensor, start: int, doing: str) -> None:
@@ -182,7 +182,7 @@ class ScratchFile:
             ) from None
 
     def close(self) -> None:
-        """Close and remove it."""
+        """Close and remove the file."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -190,7 +190,7 @@ class ScratchFile:
 
 
 def _open(path: Path) -> int:
-    """A new file, past the system's cache if it takes a write that way."""
+    """Create a file, with O_DIRECT if a test write succeeds."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     if hasattr(os, "O_DIRECT"):
         file = -1

@@ -1,4 +1,4 @@
-"""Shards of parameters that are on the device only while in use."""
+"""Parameter shards that are on the device only while in use."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from stretto.engine.offload.scratch import Scratch
 class _Shard:
     """A tensor in the store.
 
-    host: its copy in host memory, if there is one now.
-    here: its copy on the device, if there is one now.
-    event: after which the last copy between the two is complete.
+    host: current copy in host memory, if any.
+    here: current copy on the device, if any.
+    event: completion of the last copy between host and device.
     """
 
     shape: torch.Size
@@ -33,11 +33,11 @@ class ShardStore:
     et al. 2021). Not thread-safe.
 
     Args:
-        device: that uses them. On the CPU, tensors in host memory are used in place.
-        path: folder of the files that hold the tensors, a few of which are in host memory; None: all tensors
-            are in host memory.
-        rank: for the name of this rank's subfolder.
-        slots: with files, most tensors in host memory: in use, read ahead, and being written.
+        device: device on which the tensors are used. On the CPU they are used in place, without a copy.
+        path: folder for files that store the tensors, with only a few in host memory at a time; None: keep
+            all tensors in host memory.
+        rank: rank in the name of the subfolder.
+        slots: with files, maximum number of tensors in host memory: in use, prefetched or being written.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class ShardStore:
             self.ring = Ring(self._scratch.folder, "parameters of unit", slots, self._cuda)
 
     def add(self, key: int, tensor: Tensor) -> None:
-        """Take over a tensor with its values, and move it off the device.
+        """Copy a tensor into the store, off the device.
 
         Raises:
-            StrettoError: there is no room for it on the disk.
+            StrettoError: not enough disk space.
         """
         shard = self._shards[key] = _Shard(shape=tensor.shape, dtype=tensor.dtype)
         if self.ring is not None and tensor.nbytes:
@@ -69,7 +69,7 @@ class ShardStore:
                 shard.host = shard.host.pin_memory()
 
     def start_fetch(self, key: int) -> None:
-        """Begin to copy it from its file to host memory, or from host memory to the device."""
+        """Start copying a tensor from its file to host memory, or from host memory to the device."""
         shard = self._shards[key]
         if self.ring is not None and shard.host is None:
             self.ring.start_fetch(key)
@@ -77,10 +77,10 @@ class ShardStore:
             self._start_copy(shard)
 
     def fetch(self, key: int) -> Tensor:
-        """The tensor on the device; the caller's until `release` or `put`.
+        """The tensor on the device, held by the caller until `release` or `put`.
 
         Raises:
-            OffloadError: it could not be read, or what had to be written before could not.
+            OffloadError: reading the tensor failed, or a preceding write did.
         """
         shard = self._shards[key]
         if shard.here is None:
@@ -94,7 +94,7 @@ class ShardStore:
         return shard.here
 
     def blank(self, key: int) -> Tensor:
-        """As `fetch`, but without its values: the caller overwrites all of it."""
+        """As `fetch`, but uninitialised: the caller overwrites the whole tensor."""
         shard = self._shards[key]
         if shard.here is None:
             if shard.host is None:
@@ -104,7 +104,7 @@ class ShardStore:
         return shard.here
 
     def put(self, key: int) -> None:
-        """End the use of a tensor that the caller has changed."""
+        """End the use of a modified tensor and write it back."""
         shard = self._shards[key]
         if self._cuda:
             assert shard.here is not None
@@ -119,11 +119,11 @@ class ShardStore:
         self._let_go(key, shard, changed=True)
 
     def release(self, key: int) -> None:
-        """End the use of a tensor that the caller has not changed."""
+        """End the use of an unmodified tensor."""
         self._let_go(key, self._shards[key], changed=False)
 
     def close(self) -> None:
-        """Remove the files; the tensors in them are lost."""
+        """Remove the files and the tensors stored in them."""
         if self.ring is not None and self._scratch is not None:
             self.ring.close()
             self._scratch.close()
@@ -149,18 +149,18 @@ class ShardStore:
         if not self._cuda:
             shard.here = shard.host
             return
-        side = self._stream()  # after `put` of the same, which is on this stream too
+        side = self._stream()  # also the stream of `put`, so an earlier `put` of this tensor completes first
         with torch.cuda.stream(side):
             shard.here = shard.host.to(self._device, non_blocking=True)
             shard.event = torch.cuda.Event()
             shard.event.record(side)
 
     def _let_go(self, key: int, shard: _Shard, changed: bool) -> None:
-        """Free the memory on the device, and the host memory of a tensor in a file."""
+        """Free the device copy, and the host copy of a tensor that is stored in a file."""
         shard.here = None
         if self.ring is None or not shard.shape.numel():
             return
-        if shard.event is not None:  # another tensor may get the host memory next
+        if shard.event is not None:  # the host memory may be reused for another tensor
             shard.event.synchronize()
             shard.event = None
         shard.host = None

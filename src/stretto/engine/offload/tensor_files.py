@@ -1,4 +1,4 @@
-"""Groups of tensors that are kept in files between uses."""
+"""Groups of tensors that are stored in files between uses."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from stretto.engine.offload.ring import Ring
 from stretto.engine.offload.scratch import Scratch
 from stretto.errors import StrettoError
 
-_ALIGN = 64  # bytes: what torch gives every tensor of its own
+_ALIGN = 64  # bytes; the alignment of tensors that torch allocates on the CPU
 
 
 class Parcel:
-    """Tensors whose memory can be taken away and restored; the tensor objects, which others refer to, stay.
+    """Tensors whose memory can be detached and restored, while the tensor objects stay the same.
 
-    While away they keep their shapes and dtypes. Reading gives NaN (integers: the largest) and writing
-    raises, so that stale values cannot be used unnoticed.
+    Detached ("away") tensors keep their shapes and dtypes. Reading one gives NaN (the maximum for integers)
+    and writing raises, so that stale values are not used unnoticed.
 
     Args:
-        tensors: contiguous; those that share memory go on sharing it. One of fewer than two elements stays.
+        tensors: contiguous; tensors that share memory still share it afterwards. Tensors of fewer than two
+            elements are never detached.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -44,17 +45,17 @@ class Parcel:
         self._starts = [places[_storage(t)] + _span(t)[0] for t in self.tensors]
         self._nothing = [_no_value(t.dtype) for t in self.tensors]
         for tensor in tensors:
-            if tensor.numel() < 2:  # perhaps the last that refers to a large memory
+            if tensor.numel() < 2:  # it may be the last reference to a large storage
                 tensor.data = tensor.detach().clone()
 
     def pack(self, memory: Tensor) -> None:
-        """Copy the tensors' values into uint8 memory [size]; they lie there from now on."""
+        """Copy the values into uint8 memory [size] and make the tensors views of it."""
         for view, tensor in zip(self.views(memory), self.tensors, strict=True):
             view.copy_(tensor.detach())
         self.here(memory)
 
     def views(self, memory: Tensor) -> list[Tensor]:
-        """All tensors, as they lie in memory."""
+        """Views of this memory, one per tensor."""
         views = list[Tensor]()
         for tensor, start in zip(self.tensors, self._starts, strict=True):
             part = memory[start : start + tensor.numel() * tensor.element_size()]
@@ -62,22 +63,22 @@ class Parcel:
         return views
 
     def here(self, memory: Tensor) -> None:
-        """Point the tensors into this memory, which has their values."""
+        """Make the tensors views of this memory, which contains their values."""
         for tensor, view in zip(self.tensors, self.views(memory), strict=True):
             tensor.data = view
 
     def away(self) -> None:
-        """Detach the tensors from memory."""
+        """Detach the tensors from their memory."""
         for tensor, nothing in zip(self.tensors, self._nothing, strict=True):
             tensor.data = nothing.expand(tensor.shape)
 
     def marks(self) -> list[int]:
-        """What `mark` gives for each tensor that is away."""
+        """The `mark` of each tensor while it is away."""
         return [nothing.data_ptr() for nothing in self._nothing]
 
 
 def mark(tensor: Tensor) -> int:
-    """The address of its storage, which identifies a tensor that is away, and any view of it."""
+    """Address of the storage, which identifies a tensor that is away, and views of it."""
     return _storage(tensor)
 
 
@@ -86,7 +87,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """First and last byte in its storage."""
+    """Byte range of a tensor in its storage, end exclusive."""
     start = int(tensor.storage_offset()) * tensor.element_size()
     return start, start + tensor.numel() * tensor.element_size()
 
@@ -101,7 +102,7 @@ _AWAY = weakref.WeakValueDictionary[int, "_Place"]()
 
 
 class _Place:
-    """The group and index of a tensor that is away."""
+    """Group and index of a tensor that may be away."""
 
     def __init__(self, files: TensorFiles, key: int, index: int) -> None:
         self.files = weakref.ref(files)
@@ -113,10 +114,10 @@ class TensorFiles:
     """Tensors by group number; a group is read and written as a whole. Not thread-safe.
 
     Args:
-        path: folder on a fast disk, in which this rank makes a subfolder.
-        rank: for the name of the subfolder.
-        what: a group is, for errors.
-        slots: groups that are in memory at most.
+        path: folder on a fast disk, in which this rank creates a subfolder.
+        rank: rank in the name of the subfolder.
+        what: description of a group, for error messages.
+        slots: maximum number of groups in memory.
         pin: allocate pinned host memory, for asynchronous copies to a GPU.
     """
 
@@ -136,14 +137,14 @@ class TensorFiles:
         self._changed = False
 
     def add(self, key: int, tensors: Sequence[Tensor]) -> None:
-        """Write a new group; its tensors are away from now on.
+        """Write a new group to its file and detach its tensors.
 
         Args:
-            tensors: contiguous, on the CPU, and all that refer to their memory: another one would keep the
-                memory and see no changes.
+            tensors: contiguous, on the CPU, and including every tensor that shares their memory: any other
+                would keep the old memory alive and miss later changes.
 
         Raises:
-            StrettoError: there is no room for them on the disk.
+            StrettoError: not enough disk space.
         """
         parcel = self._parcels[key] = Parcel(tensors)
         for index, at in enumerate(parcel.marks()):
@@ -155,35 +156,37 @@ class TensorFiles:
             give_back()
 
     def start_fetch(self, key: int) -> None:
-        """Begin to read a group, if there is memory for it."""
+        """Start reading a group, if a slot is available."""
         self.let_go()
         if self._parcels[key].size:
             self.ring.start_fetch(key)
 
     def fetch(self, key: int) -> None:
-        """Bring a group's tensors here.
+        """Bring the tensors of a group into memory.
 
         Raises:
-            OffloadError: they could not be read, or what had to be written before could not.
+            OffloadError: reading the group failed, or a preceding write did.
         """
         self.let_go()
         if self._parcels[key].size:
             self._parcels[key].here(self.ring.fetch(key))
 
     def put(self, key: int) -> None:
-        """Take the group's tensors away and write them back."""
+        """Detach the tensors of a group and write them back."""
         if self._parcels[key].size:
             self._parcels[key].away()
             self.ring.put(key)
 
     def release(self, key: int) -> None:
-        """Take the group's tensors away, unchanged."""
+        """Detach the unmodified tensors of a group, without writing."""
         if self._parcels[key].size:
             self._parcels[key].away()
             self.ring.release(key)
 
     def look(self, key: int, index: int, change: bool) -> Tensor:
-        """One tensor of a group, which is brought in but counts as away: good until the next call."""
+        """The values of one tensor, read into memory while the tensor itself stays detached. They are valid
+        until the next call for another group. `change`: the caller modifies them; the group is written back.
+        """
         if self._looked is None or self._looked[0] != key:
             self.let_go()
             self._looked = key, self._parcels[key].views(self.ring.fetch(key))
@@ -191,7 +194,7 @@ class TensorFiles:
         return self._looked[1][index]
 
     def let_go(self) -> None:
-        """End `look`."""
+        """End the access that `look` started, writing the group back if it was modified."""
         if self._looked is not None:
             key, self._looked = self._looked[0], None
             if self._changed:
@@ -201,39 +204,39 @@ class TensorFiles:
             self._changed = False
 
     def close(self) -> None:
-        """End transfers and remove the files; tensors that are away are lost."""
+        """Stop transfers and remove the files; the values of detached tensors are lost."""
         self._places.clear()
         self.ring.close()
         self._scratch.close()
 
 
 def give_back() -> None:
-    """Return freed memory to the system: glibc keeps it, and in pieces into which the next group's tensors,
-    which it aligns, do not fit.
+    """Return freed memory to the system. glibc would keep it, in fragments that do not fit the aligned
+    allocations for the tensors of the next group.
     """
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 
 def is_away(tensor: Tensor) -> bool:
-    """Whether the tensor, or what it is a view of, is in a file."""
+    """Whether the tensor, or the tensor it is a view of, is in a file."""
     return mark(tensor) in _AWAY
 
 
 def at_hand(tensor: Tensor, change: bool = False) -> Tensor:
-    """The tensor itself, or where it is away its values in memory, valid until the next call for a tensor of
-    another group, or another use of the group.
+    """The tensor itself, or its values in memory if it is away. They are valid until the next call for
+    another group, or any other use of the group.
 
-    A checkpoint that goes group by group so has one group in memory at a time; any other order is correct
-    too, but reads more often.
+    A checkpoint that proceeds group by group thus has one group in memory at a time; other orders are correct
+    but read more often.
 
     Args:
-        tensor: or a view of all of it.
-        change: it will be written to.
+        tensor: a tensor, or a view of all of it.
+        change: the caller modifies the result.
 
     Raises:
-        StrettoError: it is a part of a tensor that is away.
-        OffloadError: it could not be read.
+        StrettoError: `tensor` is a view of only part of a tensor that is away.
+        OffloadError: reading the tensor failed.
     """
     place = _AWAY.get(mark(tensor))
     files = place.files() if place is not None else None

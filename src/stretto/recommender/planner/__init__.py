@@ -1,1 +1,1 @@
-"""Where embedding tables go: costs, placement, limits."""
+"""Placement of embedding tables: cost model, search and memory limits."""

@@ -1,4 +1,4 @@
-"""The placement problem: tables, ranks and their memory, and the dense layers beside them."""
+"""The placement problem: embedding tables, dense layers, and the cluster with its memory limits."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from stretto.recommender.planner.network_times import WIDTHS, Network, NetworkTi
 from stretto.recommender.planner.table_times import OPTIMIZERS, Program, TableOptimizer, Work, program_of
 from stretto.recommender.popularity import Popularity, popularity_of
 
+# Usable shares of capacity. Tables share device memory with activations and buffers.
 _DEVICE = 0.92
 _HOST = 0.80
-_DISK = 0.90  # of what is there: for tables, activations and buffers; for tables
+_DISK = 0.90
 _NO_NETWORK = Network(bottom=(), top=(), wide=0, vectors=0, interaction="concat")
 
 
@@ -26,10 +27,11 @@ class TableJob:
     """A recommender on a cluster.
 
     Attributes:
-        popularity: of each table, in their order.
-        network: its dense layers; precision: that they compute in.
-        limits: of every rank's memories, for tables and their states.
-        places: memories that tables may be in.
+        popularity: id popularity per table, in the order of `tables`.
+        network: dense layers.
+        precision: compute precision of the dense layers.
+        limits: bytes per rank and kind of memory for tables and their optimiser states.
+        places: kinds of memory that tables may be stored in.
     """
 
     tables: tuple[TableSpec, ...]
@@ -42,7 +44,7 @@ class TableJob:
 
     @property
     def samples(self) -> int:
-        """Of one rank, those of the rank with most."""
+        """Samples per rank and step, rounded up."""
         return -(-self.work.batch // self.work.ranks)
 
     def network_time(self) -> NetworkTime:
@@ -58,7 +60,7 @@ class TableJob:
         )
 
     def balance(self) -> LoadBalance:
-        """With no table on it."""
+        """Rank loads before any table is placed."""
         dense = float(self.network.parameters * WIDTHS[self.precision])
         return LoadBalance(self.work, self.network_time(), dense, self.limits)
 
@@ -82,22 +84,23 @@ def table_job(
     disk_bytes: float | None = None,
     places: Sequence[Place] | None = None,
 ) -> TableJob:
-    """A job; what is left out takes what is usual.
+    """Build a job, with defaults for omitted arguments.
 
     Args:
-        tables: as they are stored (`recommender.placement.physical_tables`).
-        batch: samples of a step, on all ranks together.
-        network: None: the tables alone are placed.
-        weight_bytes: of a number of tables and states; wire_bytes: on its way, None: the same.
-        precision: of the dense layers; None: TF32 where the device has it, else float32.
-        popularity: measured ones, by table; of others their skew counts, else all ids are alike.
-        ranks_per_node: None: as many as the cluster's nodes have.
-        device_bytes, host_bytes, disk_bytes: that tables and states may take of a rank's device, and of a
-            rank's part of its host; None: of the device 0.92 less activations, of host and files 0.8 and 0.9.
-        places: None: device, host and files; on a CPU device and files.
+        tables: physical tables (`recommender.placement.physical_tables`).
+        batch: global batch size.
+        network: dense layers; None: place the tables without them.
+        weight_bytes: bytes per element of tables and optimiser states.
+        wire_bytes: bytes per element sent between ranks; None: `weight_bytes`.
+        precision: compute precision of the dense layers; None: TF32 where supported, else FP32.
+        popularity: measured popularity by table; other tables use their skew, or uniform ids without one.
+        ranks_per_node: None: the devices per node of the cluster.
+        device_bytes, host_bytes, disk_bytes: limits per rank for tables and optimiser states; None: 92% of
+            device memory minus activations, 80% of the rank's share of host memory, 90% of its share of disk.
+        places: None: device, host memory and files; for a CPU cluster only device and files.
 
     Raises:
-        StrettoError: no tables, an optimiser that is not known, or sizes below 1.
+        StrettoError: no tables, an unknown optimiser, or a size below 1.
     """
     if not tables or ranks < 1 or batch < 1:
         raise StrettoError(
@@ -142,6 +145,6 @@ def table_job(
 
 
 def _activations(network: Network, samples: int) -> int:
-    """Numbers that a rank keeps for the backward, and the gradients of the widest."""
+    """Elements that a rank keeps for the backward pass, and the widest gradients."""
     layers = sum(network.bottom) + sum(network.top) + network.cross_layers * 2 * network.wide
     return samples * (2 * layers + 4 * network.wide)

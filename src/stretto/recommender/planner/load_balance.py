@@ -1,8 +1,9 @@
-"""The load and memory of all ranks as tables are added and removed, and the time of a step.
+"""Load and memory use of all ranks as tables are added and removed, and the resulting step time.
 
-A step: owners look up rows; the sums are exchanged while the bottom MLP runs; interaction and top MLP;
-gradients are exchanged while the bottom MLP's backward runs; owners update rows while dense gradients are
-reduced. Meanwhile ids and rows of the next batch are prefetched. Each exchange waits for the slowest rank.
+A step: each rank looks up rows of its table shards; the all-to-all of pooled embeddings overlaps the bottom
+MLP; interaction and top MLP run forward and backward; the all-to-all of gradients overlaps the bottom MLP's
+backward; the row update overlaps the all-reduce of dense gradients. Ids and rows of the next batch are
+prefetched meanwhile. Every collective waits for the slowest rank.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from stretto.recommender.planner.options import (
 )
 from stretto.recommender.planner.table_times import Work
 
-_ROUNDING = 1 + 1e-9  # rounding errors of adding and removing parts
+_ROUNDING = 1 + 1e-9  # tolerance for rounding errors of adding and removing parts
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes that tables and their states may use of a rank's device, host memory and files."""
+    """Bytes per rank for tables and their optimiser states on the device, in host memory and in files."""
 
     device: float
     host: float
@@ -44,11 +45,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, and its parts, which add up to it.
+    """Step time in seconds, and its breakdown.
 
-    parts: "lookup"; "exchange", the exposed time of both exchanges; "network"; "update"; "reduce", the
-        exposed time of the dense reduction, and of gathering replicated tables' rows; "fetch", the exposed
-        time of fetching rows and ids; "program", host overhead.
+    parts: "lookup"; "exchange", exposed time of both all-to-alls; "network", dense layers; "update";
+        "reduce", exposed time of the dense all-reduce, plus the all-gather for replicated tables; "fetch",
+        exposed time of fetching rows and ids; "program", host overhead. They sum to `seconds`.
     """
 
     seconds: float
@@ -56,10 +57,10 @@ class StepTime:
 
 
 class LoadBalance:
-    """The loads of all ranks: a column of numbers for each field of a load."""
+    """Loads of all ranks, stored as one list over ranks per field of `PartLoad`."""
 
     def __init__(self, work: Work, network: NetworkTime, dense: float, limits: Limits) -> None:
-        """`dense`: bytes of dense gradients, which all ranks reduce."""
+        """`dense`: bytes of dense gradients in the all-reduce."""
         self.work = work
         self.network = network
         self.limits = limits
@@ -67,7 +68,7 @@ class LoadBalance:
         fields = zip((DEVICE, HOST, DISK), limits.of(), strict=True)
         self._limits = [(field, limit * _ROUNDING) for field, limit in fields]
         self.columns = [[0.0] * ranks for _ in range(8)]
-        self.everywhere = [0.0] * 8  # added to every rank's column
+        self.everywhere = [0.0] * 8  # load that every rank has, on top of `columns`
         self.lookup = self.update = self.gathered = 0.0
         self.parts = 0
         self._group = Group(ranks, min(work.local, ranks))
@@ -77,7 +78,7 @@ class LoadBalance:
         self._second_a_byte = 2.0 / _wire(work.cluster, self._group) if ranks > 1 else 0.0
 
     def add(self, option: Option, ranks: Sequence[int], sign: float = 1.0) -> None:
-        """Adds a table's parts to ranks, in their order; removes them with a sign of -1."""
+        """Add the parts of an option to the ranks in order; with `sign` -1, remove them."""
         self.lookup += sign * option.lookup
         self.update += sign * option.update
         self.gathered += sign * option.gathered
@@ -94,11 +95,11 @@ class LoadBalance:
                 column[rank] += sign * value
 
     def most(self, field: int) -> float:
-        """The largest value of a load's field over all ranks."""
+        """The maximum of a field over all ranks."""
         return max(self.columns[field]) + self.everywhere[field]
 
     def fits_rank(self, rank: int, load: Load) -> bool:
-        """Whether a part fits in the remaining memory of a rank."""
+        """Whether a part fits in the free memory of a rank."""
         for field, limit in self._limits:
             if load[field] and self.columns[field][rank] + self.everywhere[field] + load[field] > limit:
                 return False
@@ -111,11 +112,11 @@ class LoadBalance:
         )
 
     def fits(self) -> bool:
-        """Whether every rank is within its limits."""
+        """Whether every rank is within the memory limits."""
         return all(self.most(field) <= limit for field, limit in self._limits)
 
     def loads(self) -> list[float]:
-        """Approximate seconds of each rank's parts, for choosing among ranks."""
+        """Approximate seconds per rank, for ranking candidates."""
         columns = self.columns
         wire = self._second_a_byte
         base = self.busy_seconds(self.everywhere)
@@ -127,11 +128,11 @@ class LoadBalance:
         return load[LOOKUP] + load[UPDATE] + load[FETCH] + load[SENT] * self._second_a_byte
 
     def seconds(self) -> float:
-        """The time of a step."""
+        """Step time."""
         return self.step().seconds
 
     def step(self) -> StepTime:
-        """The time of a step with its parts."""
+        """Step time with its breakdown."""
         program = self.work.program
         net = self.network
         slower = self._slower
@@ -149,7 +150,7 @@ class LoadBalance:
         host = program.host + program.each * self.parts / self.work.ranks
         here = lookup + exchange + bottom + back + rest + dense + update + reduce + host
         fetch, ids = self.most(FETCH), self._collective("all-to-all", self.most(IDS))
-        if program.ahead:  # both use the same links and memory, overlapped with all else
+        if program.ahead:  # prefetched during the rest of the step; rows and ids share links and memory
             hidden = fetch + ids if program.cached_host else ids
             fetch = fetch + ids - hidden + max(0.0, hidden - here)
         else:
@@ -166,12 +167,12 @@ class LoadBalance:
         return StepTime(here + fetch, parts)
 
     def _collective(self, kind: Collective, size: float) -> float:
-        if self.work.ranks == 1 or size < 1.0:  # rounding residue
+        if self.work.ranks == 1 or size < 1.0:  # left over from rounding
             return 0.0
         return collective_seconds(self.work.cluster, kind, size, self._group)
 
 
 def _wire(cluster: Cluster, group: Group) -> float:
-    """Bytes/s of a large all-to-all."""
+    """Bytes per second of a large all-to-all."""
     size = float(1 << 26)
     return size / collective_seconds(cluster, "all-to-all", size, group)

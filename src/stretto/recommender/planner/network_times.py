@@ -1,4 +1,4 @@
-"""Time of the dense layers of a recommender on one rank: two MLPs and the interaction between them."""
+"""Time of the dense layers of a recommender on one rank: bottom MLP, feature interaction and top MLP."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ WIDTHS: dict[Precision, int] = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """What of a recommender every rank has whole.
+    """Dense layers, replicated on every rank.
 
     Attributes:
-        bottom: sizes of the bottom MLP's layers, its input first; empty: there is none.
-        top: sizes of the top MLP's layers, its input first.
-        wide: numbers of a sample that the interaction reads.
-        vectors: of rank many vectors these are.
-        interaction: `dot`, `dcn`, or `concat`, which is a copy.
-        cross_layers, cross_rank: of `dcn`.
+        bottom: layer sizes of the bottom MLP, input first; empty without one.
+        top: layer sizes of the top MLP, input first.
+        wide: input width of the interaction: all vectors of a sample, concatenated.
+        vectors: number of these vectors.
+        interaction: `dot`, `dcn`, or `concat`, which only copies.
+        cross_layers, cross_rank: number of cross layers of `dcn`, and the rank of their weights.
     """
 
     bottom: tuple[int, ...]
@@ -38,7 +38,7 @@ class Network:
 
     @property
     def parameters(self) -> int:
-        """Weights and biases: what ranks reduce."""
+        """Number of weights and biases, whose gradients are all-reduced."""
         layers = (*pairwise(self.bottom), *pairwise(self.top))
         cross = self.cross_layers * (2 * self.wide * self.cross_rank + self.wide)
         return sum(n * k + k for n, k in layers) + cross
@@ -46,13 +46,13 @@ class Network:
 
 @dataclass(frozen=True)
 class NetworkTime:
-    """Seconds of a step.
+    """Seconds per step.
 
     Attributes:
-        bottom: of the bottom MLP's forward, which runs beside the exchange of sums.
-        bottom_back: of its backward, beside the exchange of gradients.
-        rest: of all that waits for the sums: interaction, top MLP and loss, forward and backward.
-        update: of the dense parameters.
+        bottom: bottom MLP forward, which overlaps the all-to-all of pooled embeddings.
+        bottom_back: bottom MLP backward, which overlaps the all-to-all of gradients.
+        rest: everything that needs pooled embeddings: interaction, top MLP and loss, forward and backward.
+        update: optimiser step of the dense parameters.
     """
 
     bottom: float
@@ -87,11 +87,11 @@ def network_time(
     passes: float = 1.0,
     slower: float = 1.0,
 ) -> NetworkTime:
-    """The times for a rank's samples of a step.
+    """Times for the samples of one rank in a step.
 
     Args:
-        passes: bytes of what stands between products, over those counted here.
-        slower: seconds of a product, over those of a large one's rate.
+        passes: factor on the bytes that operations between matmuls move.
+        slower: factor on the time of matmuls.
     """
     if samples < 1:
         return NetworkTime(0.0, 0.0, 0.0, 0.0)
@@ -116,7 +116,7 @@ class _RankCompute:
         return self.slower * matmul_seconds(self.device, m, n, k, self.precision)
 
     def moved(self, numbers: float) -> float:
-        """Seconds of passes over so many numbers of every sample, read or written."""
+        """Seconds to read or write `numbers` elements per sample."""
         if not numbers:
             return 0.0
         size = numbers * self.samples * WIDTHS[self.precision] * self.passes
@@ -124,8 +124,8 @@ class _RankCompute:
 
 
 def _mlp(compute: _RankCompute, sizes: Sequence[int], input_gradient: bool) -> tuple[float, float]:
-    """Forward and backward. An activation with its bias is read and written; backward reads it and its
-    gradient, writes a gradient, and reads that for the bias.
+    """Seconds of forward and backward. Bias and activation read and write each layer's output; backward
+    reads the activation and its gradient, writes a gradient, and reads it again for the bias.
     """
     forward = back = 0.0
     for i, (n, k) in enumerate(pairwise(sizes)):
@@ -137,10 +137,10 @@ def _mlp(compute: _RankCompute, sizes: Sequence[int], input_gradient: bool) -> t
 
 
 def _interaction(compute: _RankCompute, network: Network) -> tuple[float, float]:
-    """Forward and backward, bound by memory but for cross layers.
+    """Seconds of forward and backward, memory-bound except for cross layers.
 
-    `dot`: vectors are put side by side (read, written), multiplied pairwise, the pairs above the diagonal
-    taken and put beside the bottom MLP's vector; backward the same way back, with two products.
+    `dot`: concatenate the vectors (one read, one write), multiply them pairwise, and concatenate the upper
+    triangle with the bottom MLP's output; backward mirrors this with two batched matmuls.
     """
     wide, pairs = network.wide, network.vectors**2
     if network.interaction == "concat":

@@ -1,4 +1,4 @@
-"""The ways to place one table, and the load that each puts on the ranks."""
+"""Placement options of a table, and the load that each puts on the ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stretto.recommender.planner.uniform import NARROWEST
 from stretto.recommender.popularity import Popularity
 
 Load = tuple[float, float, float, float, float, float, float, float]
-"""The fields of `PartLoad`, in its order."""
+"""The fields of `PartLoad`, in order."""
 LOOKUP, UPDATE, FETCH, SENT, IDS, DEVICE, HOST, DISK = range(8)
 Scope = Literal["any", "node", "all"]
 CACHES = (0.01, 0.1)
@@ -31,12 +31,12 @@ class Option:
     """One way to place a table.
 
     Attributes:
-        parts: the load of each part on its rank; of a replicated table one, the same on all ranks.
-        scope: on which ranks: `any`, as many as there are parts; those of a `node`; `all`.
-        lookup, update: seconds on every rank for pooling the replies to its requests.
-        gathered: bytes of unique rows of a replicated table, gathered by every rank.
-        rows_shipped: whether single rows are sent between ranks instead of sums.
-        alike: every rank has a part, equal for all but the first.
+        parts: load of each part on its rank; for a replicated table a single entry that holds for all ranks.
+        scope: `any`: any ranks, one per part; `node`: all ranks of one node; `all`: all ranks.
+        lookup, update: seconds on every requesting rank to pool the rows or partial sums it receives.
+        gathered: bytes of the all-gather of a replicated table's unique rows.
+        rows_shipped: whether unique rows are sent between ranks instead of pooled embeddings.
+        alike: whether every rank has a part and all parts but the first are equal.
     """
 
     split: Split
@@ -55,14 +55,14 @@ class Option:
         object.__setattr__(self, "alike", self.scope == "all" and even)
 
     def placement(self, ranks: Sequence[int]) -> TablePlacement:
-        """The placement with the parts on these ranks, in order."""
+        """The placement that assigns the parts to these ranks, in order."""
         return TablePlacement(
             self.split, () if self.split == "data" else tuple(ranks), self.place, self.cache
         )
 
     @property
     def description(self) -> str:
-        """Such as "row over 8"."""
+        """The split and its number of parts, such as "row over 8"."""
         if self.split in ("table", "data"):
             return self.split
         return f"{self.split} over {len(self.parts)}"
@@ -75,9 +75,9 @@ def options_of(
     places: Sequence[Place] = ("device",),
     splits: Sequence[Split] = ("table", "column", "row", "data"),
 ) -> list[Option]:
-    """All options worth trying in these memories; where none of `splits` is possible, the whole table."""
+    """All options worth trying in these places; the whole table if none of `splits` is possible."""
     options = list[Option]()
-    # a table that grows stays on the device
+    # tables that grow with new ids stay on the device
     for place in places if table.ids != "hash" else ("device",):
         for cache in (0.1,) if place == "device" else CACHES:
             for split, parts in _cuts(table, work, splits) or [("table", (0,))]:
@@ -86,7 +86,7 @@ def options_of(
 
 
 def option_of(table: TableSpec, popularity: Popularity, work: Work, placement: TablePlacement) -> Option:
-    """The option that corresponds to a placement."""
+    """The option for a placement."""
     parts = len(placement.ranks)
     if placement.split == "data":
         load, gathered = copied_load(work, table.rows, table.dim, popularity)
@@ -124,7 +124,7 @@ def option_of(table: TableSpec, popularity: Popularity, work: Work, placement: T
 
 
 def _cuts(table: TableSpec, work: Work, splits: Sequence[Split]) -> list[tuple[Split, tuple[int, ...]]]:
-    """Splits with placeholder ranks, one per part."""
+    """Possible splits, with placeholder ranks, one per part."""
     cuts = list[tuple[Split, tuple[int, ...]]]()
 
     def take(split: Split, parts: int) -> None:
@@ -158,7 +158,7 @@ def _shapes(
         if split == "column":
             width = table.dim * (part + 1) // parts - table.dim * part // parts
         if split == "row":
-            rows = -(-table.rows // parts)  # or one less, which costs nothing
+            rows = -(-table.rows // parts)  # some shards have one row less, which is ignored
             share = busiest if part == 0 else (1.0 - busiest) / (parts - 1) if parts > 1 else 1.0
         by_rows = parts if split == "row" else 1
         shapes.append(
@@ -176,6 +176,6 @@ def _shapes(
 
 
 def _with_squares(load: PartLoad, popularity: Popularity, work: Work, parts: int) -> PartLoad:
-    """Adds the exchange of each row's squared gradient norm between column shards, one number a row."""
+    """Add the exchange of squared gradient norms between column shards, one FP32 value per row."""
     seen = popularity.unique(work.batch * popularity.hot)
     return replace(load, sent=load.sent + 4.0 * seen * (parts - 1) / parts)

@@ -1,4 +1,4 @@
-"""Places the tables of a recommender: searches for the best placements, or prices those it is handed."""
+"""Plans the placement of embedding tables: search for the fastest one, or cost of an existing one."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from stretto.recommender.planner.options import (
 from stretto.recommender.planner.search import Choice, Search, Solution
 
 GIB = 2**30
-_FEW = 256  # tables x ranks
+_FEW = 256  # tables x ranks up to which slower memories are tried even if faster ones suffice
 _FIELDS: tuple[tuple[Place, int], ...] = (("device", DEVICE), ("cpu", HOST), ("disk", DISK))
 SPLITS: tuple[Split, ...] = ("table", "column", "row", "data")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankLoad:
-    """What one rank has of all tables in a step: seconds, bytes of sums that it sends, and that it keeps."""
+    """Load of one rank over all tables: seconds per step, bytes sent per step, and bytes stored."""
 
     rank: int
     lookup: float
@@ -52,15 +52,15 @@ class RankLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class TablePlan:
-    """Placements and what they cost.
+    """Placements and their cost.
 
     Attributes:
-        placements: by table, in the tables' order.
-        options: what each of them is to the ranks.
-        ranks: the load of each.
-        step: seconds of a step, in parts.
-        why: by table, in words.
-        over: ranks whose memory is too small, in words; none for what was planned.
+        placements: by table name, in the order of the tables.
+        options: option of each table, in the same order.
+        ranks: load of each rank.
+        step: step time with its breakdown.
+        why: explanation by table name.
+        over: messages about exceeded memory limits; always empty for a plan from `place_tables`.
     """
 
     job: TableJob
@@ -73,25 +73,26 @@ class TablePlan:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Step time."""
         return self.step.seconds
 
     @property
     def samples_per_s(self) -> float:
-        """Of all ranks together."""
+        """Throughput of all ranks together."""
         return self.job.work.batch / self.seconds
 
 
 class DoesNotFit(StrettoError):
-    """A table that fits nowhere."""
+    """A table fits in no permitted memory."""
 
 
 def place_tables(job: TableJob, splits: Sequence[Split] = SPLITS) -> TablePlan:
-    """The best placements that are found: in the devices' memory; if that is not enough in the host's too,
-    and in files. Of few tables on few ranks also where it is, if that makes a step shorter by a hundredth.
+    """Search for the fastest placement. Device memory is tried first; host memory and then files are added
+    if it does not suffice. Small problems (up to `_FEW` tables x ranks) always try all of them, and use a
+    slower memory if it makes the step at least 1% faster.
 
     Raises:
-        DoesNotFit: a table fits nowhere; with its bytes, and what there is.
+        DoesNotFit: a table fits nowhere; the message compares its size with the available memory.
     """
     stuck: int | None = None
     best: Solution | None = None
@@ -117,10 +118,10 @@ def place_tables(job: TableJob, splits: Sequence[Split] = SPLITS) -> TablePlan:
 
 
 def price_tables(job: TableJob, placements: Placements) -> TablePlan:
-    """What given placements cost; `over` says where they do not fit.
+    """Cost of existing placements; exceeded memory limits are reported in `over`.
 
     Raises:
-        StrettoError: a placement that is none.
+        StrettoError: an invalid placement.
     """
     check_placements(job.tables, placements, job.work.ranks)
     choices = list[Choice]()
@@ -188,7 +189,7 @@ def _over(job: TableJob, loads: Sequence[RankLoad]) -> list[str]:
 
 
 def _why(table: TableSpec, option: Option, ranks: Sequence[int], job: TableJob) -> str:
-    """The reasons of a table's option, in numbers."""
+    """Explains the option of a table with its key figures."""
     size = sum(part[DEVICE] + part[HOST] + part[DISK] for part in option.parts)
     words = [option.description, f"{size / GIB:.3g} GiB"]
     if option.rows_shipped:
@@ -203,7 +204,7 @@ def _why(table: TableSpec, option: Option, ranks: Sequence[int], job: TableJob) 
 
 
 def _too_small(job: TableJob, places: Sequence[Place]) -> bool:
-    """Whether all these memories together are smaller than the tables."""
+    """Whether the tables exceed the total capacity of these places over all ranks."""
     room = {"device": job.limits.device, "cpu": job.limits.host, "disk": job.limits.disk}
     there = job.work.ranks * sum(room[place] for place in places)
     return sum(_size(job, table) for table in job.tables) > there

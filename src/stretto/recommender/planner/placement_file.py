@@ -1,4 +1,4 @@
-"""Placements of tables as YAML: what a plan writes, a user edits and a job takes.
+"""Table placements as YAML, written by the planner, editable by users and read by training jobs.
 
 ```yaml
 C1: {split: row, ranks: all}
@@ -25,7 +25,7 @@ from stretto.planner.machines.reading import Fields, read_fields
 from stretto.recommender.placement import PLACES, SPLITS, Placements, TablePlacement
 
 _FIELDS = ("split", "ranks", "place", "cache")
-_YAML_WORDS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null")  # which YAML takes for values
+_YAML_WORDS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null")  # YAML booleans and null
 _SPAN = re.compile(r"(all|node (\d+))(?: from (\d+))?")
 _Wrong = Callable[[str, str, str | None], StrettoError]
 
@@ -33,19 +33,18 @@ _Wrong = Callable[[str, str, str | None], StrettoError]
 def read_placements(
     source: Path | str | Mapping[str, Any], world: int, ranks_per_node: int | None = None
 ) -> dict[str, TablePlacement]:
-    """Placements by table, of a YAML file or of a mapping that was read already.
+    """Placements by table name, from a YAML file or an already parsed mapping.
 
-    `ranks` is a list, one rank (`ranks: 3`), `all`, `node N`, or one of these `from R`: its ranks from R on
-    and then those before. Whether they fit tables and world is `recommender.placement.check_placements`'s to
-    say.
+    `ranks` is a list, a single rank (`ranks: 3`), `all`, or `node N`. `all from R` and `node N from R` rotate
+    the ranks to start at R. `recommender.placement.check_placements` checks the result against the tables.
 
     Args:
-        world: ranks of the job, which `all` and `node N` stand for.
-        ranks_per_node: None: one node has them all.
+        world: world size, used to expand `all` and `node N`.
+        ranks_per_node: None: all ranks are on one node.
 
     Raises:
-        StrettoError: no such file, not YAML, a field that is not known or a value that breaks its rule; with
-            the table and the field, and of a file the line.
+        StrettoError: missing file, invalid YAML, unknown field or invalid value; the message names the table
+            and the field, and for a file the line.
     """
     placements = dict[str, TablePlacement]()
     if isinstance(source, Mapping):
@@ -66,11 +65,11 @@ def placements_to_yaml(
     about: str = "",
     notes: Mapping[str, str] | None = None,
 ) -> str:
-    """The text that `read_placements` reads as these placements.
+    """Serialise placements in the format of `read_placements`.
 
     Args:
-        about: lines of a comment above all.
-        notes: by table, a comment beside it.
+        about: header comment, one or more lines.
+        notes: trailing comments by table name.
     """
     lines = [f"# {line}".rstrip() for line in about.splitlines()]
     for name, placement in placements.items():
@@ -174,6 +173,6 @@ def _ranks_text(ranks: tuple[int, ...], world: int, node: int) -> str:
 
 
 def _key(name: str) -> str:
-    """A name as YAML reads it back as a text."""
+    """A table name, quoted unless YAML reads it as a string without quotes."""
     plain = re.fullmatch(r"[A-Za-z_][\w.\-]*", name) and name.lower() not in _YAML_WORDS
     return name if plain else yaml.safe_dump(name, default_style='"', width=math.inf).strip()

@@ -1,9 +1,9 @@
-"""Which option each table takes and on which ranks: longest processing time first, then local search.
+"""Chooses an option and ranks for every table: longest processing time first (LPT), then local search.
 
-Greedy placements from several orders are improved one change at a time: another option or other ranks for a
-table of the busiest rank, two tables exchanged, or any table moved. Where tables are few, two of them also
-take other options together: splitting a table over fewer ranks may pay only once another table has left the
-others. Everything tried keeps the memory limits.
+Greedy placements in several table orders are improved one move at a time: another option or other ranks for a
+table on the busiest rank, a swap of two tables, or a move of any table. With few tables, pairs of tables also
+change their options together, since splitting a table over fewer ranks may pay off only after another table
+has left those ranks. Every candidate respects the memory limits.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from stretto.recommender.planner.options import DEVICE, DISK, HOST, Option
 
 _Mode = Callable[[Sequence[Option]], list[Option]]
 Choice = tuple[Option, tuple[int, ...]]
-_EVEN = 0.02  # weight of the unevenness of loads in the score, which leads across plateaus
-_FEW = 8  # tables up to which pairs are changed together
-_IDLE = 4  # least loaded ranks whose tables are swapped with the busiest
-_MANY = 16_384  # tables x ranks above which fewer orders are tried
-_TRIES = 250_000  # evaluations at most; scaled down with the number of ranks
+_EVEN = 0.02  # weight of load imbalance in the score, to escape plateaus of the step time
+_FEW = 8  # maximum number of tables for changing pairs together
+_IDLE = 4  # number of least loaded ranks considered for swaps
+_MANY = 16_384  # tables x ranks above which only one table order is tried
+_TRIES = 250_000  # evaluation budget, reduced as the number of ranks grows
 
 
 @dataclass
 class Solution:
-    """The choice for each table, and the seconds of a step."""
+    """The choice for each table, and the step time in seconds."""
 
     choices: list[Choice]
     seconds: float
 
 
 class Search:
-    """One search over the options of all tables."""
+    """A search over the options of all tables."""
 
     def __init__(self, job: TableJob, options: Sequence[Sequence[Option]]) -> None:
         self.job, self.options = job, options
@@ -45,8 +45,8 @@ class Search:
         self.score, self.best = float("inf"), Solution([], float("inf"))
 
     def run(self) -> Solution | None:
-        """The best placement, or None if no order led to one that fits; then `stuck` is the table that did
-        not fit in the last order.
+        """The best solution, or None if nothing fits; `stuck` is then the index of the table that did not fit
+        in the last attempt.
         """
         best: Solution | None = None
         orders = (self._by_time, self._by_density, self._by_size)
@@ -64,7 +64,7 @@ class Search:
                     best = improved
         return best
 
-    # orders of tables: by their cheapest option, most expensive first
+    # Table orders: by seconds, bytes, or seconds per byte, largest first.
 
     def _by_time(self, i: int) -> tuple[float, int]:
         return -_least_busy(self.balance, self.options[i]), i
@@ -75,7 +75,7 @@ class Search:
     def _by_density(self, i: int) -> tuple[float, int]:
         return -_least_busy(self.balance, self.options[i]) / max(_bytes(self.options[i][0]), 1.0), i
 
-    # changes
+    # Moves.
 
     def _clear(self) -> None:
         for i in range(len(self.chosen)):
@@ -98,12 +98,12 @@ class Search:
         return self._scored(sum(load * load for load in loads))
 
     def _scored(self, squares: float) -> float:
-        """The seconds of a step, plus a small penalty for uneven loads, whose squares sum to `squares`."""
+        """Step time plus a small imbalance penalty; `squares` is the sum of the squared rank loads."""
         self.left -= 1
         return self.balance.seconds() + _EVEN * (max(0.0, squares) / self.job.work.ranks) ** 0.5
 
     def _best_for(self, i: int, options: Sequence[Option]) -> tuple[float, Choice] | None:
-        """The best of these options for a table that is not placed."""
+        """The best of these options for an unplaced table, with its score."""
         balance, loads = self.balance, self.balance.loads()
         order = sorted(range(len(loads)), key=lambda rank: (loads[rank], rank))
         whole, squares = sum(loads), sum(load * load for load in loads)
@@ -126,7 +126,7 @@ class Search:
         return best
 
     def _greedy(self, order: Sequence[int], mode: _Mode) -> bool:
-        """Places all tables in this order, with the options of `mode`, or else with any that fits."""
+        """Place all tables in this order, with options of `mode` where they fit and else with any option."""
         for i in order:
             some = mode(self.options[i])
             best = (self._best_for(i, some) if some else None) or self._best_for(i, self.options[i])
@@ -136,10 +136,10 @@ class Search:
             self._put(i, best[1])
         return True
 
-    # improvement
+    # Local search.
 
     def _improved(self, tries: int) -> Solution:
-        """Makes changes as long as one improves the score."""
+        """Apply improving moves until none is left or `tries` evaluations are spent."""
         until = self.left - tries
         self.score, self.best = self._score(), self._solution()
         while self.left > until:
@@ -152,7 +152,7 @@ class Search:
         return self.best
 
     def _pairs(self, until: int) -> bool:
-        """Changes the options or ranks of two tables together if that improves the score; returns whether."""
+        """Change two tables together; returns whether a pair improved the score."""
         if len(self.chosen) > _FEW:
             return False
         for i, j in permutations(range(len(self.chosen)), 2):
@@ -167,8 +167,8 @@ class Search:
         return False
 
     def _moved_together(self, i: int, j: int) -> float | None:
-        """The best score over the options of table `i`, each with the best option of table `j`; None if none
-        improves, and then both keep their options.
+        """Try each option of table `i` with the best matching option of table `j`. Returns the improved
+        score, or None if nothing improves and both tables are left unchanged.
         """
         old = self._take(i), self._take(j)
         assert old[0] is not None
@@ -190,7 +190,7 @@ class Search:
         return score if improved else None
 
     def _pass(self, tables: Iterable[int], until: int, swaps: bool = False) -> bool:
-        """Tries to improve tables one by one, with `swaps` until one changes; returns whether one did."""
+        """Improve tables one by one; with `swaps`, stop at the first change. Returns whether any changed."""
         changed = False
         for i in tables:
             if self.left <= until:
@@ -212,7 +212,7 @@ class Search:
         return Solution(choices, self.balance.seconds())
 
     def _critical(self) -> list[int]:
-        """Tables with a part on the busiest rank, heaviest first."""
+        """Tables with a part on the busiest rank, heaviest first, at most 16."""
         loads = self.balance.loads()
         rank = max(range(len(loads)), key=lambda r: loads[r])
         heaviest = [
@@ -223,7 +223,7 @@ class Search:
         return [i for _, i in sorted(heaviest, key=lambda pair: (-pair[0], pair[1]))][:16]
 
     def _moved(self, i: int, score: float) -> float | None:
-        """The score with a better option or better ranks for a table; None if there are none."""
+        """Move a table to a better option or better ranks; returns the new score, None if no better."""
         old = self._take(i)
         assert old is not None
         best = self._best_for(i, self.options[i])
@@ -234,7 +234,7 @@ class Search:
         return None
 
     def _swapped(self, i: int, score: float) -> float | None:
-        """The score after swapping a whole table with one of a lightly loaded rank; None if none improves."""
+        """Swap an unsplit table with one on a lightly loaded rank; returns the new score or None."""
         mine = self.chosen[i]
         if mine is None or len(mine[1]) != 1:
             return None
@@ -260,8 +260,8 @@ class Search:
 def ranks_for(
     balance: LoadBalance, option: Option, loads: Sequence[float], order: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """The least loaded ranks that an option's parts fit on, the heaviest part on the least loaded; () for a
-    replicated table; None if it does not fit.
+    """The least loaded ranks on which the parts of an option fit, with the heaviest part on the least loaded
+    rank; () for a replicated table; None if the option does not fit.
 
     Args:
         order: the ranks, least loaded first.
@@ -301,7 +301,7 @@ def _any(options: Sequence[Option]) -> list[Option]:
 
 
 def _spread(options: Sequence[Option]) -> list[Option]:
-    """The options with the smallest parts, which pack best."""
+    """Options with the smallest parts, which are easiest to pack."""
     sizes = [max(part[DEVICE] + part[HOST] + part[DISK] for part in option.parts) for option in options]
     return [option for option, size in zip(options, sizes, strict=True) if size <= 1.01 * min(sizes)]
 

@@ -1,8 +1,9 @@
-"""Load of one part of an embedding table: seconds on its rank, bytes stored and bytes sent.
+"""Load of a table shard: seconds on its rank, bytes stored and bytes sent.
 
-A part is what a rank has of a table: some of its rows, some of its columns. A lookup reads rows, those
-seen before from caches, and writes sums; an update sorts ids, reads gradients by them and reads and writes
-rows with their states, each once. Rows that the device does not keep come from the host or from files.
+A part is the shard of a table on one rank: a range of rows or columns. A lookup reads rows, repeated ones
+from hardware caches, and writes pooled embeddings. An update sorts the ids, gathers gradients in that order,
+and reads and writes each unique row with its optimiser states once. Rows that are not cached on the device
+are fetched from host memory or files.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from stretto.recommender.placement import Place
 from stretto.recommender.popularity import Popularity
 
 TableOptimizer = Literal["sgd", "adagrad", "rowwise_adagrad", "lazy_adam", "split_sgd"]
-# States of a row: numbers a column, and bytes a row beside them. Of split_sgd: the lower halves of what the
-# upper ones are the weights of.
+# Optimiser states: elements per column, and extra bytes per row. split_sgd stores BF16 weights (the upper
+# halves of FP32 weights) and keeps the lower halves as state.
 _STATES: dict[TableOptimizer, tuple[float, int]] = {
     "sgd": (0.0, 0),
     "adagrad": (1.0, 0),
@@ -31,7 +32,7 @@ _STATES: dict[TableOptimizer, tuple[float, int]] = {
     "lazy_adam": (2.0, 4),
     "split_sgd": (0.5, 0),
 }
-_FEWER = 0.9  # rows over sums, as `recommender.tables.lookup_plan` has it
+_FEWER = 0.9  # ratio of rows to sums below which rows are sent; as in `recommender.tables.lookup_plan`
 OPTIMIZERS = tuple(_STATES)
 
 
@@ -65,15 +66,15 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What all tables of a job have in common.
+    """Parameters that all tables of a job share.
 
     Attributes:
-        ranks: over which samples are split, and tables.
-        local: of them on each node.
-        batch: samples of a step on all ranks together.
-        optimizer: of tables.
-        weight: bytes of a number of a table, and of its states.
-        wire: bytes of a number on its way between ranks.
+        ranks: world size, for both samples and tables.
+        local: ranks per node.
+        batch: global batch size.
+        optimizer: table optimiser.
+        weight: bytes per element of tables and their optimiser states.
+        wire: bytes per element sent between ranks.
         program: software profile.
     """
 
@@ -87,7 +88,7 @@ class Work:
     program: Program = Program()
 
     def row_bytes(self, width: int) -> tuple[float, float]:
-        """Of so many columns of a row: its weight, and its states."""
+        """Bytes of weights and of optimiser states in a row of `width` columns."""
         columns, beside = _STATES[self.optimizer]
         weight = 2 if self.optimizer == "split_sgd" else self.weight
         if self.optimizer == "split_sgd":
@@ -97,14 +98,14 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class PartLoad:
-    """The load of a part on its rank in a step: seconds, and bytes.
+    """Load of a part on its rank.
 
     Attributes:
-        lookup, update: seconds on the device.
-        fetch: seconds of moving rows between device, host and files.
-        sent: bytes of sums (or rows) that go to all ranks, and of gradients that come back.
-        ids: bytes of ids that come in.
-        device, host, disk: bytes that are kept.
+        lookup, update: seconds per step on the device.
+        fetch: seconds per step of moving rows between device, host and files.
+        sent: bytes per step of sums (or rows) sent to all ranks; as many bytes of gradients return.
+        ids: bytes per step of ids received.
+        device, host, disk: bytes stored.
     """
 
     lookup: float = 0.0
@@ -117,7 +118,7 @@ class PartLoad:
     disk: float = 0.0
 
     def as_tuple(self) -> tuple[float, float, float, float, float, float, float, float]:
-        """All fields in their order."""
+        """All fields in order."""
         return (
             self.lookup,
             self.update,
@@ -132,7 +133,7 @@ class PartLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class TablePart:
-    """A part of a table: its rows and columns, its share of the lookups, and where it lies."""
+    """A part of a table: rows, columns, share of the lookups, and where it is stored."""
 
     rows: int
     width: int
@@ -144,8 +145,8 @@ class TablePart:
 
 
 def ship_rows(work: Work, popularity: Popularity, by_rows: int) -> bool:
-    """Whether unique rows are at least a tenth fewer to send than sums of samples, of which there is one per
-    row shard (`by_rows`).
+    """Whether sending unique rows takes over 10% fewer rows than sending sums, one per sample and row shard
+    (`by_rows` shards).
     """
     if work.program.ships == "sums" or work.ranks == 1:
         return False
@@ -154,13 +155,13 @@ def ship_rows(work: Work, popularity: Popularity, by_rows: int) -> bool:
 
 
 def part_load(work: Work, part: TablePart, rows_shipped: bool) -> PartLoad:
-    """The load of a part of a table on the rank that stores it."""
+    """Load of a part on the rank that stores it."""
     device, rates = work.cluster.device, rates_of(work.cluster.device)
     hot = part.popularity.hot
-    whole = work.batch * hot  # lookups of all ranks, before any share
+    whole = work.batch * hot  # lookups of all ranks in the whole table
     lookups = whole * part.share
     unique = min(float(part.rows), part.popularity.unique(whole) * _share_of_unique(part))
-    # where rows are sent, every rank requests each of its unique ids once
+    # if rows are sent, every rank requests each of its unique ids once
     requested = lookups
     results = float(work.batch)
     if rows_shipped:
@@ -187,7 +188,7 @@ def part_load(work: Work, part: TablePart, rows_shipped: bool) -> PartLoad:
 
 
 def _off_device_load(work: Work, part: TablePart, load: PartLoad, lookups: float, row: float) -> PartLoad:
-    """The load of a part in host memory or in files."""
+    """Load of a part stored in host memory or in files."""
     rates = rates_of(work.cluster.device)
     host = work.cluster.host
     program = work.program
@@ -198,7 +199,7 @@ def _off_device_load(work: Work, part: TablePart, load: PartLoad, lookups: float
         return PartLoad(fetch=link + lookups * program.host_row, sent=load.sent, ids=load.ids, host=whole)
     missed = part.popularity.unique(work.batch * part.popularity.hot, part.cache * part.popularity.rows)
     missed *= _share_of_unique(part)
-    moved = missed * row  # in; as much goes out, the other way of the link
+    moved = missed * row  # host to device; evicted rows go back in parallel, as the link is full duplex
     memory = host.bandwidth * rates.host_rows / work.local
     fetch = max(moved / host.link, 2 * moved / memory)
     if part.place == "cpu":
@@ -208,7 +209,7 @@ def _off_device_load(work: Work, part: TablePart, load: PartLoad, lookups: float
 
 
 def copied_load(work: Work, rows: int, dim: int, popularity: Popularity) -> tuple[PartLoad, float]:
-    """The load of a replicated table on each rank, and the bytes of all ranks' unique rows with their
+    """Load of a replicated table on each rank, and the bytes of the all-gather of unique ids and their
     gradients.
     """
     device, rates = work.cluster.device, rates_of(work.cluster.device)
@@ -233,12 +234,12 @@ def copied_load(work: Work, rows: int, dim: int, popularity: Popularity) -> tupl
 
 
 def requester_seconds(work: Work, dim: int, popularity: Popularity, by_rows: int) -> tuple[float, float]:
-    """Seconds of the requesting rank, forward and backward: pooling rows that were sent (`by_rows` 0), or
-    adding the partial sums of `by_rows` row shards.
+    """Seconds on the requesting rank, forward and backward: pooling received rows (`by_rows` 0), or adding
+    the partial sums of `by_rows` row shards.
     """
     device, rates = work.cluster.device, rates_of(work.cluster.device)
     samples, number = work.batch / work.ranks, float(work.weight * dim)
-    if by_rows == 0:  # rows were shipped
+    if by_rows == 0:  # rows are sent
         lookups = samples * popularity.hot
         unique = popularity.unique(lookups)
         reading = _read_seconds(device, rates, lookups, unique, number) + _copy_seconds(
@@ -255,9 +256,9 @@ def requester_seconds(work: Work, dim: int, popularity: Popularity, by_rows: int
 
 @lru_cache(maxsize=256)
 def rates_of(device: Device) -> Rates:
-    """How rows are read on a device."""
+    """Row access rates of a device."""
     known: dict[str, dict[str, float]] = _constants()["rates"]
-    # chip() is "cpu" for whatever ends with it
+    # chip() maps every device name that ends in "cpu" to "cpu"
     return Rates(**{**known["default"], **known.get(chip(device), {})})
 
 
@@ -281,17 +282,17 @@ def _constants(name: str = "tables") -> dict[str, Any]:
 
 
 def _share_of_unique(part: TablePart) -> float:
-    """The share of a table's unique ids that belong to a part."""
+    """Fraction of the table's unique ids that belong to a part."""
     return 1.0 if part.parts == 1 else part.share if part.popularity.rows == 1 else 1.0 / part.parts
 
 
 def _row_seconds(device: Device, rates: Rates, rows: float, size: float) -> float:
-    """Seconds of moving so many rows of `size` bytes, at random."""
+    """Seconds of random access to `rows` rows of `size` bytes."""
     return rows * max(size, rates.grain) / (rates.rows * device.bandwidth)
 
 
 def _read_seconds(device: Device, rates: Rates, rows: float, unique: float, size: float) -> float:
-    """Seconds of reading rows, where repeated ones are read from the cache."""
+    """Seconds of reading rows, with repeated rows read from a hardware cache."""
     again = max(0.0, rows - unique)
     return _row_seconds(device, rates, min(rows, unique) + again / rates.cached, size)
 

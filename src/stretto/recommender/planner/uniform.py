@@ -1,4 +1,4 @@
-"""Places all tables with one split, each on the least loaded ranks: longest processing time first."""
+"""Places all tables with the same split on the least loaded ranks, longest processing time first (LPT)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stretto.recommender.placement import (
 UniformSplit = Literal["table", "column", "row", "table-row", "data"]
 UNIFORM: tuple[UniformSplit, ...] = get_args(UniformSplit)
 NARROWEST = 4
-"""Columns that a part of a table has at least: 16 bytes in 32 bits, the shortest run that is worth a read."""
+"""Minimum columns of a column shard: 16 bytes in FP32, the shortest read worth issuing."""
 
 
 def uniform(
@@ -29,16 +29,16 @@ def uniform(
     place: Place = "device",
     cache: float = 0.1,
 ) -> dict[str, TablePlacement]:
-    """Placements that split all tables in one way.
+    """Placements with the same split for all tables.
 
     Args:
-        split: `table`: whole, the one with most to look up first, each on the rank with least so far
-            (Graham 1969). `column`: over as many ranks as divide its columns into runs of four or more.
-            `row`: over all ranks. `table-row`: over the ranks of the node with least so far. `data`: copies.
-        ranks_per_node: of `table-row`; None: all ranks are on one node.
+        split: `table`: whole tables in order of decreasing traffic, each on the least loaded rank (Graham
+            1969). `column`: the largest number of equal column shards of at least `NARROWEST` columns.
+            `row`: over all ranks. `table-row`: over the ranks of the least loaded node. `data`: replicated.
+        ranks_per_node: for `table-row`; None: all ranks are on one node.
 
     Raises:
-        StrettoError: no such split; `data` of a table whose ids are given out by one owner.
+        StrettoError: unknown split, or `data` for a table whose rows are assigned to ids by a single rank.
     """
     node = ranks_per_node or world
     known: dict[str, Split] = {name: "row" if name == "table-row" else name for name in UNIFORM}
@@ -61,12 +61,12 @@ def uniform(
 
 
 def traffic(table: TableSpec) -> float:
-    """Numbers of a sample that are read and sent: of its rows, and of their sum."""
+    """Elements read and sent per sample: its rows and the pooled embedding."""
     return (table.hot + 1.0) * table.dim
 
 
 def column_parts(dim: int, most: int) -> int:
-    """Into how many equal runs of columns a table is cut: at most so many, each of `NARROWEST` or more."""
+    """The largest number of equal column shards, up to `most`, with at least `NARROWEST` columns each."""
     return max(k for k in range(1, most + 1) if dim % k == 0 and (k == 1 or dim // k >= NARROWEST))
 
 

@@ -1,4 +1,4 @@
-"""Random numbers as functions of a counter, and ids drawn from a power law."""
+"""Counter-based random numbers, and sampling of ids from a power law."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _PIECES = 4
 
 
 def stream(*names: object) -> np.uint64:
-    """The start of the stream of these names."""
+    """Seed of the random stream with these names."""
     text = "/".join(map(str, names))
     return np.frombuffer(hashlib.blake2b(text.encode(), digest_size=8).digest(), dtype="<u8")[0]
 
 
 def words(starts: Words, counters: Words) -> Words:
-    """64 random bits for each stream and counter: [streams, counters]."""
+    """64 random bits per stream and counter: [streams, counters]."""
     values = starts[:, None] + counters * _STEP
     scratch = np.empty_like(values)
     for shift, factor in zip(_SHIFTS, (*_FACTORS, None), strict=True):
@@ -37,33 +37,33 @@ def words(starts: Words, counters: Words) -> Words:
 
 
 def uniform(bits: Words) -> NDArray[np.float64]:
-    """Numbers in [0, 1) of 53 bits."""
+    """Uniform numbers in [0, 1) with 53 random bits."""
     return (bits >> np.uint64(11)).astype(np.float64) * _UNIT
 
 
 def bell(bits: Words) -> NDArray[np.float64]:
-    """Numbers of mean 0 and variance 1, nearly normal and never beyond 3.5: the sum of four uniform ones."""
+    """Nearly normal numbers of mean 0 and variance 1, below 3.5 in magnitude: sums of four uniform ones."""
     total: NDArray[Any] = np.zeros(bits.shape)
     for piece in range(_PIECES):
         total += (bits >> np.uint64(16 * piece)) & np.uint64(0xFFFF)
     return (total / 65536 - _PIECES / 2 + _PIECES / 131072) * np.sqrt(12 / _PIECES)
 
 
-SINGLE = 64  # ids that are runs of their own
+SINGLE = 64  # most popular ids, each of which is a run by itself
 _FINENESS = 16
-_SUMMED = 4096  # longer runs are integrated
+_SUMMED = 4096  # width up to which the mass of a run is summed exactly; wider runs are integrated
 _HALF = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
 
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """Runs of ids, the most popular first.
+    """Piecewise constant popularity: runs of equally popular ids, most popular first.
 
     Attributes:
-        starts: [runs] int64, rank of each run's first id.
-        widths: [runs] int64, ids of each.
-        shares: [runs] float64, part of all draws; they add up to 1.
+        starts: [runs] int64, popularity rank of the first id of each run.
+        widths: [runs] int64, number of ids in each run.
+        shares: [runs] float64, fraction of draws that fall in each run; they sum to 1.
     """
 
     starts: NDArray[np.int64]
@@ -71,11 +71,11 @@ class PowerLaw:
     shares: NDArray[np.float64]
 
     def buckets(self) -> list[tuple[int, float]]:
-        """(ids, share of draws) of each run."""
+        """(number of ids, share of draws) per run."""
         return list(zip(self.widths.tolist(), self.shares.tolist(), strict=True))
 
     def mean(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Mean over draws of `values` [ids, ...], given for the most popular ids; 0 for all others."""
+        """Mean over draws of `values` [ids, ...] of the most popular ids; all other ids count as 0."""
         count = len(values)
         total = np.zeros(values.shape[1:])
         for start, width, share in zip(self.starts, self.widths, self.shares, strict=True):
@@ -85,7 +85,7 @@ class PowerLaw:
 
 
 def power_law(ids: int, skew: float) -> PowerLaw:
-    """Runs for so many ids."""
+    """Runs for `ids` ids with popularity (k + 1)^-skew at rank k."""
     starts = [*range(min(ids, SINGLE))]
     at = len(starts)
     while at < ids:
@@ -100,14 +100,14 @@ def _mass(start: int, width: int, skew: float) -> float:
     """Sum of (k + 1)^-skew over a run."""
     if width <= _SUMMED:
         return float((np.arange(start + 1, start + width + 1, dtype=np.float64) ** -skew).sum())
-    low, high = start + 0.5, start + width + 0.5  # the rule of midpoints: off by less than 1e-9
+    low, high = start + 0.5, start + width + 0.5  # midpoint rule, with an error below 1e-9
     if skew == 1:
         return float(np.log(high / low))
     return float((high ** (1 - skew) - low ** (1 - skew)) / (1 - skew))
 
 
 class RankSampler:
-    """Draws ranks for several columns at once, each of its own popularity."""
+    """Draws popularity ranks for several columns at once, each from its power law (alias method)."""
 
     def __init__(self, columns: list[PowerLaw]) -> None:
         different = list({id(column): column for column in columns}.values())
@@ -124,7 +124,7 @@ class RankSampler:
         self._widths = np.concatenate([each.widths for each in different]).astype(np.uint64)
 
     def __call__(self, bits: Words, columns: slice) -> NDArray[np.int64]:
-        """Ranks [columns, n] of bits [columns, n]: their high half chooses the run, their low half in it."""
+        """Ranks [columns, n] from bits [columns, n]: high half for the run, low half for the id in it."""
         scaled = (bits >> _HALF) * self._sizes[columns]
         run = (scaled >> _HALF).view(np.int64)
         run += self._bases[columns]
@@ -139,7 +139,7 @@ class RankSampler:
 
 
 def _alias(shares: NDArray[np.float64]) -> tuple[Words, NDArray[np.int64]]:
-    """For each slot the part of 2^32 below which a draw stays in it, and the slot it goes to otherwise."""
+    """Alias table: for each slot its threshold, scaled by 2^32, and the alias for draws at or above it."""
     count = len(shares)
     height = (shares * count).tolist()
     other = list(range(count))
@@ -151,6 +151,6 @@ def _alias(shares: NDArray[np.float64]) -> tuple[Words, NDArray[np.int64]]:
         height[large] -= 1 - height[small]
         if height[large] < 1:
             low.append(high.pop())
-    for left in (*low, *high):  # what rounding has left
+    for left in (*low, *high):  # left over from rounding
         height[left] = 1.0
     return np.round(np.array(height) * 2.0**32).astype(np.uint64), np.array(other, np.int64)

@@ -1,7 +1,7 @@
-"""Synthetic clicks as files: a click folder, or text in Criteo's format.
+"""Writes synthetic clicks to files: a click folder, or text in Criteo's format.
 
-Both hold the same samples. In a click folder they are as a stream gives them; text has the numbers before any
-transform, ids as hexadecimal names, and empty fields for missing values, as a real log has.
+Both contain the same samples. A click folder stores them as a `SyntheticClicks` source returns them; text has
+untransformed dense features, hexadecimal ids and empty fields for missing values, like a real log.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _ABSENT_EVERY = 4
 
 
 class Text:
-    """Makes lines. Ids get names by a permutation of 32 bits, another for each feature: nothing is lost.
+    """Formats samples as lines. A 32-bit permutation per feature maps ids to names without collisions.
 
     Raises:
-        StrettoError: the log has other columns than the format.
+        StrettoError: the columns of the log do not match the format.
     """
 
     def __init__(self, log: SyntheticLog) -> None:
@@ -57,7 +57,7 @@ class Text:
         self._numbers = [_padded([_as_text(value) for value in row]) for row in log.numbers.raw.tolist()]
 
     def lines(self, clicks: Clicks) -> bytes:
-        """The samples, each a line."""
+        """The samples, one line each."""
         count = len(clicks.labels)
         tabs = np.full((count, 1), _TAB, np.uint8)
         parts: list[Bytes] = [_DIGITS[clicks.labels.astype(np.intp)][:, None]]
@@ -81,7 +81,7 @@ def _as_text(value: int) -> bytes:
 
 
 def _padded(texts: list[bytes]) -> Bytes:
-    """A row for each text, with zero bytes behind."""
+    """One row per text, right-padded with zero bytes."""
     longest = max(1, *map(len, texts))
     return np.frombuffer(b"".join(text.ljust(longest, b"\0") for text in texts), np.uint8).reshape(
         -1, longest
@@ -90,24 +90,24 @@ def _padded(texts: list[bytes]) -> Bytes:
 
 Format = Literal["folder", "criteo"]
 FORMATS = ("folder", "criteo")
-FACTS = ".synthetic.json"  # beside text; hidden, so that the folder's files are those of the log
+FACTS = ".synthetic.json"  # metadata of a text log; hidden, so that only log files are listed
 SAVED = 1 << 22
-"""Samples after which a click folder's are made durable."""
-_RECIPE = 1  # counts up when the same spec would give other files than before
+"""Samples between durable saves of a click folder."""
+_RECIPE = 1  # increment whenever the same spec would produce different files
 _SPLITS: tuple[Split, ...] = ("train", "valid")
 
 Report = Callable[[int, int], None]
-"""Is told how many samples of how many are done."""
+"""Progress callback: samples done, samples in total."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What is at `path`.
+    """A log on disk.
 
     Attributes:
-        bytes: of the log's files.
-        best: what is possible, by part: the fields of Best. A part without samples is not there.
-        kept: whether it was there already.
+        bytes: total size of the log's files.
+        best: the fields of `Best` by split; empty splits are omitted.
+        kept: whether an existing log was reused.
     """
 
     path: Path
@@ -119,14 +119,14 @@ class Written:
 
 
 def write(spec: SyntheticSpec, path: Path, form: str = "folder", report: Report | None = None) -> Written:
-    """Make the log of a spec: a click folder with the parts `train` and `valid`, or train.txt and valid.txt
-    in Criteo's format. What is there already, of the same spec, is kept.
+    """Write the log of a spec: a click folder with the splits `train` and `valid`, or train.txt and valid.txt
+    in Criteo's format. An existing log of the same spec is reused.
 
-    Memory does not grow with the log, and nothing is at `path` before all is. A click folder whose writing
-    was stopped goes on where it was.
+    Memory use does not depend on the size of the log, and `path` appears only once the log is complete. An
+    interrupted click folder is resumed.
 
     Raises:
-        StrettoError: no such format, columns that it has no place for, something else at `path`.
+        StrettoError: unknown format, columns that the format cannot represent, or other content at `path`.
     """
     if form not in FORMATS:
         near = nearest(form, FORMATS)
@@ -141,7 +141,7 @@ def write(spec: SyntheticSpec, path: Path, form: str = "folder", report: Report 
 
 
 def fingerprint(spec: SyntheticSpec) -> str:
-    """The same for equal specs."""
+    """Hash of a spec, equal for equal specs."""
     text = json.dumps({**spec.facts(), "recipe": _RECIPE}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -156,7 +156,7 @@ def _folder(spec: SyntheticSpec, path: Path, report: Report | None) -> Written:
     numbers = [f"I{i + 1}" for i in range(spec.dense)]
     best = dict[str, dict[str, Any]]()
     with ClickWriter(path, features, numbers, key=key, source=["synthetic"], resume=True) as writer:
-        done = saved = writer.samples  # of a writing that was stopped
+        done = saved = writer.samples  # above 0 when resuming an interrupted write
         for split in _parts(log):
             tally, (first, last) = BestTally(), log.span(split)
             if done <= first:
@@ -209,7 +209,7 @@ def _parts(log: SyntheticLog) -> Iterator[Split]:
 
 
 def _add(writer: ClickWriter, log: SyntheticLog, clicks: Clicks) -> None:
-    """Write samples, whose ids are to stand sample by sample and in a sample feature by feature."""
+    """Write samples, with ids in sample-major order and by feature within a sample."""
     dense = np.take_along_axis(log.numbers.values, clicks.slots, 1).T
     ids = clicks.ids.T
     if not any(feature.varying for feature in log.spec.features):
@@ -222,7 +222,7 @@ def _add(writer: ClickWriter, log: SyntheticLog, clicks: Clicks) -> None:
 
 
 def _facts(spec: SyntheticSpec) -> dict[str, Any]:
-    """The spec but for its features, which a folder says itself."""
+    """All fields of the spec except `features`, which a click folder already describes."""
     return {name: value for name, value in spec.facts().items() if name != "features"}
 
 
@@ -257,7 +257,7 @@ def _written_text(path: Path, facts: dict[str, Any], kept: bool) -> Written:
 
 
 def _read_facts(path: Path) -> dict[str, Any] | None:
-    """What a writing of text left at `path`, with all of its files in their sizes; or None."""
+    """Metadata of a text log at `path`, or None unless all files exist with their recorded sizes."""
     try:
         content: object = json.loads((path / FACTS).read_text(encoding="utf-8"))
         facts = cast("dict[str, Any]", content)

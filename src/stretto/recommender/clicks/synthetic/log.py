@@ -1,4 +1,4 @@
-"""A synthetic click log of any size: its samples are functions of (seed, number), drawn as they are read."""
+"""A synthetic click log of any size, whose samples are generated on access from (seed, sample number)."""
 
 from __future__ import annotations
 
@@ -35,22 +35,23 @@ from stretto.recommender.tables.jagged import Jagged
 
 Integers = NDArray[np.int64]
 Split = Literal["train", "valid"]
-CHUNK_IDS = 1 << 20  # drawn at once
-_CACHED = 1 << 15  # drawn at once, for its steps to find it in a cache
-_FITTED = 1 << 16  # samples by which the bias is found
-_FITTED_FROM = 1 << 62  # beyond all samples of a log
+CHUNK_IDS = 1 << 20  # ids per chunk
+_CACHED = 1 << 15  # ids per block, so that intermediate arrays stay in the CPU cache
+_FITTED = 1 << 16  # samples used to fit the bias
+_FITTED_FROM = 1 << 62  # first of these, beyond the samples of any log
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clicks:
-    """Samples of the log, with what only their maker knows.
+    """Samples of the log, including the ground truth behind them.
 
     Attributes:
-        slots: [numbers, n] int64, which of its values each dense number has.
-        ranks: [columns, n] int64, by popularity; a feature has as many columns as a sample can have ids.
+        slots: [numbers, n] int64, index of each dense value in `Numbers.values`.
+        ranks: [columns, n] int64, popularity rank of each id; a feature has one column per id that a sample
+            can have.
         ids: [columns, n] int64.
-        lengths: [features, n] int64, ids of each sample: of its columns the first ones count.
-        logits: [n] float64, the true ones.
+        lengths: [features, n] int64, number of ids per feature and sample; only the first columns are valid.
+        logits: [n] float64, true logits.
         labels: [n] bool.
     """
 
@@ -63,7 +64,7 @@ class Clicks:
 
 
 class SyntheticLog:
-    """All samples of a spec: 0 to samples - 1, of which the last are the valid part."""
+    """All samples of a spec, numbered from 0; the last ones form the `valid` split."""
 
     def __init__(self, spec: SyntheticSpec) -> None:
         self.spec = spec
@@ -92,7 +93,7 @@ class SyntheticLog:
 
     @property
     def bias(self) -> float:
-        """The logit of a sample whose effects are all 0."""
+        """Logit of a sample without any effects."""
         return self._bias
 
     def clicks(self, first: int, count: int) -> Clicks:
@@ -121,11 +122,11 @@ class SyntheticLog:
         )
 
     def batch(self, first: int, count: int) -> ClickBatch:
-        """Samples [first, first + count) as a model takes them."""
+        """Samples [first, first + count) as model input."""
         return self.as_batch(self.clicks(first, count))
 
     def as_batch(self, clicks: Clicks) -> ClickBatch:
-        """What a model takes of them."""
+        """Model input, without the ground truth."""
         dense = np.take_along_axis(self.numbers.values, clicks.slots, 1).T
         ids = list[Integers]()
         for i, feature in enumerate(self.spec.features):
@@ -143,19 +144,19 @@ class SyntheticLog:
         return ClickBatch(torch.from_numpy(np.ascontiguousarray(dense)), jagged, labels)
 
     def raw_numbers(self, clicks: Clicks) -> Integers:
-        """Dense numbers [n, numbers] before they are transformed; MISSING where there is none."""
+        """Dense features [n, numbers] before the log transform; MISSING marks missing values."""
         return np.take_along_axis(self.numbers.raw, clicks.slots, 1).T
 
     def span(self, split: Split) -> tuple[int, int]:
-        """First sample of a part, and the one after its last."""
+        """First and one-past-last sample number of a split."""
         cut = self.spec.samples - self.spec.held_out
         return (0, cut) if split == "train" else (cut, self.spec.samples)
 
     def best(self, split: Split, seen: Callable[[int], None] | None = None) -> Best:
-        """What is possible on a part: over all of its samples, which are drawn for it.
+        """The best reachable quality on a split. Generates all of its samples.
 
         Args:
-            seen: is told how many samples are done, again and again.
+            seen: progress callback, called with the number of samples done.
         """
         tally = BestTally()
         for at, clicks in self.chunks(*self.span(split)):
@@ -165,7 +166,7 @@ class SyntheticLog:
         return tally.result()
 
     def chunks(self, first: int, last: int) -> Iterator[tuple[int, Clicks]]:
-        """Samples [first, last) in pieces, each with its place among them."""
+        """Samples [first, last) in chunks, each with its offset from `first`."""
         chunk = self._chunk
         for start in range(first, last, chunk):
             yield start - first, self.clicks(start, min(chunk, last - start))
@@ -176,7 +177,8 @@ class SyntheticLog:
             if not feature.varying:
                 lengths[i] = feature.most
                 continue
-            # two halves of the bits: a whole number from 0 to 2 floor(hot), and perhaps one more
+            # high half: uniform on 0 to 2 floor(hot); low half: one more with the fractional part of hot as
+            # its probability
             bits = words(self._length_starts[i : i + 1], index)[0]
             whole = int(feature.hot)
             even = ((bits >> np.uint64(32)) * np.uint64(2 * whole + 1)) >> np.uint64(32)
@@ -185,7 +187,7 @@ class SyntheticLog:
         return lengths
 
     def _logits(self, ranks: Integers, lengths: Integers, slots: Integers) -> NDArray[np.float64]:
-        """The true logits [n]: added row by row, so that a sample's sum is the same in any slice."""
+        """True logits [n], summed row by row so that a sample's result does not depend on the slice."""
         effects, features = self._effects, self.spec.features
         entries = np.minimum(ranks, effects.last[self._feature][:, None])
         entries += effects.bases[self._feature][:, None]
@@ -209,13 +211,13 @@ class SyntheticLog:
 
 
 def _popularity(features: tuple[ClickFeature, ...]) -> list[PowerLaw]:
-    """One object for features that are alike."""
+    """Popularity per feature; features with equal rows and skew share one object."""
     made = {(feature.rows, feature.skew): power_law(feature.rows, feature.skew) for feature in features}
     return [made[feature.rows, feature.skew] for feature in features]
 
 
 def _renaming(seed: int, feature: int, rows: int) -> tuple[int, int]:
-    """(a, b) of rank -> (a rank + b) mod rows, which takes all ids: popular ones are anywhere."""
+    """(a, b) of the bijection rank -> (a rank + b) mod rows, which scatters popular ids over the table."""
     bits = words(np.array([stream(seed, "renaming", feature)]), np.arange(2, dtype=np.uint64))[0]
     factor, shift = int(bits[0]) % rows, int(bits[1]) % rows
     while np.gcd(factor, rows) != 1:
@@ -226,27 +228,27 @@ def _renaming(seed: int, feature: int, rows: int) -> tuple[int, int]:
 def _taken(
     values: NDArray[np.float32], entries: Integers, counted: NDArray[np.bool_] | None
 ) -> NDArray[np.float32]:
-    """Values of entries [columns, n]; 0 where an id does not count."""
+    """Values of entries [columns, n]; 0 in columns beyond a sample's length."""
     taken = values.take(entries)
     return taken if counted is None else taken * counted
 
 
 __all__ = ["Best", "ClickFeature", "Clicks", "SyntheticClicks", "SyntheticLog", "SyntheticSpec", "spread"]
 
-_COUNTED = 1 << 24  # lookups that popularity speaks of
+_COUNTED = 1 << 24  # nominal number of lookups behind the exact popularity
 
 
 class SyntheticClicks:
-    """One part of a synthetic log: a ClickSource without files.
+    """A split of a synthetic log: a ClickSource without files.
 
-    Sample number `len` is number 0 again; the order is that of the log, whose samples are independent.
+    Sample numbers wrap around at `len`. Samples come in log order, without shuffling: they are independent.
     """
 
     def __init__(self, spec: SyntheticSpec, split: Split = "train", log: SyntheticLog | None = None) -> None:
-        """Of a log that is there already, or one made for it.
+        """`log`: an existing log of this spec to share; None: create one.
 
         Raises:
-            StrettoError: the part has no samples.
+            StrettoError: the split has no samples.
         """
         self.spec = spec
         self.split: Split = split
@@ -271,7 +273,7 @@ class SyntheticClicks:
         return self.log.as_batch(self.clicks(first + start, stop - start))
 
     def clicks(self, first: int, count: int) -> Clicks:
-        """Samples [first, first + count) with what is true of them."""
+        """Samples [first, first + count) with their ground truth."""
         pieces = list[Clicks]()
         while not pieces or count:
             at = first % len(self)
@@ -281,15 +283,15 @@ class SyntheticClicks:
         return pieces[0] if len(pieces) == 1 else _joined(pieces)
 
     def best(self) -> Best:
-        """What is possible on this part: all of it is drawn for it."""
+        """The best reachable quality on this split. Generates all of its samples."""
         return self.log.best(self.split)
 
     def table_rows(self) -> dict[str, int | None]:
-        """Rows of each feature's table, as a click folder says them."""
+        """Rows of each feature's table, as `ClickFolder` reports them."""
         return {feature.name: feature.rows for feature in self.spec.features}
 
     def popularity(self) -> dict[str, Popularity]:
-        """How often the ids of each feature are looked up, as a click folder says it; here it is exact."""
+        """Id popularity per feature, as `ClickFolder` reports it, but exact rather than counted."""
         return {
             feature.name: Popularity(feature.hot, feature.rows, _COUNTED, popular.buckets())
             for feature, popular in zip(self.spec.features, self.log.popularity, strict=True)
@@ -297,7 +299,7 @@ class SyntheticClicks:
 
     @property
     def base_rate(self) -> float:
-        """Part of the samples that are clicked, as it was asked for."""
+        """Click-through rate that the spec asks for."""
         return self.spec.base_rate
 
 

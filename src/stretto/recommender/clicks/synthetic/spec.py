@@ -1,4 +1,4 @@
-"""What a synthetic click log is like."""
+"""Specification of a synthetic click log."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MOST_HOT = 1 << 12
 class ClickFeature:
     """A categorical feature.
 
-    rows: distinct ids, 0 to rows - 1.
-    hot: ids of a sample, on average; the same number for each sample unless `varying`.
-    skew: the k-th most popular id is as popular as 1 / k^skew; 0: all alike.
-    varying: the number of a sample's ids varies: evenly from 0 to 2 hot.
+    rows: number of distinct ids, 0 to rows - 1.
+    hot: mean pooling factor (ids per sample); the same for every sample unless `varying`.
+    skew: exponent of the power law: the k-th most popular id has popularity 1 / k^skew; 0: uniform.
+    varying: the pooling factor varies between samples, uniformly from 0 to 2 hot.
     """
 
     name: str
@@ -42,22 +42,22 @@ class ClickFeature:
 
     @property
     def most(self) -> int:
-        """Ids that a sample can have."""
+        """Maximum pooling factor."""
         whole = int(self.hot)
         return 2 * whole + (self.hot > whole) if self.varying else whole
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticSpec:
-    """A click log as a function: sample i of it is what these fields and i say.
+    """A click log as a pure function: these fields and i determine sample i.
 
-    features: the categorical ones.
-    samples: of the whole log, held-out ones included.
-    valid: part of the samples that is held out: the last ones.
-    dense: numbers of a sample.
-    base_rate: part of the samples that are clicked.
-    strength: standard deviation of the true logit: 0 is noise alone, above 3 nearly no noise.
-    seed: of all that is drawn.
+    features: categorical features.
+    samples: total number of samples, including held-out ones.
+    valid: fraction of samples held out, taken from the end.
+    dense: number of dense features.
+    base_rate: fraction of samples that are clicked.
+    strength: standard deviation of the true logit: 0 is pure noise, above 3 there is hardly any noise.
+    seed: random seed.
     """
 
     features: tuple[ClickFeature, ...]
@@ -89,7 +89,7 @@ class SyntheticSpec:
 
     @property
     def held_out(self) -> int:
-        """Samples of the valid part, which are the last; the train part has at least one."""
+        """Number of samples in the `valid` split; the `train` split has at least one."""
         return min(round(self.samples * self.valid), self.samples - 1)
 
     def facts(self) -> dict[str, Any]:
@@ -100,10 +100,10 @@ class SyntheticSpec:
 def spread(
     count: int, low: int, high: int, *, hot: float = 1.0, skew: float = 1.05, varying: bool = False
 ) -> tuple[ClickFeature, ...]:
-    """Features C1, C2, ... with `low` to `high` rows, evenly on a logarithmic scale.
+    """Features C1, C2, ... with `low` to `high` rows, evenly spaced on a logarithmic scale.
 
     Raises:
-        StrettoError: no feature, or low above high.
+        StrettoError: `count` or `low` below 1, or `low` above `high`.
     """
     if count < 1 or not 1 <= low <= high:
         raise StrettoError(

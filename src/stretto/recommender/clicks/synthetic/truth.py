@@ -1,4 +1,4 @@
-"""The true click probability of a synthetic sample, and the best quality that any model can reach with it."""
+"""True click probabilities of synthetic samples, and the best quality that any model can reach on them."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from stretto.recommender.clicks.synthetic.spec import SyntheticSpec
 
 Floats = NDArray[np.float64]
 
-HEAD = 1024  # ids with an effect
+HEAD = 1024  # most popular ids per feature with individual effects
 PAIRS = 3
-_HALF_AT = 16  # rank at which effects are half of the first's
-# parts of the variance of the logit: a small DLRM comes close to the truth within some million samples, and
-# one that leaves a part out does not
+_HALF_AT = 16  # rank at which effects have decayed to half
+# Shares of the logit's variance, chosen such that a small DLRM comes close to the truth within a few million
+# samples, but not if it ignores one of the three.
 _SHARES = {"ids": 0.55, "dense": 0.3, "pairs": 0.15}
 
-SLOTS = 256  # values of a dense number
-_ABSENT = (0.45, 0.0, 0.2, 0.2, 0.03, 0.2, 0.04, 0.0, 0.04, 0.45, 0.04, 0.78, 0.2)  # as in Criteo's set
+SLOTS = 256  # distinct values per dense feature
+# Shares of missing values, as in Criteo's data set
+_ABSENT = (0.45, 0.0, 0.2, 0.2, 0.03, 0.2, 0.04, 0.0, 0.04, 0.45, 0.04, 0.78, 0.2)
 MISSING = np.iinfo(np.int64).min
 
 
 class Effects:
-    """What ids add to the logit.
+    """Contribution of categorical ids to the logit.
 
     Attributes:
-        values: [2, entries] float32: effects, and factors of the product that a feature is in. All ids of a
+        values: [2, entries] float32: additive effects, and factors of pairwise products. All ids of a
             feature beyond its first HEAD share its last entry.
-        bases, last: [features] int64: rank k has entry base + min(k, last).
+        bases, last: [features] int64: the id at rank k uses entry bases + min(k, last).
         pairs: features whose factors are multiplied.
     """
 
@@ -51,7 +52,7 @@ class Effects:
             raw = raw / (1 + np.arange(len(raw)) / _HALF_AT)[:, None]
             mean = popular.mean(raw)
             deviation = np.sqrt(np.maximum(popular.mean(raw**2) - mean**2, 1e-12))
-            # a sample's ids add up: their number must not make features with many of them louder
+            # a sample's ids are summed: scaling by the pooling factor keeps the variance constant
             each = feature.hot**-0.5 / deviation * (weights[i], factor)
             whole = np.concatenate((raw, np.zeros((1, 2)))) - mean
             values.append((whole * each * (feature.rows > 1)).astype(np.float32))
@@ -59,14 +60,13 @@ class Effects:
 
 
 class Numbers:
-    """Dense numbers: each has SLOTS values, equally often.
+    """Dense features, each with SLOTS equally likely values.
 
     Attributes:
-        raw: [numbers, SLOTS] int64, counts with a long tail; some -1 in the second, MISSING where there is
-            none.
-        values: [numbers, SLOTS] float32: sign(raw) log(1 + |raw|), and 0 for what is missing, as click logs
-            are transformed.
-        effects: [numbers, SLOTS] float64 on the logit, a function of `values`.
+        raw: [numbers, SLOTS] int64, long-tailed counts, shifted by -1 in the second feature; MISSING marks
+            missing values.
+        values: [numbers, SLOTS] float32, the usual transform sign(raw) log(1 + |raw|), and 0 for MISSING.
+        effects: [numbers, SLOTS] float64, contribution to the logit as a function of `values`.
     """
 
     def __init__(self, spec: SyntheticSpec) -> None:
@@ -89,13 +89,13 @@ class Numbers:
 
 
 def _weights(spec: SyntheticSpec, count: int, variance: float) -> Floats:
-    """Unequal weights whose squares add up to `variance`."""
+    """Unequal weights whose squares sum to `variance`."""
     chosen = 0.5 + uniform(words(np.array([stream(spec.seed, "weight", count)]), _count(count)))[0]
     return chosen * np.sqrt(variance / max(1e-9, float((chosen**2).sum())))
 
 
 def _standard(rows: Floats) -> Floats:
-    """Each row with mean 0 and variance 1, or zeros."""
+    """Standardise each row to mean 0 and variance 1; constant rows become 0."""
     deviation = rows.std(1, keepdims=True)
     return (rows - rows.mean(1, keepdims=True)) / np.maximum(deviation, 1e-9) * (deviation > 1e-9)
 
@@ -105,7 +105,7 @@ def _count(count: int) -> NDArray[np.uint64]:
 
 
 def best_bias(logits: Floats, base_rate: float) -> float:
-    """What to add to logits [n] for their mean probability to be `base_rate`."""
+    """The bias with which logits [n] have the mean probability `base_rate`."""
     low, high = -60.0, 60.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -120,16 +120,16 @@ def probability(logits: Floats) -> Floats:
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """What the true probabilities reach on a part of the log: no model can be expected to do better.
+    """Metrics of the true probabilities on a split, which no model can be expected to beat.
 
     Attributes:
-        logloss: in nats, of the true probabilities on the very labels of the part.
-        entropy: logloss over that of the share of clicks as everybody's prediction (normalised entropy).
-        auc: of the true probabilities.
-        expected_logloss, expected_entropy: the same over all labels that might have been drawn for these
-            samples: the mean entropy of the true probabilities, and that over the entropy of their mean.
-        base_rate: clicks over samples.
-        samples: of the part.
+        logloss: log loss on the labels of the split, in nats.
+        entropy: normalised entropy: log loss relative to predicting the click-through rate everywhere.
+        auc: area under the ROC curve.
+        expected_logloss, expected_entropy: log loss and normalised entropy in expectation over labels: the
+            mean entropy of the true probabilities, alone and relative to the entropy of their mean.
+        base_rate: click-through rate of the labels.
+        samples: number of samples in the split.
     """
 
     logloss: float
@@ -146,14 +146,14 @@ class Best:
 
 
 class BestTally:
-    """Adds up, chunk by chunk, what the true probabilities reach."""
+    """Accumulates the metrics of `Best` chunk by chunk."""
 
     def __init__(self) -> None:
         self._ranking = Ranking()
         self._sums = np.zeros(5)
 
     def add(self, logits: NDArray[np.float64], labels: NDArray[np.bool_]) -> None:
-        """Take samples: their true logits [n] and their labels [n]."""
+        """Add samples by their true logits [n] and labels [n]."""
         p = probability(logits)
         yes, no = np.logaddexp(0, -logits), np.logaddexp(0, logits)
         drawn, mean = np.where(labels, yes, no), p * yes + (1 - p) * no
@@ -161,7 +161,7 @@ class BestTally:
         self._ranking.add(logits, labels)
 
     def result(self) -> Best:
-        """Over all that was taken."""
+        """Metrics over all samples added so far."""
         count, clicked, drawn, mean, p = (float(value) for value in self._sums / max(1.0, self._sums[0]))
         samples = int(self._sums[0])
         by_label, by_truth = _entropy(clicked), _entropy(p)
@@ -177,7 +177,7 @@ class BestTally:
 
 
 def _entropy(rate: float) -> float:
-    """Of one event, in nats."""
+    """Binary entropy in nats."""
     if not 0 < rate < 1:
         return 0.0
     return float(-rate * np.log(rate) - (1 - rate) * np.log1p(-rate))
