@@ -206,7 +206,7 @@ def facts(estimate: Estimate, defaults: Mapping[str, str]) -> dict[str, Any]:
     return {
         "layout": str(job.layout),
         "gpus": job.layout.world,
-        "schedule": job.schedule,
+        "schedule": job.schedule_name,
         "options": dict(job.options),
         "micro_batch": job.micro_batch,
         "global_batch": job.global_batch,
@@ -250,7 +250,9 @@ def show(to: Console, estimate: Estimate, defaults: Mapping[str, str]) -> None:
     job = estimate.job
     machine = f"{job.layout.world} x {estimate.cluster.device.name} ({estimate.cluster.name})"
     batch = f"{job.microbatches} microbatches of {job.micro_batch} x {job.sequence} tokens"
-    to.print(f"{job.layout} on {machine}, {job.schedule}{_options(job.options)}, {batch}", soft_wrap=True)
+    to.print(
+        f"{job.layout} on {machine}, {job.schedule_name}{_options(job.options)}, {batch}", soft_wrap=True
+    )
     table = plain_table("", "predicted", "")
     table.add_row(
         "step time", _seconds(estimate.seconds), f"{_seconds(estimate.low)} to {_seconds(estimate.high)}"

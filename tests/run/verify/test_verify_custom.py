@@ -19,7 +19,7 @@ from stretto.run.config.check import check
 from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
 from stretto.run.dryrun.run import dry_run
-from stretto.run.verify.cases import configured_job, describe, every_layout, smaller, vary
+from stretto.run.verify.cases import cases_from_file, configured_job, describe, every_layout, smaller, vary
 from stretto.run.verify.job import verify
 from stretto.spec.job import Job
 from stretto.spec.rules import problems
@@ -98,18 +98,18 @@ def test_bad_programs_are_refused_before_a_process_is_started(folder: Path, tmp_
 @pytest.mark.parametrize("stage_layers", [(1, 5), (4, 2)])
 def test_memory_and_counts_of_given_stages_are_those_of_the_code(stage_layers: tuple[int, ...]) -> None:
     shape = ModelShape(family="gpt", layers=4, hidden=64, heads=4, vocab=301, sequence=48)
-    given = Job(
+    uneven = Job(
         shape=shape,
         layout=Layout(pp=2),
         global_batch=8,
         micro_batch=2,
         stage_layers=stage_layers,
     )
-    assert not problems(given)
-    even = replace(given, stage_layers=None)
+    assert not problems(uneven)
+    even = replace(uneven, stage_layers=None)
     for rank in (0, 1):
-        ran, held = dry_run(given, rank), memory_of(given)
-        counted = counts(given, rank, held)
+        ran, held = dry_run(uneven, rank), memory_of(uneven)
+        counted = counts(uneven, rank, held)
         assert {key: count for key, count in ran.flops.items() if count} == counted.flops
         assert ran.bytes == counted.bytes
         predicted = one_rank(held, rank).total
@@ -130,3 +130,14 @@ def test_other_pipelines_are_cut_evenly(folder: Path, tmp_path: Path) -> None:
     small = smaller(config, 2)
     assert (small.layout.stages, small.schedule.file) == (None, None)
     assert [case.layout.pp for case in every_layout(config, 2)] == [2, 1, 1]
+
+
+def test_a_row_without_a_schedule_keeps_the_configs_stages_and_program(folder: Path, tmp_path: Path) -> None:
+    program, rows = tmp_path / "mine.csv", tmp_path / "rows.yaml"
+    program.write_text(to_csv(schedule("gpipe", 2, 8)))
+    rows.write_text("- {pp: 2}\n- {pp: 2, schedule: zb-h1}\n")
+    config = job(folder, *PP2, "layout.stages=[1,5]", f"schedule.file={program}")
+    assert [describe(case) for case in cases_from_file(rows, config)] == [
+        "tp1 dp1 pp2 stages=1-5 mine",
+        "tp1 dp1 pp2 zb-h1",
+    ]

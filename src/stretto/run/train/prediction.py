@@ -170,7 +170,7 @@ def _describe(job: Job) -> str:
     """The job in a line."""
     shape = job.shape
     return (
-        f"{shape.family} {shape.layers} x {shape.hidden}, {job.layout.describe()}, {job.schedule}, "
+        f"{shape.family} {shape.layers} x {shape.hidden}, {job.layout.describe()}, {job.schedule_name}, "
         f"{job.dp.mode}, {job.global_batch} x {job.sequence} by {job.micro_batch}"
     )
 

@@ -278,13 +278,12 @@ def _case(keys: dict[str, Any], where: str, config: TrainConfig) -> Job:
     _check(DataParallelConfig, {key: key for key in sharding}, sharding, where)
     _check(ScheduleConfig, {key: key for key in options}, options, where)
     changes: dict[str, Any] = {**dict.fromkeys(AXES, 1), "expert_tp": None, **layout, **recompute, **sharding}
+    configured = configured_job(config)
+    if "schedule" in keys or options or configured.options:
+        changes["schedule"] = _schedule(keys.get("schedule", config.schedule.name), where)
+        changes["options"] = {key: value for key, value in options.items() if value is not None}
     try:
-        case = vary(
-            configured_job(config),
-            schedule=_schedule(keys.get("schedule", config.schedule.name), where),
-            options={key: value for key, value in options.items() if value is not None},
-            **changes,
-        )
+        case = vary(configured, **changes)
     except StrettoError as error:
         raise StrettoError(f"{where}: {error.message}", hint=error.hint) from None
     if broken := problems(case):

@@ -175,7 +175,7 @@ def _prove(job: Job, references: References) -> Verdict:
     program = job.program()
     delays = None
     if program.versions:
-        delays = promised(job.schedule, job.options, job.layout.pp, program.microbatches)
+        delays = promised(job.schedule_name, job.options, job.layout.pp, program.microbatches)
     replica = assemble(job, Mesh(job.layout), seed=trial.seed)
     padding = replica.split.padded > replica.split.length
     try:
