@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class StrettoError(ValueError):
@@ -77,3 +78,17 @@ def nearest(name: str, allowed: Iterable[str]) -> str | None:
     """The allowed name that looks most like `name`, if any comes close."""
     closest = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
     return closest[0] if closest else None
+
+
+def read_text(path: Path) -> str:
+    """Read a text file that the user named.
+
+    Raises:
+        StrettoError: the file does not exist, cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise StrettoError(f"cannot read {path}: {error.strerror}", hint="check the file's name") from None
+    except UnicodeDecodeError:
+        raise StrettoError(f"cannot read {path}: it is not UTF-8 text", hint="save it as UTF-8") from None

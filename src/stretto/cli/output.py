@@ -64,20 +64,6 @@ def write_text(path: Path, text: str) -> None:
         ) from None
 
 
-def read_text(path: Path) -> str:
-    """Read a text file that the user named.
-
-    Raises:
-        StrettoError: the file does not exist, cannot be read, or is not UTF-8.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise StrettoError(f"cannot read {path}: {error.strerror}", hint="check the file's name") from None
-    except UnicodeDecodeError:
-        raise StrettoError(f"cannot read {path}: it is not UTF-8 text", hint="save it as UTF-8") from None
-
-
 def print_error(message: str, hint: str | None) -> None:
     """One `error:` line and one `hint:` line on stderr."""
     print(f"error: {_line(message)}", file=sys.stderr)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.output import Json, command_app, read_text, report, write_text
-from stretto.errors import StrettoError, nearest
+from stretto.cli.output import Json, command_app, report, write_text
+from stretto.errors import StrettoError, nearest, read_text
 from stretto.planner.cutting.profile import names
 from stretto.program.schedules.registry import PLAIN
 

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from yaml.nodes import MappingNode, Node, SequenceNode
 
-from stretto.errors import StrettoError, nearest
+from stretto.errors import StrettoError, nearest, read_text
 
 _E = re.compile(r"[-+]?[0-9.]+[eE][-+]?[0-9]+")  # numbers such as 1e9, which YAML 1.1 reads as texts
 _SAFE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -146,12 +146,7 @@ def read_fields(path: Path) -> Fields:
     Raises:
         StrettoError: the file is missing, not readable, not YAML, or no mapping.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise StrettoError(f"cannot read {path}: {error.strerror}", hint="check the file's name") from None
-    except UnicodeDecodeError:
-        raise StrettoError(f"cannot read {path}: it is not UTF-8 text", hint="save it as UTF-8") from None
+    text = read_text(path)
     try:
         node = yaml.compose(text, Loader=_SAFE)
     except yaml.YAMLError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, read_text
 from stretto.program.program import Program
 from stretto.program.text.json_format import from_json
 from stretto.program.text.torch_csv import from_csv
@@ -21,12 +21,7 @@ def read_program(path: Path, name: str | None = None) -> Program:
         StrettoError: the file cannot be read, or holds no program.
         ScheduleError: the program cannot be run.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise StrettoError(f"cannot read {path}: {error.strerror}", hint="check the file's name") from None
-    except UnicodeDecodeError:
-        raise StrettoError(f"cannot read {path}: it is not UTF-8 text", hint="save it as UTF-8") from None
+    text = read_text(path)
     try:
         if not text.lstrip("\ufeff \t\r\n").startswith("{"):
             return from_csv(text, name=name or path.stem)
