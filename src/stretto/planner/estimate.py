@@ -23,8 +23,7 @@ PARTS = (
     "tensor",  # collectives over tp; the next two: over cp, and for experts
     "context",
     "expert",
-    "messages",  # waiting for messages between stages
-    "bubble",
+    "bubble",  # the rank waits for other stages: for their work, and for messages on the way
     "data",  # reductions and gathers that computation does not hide
     "optimiser",
     "offload",
@@ -43,7 +42,8 @@ class Estimate:
         seconds: of a step.
         low, high: the interval that contains the measured step nine times out of ten.
         parts: seconds of the busiest pipeline rank by the names of `PARTS`; they add up to `seconds`.
-        bubble: idle fraction of the step on the busiest pipeline rank.
+        forward, backward: seconds of the busiest pipeline rank in forwards and in backwards, collectives and
+            recomputation within them.
         memory: of the fullest rank; None: not requested.
     """
 
@@ -53,8 +53,14 @@ class Estimate:
     low: float
     high: float
     parts: Mapping[str, float]
-    bubble: float
+    forward: float
+    backward: float
     memory: Fit | None
+
+    @property
+    def bubble(self) -> float:
+        """Share of the step that the busiest pipeline rank waits for other stages, 0 to 1."""
+        return self.parts["bubble"] / self.seconds
 
     @property
     def tokens(self) -> int:
@@ -102,12 +108,16 @@ _PRECISIONS: dict[str, Precision] = {
 
 def interval(cluster: Cluster) -> tuple[float, float]:
     """Factors on a predicted time between which nine measurements out of ten lie; narrower on a cluster that
-    was itself measured. `benchmarks/planning.py` reports how often they hold on runs that were not fitted.
+    was itself measured, and wide on a CPU that was not, since the catalogue has one CPU for all.
+    `benchmarks/planning.py` reports how often they hold on runs that were not fitted.
     """
+    if cluster.computing is not None and not cluster.device.kernels:
+        return _UNKNOWN
     return _MEASURED if cluster.tables else _KNOWN
 
 
 _KNOWN, _MEASURED = (0.85, 1.25), (0.9, 1.15)
+_UNKNOWN = (1 / 3, 3.0)
 
 
 def precision_of(job: Job) -> Precision:
@@ -147,6 +157,7 @@ def estimate(
     )
     seconds = time.seconds * cluster.correction
     parts = {name: part * cluster.correction for name, part in time.parts.items()}
+    forward, backward = (sum(phase.values()) for phase in (time.forward, time.backward))
     low, high = interval(cluster)
     return Estimate(
         job=job,
@@ -155,6 +166,7 @@ def estimate(
         low=low * seconds,
         high=high * seconds,
         parts=parts,
-        bubble=time.bubble,
+        forward=forward * cluster.correction,
+        backward=backward * cluster.correction,
         memory=fits,
     )

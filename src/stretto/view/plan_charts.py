@@ -38,7 +38,6 @@ PARTS: Mapping[str, Rgb | None] = {
     "tensor": (235, 163, 44),
     "context": (38, 142, 136),
     "expert": (190, 214, 90),
-    "messages": (214, 96, 62),
     "data": (140, 222, 200),
     "optimiser": (120, 72, 40),
     "offload": (240, 170, 190),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.planner.time.shared_cores import shared_makespan
+from stretto.planner.time.shared_cores import shared_replay
 from stretto.program import schedule
 from stretto.program.action import Action, Kind
 from stretto.program.program import Program
@@ -15,16 +15,17 @@ PARTS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 
 def makespan(program: Program, processes: int, cores: int) -> float:
     chunks = program.stages // program.ranks
-    return shared_makespan(program, lambda action: PARTS[action.kind] / chunks, processes, cores)
+    return shared_replay(program, lambda action: PARTS[action.kind] / chunks, processes, cores).makespan
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1", "zb-v", "interleaved", "dualpipe", "chimera"])
 def test_with_a_core_for_each_rank_it_equals_the_replay(name: str) -> None:
     options = {"chunks": 2} if name == "interleaved" else {}
     program = schedule(name, 4, 8, **options)
-    whole = simulate(program, Costs(per_stage=[(1.0, 1.0, 1.0)] * program.stages)).makespan
-    shared = shared_makespan(program, lambda action: PARTS[action.kind], 1, 4)
-    assert shared == pytest.approx(whole)
+    whole = simulate(program, Costs(per_stage=[(1.0, 1.0, 1.0)] * program.stages))
+    shared = shared_replay(program, lambda action: PARTS[action.kind], 1, 4)
+    assert shared.makespan == pytest.approx(whole.makespan)
+    assert max(shared.busy) == pytest.approx(max(whole.work))
 
 
 @pytest.mark.parametrize("processes", [1, 3])
@@ -42,5 +43,5 @@ def test_cores_idle_where_fewer_ranks_can_work() -> None:
 
 def test_waiting_ranks_leave_their_core_to_others() -> None:
     program = schedule("1f1b", 2, 2)
-    slow = shared_makespan(program, lambda a: 10.0 if a == Action(0, Kind.F, 0) else 1.0, 1, 1)
-    assert slow == pytest.approx(10.0 + 7.0)
+    slow = shared_replay(program, lambda a: 10.0 if a == Action(0, Kind.F, 0) else 1.0, 1, 1)
+    assert slow.makespan == pytest.approx(10.0 + 7.0)

@@ -13,6 +13,7 @@ from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.counts.rank_parameters import Shares
 from stretto.planner.counts.traffic import block_traffic
 from stretto.planner.estimate import PARTS, Estimate, estimate
+from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.machines.cluster import Cluster, Group, Link
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.fits import PROCESS, RESERVE
@@ -58,6 +59,8 @@ def seconds(
         (Layout(dp=8), {"dp": DataParallel(mode="zero3")}),
         (Layout(pp=2, dp=4), {"dp": DataParallel(mode="zero3")}),
         (Layout(cp=2, dp=2), {"recompute": Recompute("selective")}),
+        (Layout(pp=2, dp=2), {"dp": DataParallel(mode="zero1", offload="cpu")}),
+        (Layout(pp=4), {"schedule": "pipedream"}),
     ],
 )
 def test_parts_add_up_to_the_step(layout: Layout, more: dict[str, object]) -> None:
@@ -66,6 +69,33 @@ def test_parts_add_up_to_the_step(layout: Layout, more: dict[str, object]) -> No
     assert min(step.parts.values()) >= 0
     assert sum(step.parts.values()) == pytest.approx(step.seconds, rel=1e-9)
     assert step.low < step.seconds < step.high
+    outside = sum(step.parts.get(name, 0.0) for name in ("bubble", "optimiser", "offload"))
+    in_layers = step.forward + step.backward
+    # what is left of reductions after the last backward
+    slack = 1e-9 * step.seconds
+    assert in_layers + outside <= step.seconds + slack
+    assert step.seconds <= in_layers + outside + step.parts["data"] + slack
+    assert 0 < step.forward < step.backward
+
+
+def test_waiting_for_offloaded_states_is_no_bubble() -> None:
+    here, away = (
+        seconds(Layout(pp=2), dp=DataParallel(offload=place), global_batch=4) for place in ("none", "cpu")
+    )
+    assert away.seconds > here.seconds
+    assert away.parts["offload"] == pytest.approx(away.seconds - here.seconds)
+    assert away.parts["bubble"] == pytest.approx(here.parts["bubble"])
+
+
+def test_waiting_for_a_shared_core_is_no_bubble() -> None:
+    cpu = find_cluster("cpu").sized(4)
+    plain = job(Layout(pp=2, dp=2), precision=Precision(), one_memory=True)
+    alone, shared = (estimate(plain, replace(cpu, computing=n), memory=False) for n in (None, 2))
+    assert shared.seconds > 1.5 * alone.seconds
+    assert sum(shared.parts.values()) == pytest.approx(shared.seconds)
+    assert shared.parts["compute"] > 1.5 * alone.parts["compute"]
+    assert shared.bubble < alone.bubble  # a rank that waits leaves its core to another
+    assert shared.forward / shared.backward == pytest.approx(alone.forward / alone.backward, rel=0.05)
 
 
 def test_one_rank_takes_the_sum_of_its_layers() -> None:

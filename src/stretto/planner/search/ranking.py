@@ -206,7 +206,6 @@ def gap(best: float, left: float) -> float:
 
 _PART_NAMES = {
     "compute": "computing",
-    "messages": "messages between stages",
     "data": "data-parallel communication",
     "optimiser": "the optimiser",
     "bubble": "bubble",

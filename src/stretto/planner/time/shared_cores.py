@@ -8,7 +8,7 @@ over the cores.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.counts.activations import ComputeConfig
@@ -26,10 +26,42 @@ from stretto.spec.job import Job
 _BACK = {Kind.B, Kind.I}
 
 
-def shared_makespan(
+@dataclass(frozen=True)
+class SharedReplay:
+    """All compute actions of a program on shared cores, in seconds.
+
+    Attributes:
+        makespan: until they are done.
+        busy: of each pipeline rank, the time in which it has an action under way, on its share of a core.
+    """
+
+    makespan: float
+    busy: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class SharedStep:
+    """A step of ranks that share cores, in seconds; afterwards gradients are reduced and weights updated.
+
+    Attributes:
+        data: of reductions and gathers.
+        update: of the optimiser.
+    """
+
+    compute: SharedReplay
+    data: float
+    update: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return self.compute.makespan + self.data + self.update
+
+
+def shared_replay(
     program: Program, seconds: Callable[[Action], float], processes: int, cores: int
-) -> float:
-    """Seconds until all compute actions of a program are done.
+) -> SharedReplay:
+    """The compute actions of a program, each on its share of the cores.
 
     A rank that waits for an input leaves its share of the cores to the others. Where fewer ranks can work
     than there are cores, as while a pipeline fills and drains, some cores idle.
@@ -43,6 +75,7 @@ def shared_makespan(
     at = [0] * len(orders)
     done = set[Action]()
     running: dict[int, float] = {}
+    busy = [0.0] * len(orders)
     now = 0.0
     while True:
         for rank, order in enumerate(orders):
@@ -50,11 +83,12 @@ def shared_makespan(
                 running[rank] = seconds(order[at[rank]])
         if not running:
             assert all(n == len(order) for n, order in zip(at, orders, strict=True)), "a standstill"
-            return now
+            return SharedReplay(now, tuple(busy))
         rate = min(1.0, cores / (processes * len(running)))
         step = min(running.values())
         now += step / rate
         for rank in list(running):
+            busy[rank] += step / rate
             running[rank] -= step
             if running[rank] <= 1e-12:
                 del running[rank]
@@ -83,7 +117,7 @@ Mode = Callable[[int], Recompute]
 _PARTS = {Kind.F: 1 / 3, Kind.B: 2 / 3, Kind.I: 1 / 3, Kind.W: 1 / 3}
 
 
-def shared_step_seconds(
+def shared_step(
     job: Job,
     cluster: Cluster,
     assumptions: Assumptions,
@@ -93,15 +127,15 @@ def shared_step_seconds(
     data: Sequence[DataTime],
     mode: Mode,
     each: bool,
-) -> float:
-    """The least seconds of a step where ranks share cores; 0 where each rank has a device of its own.
+) -> SharedStep | None:
+    """The shortest step where ranks share cores; None where each rank has a device to itself.
 
     Args:
         mode: recomputation of a layer.
         each: gradients are reduced with each microbatch.
     """
     if cluster.computing is None:
-        return 0.0
+        return None
     stage_of = [stages[s % program.depth] for s in range(program.stages)]
     once = [
         sum(
@@ -127,8 +161,14 @@ def shared_step_seconds(
     def seconds(action: Action) -> float:
         return every + _PARTS.get(action.kind, 0.0) * once[action.stage]
 
-    last = sum(_data_seconds(job, program, s, data[s % program.depth], each) for s in range(program.stages))
-    return shared_makespan(program, seconds, processes, cores) + last * processes / cores
+    stage_data = [data[s % program.depth] for s in range(program.stages)]
+    talk = sum(_data_seconds(job, program, s, share, each) for s, share in enumerate(stage_data))
+    update = sum(share.update for share in stage_data)
+    return SharedStep(
+        compute=shared_replay(program, seconds, processes, cores),
+        data=talk * processes / cores,
+        update=update * processes / cores,
+    )
 
 
 def beside_kernels(device: Device, blocks: int) -> tuple[float, float]:
@@ -145,13 +185,13 @@ def _seconds_of(device: Device, name: str) -> float:
 
 
 def _data_seconds(job: Job, program: Program, stage: int, share: DataTime, each: bool) -> float:
-    """Seconds of one rank in a step for the data-parallel work of one of its stages."""
+    """Seconds of one rank in a step for the reductions and gathers of one of its stages."""
     forwards = sum(a.stage == stage and a.kind is Kind.F for order in program.orders for a in order)
     gathers = job.dp.gathers(job.layout.pp)
     # gathers by layers happen in each forward and backward, gathers by stages where the program has them
     unshards = sum(a.stage == stage and a.kind is Kind.UNSHARD for order in program.orders for a in order)
     times = 2 * forwards if gathers == "layer" else unshards if gathers else 1
-    return share.reduce * (forwards if each else 1) + share.gather * times + share.update
+    return share.reduce * (forwards if each else 1) + share.gather * times
 
 
 def layer_seconds(

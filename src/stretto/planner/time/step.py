@@ -12,7 +12,7 @@ from stretto.planner.machines.cluster import Cluster, Link, group_of
 from stretto.planner.machines.device import Precision
 from stretto.planner.time.data_parallel import DataTime, data_time
 from stretto.planner.time.layer import LayerTime, layer_time
-from stretto.planner.time.shared_cores import beside_kernels, shared_step_seconds
+from stretto.planner.time.shared_cores import SharedStep, beside_kernels, shared_step
 from stretto.program.action import Kind
 from stretto.program.program import Program
 from stretto.program.replay import Costs, simulate
@@ -43,13 +43,22 @@ class StageTime:
         return sum(self.F.values()), sum(self.I.values()), sum(self.W.values())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step, in parts of the busiest pipeline rank."""
+    """A step, in seconds.
+
+    Attributes:
+        parts: of the busiest pipeline rank, by the names of `estimate.PARTS`; they add up to `seconds`.
+        forward, backward: the parts within the busiest rank's forwards and backwards.
+        stages: (F, I, W) of each stage of the model for one microbatch.
+        timeline: the replay of the program, as if no ranks shared cores.
+    """
 
     seconds: float
     parts: Mapping[str, float]
-    bubble: float
+    forward: Mapping[str, float]
+    backward: Mapping[str, float]
+    stages: Sequence[tuple[float, float, float]]
     timeline: Timeline
 
 
@@ -86,7 +95,7 @@ def step_time(
         )
         for stage, times_of_data in zip(stages, data, strict=True)
     ]
-    shared = shared_step_seconds(
+    shared = shared_step(
         job=job,
         cluster=cluster,
         assumptions=assumptions,
@@ -217,7 +226,7 @@ def _replayed(
     times: Sequence[StageTime],
     data: Sequence[DataTime],
     each: bool,
-    shared: float,
+    shared: SharedStep | None,
 ) -> StepTime:
     how, link = ComputeConfig.of(job), hop_link(job, cluster)
     parts = how.tp if assumptions.scattered and not how.sequence_parallel else 1
@@ -247,14 +256,54 @@ def _replayed(
         else max(_late_weights(program, r, times, data, assumptions) for r in range(program.ranks))
     )
     seconds = max(line.makespan, *ends) + update + gather
-    if away:
-        seconds = max(seconds, away + update)
-    seconds = max(seconds, shared)
-    shares = _parts(program, line, times)
+    if shared is not None and shared.seconds > max(seconds, away + update):
+        return _on_shared_cores(program, times, shared, line)
+    busiest = max(range(program.ranks), key=lambda rank: line.work[rank])
+    phases = _phases(program, busiest, times)
+    shares = _total(phases)
     shares["data"] += max(0.0, max(ends) - line.makespan) + gather
-    shares["optimiser"] = update
+    shares["optimiser"] = update + _updates(program, busiest, data)
     shares["bubble"] = max(0.0, seconds - sum(shares.values()))
-    return StepTime(seconds, shares, shares["bubble"] / seconds, line)
+    if away and away + update > seconds:
+        shares["offload"] = away + update - seconds
+    return StepTime(
+        seconds=max(seconds, away + update if away else 0.0),
+        parts=shares,
+        forward=phases[0],
+        backward=phases[1],
+        stages=[stage.times for stage in times],
+        timeline=line,
+    )
+
+
+def _on_shared_cores(
+    program: Program, times: Sequence[StageTime], shared: SharedStep, line: Timeline
+) -> StepTime:
+    """The step where ranks share cores: actions last longer while other ranks compute too."""
+    busy = shared.compute.busy
+    busiest = max(range(program.ranks), key=lambda rank: busy[rank])
+    # time of reductions and gathers on the cores is in `shared.data`
+    phases = [
+        {name: taken for name, taken in phase.items() if name != "data"}
+        for phase in _phases(program, busiest, times)
+    ]
+    stretch = busy[busiest] / sum(_total(phases).values())
+    forward, backward = ({name: stretch * taken for name, taken in phase.items()} for phase in phases)
+    shares = _total((forward, backward))
+    shares |= {
+        "data": shared.data,
+        "optimiser": shared.update,
+        "bubble": shared.compute.makespan - busy[busiest],
+    }
+    stages = [stage.times for stage in times]
+    return StepTime(
+        seconds=shared.seconds,
+        parts=shares,
+        forward=forward,
+        backward=backward,
+        stages=[(stretch * f, stretch * i, stretch * w) for f, i, w in stages],
+        timeline=line,
+    )
 
 
 def _of(program: Program, rank: int, data: Sequence[DataTime], name: str) -> float:
@@ -309,15 +358,30 @@ def _late_weights(
     return max(0.0, gather - sum(times[s % program.depth].times[0] for s in program.stages_of(rank)))
 
 
-def _parts(program: Program, line: Timeline, times: Sequence[StageTime]) -> dict[str, float]:
-    """Seconds of the busiest rank in a step, by part."""
-    busiest = max(range(program.ranks), key=lambda rank: line.work[rank])
-    counts: dict[tuple[int, str], int] = defaultdict(int)
-    for stage, kind, _ in program.orders[busiest]:
+def _phases(
+    program: Program, rank: int, times: Sequence[StageTime]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of a rank's forwards and of its backwards in a step, by part."""
+    forward, backward = defaultdict[str, float](float), defaultdict[str, float](float)
+    for stage, kind, _ in program.orders[rank]:
         for phase in {Kind.F: "F", Kind.B: "IW", Kind.I: "I", Kind.W: "W"}.get(kind, ""):
-            counts[stage % program.depth, phase] += 1
-    parts: dict[str, float] = defaultdict(float)
-    for (stage, phase), count in counts.items():
-        for name, taken in getattr(times[stage], phase).items():
-            parts[name] += count * taken
+            parts = forward if phase == "F" else backward
+            for name, taken in getattr(times[stage % program.depth], phase).items():
+                parts[name] += taken
+    return forward, backward
+
+
+def _updates(program: Program, rank: int, data: Sequence[DataTime]) -> float:
+    """Seconds of a rank's updates within the step, where the schedule is asynchronous."""
+    if not program.versions:
+        return 0.0
+    return sum(data[a.stage % program.depth].update for a in program.orders[rank] if a.kind is Kind.UPDATE)
+
+
+def _total(phases: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The sum of the phases, by part."""
+    parts = defaultdict[str, float](float)
+    for phase in phases:
+        for name, taken in phase.items():
+            parts[name] += taken
     return parts
