@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,19 @@ TABLES = Path(__file__).parents[3] / "../shared/tables"
         ("v5e-256", "tpu-v5e"),
         ("TPU v4-128", "tpu-v4"),
         ("910B", "ascend-910b"),
+        ("Ascend 910B-class", "ascend-910b"),
+        ("Huawei Ascend 910B3 NPU", "ascend-910b"),
+        ("H100-class", "h100-80gb-sxm"),
+        ("H100-SXM5-80GB", "h100-80gb-sxm"),
+        ("NVIDIA A100 Tensor Core GPU 80GB SXM4 (400 W)", "a100-80gb-sxm"),
+        ("A100 (40GB)", "a100-40gb-sxm"),
+        ("A100 (PCIe)", "a100-80gb-pcie"),
+        ("A100 40GB PCIe 4.0", "a100-40gb-pcie"),
+        ("H100 80GB, NVLink 900 GB/s", "h100-80gb-sxm"),
+        ("H800 (NVLink 400 GB/s)", "h800-80gb-sxm"),
+        ("1024 NVIDIA A100", "a100-80gb-sxm"),
+        ("64 H100", "h100-80gb-sxm"),
+        ("NVIDIA GH200 Grace Hopper Superchip", "gh200-96gb"),
     ],
 )
 def test_spellings_of_devices(spelling: str, name: str) -> None:
@@ -83,6 +97,7 @@ def test_a_system_in_brackets_takes_the_device_that_is_named() -> None:
         "H2O",
         "A100 MIG",
         "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+        "A100, MIG 1g",
         "RTX 4090 Laptop",
         "GH2000",
         "A1000",
@@ -92,6 +107,13 @@ def test_a_system_in_brackets_takes_the_device_that_is_named() -> None:
 def test_unknown_devices_are_not_mistaken_for_known_ones(spelling: str) -> None:
     with pytest.raises(StrettoError, match="is not known"):
         find_device(spelling)
+
+
+def test_every_accelerator_has_a_date() -> None:
+    """Before which no run of it is; a year later is what a run of no date is taken for."""
+    for entry in entries():
+        dated = bool(re.fullmatch(r"20[12]\d-(0[1-9]|1[0-2])", entry.device.released))
+        assert dated != entry.device.name.endswith("cpu"), entry.device.name
 
 
 def test_errors_name_the_nearest_device() -> None:

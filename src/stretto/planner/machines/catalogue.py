@@ -19,7 +19,7 @@ from stretto.errors import StrettoError, nearest
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.machines.describe import cluster_of, device_of
 from stretto.planner.machines.device import Device, Precision
-from stretto.planner.machines.names import ParsedName, normalised, parse_name
+from stretto.planner.machines.names import ParsedName, head, normalised, parse_name
 from stretto.planner.machines.reading import Fields, read_fields
 
 DATA = Path(__file__).parent / "data"
@@ -141,7 +141,7 @@ def _device(name: str) -> Device | None:
     for entry in entries():
         if wanted in {normalised(alias) for alias in (entry.device.name, *entry.device.aliases)}:
             return entry.device
-    entry = _entry_of(parse_name(name))
+    entry = _entry_of(parse_name(name)) or _entry_of(parse_name(head(name)))
     return entry.device if entry else None
 
 

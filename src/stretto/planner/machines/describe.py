@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -12,6 +13,7 @@ import yaml
 from stretto.errors import StrettoError
 from stretto.planner.machines.cluster import Cluster, Collective, Host, Link
 from stretto.planner.machines.device import Device, Precision
+from stretto.planner.machines.networks import parse_network
 from stretto.planner.machines.reading import Fields
 
 GIB = 2**30
@@ -52,12 +54,13 @@ def device_of(fields: Fields, name: str | None, find: FindDevice) -> Device:
         pattern=fields.text("driver") if "driver" in fields else None,
         unless=fields.text("unless", "MIG"),
         kernels=_kernels(fields, "kernels") or (like.kernels if like else {}),
+        released=fields.text("released") if "released" in fields else like.released if like else "",
         price=price,
         notes=" ".join(fields.text("notes", "(none)").split()) if "notes" in fields else "",
     )
     if not device.tflops:
         raise fields.wrong("tflops", "has no peak at all", "as in tflops: {bf16: 989}")
-    fields.finish(("like", "name", "price", "driver", "notes"))
+    fields.finish(("like", "name", "released", "price", "driver", "notes"))
     return device
 
 
@@ -76,7 +79,7 @@ def cluster_of(fields: Fields, name: str, find: FindDevice, known: FindCluster) 
         device=device,
         node=fields.whole("node", like.node if like else None),
         inner=_link(fields, "inner", like.inner if like else None),
-        outer=_link(fields, "outer", like.outer if like else None, nodes == 1),
+        outer=Link(1e9, 1e-4, "none"),
         nodes=nodes,
         computing=_computing(fields) if "computing" in fields else like.computing if like else None,
         tables=_tables(fields, "tables") or (like.tables if like else {}),
@@ -85,8 +88,20 @@ def cluster_of(fields: Fields, name: str, find: FindDevice, known: FindCluster) 
         notes=" ".join(fields.text("notes").split()) if "notes" in fields else "",
         host=_host(fields, like.host if like else Host()),
     )
+    cluster = replace(cluster, outer=_outer(fields, like, cluster))
     fields.finish(("like", "name", "nodes", "computing", "price", "notes", "host"))
     return cluster
+
+
+def _outer(fields: Fields, like: Cluster | None, cluster: Cluster) -> Link:
+    """The link between nodes: described, or in words as "8x200 Gb/s RoCE", of a node's cards."""
+    usual = like.outer if like else None
+    if "outer" not in fields or fields.is_mapping("outer"):
+        return _link(fields, "outer", usual, cluster.nodes == 1)
+    network = parse_network(fields.text("outer"))
+    if network is None or (network.rate is None and usual is None):
+        raise fields.wrong("outer", "gives no speed", "as in 8x200 Gb/s RoCE")
+    return network.link(cluster if usual is None else replace(cluster, outer=usual))
 
 
 def save_cluster(cluster: Cluster, path: Path) -> None:
@@ -103,6 +118,7 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
         "memory_gib": device.memory / GIB,
         "bandwidth_gbs": device.bandwidth / 1e9,
         "kernels": _flat(device.kernels),
+        "released": device.released,
         "price": device.price,
         "notes": device.notes,
     }

@@ -29,6 +29,7 @@ class Device:
             head_dim, causal, backward, seconds. On a CPU, where the host does not run ahead of kernels, also
             "layer": seconds of host code beside the kernels of a block, forward and backward, and "action":
             the same of a stage's forward, equal to that of its backward.
+        released: the month from which it could be had, "2020-11"; "": not known.
         price: dollars an hour; None: not known.
         notes: sources and doubts.
     """
@@ -42,6 +43,7 @@ class Device:
     pattern: str | None = None
     unless: str = "MIG"
     kernels: Mapping[str, object] = field(default_factory=dict[str, object])
+    released: str = ""
     price: float | None = None
     notes: str = ""
 

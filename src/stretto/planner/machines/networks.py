@@ -1,0 +1,151 @@
+"""Networks between nodes in the words of papers: "8x200 Gb/s RoCE", "InfiniBand HDR", "800 Gbit a node"."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from stretto.errors import StrettoError
+from stretto.planner.machines.cluster import Cluster, Link
+
+GBIT = 1e9 / 8  # bytes/s
+# kinds of links between nodes: seconds of an empty message, roughly
+LATENCIES = {
+    "InfiniBand EDR": 15e-6,
+    "InfiniBand HDR": 15e-6,
+    "InfiniBand NDR": 15e-6,
+    "InfiniBand XDR": 15e-6,
+    "RoCE": 15e-6,
+    "EFA": 25e-6,
+    "Omni-Path": 15e-6,
+    "Slingshot": 15e-6,
+    "Ethernet": 30e-6,
+    "DCN": 50e-6,
+}
+# InfiniBand's generations: Gbit/s of a card
+_GENERATIONS = {"EDR": 100.0, "HDR": 200.0, "NDR": 400.0, "XDR": 800.0}
+_KINDS = (  # a word of a kind, and the kind
+    (r"omni-?path|\bopa\b", "Omni-Path"),
+    (r"roce|spectrum-?x|rdma over", "RoCE"),
+    (r"\befa\b|elastic fabric", "EFA"),
+    (r"slingshot", "Slingshot"),
+    (r"\bdcn\b", "DCN"),
+    (r"infini-?band|\bib\b|\b(?:edr|hdr|ndr|xdr)\d*\b|quantum|connectx", "InfiniBand"),
+    (r"ethernet|\beth\b|\btcp\b|gb?e\b", "Ethernet"),
+)
+_INSIDE = re.compile(r"nv-?link|nv-?switch|pcie|xgmi|infinity fabric|hccs|\bici\b", re.IGNORECASE)
+_BESIDE = re.compile(r",(?!\d{3})|[;+|]|\band\b|\bwith\b")
+_SPLIT = re.compile(r"\b(?:hdr|ndr|xdr)(\d{2,3})\b", re.IGNORECASE)  # cards of half the rate: HDR100, NDR200
+_NONE = re.compile(r"^(?:none|no|single[- ]node|1 node|intra[- ]node(?: only)?|n/?a)\b", re.IGNORECASE)
+_SPEED = re.compile(
+    r"(?:(?P<count>\d+)\s*[x×*]\s*)?(?P<number>\d[\d,]*(?:\.\d+)?)\s*"
+    r"(?P<unit>[TG]B/?ps|[TG]B/s|[TG]bit/?s?|[TG]bp?s?/?s?|[TG](?:igabit)?(?:be|E)?)(?![a-z0-9])(?:\s*(?:/|per)\s*s\b)?",
+)
+_PER_NODE = re.compile(r"(?:per|a|each|/|node-)\s*(?:node|server|machine|host|box)\b|total", re.IGNORECASE)
+_PER_DEVICE = re.compile(
+    r"(?:per|a|each|/)\s*(?:gpu|device|accelerator|npu|tpu|card|chip|rank)\b", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class Network:
+    """What a text says about the links of a node to other nodes.
+
+    Attributes:
+        kind: of the catalogue, or "InfiniBand" where its generation is open; None: not said.
+        cards: of a node; None: not said.
+        rate: bytes/s in one direction, of one card, or of what `per` says; None: not said.
+        per: whose the rate is where no number of cards is said; None: not said either.
+    """
+
+    kind: str | None
+    cards: int | None
+    rate: float | None
+    per: Literal["node", "device"] | None
+
+    def link(self, cluster: Cluster) -> Link:
+        """The link between nodes of a cluster that has this network, in the share of one device."""
+        kind = self._kind(cluster)
+        share = self._share(cluster, kind)
+        if share is None:
+            share = cluster.outer.bandwidth
+        same = kind == cluster.outer.kind
+        return replace(cluster.outer, bandwidth=share) if same else Link(share, LATENCIES[kind], kind)
+
+    def _share(self, cluster: Cluster, kind: str) -> float | None:
+        """Bytes/s of one device. A rate of which nobody says whose it is is each device's if it is what the
+        devices of that cluster usually have, else the whole node's. Without a rate there are as many cards as
+        usual, of the generation that is named.
+        """
+        if self.rate is None:
+            speeds = [
+                _GENERATIONS.get(kind.removeprefix("InfiniBand ")) for kind in (kind, cluster.outer.kind)
+            ]
+            old, new = speeds[1], speeds[0]
+            return cluster.outer.bandwidth * new / old if old and new else None
+        if self.cards is not None:
+            return self.cards * self.rate / cluster.node
+        usual = abs(self.rate / cluster.outer.bandwidth - 1) < 0.05
+        shared = self.per == "device" or (self.per is None and usual and self.kind != "Ethernet")
+        return self.rate if shared else self.rate / cluster.node
+
+    def _kind(self, cluster: Cluster) -> str:
+        """The kind in the catalogue; InfiniBand's generation follows from a card's rate."""
+        if self.kind is None:
+            return cluster.outer.kind
+        if self.kind != "InfiniBand":
+            return self.kind
+        if self.rate is not None:
+            for generation, gbits in _GENERATIONS.items():
+                if abs(self.rate / (gbits * GBIT) - 1) < 0.05:
+                    return f"InfiniBand {generation}"
+        usual = cluster.outer.kind
+        return usual if usual.startswith("InfiniBand") else "InfiniBand HDR"
+
+
+def parse_network(text: str) -> Network | None:
+    """What a text says about the network between nodes; None where it says that there is none. Links inside
+    the node (NVLink, PCIe, ...) beside it are not read.
+
+    Raises:
+        StrettoError: it names neither a kind nor a speed.
+    """
+    if _NONE.search(text.strip()):
+        return None
+    parts = [part for part in _BESIDE.split(text) if not _INSIDE.search(part)]
+    words = " ".join(parts)
+    kind = next((name for pattern, name in _KINDS if re.search(pattern, words, re.IGNORECASE)), None)
+    generation = next((g for g in _GENERATIONS if re.search(rf"\b{g}(?:\d*)\b", words, re.IGNORECASE)), None)
+    if kind == "InfiniBand" and generation is not None:
+        kind = f"InfiniBand {generation}"
+    speed = _SPEED.search(words)
+    if kind is None and speed is None:
+        if not parts:
+            return None
+        raise StrettoError(
+            f"network {text!r} names no kind and no speed",
+            hint=f"as in '8x200 Gb/s RoCE', '800 Gbit a node', or one of {', '.join(LATENCIES)}",
+        )
+    counted = re.search(r"(\d+)\s*[x×*]\s*[a-z]", words, re.IGNORECASE)  # 8x NDR, 8x CX-6 200 Gb/s
+    cards = int(counted[1]) if counted else None
+    each = _GENERATIONS[generation] * GBIT if generation is not None else None
+    if speed is None:
+        short = re.search(
+            r"\b(?:hdr|ndr|xdr)(\d{2,3})\b", words, re.IGNORECASE
+        )  # HDR100, NDR200: split cards
+        rate = float(short[1]) * GBIT if short else each if cards else None
+        return Network(kind, cards, rate, "device" if short else None)
+    rate = float(speed["number"].replace(",", "")) * _unit(speed["unit"])
+    per = "node" if _PER_NODE.search(words) else "device" if _PER_DEVICE.search(words) else None
+    if speed["count"]:
+        cards = int(speed["count"])
+    elif cards and each and rate > 1.5 * each:  # 4x HDR (800 Gb/s)
+        return Network(kind, None, rate, "node")
+    return Network(kind, cards, rate, per)
+
+
+def _unit(unit: str) -> float:
+    """Bytes/s of one: a capital B is bytes, as in GB/s; all else is bits."""
+    scale = 1000.0 if unit[0] == "T" else 1.0
+    return scale * (1e9 if re.match(r".B", unit) else GBIT)
