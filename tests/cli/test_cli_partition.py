@@ -11,6 +11,7 @@ from stretto.cli import main
 from stretto.run.config import load
 from stretto.run.config.job import job_of
 from stretto.spec.rules import problems
+from tiny_job import write_text
 
 MODEL = """
 import torch
@@ -153,5 +154,27 @@ def test_a_cut_is_written_as_a_config_that_training_takes(
     job = job_of(load(str(path)))
     assert list(job.stage_layers or ()) == [stop - start for start, stop in partition["cut"]]
     assert (job.layout.pp, job.microbatches, problems(job)) == (4, 8, [])
+    assert job.shape.vocab == 128256
+    assert main.run(["partition", *words, "--write", str(path)]) == 0
+    assert f"wrote {path}: stretto train {path} data.source=PATH" in capsys.readouterr().out
     assert main.run(["partition", "nowhere.py:model", "--write", str(path)]) == 2
     assert "--write" in capsys.readouterr().err
+
+
+def test_a_written_cut_is_trained_equal_to_one_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On two ranks; the wide head makes the cut uneven."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
+    model, path = tmp_path / "config.json", tmp_path / "cut.yaml"
+    model.write_text(json.dumps({"model_type": "llama", "vocab_size": 600, **sizes}))
+    words = ["--model", str(model), "--cluster", "h100", "--ranks", "2", "--microbatches", "4"]
+    partition = answer(capsys, *words, "--sequence", "16", "--write", str(path))
+    counts = [stop - start for start, stop in partition["cut"]]
+    assert sum(counts) == 6
+    text = write_text(tmp_path / "text.txt")
+    data = [f"data.source={text}", f"data.cache={tmp_path}", "train.device=cpu"]
+    assert main.run(["verify", str(path), *data, "--json"]) == 0
+    (case,) = json.loads(capsys.readouterr().out)["layouts"]
+    assert case["equal"], case
+    assert f"stages={counts[0]}-{counts[1]}" in case["layout"]

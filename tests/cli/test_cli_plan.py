@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from stretto.cli.main import run
+from stretto.planner.search import branch
 from stretto.run.config.job import job_of
 from stretto.run.config.load import load
+from stretto.run.config.required import FIELDS, settings
 
 BIG = ["plan", "--model", "llama3-8b", "--cluster", "h100:64", "--batch", "256", "--sequence", "4096"]
 FIXED = [
@@ -38,18 +40,70 @@ def test_json_ranks_layouts_and_writes_a_config(tmp_path: Path, capsys: pytest.C
     job = job_of(load(path))
     assert job.layout.sizes == first["sizes"]
     assert (job.schedule, job.micro_batch, job.dp.mode) == (first["schedule"], 1, first["dp"]["mode"])
-    assert run(["launch", "slurm", str(path), "--nodes", "8"]) == 0
+    assert facts["required"] == list(FIELDS)
+    launch = ["launch", "slurm", str(path), "--nodes", "8"]
+    assert run(launch) == 2
+    assert "5 fields are marked REQUIRED in the config" in capsys.readouterr().err
+    assert run([*launch, "data.source=.", *settings(facts["required"]).split()[1:]]) == 0
     assert "#SBATCH" in capsys.readouterr().out
 
 
+def test_a_written_config_is_no_trap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a plan cannot know is marked; all commands but training take it as it is."""
+    path = tmp_path / "planned.yaml"
+    assert run([*BIG, *FIXED, "--top", "1", "--write", str(path)]) == 0
+    assert f"wrote {path}: stretto train {path} data.source=PATH train.steps=1000" in capsys.readouterr().out
+    text = path.read_text()
+    assert "  steps: REQUIRED  # updates in the whole run\n" in text
+    config = load(path)
+    assert config.required == tuple(FIELDS)
+    assert (config.data.vocab, config.shape().vocab, config.sample.tokens) == (128256, 128256, 0)
+    for accepted in (["config"], ["memory"], ["predict", "--cluster", "h100:64"]):
+        assert run([accepted[0], str(path), *accepted[1:]]) == 0
+    capsys.readouterr()
+    assert run(["train", str(path), "train.steps=5", "optim.lr=1e-3"]) == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error == (
+        "error: 3 fields are marked REQUIRED in the config, and training needs them: data.source, "
+        "checkpoint.every, run.dir"
+    )
+    assert "as in data.source=PATH checkpoint.every=500 run.dir=runs" in hint
+    others = ["data.source=.", "checkpoint.every=null", f"run.dir={tmp_path}", "train.device=cpu"]
+    words = ["train.steps=5", "optim.lr=1e-3", *others, "data.vocab=4096"]
+    assert run(["train", str(path), *words]) == 2
+    assert (
+        "model.vocab is 128256: the data's tokenizer has 4096 entries, so 124160 rows of the embedding"
+        in (capsys.readouterr().err)
+    )
+
+
+def test_a_plan_of_a_config_keeps_its_data_and_steps(tmp_path: Path) -> None:
+    base, path = tmp_path / "base.yaml", tmp_path / "planned.yaml"
+    base.write_text(
+        "model: {preset: llama3-8b}\ndata: {source: text, sequence: 4096}\n"
+        "train: {steps: 70}\noptim: {lr: REQUIRED}\nbatch: {global_size: 256}\n"
+    )
+    assert run(["plan", str(base), *BIG[3:5], *FIXED, "--top", "1", "--write", str(path)]) == 0
+    config = load(path)
+    assert (config.data.source, config.train.steps, config.required) == ("text", 70, ("optim.lr",))
+    assert run(["plan", str(base), *BIG[1:5], *FIXED, "--top", "1", "--write", str(path)]) == 0
+    assert load(path).data.source == "text"
+    other = ["--model", "llama3.2-1b", *BIG[3:5], *FIXED, "--top", "1", "--write", str(path)]
+    assert run(["plan", str(base), *other]) == 0
+    assert load(path).model.preset == "llama3.2-1b"
+
+
 def test_what_cannot_be_built_is_planned_and_not_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = ["plan", "--model", "mistral-7b", *BIG[3:], *FIXED, "--top", "1"]
     assert run(wanted) == 0
-    capsys.readouterr()
+    assert "training cannot build this model yet: it has a window of 4096" in capsys.readouterr().out
+    monkeypatch.setattr(branch, "search", lambda *_: pytest.fail("searched before the refusal"))
     assert run([*wanted, "--write", str(tmp_path / "no.yaml")]) == 2
-    assert "not yet built" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "not yet built" in said
+    assert "train a model of the gpt or the llama family" in said
     assert not (tmp_path / "no.yaml").exists()
 
 

@@ -85,7 +85,7 @@ def test_svg(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_program_goes_out_and_comes_back_as_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.csv"
     arguments = ("interleaved", "--ranks", "2", "--microbatches", "4", "--chunks", "2")
-    out = run_json(capsys, *arguments, "--csv", str(path))
+    out = run_json(capsys, *arguments, "--write", str(path))
     back = run_json(capsys, "--file", str(path))
     assert back["name"] == "mine"
     said = out.keys() - {"name", "parameters"}  # the format has no room for them

@@ -15,6 +15,7 @@ from stretto.errors import StrettoError
 from stretto.program import names, options
 from stretto.program.replay import Costs
 from stretto.view.trace import read_trace
+from tiny_job import job_file
 
 SMALL = ("1f1b", "--ranks", "2", "--microbatches", "4")
 SIZE = SMALL[1:]
@@ -109,24 +110,61 @@ def test_options_beside_compare_go_to_the_schedules_that_take_them(
 
 def test_every_file_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("resvg_py", reason="the extra png is not installed")
-    kinds = ("svg", "png", "html", "csv", "json-program", "trace")
-    paths = {kind: tmp_path / kind for kind in kinds}
+    kinds = ("svg", "png", "html", "write", "trace")
+    paths = {kind: tmp_path / f"{kind}.csv" for kind in kinds}
     options = [word for kind in kinds for word in (f"--{kind}", str(paths[kind]))]
     assert main.run(["schedule", *SMALL, *options]) == 0
     assert ET.parse(paths["svg"]).getroot().tag.endswith("svg")
     assert paths["png"].read_bytes().startswith(b"\x89PNG")
     assert paths["html"].read_text().startswith("<!DOCTYPE html>")
-    assert paths["csv"].read_text().startswith("0F0,0F1,0B0")
+    assert paths["write"].read_text().startswith("0F0,0F1,0B0")
     assert len(read_trace(paths["trace"].read_text()).events) == 2 * 2 * 4
     capsys.readouterr()
 
 
 def test_programs_as_json_come_back_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "mine"
+    path = tmp_path / "mine.json"
     for name in ("dualpipe", "pipedream", "zb-v"):
-        out = run_json(capsys, name, *SIZE, "--json-program", str(path))
+        out = run_json(capsys, name, *SIZE, "--write", str(path))
         assert run_json(capsys, "--file", str(path)) == out
     assert run_json(capsys, "--file", str(path), "other")["name"] == "other"
+
+
+@pytest.mark.parametrize("name", ["mine.csv", "mine.json"])
+def test_a_written_program_is_trained_equal_to_one_process(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, config = tmp_path / name, job_file(tmp_path)
+    size = ("--ranks", "2", "--microbatches", "4")
+    assert main.run(["schedule", "zb-v", *size, "--write", str(path)]) == 0
+    assert f"stretto train CONFIG schedule.file={path} layout.pp=2" in capsys.readouterr().out
+    sizes = ["layout.pp=2", "model.layers=4", "batch.global_size=4", f"schedule.file={path}"]
+    assert main.run(["verify", str(config), *sizes, "--json"]) == 0
+    (case,) = json.loads(capsys.readouterr().out)["layouts"]
+    assert case["equal"], case
+
+
+def test_an_edited_program_with_a_fault_names_rank_place_and_rule(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, config = tmp_path / "mine.csv", job_file(tmp_path)
+    assert main.run(["schedule", "1f1b", "--ranks", "2", "--microbatches", "4", "--write", str(path)]) == 0
+    good = path.read_text()
+    assert good == "0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n"
+    faults = {
+        good.replace("1F1,1B1", "1B1,1F1"): "rank 1 action 2 is 1B1, before 1F1 on the same rank",
+        good.replace("1F1", "1F0"): "rank 1 action 2 is 1F0, which is in the program twice",
+        good.replace(",0B3", ""): "rank 0 never does 0B3",
+        good.replace("0F1", "0Q1"): "line 1 column 5: '0Q1'",
+        "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n": "deadlock: rank 0 waits at 0B0 for 1B0, which rank 1 reaches "
+        "only after 1F1; rank 1 waits at 1F1 for 0F1",
+    }
+    for text, said in faults.items():
+        path.write_text(text)
+        capsys.readouterr()
+        sizes = ["layout.pp=2", "batch.global_size=4", f"schedule.file={path}"]
+        assert main.run(["train", str(config), *sizes]) == 2
+        assert f"error: schedule.file is {path}: {said}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("unit", "factor"), [("s", 1.0), ("ms", 1e-3), ("us", 1e-6)])
@@ -148,10 +186,12 @@ def test_the_unit_of_time_of_a_trace(unit: str, factor: float, tmp_path: Path) -
         (["--compare", " , ", *SIZE], "--compare names no schedule", "gpipe,1f1b"),
         (["zb-v", "--compare", "gpipe", *SIZE], "zb-v beside it", "--compare zb-v,gpipe"),
         (["--compare", "gpipe,1f1b", *SIZE, "--chunks", "3"], "none of the schedules", "leave chunks out"),
-        (["--compare", "gpipe,1f1b", *SIZE, "--csv", "x.csv"], "--csv writes one program", "--svg"),
+        (["--compare", "gpipe,1f1b", *SIZE, "--write", "x.csv"], "--write writes one program", "--svg"),
         (["--compare", "gpipe,bfs:chunks", *SIZE], "'chunks', must be NAME=VALUE", "waves=2"),
         ([*SMALL, "--trace", "no/such/folder/t.json"], "cannot write", "folder that exists"),
         ([*SMALL, "--html", "no/such/folder/t.html"], "cannot write", "folder that exists"),
+        ([*SMALL, "--write", "mine.txt"], "ends in neither .csv nor .json", "--write mine.csv"),
+        (["dualpipe", *SIZE, "--write", "mine.csv"], "dualpipe has several copies", "--write mine.json"),
         (["--file", "a.csv", "--waves", "2"], "a.csv is a whole program", "leave waves out"),
     ],
 )

@@ -34,9 +34,9 @@ def config(
         raise StrettoError("no config given", hint="stretto config configs/quickstart.yaml, or --reference")
     from stretto.cli.jobs import check_job
     from stretto.recommender.config.load import load_config
-    from stretto.run.config.load import dump
+    from stretto.run.config.load import dump, plain_values
 
     job = load_config(path, overrides or [])
     if check:
         check_job(job)
-    report(job.model_dump(mode="json"), as_json, lambda _: print(dump(job), end=""))
+    report(plain_values(job), as_json, lambda _: print(dump(job), end=""))

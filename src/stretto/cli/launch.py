@@ -54,10 +54,12 @@ def slurm(
     """Print an sbatch script that trains CONFIG, saves before the time limit, requeues and resumes."""
     from stretto.cli.jobs import check_job, ranks_of
     from stretto.recommender.config.load import load_config
+    from stretto.run.config.required import check_required
     from stretto.run.launch.slurm import SlurmJob, script
 
     job = load_config(config, overrides or [])
     check_job(job)
+    check_required(job)
     world, layout = ranks_of(job)
     each = _ranks_per_node(world, layout, nodes, ranks_per_node)
     gpus = gpus_per_node

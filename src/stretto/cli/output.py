@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -43,6 +43,13 @@ def report(facts: Mapping[str, Any], as_json: bool, text: Callable[[Console], No
         print(json.dumps(facts))
     else:
         text(console())
+
+
+def train_command(config: Path, required: Sequence[str]) -> str:
+    """The command that trains a written config, with the fields that it leaves open."""
+    from stretto.run.config.required import settings
+
+    return " ".join(filter(None, ["stretto train", str(config), settings(required)]))
 
 
 def say_no() -> typer.Exit:

@@ -78,9 +78,10 @@ _CUTS = {
 }
 
 
-def show(to: Console, result: Partition) -> None:
-    """Print the result."""
-    from stretto.cli.output import side_table
+def show(to: Console, result: Partition, written: Path | None = None) -> None:
+    """Print the result, and how to train the config that was written."""
+    from stretto.cli.output import side_table, train_command
+    from stretto.run.config.written import required_fields
 
     layers = result.profile.layers
     if result.profile.about:
@@ -112,6 +113,8 @@ def show(to: Console, result: Partition) -> None:
         more = "does not fit" if seconds == inf else f"{100 * (1 - result.seconds / seconds):.1f}% shorter"
         beside.add_row(_CUTS.get(name, name), "" if seconds == inf else f"{1e3 * seconds:.3f}", more)
     to.print(beside, soft_wrap=True)
+    if written is not None:
+        to.print(f"wrote {written}: {train_command(written, required_fields(None))}", soft_wrap=True)
 
 
 app = command_app()
@@ -205,18 +208,18 @@ def partition(
         others=layers_of.others,
     )
     if write is not None:
+        assert layers_of.job is not None, "--write goes with --model"
         _write_config(write, layers_of.job, answer)
     record = facts(answer)
     if out is not None:
         write_text(out, json.dumps(record, indent=1) + "\n")
-    report(record, as_json, lambda to: show(to, answer))
+    report(record, as_json, lambda to: show(to, answer, write))
 
 
-def _write_config(path: Path, job: Job | None, cut: Partition) -> None:
+def _write_config(path: Path, job: Job, cut: Partition) -> None:
     """Write a config that trains the job with this cut."""
     from stretto.run.config.written import written
 
-    assert job is not None, "--write goes with --model"
     counts = tuple(len(stage) for stage in cut.stages)
     about = f"{cut.profile.about}\nstages cut for a step of {cut.seconds:.4g} s, predicted"
     write_text(path, written(replace(job, stage_layers=counts), about=about))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.output import Json, command_app, report, say_no, tflops_text, write_text
+from stretto.cli.output import Json, command_app, report, say_no, tflops_text, train_command, write_text
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from stretto.planner.search.ranking import Plan, Ranked
     from stretto.planner.search.task import Task
     from stretto.run.config.schema import TrainConfig
+    from stretto.spec.job import Job
 
 
 app = command_app()
@@ -130,6 +131,8 @@ def plan(
         precision=precision,
         search_options=search_options,
     )
+    if write is not None:
+        _check_writable(task.job, base)
     with watching() as progress:
         result = search(task, progress)
     name = model or _model_name(base, config)
@@ -139,7 +142,15 @@ def plan(
         write_text(html, plan_page(result, name))
     if write is not None and result.ranking:
         _write(write, result, base)
-    report(facts(result, write) if as_json else {}, as_json, lambda to: show(to, result, task, name, write))
+    required = _required(base)
+    record = {**facts(result, write), "required": required} if as_json else {}
+
+    def text(to: Console) -> None:
+        show(to, result, task, name)
+        if write is not None and result.ranking:
+            to.print(f"wrote {write}: {train_command(write, required)}", soft_wrap=True)
+
+    report(record, as_json, text)
     if not result.ranking:
         raise say_no()
 
@@ -236,6 +247,23 @@ def _precision(name: str) -> Any:
     if name not in known:
         raise StrettoError(f"--precision is {name!r}", hint=f"one of {', '.join(known)}")
     return Precision(dtype=known[name])
+
+
+def _check_writable(job: Job, base: TrainConfig | None) -> None:
+    """Raise StrettoError, before a long search, for a model that no config can describe to training."""
+    from stretto.run.config.written import model_section
+
+    try:
+        if base is None or base.shape() != job.shape:
+            model_section(job.shape)
+    except StrettoError as error:
+        raise StrettoError(f"--write: {error.message}", hint=f"leave --write out, or {error.hint}") from None
+
+
+def _required(base: TrainConfig | None) -> list[str]:
+    from stretto.run.config.written import required_fields
+
+    return list(required_fields(base))
 
 
 def _write(path: Path, result: Plan, base: TrainConfig | None) -> None:
@@ -337,7 +365,7 @@ def _memory(fit: Fit | None) -> dict[str, Any]:
 # ------------------------------------------------------------------ text
 
 
-def show(to: Console, plan: Plan, task: Task, model: str, written: Path | None) -> None:
+def show(to: Console, plan: Plan, task: Task, model: str) -> None:
     """Print the ranking as a table, then the reasons."""
     from stretto.view.plan_page import setting
 
@@ -363,8 +391,9 @@ def show(to: Console, plan: Plan, task: Task, model: str, written: Path | None) 
             to.print(f"no layout left unexplored is more than {100 * plan.gap:.1f}% faster")
     for reason, one in plan.rejected.items():
         to.print(f"rejected, {reason}: {one.count:,}, such as {one.example}", soft_wrap=True)
-    if written and plan.ranking:
-        to.print(f"wrote {written}: stretto train {written}", soft_wrap=True)
+    if task.job.shape.unbuilt:
+        parts = ", ".join(task.job.shape.unbuilt)
+        to.print(f"training cannot build this model yet: it has {parts}", soft_wrap=True)
 
 
 def _nothing(to: Console, plan: Plan) -> None:

@@ -99,9 +99,13 @@ def schedule(
     file: Annotated[
         Path | None, typer.Option(help="Replay the program in this CSV or JSON file instead.")
     ] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write the program here in torch's CSV format.")] = None,
-    json_program: Annotated[
-        Path | None, typer.Option(help="Write the complete program here as JSON.")
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.csv|FILE.json",
+            help="Write the program here, in torch's CSV format or complete as JSON; schedule.file in a "
+            "config trains it.",
+        ),
     ] = None,
     svg: Annotated[Path | None, typer.Option(help="Write the picture here as SVG.")] = None,
     png: Annotated[Path | None, typer.Option(help="Write the picture here as PNG.")] = None,
@@ -131,13 +135,18 @@ def schedule(
     programs = [lower(each) if lowered and not each.lowered else each for each in programs_of(request)]
     timelines = [simulate(each, request.costs) for each in programs]
     pictures = {"svg": svg, "png": png, "html": html}
-    texts = {"csv": csv, "json-program": json_program, "trace": trace}
+    texts = {"write": write, "trace": trace}
     written = write_all(timelines, pictures, texts, compare is not None, time_unit)
     if compare is not None:
         report(compared(timelines) if as_json else {}, as_json, lambda to: _compare(to, timelines, written))
         return
 
-    report(facts(timelines[0]) if as_json else {}, as_json, lambda to: _show(to, timelines[0], written))
+    def show(to: Console) -> None:
+        _show(to, timelines[0], written)
+        if write is not None and programs[0].trains and not programs[0].lowered:
+            _say_training(to, write, programs[0])
+
+    report(facts(timelines[0]) if as_json else {}, as_json, show)
 
 
 def _list(as_json: bool) -> None:
@@ -175,6 +184,17 @@ def _show(to: Console, timeline: Timeline, written: list[Path]) -> None:
         soft_wrap=True,
     )
     _wrote(to, written)
+
+
+def _say_training(to: Console, path: Path, program: Program) -> None:
+    """Print what the config that trains the written program must have."""
+    count = program.microbatches
+    to.print(
+        f"stretto train CONFIG schedule.file={path} layout.pp={program.ranks}"
+        f"  # with {count} microbatches: batch.global_size = {count} x batch.micro_size x layout.dp",
+        soft_wrap=True,
+        markup=False,
+    )
 
 
 def _compare(to: Console, timelines: list[Timeline], written: list[Path]) -> None:
@@ -399,8 +419,10 @@ def write_all(
             _write_png(path, _svg(timelines, several))
         elif kind in pictures:
             write_text(path, _svg(timelines, several) if kind == "svg" else _html(timelines, several))
+        elif kind == "trace":
+            write_text(path, _trace(timelines[0], _SECONDS[time_unit]))
         else:
-            write_text(path, _text(kind, timelines[0], _SECONDS[time_unit]))
+            write_text(path, _program_text(path, timelines[0].program))
         written.append(path)
     return written
 
@@ -417,18 +439,42 @@ def _html(timelines: Sequence[Timeline], several: bool) -> str:
     return compare_html(timelines) if several else timeline_html(timelines[0])
 
 
-def _text(kind: str, timeline: Timeline, second: float) -> str:
-    if kind == "trace":
-        from stretto.view.trace import trace_of, write_trace
+def _trace(timeline: Timeline, second: float) -> str:
+    from stretto.view.trace import trace_of, write_trace
 
-        return write_trace(trace_of(timeline, second))
-    from stretto.program.text import to_csv, to_json
+    return write_trace(trace_of(timeline, second))
+
+
+def _program_text(path: Path, program: Program) -> str:
+    """The program in the format that the file's name ends with.
+
+    Raises:
+        StrettoError: another ending, or CSV, which holds orders only, would be read back as another program.
+    """
+    from stretto.program.text import from_csv, to_csv, to_json
     from stretto.program.transforms.one_order import one_order
 
-    program = timeline.program
-    if kind == "csv":  # torch has one communicator for a pair of ranks, so its transfers need one order
-        return to_csv(one_order(program) if program.lowered else program)
-    return to_json(program)
+    if path.suffix.lower() == ".json":
+        return to_json(program)
+    if path.suffix.lower() != ".csv":
+        raise StrettoError(
+            f"--write {path}: the name ends in neither .csv nor .json",
+            hint=f"--write {path.with_suffix('.csv')} for torch's format, .json for all of the program",
+        )
+    if program.lowered:  # torch has one communicator for a pair of ranks, so its transfers need one order
+        return to_csv(one_order(program))
+    text = to_csv(program)
+    try:
+        again = from_csv(text, name=program.name)
+    except StrettoError:
+        again = None
+    if again is None or replace(again, parameters=program.parameters) != program:
+        raise StrettoError(
+            f"--write {path}: CSV holds orders only, and {program.name} has several copies of the model, or "
+            "weight versions that orders do not tell",
+            hint=f"--write {path.with_suffix('.json')}",
+        )
+    return text
 
 
 def _write_png(path: Path, svg: str) -> None:

@@ -231,6 +231,11 @@ def _stage_layers(job: Job, stages: int) -> Iterator[Problem]:
         yield Problem("layout.stages", shown, rule, fix)
     elif sum(counts) != layers:
         rule = f"they add up to {sum(counts)}, the model has {layers} layers: embedding, "
+        if sum(counts) == job.shape.layers:  # only the blocks were counted
+            counted = list(counts)
+            counted[0] += 1
+            counted[-1] += 1
+            fix = f"layout.stages={counted}, if the embedding and the head go with the first and last blocks"
         yield Problem("layout.stages", shown, rule + f"{job.shape.layers} blocks and head", fix)
 
 

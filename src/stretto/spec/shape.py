@@ -183,7 +183,8 @@ def check_built(shape: ModelShape) -> None:
     if shape.unbuilt:
         raise StrettoError(
             f"this model has {', '.join(shape.unbuilt)}: it can be planned, not yet built",
-            hint="train a model of the gpt or the llama family, with or without experts",
+            hint="train a model of the gpt or the llama family, with or without experts: `stretto catalogue "
+            "NAME` says whether a model trains here",
         )
 
 

@@ -22,7 +22,7 @@ from stretto.run.config.schema import (
     ReportConfig,
     RunConfig,
 )
-from stretto.run.config.section import Section
+from stretto.run.config.section import JobSection, Section
 from stretto.spec.optimiser import Optimiser
 
 SYNTHETIC = "synthetic"
@@ -296,7 +296,7 @@ class RecommenderRunTime(LoopConfig):
     )
 
 
-class RecommenderConfig(Section):
+class RecommenderConfig(JobSection):
     """A recommender's training job. Relative paths start at the working directory."""
 
     model: RecommenderModel

@@ -104,6 +104,8 @@ def _program_file(config: TrainConfig) -> Iterator[Problem]:
 
 def _vocab(config: TrainConfig) -> Iterator[Problem]:
     data, model = config.data, config.model
+    if isinstance(data.source, str) and (Path(data.source).expanduser() / "index.json").is_file():
+        return  # a token folder: its tokenizer is not trained here, and judged once it has been read
     if data.tokenizer is None and model.vocab is not None and model.vocab < data.vocab:
         yield Problem(
             "model.vocab",

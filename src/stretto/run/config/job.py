@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
-from stretto.errors import Problem
+from stretto.errors import Problem, StrettoError
 from stretto.program.program import Program
 from stretto.program.text import read_program
 from stretto.run.config.run_checks import beside
@@ -81,6 +81,8 @@ def program_file(name: str) -> Program:
         program = _read(path, path.stat().st_mtime_ns)
     except OSError as error:
         raise Problem("file", name, f"it cannot be read: {error.strerror}", beside(path)) from None
+    except StrettoError as error:
+        raise Problem("file", name, error.message.removeprefix(f"{path}: "), error.hint) from None
     if program.lowered:
         fix = "write it without --lowered: training adds the communication itself"
         raise Problem("file", name, "it has communication actions", fix)

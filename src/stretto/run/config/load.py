@@ -12,12 +12,13 @@ from pydantic import ValidationError
 
 from stretto.errors import StrettoError, nearest
 from stretto.run.config.override import apply
+from stretto.run.config.required import lay_marks, take_marks
 from stretto.run.config.schema import JobConfig, TrainConfig
-from stretto.run.config.section import Section
+from stretto.run.config.section import JobSection
 from stretto.run.config.source import LARGEST_FILE, CoreDumper, Source
 from stretto.run.config.validation import complain
 
-C = TypeVar("C", bound=Section)
+C = TypeVar("C", bound=JobSection)
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -72,17 +73,21 @@ def parse_as(schema: type[C], values: dict[str, Any], read: Source, overrides: S
     run = values.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("name", name)
+    marked = take_marks(values, schema)
     try:
-        return schema.model_validate(values)
+        return schema.model_validate(values).marking(marked)
     except ValidationError as error:
         raise complain(error, values, read, schema) from None
 
 
 def dump(config: JobConfig) -> str:
     """The resolved config, every field of it, as YAML that `load` reads back equal."""
-    return yaml.dump(
-        config.model_dump(mode="json"), Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=100
-    )
+    return yaml.dump(plain_values(config), Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def plain_values(config: JobConfig) -> dict[str, Any]:
+    """Every field of the resolved config, section by section, as JSON and YAML hold it."""
+    return lay_marks(config.model_dump(mode="json"), config.required)
 
 
 def read_config(path: Path) -> str:

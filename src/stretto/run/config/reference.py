@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from stretto.run.config.describe import allowed
+from stretto.run.config.required import FIELDS
 from stretto.run.config.section import Section, item_of, section_of
 
 _HEAD = """# Config reference
@@ -21,6 +22,10 @@ _HEAD = """# Config reference
 A training job is one YAML file with these sections. Unknown fields, duplicate fields and values of the
 wrong type are errors. Any field can be overridden on the command line, as in
 `stretto train CONFIG optim.lr=3e-4 layout.tp=2`.
+
+`{marks}` may be `REQUIRED` instead of a value, as
+`stretto plan --write` marks what a plan does not know. `train` and `launch` refuse such a config until
+all of them are set, in the file or on the command line; all other commands take the defaults.
 """
 
 
@@ -31,7 +36,7 @@ def reference(schemas: Sequence[tuple[str, type[Section]]]) -> str:
         schemas: each kind of job, under the heading that introduces it. A section that several have alike is
             described once, with the first.
     """
-    text = _HEAD
+    text = _HEAD.format(marks="`, `".join(FIELDS))
     described = set[type[Section]]()
     for heading, schema in schemas:
         text += heading

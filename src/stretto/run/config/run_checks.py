@@ -24,7 +24,7 @@ def rate(config: JobConfig) -> Iterator[Problem]:
     """A warm-up and a decay that do not fit in the steps."""
     rate, steps = config.optim.rate, config.train.steps
     decay = round(rate.decay_fraction * steps) if rate.schedule == "wsd" else 0
-    if rate.warmup + decay > steps:
+    if "train.steps" not in config.required and rate.warmup + decay > steps:
         after = f" less the {decay} of the decay" if decay else ""
         yield Problem(
             "optim.rate.warmup",

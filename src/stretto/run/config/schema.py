@@ -14,7 +14,7 @@ from pydantic import Field
 from stretto.layout.layout import ORDER, Layout
 from stretto.program import PLAIN
 from stretto.run.config.model import ModelConfig
-from stretto.run.config.section import Section
+from stretto.run.config.section import JobSection, Section
 from stretto.run.config.states import DataParallelConfig, PrecisionConfig
 from stretto.spec.attention import AttentionKernel, ContextKind
 from stretto.spec.data_parallel import Dtype
@@ -152,7 +152,7 @@ class ScheduleConfig(Section):
         default=None,
         min_length=1,
         description="In place of a named schedule: a program in torch's CSV or in JSON, as `stretto schedule "
-        "--csv` and `--json-program` write it; it is checked before anything runs.",
+        "--write` writes it; it is checked before anything runs.",
     )
     chunks: int | None = Field(
         default=None, gt=0, description="Stages per pipeline rank; null: the schedule's default, 1 or 2."
@@ -420,12 +420,15 @@ class JobConfig(Protocol):
     @property
     def run(self) -> RunConfig: ...
 
+    @property
+    def required(self) -> tuple[str, ...]: ...
+
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self: ...
 
     def model_dump(self, *, mode: str = "python") -> dict[str, Any]: ...
 
 
-class TrainConfig(Section):
+class TrainConfig(JobSection):
     """A training job. Relative paths start at the working directory."""
 
     model: ModelConfig

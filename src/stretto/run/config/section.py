@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import NoneType
-from typing import Any, get_args, get_origin
+from typing import Any, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, PrivateAttr
 from pydantic.fields import FieldInfo
 
 
@@ -16,6 +16,23 @@ class Section(BaseModel):
     model_config = ConfigDict(
         strict=True, extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True
     )
+
+
+class JobSection(Section):
+    """A whole config. It remembers which of its fields the file marks REQUIRED; these have their defaults."""
+
+    _required: tuple[str, ...] = PrivateAttr(default=())
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The marked fields, as in "train.steps"."""
+        return self._required
+
+    def marking(self, fields: tuple[str, ...]) -> Self:
+        """The same config with these fields marked."""
+        copy = self.model_copy()
+        copy._required = fields
+        return copy
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:

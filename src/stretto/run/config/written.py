@@ -11,32 +11,36 @@ from pydantic import ValidationError
 from stretto.errors import StrettoError
 from stretto.program.schedules.traits import updates_within
 from stretto.run.config.job import job_of
+from stretto.run.config.model import ModelConfig
+from stretto.run.config.required import FIELDS, explain_marks, lay_marks
 from stretto.run.config.schema import ScheduleConfig, TrainConfig
 from stretto.run.config.source import CoreDumper
 from stretto.spec.job import Job
 from stretto.spec.presets import PRESETS, preset
 from stretto.spec.rules import problems
-from stretto.spec.shape import ModelShape
+from stretto.spec.shape import ModelShape, check_built
 
 _LEAST_VOCAB = 257  # of a tokenizer that is trained where none is given
+
+
+def required_fields(base: TrainConfig | None) -> tuple[str, ...]:
+    """The fields that `written` marks: all that a plan does not know, or those that the base leaves open."""
+    return tuple(FIELDS) if base is None else base.required
 
 
 def written(job: Job, base: TrainConfig | None = None, about: str = "") -> str:
     """The YAML of a config with the job's layout.
 
     Args:
-        base: a config to lay it over; None: the usual values.
+        base: a config to lay it over; None: the usual values, and what they cannot know is marked REQUIRED.
         about: first lines, as comments.
 
     Raises:
         StrettoError: training has no such model.
     """
-    if job.shape.unbuilt:
-        raise StrettoError(
-            f"--write: the model has {', '.join(job.shape.unbuilt)}, which can be planned and not yet built",
-            hint="plan it without --write",
-        )
     values: dict[str, Any] = {} if base is None else base.model_dump(mode="json", exclude_defaults=True)
+    if base is None or base.shape() != job.shape:
+        values["model"] = model_section(job.shape)
     for section, fields in _sections(job, base).items():
         # null is every field's usual value, and only needs saying where the base has another
         laid = {**values.get(section, {}), **fields}
@@ -47,30 +51,27 @@ def written(job: Job, base: TrainConfig | None = None, about: str = "") -> str:
         config = TrainConfig.model_validate(values)
     except ValidationError as error:
         raise StrettoError(f"training has no such job: {error.errors()[0]['msg']}") from None
-    again = job_of(config)
-    if again.shape != job.shape:
-        raise StrettoError(
-            "training has no model of this shape", hint="plan a preset, or a model that a config describes"
-        )
-    wrong = problems(again)
+    wrong = problems(job_of(config))
     if wrong:
         raise wrong[0]
     head = "".join(f"# {line}\n" for line in about.splitlines())
-    return head + yaml.dump(values, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=100)
+    lay_marks(values, required_fields(base))
+    text = yaml.dump(values, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=100)
+    return head + explain_marks(text)
 
 
 def _sections(job: Job, base: TrainConfig | None) -> dict[str, dict[str, Any]]:
     layout = job.layout
     again = job.recompute
     dp = job.dp
-    model = {} if base is not None else {"model": _model(job.shape)}
     data: dict[str, Any] = {"sequence": job.sequence}
-    if base is None and job.shape.vocab < 4096:
+    if base is None:
         data["vocab"] = max(_LEAST_VOCAB, job.shape.vocab)
+    # a text at the end would load the whole model in one process
+    sample: dict[str, Any] = {"sample": {"tokens": 0}} if base is None else {}
     train: dict[str, Any] = {"dtype": job.precision.dtype, "vocab_multiple": job.vocab_multiple}
     optim: dict[str, Any] = {"clip": None} if updates_within(job.schedule) else {}
     return {
-        **model,
         "data": data,
         "layout": {
             **{axis: getattr(layout, axis) for axis in ("tp", "cp", "ep", "dp", "pp")},
@@ -96,11 +97,26 @@ def _sections(job: Job, base: TrainConfig | None) -> dict[str, dict[str, Any]]:
         "batch": {"global_size": job.global_batch, "micro_size": job.micro_batch},
         **({"optim": optim} if optim else {}),
         "train": {**train, "attention": job.attention},
+        **sample,
     }
 
 
+def model_section(shape: ModelShape) -> dict[str, Any]:
+    """The section `model` of a config: a preset's name with the vocabulary, or all sizes.
+
+    Raises:
+        StrettoError: training has no such model.
+    """
+    check_built(shape)
+    section = _model(shape)
+    if ModelConfig.model_validate(section).shape(vocab=shape.vocab, sequence=shape.sequence) != shape:
+        raise StrettoError(
+            "training has no model of this shape", hint="plan a preset, or a model that a config describes"
+        )
+    return section
+
+
 def _model(shape: ModelShape) -> dict[str, Any]:
-    """A preset's name with the vocabulary, or all sizes."""
     for name in PRESETS:
         if preset(name) == shape:
             return {"preset": name, "vocab": shape.vocab}

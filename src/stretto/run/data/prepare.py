@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from stretto.errors import Problem
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.build import build
-from stretto.run.data.token_folder import TokenFolder
+from stretto.run.data.token_folder import TokenFolder, is_token_folder
 from stretto.run.launch.stop import StopRequest
 
 
@@ -36,6 +38,40 @@ def prepare_data(config: TrainConfig, stop: StopRequest | None = None, quiet: bo
                 at.stage, at.characters, at.total, f"{at.total / 1e6:.1f} M characters"
             ),
         )
+
+
+LEAST_USED = 0.9
+"""Part of the embedding's rows that the tokenizer must use. Published models pad by up to 2% (Phi-1: 51,200
+rows for 50,295 entries)."""
+
+
+def check_vocabulary(config: TrainConfig, folder: TokenFolder | None = None) -> None:
+    """Check that the model's vocabulary, where the config gives one, is the tokenizer's, or hardly larger.
+
+    A tokenizer that the run trains is judged before that, by the entries it may have: a short text yields
+    fewer. Any other is judged once its tokens are there.
+
+    Args:
+        folder: the data; None: they have not been prepared yet.
+
+    Raises:
+        Problem: the tokenizer has more entries than the embedding has rows, or far fewer.
+    """
+    data, rows = config.data, config.model.vocab
+    sources = [data.source] if isinstance(data.source, str) else data.source
+    ready = data.tokenizer is not None or any(is_token_folder(Path(one).expanduser()) for one in sources)
+    if rows is None or ready != (folder is not None):
+        return
+    entries = data.vocab if folder is None else folder.index.vocab
+    follow = "model.vocab=null, which takes the tokenizer's"
+    if entries > rows:
+        rule = f"the data's tokenizer has {entries} entries, and each needs a row of the embedding"
+        raise Problem("model.vocab", rows, rule, f"model.vocab={entries}, or {follow}")
+    if entries < LEAST_USED * rows:
+        rule = f"the data's tokenizer has {entries} entries, so {rows - entries} rows of the embedding and "
+        fix = f"data.tokenizer=FILE names another tokenizer.json, or {follow}"
+        fix = fix if ready else f"data.vocab={rows}, {fix}"
+        raise Problem("model.vocab", rows, f"{rule}the head would never be used", fix)
 
 
 def check_samples(config: TrainConfig, folder: TokenFolder) -> None:

@@ -14,8 +14,9 @@ from stretto.engine.checkpoint.folder import checkpoints
 from stretto.errors import StrettoError
 from stretto.run.config.check import check
 from stretto.run.config.job import job_of
+from stretto.run.config.required import check_required
 from stretto.run.config.schema import JobConfig, TrainConfig
-from stretto.run.data.prepare import check_samples, prepare_data
+from stretto.run.data.prepare import check_samples, check_vocabulary, prepare_data
 from stretto.run.launch.local import RanksStopped, check_port, check_ranks, prepare, run_ranks
 from stretto.run.launch.slurm import SAVED
 from stretto.run.launch.stop import Stopped, StopRequest
@@ -97,6 +98,7 @@ def run_job(config: TrainConfig, quiet: bool = False, port: int = 0) -> Result:
 
 def run_kind(kind: Kind[C], config: C, quiet: bool = False, port: int = 0) -> Result:
     """As `run_job`, of any kind."""
+    check_required(config)
     return _join(kind, config, quiet) if under_torchrun() else _launch(kind, config, quiet, port)
 
 
@@ -172,11 +174,13 @@ class _Language(Kind[TrainConfig]):
 
     def check(self, config: TrainConfig, world: int | None, devices: int | None) -> None:
         check(config, world=world, devices=devices)
+        check_vocabulary(config)
 
     def prepare(self, config: TrainConfig, stop: StopRequest) -> TokenFolder:
         return prepare_data(config, stop)
 
     def agree(self, config: TrainConfig, data: TokenFolder) -> None:
+        check_vocabulary(config, data)
         check_resume(config, config.shape(data.index.vocab), data)
         check_samples(config, data)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from stretto.engine.parallel.mesh import Mesh
 from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
-from stretto.run.data.prepare import prepare_data
+from stretto.run.data.prepare import check_vocabulary, prepare_data
 from stretto.run.data.token_folder import TokenFolder
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.assemble import assemble
@@ -39,6 +39,7 @@ def train_rank(
         device = cleanup.enter_context(process_group(config))
         timeout = timedelta(seconds=config.train.timeout_s)
         folder = TokenFolder(tokens) if tokens is not None else _open_data(config)
+        check_vocabulary(config, folder)
         job = job_of(config, vocab=folder.index.vocab)
         mesh = Mesh(job.layout, device, timeout)
         notes = list[str]()
