@@ -11,11 +11,13 @@ from stretto.errors import StrettoError
 from stretto.program import Kind, lower
 from stretto.program.replay import Costs
 from stretto.view.measured import (
+    StepPart,
     compare,
     measured_html,
     measured_panel,
     measured_table,
     measured_text,
+    parts_table,
     seconds,
 )
 from stretto.view.trace import TraceEvent, trace_of
@@ -49,10 +51,31 @@ def test_differences_by_kind() -> None:
 def test_the_table_in_words() -> None:
     table = measured_table(compare(PREDICTED, MEASURED))
     assert table[1] == ("F forward", "16", "500 us", "750 us", "+50.0%", "8 ms", "12 ms")
-    assert table[-1][0] == "step"
+    assert table[-1][0] == "first to last"
     lines = measured_text(compare(PREDICTED, MEASURED)).splitlines()
     assert lines[0].split()[:2] == ["action", "count"]
     assert len(lines) == len(table)
+
+
+def test_parts_add_up_to_the_step_but_for_those_within_others() -> None:
+    parts = [
+        StepPart("forward", 0.2, 0.1),
+        StepPart("backward", 0.4, 0.3),
+        StepPart("of it recompute", 0.1, None, within=True),
+        StepPart("everything else", None, 0.1),
+    ]
+    assert parts_table(parts) == [
+        ("part of the step", "predicted", "measured", "difference", "of the step"),
+        ("forward", "200 ms", "100 ms", "-50.0%", "20.0%"),
+        ("backward", "400 ms", "300 ms", "-25.0%", "60.0%"),
+        ("  of it recompute", "100 ms", "-", "", ""),
+        ("everything else", "-", "100 ms", "", "20.0%"),
+        ("step", "600 ms", "500 ms", "-16.7%", "100.0%"),
+    ]
+
+
+def test_without_a_prediction_parts_are_measured_only() -> None:
+    assert parts_table([StepPart("forward", None, 0.1)])[-1] == ("step", "-", "100 ms", "", "100.0%")
 
 
 def test_communications_count_where_both_have_them() -> None:
@@ -93,6 +116,10 @@ def test_page() -> None:
     assert '"tracks":2' in page
     assert '"rank 1 measured"' in page
     assert '"unit":"ms"' in page
+    assert "Parts of the step" not in page
+    assert "<caption>Parts of the step</caption>" in measured_html(
+        PREDICTED, MEASURED, "interleaved", [StepPart("forward", 0.2, 0.1)]
+    )
     assert re.search(
         r'<th scope="row">F forward</th><td>16</td><td>500 us</td><td>750 us</td><td>\+50.0%</td>', page
     )

@@ -180,7 +180,7 @@ def model_named(name: str) -> ModelShape:
 
 
 def configured(config: str, overrides: Sequence[str], cluster: str) -> tuple[Job, Cluster]:
-    """The job of a config on a cluster.
+    """The job of a config on a cluster; "here" is this machine as the config's training uses it.
 
     Raises:
         StrettoError: a config that does not load, a job that is not legal, a cluster with fewer devices.
@@ -188,12 +188,16 @@ def configured(config: str, overrides: Sequence[str], cluster: str) -> tuple[Job
     from stretto.cli.jobs import load_language
     from stretto.planner.machines.catalogue import find_cluster
     from stretto.run.config.check import job_of
+    from stretto.run.train.prediction import machine_of
     from stretto.spec.rules import problems
 
-    job = job_of(load_language(config, overrides))
+    loaded = load_language(config, overrides)
+    job = job_of(loaded)
     wrong = problems(job)
     if wrong:
         raise wrong[0]
+    if cluster == "here":
+        return job, machine_of(job, loaded.train)
     return job, find_cluster(cluster).sized(job.layout.world)
 
 

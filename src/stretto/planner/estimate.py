@@ -12,8 +12,9 @@ from stretto.planner.machines.cluster import Cluster
 from stretto.planner.machines.device import Precision
 from stretto.planner.memory.fits import Fit, fit
 from stretto.planner.memory.job import memory_of
-from stretto.planner.memory.ranks import rank_memory
-from stretto.planner.time.step import step_time
+from stretto.planner.memory.ranks import MemoryJob, rank_memory
+from stretto.planner.time.step import StepTime, step_time
+from stretto.program.replay.timeline import Timeline
 from stretto.spec.flops import hardware_flops_per_token, model_flops_per_step
 from stretto.spec.job import Job
 
@@ -42,8 +43,9 @@ class Estimate:
         seconds: of a step.
         low, high: the interval that contains the measured step nine times out of ten.
         parts: seconds of the busiest pipeline rank by the names of `PARTS`; they add up to `seconds`.
-        forward, backward: seconds of the busiest pipeline rank in forwards and in backwards, collectives and
-            recomputation within them.
+        forward, backward: seconds of the busiest pipeline rank in forwards and in backwards, with collectives
+            of layers and recomputation; with the parts bubble, data, optimiser and offload they add up to
+            `seconds`.
         memory: of the fullest rank; None: not requested.
     """
 
@@ -141,15 +143,8 @@ def estimate(
             f"on {job.layout.dp} replicas"
         )
     assumptions = assumptions or Assumptions()
-    chosen = job.recompute.mode == "auto" or job.recompute.blocks is not None
-    memory_job = memory_of(job) if memory or chosen else None
-    time = step_time(
-        job,
-        cluster,
-        assumptions,
-        precision_of(job),
-        memory_job.modes if memory_job is not None and chosen else None,
-    )
+    memory_job = memory_of(job) if memory or _modes_depend_on_memory(job) else None
+    time = _step_time(job, cluster, assumptions, memory_job)
     fits = (
         fit(rank_memory(memory_job), cluster.device, assumptions.reserve)
         if memory_job is not None and memory
@@ -157,7 +152,10 @@ def estimate(
     )
     seconds = time.seconds * cluster.correction
     parts = {name: part * cluster.correction for name, part in time.parts.items()}
-    forward, backward = (sum(phase.values()) for phase in (time.forward, time.backward))
+    forward, backward = (
+        cluster.correction * sum(part for name, part in phase.items() if name != "data")
+        for phase in (time.forward, time.backward)
+    )
     low, high = interval(cluster)
     return Estimate(
         job=job,
@@ -166,7 +164,30 @@ def estimate(
         low=low * seconds,
         high=high * seconds,
         parts=parts,
-        forward=forward * cluster.correction,
-        backward=backward * cluster.correction,
+        forward=forward,
+        backward=backward,
         memory=fits,
     )
+
+
+def timeline_of(expected: Estimate, assumptions: Assumptions | None = None) -> tuple[Timeline, float]:
+    """The replay behind an estimate, and the seconds that a unit of its time lasts.
+
+    Args:
+        assumptions: those of the estimate.
+    """
+    job = expected.job
+    memory_job = memory_of(job) if _modes_depend_on_memory(job) else None
+    time = _step_time(job, expected.cluster, assumptions or Assumptions(), memory_job)
+    return time.timeline, expected.cluster.correction
+
+
+def _modes_depend_on_memory(job: Job) -> bool:
+    return job.recompute.mode == "auto" or job.recompute.blocks is not None
+
+
+def _step_time(
+    job: Job, cluster: Cluster, assumptions: Assumptions, memory_job: MemoryJob | None
+) -> StepTime:
+    modes = memory_job.modes if memory_job is not None and _modes_depend_on_memory(job) else None
+    return step_time(job, cluster, assumptions, precision_of(job), modes)

@@ -53,7 +53,7 @@ def panels_html(
         "above": above,
         "css": _file("page.css") + (_file(f"{more}.css") if more else ""),
         "legend": _legend(panels),
-        "table": _table(table),
+        "table": table_html(table),
         "data": facts,
         "js": _file("page.js") + _file("page_input.js") + (_file(f"{more}.js") if more else ""),
     }
@@ -141,7 +141,8 @@ def _legend(panels: Sequence[Panel]) -> str:
     return "\n".join(items)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table_html(rows: Sequence[Sequence[str]], caption: str = "Figures") -> str:
+    """A table whose first row is its header; empty without rows."""
     if not rows:
         return ""
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in rows[0])
@@ -152,6 +153,6 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
         for row in rows[1:]
     )
     return (
-        f"<table>\n<caption>Figures</caption>\n<thead><tr>{head}</tr></thead>\n"
+        f"<table>\n<caption>{escape(caption)}</caption>\n<thead><tr>{head}</tr></thead>\n"
         f"<tbody>\n{body}\n</tbody>\n</table>"
     )

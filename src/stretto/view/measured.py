@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from stretto.errors import StrettoError
 from stretto.program.action import Action, Kind
 from stretto.program.text import parse_action
-from stretto.view.html import panels_html
+from stretto.view.html import panels_html, table_html
 from stretto.view.panel import NAMES, Block, Panel, Row, aligned, stacked
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ _HEAD = (
     "predicted total",
     "measured total",
 )
+_PARTS_HEAD = ("part of the step", "predicted", "measured", "difference", "of the step")
+SPAN = "first to last"  # action of the pipeline: without reductions, the optimiser and what follows them
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A step predicted and measured, in seconds, and the differences by kind of action."""
+    """The actions of a step predicted and measured, in seconds, and the differences by kind of action.
+
+    Attributes:
+        predicted_step, measured_step: from the start of the first action to the end of the last.
+    """
 
     predicted_step: float
     measured_step: float
@@ -93,15 +99,54 @@ def compare(predicted: Iterable[TraceEvent], measured: Iterable[TraceEvent]) -> 
 
 
 def measured_table(comparison: Comparison) -> list[tuple[str, ...]]:
-    """A header, a row for every kind of action, and one for the step; times with units."""
+    """A header, a row for every kind of action, and one from first to last; times with units."""
     rows: list[tuple[str, ...]] = [_HEAD]
     for kind in comparison.kinds:
         name = f"{kind.kind} {NAMES[kind.kind]}" if kind.kind in NAMES else str(kind.kind)
         means = (seconds(kind.predicted_mean), seconds(kind.measured_mean), _percent(kind.relative))
         rows.append((name, str(kind.count), *means, seconds(kind.predicted), seconds(kind.measured)))
     steps = (seconds(comparison.predicted_step), seconds(comparison.measured_step))
-    rows.append(("step", "1", *steps, _percent(comparison.relative), *steps))
+    rows.append((SPAN, "1", *steps, _percent(comparison.relative), *steps))
     return rows
+
+
+@dataclass(frozen=True)
+class StepPart:
+    """One part of a step, in seconds; None: not predicted, or not timed.
+
+    Attributes:
+        within: it is contained in the parts before it and does not count in the sum.
+    """
+
+    name: str
+    predicted: float | None
+    measured: float | None
+    within: bool = False
+
+
+def parts_table(parts: Sequence[StepPart]) -> list[tuple[str, ...]]:
+    """A header, a row for each part, and their sum, which is the step; times with units."""
+    rows: list[tuple[str, ...]] = [_PARTS_HEAD]
+    counted = [part for part in parts if not part.within]
+    measured = sum(part.measured or 0.0 for part in counted)
+    known = [part.predicted for part in counted if part.predicted is not None]
+    whole = StepPart("step", sum(known) if known else None, measured)
+    for part in (*parts, whole):
+        both = part.predicted is not None and part.measured is not None
+        rows.append(
+            (
+                f"  {part.name}" if part.within else part.name,
+                _seconds_or_dash(part.predicted),
+                _seconds_or_dash(part.measured),
+                _percent(_relative(part.predicted or 0.0, part.measured or 0.0)) if both else "",
+                "" if part.measured is None or not measured else f"{part.measured / measured:.1%}",
+            )
+        )
+    return rows
+
+
+def _seconds_or_dash(time: float | None) -> str:
+    return "-" if time is None else seconds(time)
 
 
 def measured_text(comparison: Comparison) -> str:
@@ -134,7 +179,8 @@ def measured_panel(
     drawn = [Block(row=b.row, start=b.start, end=b.end, action=b.action, chunk=chunk[b.stage]) for b in drawn]
     labels = [Row(f"rank {rank} {what}") for rank in range(ranks) for what in ("predicted", "measured")]
     line = (
-        f"step predicted {seconds(comparison.predicted_step)}, measured {seconds(comparison.measured_step)}"
+        f"first to last action: predicted {seconds(comparison.predicted_step)}, measured "
+        f"{seconds(comparison.measured_step)}"
     )
     line += f" ({_percent(comparison.relative)})"
     most = max(len(held) for held in stages)
@@ -151,11 +197,20 @@ def measured_panel(
     )
 
 
-def measured_html(predicted: Sequence[TraceEvent], measured: Sequence[TraceEvent], name: str) -> str:
-    """A page with both timelines of the program `name` on one axis, and the table."""
+def measured_html(
+    predicted: Sequence[TraceEvent],
+    measured: Sequence[TraceEvent],
+    name: str,
+    parts: Sequence[StepPart] = (),
+) -> str:
+    """A page with both timelines of the program `name` on one axis, the parts of the step, and the kinds of
+    action.
+    """
     comparison = compare(predicted, measured)
     panel = measured_panel(predicted, measured, name, comparison)
-    return panels_html([panel], f"{name}: predicted and measured", measured_table(comparison))
+    title = f"{name}: predicted and measured"
+    above = table_html(parts_table(parts), "Parts of the step") if parts else ""
+    return panels_html([panel], title, measured_table(comparison), above)
 
 
 def seconds(time: float) -> str:

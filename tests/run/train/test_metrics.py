@@ -111,7 +111,7 @@ def test_plain_lines(tmp_path: Path) -> None:
     plain = "grad_norm 1.234 | lr 3.0e-04 | tokens/s 12345"
     assert out.getvalue().splitlines() == [
         f"step 1/25 | loss 7.9900 | {plain}",
-        f"step 10/25 | loss 7.9000 | {plain} | mfu 12.3% | bubble 25.0%",
+        f"step 10/25 | loss 7.9000 | {plain} | mfu 12.3%",
         f"step 20/25 | loss 7.8000 | {plain}",
         "eval 20/25 | held-out loss 3.9120 | perplexity 50.00",
         f"step 25/25 | loss 7.7500 | {plain}",

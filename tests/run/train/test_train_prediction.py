@@ -49,6 +49,10 @@ def test_a_prediction_without_a_profile_says_that_it_is_rough(place: Path, tmp_p
     )
     prediction = predict(job_of(config), config.train)
     assert prediction.low < prediction.seconds / 2 < 2 * prediction.seconds < prediction.high
+    assert prediction.memory is not None
+    line = first_line(job_of(config), config.train)
+    assert f"bubble {prediction.bubble:.1%}" in line
+    assert f"GiB a rank ({prediction.memory.verdict})" in line
 
 
 def test_a_prediction_with_a_profile_names_it(place: Path, tmp_path: Path) -> None:

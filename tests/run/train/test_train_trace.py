@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,11 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.pipeline import Pipeline
 from stretto.program import lower
 from stretto.program.replay import Costs, simulate
-from stretto.run.train.trace import gather, predict, start, waiting_text, write
-from stretto.view.trace import read_trace, trace_of
+from stretto.run.config.job import job_of
+from stretto.run.train import prediction
+from stretto.run.train.trace import busiest, gather, replay, start, step_parts, waiting_text, write
+from stretto.view.measured import seconds
+from stretto.view.trace import TraceEvent, read_trace, trace_of
 from tiny_job import LLAMA, job
 from train_runs import train
 
@@ -27,15 +32,15 @@ def squares(y: Tensor, target: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe", "interleaved", "pipedream"])
-def test_the_prediction_from_a_replay_is_that_replay(name: str):
+def test_the_replay_at_the_times_of_a_replay_is_that_replay(name: str):
     program = lower(schedule(name, 4, 8))
     uneven = [(1.0 + s % 3, 2.0, 1.0 + 0.25 * (s % 2)) for s in range(program.depth)]
     shown = simulate(program, Costs(per_stage=uneven, hop=0.125))
-    again = predict(program, trace_of(shown, second=1.0).events)
+    again = replay(program, trace_of(shown, second=1.0).events)
     assert again.makespan <= shown.makespan  # a trace has no latency where no rank waited
     without = simulate(program, Costs(per_stage=uneven))
     events = trace_of(without, second=1.0).events
-    assert predict(program, events).makespan == pytest.approx(without.makespan)
+    assert replay(program, events).makespan == pytest.approx(without.makespan)
 
 
 def traced(layout: Layout, name: str, folder: Path) -> tuple[list[float], list[float], str | None]:
@@ -77,9 +82,11 @@ def test_a_step_is_recorded_whole_and_computes_the_same(tmp_path: Path, name: st
     assert any(plain for plain, _, _ in results)
     for plain, watched, _ in results:
         assert plain == watched
-    assert results[0][2] is not None
-    assert "F forward" in results[0][2]
-    assert "step" in results[0][2]
+    text = results[0][2]
+    assert text is not None
+    assert "F forward" in text
+    assert "data (reductions and gathers)" in text
+    assert text.splitlines()[1].split()[-1] == "step"
     assert sorted(p.name for p in (tmp_path / "trace").iterdir()) == [
         "step-7.json",
         "step-7.pipeline-1.json",
@@ -102,15 +109,65 @@ def test_a_run_reports_its_traced_step(tmp_path: Path, words: tuple[str, ...]):
     run = config.run.folder
     assert (run / "trace" / "step-2.json").exists()
     assert (run / "report.html").exists()
-    measured = read_trace((run / "trace" / "step-2.json").read_text())
-    assert {e.rank for e in measured.events} == {0, 1}
+    measured = read_trace((run / "trace" / "step-2.json").read_text()).events
+    assert {e.rank for e in measured} == {0, 1}
+    asynchronous = "schedule.name=pipedream" in words
+    for rank in (0, 1):
+        calls = {e.action for e in measured if e.rank == rank}
+        assert {"the batch", "the agreement", "the reductions"} <= calls
+        assert ("the update" in calls) is not asynchronous
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("layout.pp=2", "layout.dp=2", "schedule.name=1f1b"),
+        ("layout.tp=2", "recompute.mode=full"),
+        ("layout.pp=2", "schedule.name=pipedream", "optim.clip=null"),
+    ],
+)
+def test_the_parts_of_a_traced_step_are_the_step_and_the_run_s_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))  # no profile of this machine
+    config = job(tmp_path, *words, "metrics.trace=2", "train.steps=2", "sample.tokens=0", model=LLAMA)
+    train(config)
+    run = config.run.folder
+    measured = read_trace((run / "trace" / "step-2.json").read_text()).events
+    expected = prediction.predict(job_of(config), config.train)
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["bubble"] == expected.bubble
+    assert f"<td>{seconds(expected.seconds)}</td>" in (run / "report.html").read_text()
+    for rank in {event.rank for event in measured}:
+        events = [event for event in measured if event.rank == rank]
+        parts = {part.name: part for part in step_parts(events, expected)}
+        outer = [part for part in parts.values() if not part.within]
+        assert sum(part.measured or 0.0 for part in outer) == pytest.approx(max(e.end for e in events))
+        assert sum(part.predicted or 0.0 for part in outer) == pytest.approx(expected.seconds)
+        assert all((part.measured or 0.0) >= 0 for part in outer)
+        assert parts["optimiser"].measured
+        assert parts["reading the batch"].measured
+        forwards = sum(e.end - e.start for e in events if re.fullmatch(r"\d+F\d+", e.action))
+        assert parts["forward"].measured == pytest.approx(forwards)
+    shown = read_trace((run / "trace" / "step-2.predicted.json").read_text()).events
+    if "schedule.name=pipedream" not in words:  # its updates come within the program
+        outside = sum(expected.parts.get(name, 0.0) for name in ("data", "optimiser", "offload"))
+        assert max(e.end for e in shown) == pytest.approx(expected.seconds - outside)
+
+
+def test_the_busiest_rank_computes_for_longest() -> None:
+    events = [
+        TraceEvent(0, "0F0", 0, 1),
+        TraceEvent(1, "1F0", 1, 3),
+        TraceEvent(0, "the batch", 3, 9, "other"),
+    ]
+    assert busiest(events) == 1
 
 
 @pytest.mark.parametrize(
     ("measured", "replayed", "says"),
     [
-        (2.0, 1.5, "25.0% of the step is not in the replay (waiting, messages)"),
-        (1.0, 1.141, "14.1% of the step longer than measured"),
+        (2.0, 1.5, "25.0% of the time from the first to the last action is not in it (late messages)"),
+        (1.0, 1.141, "14.1% longer than from the first to the last action"),
     ],
 )
 def test_a_replay_longer_than_the_step_is_not_reported_as_waiting(

@@ -257,7 +257,7 @@ class Pipeline:
             targets: one per microbatch; used by ranks that hold the last stage.
             scale: gradient of each microbatch's loss, such as 1 / tokens of the global batch; a sequence has
                 one for each.
-            recorder: times every call.
+            recorder: times every call, and the wait for reductions at the end.
 
         Returns:
             The losses of the microbatches [m] on the rank that holds the last stage, None on others. With
@@ -285,12 +285,18 @@ class Pipeline:
         finally:
             for versions in self._versions.values():
                 versions.end()
+        if recorder is None:
+            self._finish_reductions()
+        else:
+            recorder.record("the reductions", self._finish_reductions, None)
+        return self._results(self._train)
+
+    def _finish_reductions(self) -> None:
         for buffer in self.buffers.values():
             buffer.flush()
             buffer.wait()
         if not self.program.versions:
             sum_partial(self._partial, self._reduced)
-        return self._results(self._train)
 
     @torch.no_grad()
     def evaluate(self, inputs: Sequence[Any], targets: Sequence[Any] = ()) -> Any:

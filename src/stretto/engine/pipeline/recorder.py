@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from stretto.engine.pipeline.live import Call
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,14 @@ class Recorder:
             start = self._now()
             wait()
             self._marks.append((f"wait {label}", start, self._now()))
+        self.timed(label, call)
+
+    def timed(self, label: str, call: Callable[[], T]) -> T:
+        """Time a call that returns something."""
         start = self._now()
-        call()
+        result = call()
         self._marks.append((label, start, self._now()))
+        return result
 
     def _now(self) -> Any:
         if not self._cuda:

@@ -7,7 +7,7 @@ over the cores.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stretto.planner.assumptions import Assumptions
@@ -32,11 +32,16 @@ class SharedReplay:
 
     Attributes:
         makespan: until they are done.
-        busy: of each pipeline rank, the time in which it has an action under way, on its share of a core.
+        spans: start and end of each, on its share of a core.
     """
 
     makespan: float
-    busy: tuple[float, ...]
+    spans: Mapping[Action, tuple[float, float]]
+
+    def busy(self, order: Sequence[Action], kinds: Collection[Kind] = tuple(Kind)) -> float:
+        """Seconds in which a rank with these actions has one of these kinds under way."""
+        spans = (self.spans[a] for a in order if a in self.spans and a.kind in kinds)
+        return sum(end - start for start, end in spans)
 
 
 @dataclass(frozen=True)
@@ -75,24 +80,26 @@ def shared_replay(
     at = [0] * len(orders)
     done = set[Action]()
     running: dict[int, float] = {}
-    busy = [0.0] * len(orders)
+    spans = dict[Action, tuple[float, float]]()
     now = 0.0
     while True:
         for rank, order in enumerate(orders):
             if rank not in running and at[rank] < len(order) and _ready(program, order[at[rank]], done):
                 running[rank] = seconds(order[at[rank]])
+                spans[order[at[rank]]] = (now, now)
         if not running:
             assert all(n == len(order) for n, order in zip(at, orders, strict=True)), "a standstill"
-            return SharedReplay(now, tuple(busy))
+            return SharedReplay(now, spans)
         rate = min(1.0, cores / (processes * len(running)))
         step = min(running.values())
         now += step / rate
         for rank in list(running):
-            busy[rank] += step / rate
             running[rank] -= step
             if running[rank] <= 1e-12:
                 del running[rank]
-                done.add(orders[rank][at[rank]])
+                action = orders[rank][at[rank]]
+                spans[action] = (spans[action][0], now)
+                done.add(action)
                 at[rank] += 1
 
 

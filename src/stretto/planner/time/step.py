@@ -13,7 +13,7 @@ from stretto.planner.machines.device import Precision
 from stretto.planner.time.data_parallel import DataTime, data_time
 from stretto.planner.time.layer import LayerTime, layer_time
 from stretto.planner.time.shared_cores import SharedStep, beside_kernels, shared_step
-from stretto.program.action import Kind
+from stretto.program.action import Action, Kind
 from stretto.program.program import Program
 from stretto.program.replay import Costs, simulate
 from stretto.program.replay.timeline import Timeline
@@ -50,15 +50,13 @@ class StepTime:
     Attributes:
         parts: of the busiest pipeline rank, by the names of `estimate.PARTS`; they add up to `seconds`.
         forward, backward: the parts within the busiest rank's forwards and backwards.
-        stages: (F, I, W) of each stage of the model for one microbatch.
-        timeline: the replay of the program, as if no ranks shared cores.
+        timeline: the replay of the program.
     """
 
     seconds: float
     parts: Mapping[str, float]
     forward: Mapping[str, float]
     backward: Mapping[str, float]
-    stages: Sequence[tuple[float, float, float]]
     timeline: Timeline
 
 
@@ -271,7 +269,6 @@ def _replayed(
         parts=shares,
         forward=phases[0],
         backward=phases[1],
-        stages=[stage.times for stage in times],
         timeline=line,
     )
 
@@ -280,30 +277,51 @@ def _on_shared_cores(
     program: Program, times: Sequence[StageTime], shared: SharedStep, line: Timeline
 ) -> StepTime:
     """The step where ranks share cores: actions last longer while other ranks compute too."""
-    busy = shared.compute.busy
-    busiest = max(range(program.ranks), key=lambda rank: busy[rank])
-    # time of reductions and gathers on the cores is in `shared.data`
-    phases = [
-        {name: taken for name, taken in phase.items() if name != "data"}
-        for phase in _phases(program, busiest, times)
-    ]
-    stretch = busy[busiest] / sum(_total(phases).values())
-    forward, backward = ({name: stretch * taken for name, taken in phase.items()} for phase in phases)
+    replay = shared.compute
+    busiest = max(range(program.ranks), key=lambda rank: replay.busy(program.orders[rank]))
+    order = program.orders[busiest]
+    forward, backward = (
+        # time of reductions and gathers on the cores is in `shared.data`
+        _scaled({name: taken for name, taken in phase.items() if name != "data"}, replay.busy(order, kinds))
+        for phase, kinds in zip(_phases(program, busiest, times), (_FORWARD, _BACKWARD), strict=True)
+    )
     shares = _total((forward, backward))
     shares |= {
         "data": shared.data,
         "optimiser": shared.update,
-        "bubble": shared.compute.makespan - busy[busiest],
+        "bubble": replay.makespan - replay.busy(order),
     }
-    stages = [stage.times for stage in times]
-    return StepTime(
-        seconds=shared.seconds,
-        parts=shares,
-        forward=forward,
-        backward=backward,
-        stages=[(stretch * f, stretch * i, stretch * w) for f, i, w in stages],
-        timeline=line,
+    spans = [_placed(order, replay.spans) for order in program.orders]
+    timeline = replace(
+        line,
+        starts=tuple([start for start, _ in each] for each in spans),
+        ends=tuple([end for _, end in each] for each in spans),
+        work=tuple(replay.busy(order) for order in program.orders),
+        tail=(),
     )
+    return StepTime(
+        seconds=shared.seconds, parts=shares, forward=forward, backward=backward, timeline=timeline
+    )
+
+
+_FORWARD, _BACKWARD = (Kind.F,), (Kind.B, Kind.I, Kind.W)
+
+
+def _scaled(parts: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """The parts in proportion, so that they add up to `seconds`."""
+    whole = sum(parts.values())
+    return {name: seconds * taken / whole for name, taken in parts.items()}
+
+
+def _placed(
+    order: Sequence[Action], spans: Mapping[Action, tuple[float, float]]
+) -> list[tuple[float, float]]:
+    """Start and end of each action; one without a span takes no time when the one before it ends."""
+    placed = list[tuple[float, float]]()
+    for action in order:
+        last = placed[-1][1] if placed else 0.0
+        placed.append(spans.get(action, (last, last)))
+    return placed
 
 
 def _of(program: Program, rank: int, data: Sequence[DataTime], name: str) -> float:

@@ -78,7 +78,7 @@ class StepRecord:
     step_time_s: float
     mfu: float | None = None  # model FLOP/s over the peak of all devices, 0 to 1
     memory_gib: float | None = None  # peak of the fullest rank
-    bubble: float | None = None  # idle part of the pipeline in this step, 0 to 1
+    bubble: float | None = None  # predicted, as in the line before the first step, 0 to 1
     loss_scale: float | None = None  # with float16, after this step
     skipped: int | None = None  # with float16, steps of the run without an update, for an overflow
     expert_loss: float | None = None  # balance and z-loss of experts, mean over tokens; not in `loss`
@@ -249,8 +249,6 @@ def step_line(record: StepRecord, steps: int) -> str:
         parts.append(f"mfu {percent(record.mfu)}")
     if record.memory_gib is not None:
         parts.append(f"memory {record.memory_gib:.2f} GiB")
-    if record.bubble is not None:
-        parts.append(f"bubble {percent(record.bubble)}")
     if record.expert_busiest is not None:
         parts.append(f"busiest expert {record.expert_busiest:.2f}x")
     if record.expert_dropped:

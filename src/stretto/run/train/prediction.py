@@ -6,8 +6,8 @@ Nothing here may stop a training run: an error becomes one line.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from datetime import UTC, datetime
+from math import inf
 from statistics import median
 from typing import Any
 
@@ -20,6 +20,7 @@ from stretto.planner.machines.catalogue import (
     is_measured,
     profile_path,
 )
+from stretto.planner.machines.cluster import Cluster
 from stretto.run.config.schema import LoopConfig, TrainConfig
 from stretto.spec.job import Job
 
@@ -28,29 +29,8 @@ FEWEST_STEPS = 20  # after WARM_UP; a shorter run does not correct later predict
 FILE = "prediction.json"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """Seconds of a step.
-
-    Attributes:
-        low, high: the interval that the measured step lies in nine times out of ten.
-        tokens_per_s: of all ranks.
-        cluster: on which; `correction` of it, by earlier runs, is in the seconds.
-        measured_machine: it comes from a profile of this machine.
-    """
-
-    seconds: float
-    low: float
-    high: float
-    tokens_per_s: float
-    cluster: str
-    correction: float
-    measured_machine: bool
-    job: str
-
-
-def predict(job: Job, train: LoopConfig) -> Prediction:
-    """The time of a step on this machine.
+def machine_of(job: Job, train: LoopConfig) -> Cluster:
+    """This machine with as many devices as the job has ranks, as its ranks would use it.
 
     Args:
         train: device and threads of each rank.
@@ -60,54 +40,61 @@ def predict(job: Job, train: LoopConfig) -> Prediction:
     """
     device = _device(train)
     _check(job, train, device)
-    cluster = cluster_here(job.layout.world, device)
-    estimated: Estimate = estimate(job, cluster, memory=False)
-    low, high = (
-        (estimated.low, estimated.high)
-        if is_measured(cluster)
-        else (estimated.seconds / 3, estimated.seconds * 3)
-    )
-    return Prediction(
-        seconds=estimated.seconds,
-        low=low,
-        high=high,
-        tokens_per_s=estimated.tokens_per_s,
-        cluster=cluster.name,
-        correction=cluster.correction,
-        measured_machine=is_measured(cluster),
-        job=_describe(job),
-    )
+    return cluster_here(job.layout.world, device)
+
+
+def predict(job: Job, train: LoopConfig) -> Estimate:
+    """Time and memory of the job on this machine: what `stretto predict --cluster here` prints.
+
+    Args:
+        train: device and threads of each rank.
+
+    Raises:
+        StrettoError: there is no model of such a job on this machine; says why.
+    """
+    return estimate(job, machine_of(job, train))
 
 
 def first_line(job: Job, train: LoopConfig) -> str:
-    """The line that follows the banner: seconds of a step and tokens/s, or why there is no prediction."""
+    """The line that follows the banner: seconds of a step, tokens/s, bubble and memory, or why there is no
+    prediction.
+    """
     try:
         prediction = predict(job, train)
     except Exception as error:  # a failed prediction must not end the run
         return f"no prediction: {_reason(error)}"
-    speed = f"{prediction.seconds:.3g} s a step ({prediction.low:.2g} to {prediction.high:.2g}), "
-    speed += f"{float(f'{prediction.tokens_per_s:.3g}'):.0f} tokens/s"
-    if not prediction.measured_machine:
-        return f"predicted: {speed}; rough, for `stretto calibrate` has not measured this machine"
-    corrected = (
-        f", corrected by {prediction.correction:.2f} from earlier runs"
-        if prediction.correction != 1.0
-        else ""
+    cluster = prediction.cluster
+    expected = (
+        f"{prediction.seconds:.3g} s a step ({prediction.low:.2g} to {prediction.high:.2g}), "
+        f"{float(f'{prediction.tokens_per_s:.3g}'):.0f} tokens/s, bubble {prediction.bubble:.1%}"
     )
-    return f"predicted: {speed}, from profile {prediction.cluster}{corrected}"
+    if prediction.memory is not None:
+        held = prediction.memory
+        of = "" if held.capacity == inf else f" of {held.capacity / 2**30:.3g}"
+        expected += f", {held.device.mid / 2**30:.2g}{of} GiB a rank ({held.verdict})"
+    if not is_measured(cluster):
+        return f"predicted: {expected}; rough, for `stretto calibrate` has not measured this machine"
+    corrected = (
+        f", corrected by {cluster.correction:.2f} from earlier runs" if cluster.correction != 1.0 else ""
+    )
+    return f"predicted: {expected}, from profile {cluster.name}{corrected}"
 
 
 class Forecast:
-    """One run's prediction beside its steps, on the rank that reports."""
+    """One run's prediction beside its steps, on the rank that reports.
+
+    Attributes:
+        estimate: None where there is none; `why` says the reason.
+    """
 
     def __init__(self, job: Job, config: TrainConfig) -> None:
         self._folder, self._seconds = config.run.folder, list[float]()
-        self._prediction: Prediction | None = None
-        self._why = ""
+        self.estimate: Estimate | None = None
+        self.why = ""
         try:
-            self._prediction = predict(job, config.train)
+            self.estimate = predict(job, config.train)
         except Exception as error:
-            self._why = _reason(error)
+            self.why = _reason(error)
 
     def add(self, seconds: float) -> None:
         """Add a measured step, in seconds."""
@@ -118,9 +105,9 @@ class Forecast:
         or prediction.
         """
         steps = self._seconds[WARM_UP:] or self._seconds[1:]
-        if self._prediction is None or not steps:
+        if self.estimate is None or not steps:
             return None
-        measured, prediction = median(steps), self._prediction
+        measured, prediction = median(steps), self.estimate
         try:
             self._write(prediction, measured, len(steps))
         except (OSError, StrettoError) as error:
@@ -130,22 +117,23 @@ class Forecast:
             f"(median of {len(steps)}): {measured / prediction.seconds:.2f} times"
         )
 
-    def _write(self, prediction: Prediction, measured: float, steps: int) -> None:
+    def _write(self, prediction: Estimate, measured: float, steps: int) -> None:
+        correction = prediction.cluster.correction
         row: dict[str, Any] = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "cluster": prediction.cluster,
-            "job": prediction.job,
+            "cluster": prediction.cluster.name,
+            "job": _describe(prediction.job),
             "predicted_s": prediction.seconds,
             "low_s": prediction.low,
             "high_s": prediction.high,
             "measured_s": measured,
             "steps": steps,
-            "correction": prediction.correction,
+            "correction": correction,
             # without the correction, so that it does not correct itself
-            "ratio": measured * prediction.correction / prediction.seconds,
+            "ratio": measured * correction / prediction.seconds,
         }
         (self._folder / FILE).write_text(json.dumps(row, indent=2) + "\n", encoding="utf-8")
-        if prediction.measured_machine and steps >= FEWEST_STEPS:
+        if is_measured(prediction.cluster) and steps >= FEWEST_STEPS:
             add_history(profile_path(), row)
 
 
@@ -181,4 +169,4 @@ def _reason(error: Exception) -> str:
     return " ".join(str(text).split())[:200]
 
 
-__all__ = ["Forecast", "Prediction", "first_line", "predict"]
+__all__ = ["Forecast", "first_line", "machine_of", "predict"]

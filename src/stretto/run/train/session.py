@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,10 +31,15 @@ from stretto.run.train.position import TextPosition, save_run
 from stretto.run.train.prediction import Forecast
 from stretto.run.train.replica import Replica
 from stretto.run.train.speed import Speed, expert_report
-from stretto.spec.program import stage_times
 
+T = TypeVar("T")
 Pairs = list[tuple[Tensor, Tensor]]  # inputs and targets of microbatches
 _LONGEST_NAME = 200  # characters of a parameter name in a message
+
+
+def _untimed(label: str, call: Callable[[], T]) -> T:
+    """As a recorder's `timed`, without timing."""
+    return call()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +107,16 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         """One global batch: sample, forward and backward, agree, update, report. Returns whether any rank was
         asked to stop.
         """
-        started = time.perf_counter()
         position, replica = self.position, self.replica
+        recorder = trace.start(self.mesh) if position.step + 1 == self._traced else None
+        timed = _untimed if recorder is None else recorder.timed
+        started = time.perf_counter()
         where = f"step {position.step + 1}"
         rate = self._rate(position.step)
-        recorder = trace.start(self.mesh) if position.step + 1 == self._traced else None
 
-        (inputs, targets), counts = self._batches.take(self._samples, position.samples, keyed=True)
+        (inputs, targets), counts = timed(
+            trace.BATCH, lambda: self._batches.take(self._samples, position.samples, keyed=True)
+        )
         tokens = sum(counts)
 
         replica.set_rate(rate)
@@ -115,9 +124,11 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         scale = scales(self._update_numbers, counts) if replica.asynchronous else 1.0 / tokens
         losses = replica.step(inputs, targets, scale, recorder)
 
-        agreed = self._agree(losses, where, stop, updated=replica.asynchronous)
+        agreed = timed(
+            trace.AGREEMENT, lambda: self._agree(losses, where, stop, updated=replica.asynchronous)
+        )
 
-        norm = None if replica.asynchronous else self._update(rate, where)
+        norm = None if replica.asynchronous else timed(trace.UPDATE, lambda: self._update(rate, where))
         position.step += 1
         skipped = norm is not None and not isfinite(norm)
         position.weight_updates += 0 if skipped else max(self._update_numbers) + 1
@@ -143,6 +154,8 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
             tokens=int(tokens),
             seconds=seconds,
         )
+        if self._forecast is not None and self._forecast.estimate is not None:
+            record = replace(record, bubble=self._forecast.estimate.bubble)
         if (scale := self.replica.loss_scale) is not None:
             record = replace(record, loss_scale=scale.value, skipped=scale.skipped)
         if (experts := expert_report(self.replica, tokens)) is not None:
@@ -162,10 +175,20 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         pipelines = trace.gather(recorder, self.mesh)
         if pipelines is not None:
             program = self.replica.pipeline.program
-            job = self.replica.job
-            shares = stage_times(job.shape, job.sequence, program.depth, job.recompute.mode, job.stage_layers)
-            report = trace.write(self.config.run.folder, self.position.step, program, pipelines, shares)
-            self.note(f"traced step {self.position.step}: {report.trace}, {report.page}\n{report.text}")
+            forecast = self._forecast
+            report = trace.write(
+                folder=self.config.run.folder,
+                step=self.position.step,
+                program=program,
+                pipelines=pipelines,
+                expected=None if forecast is None else forecast.estimate,
+            )
+            why = (
+                ""
+                if forecast is None or forecast.estimate is not None
+                else f"no prediction: {forecast.why}\n"
+            )
+            self.note(f"traced step {self.position.step}: {report.trace}, {report.page}\n{why}{report.text}")
 
     def _update(self, rate: float, where: str) -> float:
         """Apply the gradients of the step; returns their norm before clipping. A norm that is not finite says

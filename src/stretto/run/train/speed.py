@@ -19,7 +19,6 @@ from torch import Tensor
 
 from stretto.planner.machines.catalogue import peak_tflops
 from stretto.planner.machines.device import Precision
-from stretto.program.replay import Costs, simulate
 from stretto.run.train.metrics import StepRecord
 from stretto.run.train.replica import Replica
 from stretto.spec.flops import model_flops_per_token
@@ -90,7 +89,6 @@ class Speed:
         self._peak = peak or (
             self._find_peak(replica.job.precision.dtype) if replica.mesh.rank == 0 else None
         )
-        self._bubble = simulate(replica.pipeline.program, Costs()).bubble.rate
         self._recent: deque[float] = deque(maxlen=_WINDOW)
 
     def _find_peak(self, dtype: str) -> float | None:
@@ -120,7 +118,6 @@ class Speed:
             step_time_s=seconds,
             mfu=mfu,
             memory_gib=self.fullest,
-            bubble=self._bubble,
         )
 
     def memory(self) -> float:

@@ -1,10 +1,10 @@
-"""What every rank really did in one step, beside what the replay of its program says.
+"""What every rank really did in one step, beside what the planner predicts for it.
 
-The prediction takes the stages' costs from the cost model, in the unit in which their sum is the measured
-work of all ranks: the table then shows which kinds of action the model takes for cheaper or dearer than they
-are. A second replay, at the measured mean times of each stage's own actions, leaves only waiting to differ:
-the schedule, messages and the machine. The latency of a message is the least that was seen from the start of
-a send to the end of a wait which began before it.
+The parts of the step are those of the busiest rank of the first pipeline; together they are the step, and the
+prediction beside them is the one that the run begins with, as is the timeline that is drawn above the
+measured one. A replay at the measured mean times of each stage's actions leaves only waiting to differ: the
+schedule, messages and the machine. The latency of a message is the shortest time from the start of a send to
+the end of a wait which began before it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,37 @@ import torch.distributed as dist
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.pipeline import Recorder
 from stretto.errors import StrettoError
+from stretto.planner.estimate import Estimate, timeline_of
 from stretto.program.action import Action, Kind
 from stretto.program.messages import needed_by, send_of
 from stretto.program.program import Program
 from stretto.program.replay import Costs, Timeline, simulate
 from stretto.program.text import parse_action
-from stretto.view.measured import compare, measured_html, measured_text, seconds
+from stretto.view.measured import (
+    StepPart,
+    compare,
+    measured_html,
+    measured_text,
+    parts_table,
+    seconds,
+)
+from stretto.view.panel import aligned
 from stretto.view.trace import COMMUNICATION, COMPUTE, Trace, TraceEvent, trace_of, write_trace
 
 _WORK = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.UPDATE, Kind.RECOMPUTE)
 _WAIT = "wait "
+_SENT = "the wait for "  # until a message has left
+# calls of a step outside the pipeline's program
+BATCH = "the batch"
+AGREEMENT = "the agreement"
+UPDATE = "the update"
 
 
 @dataclass(frozen=True)
 class Report:
-    """Where a traced step was written, and what it says: the table of differences, and a line on waiting."""
+    """Where a traced step was written, and what it says: the parts of the step, the differences by kind of
+    action, and a line on waiting.
+    """
 
     trace: Path
     predicted: Path
@@ -105,17 +121,11 @@ def _action(label: str) -> Action | None:
         return None
 
 
-def predict(
-    program: Program,
-    measured: Sequence[TraceEvent],
-    shares: Sequence[tuple[float, float, float]] | None = None,
-) -> Timeline:
-    """The replay of a lowered program in seconds.
+def replay(program: Program, measured: Sequence[TraceEvent]) -> Timeline:
+    """The replay of a lowered program at the mean times that were measured, in seconds.
 
     Args:
         measured: a step of it.
-        shares: (F, I, W) of each stage of the model in any unit, from a cost model; None: the mean times that
-            were measured.
     """
     times: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for event in measured:
@@ -132,12 +142,6 @@ def predict(
         halves, whole = (mean(stage, Kind.I), mean(stage, Kind.W)), mean(stage, Kind.B)
         back = halves if sum(halves) else (whole, 0.0)
         per_stage.append((mean(stage, Kind.F), *back))
-    if shares is not None:
-        known = [shares[stage % program.depth] for stage in range(program.stages)]
-        done = [program.copy_of.count(stage // program.depth) for stage in range(program.stages)]
-        work = sum(n * sum(times) for n, times in zip(done, per_stage, strict=True))
-        unit = work / (sum(n * sum(times) for n, times in zip(done, known, strict=True)) or 1.0)
-        per_stage = [(f * unit, i * unit, w * unit) for f, i, w in known]
     return simulate(
         program,
         Costs(
@@ -168,11 +172,15 @@ def write(
     step: int,
     program: Program,
     pipelines: Sequence[Sequence[TraceEvent]],
-    shares: Sequence[tuple[float, float, float]] | None = None,
+    expected: Estimate | None = None,
 ) -> Report:
     """Write the traces of a step under `folder/trace`, and the report as `folder/report.html`.
 
     The first pipeline is compared with its replay; each further one has a trace of its own beside it.
+
+    Args:
+        expected: the prediction; None: there is none, and the replay at the measured mean times stands in
+            its place.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -183,15 +191,102 @@ def write(
         path = place / (f"step-{step}.json" if at == 0 else f"step-{step}.pipeline-{at}.json")
         path.write_text(write_trace(Trace(tuple(events), program.name, "measured")), encoding="utf-8")
     measured = list(pipelines[0])
-    predicted = trace_of(predict(program, measured, shares), second=1.0)
+    replayed = replay(program, measured)
+    shown, second = (replayed, 1.0) if expected is None else timeline_of(expected)
+    predicted = trace_of(shown, second=second)
     beside = place / f"step-{step}.predicted.json"
     beside.write_text(write_trace(predicted), encoding="utf-8")
+    rank = busiest(measured)
+    parts = step_parts([event for event in measured if event.rank == rank], expected)
     page = folder / "report.html"
     work = _work(predicted.events), _work(measured)
-    page.write_text(measured_html(*work, f"{program.name}, step {step}"), encoding="utf-8")
-    differences, replayed = compare(*work), predict(program, measured).makespan
-    waiting = waiting_text(differences.measured_step, replayed)
-    return Report(place / f"step-{step}.json", beside, page, f"{measured_text(differences)}\n{waiting}")
+    page.write_text(measured_html(*work, f"{program.name}, step {step}", parts), encoding="utf-8")
+    differences = compare(*work)
+    text = [
+        f"pipeline rank {rank}, the busiest:",
+        aligned(parts_table(parts)),
+        "",
+        measured_text(differences),
+        waiting_text(differences.measured_step, replayed.makespan),
+    ]
+    return Report(place / f"step-{step}.json", beside, page, "\n".join(text))
+
+
+def busiest(events: Iterable[TraceEvent]) -> int:
+    """The pipeline rank that computes for longest."""
+    work = dict[int, float]()
+    for event in events:
+        work[event.rank] = work.get(event.rank, 0.0) + (event.thread == COMPUTE) * (event.end - event.start)
+    return max(work, key=lambda rank: work[rank])
+
+
+def step_parts(events: Sequence[TraceEvent], expected: Estimate | None) -> list[StepPart]:
+    """The parts of one rank's step, measured and predicted, which add up to the step.
+
+    Collectives of layers and what is recomputed within a backward are not timed separately.
+
+    Args:
+        events: of the rank, from the start of the step on; those of the program do not overlap.
+    """
+    spent = defaultdict[str, float](float)
+    for event in events:
+        spent[_part(event.action)] += event.end - event.start
+    spent["other"] = max(event.end for event in events) - sum(spent.values())
+    again = spent.pop("recompute", 0.0)
+    spent["backward"] += again
+    known = dict[str, float]() if expected is None else dict(expected.parts)
+    collectives = sum(known.pop(name, 0.0) for name in ("tensor", "context", "expert"))
+    known |= {} if expected is None else {"forward": expected.forward, "backward": expected.backward}
+    parts = [StepPart(name, known.get(name), spent.get(name, 0.0)) for name in ("forward", "backward")]
+    if again or known.get("recompute"):
+        parts.append(StepPart("of it recompute", known.get("recompute"), again or None, within=True))
+    if collectives:
+        parts.append(StepPart("of both collectives of layers", collectives, None, within=True))
+    for name, text in _OUTSIDE.items():
+        if spent.get(name) or known.get(name):
+            parts.append(StepPart(text, known.get(name), spent.get(name, 0.0)))
+    return parts
+
+
+# parts of a step outside forwards and backwards, as they are named in the report
+_OUTSIDE = {
+    "bubble": "bubble",
+    "messages": "messages (sending and posting)",
+    "data": "data (reductions and gathers)",
+    "optimiser": "optimiser",
+    "offload": "offload",
+    "batch": "reading the batch",
+    "agreement": "agreeing on the loss",
+    "other": "everything else",
+}
+_PART_OF_KIND = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "backward",
+    Kind.W: "backward",
+    Kind.RECOMPUTE: "recompute",
+    Kind.UPDATE: "optimiser",
+    Kind.OFFLOAD: "offload",
+    Kind.RELOAD: "offload",
+    Kind.SEND_F: "messages",
+    Kind.SEND_B: "messages",
+    Kind.RECV_F: "messages",
+    Kind.RECV_B: "messages",
+}
+_PART_OF_CALL = {BATCH: "batch", AGREEMENT: "agreement", UPDATE: "optimiser"}
+
+
+def _part(label: str) -> str:
+    """The part of the step that a recorded call belongs to."""
+    if label in _PART_OF_CALL:
+        return _PART_OF_CALL[label]
+    if label.startswith(_WAIT):
+        return "bubble"
+    if label.startswith(_SENT):
+        return "messages"
+    action = _action(label)
+    # the rest opens, reduces and gathers gradients and weights of data-parallel ranks
+    return "data" if action is None else _PART_OF_KIND.get(action.kind, "data")
 
 
 def waiting_text(measured: float, replayed: float) -> str:
@@ -207,8 +302,8 @@ def waiting_text(measured: float, replayed: float) -> str:
     rest = (measured - replayed) / measured
     replay = f"replayed at the measured mean times of each stage: {seconds(replayed)}"
     if rest < 0:
-        return f"{replay}, {-rest:.1%} of the step longer than measured"
-    return f"{replay}; {rest:.1%} of the step is not in the replay (waiting, messages)"
+        return f"{replay}, {-rest:.1%} longer than from the first to the last action"
+    return f"{replay}; {rest:.1%} of the time from the first to the last action is not in it (late messages)"
 
 
 def _work(events: Iterable[TraceEvent]) -> list[TraceEvent]:
