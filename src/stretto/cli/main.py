@@ -32,6 +32,7 @@ COMMANDS = (
     "dryrun",
     "plan",
     "predict",
+    "figure",
     "partition",
     "data",
     "checkpoint",

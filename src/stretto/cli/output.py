@@ -63,8 +63,17 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         StrettoError: the file cannot be written.
     """
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file that the user named.
+
+    Raises:
+        StrettoError: the file cannot be written.
+    """
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(content)
     except OSError as error:
         raise StrettoError(
             f"cannot write {path}: {error.strerror}", hint="name a file in a folder that exists"
@@ -129,6 +138,33 @@ def plain_table(*names: str, left: int = 0) -> Table:
         table.add_column(
             name, justify=justify, no_wrap=True, min_width=None if at == 0 else max(9, len(name))
         )
+    return table
+
+
+def fitting_table(
+    to: Console, rows: Sequence[Mapping[str, str]], left: Sequence[str], optional: Sequence[str] = ()
+) -> Table:
+    """A table with as many columns as fit the terminal; cells are never cut.
+
+    Args:
+        rows: cells by column.
+        left: columns that are aligned left; others are numbers.
+        optional: columns that a narrow terminal leaves out, in this order.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    table = Table()
+    for omitted in range(len(optional) + 1):
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+        shown = [name for name in rows[0] if name not in optional[:omitted]]
+        for name in shown:
+            table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*(row[name] for name in shown))
+        if Measurement.get(to, to.options.update(max_width=1000), table).maximum <= to.width:
+            break
     return table
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.output import Json, coloured, command_app, report, write_text
+from stretto.cli.output import Json, coloured, command_app, report, write_bytes, write_text
 from stretto.errors import StrettoError, nearest
 
 if TYPE_CHECKING:
@@ -416,7 +416,9 @@ def write_all(
         if path is None:
             continue
         if kind == "png":
-            _write_png(path, _svg(timelines, several))
+            from stretto.view.svg import png_of
+
+            write_bytes(path, png_of(_svg(timelines, several)))
         elif kind in pictures:
             write_text(path, _svg(timelines, several) if kind == "svg" else _html(timelines, several))
         elif kind == "trace":
@@ -475,15 +477,3 @@ def _program_text(path: Path, program: Program) -> str:
             hint=f"--write {path.with_suffix('.json')}",
         )
     return text
-
-
-def _write_png(path: Path, svg: str) -> None:
-    from stretto.view.svg import png_of
-
-    content = png_of(svg)
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise StrettoError(
-            f"cannot write {path}: {error.strerror}", hint="name a file in a folder that exists"
-        ) from None

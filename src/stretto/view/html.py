@@ -55,10 +55,25 @@ def panels_html(
         "legend": _legend(panels),
         "table": table_html(table),
         "data": facts,
-        "js": _file("page.js") + _file("page_input.js") + (_file(f"{more}.js") if more else ""),
+        "js": _file("page.js")
+        + _file("page_input.js")
+        + _file("page_table.js")
+        + (_file(f"{more}.js") if more else ""),
     }
     # in one pass, so that inserted text is never substituted again
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _file("page.html"))
+
+
+def plain_html(title: str, body: str) -> str:
+    """A page of a title and HTML, whose tables sort by a click on a column's name."""
+    parts = {
+        "title": escape(title),
+        "policy": _POLICY,
+        "css": _file("page.css"),
+        "body": body,
+        "js": _file("page_table.js"),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _file("page_plain.html"))
 
 
 @cache
@@ -142,17 +157,24 @@ def _legend(panels: Sequence[Panel]) -> str:
 
 
 def table_html(rows: Sequence[Sequence[str]], caption: str = "Figures") -> str:
-    """A table whose first row is its header; empty without rows."""
+    """A table whose first row is its header; in a page of this module it can be sorted by any column."""
     if not rows:
         return ""
-    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in rows[0])
-    body = "\n".join(
-        f'<tr><th scope="row">{escape(row[0])}</th>'
-        + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:])
-        + "</tr>"
-        for row in rows[1:]
+    kinds = [_alignment([row[at] for row in rows[1:]]) for at in range(len(rows[0]))]
+    head = "".join(
+        f'<th scope="col"{kind}>{escape(cell)}</th>' for kind, cell in zip(kinds, rows[0], strict=True)
     )
+    lines = list[str]()
+    for first, *rest in rows[1:]:
+        cells = (f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds[1:], rest, strict=True))
+        lines.append(f'<tr><th scope="row">{escape(first)}</th>{"".join(cells)}</tr>')
+    body = "\n".join(lines)
     return (
-        f"<table>\n<caption>{escape(caption)}</caption>\n<thead><tr>{head}</tr></thead>\n"
-        f"<tbody>\n{body}\n</tbody>\n</table>"
+        f'<div class="wide"><table>\n<caption>{escape(caption)}</caption>\n<thead><tr>{head}</tr></thead>\n'
+        f"<tbody>\n{body}\n</tbody>\n</table></div>"
     )
+
+
+def _alignment(cells: Sequence[str]) -> str:
+    """The class of a column: text, unless every cell begins with a number."""
+    return "" if all(re.match(r"[-+]?\d|$", cell) for cell in cells) else ' class="text"'

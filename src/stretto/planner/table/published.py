@@ -1,0 +1,185 @@
+"""Published measurements that ship with the package, and the figures that compare predictions with them.
+
+The tables are CSV in the columns of `stretto predict --table`, in `planner/data/published`. Their columns
+`x_panel`, `x_series` and `x_at` place a row in its figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+
+from stretto.errors import StrettoError, nearest
+from stretto.planner.estimate import Estimate
+from stretto.planner.table.predicting import Predicted, Summary, predict_rows, read_table, summary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A figure or table of a paper whose numbers are printed.
+
+    Attributes:
+        name: on the command line: the paper and the number of its figure or table.
+        table: the file, without `.csv`.
+        title: the paper, which of its figures or tables, and what that compares.
+        measure: the quantity on the vertical axis, with its unit; larger is faster.
+        across: the quantity on the horizontal axis.
+        work: of an estimate, the measure times the seconds of a step.
+        fitted: constants of the predictions were fitted on these rows, so the errors are no test.
+    """
+
+    name: str
+    table: str
+    title: str
+    measure: str
+    across: str
+    work: Callable[[Estimate], float]
+    fitted: bool
+
+
+def _hardware_tflops(estimate: Estimate) -> float:
+    return estimate.tflops_per_gpu * estimate.hfu / estimate.mfu * estimate.seconds
+
+
+FIGURES: Mapping[str, Figure] = {
+    figure.name: figure
+    for figure in (
+        Figure(
+            name="sc21-1",
+            table="sc21_table_1",
+            title="Narayanan et al. 2021, table 1: GPT from 1.7 B to 1 T parameters on 32 to 3072 GPUs",
+            measure="TFLOP/s per GPU, recomputation counted",
+            across="parameters",
+            work=_hardware_tflops,
+            fitted=True,
+        ),
+        Figure(
+            name="sc21-10",
+            table="sc21_table_2",
+            title="Narayanan et al. 2021, figure 10 (numbers of table 2): PTD-P and ZeRO-3",
+            measure="TFLOP/s per GPU, recomputation counted",
+            across="GPUs",
+            work=_hardware_tflops,
+            fitted=True,
+        ),
+        Figure(
+            name="korthikanti-5",
+            table="korthikanti_table_5",
+            title="Korthikanti et al. 2022, table 5: full and selective recomputation",
+            measure="model FLOPs utilization, %, from the step time",
+            across="parameters",
+            work=lambda estimate: 100 * estimate.mfu * estimate.seconds,
+            fitted=True,
+        ),
+        Figure(
+            name="zb-5",
+            table="zb_table_4",
+            title="Qi et al. 2024 (Zero Bubble), figure 5 (numbers of table 4): schedules",
+            measure="samples per GPU and second",
+            across="microbatches",
+            work=lambda estimate: estimate.job.global_batch / estimate.job.layout.world,
+            fitted=False,
+        ),
+    )
+}
+# figures that are asked for, but whose points no table prints: the one to draw in their place, and why
+INSTEAD: Mapping[str, tuple[str, str]] = {
+    "sc21-13": (
+        "sc21-1",
+        "figure 13 of Narayanan et al. 2021 (tensor against pipeline parallelism, 162.2 B parameters on 64 "
+        "GPUs) is a plot whose values the paper does not print; this is table 1 of the same paper",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A published measurement beside its prediction, in the figure's measure.
+
+    Attributes:
+        panel, series, at: where the figure shows it.
+        layout: parallel degrees and schedule, in words.
+        low, high: the interval that contains the measurement nine times out of ten.
+        error: predicted over published seconds of a step, minus 1.
+    """
+
+    panel: str
+    series: str
+    at: str
+    layout: str
+    published: float
+    predicted: float
+    low: float
+    high: float
+    error: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A figure with all of its points.
+
+    Attributes:
+        source: the paper.
+        rows: the table's rows with their predictions.
+        scores: of the predicted step times.
+    """
+
+    figure: Figure
+    source: str
+    rows: Sequence[Predicted]
+    points: Sequence[Point]
+    scores: Summary
+
+
+def find_figure(name: str) -> tuple[Figure, str]:
+    """The figure of that name; and why it stands for another one, or "".
+
+    Raises:
+        StrettoError: no such figure.
+    """
+    name, why = INSTEAD.get(name, (name, ""))
+    if name not in FIGURES:
+        near = nearest(name, [*FIGURES, *INSTEAD])
+        listed = f"one of {', '.join(FIGURES)}"
+        raise StrettoError(
+            f"there is no figure {name!r}", hint=f"did you mean {near!r}? {listed}" if near else listed
+        )
+    return FIGURES[name], why
+
+
+def compare(figure: Figure) -> Comparison:
+    """Predict every row of the figure's table.
+
+    Raises:
+        StrettoError: a row that cannot be predicted; the shipped tables have none.
+    """
+    with as_file(files("stretto.planner") / "data" / "published" / f"{figure.table}.csv") as path:
+        rows = list(predict_rows(read_table(path), memory=False))
+    return Comparison(
+        figure=figure,
+        source=rows[0].cells["source"],
+        rows=rows,
+        points=[_point(figure, one) for one in rows],
+        scores=summary(rows),
+    )
+
+
+def _point(figure: Figure, one: Predicted) -> Point:
+    if one.estimate is None or one.row is None or one.row.measured.seconds is None:
+        raise StrettoError(f"{figure.table}.csv, row {one.number}: {one.refused or 'no measured time'}")
+    estimate, measured = one.estimate, one.row.measured.seconds
+    work, job = figure.work(estimate), one.row.job
+    chunks = job.options.get("chunks")
+    schedule = f", {job.schedule}{f' x{chunks}' if chunks else ''}" if job.layout.pp > 1 else ""
+    return Point(
+        panel=one.cells.get("x_panel", ""),
+        series=one.cells["x_series"],
+        at=one.cells["x_at"],
+        layout=f"{job.layout}{schedule}",
+        published=work / measured,
+        predicted=work / estimate.seconds,
+        low=work / estimate.high,
+        high=work / estimate.low,
+        error=estimate.seconds / measured - 1,
+    )
