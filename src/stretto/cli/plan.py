@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from stretto.planner.search.ranking import Plan, Ranked
     from stretto.planner.search.task import Task
     from stretto.run.config.schema import TrainConfig
+    from stretto.spec.data_parallel import Dtype
     from stretto.spec.job import Job
 
 
@@ -62,7 +63,9 @@ def plan(
         typer.Option(metavar="NAME=VALUE", help="Fix a choice, as in tp=8 or pp=4,8; repeatable."),
     ] = None,
     objective: Annotated[str, typer.Option(help="time or tokens_per_dollar.")] = "time",
-    precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: bf16.")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="bf16, fp16 or fp32; default: bf16, fp16 on devices without it.")
+    ] = None,
     asynchronous: Annotated[
         bool,
         typer.Option(
@@ -204,9 +207,11 @@ def _task(
     precision: str | None,
     search_options: dict[str, Any],
 ) -> Task:
+    from stretto.planner.estimate import usual_dtype
     from stretto.planner.machines.catalogue import find_cluster
     from stretto.planner.search.fixed import fixed
     from stretto.planner.search.task import Task, job_to_plan
+    from stretto.spec.data_parallel import Precision
     from stretto.spec.presets import find_shape
 
     if search_options["objective"] not in ("time", "tokens_per_dollar"):
@@ -235,18 +240,18 @@ def _task(
     if known is not None:
         kept = ("precision", "optimiser", "attention", "vocab_multiple", "bucket", "one_memory")
         job = replace(job, **{name: getattr(known, name) for name in kept})
+    else:
+        job = replace(job, precision=Precision(dtype=usual_dtype(sized.device)))
     if precision is not None:
-        job = replace(job, precision=_precision(precision))
+        job = replace(job, precision=replace(job.precision, dtype=_dtype(precision)))
     return Task(job=job, cluster=sized, **search_options)
 
 
-def _precision(name: str) -> Any:
-    from stretto.spec.data_parallel import Dtype, Precision
-
+def _dtype(name: str) -> Dtype:
     known: dict[str, Dtype] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
     if name not in known:
         raise StrettoError(f"--precision is {name!r}", hint=f"one of {', '.join(known)}")
-    return Precision(dtype=known[name])
+    return known[name]
 
 
 def _check_writable(job: Job, base: TrainConfig | None) -> None:
@@ -320,6 +325,8 @@ def facts(plan: Plan, written: Path | None) -> dict[str, Any]:
 
 
 def _entry(one: Ranked) -> dict[str, Any]:
+    from stretto.cli.predict import memory_facts
+
     made, job = one.estimate, one.estimate.job
     sizes = dict(job.layout.sizes)
     return {
@@ -345,20 +352,7 @@ def _entry(one: Ranked) -> dict[str, Any]:
         "dominant": made.dominant,
         "parts": dict(made.parts),
         "why": one.why,
-        **_memory(made.memory),
-    }
-
-
-def _memory(fit: Fit | None) -> dict[str, Any]:
-    if fit is None:
-        return {"memory_gib": None, "verdict": None}
-    return {
-        "memory_gib": fit.device.mid / GIB,
-        "memory_low_gib": fit.device.low / GIB,
-        "memory_high_gib": fit.device.high / GIB,
-        "allocated_gib": fit.allocated.mid / GIB,
-        "capacity_gib": None if fit.capacity == inf else fit.capacity / GIB,
-        "verdict": fit.verdict,
+        **memory_facts(made.memory),
     }
 
 

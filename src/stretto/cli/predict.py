@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from stretto.planner.estimate import Estimate
     from stretto.planner.machines.cluster import Cluster
-    from stretto.planner.memory.fits import Bytes
+    from stretto.planner.memory.fits import Bytes, Fit
     from stretto.planner.table.predicting import Predicted, Summary
     from stretto.planner.table.row import Row
     from stretto.planner.table.scores import Scores
@@ -228,17 +228,24 @@ def facts(estimate: Estimate, defaults: Mapping[str, str]) -> dict[str, Any]:
         "bubble": estimate.bubble,
         "parts": dict(estimate.parts),
         "dominant": estimate.dominant,
-        "memory_gib": None if held is None else held.allocated.mid / GIB,
-        "memory": None
-        if held is None
-        else {
+        **memory_facts(held),
+        "defaults": dict(defaults),
+    }
+
+
+def memory_facts(held: Fit | None) -> dict[str, Any]:
+    """The memory of the fullest rank as JSON; `memory_gib` is allocated, as in metrics.jsonl."""
+    if held is None:
+        return {"memory_gib": None, "memory": None, "verdict": None}
+    return {
+        "memory_gib": held.allocated.mid / GIB,
+        "memory": {
             "allocated": _interval(held.allocated),
             "reserved": _interval(held.reserved),
             "device": _interval(held.device),
             "capacity_gib": held.capacity / GIB if held.capacity < float("inf") else None,
         },
-        "verdict": None if held is None else held.verdict,
-        "defaults": dict(defaults),
+        "verdict": held.verdict,
     }
 
 

@@ -9,12 +9,13 @@ from functools import cached_property
 from stretto.errors import StrettoError
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.machines.cluster import Cluster
-from stretto.planner.machines.device import Precision
+from stretto.planner.machines.device import Device, Precision
 from stretto.planner.memory.fits import Fit, fit
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import MemoryJob, rank_memory
 from stretto.planner.time.step import StepTime, step_time
 from stretto.program.replay.timeline import Timeline
+from stretto.spec.data_parallel import Dtype
 from stretto.spec.flops import hardware_flops_per_token, model_flops_per_step
 from stretto.spec.job import Job
 
@@ -120,6 +121,11 @@ def interval(cluster: Cluster) -> tuple[float, float]:
 
 _KNOWN, _MEASURED = (0.85, 1.25), (0.9, 1.15)
 _UNKNOWN = (1 / 3, 3.0)
+
+
+def usual_dtype(device: Device) -> Dtype:
+    """The type of weights where none is given: float16 on devices before Ampere, which have no bfloat16."""
+    return "float16" if "fp16" in device.tflops and "bf16" not in device.tflops else "bfloat16"
 
 
 def precision_of(job: Job) -> Precision:

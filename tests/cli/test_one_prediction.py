@@ -1,0 +1,85 @@
+"""One job has one prediction: `plan`, `predict`, `memory`, the line before a run and its metrics agree to the
+last digit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.cli import main
+from stretto.planner.machines import catalogue
+from stretto.run.config.job import job_of
+from stretto.run.config.load import load
+from stretto.run.train.prediction import Forecast, first_line
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+CLUSTER = "dgx-h100:16"
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main.run([*arguments, "--json"]) in (0, 1)
+    return json.loads(capsys.readouterr().out)
+
+
+def measures(facts: dict[str, Any]) -> dict[str, Any]:
+    names = (
+        "step_time_s low high tokens_per_s tflops_per_gpu mfu bubble parts dominant memory_gib memory verdict"
+    )
+    return {name: facts[name] for name in names.split()}
+
+
+@pytest.fixture(autouse=True)
+def no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without GPUs that was never measured."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setattr(catalogue, "_DRIVER", tmp_path / "no-driver")
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "fixed"),
+    [
+        ("gpt2-xl", "dgx-a100-80gb:8", ("tp=1", "pp=2", "micro_batch=4", "schedule=1f1b,zb-v")),
+        ("llama3-8b", CLUSTER, ("tp=4", "pp=2", "cp=1", "micro_batch=1", "schedule=interleaved")),
+        ("llama3-8b", CLUSTER, ("pp=1", "cp=1", "micro_batch=1", "zero=zero3", "recompute=full")),
+        ("mixtral-8x7b", "dgx-h100:32", ("pp=4", "cp=1", "tp=1", "ep=8", "micro_batch=1", "schedule=1f1b")),
+        ("gpt2-xl", "v100-32gb:16", ("tp=1", "cp=1", "pp=4", "micro_batch=1", "schedule=1f1b")),
+    ],
+)
+def test_what_a_plan_predicts_is_predicted_of_the_config_that_it_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, cluster: str, fixed: tuple[str, ...]
+) -> None:
+    path = str(tmp_path / "planned.yaml")
+    words = [word for choice in fixed for word in ("--fix", choice)]
+    plan = run_json(
+        capsys,
+        *("plan", "--model", model, "--cluster", cluster, "--batch", "64", "--top", "1", "--write", path),
+        *words,
+    )
+    (row,) = run_json(capsys, "predict", path, "--cluster", cluster)["rows"]
+    assert measures(row) == measures(plan["ranking"][0])
+    ranks = run_json(capsys, "memory", path)["ranks"]
+    assert max(rank["total"] for rank in ranks) / 2**30 == row["memory_gib"]
+
+
+@pytest.mark.parametrize("name", ["quickstart", "zero-bubble", "pipedream-2bw", "llama-tiny-tp2", "moe-tiny"])
+def test_a_run_begins_with_what_predict_says_of_its_config(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    path = str(CONFIGS / f"{name}.yaml")
+    (row,) = run_json(capsys, "predict", path, "--cluster", "here")["rows"]
+    config = load(path)
+    forecast = Forecast(job_of(config), config).estimate
+    assert forecast is not None
+    assert (forecast.seconds, forecast.low, forecast.high) == (row["step_time_s"], row["low"], row["high"])
+    assert (forecast.bubble, dict(forecast.parts)) == (row["bubble"], row["parts"])
+    assert forecast.memory is not None
+    assert forecast.memory.allocated.mid / 2**30 == row["memory_gib"]
+    line = first_line(job_of(config), config.train)
+    assert f"predicted: {row['step_time_s']:.3g} s a step ({row['low']:.2g} to {row['high']:.2g})" in line
+    assert f"bubble {row['bubble']:.1%}" in line
+    assert f"{row['memory']['device']['gib']:.2g} of" in line
+    ranks = run_json(capsys, "memory", path)["ranks"]
+    assert max(rank["total"] for rank in ranks) / 2**30 == row["memory_gib"]
