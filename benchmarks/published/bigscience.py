@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 from published.megatron import HALF, megatron, split
 from stretto.planner.table.row import least_sharing, read_row
 from stretto.spec.data_parallel import MODES
-from stretto.spec.parameters import count_parameters
-from stretto.spec.presets import PRESETS, preset
-from stretto.spec.shape import ModelShape
 
-_CLOSE = 0.06  # relative distance of a row's parameters from those of a published model
+# Layers and hidden size by billions of parameters: the scripts under experiments/gpt2-meg, and for 7.5, 22,
+# 50 and 78 experiments/gpt2-16gb-nodes.md. 24 is taken to be 25.
+_SIZES = {
+    "7.5": (36, 4096),
+    "18": (40, 6144),
+    "22": (32, 8192),
+    "24": (40, 7168),
+    "25": (40, 7168),
+    "30": (48, 7168),
+    "39": (48, 8192),
+    "50": (64, 8192),
+    "52": (64, 8192),
+    "65": (64, 9216),
+    "78": (64, 10240),
+    "97": (64, 11264),
+    "116": (64, 12288),
+    "206": (64, 16384),
+}
+_HEADS, _VOCABULARY = 32, 50257
 
 
 def adapt(row: dict[str, str]) -> dict[str, str]:
@@ -22,21 +36,37 @@ def adapt(row: dict[str, str]) -> dict[str, str]:
     if re.search(r"\bOOM\b", notes) and "borderline" not in notes:
         cells["oom"] = "1"
     if not row["layers"]:
-        shape = _sized(row["model"], float(row["params_b"]), int(cells["pp"]))
-        sizes = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
-        cells |= {name: str(getattr(shape, name)) for name in sizes}
+        layers, hidden = _SIZES[row["params_b"]]
+        cells |= {
+            "layers": str(layers),
+            "hidden": str(hidden),
+            "heads": str(_HEADS),
+            "vocab": str(_VOCABULARY),
+        }
     if not row["zero"]:
         cells["zero"] = "3" if "Zero 3" in notes else str(_least(cells))
     full = "Full Offload" in notes and "Offl=" not in notes
+    full |= "gpt2.md:398" in row["source"]  # under the heading "With full cpu offload"
     if "Opt Offl=Y" in notes or full:
         cells["offload"] = "cpu"
     if "Par Offl=Y" in notes or full:
         cells["offload_parameters"] = "cpu"
     if cells["zero"] == "3":
         cells["overlap"] = "1"
-        # inputs of recomputed blocks in parts (Rajbhandari et al. 2020, section 6.1)
-        cells["shard_inputs"] = str(int(int(cells["tp"]) > 1))
+        if "HF + Deepspeed" not in notes:
+            # inputs of recomputed blocks in parts (Rajbhandari et al. 2020, section 6.1), and in host memory
+            cells["shard_inputs"] = str(int(int(cells["tp"]) > 1))
+            cells["offload_inputs"] = "none" if _on_device(row) else "cpu"
+    cells["framework"] = "deepspeed" if "eepspeed" in notes or cells["zero"] != "0" else "megatron"
     return cells
+
+
+def _on_device(row: dict[str, str]) -> bool:
+    """Whether Megatron under ZeRO 3 kept the inputs of recomputed blocks on the device: its script has
+    `--checkpoint-in-cpu`, which the runs from number 12 on remove or toggle (experiments/gpt2.md).
+    """
+    toggled = re.search(r"PA_CPU=(\w)", row["notes"])
+    return toggled[1] == "N" if toggled else "gpt2.md:430" in row["source"]
 
 
 def _degrees(row: dict[str, str]) -> dict[str, str]:
@@ -50,23 +80,6 @@ def _degrees(row: dict[str, str]) -> dict[str, str]:
         cells = split(gpus // dp if dp else 1, heads=64, node=4)
     rest = gpus // (int(cells["tp"]) * int(cells["pp"]))
     return {**cells, "dp": str(rest or 1)}
-
-
-def _sized(name: str, billions: float, pp: int) -> ModelShape:
-    """The published model of that name; else the GPT nearest in parameters, with as many layers, in
-    whole stages, as make them up.
-    """
-    if name == "GPT-22B":
-        return preset(name)
-    wanted = billions * 1e9
-    known = [preset(name) for name in PRESETS if name.startswith(("gpt2", "gpt3", "megatron"))]
-    totals = [count_parameters(shape).total for shape in known]
-    at = min(range(len(known)), key=lambda i: abs(totals[i] - wanted) / max(totals[i], wanted))
-    near, total = known[at], totals[at]
-    if abs(total / wanted - 1) <= _CLOSE:
-        return near
-    block = (total - count_parameters(replace(near, layers=1)).total) / (near.layers - 1)
-    return replace(near, layers=max(pp, near.layers + round((wanted - total) / block / pp) * pp))
 
 
 def _least(cells: dict[str, str]) -> int:

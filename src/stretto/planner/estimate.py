@@ -92,7 +92,9 @@ class Estimate:
         shape = self.job.shape
         sequence = self.job.sequence
         mode = self.job.recompute.mode
-        hardware = hardware_flops_per_token(shape, sequence, "none" if mode == "auto" else mode)
+        hardware = hardware_flops_per_token(
+            shape, sequence, "none" if mode == "auto" else mode, operators=self.job.framework.operators
+        )
         return self.mfu * hardware / hardware_flops_per_token(shape, sequence)
 
     @property

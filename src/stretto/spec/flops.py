@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Literal
 
+from stretto.spec.framework import CORE, Operator
 from stretto.spec.parameters import block_shapes, expert_shapes
 from stretto.spec.shape import ModelShape
 
@@ -50,6 +51,46 @@ def _weights(shape: ModelShape) -> int:
     return sum(prod(sizes) for sizes in plain if len(sizes) == 2) + top_k * routed
 
 
+def recomputed_flops(
+    shape: ModelShape,
+    sequence: int,
+    recompute: Recompute,
+    operators: Sequence[Operator] = CORE,
+    causal: bool = False,
+) -> float:
+    """FLOPs per token that one block repeats in its backward; where blocks differ, their mean.
+
+    Args:
+        operators: what "selective" repeats; norms and activation functions have no FLOPs here.
+    """
+    if recompute != "selective":
+        return block_flops(shape, sequence, causal) if recompute == "full" else 0.0
+    core = attention_flops(shape, sequence, causal) if "core_attn" in operators else 0.0
+    return core + _mean(shape, lambda kind: 2.0 * sum(_repeated_weights(kind, operators)))
+
+
+def _repeated_weights(shape: ModelShape, operators: Sequence[Operator]) -> Iterator[float]:
+    """Weights of linears that run again, of those that a token is multiplied with."""
+    ffn, gates = shape.ffn, 3 if shape.gated else 2
+    if shape.moe is not None:
+        routed = shape.moe.top_k * shape.expert_ffn
+        ffn = routed + shape.moe.shared_ffn
+        if "moe" in operators:
+            yield shape.hidden * (gates * ffn + shape.moe.experts)
+        elif "shared_experts" in operators:
+            yield shape.hidden * gates * shape.moe.shared_ffn
+    elif "mlp" in operators:
+        yield shape.hidden * gates * ffn
+    if "mla_up_proj" in operators and shape.latent is not None:
+        sizes = block_shapes(shape)
+        yield float(
+            sum(prod(sizes[name]) for name in ("attn.q_up.weight", "attn.kv_up.weight") if name in sizes)
+        )
+    if "alternate_mm" in operators:
+        # keys, the projection, and of the MLP the second product
+        yield shape.hidden * (shape.kv_width + shape.heads * shape.value_dim + (ffn if shape.gated else 0))
+
+
 def head_flops(shape: ModelShape) -> float:
     """Forward FLOPs per token of the logits."""
     return 2.0 * shape.hidden * shape.vocab
@@ -76,20 +117,20 @@ def model_flops_per_step(shape: ModelShape, sequence: int, batch: int, causal: b
 
 
 def hardware_flops_per_token(
-    shape: ModelShape, sequence: int, recompute: Recompute = "none", causal: bool = False
+    shape: ModelShape,
+    sequence: int,
+    recompute: Recompute = "none",
+    causal: bool = False,
+    operators: Sequence[Operator] = CORE,
 ) -> float:
     """FLOPs per token that the devices do, with what is recomputed in the backward pass.
 
     "full" runs every block's forward twice: for GPT 96 L h^2 (1 + s/(6h) + V/(16 h L)), equation 3 of
-    Narayanan et al. 2021. "selective" repeats only the forward of softmax(q k^T) v; Korthikanti
-    et al. 2022 add three times as much for it (s/(3h) in their equation of hardware FLOPs).
+    Narayanan et al. 2021. "selective" repeats `operators`, by default only the forward of softmax(q k^T) v;
+    Korthikanti et al. 2022 add three times as much for it (s/(3h) in their equation of hardware FLOPs).
     """
-    again = {
-        "none": 0.0,
-        "selective": attention_flops(shape, sequence, causal),
-        "full": block_flops(shape, sequence, causal),
-    }
-    return model_flops_per_token(shape, sequence, causal) + shape.layers * again[recompute]
+    again = recomputed_flops(shape, sequence, recompute, operators, causal)
+    return model_flops_per_token(shape, sequence, causal) + shape.layers * again
 
 
 def hardware_flops_per_step(

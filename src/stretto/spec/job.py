@@ -12,6 +12,7 @@ from stretto.program import PLAIN
 from stretto.program.program import Program
 from stretto.spec.attention import AttentionKernel, ContextKind
 from stretto.spec.data_parallel import BUCKET_BYTES, DataParallel, Precision
+from stretto.spec.framework import STRETTO, Framework
 from stretto.spec.optimiser import Optimiser
 from stretto.spec.program import build_program, complete, stages_of
 from stretto.spec.shape import ModelShape
@@ -54,6 +55,7 @@ class Job:
             does.
         fused_loss: one kernel computes the loss from the logits and another their gradient in place;
             Stretto's own loss is not fused.
+        framework: whose ways of keeping and recomputing tensors a prediction follows.
         vocab_multiple: each rank's share of the vocabulary is padded to a multiple of this.
         bucket: bytes of weights at which a unit of reduction is full.
         one_memory: host and device share one memory, as on a CPU.
@@ -79,6 +81,7 @@ class Job:
     optimiser: Optimiser = field(default_factory=lambda: Optimiser(clip=None))
     attention: AttentionKernel = "flash"
     fused_loss: bool = False
+    framework: Framework = STRETTO
     vocab_multiple: int = 1
     bucket: int = BUCKET_BYTES
     one_memory: bool = False

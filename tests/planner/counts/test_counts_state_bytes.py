@@ -163,3 +163,21 @@ def test_a_tied_weight_has_a_unit_of_its_own_and_is_split_with_its_last_layer() 
     assert units[0].used_by(0)
     assert units[0].used_by(3)
     assert units[0].complete == 0
+
+
+def test_gradients_that_stay_beside_wider_ones() -> None:
+    """2 bytes more for each element of 16 bits, whole on every rank; none for those of 32."""
+    for mode in ("ddp", "zero1"):
+        plain, both = (kept(mode, copied=copied, **HALF) for copied in (False, True))
+        assert both.gradients - plain.gradients == 2 * 54
+        assert replace(both, gradients=0) == replace(plain, gradients=0)
+    assert kept("ddp", copied=True) == kept("ddp")
+
+
+def test_float32_shards_need_no_masters() -> None:
+    """16 bytes a parameter, in place of 18, where parameters are sharded."""
+    wide, plain = (kept("zero3", wide_shards=w, **HALF) for w in (True, False))
+    assert wide.masters == 0
+    assert wide.weights == 2 * (plain.weights - 4 * 2) + 4 * 2  # of the norm's 4 elements, 2 are here
+    assert (wide.gradients, wide.optimizer) == (plain.gradients, plain.optimizer)
+    assert kept("zero1", wide_shards=True, **HALF) == kept("zero1", **HALF)

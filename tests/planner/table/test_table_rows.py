@@ -350,6 +350,39 @@ def test_unreadable_files_are_errors(tmp_path: Path) -> None:
         read_table(tmp_path / "binary.csv")
 
 
+def test_operators_mean_selective_recomputation() -> None:
+    job = row(LLAMA, recompute_modules="Core_attn, mlp").job
+    assert (job.recompute.mode, job.framework.operators) == ("selective", ("core_attn", "mlp"))
+    assert row(LLAMA, recompute="selective").job.framework.operators == ("core_attn",)
+    with pytest.raises(StrettoError, match="recompute_operators is core_attn, but recompute is full"):
+        row(LLAMA, recompute="full", recompute_operators="core_attn")
+    with pytest.raises(StrettoError, match="several with"):
+        row(LLAMA, recompute_operators="core_attn+everything")
+
+
+def test_inputs_in_host_memory_mean_full_recomputation() -> None:
+    job = row(LLAMA, offload_inputs="cpu").job
+    assert (job.recompute.mode, job.framework.inputs_on_host) == ("full", True)
+    assert not row(LLAMA).job.framework.inputs_on_host
+    with pytest.raises(StrettoError, match="offload_inputs is cpu, but recompute is none"):
+        row(LLAMA, recompute="none", offload_inputs="cpu")
+
+
+def test_frameworks_keep_states_in_their_ways() -> None:
+    """FSDP shards float32 weights, and beside a pipeline sums whole gradients; DeepSpeed keeps gradients of
+    16 bits beside float32 ones.
+    """
+    plain, sharded = row(LLAMA), row(LLAMA, zero="3", cp="1", tp="2")
+    assert not plain.job.framework.wide_shards
+    assert sharded.job.framework.wide_shards
+    assert sharded.defaults["framework"] == "fsdp"
+    assert (plain.job.dp.reduce, sharded.job.dp.reduce) == ("auto", "step")
+    assert row(LLAMA, zero="3", cp="1", tp="2", framework="deepspeed").job.dp.reduce == "auto"
+    assert row(LLAMA, framework="deepspeed").job.framework.lasting_gradients
+    assert not row(LLAMA, framework="deepspeed", gradients="same").job.framework.lasting_gradients
+    assert plain.repeat != row(LLAMA, framework="deepspeed").repeat
+
+
 def test_the_docs_contain_the_reference_of_all_columns() -> None:
     text = reference()
     for section in SECTIONS.values():

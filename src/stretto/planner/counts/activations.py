@@ -11,14 +11,15 @@ features of a head, f inner width, V vocabulary, t tensor-parallel and c context
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm
 
 from stretto.spec.attention import AttentionKernel, ContextKind
 from stretto.spec.experts import ExpertShape
 from stretto.spec.flops import Recompute
+from stretto.spec.framework import CORE, STRETTO, Framework, Operator
 from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
@@ -40,6 +41,7 @@ class ComputeConfig:
         vocab_multiple: each rank's share of the vocabulary is a multiple of it.
         fused_loss: one kernel computes the loss from the 16-bit logits, another their gradient into a tensor
             of the same type, so that no tensor of the vocabulary's width is made in float32.
+        framework: which operators selective recomputation repeats, and what one kernel makes.
     """
 
     batch: int
@@ -56,6 +58,7 @@ class ComputeConfig:
     shard_inputs: bool = False
     vocab_multiple: int = 1
     fused_loss: bool = False
+    framework: Framework = STRETTO
 
     @classmethod
     def of(cls, job: Job) -> ComputeConfig:
@@ -75,6 +78,7 @@ class ComputeConfig:
             shard_inputs=job.recompute.shard_inputs,
             vocab_multiple=job.vocab_multiple,
             fused_loss=job.fused_loss,
+            framework=job.framework,
         )
 
     @cached_property
@@ -92,6 +96,10 @@ class ComputeConfig:
     def replicated_routing(self) -> bool:
         """Whether all tp ranks route the same tokens: experts are split over tp alone, as a dense MLP is."""
         return self.ep == 1 and self.expert_shards == self.tp
+
+    def repeats(self, operator: Operator) -> bool:
+        """Whether selective recomputation repeats it."""
+        return self.recompute == "selective" and operator in self.framework.operators
 
     def kv_heads(self, shape: ModelShape) -> int:
         """Key and value heads on one rank; copied where there are fewer heads than tp ranks."""
@@ -144,12 +152,70 @@ def block_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
     """The tensors that one block keeps between its forward and its backward."""
     if how.recompute == "full":
         return tuple(_full(shape, how))
-    return (
+    saved = (
         *_norm("norm1", shape, how),
         *_attention(shape, how),
         *_norm("norm2", shape, how),
         *_mlp(shape, how),
     )
+    if how.recompute != "selective" or how.framework.operators == CORE:
+        return saved
+    return tuple(_not_repeated(saved, shape, how))
+
+
+# What the forward need not keep where an operator runs again in the backward: tensors by the beginnings of
+# their names. Of `core_attn`, which training has too, see `_core`.
+_FREED: Mapping[Operator, tuple[str, ...]] = {
+    "core_attn": (),
+    "layernorm": ("attn.qkv input", "mlp input", "mlp.up input", "mlp.gate_up input"),
+    "mla_up_proj": ("attn.core q", "attn.core k, v"),
+    "mlp": ("mlp.up output", "mlp.gate_up output", "mlp silu", "mlp.down input"),
+    "moe": ("mlp.router", "mlp.experts", "mlp.shared"),
+    "moe_act": ("mlp.experts silu", "mlp.experts.down input"),
+    "shared_experts": ("mlp.shared",),
+    # products whose outputs are not kept are wk, wo and w3, and everything between products
+    "alternate_mm": (
+        "norm1 statistics",
+        "attn.qkv input",
+        "norm2",
+        "mlp input",
+        "mlp.up input",
+        "mlp.gate_up input",
+        "mlp silu",
+        "mlp.down input",
+        "mlp.experts silu",
+        "mlp.experts.down input",
+    ),
+}
+
+
+def _not_repeated(saved: Iterable[Saved], shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
+    """Those tensors that are kept although the operators of `how` run again, and outputs that are kept in
+    place of the tensors that they are made from.
+    """
+    of_dense = shape.moe is None
+    freed = tuple(
+        name
+        for operator in how.framework.operators
+        if (operator == "mlp") <= of_dense and (operator == "mla_up_proj") <= (shape.latent is not None)
+        for name in _FREED[operator]
+    )
+    alternate = "alternate_mm" in how.framework.operators
+    halved = ("attn.core k, v", "mlp.gate_up output") if alternate else ()
+    for tensor in saved:
+        if tensor.name in halved and not tensor.name.startswith(freed):
+            yield replace(tensor, bytes=tensor.bytes // 2)
+        elif not (freed and tensor.name.startswith(freed)):
+            yield tensor
+    whole = how.element * how.tokens * shape.hidden
+    if (
+        "moe" in how.framework.operators
+        and not of_dense
+        and not any(tensor.name == "mlp input" for tensor in saved)
+    ):
+        yield _shard("mlp input", how.element, how, shape)
+    if alternate:
+        yield Saved("mlp.down output", whole, _formula(how.element, "sbh", _over(how, False)))
 
 
 def embedding_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
@@ -184,7 +250,7 @@ def published_formula(shape: ModelShape, how: ComputeConfig) -> Published | None
     """
     usual = shape.kv_heads == shape.heads and shape.ffn == 4 * shape.hidden
     usual = usual and shape.attention_width == shape.hidden and shape.moe is None
-    if shape.family != "gpt" or not shape.dropout or not usual:
+    if shape.family != "gpt" or not shape.dropout or not usual or how.framework.operators != CORE:
         return None
     if how.element != 2 or how.cp > 1:
         return None
@@ -207,7 +273,7 @@ def published_formula(shape: ModelShape, how: ComputeConfig) -> Published | None
 
 
 def _quadratic(shape: ModelShape, how: ComputeConfig) -> float:
-    if how.recompute == "selective":
+    if how.repeats("core_attn"):
         return 0.0
     return 5 * shape.heads * how.sequence**2 * how.batch / how.tp
 
@@ -220,7 +286,7 @@ def _full(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
     if how.shard_inputs and not over:
         length = how.tokens // how.batch
         tokens, over = how.batch * -(-length // how.tp), True
-    size = how.element
+    size = 0 if how.framework.inputs_on_host else how.element
     yield Saved("block input", size * tokens * shape.hidden, _formula(size, "sbh", _over(how, over)))
 
 
@@ -237,7 +303,7 @@ def _attention(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
     tokens = how.tokens
     split = _over(how, True)
     q, kv = shape.attention_width // how.tp, how.kv_heads(shape) * shape.head_dim
-    if how.context == "ulysses" and how.cp > 1 and how.recompute != "selective":
+    if how.context == "ulysses" and how.cp > 1 and not how.repeats("core_attn"):
         heads = how.kv_heads(shape)
         kv *= lcm(heads, how.cp) // heads  # heads are repeated until every rank gets whole ones
     yield _shard("attn.qkv input", e, how, shape)
@@ -245,7 +311,7 @@ def _attention(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
     yield Saved("attn.core q", e * tokens * q, _formula(e, "sbad", split))
     values = kv * shape.value_dim // shape.head_dim
     yield Saved("attn.core k, v", e * tokens * (kv + values), _formula(2 * e, "sbkd", split))
-    if how.recompute != "selective":
+    if not how.repeats("core_attn"):
         yield from _core(shape, how)
     q = q * shape.value_dim // shape.head_dim
     yield Saved("attn.proj input", e * tokens * q, _formula(e, "sbad", split))
@@ -323,7 +389,7 @@ def _inner(
     first = _first(shape)
     wide, over = 2 if shape.gated else 1, _over(how, parts > 1)
     yield Saved(f"{name}.{first} output", wide * e * inner, _formula(wide * e, symbols, over))
-    if shape.gated:
+    if shape.gated and not how.framework.fused_activation:
         yield Saved(f"{name} silu", e * inner, _formula(e, symbols, over))
     yield Saved(f"{name}.down input", e * inner, _formula(e, symbols, over))
 

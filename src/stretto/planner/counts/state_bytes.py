@@ -42,6 +42,8 @@ class StateConfig:
         moment: bytes of an element of AdamW's moments; None: that of the masters.
         each: sharded gradients are reduced with each microbatch.
         lasting: gradients stay whole through the step.
+        wide_shards: shards of parameters of 16 bits have 32, so that there are no masters beside them.
+        copied: gradients of 16 bits stay whole beside those of `gradient` bytes that they are added to.
         bucket: bytes of weights at which a unit is full.
         offload, offload_parameters: where states, and this rank's part of the weights, are.
         one_memory: host and device share one memory, as on a CPU.
@@ -61,6 +63,8 @@ class StateConfig:
     moment: int | None = None
     each: bool = False
     lasting: bool = False
+    wide_shards: bool = False
+    copied: bool = False
     bucket: int = BUCKET_BYTES
     offload: Offload = "none"
     offload_parameters: Offload = "none"
@@ -83,6 +87,8 @@ class StateConfig:
             moment=job.optimiser.moment_bytes,
             each=reduction(program, dp.mode, dp.reduce) == "microbatch",
             lasting=bool(program.versions),
+            wide_shards=job.framework.wide_shards,
+            copied=job.framework.lasting_gradients,
             bucket=job.bucket,
             offload=dp.offload,
             offload_parameters=dp.offload_parameters,
@@ -184,17 +190,23 @@ class StateUnit:
     @property
     def apart(self) -> bool:
         """Whether the optimiser updates masters instead of the weights themselves."""
-        return self.element == 2 or self.state_config.offload != "none"
+        return (self.element == 2 and not self._wide) or self.state_config.offload != "none"
+
+    @property
+    def _wide(self) -> bool:
+        """Whether this rank's shard of the weights has 32 bits, and is gathered in 16."""
+        return self.state_config.wide_shards and self.element == 2 and self.sizes.parameters > 1
 
     @property
     def weights(self) -> int:
         """Bytes of this rank's shard of the weights."""
-        return self.element * self.size // self.sizes.parameters
+        return (4 if self._wide else self.element) * self.size // self.sizes.parameters
 
     @property
     def gradients(self) -> int:
         """Bytes of gradients that are held all the time."""
-        return self._gradient * self.size // (1 if self.state_config.lasting else self.sizes.gradients)
+        kept = self._gradient * self.size // (1 if self.state_config.lasting else self.sizes.gradients)
+        return kept + (self.element * self.size if self.state_config.copied and self.element == 2 else 0)
 
     @property
     def masters(self) -> int:

@@ -43,8 +43,13 @@ def block_traffic(shape: ModelShape, how: ComputeConfig, cp_index: int | None = 
             sends most, for which the others wait.
     """
     core = tuple(_core(shape, how, cp_index))
-    rest = (*_linears(how, shape.hidden), *_mlp(shape, how))
-    again = {"none": (), "selective": core, "full": (*core, *rest)}[how.recompute]
+    mlp = tuple(_mlp(shape, how))
+    rest = (*_linears(how, shape.hidden), *mlp)
+    again = (*core, *rest) if how.recompute == "full" else ()
+    if how.repeats("core_attn"):
+        again = core
+    if how.repeats("mlp" if shape.moe is None else "moe"):
+        again += mlp
     repeated = [replace(m, phase="R") for m in again if m.phase == "F"]
     return (*_kept_input(shape, how), *core, *rest, *repeated)
 

@@ -10,10 +10,11 @@ from typing import Literal
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.ranks import RankMemory
 
-# Low, middle, high: the caching allocator's reserved bytes over those of tensors, and the bytes that context,
-# workspaces of libraries and communicators take beside them. From the published pairs of allocated, reserved
-# and device memory that docs/planning.md lists.
-FREE = (1.0, 1.06, 1.15)
+# Low, middle, high: the caching allocator's reserved bytes over those of tensors, from pairs of both in
+# published logs (docs/planning.md); and the bytes that context, workspaces of libraries and communicators
+# take beside them.
+FREE = (1.0, 1.12, 1.25)
+FULL = 1.06  # in place of the middle where the device is full: cached blocks are given back before it fails
 RESERVE = (1.0 * 2**30, 2.5 * 2**30, 5.0 * 2**30)
 
 PROCESS = (0.2 * 2**30, 0.4 * 2**30, 0.8 * 2**30)  # on a CPU: Python, PyTorch and gloo
@@ -78,7 +79,8 @@ def fit(ranks: Sequence[RankMemory], device: Device, reserve: float | None = Non
     usual = PROCESS if device.name.startswith("cpu") else RESERVE
     low, mid, high = usual if reserve is None else (reserve,) * 3
     allocated = Bytes(0.97 * most, most, 1.03 * most)
-    reserved = Bytes(most, FREE[1] * most, FREE[2] * most)
+    likely = min(FREE[1] * most, max(FULL * most, device.memory - mid))
+    reserved = Bytes(FREE[0] * most, likely, FREE[2] * most)
     whole = Bytes(reserved.low + low, reserved.mid + mid, reserved.high + high)
     return Fit(
         allocated=allocated, reserved=reserved, device=whole, capacity=device.memory, ranks=tuple(ranks)

@@ -9,10 +9,11 @@ PyTorch runs them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stretto.planner.counts.activations import ComputeConfig, Saved, block_saved, embedding_saved, head_saved
+from stretto.spec.framework import CORE
 from stretto.spec.shape import ModelShape
 
 
@@ -130,8 +131,11 @@ class _Sizes:
         self.q = e * t * shape.attention_width // tp
         self.kv = e * t * how.kv_heads(shape) * shape.head_dim
         self.scores = e * (shape.heads // tp) * t * (t * how.cp // how.batch)
-        # the random numbers of a sample's mask, of all heads
+        # beside the scores: scaled scores, and with 16 bits two tensors in float32
+        self.softmax = (1 if how.framework.fused_softmax else 4 if self.halves else 2) * self.scores
+        # the random numbers of a sample's mask, of all heads; PyTorch's own dropout stores none
         self.draw = _RATE * shape.heads * (how.tokens * how.cp // how.batch) ** 2
+        self.draw *= not how.framework.fused_softmax
         # backward of a norm: gradients of output, input and residual path; in 16 bits also, in float32, that
         # of the output, the normalised input, and their product
         self.norm = 3 * self.residual + (3 * self.exact_residual if self.halves else 0)
@@ -178,7 +182,10 @@ def _block(shape: ModelShape, how: ComputeConfig, apart: bool) -> LayerMemory:
         parts = [replace(p, passes=p.name in ("attn.proj input", "mlp.down input")) for p in parts]
     if how.recompute != "full":
         first = parts[0]
-        parts = [replace(part, kept=part.name in here) for part in parts]
+        if how.framework.operators == CORE:
+            parts = [replace(part, kept=part.name in here) for part in parts]
+        else:
+            parts = list(_kept_parts(parts, block_saved(shape, how)))
         return LayerMemory(parts=tuple(parts), input_bytes=first.bytes)
     (kept,) = block_saved(shape, how)
     again = [replace(part, kept=False) for part in parts[1:]]
@@ -188,8 +195,25 @@ def _block(shape: ModelShape, how: ComputeConfig, apart: bool) -> LayerMemory:
         parts=(Part(name=kept.name, bytes=kept.bytes), *again),
         input_bytes=kept.bytes,
         recomputed=True,
-        forward=_without_graph(shape, how, size),
+        forward=_without_graph(shape, how, size) + size.residual * how.framework.inputs_on_host,
     )
+
+
+def _kept_parts(parts: Sequence[Part], kept: Sequence[Saved]) -> Iterator[Part]:
+    """The parts where operators other than attention's core are recomputed: of a tensor that is kept in part,
+    two; and what is kept beside the tensors that a block keeps without recomputation.
+    """
+    sizes = {saved.name: saved.bytes for saved in kept}
+    beside = sizes.keys() - {part.name for part in parts}
+    for part in parts:
+        size = sizes.get(part.name, 0)
+        if 0 < size < part.bytes:
+            yield Part(name=part.name, bytes=size)
+            yield replace(part, bytes=part.bytes - size, kept=False)
+        else:
+            yield replace(part, kept=part.name in sizes)
+        if part.name == "norm2 statistics":
+            yield from (Part(name=name, bytes=sizes[name]) for name in sorted(beside))
 
 
 def _head(shape: ModelShape, how: ComputeConfig, apart: bool) -> LayerMemory:
@@ -278,12 +302,11 @@ def _block_extras(
     r, inner = size.residual, size.inner
     first = "mlp.gate_up" if shape.gated else "mlp.up"
     out = 2 * size.gathered + r if size.gathered else 2 * r  # before and after the reduction, or dropout
-    softmax = 4 if size.halves else 2  # scores and scaled scores; with 16 bits also two tensors in float32
     normed = 2 * size.exact_residual if size.halves and shape.gated else 0  # RMSNorm: input and squares
     forward = {
         "norm1 statistics": normed,
         "attn.core q": size.gathered + size.ordered,
-        "attn.core probabilities": softmax * size.scores + 2 * size.q,
+        "attn.core probabilities": size.softmax + 2 * size.q,
         "attn.core mask": size.draw,
         "attn.core dropped": 2 * size.q,
         "attn.core statistics": size.q,
@@ -299,7 +322,7 @@ def _block_extras(
         "norm1 input": size.norm,
         "attn.qkv input": r + size.q + 2 * size.kv + size.column + size.ordered,
         "attn.core statistics": core + size.q,
-        "attn.core probabilities": 3 * size.scores + r,
+        "attn.core probabilities": (2 if how.framework.fused_softmax else 3) * size.scores + r,
         "attn.core dropped": size.scores + core,
         "attn.core mask": 2 * size.scores + core,
         "attn.proj input": r + dropped + size.q + size.gathered,
@@ -343,7 +366,7 @@ def _waits(shape: ModelShape, how: ComputeConfig, size: _Sizes) -> dict[str, int
 def _without_graph(shape: ModelShape, how: ComputeConfig, size: _Sizes) -> int:
     """Peak bytes, beside its input, of a block's forward that keeps nothing."""
     explicit = how.attention == "explicit" or shape.dropout > 0
-    core = (5 if size.halves else 3) * size.scores if explicit else size.q
+    core = size.softmax + size.scores if explicit else size.q
     if shape.dropout:
         core = max(core, 2 * size.scores + size.draw)
     attention = size.residual + 2 * (size.q + 2 * size.kv) + core

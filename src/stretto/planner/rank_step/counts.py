@@ -63,7 +63,7 @@ def layer_flops(shape: ModelShape, kind: str, how: ComputeConfig) -> LayerFlops:
     attention, attention_back = _core(shape, how)
     both_ways, forward_only = _linears(shape, how)
     forward = both_ways + forward_only, attention
-    again = {"none": (0, 0), "selective": (0, attention), "full": forward}[how.recompute]
+    again = forward if how.recompute == "full" else (0, attention * how.repeats("core_attn"))
     return LayerFlops(forward, again, (2 * both_ways, attention_back))
 
 

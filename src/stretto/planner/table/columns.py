@@ -10,9 +10,10 @@ from stretto.errors import StrettoError, nearest
 from stretto.planner.assumptions import software_profiles
 from stretto.planner.machines.catalogue import clusters
 from stretto.program import names as schedules
+from stretto.spec.framework import OPERATORS
 from stretto.spec.shape import FAMILIES
 
-Kind = Literal["whole", "number", "share", "flag", "choice", "text"]
+Kind = Literal["whole", "number", "share", "flag", "choice", "choices", "text"]
 Value = int | float | bool | str
 USER_PREFIX = "x_"  # of the names of columns that a user adds; they are kept and not read
 _LARGEST = 2**24  # whole numbers above it are taken for mistakes
@@ -34,7 +35,7 @@ class Column:
         default: what an empty cell means, in words.
         meaning: with the unit.
         aliases: other names of the column.
-        choices: the values of a `choice`.
+        choices: the values of a `choice`, and of each word of `choices`.
     """
 
     name: str
@@ -47,7 +48,8 @@ class Column:
     @property
     def allowed(self) -> str:
         """The values of a cell, in words."""
-        return ", ".join(self.choices) if self.kind == "choice" else _ALLOWED[self.kind]
+        words = ", ".join(self.choices)
+        return {"choice": words, "choices": f"{words}; several with +"}.get(self.kind) or _ALLOWED[self.kind]
 
     def read(self, cell: str) -> Value:
         """The value of a non-empty cell.
@@ -69,6 +71,9 @@ class Column:
             return _FLAGS.get(word)
         if self.kind == "choice":
             return next((choice for choice in self.choices if choice.lower() == word), None)
+        if self.kind == "choices":
+            words = word.replace("+", " ").replace(",", " ").split()
+            return "+".join(words) if words and all(one in self.choices for one in words) else None
         try:
             number = float(word)
         except ValueError:
@@ -103,6 +108,11 @@ _DEVICE = "bf16; fp16 on devices without it"
 _TYPES = ("bf16", "fp16", "fp8", "fp32")
 _SUMS = "type in which gradients are accumulated; same: the weights'"
 _AGAIN = "what the backward recomputes: the attention core, or whole blocks"
+_PARTS = "what selective recomputation repeats: Megatron-Core's modules; alternate_mm: torchtitan's op"
+_MODULES = "recompute_modules"
+_INPUTS = "where the inputs of recomputed blocks are kept: cpu is DeepSpeed's cpu_checkpointing"
+_WHOSE = "whose ways of keeping weights, gradients and activations; fsdp: also torchtitan's, llm-foundry's"
+_USUALLY = "megatron; fsdp with zero = 3"
 _ZERO = "1 where copies > 1; more where states would not fit"
 _SHARED = "what is sharded over copies: 0 nothing, 1 states, 2 also gradients, 3 also parameters"
 _FLOPS = "what tflops_per_gpu counts; hardware FLOPs include recomputation"
@@ -167,13 +177,16 @@ SECTIONS: Mapping[str, Sequence[Column]] = {
             choices=("none", "cpu"),
         ),
         _column("choice", "recompute", _AGAIN, "none", "ac", choices=("none", "selective", "full")),
+        _column("choices", "recompute_operators", _PARTS, "core_attn", _MODULES, choices=OPERATORS),
         _column("flag", "shard_inputs", "inputs of recomputed blocks are split over tp", "0"),
+        _column("choice", "offload_inputs", _INPUTS, "none", choices=("none", "cpu")),
         _column("choice", "precision", "type of matrix products", _DEVICE, "dtype", choices=_TYPES),
         _column("choice", "gradients", _SUMS, "fp32", choices=("fp32", "same")),
     ),
     "software": (
         _column("choice", "attention", _KERNEL, _FLASH, "attn", choices=("fused", "unfused")),
         _column("choice", "software", _PROFILE, _AGE, choices=tuple(software_profiles())),
+        _column("choice", "framework", _WHOSE, _USUALLY, choices=("megatron", "deepspeed", "fsdp")),
         _column("flag", "fused_loss", "the loss keeps logits in 16 bits only", "0"),
         _column("flag", "overlap", "data-parallel collectives overlap with computation", "1"),
         _column("flag", "blocking", "a pipeline rank waits until what it sends has arrived", "0"),

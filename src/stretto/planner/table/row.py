@@ -23,6 +23,7 @@ from stretto.planner.table.columns import Cells
 from stretto.spec.data_parallel import MODES, DataParallel, Dtype, GradientType, Offload, Precision
 from stretto.spec.experts import ExpertShape
 from stretto.spec.flops import hardware_flops_per_token, model_flops_per_token
+from stretto.spec.framework import Framework, Operator
 from stretto.spec.job import Job, Recompute, RecomputeMode
 from stretto.spec.parameters import count_parameters
 from stretto.spec.presets import find_shape
@@ -81,7 +82,9 @@ def _seconds(cells: Cells, job: Job, cluster: Cluster) -> tuple[float | None, st
     flops = {
         "model": tokens * model_flops_per_token(job.shape, job.sequence),
         "hardware": tokens
-        * hardware_flops_per_token(job.shape, job.sequence, "none" if mode == "auto" else mode),
+        * hardware_flops_per_token(
+            job.shape, job.sequence, "none" if mode == "auto" else mode, operators=job.framework.operators
+        ),
     }
     tflops, mfu, hfu = (cells.number(name) for name in ("tflops_per_gpu", "mfu_pct", "hfu_pct"))
     if tflops is not None:
@@ -213,7 +216,7 @@ class Row:
             job.recompute,
             job.dp,
             job.context,
-            (job.attention, job.fused_loss),
+            (job.attention, job.fused_loss, job.framework),
             self.assumptions,
         )
 
@@ -243,8 +246,13 @@ def read_row(
     schedule, options = _schedule(row)
     global_batch, micro_batch = _batch(row, layout, sequence, int(options.get("chunks", 1)))
     precision = _precision(row, machine.device)
-    mode = cast(RecomputeMode, row.value_or("recompute", "none"))
+    recompute = _recompute(row)
     dp = _sharing(row, model, layout, machine, precision)
+    framework = _framework(row, dp, precision)
+    if (
+        framework.wide_shards and layout.pp > 1
+    ):  # FSDP sums whole gradients over the microbatches of a pipeline
+        dp = replace(dp, reduce="step")
     attention = row.value_or("attention", "unfused" if _before_bf16(machine.device) else "fused")
     job = Job(
         shape=model,
@@ -257,11 +265,12 @@ def read_row(
         expert_tp=layout.expert_tp,
         sequence_parallel=layout.tp > 1 and row.value_or("sp", True),
         context="ulysses" if row.word("context") == "ulysses" else "ring",
-        recompute=Recompute(mode, shard_inputs=row.flag("shard_inputs")),
+        recompute=recompute,
         dp=dp,
         precision=precision,
         attention="flash" if attention == "fused" else "explicit",
         fused_loss=row.flag("fused_loss"),
+        framework=framework,
         vocab_multiple=1 if dp.mode == "zero3" else _MEGATRON,
     )
     _check(job)
@@ -367,6 +376,39 @@ def _precision(row: Cells, device: Device) -> Precision:
 def _before_bf16(device: Device) -> bool:
     """Whether the device is older than Ampere: neither bfloat16 nor FlashAttention."""
     return "fp16" in device.tflops and "bf16" not in device.tflops
+
+
+def _recompute(row: Cells) -> Recompute:
+    """What the backward repeats; operators imply selective recomputation, inputs in host memory full."""
+    operators, on_host = row.word("recompute_operators"), row.word("offload_inputs") == "cpu"
+    mode = cast(
+        RecomputeMode, row.value_or("recompute", "selective" if operators else "full" if on_host else "none")
+    )
+    for name, there, needed in (
+        ("recompute_operators", bool(operators), "selective"),
+        ("offload_inputs", on_host, "full"),
+    ):
+        if there and mode != needed:
+            raise StrettoError(
+                f"{name} is {row.word(name)}, but recompute is {mode}",
+                hint=f"recompute={needed}, or leave {name} empty",
+            )
+    return Recompute(mode, shard_inputs=row.flag("shard_inputs"))
+
+
+def _framework(row: Cells, dp: DataParallel, precision: Precision) -> Framework:
+    """Whose ways the run follows; if that is empty, Megatron's, or FSDP's where parameters are sharded."""
+    sharded = dp.mode == "zero3"
+    name = row.value_or("framework", "fsdp") if sharded else row.word("framework") or "megatron"
+    operators = (row.word("recompute_operators") or "core_attn").split("+")
+    return Framework(
+        operators=tuple(cast(Operator, word) for word in operators),
+        inputs_on_host=row.word("offload_inputs") == "cpu",
+        fused_softmax=True,
+        fused_activation=name == "megatron" or row.word("software") in ("compiled", "tuned"),
+        wide_shards=name == "fsdp" and sharded,
+        lasting_gradients=name == "deepspeed" and precision.gradients == "float32" and not sharded,
+    )
 
 
 def _sharing(

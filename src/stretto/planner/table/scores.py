@@ -27,7 +27,9 @@ def at_peak(job: Job, cluster: Cluster) -> float:
     """Seconds of a step at an efficiency of 1."""
     mode = job.recompute.mode
     tokens = job.global_batch * job.sequence
-    flops = tokens * hardware_flops_per_token(job.shape, job.sequence, "none" if mode == "auto" else mode)
+    flops = tokens * hardware_flops_per_token(
+        job.shape, job.sequence, "none" if mode == "auto" else mode, operators=job.framework.operators
+    )
     microbatches = job.microbatches or 1
     bubble = (job.layout.pp - 1) / (microbatches * int(job.options.get("chunks") or 1))
     return flops / (job.layout.world * cluster.device.peak(precision_of(job))) * (1 + bubble)

@@ -16,6 +16,8 @@ from stretto.planner.machines.device import Device, Precision
 from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.operators import attention_seconds, matmul_seconds, pass_seconds
 from stretto.spec.attention import PLAIN
+from stretto.spec.flops import attention_flops, block_flops, recomputed_flops
+from stretto.spec.framework import Operator
 from stretto.spec.parameters import block_shapes
 from stretto.spec.shape import ModelShape
 
@@ -328,7 +330,7 @@ def layer_time(
         shape=shape, kind=kind, how=how, device=cluster.device, precision=precision, software=software
     )
     talk = [(m, _seconds(m, layout, cluster)) for m in _TRAFFIC[kind](shape, how)]
-    again = _again(work, how)
+    again = _again(work, shape, kind, how)
     host, host_back = software.host * work.kernels, software.host * kernels_back(work)
     # I and W share the launch overhead of a backward by their kernels' time
     both = max(work.back + work.weight, host_back)
@@ -368,8 +370,17 @@ def kernel_times_of(
     )
 
 
-def _again(work: KernelTimes, how: ComputeConfig) -> float:
-    return {"none": 0.0, "selective": work.core, "full": work.forward}[how.recompute]
+def _again(work: KernelTimes, shape: ModelShape, kind: str, how: ComputeConfig) -> float:
+    """Seconds of what a block repeats in its backward: of its linears, their share of the FLOPs."""
+    if how.recompute != "selective":
+        return work.forward if how.recompute == "full" else 0.0
+    core = work.core if how.repeats("core_attn") else 0.0
+    rest: list[Operator] = [operator for operator in how.framework.operators if operator != "core_attn"]
+    if not rest or kind != "block":
+        return core
+    linears = block_flops(shape, how.sequence) - attention_flops(shape, how.sequence)
+    share = recomputed_flops(shape, how.sequence, "selective", rest) / linears
+    return core + share * (work.forward - work.core)
 
 
 def _seconds(message: Message, layout: Layout, cluster: Cluster) -> float:

@@ -1,0 +1,52 @@
+"""What other frameworks keep, fuse and recompute where Stretto does not. Only predictions know it, to count
+the memory of such runs; no config can name it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+# Megatron-Core's `recompute_modules`; and `alternate_mm`, torchtitan's policy "op", which keeps the output
+# of every second matrix product and of attention.
+Operator = Literal[
+    "core_attn",
+    "layernorm",
+    "mla_up_proj",
+    "mlp",
+    "moe",
+    "moe_act",
+    "shared_experts",
+    "alternate_mm",
+]
+OPERATORS: tuple[Operator, ...] = get_args(Operator)
+CORE: tuple[Operator, ...] = ("core_attn",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framework:
+    """What a training framework keeps; the defaults are Stretto's own ways.
+
+    Attributes:
+        operators: what selective recomputation repeats of each block.
+        inputs_on_host: full recomputation copies the inputs of blocks to host memory as soon as a block has
+            run, as DeepSpeed's `cpu_checkpointing` does.
+        fused_softmax: one kernel scales, masks and normalises the scores of explicit attention, and dropout
+            stores no random numbers.
+        fused_activation: one kernel makes the input of a gated MLP's second linear from the output of the
+            first, and keeps nothing between them.
+        wide_shards: sharded parameters are kept in float32 and gathered in 16 bits, as FSDP does; otherwise
+            float32 masters stay beside shards of 16 bits.
+        lasting_gradients: gradients of 16 bits stay beside the float32 ones that they are added to, as with
+            DeepSpeed's BF16Optimizer; otherwise they are freed layer by layer.
+    """
+
+    operators: tuple[Operator, ...] = CORE
+    inputs_on_host: bool = False
+    fused_softmax: bool = False
+    fused_activation: bool = False
+    wide_shards: bool = False
+    lasting_gradients: bool = False
+
+
+STRETTO = Framework()

@@ -1,0 +1,85 @@
+"""What of a rank's tensors the allocator and the device make, and the verdict."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from stretto.planner.machines.catalogue import find_cluster
+from stretto.planner.memory.fits import RESERVE, Fit, fit
+from stretto.planner.memory.ranks import RankMemory
+
+GIB = 2**30
+DEVICE = find_cluster("a100-80gb:8").device
+RANK = RankMemory(
+    rank=0,
+    weights=0,
+    gradients=0,
+    optimizer=0,
+    activations=0,
+    ends=0,
+    messages=0,
+    transient=0,
+    versions=0,
+    batch=0,
+    held=0,
+    at="0F0",
+)
+
+
+def of(gib: float) -> Fit:
+    return fit([RANK, replace(RANK, activations=int(gib * GIB))], DEVICE)
+
+
+VERDICTS = [
+    (1.0, "fits"),
+    (59.0, "fits"),
+    (60.0, "tight"),
+    (78.0, "tight"),
+    (79.0, "does not fit"),
+]
+
+
+@pytest.mark.parametrize(("gib", "verdict"), VERDICTS)
+def test_verdicts(gib: float, verdict: str) -> None:
+    assert of(gib).verdict == verdict
+
+
+def test_the_published_pairs_of_allocated_and_reserved_lie_inside() -> None:
+    """MiB: BigScience's logs of Megatron on 16 to 256 V100, and of Megatron with DeepSpeed; the fullest rank
+    of each.
+    """
+    pairs = (
+        (26204.6, 30772),
+        (22112.8, 26880),
+        (24761.8, 30164),
+        (22959.5, 27792),
+        (22241.1, 26940),
+        (19976.1, 23330),
+        (17473.3, 21306),
+        (18175.4, 19286),
+        (26118.2, 28560),
+        (26118.2, 28234),
+    )
+    for allocated, reserved in pairs:
+        interval = of(allocated / 1024).reserved
+        assert interval.low <= reserved * 2**20 <= interval.high
+
+
+def test_a_full_device_makes_the_allocator_give_back() -> None:
+    """Free blocks are a twelfth of all tensors where there is room; where there is none, hardly any."""
+    roomy, full = of(40.0), of(70.0)
+    assert roomy.reserved.mid == pytest.approx(1.12 * 40 * GIB)
+    assert full.device.mid == pytest.approx(DEVICE.memory)
+    assert full.likely
+    assert not of(73.0).likely
+    totals = [of(gib / 4).device.mid for gib in range(400)]
+    assert totals == sorted(totals)
+
+
+def test_a_reserve_of_the_user_replaces_the_usual_one() -> None:
+    held = fit([replace(RANK, activations=GIB)], DEVICE, reserve=2.0 * GIB)
+    assert held.device.low == 3 * GIB
+    assert held.device.mid == pytest.approx(3.12 * GIB)
+    assert of(1.0).device.low == GIB + RESERVE[0]
