@@ -59,7 +59,7 @@ def test_objects_print_as_one_short_line() -> None:
     assert repr(lowered).startswith("Program('1f1b': 2 ranks, 2 microbatches, ")
     assert repr(lowered).endswith(" actions, lowered)")
     timeline = stretto.simulate(stretto.schedule("1f1b", 2, 2))
-    assert repr(timeline) == "Timeline('1f1b': makespan 9, bubble rate 33.3%)"
+    assert repr(timeline) == "Timeline('1f1b': makespan 9, bubble 33.3%)"
     mesh = stretto.Mesh(stretto.Layout())
     assert repr(mesh) == "Mesh(single: rank 0 of 1, cpu)"
     layers = [nn.Linear(2, 2)]

@@ -63,7 +63,7 @@ def test_chunks_and_group_reach_the_schedule(capsys: pytest.CaptureFixture[str])
 def test_text_shows_rows_and_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["schedule", *SMALL]) == 0
     shown = capsys.readouterr().out
-    assert "makespan 33, bubble rate 27.3%" in shown
+    assert "makespan 33, bubble 27.3% at F = I = W = 1" in shown
     assert "rank 0  F0-F1-F2-F3-" in shown
     assert "\x1b" not in shown
 

@@ -95,7 +95,7 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [tmp_path / f"picture.{kind}" for kind in ("svg", "html")]
     assert main.run(["schedule", *arguments, "--svg", str(paths[0]), "--html", str(paths[1])]) == 0
     shown = capsys.readouterr().out
-    assert "schedule              makespan  bubble rate  peak activations  transfers" in shown
+    assert "schedule              makespan  bubble  peak activations  transfers" in shown
     assert all(f"wrote {path}" in shown for path in paths)
     assert "interleaved:chunks=4" in paths[0].read_text()
     assert paths[1].read_text().count('"title":') == 3

@@ -126,7 +126,7 @@ def test_comparison_lays_all_on_one_axis() -> None:
     widths = [float(each.get("width", "")) for each in grounds]
     assert widths == pytest.approx([920 * each.makespan / both[1].makespan for each in both for _ in (0, 1)])
     assert texts[texts.index("schedule") :][: 3 * 5] == [
-        *("schedule", "makespan", "bubble rate", "peak activations", "transfers"),
+        *("schedule", "makespan", "bubble", "peak activations", "transfers"),
         *("gpipe", "15", "20.0%", "4", "8"),
         *("naive", "24", "50.0%", "1", "8"),
     ]
@@ -154,7 +154,7 @@ def test_svg_has_the_figures_and_dark_colours() -> None:
     svg = timeline_svg(replay("1f1b", 4, 8))
     texts = ["".join(each.itertext()) for each in ET.fromstring(svg).iter(f"{SVG}text")]
     assert "1f1b" in texts
-    assert "4 ranks, 8 microbatches: makespan 33, bubble rate 27.3%" in texts
+    assert "4 ranks, 8 microbatches: makespan 33, bubble 27.3% at F = I = W = 1" in texts
     assert [text for text in texts if text.startswith("rank")] == [f"rank {rank}" for rank in range(4)]
     assert "prefers-color-scheme: dark" in svg
     assert "bubble" in texts

@@ -45,6 +45,7 @@ def facts(result: Partition) -> dict[str, Any]:
         "bound_s": result.bound,
         "proved": result.proved,
         "bubble": result.timeline.bubble.rate,
+        "idle": result.timeline.idle,
         "stages": [
             {
                 "stage": at,
@@ -103,9 +104,10 @@ def show(to: Console, result: Partition, written: Path | None = None) -> None:
         ranks.add_row(str(rank), f"{1e3 * busy:.3f}", f"{held / MIB:.1f}")
     to.print(ranks, soft_wrap=True)
     proof = "no cut is better" if result.proved else f"no cut is below {1e3 * result.bound:.3f} ms"
+    timeline = result.timeline
     to.print(
-        f"step {1e3 * result.seconds:.3f} ms predicted, bubble {100 * result.timeline.bubble.rate:.1f}%; "
-        f"{proof}",
+        f"step {1e3 * result.seconds:.3f} ms predicted, bubble {100 * timeline.bubble.rate:.1f}% on the "
+        f"busiest rank, {100 * timeline.idle:.1f}% on average; {proof}",
         soft_wrap=True,
     )
     beside = side_table("other cuts", "step ms", "this one is")

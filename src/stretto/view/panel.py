@@ -124,14 +124,15 @@ def chunks(program: Program) -> int:
 
 
 def headline(timeline: Timeline) -> str:
-    """One line of figures under a picture's title."""
+    """One line of figures under a picture's title; it says so where the times are those of no model."""
     program = timeline.program
     each = chunks(program) // program.copies
     held = f", {each} chunks" if each > 1 else ""
     copies = f", {program.copies} copies of the weights" if program.copies > 1 else ""
+    unit = " at F = I = W = 1" if timeline.costs == Costs() else ""
     return (
         f"{count(program.ranks, 'rank')}{held}{copies}, {count(program.microbatches, 'microbatch', 'es')}: "
-        f"makespan {timeline.makespan:g}, bubble rate {timeline.bubble.rate:.1%}"
+        f"makespan {timeline.makespan:g}, bubble {timeline.bubble.rate:.1%}{unit}"
     )
 
 
@@ -251,11 +252,11 @@ def shades(panels: Sequence[Panel]) -> str:
     return "lighter: later " + " or ".join(["chunk"] * chunked + ["copy of the weights"] * copied)
 
 
-HEAD = ("schedule", "makespan", "bubble rate", "peak activations", "transfers")
+HEAD = ("schedule", "makespan", "bubble", "peak activations", "transfers")
 
 
 def figures(timeline: Timeline) -> dict[str, Any]:
-    """Makespan in the unit of the costs, bubble rate as a part of it, the most activations that a rank holds
+    """Makespan in the unit of the costs, the bubble as a part of it, the most activations that a rank holds
     in rank units, and messages between ranks.
     """
     return {

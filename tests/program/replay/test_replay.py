@@ -195,3 +195,11 @@ def test_hundreds_of_thousands_of_actions_a_second():
     start = time.process_time()
     simulate(program)
     assert actions / (time.process_time() - start) > 200_000
+
+
+def test_ranks_with_less_work_idle_beside_the_bubble() -> None:
+    program = schedule("1f1b", 2, 8)
+    even, uneven = (simulate(program, Costs(per_stage=[(1.0, 1.0, 1.0), (f, f, f)])) for f in (1.0, 0.5))
+    assert even.idle == pytest.approx(even.bubble.rate)
+    assert uneven.idle == pytest.approx(1 - 1.5 * 24 / (2 * uneven.makespan))
+    assert uneven.idle > uneven.bubble.rate + 0.2

@@ -347,7 +347,7 @@ class Timeline:
     queued: Mapping[Action, Action] = field(default_factory=dict[Action, Action])
 
     def __repr__(self) -> str:
-        bubble = f"bubble rate {self.bubble.rate:.1%}"
+        bubble = f"bubble {self.bubble.rate:.1%}"
         return f"Timeline({self.program.name!r}: makespan {self.makespan:g}, {bubble})"
 
     @property
@@ -378,6 +378,12 @@ class Timeline:
         barrier = self.makespan - self.ideal
         idle = [end - start - work for (start, end), work in zip(self.spans, self.work, strict=True)]
         return Bubble(barrier, max(idle, default=0.0), barrier / self.makespan if self.makespan else 0.0)
+
+    @property
+    def idle(self) -> float:
+        """Idle part of all ranks' time together; above the bubble's rate where ranks have unequal work."""
+        whole = self.makespan * self.program.ranks
+        return 1.0 - sum(self.work) / whole if whole else 0.0
 
     @cached_property
     def spans(self) -> list[tuple[float, float]]:

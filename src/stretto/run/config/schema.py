@@ -358,7 +358,7 @@ class MetricsConfig(ReportConfig):
         default=0,
         ge=0,
         description="Step, counted from the start or the resume, in which every rank records a timeline; "
-        "`trace/` and `report.html` in the run's folder compare it with the replay. 0: none.",
+        "`trace/` and `report.html` in the run's folder compare it with the prediction. 0: none.",
     )
 
 
