@@ -39,6 +39,10 @@ class Framework:
             float32 masters stay beside shards of 16 bits.
         lasting_gradients: gradients of 16 bits stay beside the float32 ones that they are added to, as with
             DeepSpeed's BF16Optimizer; otherwise they are freed layer by layer.
+        buckets: bytes of buffers for reductions that are there all the time: DeepSpeed's
+            `reduce_bucket_size`, by default 5e8 elements.
+        dtensor_loss: the loss of a vocabulary that is split over tp is DTensor's, which makes its gradient
+            from three float32 tensors of the logits' size.
     """
 
     operators: tuple[Operator, ...] = CORE
@@ -47,6 +51,8 @@ class Framework:
     fused_activation: bool = False
     wide_shards: bool = False
     lasting_gradients: bool = False
+    buckets: int = 0
+    dtensor_loss: bool = False
 
 
 STRETTO = Framework()

@@ -14,6 +14,7 @@ from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.memory.layer import layer_memory
 from stretto.planner.memory.stage import stage_memory
 from stretto.run.train.memory_measured import HeldMemory
+from stretto.spec.framework import Framework
 from stretto.spec.shape import ModelShape
 
 ROWS, HIDDEN, VOCAB = 64, 16, 1024
@@ -76,3 +77,19 @@ def test_a_fused_loss_takes_a_third_of_the_memory() -> None:
     )
     logits = 2 * ROWS * VOCAB
     assert fused.ends + fused.backward < 2.5 * logits < 6 * logits < plain.ends + plain.backward
+
+
+def test_dtensor_makes_its_loss_s_gradient_from_three_tensors() -> None:
+    """With a vocabulary split over tp: the log-probabilities, a tensor for the targets, exponentials, and the
+    product with the incoming gradient.
+    """
+    how = replace(HOW, tp=2)
+    plain, wide = (
+        stage_memory([layer_memory(SHAPE, replace(how, framework=Framework(dtensor_loss=d)), 2)], 0)
+        for d in (False, True)
+    )
+    exact = 4 * ROWS * VOCAB // 2
+    assert wide.ends == plain.ends
+    assert wide.backward == 3 * exact - 10 * ROWS > plain.backward  # the targets are consumed first
+    alone = [layer_memory(SHAPE, replace(HOW, framework=Framework(dtensor_loss=d)), 2) for d in (False, True)]
+    assert alone[0] == alone[1]

@@ -381,6 +381,8 @@ def test_frameworks_keep_states_in_their_ways() -> None:
     assert row(LLAMA, framework="deepspeed").job.framework.lasting_gradients
     assert not row(LLAMA, framework="deepspeed", gradients="same").job.framework.lasting_gradients
     assert plain.repeat != row(LLAMA, framework="deepspeed").repeat
+    assert [r.job.framework.buckets for r in (plain, row(LLAMA, framework="deepspeed"))] == [0, 10**9]
+    assert sharded.job.framework.dtensor_loss
 
 
 def test_the_docs_contain_the_reference_of_all_columns() -> None:

@@ -13,7 +13,7 @@ from stretto.planner.memory.ranks import RankMemory
 # Low, middle, high: the caching allocator's reserved bytes over those of tensors, from pairs of both in
 # published logs (docs/planning.md); and the bytes that context, workspaces of libraries and communicators
 # take beside them.
-FREE = (1.0, 1.12, 1.25)
+FREE = (1.0, 1.15, 1.25)
 FULL = 1.06  # in place of the middle where the device is full: cached blocks are given back before it fails
 RESERVE = (1.0 * 2**30, 2.5 * 2**30, 5.0 * 2**30)
 

@@ -221,9 +221,12 @@ def _head(shape: ModelShape, how: ComputeConfig, apart: bool) -> LayerMemory:
     saved = head_saved(shape, how)
     loss = next(s.name for s in saved if s.name.startswith("loss"))
     copied = size.exact if size.halves else 0
+    probabilities = size.logits if size.halves else 0  # overwritten with the gradient
+    if how.framework.dtensor_loss and how.tp > 1:
+        copied, probabilities = copied + size.exact, 3 * size.exact
     made, consumed = {  # bytes beside what the loss keeps: in the forward, in the backward
         "loss log-probabilities": (size.logits + copied, 2 * size.exact),
-        "loss probabilities": (size.logits + copied, size.logits if size.halves else 0),
+        "loss probabilities": (size.logits + copied, probabilities),
         "loss logits": (0, size.logits),
     }[loss]
     gathered = size.gathered + size.ordered + size.logits if size.gathered else 0

@@ -99,7 +99,7 @@ class RankMemory:
         gathered: whole weights that are held for a while, of which the rank keeps a shard.
         open: whole gradients that are held for a while, of which it keeps a shard.
         versions: copies of weights that older microbatches compute with.
-        batch: tokens and targets of a step, and tables of positions.
+        batch: tokens and targets of a step, tables of positions, and a framework's buckets.
         held: the most bytes between two actions.
         flights: by stage, the most microbatches whose activations are held at once.
         stages: by stage, bytes that one microbatch keeps.
@@ -206,6 +206,7 @@ class _Walk:
             self._act(action)
         self._update()
         batch = 2 * _ID * self.job.how.tokens * self.program.microbatches + _tables(self.job)
+        batch += self.job.how.framework.buckets
         return RankMemory(
             rank=self.rank,
             weights=states.weights,

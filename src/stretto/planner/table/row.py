@@ -173,6 +173,7 @@ def _experts(cells: Cells, base: ExpertShape | None) -> ExpertShape | None:
 
 
 _MEGATRON = 128  # a rank's share of the vocabulary is a multiple of it, unless parameters are sharded
+_BUCKET = 10**9  # bytes of DeepSpeed's buffer for reductions: 5e8 elements of 16 bits
 _TOKENS = 16384  # up to which, without a pipeline, the batch of a replica is one microbatch
 _LONGEST = 1_000_000  # forwards in a step of one replica, at most
 _MODES: tuple[Mode, ...] = ("ddp", "zero1", "zero2", "zero3")
@@ -407,6 +408,8 @@ def _framework(row: Cells, dp: DataParallel, precision: Precision) -> Framework:
         fused_softmax=True,
         fused_activation=name == "megatron" or row.word("software") in ("compiled", "tuned"),
         wide_shards=name == "fsdp" and sharded,
+        buckets=_BUCKET if name == "deepspeed" and dp.mode != "ddp" else 0,
+        dtensor_loss=name == "fsdp",
         lasting_gradients=name == "deepspeed" and precision.gradients == "float32" and not sharded,
     )
 
