@@ -1,119 +1,236 @@
-"""Fits the software's part of a step: the host time to launch a kernel and an action, and the slowdown of
-kernels within a step compared with kernels alone. Fitted on the runs that planning_split.yaml names: half
-of vTrain's single-node runs, whose layers are so small that the host dominates, and tables of Korthikanti
-et al. 2022 and Narayanan et al. 2021, whose layers are so large that kernels do.
+"""Fits the software's part of a step to measured runs: what the host costs, and how much slower kernels and
+collectives are within a step than alone. `planner/assumptions.py` describes each constant.
 
     python benchmarks/fit_steps.py --tables ../shared/tables [--write]
 
-Prints the constants and the errors on both; `--write` stores them in planner/data/software.yaml.
+Fits to the rows that planning_split.yaml names, so that all others stay unseen; leave_one_out.py refits to
+all rows of all tables but one. The mean logarithmic error of each table counts equally, so that a table of
+hundreds of small runs does not outweigh one of a few large ones; where no row depends on a constant, it
+stays at its prior. The step is linearised in the logarithms of the constants (one prediction of every row
+for each), the linear model is minimised, and the two are repeated. `--write` stores the constants in
+planner/data/software.yaml.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
-from math import log
 from pathlib import Path
-from statistics import mean
+from typing import Any
 
+import numpy as np
 import yaml
-from planning import HERE, TABLES, is_fitted
+from fitting import TABLES, Column
+from planning import HERE, is_fitted
 from published import adapted
 
-from stretto.planner.assumptions import SoftwareProfile, software_profile
+from stretto.errors import StrettoError
+from stretto.planner.assumptions import SoftwareProfile, software_profiles
 from stretto.planner.estimate import estimate
 from stretto.planner.table.predicting import Predicted
 from stretto.planner.table.row import Row, read_row
 
-SMALL, LARGE = "vtrain_single_node_a100", ("korthikanti_2022_a100", "megatron_sc21_a100")
-EVERY = 4  # use one in EVERY of the small runs' half: they differ little
+MOST = 60  # rows of a table that a fit uses, evenly spaced: the others differ little
 
 
-def fitted_rows(folder: Path, table: str, every: int = 1) -> list[Row]:
-    """The rows of a table used for fitting."""
-    split = yaml.safe_load((HERE / "planning_split.yaml").read_text(encoding="utf-8"))
-    kept: list[Row] = []
+@dataclass(frozen=True, kw_only=True)
+class Constant:
+    """A constant that runs determine.
+
+    Attributes:
+        profiles: the software profiles that have it; empty: all of them.
+        prior: its value where no run says anything, from before any of these runs was looked at.
+        spread: standard deviation of the prior's logarithm.
+        low, high: bounds.
+    """
+
+    profiles: tuple[str, ...]
+    prior: float
+    spread: float
+    low: float
+    high: float
+
+
+# Priors: a kernel launched from Python costs 10 to 40 us of the host in this code (Megatron's layer counts 16
+# kernels where PyTorch launches two to three times as many operations); the rest are round figures.
+CONSTANTS: Mapping[str, Constant] = {
+    "host": Constant(profiles=("unfused", "eager"), prior=25e-6, spread=0.5, low=5e-6, high=80e-6),
+    "action": Constant(profiles=("unfused", "eager"), prior=1e-3, spread=0.7, low=1e-4, high=5e-3),
+    "blocking": Constant(profiles=(), prior=0.1, spread=1.0, low=0.02, high=1.0),
+    "alone": Constant(profiles=(), prior=1.05, spread=0.05, low=0.95, high=1.25),
+    "sharded": Constant(profiles=("unfused", "eager"), prior=0.3, spread=1.0, low=0.05, high=1.0),
+}
+Values = Mapping[str, float]
+PENALTY = 0.004  # of a constant one standard deviation from its prior, in mean error
+
+
+def applied(profile: str, software: SoftwareProfile, values: Values) -> SoftwareProfile:
+    """A profile with the fitted constants that it has."""
+    mine = {n: v for n, v in values.items() if not CONSTANTS[n].profiles or profile in CONSTANTS[n].profiles}
+    return replace(software, **mine)
+
+
+def timed_rows(folder: Path, table: str) -> list[Row]:
+    """The rows of a table with a measured time that can be predicted."""
+    rows = list[Row]()
     for cells, refused in adapted(folder, table):
         if refused:
-            continue  # scored by planning.py
-        row = read_row(cells)
-        if row.measured.seconds is not None and is_fitted(
-            split, table, Predicted(number=0, cells=cells, row=row)
-        ):
-            kept.append(row)
-    return kept[::every]
+            continue
+        try:
+            row = read_row(cells)
+        except StrettoError:
+            continue  # reported by planning.py
+        if row.measured.seconds is not None:
+            rows.append(row)
+    return rows
 
 
-def errors(rows: Iterable[Row], software: SoftwareProfile) -> list[float]:
+def chosen_rows(rows: Sequence[Row]) -> list[Row]:
+    """At most `MOST` rows, evenly spaced, without those whose replay takes longest."""
+    quick = [row for row in rows if row.job.layout.pp * (row.job.microbatches or 1) < 20_000]
+    return [quick[int(at)] for at in np.linspace(0, len(quick) - 1, min(MOST, len(quick)))]
+
+
+def profile_name(row: Row) -> str:
+    """The name of the software profile of a row."""
+    return next(n for n, profile in software_profiles().items() if profile == row.assumptions.software)
+
+
+def with_constants(row: Row, values: Values) -> Row:
+    """The row run by software with these constants."""
+    software = applied(profile_name(row), row.assumptions.software, values)
+    return replace(row, assumptions=replace(row.assumptions, software=software))
+
+
+def log_errors(rows: Sequence[Row], values: Values) -> Column:
     """Logarithms of the ratio of predicted to measured seconds."""
-    logs: list[float] = []
-    for row in rows:
-        assumptions = replace(row.assumptions, software=software)
-        seconds = estimate(row.job, row.cluster, assumptions, memory=False).seconds
-        assert row.measured.seconds is not None
-        logs.append(log(seconds / row.measured.seconds))
-    return logs
+    known = dict[object, float]()  # rows that repeat a job share its prediction
+    logs = list[float]()
+    for row in (with_constants(row, values) for row in rows):
+        key = (row.group, row.repeat)
+        if key not in known:
+            known[key] = estimate(row.job, row.cluster, row.assumptions, memory=False).seconds
+        logs.append(np.log(known[key] / (row.measured.seconds or np.nan)))
+    return np.array(logs)
 
 
-def fit(small: list[Row], large: list[Row], software: SoftwareProfile) -> SoftwareProfile:
-    """Host and action from the small runs, `alone` from the mean of the large ones, alternately."""
-    for _ in range(3):
-        bias = mean(errors(large, software))
-        software = replace(software, alone=round(software.alone * (1 - bias), 3))
+@dataclass
+class Linear:
+    """Errors of a table's rows, linear in the logarithms of the constants around a point."""
 
-        @lru_cache
-        def loss(host: float, action: float, plain: SoftwareProfile = software) -> float:
-            tried = replace(plain, host=host * 1e-6, action=action * 1e-6)
-            return mean(abs(error) for error in errors(small, tried))
+    at: Column
+    errors: Column
+    slopes: np.ndarray[tuple[int, int], np.dtype[np.float64]]
 
-        best = min(
-            ((host, action) for host in range(24, 42, 2) for action in range(0, 3500, 500)),
-            key=lambda at: loss(*at),
-        )
-        finer = ((best[0] + h, best[1] + a) for h in (-1, 0, 1) for a in (-250, 0, 250))
-        host, action = min(((h, max(0, a)) for h, a in finer), key=lambda at: loss(*at))
-        software = replace(software, host=host * 1e-6, action=action * 1e-6)
-    return software
+    def __call__(self, point: Column) -> Column:
+        return self.errors + self.slopes @ (point - self.at)
 
 
-def fit_sharded(rows: list[Row], software: SoftwareProfile) -> SoftwareProfile:
-    """The speed of ZeRO-3's collectives at the time, from Narayanan et al. 2021, table 2."""
-    tried = [replace(software, sharded=round(0.05 * at, 2)) for at in range(1, 21)]
-    return min(tried, key=lambda one: mean(abs(error) for error in errors(rows, one)))
+STEP = 0.15  # of a constant's logarithm, for its slope; `alone` is so narrow that it takes a third
 
 
-def write(software: SoftwareProfile) -> None:
-    """Write the constants to the data file: `alone` for all programs, the others for the first."""
+def linearised(rows: Sequence[Row], point: Column) -> Linear:
+    """One prediction of every row at the point, and one for each constant."""
+    base = log_errors(rows, values_at(point))
+    slopes = np.zeros((len(rows), len(point)))
+    for i, name in enumerate(CONSTANTS):
+        step = STEP / 3 if name == "alone" else STEP
+        moved = point.copy()
+        moved[i] += step if point[i] + step <= np.log(CONSTANTS[name].high) else -step
+        slopes[:, i] = (log_errors(rows, values_at(moved)) - base) / (moved[i] - point[i])
+    return Linear(point.copy(), base, slopes)
+
+
+def values_at(point: Column) -> dict[str, float]:
+    return {name: float(f"{np.exp(x):.4g}") for name, x in zip(CONSTANTS, point, strict=True)}
+
+
+def point_of(values: Values) -> Column:
+    return np.log([values[name] for name in CONSTANTS])
+
+
+def minimised(tables: Sequence[Linear], start: Column) -> Column:
+    """The point with the least mean error over tables, by coordinates, within the bounds."""
+    prior = np.log([c.prior for c in CONSTANTS.values()])
+    spread = np.array([c.spread for c in CONSTANTS.values()])
+    low, high = (np.log([getattr(c, end) for c in CONSTANTS.values()]) for end in ("low", "high"))
+
+    def loss(point: Column) -> float:
+        wrong = float(np.mean([np.abs(table(point)).mean() for table in tables]))
+        return wrong + PENALTY * float((((point - prior) / spread) ** 2).sum())
+
+    point, best = start.copy(), loss(start)
+    size = 0.2
+    while size > 0.002:
+        moved = False
+        for i in range(len(point)):
+            for sign in (1.0, -1.0):
+                other = point.copy()
+                # steps beyond half the prior's spread overshoot narrow constants
+                other[i] = np.clip(point[i] + sign * min(size, spread[i] / 2), low[i], high[i])
+                if (value := loss(other)) < best - 1e-7:
+                    point, best, moved = other, value, True
+        size *= 1.0 if moved else 0.5
+    return point
+
+
+def shipped() -> dict[str, float]:
+    """The constants in the data file, or their priors where it has none."""
+    profiles = software_profiles()
+    return {
+        name: getattr(profiles["unfused"], name) or constant.prior for name, constant in CONSTANTS.items()
+    }
+
+
+def write(values: Values) -> None:
+    """Write the constants into the data file."""
     path = Path(str(files("stretto.planner").joinpath("data/software.yaml")))
-    text = re.sub(r"alone: .*", f"alone: {software.alone:g}", path.read_text(encoding="utf-8"))
-    text = re.sub(r"(unfused:\n  host: ).*", rf"\g<1>{software.host:.3e}", text)
-    text = re.sub(r"(\n  action: ).*", rf"\g<1>{software.action:.3e}", text)
-    text = re.sub(r"(\n  sharded: ).*", rf"\g<1>{software.sharded:g}", text)
-    path.write_text(text, encoding="utf-8")
+    lines, profile = list[str](), ""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if re.match(r"\w+:", line):
+            profile = line.rstrip(":")
+        match = re.match(r"  (\w+): ", line)
+        name = match[1] if match else ""
+        if name in CONSTANTS and (not CONSTANTS[name].profiles or profile in CONSTANTS[name].profiles):
+            line = f"  {name}: {values[name]:.4g}"
+        lines.append(line)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def fit(tables: Mapping[str, Sequence[Row]], start: Values, rounds: int = 2) -> dict[str, float]:
+    """The constants for the rows of these tables."""
+    point = point_of(start)
+    for _ in range(rounds):
+        point = minimised([linearised(rows, point) for rows in tables.values()], point)
+    return values_at(point)
+
+
+def fits(split: dict[str, Any], table: str, row: Row) -> bool:
+    """Whether planning_split.yaml names the row."""
+    return is_fitted(split, table, Predicted(number=0, cells=row.cells, row=row))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tables", type=Path, default=TABLES)
     parser.add_argument("--write", action="store_true", help="into software.yaml")
     options = parser.parse_args()
-    small = fitted_rows(options.tables, SMALL, EVERY)
-    large = [row for table in LARGE for row in fitted_rows(options.tables, table)]
-    sharded = [row for row in large if row.job.dp.mode == "zero3"]
-    large = [row for row in large if row not in sharded]
-    software = fit_sharded(sharded, fit(small, large, software_profile("unfused")))
-    constants = {name: getattr(software, name) for name in ("host", "action", "alone", "sharded")}
-    print(", ".join(f"{name} {value:.3g}" for name, value in constants.items()))
-    for name, rows in ((SMALL, fitted_rows(options.tables, SMALL)), (" and ".join(LARGE), large)):
-        logs = errors(rows, software)
-        size, bias = 100 * mean(map(abs, logs)), 100 * mean(logs)
+    split = yaml.safe_load((HERE / "planning_split.yaml").read_text(encoding="utf-8"))
+    tables = {
+        name: chosen_rows([row for row in timed_rows(options.tables, name) if fits(split, name, row)])
+        for name in split["runs"]
+    }
+    values = fit(tables, shipped())
+    print(yaml.safe_dump(values, sort_keys=False).strip())
+    for name, rows in tables.items():
+        logs = log_errors(rows, values)
+        size, bias = 100 * np.abs(logs).mean(), 100 * logs.mean()
         print(f"{name}: {len(rows)} rows, mean error {size:.1f}%, bias {bias:+.1f}%")
     if options.write:
-        write(software)
+        write(values)
 
 
 if __name__ == "__main__":

@@ -51,12 +51,12 @@ def adapt(row: dict[str, str]) -> dict[str, str]:
         cells["offload"] = "cpu"
     if "Par Offl=Y" in notes or full:
         cells["offload_parameters"] = "cpu"
-    if cells["zero"] == "3":
-        cells["overlap"] = "1"
-        if "HF + Deepspeed" not in notes:
-            # inputs of recomputed blocks in parts (Rajbhandari et al. 2020, section 6.1), and in host memory
-            cells["shard_inputs"] = str(int(int(cells["tp"]) > 1))
-            cells["offload_inputs"] = "none" if _on_device(row) else "cpu"
+    if "HF + Deepspeed" in notes:
+        cells["software"] = "eager"
+    if cells["zero"] == "3" and "HF + Deepspeed" not in notes:
+        # inputs of recomputed blocks in parts (Rajbhandari et al. 2020, section 6.1), and in host memory
+        cells["shard_inputs"] = str(int(int(cells["tp"]) > 1))
+        cells["offload_inputs"] = "none" if _on_device(row) else "cpu"
     cells["framework"] = "deepspeed" if "eepspeed" in notes or cells["zero"] != "0" else "megatron"
     return cells
 

@@ -47,8 +47,6 @@ def narayanan(row: dict[str, str]) -> dict[str, str]:
     pp = int(cells.get("pp") or row["pp"] or 1)
     if "interleaving factor not stated" in row["notes"] and pp > 1:
         cells["vp"] = str(fewest_chunks(int(row["layers"]), pp))
-    if row["zero"] == "3":
-        cells["overlap"] = "1"
     return megatron(row, **cells)
 
 

@@ -344,6 +344,7 @@ def _entry(one: Ranked) -> dict[str, Any]:
         "step_time_s": made.seconds,
         "low": made.low,
         "high": made.high,
+        "widths": dict(made.widths),
         "tokens_per_s": made.tokens_per_s,
         "tokens_per_dollar": one.tokens_per_dollar,
         "tflops_per_gpu": made.tflops_per_gpu,

@@ -220,6 +220,7 @@ def facts(estimate: Estimate, defaults: Mapping[str, str]) -> dict[str, Any]:
         "step_time_s": estimate.seconds,
         "low": estimate.low,
         "high": estimate.high,
+        "widths": dict(estimate.widths),
         "tokens_per_s": estimate.tokens_per_s,
         "tokens_per_s_per_gpu": estimate.tokens_per_s / job.layout.world,
         "tflops_per_gpu": estimate.tflops_per_gpu,
@@ -268,6 +269,7 @@ def show(to: Console, estimate: Estimate, defaults: Mapping[str, str]) -> None:
     table.add_row(
         "step time", _seconds(estimate.seconds), f"{_seconds(estimate.low)} to {_seconds(estimate.high)}"
     )
+    table.add_row("", "uncertain by", doubts_text(estimate.widths))
     table.add_row(
         "tokens/s",
         f"{estimate.tokens_per_s:,.0f}",
@@ -293,6 +295,12 @@ def show(to: Console, estimate: Estimate, defaults: Mapping[str, str]) -> None:
     if defaults:
         defaults_text = "; ".join(f"{name}={value}" for name, value in defaults.items())
         to.print(f"defaults: {defaults_text}", soft_wrap=True)
+
+
+def doubts_text(widths: Mapping[str, float]) -> str:
+    """How uncertain a step is, by source, as a share of it: the largest first."""
+    known = sorted(widths.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {100 * width:.0f}%" for name, width in known if width >= 0.005)
 
 
 def _bars(to: Console, estimate: Estimate) -> None:

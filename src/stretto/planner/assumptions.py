@@ -7,10 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.resources import files
+from typing import Any
 
 import yaml
 
-from stretto.planner.machines.device import Device
+from stretto.planner.machines.device import Device, Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,31 +22,59 @@ class SoftwareProfile:
     Attributes:
         host: seconds that the host takes to launch one kernel; shorter kernels wait for it.
         action: seconds that the host takes for a stage's forward or backward beside its kernels.
+        blocking: share of the shorter of kernels and launches that adds to the longer where collectives over
+            tp split a layer: ranks wait for one another at each, so that no host runs far ahead.
         hidden: share of the backward's collectives over tp that overlap with products.
+        pipelined: share of the gathers and reduce-scatters over tp that run in parts, beside the parts of
+            their products (Transformer Engine's user buffers; Wang et al. 2023, "Overlap communication with
+            dependent computation via decomposition").
         slowdown: factor on the time of computation beside communication; 1.0: none. Measured factors of
             common kernels are 1.1 to 1.4 (docs/planning.md).
         attention, hopper: speed of fused attention kernels over that of the fastest ones, on devices up to
             A100, and on Hopper and later. On A100 FlashAttention 1 reaches half the speed of 2 (Dao 2023,
             section 4.1); on H100 FlashAttention 2 reaches half the speed of 3 (Shah et al. 2024, section
             4.1).
-        passes: bytes that norms, activations, rotations and the loss move over those of fused kernels, where
-            the device was not measured. Unfused operations of PyTorch move several times as many (counted:
+        passes: bytes that norms, activations and rotations move over those of fused kernels, where the device
+            was not measured. Unfused operations of PyTorch move several times as many (counted:
             RMSNorm 34 bytes an element for 4, rotation 20 for 4, SwiGLU 10 for 6).
+        softmax: one kernel does scale, mask and softmax where scores are stored.
+        loss: `passes` of the loss, whose fused kernels move 24 bytes a logit. Megatron's vocabulary-parallel
+            loss of 2021 (megatron/mpu/cross_entropy.py) moves 52: a cast, a maximum, a difference, an
+            exponential, a sum, a quotient, and two passes of the backward.
+        casts: share of the casts to 8 bits and fewer that are kernels of their own; Transformer Engine and
+            compilers cast within norms and activations, and weights once a step.
+        imbalance: tokens of the rank whose experts get the most, over the mean.
+        grouped: speed of the products of a rank's experts in one call, over that of one product as large.
+        exchanged: share of the exchanges of tokens between experts' ranks that overlaps with the computation
+            of other microbatches.
+        dispatch_once: a token crosses to a node once, however many of its experts are there (DeepEP).
         sharded: speed of gathers and reductions of sharded parameters (ZeRO-3) over that of plain collectives
             of their size; implementations of 2021 were far below it.
         alone: time of a kernel within a step over its time alone; clocks drop under sustained power and heat.
+        scattered: where every tp rank would send the same activation to the next stage, each sends a part,
+            and they are gathered there (Narayanan et al. 2021, section 4.1).
         causal: fused attention skips what is masked.
     """
 
     host: float = 0.0
     action: float = 0.0
+    blocking: float = 0.0
     hidden: float = 1.0
+    pipelined: float = 0.0
     slowdown: float = 1.2
     attention: float = 1.0
     hopper: float = 1.0
     passes: float = 1.0
+    softmax: bool = True
+    loss: float = 1.0
+    casts: float = 1.0
+    imbalance: float = 1.1
+    grouped: float = 0.85
+    exchanged: float = 0.0
+    dispatch_once: bool = False
     sharded: float = 1.0
     alone: float = 1.0
+    scattered: bool = False
     causal: bool = True
 
     def fused(self, device: Device) -> float:
@@ -63,11 +92,8 @@ def software_profiles() -> dict[str, SoftwareProfile]:
     torch.compile), "tuned" (the fastest: FlashAttention 3, cuDNN, kernels fused by hand).
     """
     text = files("stretto.planner").joinpath("data/software.yaml").read_text(encoding="utf-8")
-    profiles: dict[str, dict[str, float]] = yaml.safe_load(text)
-    return {
-        name: replace(SoftwareProfile(), **{key: float(value) for key, value in fields.items()})
-        for name, fields in profiles.items()
-    }
+    profiles: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    return {name: replace(SoftwareProfile(), **fields) for name, fields in profiles.items()}
 
 
 def software_profile(name: str) -> SoftwareProfile:
@@ -86,14 +112,13 @@ class Assumptions:
     Attributes:
         overlap: reductions and gathers of data parallelism overlap with computation.
         blocking: a rank waits until what it sends to the next stage has arrived.
-        scattered: where every tp rank would send the same activation to the next stage, each sends a part,
-            and they are gathered there (Narayanan et al. 2021, section 4.1).
+        products: type of matrix products where training here has none such ("fp4"); None: the job's.
         reserve: bytes that the process keeps beside tensors; None: the usual ones of the device.
         software: launch overheads, kernel efficiency and overlap.
     """
 
     overlap: bool = True
     blocking: bool = False
-    scattered: bool = False
+    products: Precision | None = None
     reserve: float | None = None
     software: SoftwareProfile = field(default_factory=_today)

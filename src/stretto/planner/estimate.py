@@ -8,6 +8,7 @@ from functools import cached_property
 
 from stretto.errors import StrettoError
 from stretto.planner.assumptions import Assumptions
+from stretto.planner.interval import interval
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.machines.device import Device, Precision
 from stretto.planner.memory.fits import Fit, fit
@@ -22,6 +23,7 @@ from stretto.spec.job import Job
 PARTS = (
     "compute",  # forwards and backwards of layers
     "recompute",
+    "host",  # kernels wait until the host has launched them
     "tensor",  # collectives over tp; the next two: over cp, and for experts
     "context",
     "expert",
@@ -43,10 +45,13 @@ class Estimate:
     Attributes:
         seconds: of a step.
         low, high: the interval that contains the measured step nine times out of ten.
+        widths: by source of uncertainty (`planner.interval`), the half width of the interval that it alone
+            would make, as a share of the step.
         parts: seconds of the busiest pipeline rank by the names of `PARTS`; they add up to `seconds`.
         forward, backward: seconds of the busiest pipeline rank in forwards and in backwards, with collectives
             of layers and recomputation; with the parts bubble, data, optimiser and offload they add up to
             `seconds`.
+        precision: of matrix products.
         memory: of the fullest rank; None: not requested.
     """
 
@@ -55,9 +60,11 @@ class Estimate:
     seconds: float
     low: float
     high: float
+    widths: Mapping[str, float]
     parts: Mapping[str, float]
     forward: float
     backward: float
+    precision: Precision
     memory: Fit | None
 
     @property
@@ -84,7 +91,7 @@ class Estimate:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation, a fraction of the vendor's dense peak."""
-        return self.tflops_per_gpu * 1e12 / self.cluster.device.peak(precision_of(self.job))
+        return self.tflops_per_gpu * 1e12 / self.cluster.device.peak(self.precision)
 
     @property
     def hfu(self) -> float:
@@ -109,20 +116,6 @@ _PRECISIONS: dict[str, Precision] = {
     "bfloat16": "bf16",
     "float16": "fp16",
 }
-
-
-def interval(cluster: Cluster) -> tuple[float, float]:
-    """Factors on a predicted time between which nine measurements out of ten lie; narrower on a cluster that
-    was itself measured, and wide on a CPU that was not, since the catalogue has one CPU for all.
-    `benchmarks/planning.py` reports how often they hold on runs that were not fitted.
-    """
-    if cluster.computing is not None and not cluster.device.kernels:
-        return _UNKNOWN
-    return _MEASURED if cluster.tables else _KNOWN
-
-
-_KNOWN, _MEASURED = (0.85, 1.25), (0.9, 1.15)
-_UNKNOWN = (1 / 3, 3.0)
 
 
 def usual_dtype(device: Device) -> Dtype:
@@ -164,16 +157,18 @@ def estimate(
         cluster.correction * sum(part for name, part in phase.items() if name != "data")
         for phase in (time.forward, time.backward)
     )
-    low, high = interval(cluster)
+    around = interval(job, cluster, assumptions.products or precision_of(job), time.parts)
     return Estimate(
         job=job,
         cluster=cluster,
         seconds=seconds,
-        low=low * seconds,
-        high=high * seconds,
+        low=around.low * seconds,
+        high=around.high * seconds,
+        widths=around.widths,
         parts=parts,
         forward=forward,
         backward=backward,
+        precision=assumptions.products or precision_of(job),
         memory=fits,
     )
 
@@ -198,4 +193,4 @@ def _step_time(
     job: Job, cluster: Cluster, assumptions: Assumptions, memory_job: MemoryJob | None
 ) -> StepTime:
     modes = memory_job.modes if memory_job is not None and _modes_depend_on_memory(job) else None
-    return step_time(job, cluster, assumptions, precision_of(job), modes)
+    return step_time(job, cluster, assumptions, assumptions.products or precision_of(job), modes)

@@ -35,6 +35,7 @@ _HATCH = (
 PARTS: Mapping[str, Rgb | None] = {
     "compute": (30, 90, 152),
     "recompute": (146, 106, 197),
+    "host": (250, 226, 60),
     "tensor": (235, 163, 44),
     "context": (38, 142, 136),
     "expert": (190, 214, 90),

@@ -148,9 +148,9 @@ def test_the_search_equals_brute_force(memory: float, fixed: dict[str, tuple[Any
         round(one.seconds, 9) for one in expected
     ]
     if expected:
-        assert min(one.estimate.seconds for one in plan.ranking) == pytest.approx(
-            min(f.seconds for f in everything)
-        )
+        # within a family the simpler of two candidates represents it, if the other gains less than the noise
+        least = min(f.seconds for f in everything)
+        assert least <= min(one.estimate.seconds for one in plan.ranking) <= least * (1 + NOISE)
         assert plan.gap == 0.0
         assert plan.replayed <= len(everything) + len(plan.tried)
 

@@ -137,9 +137,11 @@ def test_nemo() -> None:
     cells |= {"dp": "4", "seq": "8192", "micro_batch": "1", "global_batch": "128", "precision": "FP8"}
     read = adapt("nemo_legacy_h100_b200", **cells, notes="container NeMo24.07")
     assert (read.job.layout.dp, read.job.options, read.job.precision.fp8) == (2, {"chunks": 20}, "tensor")
-    assert read.assumptions.software == software_profile("tuned")
+    assert read.assumptions.software == software_profile("engine")
+    later = adapt("nemo_legacy_h100_b200", **cells, notes="")
+    assert later.assumptions.software == software_profile("tuned")
     before = adapt("nemo_legacy_h100_b200", **cells, notes="container NeMo24.03.01.framework")
-    assert before.assumptions.software == software_profile("today")
+    assert before.assumptions.software == software_profile("engine")
     with pytest.raises(StrettoError, match="LoRA"):
         adapt("nemo_legacy_h100_b200", **cells, notes="Finetuning LoRA")
 

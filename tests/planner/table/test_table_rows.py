@@ -264,7 +264,7 @@ def test_an_empty_zero_shards_as_much_as_fits() -> None:
         ({"schedule": "ZB-2p"}, "schedule is 'ZB-2p', allowed: naive"),
         ({"zero": "7"}, "zero is '7', allowed: 0, 1, 2, 3"),
         ({"network": "pigeon"}, "allowed: .*InfiniBand HDR"),
-        ({"software": "old"}, "allowed: unfused, fused, today, compiled, tuned"),
+        ({"software": "old"}, "allowed: unfused, eager, fused, today, compiled, engine, tuned"),
         ({"flops_count": "hfu"}, "allowed: model, hardware"),
         ({"tensor": "8"}, "no column 'tensor'"),
         ({"vp": "3"}, "chunks is there under two names"),

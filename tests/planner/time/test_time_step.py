@@ -160,8 +160,8 @@ def test_a_host_that_is_slow_to_start_kernels_sets_the_time_of_small_layers() ->
         precision="bf16",
         software=software,
     )
-    assert layer.total("F") == pytest.approx(16e-4)
-    assert layer.total("I") + layer.total("W") == pytest.approx(32e-4)
+    assert layer.total("F") == pytest.approx(16e-4, rel=1e-2)
+    assert layer.total("I") + layer.total("W") == pytest.approx(32e-4, rel=1e-2)
     large = layer_time(
         shape=SHAPE,
         kind="block",
@@ -171,7 +171,7 @@ def test_a_host_that_is_slow_to_start_kernels_sets_the_time_of_small_layers() ->
         precision="bf16",
         software=software,
     )
-    assert large == layer_time(
+    free = layer_time(
         shape=SHAPE,
         kind="block",
         how=ComputeConfig(batch=64, sequence=1024),
@@ -179,6 +179,8 @@ def test_a_host_that_is_slow_to_start_kernels_sets_the_time_of_small_layers() ->
         cluster=CLUSTER,
         precision="bf16",
     )
+    assert large.total("F") == pytest.approx(free.total("F"), rel=1e-3)
+    assert large.F["host"] > 0
 
 
 def test_unsplit_backwards_hide_tensor_parallel_reductions() -> None:
@@ -310,16 +312,18 @@ def test_a_ring_costs_only_what_attention_does_not_hide() -> None:
         layer_time(SHAPE, "block", how, layout, replace(CLUSTER, inner=Link(rate, 0.0, "NVLink 3")))
         for rate in (1e15, 1e9)
     )
-    assert fast.F.get("context", 0.0) == 0.0
+    core = kernel_times_of(
+        shape=SHAPE, kind="block", how=how, device=DEVICE, precision="bf16", software=SoftwareProfile()
+    ).core
+    # attention beside messages is slower while they last, which at this rate is no time
+    assert fast.F.get("context", 0.0) < 1e-2 * core
     assert slow.F["context"] > 0
     ring = [m for m in block_traffic(SHAPE, how) if m.axis == "cp" and m.phase == "F"]
     assert all(m.beside for m in ring)
     link = replace(CLUSTER, inner=Link(1e9, 0.0, "NVLink 3"))
     whole = sum(m.count * collective_seconds(link, m.kind, m.size, Group(4, 4)) for m in ring)
-    core = kernel_times_of(
-        shape=SHAPE, kind="block", how=how, device=DEVICE, precision="bf16", software=SoftwareProfile()
-    ).core
-    assert slow.F["context"] == pytest.approx(whole - core)
+    slower = SoftwareProfile().slowdown - 1
+    assert slow.F["context"] == pytest.approx(whole - core + slower * core)
 
 
 def test_old_attention_kernels_are_slower_on_later_devices() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
+Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -56,6 +56,7 @@ class Device:
 
 
 _FALLBACKS: dict[Precision, tuple[Precision, ...]] = {
+    "fp4": ("fp4", "fp8", "bf16", "fp16", "tf32", "fp32"),
     "fp8": ("fp8", "bf16", "fp16", "tf32", "fp32"),
     "bf16": ("bf16", "fp16", "tf32", "fp32"),
     "fp16": ("fp16", "bf16", "tf32", "fp32"),

@@ -95,8 +95,9 @@ def _column(
 
 _NETWORKS = sorted({cluster.outer.kind for cluster in clusters()})
 _PROFILE = (
-    "kernels and host: unfused (to 2022), fused (FlashAttention 1), today (PyTorch, FlashAttention 2), "
-    "compiled (torch.compile), tuned (FlashAttention 3, cuDNN, Transformer Engine)"
+    "kernels and host: unfused (Megatron to 2022), eager (PyTorch to 2022), fused (FlashAttention 1), "
+    "today (PyTorch, FlashAttention 2), compiled (torch.compile), engine (Transformer Engine of 2023 and "
+    "2024), tuned (FlashAttention 3, cuDNN, Transformer Engine since)"
 )
 _AGE = "today; unfused with unfused attention"
 _KERNEL = "kernel of attention: FlashAttention's kind, or one that stores the scores"

@@ -20,7 +20,15 @@ from stretto.planner.machines.catalogue import clusters, find_cluster
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.machines.device import Device
 from stretto.planner.table.columns import Cells
-from stretto.spec.data_parallel import MODES, DataParallel, Dtype, GradientType, Offload, Precision
+from stretto.spec.data_parallel import (
+    MODES,
+    DataParallel,
+    Dtype,
+    GradientType,
+    Offload,
+    Precision,
+    ReduceChoice,
+)
 from stretto.spec.experts import ExpertShape
 from stretto.spec.flops import hardware_flops_per_token, model_flops_per_token
 from stretto.spec.framework import Framework, Operator
@@ -199,10 +207,10 @@ class Row:
 
     @property
     def group(self) -> tuple[object, ...]:
-        """The key that alternative layouts share."""
+        """The key that alternative layouts of one program share."""
         job = self.job
         whole = (job.global_batch, job.sequence, job.layout.world, job.precision)
-        return (job.shape, self.cluster.name, *whole)
+        return (job.shape, self.cluster.name, self.assumptions.software, *whole)
 
     @property
     def repeat(self) -> tuple[object, ...]:
@@ -430,7 +438,9 @@ def _sharing(
     places: dict[str, Offload] = {
         name: "cpu" for name in ("offload", "offload_parameters") if row.word(name) == "cpu"
     }
-    return DataParallel(mode=mode, **shards, **places)  # pyright: ignore[reportArgumentType]
+    # frameworks keep gradients whole until the last microbatch of a pipeline
+    reduce: ReduceChoice = "step" if mode == "zero2" and layout.pp > 1 else "auto"
+    return DataParallel(mode=mode, reduce=reduce, **shards, **places)  # pyright: ignore[reportArgumentType]
 
 
 def least_sharing(shape: ModelShape, layout: Layout, cluster: Cluster, precision: Precision) -> Mode:
@@ -452,7 +462,6 @@ def _assumptions(row: Cells, attention: str) -> Assumptions:
     return Assumptions(
         overlap=row.get("overlap", bool) is not False,
         blocking=row.flag("blocking"),
-        scattered=True,
         software=software_profile(profile),
     )
 

@@ -89,6 +89,13 @@ def _entry(table: Mapping[str, Any], device: Device) -> dict[str, Any]:
     return {**table["default"], **entry}
 
 
+def is_fitted(device: Device) -> bool:
+    """Whether matrix products were measured on the device's chip, or on one that stands in for it."""
+    alike: Mapping[str, str] = constants("operators")["alike"]
+    table = constants("operators")["products"]
+    return chip(device) in table or alike.get(chip(device), "") in table
+
+
 @cache
 def products(device: Device) -> Products:
     """How matrix products run on this device."""

@@ -20,7 +20,6 @@ from stretto.spec.shape import ModelShape
 
 _ADAM = 24  # bytes read and written of an element's master and two moments
 _NORM = 12  # bytes of its gradient, for norm, scale and clip
-_HOST_LINK = 20e9  # bytes/s between a device and its host, PCIe 4.0 x16 as measured
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ def _data_time(
         held += count / sizes.states
     extra = 2 if sharding.weight == 2 else 0
     passes = _ADAM + _NORM + sharding.gradient + extra
-    away = 2 * 12 * held / _HOST_LINK if sharding.offload != "none" else 0.0
+    away = 2 * 12 * held / cluster.host.link if sharding.offload != "none" else 0.0
     return DataTime(reduce, gather, pass_seconds(cluster.device, "adam", passes * held), away)
 
 

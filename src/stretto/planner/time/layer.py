@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -11,10 +11,16 @@ from stretto.layout.layout import Layout
 from stretto.planner.assumptions import SoftwareProfile
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.counts.traffic import Message, Phase, block_traffic, embedding_traffic, head_traffic
-from stretto.planner.machines.cluster import Cluster, group_of
+from stretto.planner.machines.cluster import Cluster, Group, group_of
 from stretto.planner.machines.device import Device, Precision
 from stretto.planner.time.collectives import collective_seconds
-from stretto.planner.time.operators import attention_seconds, matmul_seconds, pass_seconds
+from stretto.planner.time.operators import (
+    alignment,
+    attention_seconds,
+    matmul_seconds,
+    pass_seconds,
+    unscaled,
+)
 from stretto.spec.attention import PLAIN
 from stretto.spec.flops import attention_flops, block_flops, recomputed_flops
 from stretto.spec.framework import Operator
@@ -25,7 +31,20 @@ from stretto.spec.shape import ModelShape
 # two norms, four products, and the operations between them.
 _KERNELS = {"block": 16, "head": 12, "embed": 5}
 _UNFUSED = 8  # more with unfused attention
+# more with experts: scores, top-k, sorting, permuting and two exchanges, and a few for each group of experts
+_EXPERTS = 80
+_COUNTED = 0.5  # share of a forward's launches that follow the counts of tokens
+# more with dropout in stored scores, which has a generator of its own (megatron/mpu/random.py, fork)
+_FORKED = 4
+# more in a recomputed forward: the states of random numbers are saved, set back, and set again
+_CHECKPOINT = 12
+_ROUND = 4  # more in each further round of ring attention: the kernel, the sum, send and receive
+_APART = 8  # more with a softmax in separate operations
+# Megatron's fused softmax takes a number of matrices of scores that its blocks of four warps divide
+# (megatron/fused_kernels/scaled_upper_triang_masked_softmax.h, is_kernel_available)
+_MATRICES = 4
 _BACK = 2.0  # a backward launches twice as many
+_AHEAD = 4  # sharpness of the transition between layers bound by the host and by kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +91,10 @@ def kernel_times(
     attention: float = 1.0,
     alone: float = 1.0,
     passes: float = 1.0,
+    loss: float = 1.0,
+    casts: float = 1.0,
+    experts: float = 1.0,
+    softmax: bool = True,
 ) -> KernelTimes:
     """The kernels of a layer: `kind` is "embed", "block" or "head".
 
@@ -80,6 +103,10 @@ def kernel_times(
         attention: speed of fused attention over that of `attention_seconds`.
         alone: factor on the time of all kernels.
         passes: bytes of the operations between products over those of fused kernels.
+        loss: the same of the loss.
+        casts: share of the casts to 8 bits that are kernels of their own.
+        experts: time of the products of routed experts over that of even rows in one product each.
+        softmax: scale, mask and softmax of stored scores are one kernel, where it takes their number.
     """
     if kind == "block":
         times = _block(
@@ -87,24 +114,33 @@ def kernel_times(
             how=how,
             device=device,
             precision=precision,
-            kernel=(causal, attention),
+            kernel=(causal, attention, softmax),
             passes=passes,
+            casts=casts,
+            experts=experts,
         )
     elif kind == "head":
-        times = _head(shape, how, device, precision, passes)
+        times = _head(shape=shape, how=how, device=device, precision=precision, passes=passes, loss=loss)
     else:
         times = _embed(shape, how, device)
     return times if alone == 1.0 else times.scaled(alone)
 
 
-Kernel = tuple[bool, float]  # causal, and the speed
+Kernel = tuple[bool, float, bool]  # causal, the speed, and whether softmax is fused
 
 
 def _block(
-    shape: ModelShape, how: ComputeConfig, device: Device, precision: Precision, kernel: Kernel, passes: float
+    shape: ModelShape,
+    how: ComputeConfig,
+    device: Device,
+    precision: Precision,
+    kernel: Kernel,
+    passes: float,
+    casts: float,
+    experts: float,
 ) -> KernelTimes:
-    attention = _products(device, _attention_linears(shape, how), how.tokens, precision)
-    mlp = _mlp(shape, how, device, precision)
+    attention = _products(device, _attention_linears(shape, how), how.tokens, precision, casts=casts)
+    mlp = _mlp(shape=shape, how=how, device=device, precision=precision, casts=casts, experts=experts)
     core, core_back = (
         _core(shape=shape, how=how, device=device, precision=precision, kernel=kernel, backward=backward)
         for backward in (False, True)
@@ -118,8 +154,19 @@ def _block(
         core=core,
         core_back=core_back,
         products=back,
-        kernels=_KERNELS["block"] + (_UNFUSED if how.attention == "explicit" else 0),
+        kernels=_KERNELS["block"]
+        + (_UNFUSED if how.attention == "explicit" else 0)
+        + (0 if _fused_softmax(shape, how, kernel) else _APART)
+        + (_FORKED if how.attention == "explicit" and shape.dropout else 0)
+        + (0 if shape.moe is None else _EXPERTS)
+        + (_ROUND * (how.cp - 1) if how.context == "ring" else 0),
     )
+
+
+def _fused_softmax(shape: ModelShape, how: ComputeConfig, kernel: Kernel) -> bool:
+    """Whether the softmax of stored scores runs as one kernel with scale and mask."""
+    *_, fused = kernel
+    return how.attention == "flash" or (fused and how.batch * shape.heads // how.tp % _MATRICES == 0)
 
 
 def _attention_linears(shape: ModelShape, how: ComputeConfig) -> list[tuple[int, int]]:
@@ -139,35 +186,53 @@ def _attention_linears(shape: ModelShape, how: ComputeConfig) -> list[tuple[int,
 
 
 def _products(
-    device: Device, linears: list[tuple[int, int]], tokens: int, precision: Precision, batch: int = 1
+    device: Device,
+    linears: list[tuple[int, int]],
+    tokens: int,
+    precision: Precision,
+    batch: int = 1,
+    casts: float = 1.0,
 ) -> tuple[float, float, float]:
     """Seconds of forward, input gradient and weight gradient of linears."""
+
+    def product(m: int, n: int, k: int) -> float:
+        return matmul_seconds(device=device, m=m, n=n, k=k, precision=precision, batch=batch, casts=casts)
+
     forward = back = weight = 0.0
     for n, k in linears:
-        forward += matmul_seconds(device=device, m=tokens, n=n, k=k, precision=precision, batch=batch)
-        back += matmul_seconds(device=device, m=tokens, n=k, k=n, precision=precision, batch=batch)
-        weight += matmul_seconds(device=device, m=n, n=k, k=tokens, precision=precision, batch=batch)
+        slower = 1.0 / alignment(device, precision, n, k)
+        forward += slower * product(tokens, n, k)
+        back += slower * product(tokens, k, n)
+        weight += slower * product(n, k, tokens)
     return forward, back, weight
 
 
 def _mlp(
-    shape: ModelShape, how: ComputeConfig, device: Device, precision: Precision
+    shape: ModelShape,
+    how: ComputeConfig,
+    device: Device,
+    precision: Precision,
+    casts: float,
+    experts: float,
 ) -> tuple[float, float, float]:
-    """Seconds of the MLP's products, of a mixture of experts under even routing."""
+    """Seconds of the MLP's products; of a mixture of experts on the rank with the most tokens."""
     up = 2 if shape.gated else 1
 
     def dense(ffn: int, split: int) -> list[tuple[int, int]]:
         return [(up * ffn // split, shape.hidden), (shape.hidden, ffn // split)]
 
     if shape.moe is None:
-        return _products(device, dense(shape.ffn, how.tp), how.tokens, precision)
+        return _products(device, dense(shape.ffn, how.tp), how.tokens, precision, casts=casts)
     moe, split = shape.moe, how.expert_shards
     here = max(1, moe.experts // how.ep)
     rows = max(1, how.tokens * moe.top_k * split // (how.tp * here))
-    products = [_products(device, dense(shape.expert_ffn, split), rows, precision, here)]
+    # rows of experts are cast expert by expert, in kernels of their own
+    routed = _products(device, dense(shape.expert_ffn, split), rows, precision, here)
+    products = [tuple(experts * seconds for seconds in routed)]
     if moe.shared_ffn:
-        products.append(_products(device, dense(moe.shared_ffn, how.tp), how.tokens, precision))
-    products.append(_products(device, [(moe.experts, shape.hidden)], how.shard, precision))
+        products.append(_products(device, dense(moe.shared_ffn, how.tp), how.tokens, precision, casts=casts))
+    exact = unscaled(precision)
+    products.append(_products(device, [(moe.experts, shape.hidden)], how.shard, exact))
     # tokens are sorted by expert, gathered, and put back in order
     moved = how.element * how.tokens * moe.top_k * shape.hidden * split / how.tp
     passes = 4 * pass_seconds(device, "copy", 2 * moved)
@@ -184,35 +249,60 @@ def _core(
     backward: bool,
 ) -> float:
     """Seconds of softmax(q k^T) v on one rank, or of its backward; never in 8 bits."""
-    rows, (causal, speed) = how.tokens // how.batch, kernel
-    exact: Precision = "bf16" if precision == "fp8" else precision
+    rows, (causal, speed, _) = how.tokens // how.batch, kernel
+    exact = unscaled(precision)
     heads = shape.heads // how.tp
-    queries = rows
     keys = rows * how.cp
+
+    def attention(queries: int, keys: int, heads: int, causal: bool) -> float:
+        return attention_seconds(
+            device=device,
+            batch=how.batch,
+            queries=queries,
+            keys=keys,
+            heads=heads,
+            head_dim=shape.head_dim,
+            precision=exact,
+            causal=causal,
+            flash=how.attention == "flash",
+            backward=backward,
+            fused_softmax=_fused_softmax(shape, how, kernel),
+        )
+
     if how.cp > 1 and how.context == "ulysses":
-        heads, queries = max(1, heads // how.cp), keys
-    seconds = attention_seconds(
-        device=device,
-        batch=how.batch,
-        queries=queries,
-        keys=keys,
-        heads=heads,
-        head_dim=shape.head_dim,
-        precision=exact,
-        causal=causal,
-        flash=how.attention == "flash",
-        backward=backward,
-    )
+        seconds = attention(keys, keys, max(1, heads // how.cp), causal)
+    elif how.cp > 1 and causal and how.attention == "flash":
+        seconds = max(
+            _ring_attention(shape=shape, how=how, device=device, attention=attention),
+            attention(keys, keys, heads, causal) / how.cp,
+        )
+    else:
+        seconds = attention(rows, keys, heads, causal)
     if how.attention == "flash":
         seconds /= speed
-    # in a ring the causal work is shared evenly, though a rank's queries and keys differ in number
-    ring = how.cp > 1 and how.context != "ulysses" and causal and how.attention == "flash"
     if shape.latent is not None:  # values are narrower than queries and keys
         seconds *= (shape.head_dim + shape.value_dim) / (2 * shape.head_dim)
     if shape.special.window is not None:
         whole = PLAIN.seen(keys, causal)
         seconds *= min(1.0, shape.special.seen(keys, causal) / whole)
-    return seconds / 2 if ring else seconds
+    return seconds
+
+
+def _ring_attention(
+    shape: ModelShape, how: ComputeConfig, device: Device, attention: Callable[[int, int, int, bool], float]
+) -> float:
+    """Seconds of causal attention in a ring whose ranks hold an early and a late part of the sequence each.
+
+    A rank attends to its own keys with a mask, and then to half of every other rank's without one; each of
+    these rounds ends with a sum, rescaled in 32 bits, of its result and those before it. Shorter blocks run
+    at lower rates, so that the ranks together take longer than one with the whole sequence.
+    """
+    rows, heads = how.tokens // how.batch, shape.heads // how.tp
+    rounds = how.cp - 1
+    rescaled = pass_seconds(device, "add", 3 * 4.0 * how.tokens * heads * shape.head_dim)
+    return attention(rows, rows, heads, True) + rounds * (
+        attention(rows, max(1, rows // 2), heads, False) + rescaled
+    )
 
 
 def _between(shape: ModelShape, how: ComputeConfig, device: Device) -> tuple[float, float]:
@@ -241,22 +331,27 @@ def _between(shape: ModelShape, how: ComputeConfig, device: Device) -> tuple[flo
 
 
 def _head(
-    shape: ModelShape, how: ComputeConfig, device: Device, precision: Precision, passes: float
+    shape: ModelShape,
+    how: ComputeConfig,
+    device: Device,
+    precision: Precision,
+    passes: float,
+    loss: float,
 ) -> KernelTimes:
-    exact: Precision = "bf16" if precision == "fp8" else precision
+    exact = unscaled(precision)
     n, k = how.vocabulary_rows(shape), shape.hidden
     forward, back, weight = _products(device, [(n, k)], how.tokens, exact)
     logits = float(how.tokens * n)
     stream = float(how.element * how.shard * k)
     # cast to 32 bits; maximum, sum of exponentials and target; then the gradient, cast to 16 bits
-    loss = pass_seconds(device, "loss", (how.element + 4) * logits) + 2 * pass_seconds(
+    passed = pass_seconds(device, "loss", (how.element + 4) * logits) + 2 * pass_seconds(
         device, "loss", 4 * logits
     )
-    loss_back = pass_seconds(device, "loss", (8 + how.element) * logits)
+    passed_back = pass_seconds(device, "loss", (8 + how.element) * logits)
     norm = pass_seconds(device, "norm", 2 * stream)
     return KernelTimes(
-        forward=forward + passes * (loss + norm),
-        back=back + passes * (loss_back + 1.5 * norm),
+        forward=forward + loss * passed + passes * norm,
+        back=back + loss * passed_back + passes * 1.5 * norm,
         weight=weight,
         products=back,
         kernels=_KERNELS["head"],
@@ -281,7 +376,7 @@ def kernels_back(work: KernelTimes) -> float:
     return _BACK * work.kernels
 
 
-Parts = Mapping[str, float]  # seconds by "compute", "tensor", "context", "expert"
+Parts = Mapping[str, float]  # seconds by "compute", "host", "tensor", "context", "expert", "offload"
 
 _AXES = {
     "tp": "tensor",
@@ -329,20 +424,65 @@ def layer_time(
     work = kernel_times_of(
         shape=shape, kind=kind, how=how, device=cluster.device, precision=precision, software=software
     )
-    talk = [(m, _seconds(m, layout, cluster)) for m in _TRAFFIC[kind](shape, how)]
+    talk = [(m, _seconds(m, shape, layout, cluster, software)) for m in _TRAFFIC[kind](shape, how)]
     again = _again(work, shape, kind, how)
     host, host_back = software.host * work.kernels, software.host * kernels_back(work)
+    blocking = software.blocking if how.tp > 1 else 0.0
+    # the host waits for the numbers of tokens before it launches the products of experts
+    counted = max(blocking, _COUNTED) if kind == "block" and shape.moe is not None else blocking
+    again_host = host + _CHECKPOINT * software.host
     # I and W share the launch overhead of a backward by their kernels' time
-    both = max(work.back + work.weight, host_back)
-    share = both / (work.back + work.weight) if work.back + work.weight else 0.0
-    repeated = max(again, host) if how.recompute == "full" else again
+    late = _launched(work.back + work.weight, host_back, blocking) - (work.back + work.weight)
+    share = late / (work.back + work.weight) if work.back + work.weight else 0.0
+    waits = {
+        "F": _launched(work.forward, host, counted) - work.forward,
+        "R": _launched(again, again_host, counted) - again if how.recompute == "full" else 0.0,
+        "I": share * work.back,
+        "W": share * work.weight,
+    }
+    kernels = {"F": work.forward, "R": again, "I": work.back, "W": work.weight}
+    cores = {"F": work.core, "R": work.core, "I": work.core_back, "W": 0.0}
+
+    moved = _moved_input(shape, kind, how) / cluster.host.link
+
+    def phase(name: Phase) -> Parts:
+        parts = _phase(
+            compute=kernels[name],
+            host=waits[name],
+            core=cores[name],
+            messages=[(message, taken) for message, taken in talk if message.phase == name],
+            slowdown=software.slowdown,
+        )
+        return {**parts, "offload": moved} if moved and name in "FR" else parts
+
     return LayerTime(
-        F=_phase(max(work.forward, host), work.core, "F", talk),
-        R=_phase(repeated, work.core, "R", talk),
-        I=_phase(work.back * share, work.core_back, "I", talk),
-        W=_phase(work.weight * share, 0.0, "W", talk),
-        saved=_saved(work, talk, software),
+        F=phase("F"), R=phase("R"), I=phase("I"), W=phase("W"), saved=_saved(work, talk, software)
     )
+
+
+def _waited(message: Message, shape: ModelShape, group: Group, software: SoftwareProfile) -> float:
+    """The share of a collective's time that nothing hides or saves: tp's may be pipelined with the products
+    before or after them; an exchange of tokens may overlap with other microbatches, and send a token once to
+    each node instead of to each of its experts there.
+    """
+    if message.axis == "tp" and message.kind in ("all-gather", "reduce-scatter"):
+        return 1.0 - software.pipelined
+    if message.kind != "all-to-all" or message.axis != "ep" or shape.moe is None:
+        return 1.0
+    once = 1.0
+    if software.dispatch_once and group.nodes > 1:
+        copies = shape.moe.top_k
+        once = group.nodes * (1.0 - (1.0 - 1.0 / group.nodes) ** copies) / copies
+    return once * (1.0 - software.exchanged)
+
+
+def _launched(kernels: float, host: float, blocking: float) -> float:
+    """Seconds of kernels and of the host that launches them ahead. Near equality both count, since short
+    kernels wait for the host while long ones let it run ahead; `blocking` of the shorter one counts in full.
+    """
+    if not host:
+        return kernels
+    return (kernels**_AHEAD + host**_AHEAD) ** (1 / _AHEAD) + blocking * min(kernels, host)
 
 
 def kernel_times_of(
@@ -367,7 +507,18 @@ def kernel_times_of(
         attention=software.fused(device),
         alone=1.0 if measured else software.alone,
         passes=1.0 if measured else software.passes,
+        loss=1.0 if measured else software.loss,
+        casts=software.casts,
+        experts=software.imbalance / software.grouped,
+        softmax=software.softmax,
     )
+
+
+def _moved_input(shape: ModelShape, kind: str, how: ComputeConfig) -> float:
+    """Bytes of a block's input that the forward copies to host memory, and recomputation back; both wait."""
+    if kind != "block" or how.recompute != "full" or not how.framework.inputs_on_host:
+        return 0.0
+    return how.element * how.shard * shape.hidden / (how.tp if how.shard_inputs else 1)
 
 
 def _again(work: KernelTimes, shape: ModelShape, kind: str, how: ComputeConfig) -> float:
@@ -383,22 +534,35 @@ def _again(work: KernelTimes, shape: ModelShape, kind: str, how: ComputeConfig) 
     return core + share * (work.forward - work.core)
 
 
-def _seconds(message: Message, layout: Layout, cluster: Cluster) -> float:
+def _seconds(
+    message: Message, shape: ModelShape, layout: Layout, cluster: Cluster, software: SoftwareProfile
+) -> float:
     group = group_of(layout, message.axis, cluster.node)
-    return message.count * collective_seconds(cluster, message.kind, message.size, group)
+    once = collective_seconds(cluster, message.kind, message.size, group)
+    return message.count * once * _waited(message, shape, group, software)
 
 
-def _phase(seconds: float, core: float, phase: str, talk: list[tuple[Message, float]]) -> dict[str, float]:
-    """Parts of one action. Of communication that overlaps with attention, only what exceeds attention's time
-    counts.
+def exposed_seconds(talk: float, busy: float, slowdown: float) -> float:
+    """By how many seconds `busy` seconds of computation are longer with `talk` seconds of communication at
+    the same time: what computation does not hide, and the slowdown while both run.
     """
-    parts = defaultdict[str, float](float, compute=seconds)
+    return max(0.0, talk - busy) + (slowdown - 1.0) * min(talk, busy)
+
+
+def _phase(
+    compute: float, host: float, core: float, messages: list[tuple[Message, float]], slowdown: float
+) -> Parts:
+    """Parts of one action. Communication that overlaps with attention counts as far as attention does not
+    hide it, or is slowed by it.
+    """
+    parts = defaultdict[str, float](float, compute=compute)
+    if host:
+        parts["host"] = host
     beside = defaultdict[str, float](float)
-    for message, taken in talk:
-        if message.phase == phase:
-            (beside if message.beside else parts)[_AXES[message.axis]] += taken
+    for message, taken in messages:
+        (beside if message.beside else parts)[_AXES[message.axis]] += taken
     for name, taken in beside.items():
-        parts[name] += max(0.0, taken - core)
+        parts[name] += exposed_seconds(taken, core, slowdown)
     return dict(parts)
 
 

@@ -7,13 +7,14 @@ measured on the device itself (`Device.kernels`) replaces it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from math import log
 from typing import Any, Literal
 
 from stretto.planner.machines.device import Device, Precision
-from stretto.planner.time.constants import Flash, Products, bandwidth, flash_of, products, sustained
+from stretto.planner.time.constants import Flash, Products, bandwidth, chip, flash_of, products, sustained
 from stretto.planner.time.measured import interpolate, nearest_rate
 
 # classes of memory-bound operations, each with its effective bandwidth
@@ -45,16 +46,26 @@ LEVEL = (2.0**-4, 2.0**3)
 # Each split writes and reads partial sums in 32 bits, and launches one more kernel.
 SUM_BYTES, SUM_SECONDS = 8.0, 3e-6
 _SHARP = 6  # sharpness of the transition between memory-bound and compute-bound
-_WIDTHS: dict[Precision, int] = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+_WIDTHS: dict[Precision, float] = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "fp4": 0.5}
+_SCALED: frozenset[Precision] = frozenset({"fp8", "fp4"})  # cast with scales from 16 bits
 
 
 @lru_cache(maxsize=65536)
 def matmul_seconds(
-    device: Device, m: int, n: int, k: int, precision: Precision = "bf16", batch: int = 1
+    device: Device,
+    m: int,
+    n: int,
+    k: int,
+    precision: Precision = "bf16",
+    batch: int = 1,
+    casts: float = 1.0,
 ) -> float:
     """Time of `batch` products [m, k] times [k, n], in one call.
 
-    In 8 bits the operands are cast from 16 bits first, each in a pass that reads and writes it.
+    In 8 bits and fewer the operands are cast from 16 bits first, each in a pass that reads and writes it.
+
+    Args:
+        casts: share of these passes that no other kernel does along with its own work.
     """
     rows = _measured(device, precision)
     if rows is not None:
@@ -62,12 +73,38 @@ def matmul_seconds(
     how = products(device)
     reached = how.memory * device.bandwidth
     width = _WIDTHS[precision]
-    # products of 8-bit operands have 16-bit results
+    # products of narrower operands have 16-bit results
     moved = batch * (width * (m * k + k * n) + max(width, 2) * m * n) / reached
+    if precision in _SCALED:
+        # filling a tile's pipeline takes as long as in 16 bits, for which the constants are fitted
+        faster = sustained(device, precision) / sustained(device, "bf16")
+        how = replace(how, prologue=how.prologue * faster)
     rate = how.compute * sustained(device, precision) / how.units
     work = _tiled(how=how, m=m, n=n, k=k, batch=batch, rate=rate, reached=reached)
     seconds = (work**_SHARP + moved**_SHARP) ** (1 / _SHARP) + how.fixed
-    return seconds + _casts(device, m, n, k, batch) if precision == "fp8" else seconds
+    return seconds + casts * _casts(device, m, n, k, batch) if precision in _SCALED else seconds
+
+
+# Speed of products by the largest power of two that divides the widths of their operands, over that of
+# multiples of 64: tensor cores load 16 bytes at a time, and cache lines have 128 (NVIDIA, "Matrix
+# multiplication background user's guide", section 3). At 16, BigScience measured 0.78: 94 TFLOP/s with a
+# width of 3600 a rank, 120 with 3456.
+_ALIGNED = {64: 1.0, 32: 0.93, 16: 0.80, 8: 0.70, 4: 0.40, 2: 0.30, 1: 0.25}
+
+
+def alignment(device: Device, precision: Precision, *widths: int) -> float:
+    """Speed of products whose operands have rows of these widths, over that of well aligned ones."""
+    if device.kernels or chip(device) in _UNALIGNED or precision not in ("fp16", "bf16", "fp8", "fp4"):
+        return 1.0
+    return min(_ALIGNED[min(64, width & -width)] for width in widths)
+
+
+_UNALIGNED = ("cpu", "tpu")  # without such loads, or padded by the compiler
+
+
+def unscaled(precision: Precision) -> Precision:
+    """The precision of what stays in 16 bits where products have fewer: attention, logits, routers."""
+    return "bf16" if precision in _SCALED else precision
 
 
 def _tiled(how: Products, m: int, n: int, k: int, batch: int, rate: float, reached: float) -> float:
@@ -125,6 +162,7 @@ def _from_table(
 
 
 _ROWS = 128  # queries that one multiprocessor works on at a time
+_HEAD = 32  # fused kernels are made for multiples of so many features, and compute the next larger one
 BACKWARD = 2.5  # products of a fused backward over the forward's two: scores again, and four gradients
 
 
@@ -141,6 +179,7 @@ def attention_seconds(
     causal: bool = True,
     flash: bool = True,
     backward: bool = False,
+    fused_softmax: bool = True,
 ) -> float:
     """Time of softmax(q k^T) v, or of its backward.
 
@@ -150,6 +189,7 @@ def attention_seconds(
         flash: one fused kernel (Dao 2022), whose backward recomputes the scores: 2.5 times the products of
             the forward. Else the matrix of scores is written out, and softmax, mask and dropout pass over it.
         backward: time the backward instead of the forward.
+        fused_softmax: of stored scores: scale, mask and softmax are one kernel.
     """
     rows: Any = device.kernels.get("attention")
     if rows and flash:
@@ -173,6 +213,7 @@ def attention_seconds(
         head_dim=head_dim,
         precision=precision,
         backward=backward,
+        fused_softmax=fused_softmax,
     )
 
 
@@ -188,7 +229,8 @@ def _fused(
 ) -> float:
     how = flash_of(device)
     left = 0.5 if causal and queries == keys else 1.0
-    products_of = 4.0 * heads * queries * keys * head_dim * left * (BACKWARD if backward else 1.0)
+    padded = -(-head_dim // _HEAD) * _HEAD
+    products_of = 4.0 * heads * queries * keys * padded * left * (BACKWARD if backward else 1.0)
     ramp = how.causal_ramp if left < 1 else how.ramp
     share = _share(how, head_dim, backward) * keys / (keys + ramp)
     # few heads with few queries leave multiprocessors idle; a backward is parallel over keys
@@ -212,7 +254,14 @@ def _share(how: Flash, head_dim: int, backward: bool) -> float:
 
 
 def _explicit(
-    device: Device, heads: int, queries: int, keys: int, head_dim: int, precision: Precision, backward: bool
+    device: Device,
+    heads: int,
+    queries: int,
+    keys: int,
+    head_dim: int,
+    precision: Precision,
+    backward: bool,
+    fused_softmax: bool,
 ) -> float:
     """Attention with the scores in memory; softmax, scale and mask in one kernel, dropout with a byte mask in
     another.
@@ -223,11 +272,17 @@ def _explicit(
     element = 4 if precision in ("fp32", "tf32") else 2
     scores = float(heads * queries * keys)
     softmax = pass_seconds(device, "softmax", element * scores * (3 if backward else 2))
+    if not fused_softmax:
+        # scale, mask, the cast to 32 bits, the cast back; softmax itself then moves 32 bits
+        softmax *= 2
+        softmax += 2 * pass_seconds(device, "copy", (2 * element + 1) * scores)
+        softmax += 2 * pass_seconds(device, "copy", (element + 4) * scores)
     dropout = pass_seconds(device, "dropout", (2 * element + 1) * scores)
     # products such as q k^T have a short inner dimension, those with v a narrow result
     inner = matmul_seconds(device=device, m=queries, n=keys, k=head_dim, precision=precision, batch=heads)
     outer = matmul_seconds(device=device, m=queries, n=head_dim, k=keys, precision=precision, batch=heads)
     both = inner + outer
+    aligned = alignment(device, precision, head_dim)
     if backward:
         both = (
             inner
@@ -235,7 +290,7 @@ def _explicit(
             * 2
             + outer
         )
-    return both + softmax + dropout
+    return both / aligned + softmax + dropout
 
 
 def _measured_attention(

@@ -11,7 +11,7 @@ from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.machines.cluster import Cluster, Link, group_of
 from stretto.planner.machines.device import Precision
 from stretto.planner.time.data_parallel import DataTime, data_time
-from stretto.planner.time.layer import LayerTime, layer_time
+from stretto.planner.time.layer import LayerTime, exposed_seconds, layer_time
 from stretto.planner.time.shared_cores import SharedStep, beside_kernels, shared_step
 from stretto.program.action import Action, Kind
 from stretto.program.program import Program
@@ -156,30 +156,25 @@ def stage_time(
             for name, seconds in time.saved.items():
                 back[name] -= min(seconds, back[name])
     if data is not None:
-        _add_exposed(job, assumptions.software.slowdown, (forward, back, weight), data, each)
+        _add_exposed(job, assumptions, (forward, back, weight), data, each)
     return StageTime(*(dict(parts) for parts in phases))
 
 
 def _add_exposed(
-    job: Job, slowdown: float, times: Sequence[dict[str, float]], data: DataTime, each: bool
+    job: Job, assumptions: Assumptions, times: Sequence[dict[str, float]], data: DataTime, each: bool
 ) -> None:
     """Add what a microbatch waits for where gradients are reduced with each, or weights
     gathered by layers.
     """
     forward, back, weight = times
+    slowdown = assumptions.software.slowdown
     gather = data.gather if job.dp.gathers(job.layout.pp) == "layer" else 0.0
     if gather:
-        forward["data"] += exposed_seconds(gather, sum(forward.values()), slowdown)
+        beside = sum(forward.values()) if assumptions.overlap else 0.0
+        forward["data"] += exposed_seconds(gather, beside, slowdown)
     if gather or each:
-        busy = sum(back.values()) + sum(weight.values())
+        busy = sum(back.values()) + sum(weight.values()) if assumptions.overlap else 0.0
         back["data"] += exposed_seconds(gather + (data.reduce if each else 0.0), busy, slowdown)
-
-
-def exposed_seconds(talk: float, busy: float, slowdown: float) -> float:
-    """By how many seconds `busy` seconds of computation are longer with `talk` seconds of communication at
-    the same time: what computation does not hide, and the slowdown while both run.
-    """
-    return max(0.0, talk - busy) + (slowdown - 1.0) * min(talk, busy)
 
 
 def _mode(job: Job, layer: int, modes: Sequence[Recompute] | None) -> Recompute:
@@ -227,7 +222,7 @@ def _replayed(
     shared: SharedStep | None,
 ) -> StepTime:
     how, link = ComputeConfig.of(job), hop_link(job, cluster)
-    parts = how.tp if assumptions.scattered and not how.sequence_parallel else 1
+    parts = how.tp if assumptions.software.scattered and not how.sequence_parallel else 1
     by_stage = job.dp.gathers(job.layout.pp) == "stage"
     costs = Costs(
         per_stage=[stage.times for stage in times],

@@ -1,0 +1,170 @@
+"""Claim: predictions hold on a table that none of their fitted constants has seen.
+
+For each table of measured runs, refits the few constants that runs determine (fit_steps.py) on the other
+tables, predicts all rows of the table, and scores them: errors, regret and concordance of groups of
+alternative layouts, and the share of rows inside intervals whose width is calibrated on the other tables
+too. Beside it the two-line model (stretto.planner.table.scores), whose constant is fitted to the very rows.
+
+    python benchmarks/leave_one_out.py --tables ../shared/tables [--only TABLE] [--csv rows.csv] [--write]
+
+The output is Markdown, as in docs/planning.md. `--write` stores the width of intervals, calibrated on all
+tables, in planner/data/intervals.yaml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.resources import files
+from math import log
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+from fit_steps import (
+    CONSTANTS,
+    Values,
+    chosen_rows,
+    linearised,
+    minimised,
+    point_of,
+    shipped,
+    timed_rows,
+    values_at,
+    with_constants,
+)
+from fitting import TABLES
+from planning import HEAD, line, percent
+from published import ADAPTERS
+
+from stretto.planner.estimate import Estimate, estimate
+from stretto.planner.interval import interval
+from stretto.planner.table.predicting import Predicted, summary
+from stretto.planner.table.row import Row
+
+INSIDE = 0.9  # share of measured runs that intervals promise
+
+
+def predicted(rows: Sequence[Row], values: Values) -> list[Predicted]:
+    """All rows with predictions by software with these constants."""
+    known = dict[object, Estimate]()  # rows that repeat a job share its prediction
+    made = list[Predicted]()
+    for number, row in enumerate((with_constants(row, values) for row in rows), 1):
+        key = (row.group, row.repeat)
+        if key not in known:
+            known[key] = estimate(row.job, row.cluster, row.assumptions, memory=False)
+        made.append(Predicted(number=number, cells=row.cells, row=row, estimate=known[key]))
+    return made
+
+
+def needed_scales(rows: Sequence[Predicted]) -> list[float]:
+    """The scale of all widths with which each measured run would be at the edge of its interval."""
+    scales = list[float]()
+    for one in rows:
+        assert one.row is not None
+        assert one.estimate is not None
+        assert one.row.measured.seconds is not None
+        off = abs(log(one.estimate.seconds / one.row.measured.seconds))
+        made = one.estimate
+        unit = interval(made.job, made.cluster, made.precision, made.parts, scale=1.0)
+        scales.append(off / log(unit.high))
+    return scales
+
+
+def calibrated_scale(tables: Sequence[Sequence[float]]) -> float:
+    """The scale that holds nine of ten runs, of each table equally."""
+    scales = np.concatenate([np.asarray(table) for table in tables])
+    weights = np.concatenate([np.full(len(table), 1 / len(table)) for table in tables])
+    order = np.argsort(scales)
+    passed = np.cumsum(weights[order]) / weights.sum()
+    return float(scales[order][np.searchsorted(passed, INSIDE)])
+
+
+def scaled(one: Predicted, scale: float) -> Predicted:
+    """A prediction with its interval at that scale."""
+    made = one.estimate
+    assert made is not None
+    around = interval(made.job, made.cluster, made.precision, made.parts, scale=scale)
+    seconds = made.seconds
+    low, high = around.low * seconds, around.high * seconds
+    return replace(one, estimate=replace(made, low=low, high=high, widths=around.widths))
+
+
+def constants_line(name: str, values: Values, scale: float) -> str:
+    shown = (f"{values[constant]:.3g}" for constant in CONSTANTS)
+    return f"| {name} | {' | '.join(shown)} | {scale:.2f} |"
+
+
+def write_rows(path: Path, tables: Mapping[str, Sequence[Predicted]]) -> None:
+    """One line a row: layout, measured, predicted, error, parts."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["table", "name", "measured", "predicted", "error_pct", "low", "high", "parts"])
+        for table, rows in tables.items():
+            for one in rows:
+                made, row = one.estimate, one.row
+                if made is None or row is None or row.measured.seconds is None:
+                    continue
+                error = 100 * (made.seconds / row.measured.seconds - 1)
+                parts = " ".join(f"{k}={v / made.seconds:.3f}" for k, v in made.parts.items() if v)
+                times = (f"{x:.4g}" for x in (row.measured.seconds, made.seconds, error, made.low, made.high))
+                writer.writerow([table, one.name.partition(": ")[2], *times, parts])
+
+
+def write_scale(scale: float) -> None:
+    path = Path(str(files("stretto.planner").joinpath("data/intervals.yaml")))
+    text = re.sub(r"(?m)^scale: .*$", f"scale: {scale:.3g}", path.read_text(encoding="utf-8"))
+    path.write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tables", type=Path, default=TABLES, help="folder of the measured tables")
+    parser.add_argument("--only", default="", help="print this table alone; all are needed all the same")
+    parser.add_argument("--csv", type=Path, help="write a line a row")
+    parser.add_argument("--write", action="store_true", help="the width of intervals, into intervals.yaml")
+    options = parser.parse_args()
+    start = perf_counter()
+    rows = {name: timed_rows(options.tables, name) for name in ADAPTERS}
+    point = point_of(shipped())
+    linear = {name: linearised(chosen_rows(of_table), point) for name, of_table in rows.items()}
+    print(f"linearised in {perf_counter() - start:.0f} s", file=sys.stderr)
+    values = {
+        name: values_at(minimised([table for other, table in linear.items() if other != name], point))
+        for name in rows
+    }
+    made = {name: predicted(of_table, values[name]) for name, of_table in rows.items()}
+    scales = {name: needed_scales(of_table) for name, of_table in made.items()}
+    scale = {name: calibrated_scale([s for other, s in scales.items() if other != name]) for name in rows}
+    made = {name: [scaled(one, scale[name]) for one in of_table] for name, of_table in made.items()}
+    print(f"{HEAD}")
+    for name, of_table in made.items():
+        if options.only in name:
+            print(line(name, of_table))
+    every = [one for of_table in made.values() for one in of_table]
+    print(line("all", every))
+    totals = [summary(of_table).model for of_table in made.values()]
+    means = [t.mape for t in totals if t is not None]
+    inside = [t.coverage for t in totals if t is not None and t.coverage is not None]
+    print(
+        f"\nMean over tables: MAPE {percent(float(np.mean(means)))}, "
+        f"inside {percent(float(np.mean(inside)))}."
+    )
+    print(f"\n| left out | {' | '.join(CONSTANTS)} | width |\n|---|{'---|' * (len(CONSTANTS) + 1)}")
+    for name in rows:
+        print(constants_line(name, values[name], scale[name]))
+    whole = calibrated_scale(list(scales.values()))
+    print(constants_line("none", shipped(), whole))
+    if options.csv:
+        write_rows(options.csv, made)
+    if options.write:
+        write_scale(whole)
+    print(f"{perf_counter() - start:.0f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""Mechanisms of a step beside kernels and rings: each costs what its source says, and only where it acts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from stretto.layout.layout import Layout
+from stretto.planner.assumptions import Assumptions, SoftwareProfile, software_profile, software_profiles
+from stretto.planner.counts.activations import ComputeConfig
+from stretto.planner.estimate import Estimate, estimate
+from stretto.planner.interval import interval
+from stretto.planner.machines.catalogue import find_cluster
+from stretto.planner.time.layer import KernelTimes, LayerTime, kernel_times_of, layer_time
+from stretto.planner.time.operators import alignment, attention_seconds, matmul_seconds
+from stretto.spec.attention import ContextKind
+from stretto.spec.data_parallel import DataParallel, Precision
+from stretto.spec.job import Job
+from stretto.spec.presets import find_shape
+from stretto.spec.shape import ModelShape
+
+GPT = ModelShape(family="gpt", layers=16, hidden=1024, heads=16, vocab=50304, sequence=1024, dropout=0.1)
+LLAMA, MIXTRAL, SPARSE = (find_shape(name) for name in ("llama3-8b", "mixtral-8x7b", "deepseek-v3"))
+A100, H100 = find_cluster("dgx-a100-80gb:64"), find_cluster("h100:64")
+PLAIN = SoftwareProfile()
+
+
+def block(
+    shape: ModelShape, software: SoftwareProfile = PLAIN, layout: Layout | None = None, **how: object
+) -> LayerTime:
+    """A block on H100; the degrees of `how` are the layout's."""
+    layout = layout or Layout()
+    fields: dict[str, object] = {
+        "batch": 1,
+        "sequence": 4096,
+        "tp": layout.tp,
+        "cp": layout.cp,
+        "ep": layout.ep,
+    }
+    config = ComputeConfig(**(fields | how))  # type: ignore[arg-type]
+    return layer_time(shape, "block", config, layout, H100.sized(layout.world), "bf16", software)
+
+
+def kernels(shape: ModelShape, how: ComputeConfig, software: SoftwareProfile = PLAIN) -> KernelTimes:
+    return kernel_times_of(shape, "block", how, A100.device, "bf16", software)
+
+
+def step(software: SoftwareProfile = PLAIN, overlap: bool = True, **fields: object) -> Estimate:
+    usual: dict[str, object] = {
+        "shape": LLAMA,
+        "global_batch": 64,
+        "micro_batch": 1,
+        "sequence": 4096,
+        "precision": Precision(dtype="bfloat16"),
+    }
+    job = Job(**(usual | fields))  # type: ignore[arg-type]
+    assumptions = Assumptions(software=software, overlap=overlap)
+    return estimate(job, H100.sized(job.layout.world), assumptions, memory=False)
+
+
+# ------------------------------------------------------------------ context parallelism
+
+
+@pytest.mark.parametrize("context", ["ring", "ulysses"])
+@pytest.mark.parametrize("name", ["h100", "dgx-a100-80gb", "b200", "workstation-4090"])
+@pytest.mark.parametrize("sequence", [2048, 8192, 131072])
+def test_attention_of_all_context_ranks_is_no_less_than_the_unsplit_one(
+    context: ContextKind, name: str, sequence: int
+) -> None:
+    cores = [
+        cp * (work.core + work.core_back)
+        for cp in (1, 2, 4, 8)
+        for work in [
+            kernel_times_of(
+                shape=LLAMA,
+                kind="block",
+                how=ComputeConfig(batch=1, sequence=sequence, cp=cp, context=context),
+                device=find_cluster(name).device,
+                precision="bf16",
+                software=software_profile("today"),
+            )
+        ]
+    ]
+    assert cores == sorted(cores)
+    assert len(set(cores)) == len(cores), "more ranks cost more, never the same"
+
+
+# ------------------------------------------------------------------ the host
+
+
+def test_a_host_adds_to_kernels_where_tensor_parallel_ranks_wait_for_each_other() -> None:
+    ahead, waiting = (replace(PLAIN, host=2e-5, blocking=share) for share in (0.0, 0.5))
+    assert block(LLAMA, ahead).F == block(LLAMA, waiting).F
+    free, blocked = (block(LLAMA, one, Layout(tp=4)).F for one in (ahead, waiting))
+    assert blocked["host"] - free["host"] == pytest.approx(0.5 * 16 * 2e-5)
+    assert blocked["compute"] == free["compute"]
+
+
+def test_near_equality_host_and_kernels_both_count() -> None:
+    work = block(LLAMA).total("F")
+    equal = block(LLAMA, replace(PLAIN, host=work / 16)).total("F")
+    assert 1.1 * work < equal < 1.3 * work
+    assert block(LLAMA, replace(PLAIN, host=10 * work / 16)).total("F") == pytest.approx(10 * work, rel=1e-3)
+
+
+def test_a_fused_softmax_takes_four_matrices_of_scores_at_a_time() -> None:
+    two, four = (
+        kernels(GPT, ComputeConfig(batch=batch, sequence=1024, tp=8, attention="explicit"))
+        for batch in (1, 2)
+    )
+    assert two.kernels == four.kernels + 8
+    assert two.core > four.core, "half of the scores take longer in separate operations"
+    never = kernels(
+        GPT,
+        ComputeConfig(batch=2, sequence=1024, tp=8, attention="explicit"),
+        replace(PLAIN, softmax=False),
+    )
+    assert never.kernels == two.kernels
+    fused = kernels(GPT, ComputeConfig(batch=1, sequence=1024, tp=8))
+    assert fused.kernels < four.kernels
+
+
+# ------------------------------------------------------------------ communication
+
+
+def test_collectives_in_parts_run_beside_their_products() -> None:
+    how = {"layout": Layout(tp=4), "sequence_parallel": True}
+    whole, half = (block(LLAMA, replace(PLAIN, pipelined=share), **how) for share in (0.0, 0.5))
+    assert half.F["tensor"] == pytest.approx(0.5 * whole.F["tensor"])
+    reduced = {"layout": Layout(tp=4), "sequence_parallel": False}
+    whole, half = (block(LLAMA, replace(PLAIN, pipelined=share), **reduced) for share in (0.0, 0.5))
+    assert half.F["tensor"] == whole.F["tensor"], "an all-reduce needs the whole product"
+
+
+def test_without_overlap_weights_and_gradients_of_zero3_are_waited_for() -> None:
+    fields: dict[str, object] = {"layout": Layout(dp=64), "dp": DataParallel(mode="zero3")}
+    beside, after = (step(overlap=overlap, **fields) for overlap in (True, False))
+    assert after.parts["data"] > 2 * beside.parts["data"]
+    assert after.parts["compute"] == pytest.approx(beside.parts["compute"])
+
+
+def test_a_message_in_parts_needs_a_program_that_sends_parts() -> None:
+    fields: dict[str, object] = {"layout": Layout(tp=8, pp=8), "sequence_parallel": False, "global_batch": 16}
+    whole, parts = (step(replace(PLAIN, scattered=parts), **fields) for parts in (False, True))
+    assert parts.seconds < whole.seconds
+    assert [name for name, one in software_profiles().items() if one.scattered] == ["unfused"]
+
+
+# ------------------------------------------------------------------ 8 bits and 4
+
+
+def test_casts_that_other_kernels_do_cost_nothing() -> None:
+    device = H100.device
+    size = {"m": 4096, "n": 4096, "k": 4096}
+    apart, fused = (matmul_seconds(device, **size, precision="fp8", casts=share) for share in (1.0, 0.0))
+    assert fused < 0.8 * apart
+    assert fused < matmul_seconds(device, **size, precision="bf16")
+
+
+def test_products_of_four_bits_are_faster_where_the_device_has_them() -> None:
+    size = {"m": 8192, "n": 16384, "k": 16384, "casts": 0.0}
+    old, new = find_cluster("h100").device, find_cluster("gb200").device
+    assert matmul_seconds(old, **size, precision="fp4") == pytest.approx(
+        matmul_seconds(old, **size, precision="fp8"), rel=0.2
+    )
+    assert matmul_seconds(new, **size, precision="fp4") < 0.7 * matmul_seconds(new, **size, precision="fp8")
+    assert new.peak("fp4") == 2 * new.peak("fp8")
+
+
+def test_products_of_odd_widths_are_slow() -> None:
+    how = ComputeConfig(batch=1, sequence=2048)
+    odd, even = (
+        kernel_times_of(replace(GPT, vocab=vocab), "head", how, A100.device, "bf16", PLAIN).products
+        for vocab in (50257, 50304)
+    )
+    assert odd / even == pytest.approx(4, rel=0.05), "GPT-2's vocabulary and its padded one"
+    measured = replace(A100.device, kernels={"launch": 1e-6})
+    assert alignment(measured, "bf16", 50257) == alignment(A100.device, "fp32", 50257) == 1
+    # a fused kernel computes heads of 80 features as if they had 96
+    heads = [attention_seconds(A100.device, 1, 8192, 8192, 16, size) for size in (80, 96)]
+    assert heads[0] == pytest.approx(heads[1], rel=0.05)
+
+
+# ------------------------------------------------------------------ experts
+
+
+def test_experts_cost_their_imbalance_their_small_products_and_their_launches() -> None:
+    even = replace(PLAIN, imbalance=1.0, grouped=1.0)
+    at = Layout(dp=8, ep=8)
+    fair, uneven = (block(MIXTRAL, one, at).F["compute"] for one in (even, replace(even, imbalance=1.5)))
+    slow = block(MIXTRAL, replace(even, grouped=1 / 1.5), at).F["compute"]
+    assert 1.2 * fair < uneven < 1.5 * fair
+    assert slow == pytest.approx(uneven)
+    dense = replace(MIXTRAL, moe=None, ffn=14336)
+    how = ComputeConfig(batch=1, sequence=4096)
+    assert kernels(MIXTRAL, how).kernels > 3 * kernels(dense, how).kernels
+
+
+def test_tokens_cross_to_a_node_once_and_beside_other_microbatches() -> None:
+    far, near = Layout(dp=64, ep=64), Layout(dp=8, ep=8)
+    plain = block(SPARSE, PLAIN, far).F["expert"]
+    once = block(SPARSE, replace(PLAIN, dispatch_once=True), far).F["expert"]
+    # 8 experts of a token are on 8 (1 - (7/8)^8) = 5.25 of 8 nodes
+    assert once / plain == pytest.approx(5.25 / 8, rel=0.01)
+    assert block(SPARSE, replace(PLAIN, dispatch_once=True), near).F == block(SPARSE, PLAIN, near).F
+    hidden = block(SPARSE, replace(PLAIN, exchanged=0.5), near).F["expert"]
+    assert hidden == pytest.approx(0.5 * block(SPARSE, PLAIN, near).F["expert"], rel=0.05)
+
+
+# ------------------------------------------------------------------ intervals
+
+
+def test_an_interval_is_as_wide_as_its_sources_together() -> None:
+    made = step(software_profile("today"), layout=Layout(tp=8, dp=8), sequence_parallel=True)
+    whole = sum(width**2 for width in made.widths.values()) ** 0.5
+    assert set(made.widths) == {"kernels", "network", "host", "noise"}
+    assert made.high / made.seconds == pytest.approx(2.718281828**whole, rel=1e-6)
+    assert made.low * made.high == pytest.approx(made.seconds**2)
+
+
+def test_what_was_not_measured_is_less_certain() -> None:
+    job = step(layout=Layout(dp=8)).job
+    parts = {"compute": 1.0, "tensor": 0.2, "bubble": 0.5}
+    known, unknown = (find_cluster(name).sized(8) for name in ("h100", "jean-zay-v100-32gb"))
+    sure, unsure = (interval(job, cluster, "bf16", parts) for cluster in (known, unknown))
+    assert unsure.widths["kernels"] > sure.widths["kernels"]
+    assert unsure.widths["network"] > sure.widths["network"]
+    assert interval(job, known, "fp8", parts).high > sure.high
+    calibrated = replace(known, device=replace(known.device, kernels={"launch": 1e-6}))
+    assert interval(job, calibrated, "bf16", parts).high < sure.high
+    idle = interval(job, known, "bf16", {**parts, "bubble": 5.0})
+    assert idle.widths == sure.widths, "waiting is as uncertain as what is waited for"
