@@ -50,7 +50,8 @@ class SoftwareProfile:
         dispatch_once: a token crosses to a node once, however many of its experts are there (DeepEP).
         sharded: speed of gathers and reductions of sharded parameters (ZeRO-3) over that of plain collectives
             of their size; implementations of 2021 were far below it.
-        alone: time of a kernel within a step over its time alone; clocks drop under sustained power and heat.
+        alone, alone_hopper: time of a kernel within a step over its time alone, on devices up to A100, and on
+            Hopper and later; clocks drop under sustained power and heat.
         scattered: where every tp rank would send the same activation to the next stage, each sends a part,
             and they are gathered there (Narayanan et al. 2021, section 4.1).
         causal: fused attention skips what is masked.
@@ -68,18 +69,23 @@ class SoftwareProfile:
     softmax: bool = True
     loss: float = 1.0
     casts: float = 1.0
-    imbalance: float = 1.1
-    grouped: float = 0.85
+    imbalance: float = 1.05
+    grouped: float = 0.9
     exchanged: float = 0.0
     dispatch_once: bool = False
     sharded: float = 1.0
     alone: float = 1.0
+    alone_hopper: float = 1.0
     scattered: bool = False
     causal: bool = True
 
     def fused(self, device: Device) -> float:
         """Speed of fused attention on a device, over that of the fastest kernels."""
         return self.hopper if device.name.startswith(_HOPPER) else self.attention
+
+    def slower(self, device: Device) -> float:
+        """Time of a kernel within a step on a device, over its time alone."""
+        return self.alone_hopper if device.name.startswith(_HOPPER) else self.alone
 
 
 _HOPPER = ("h100", "h800", "h20", "gh200", "b200", "b300", "gb200", "gb300")  # h20 and h200
