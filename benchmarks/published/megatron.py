@@ -31,7 +31,7 @@ def korthikanti(row: dict[str, str]) -> dict[str, str]:
     if "LAYER time" in row["notes"]:
         raise StrettoError("the time is of one layer, not of a step", hint="predict takes whole steps")
     half = "fp16" if row["precision"].startswith("fp16") else "bf16"
-    return megatron(row, precision=half, recompute=row["recompute"].partition("(")[0])
+    return megatron(row, precision=half, gradients="fp32")
 
 
 def narayanan(row: dict[str, str]) -> dict[str, str]:
@@ -41,7 +41,7 @@ def narayanan(row: dict[str, str]) -> dict[str, str]:
     size = re.search(r"model-parallel size (\d+)", row["notes"])
     if size is None and not (row["tp"] or row["dp"]):
         raise StrettoError(f"the row tells no degrees for {row['gpus']} GPUs", hint="fill in tp, pp and dp")
-    cells = {**HALF, "flops_count": "hardware", "recompute": "full"}
+    cells = {**HALF, "flops_counted": "hardware", "recompute": "full"}
     if size is not None and not row["tp"]:
         cells |= split(int(size[1]), int(row["heads"]), node=8)
     pp = int(cells.get("pp") or row["pp"] or 1)

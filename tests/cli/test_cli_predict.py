@@ -108,8 +108,8 @@ TABLE = """model,gpu,gpus,tp,pp,vp,seq,micro,batch,recompute,iter_time_s,tflops,
 llama3-8b,H100,16,4,1,,8192,1,64,none,1.2,,,,red
 llama3-8b,H100,16,4,2,2,8192,1,64,full,,400,30,,blue
 llama3-8b,H100,16,8,1,,8192,1,64,none,,,,1,
-gpt-52b,V100-32GB,64,,,,1024,16,1024,none,180,,,,
-llama3-8b,H100,16,4,1,,8192,1,64,fully,1.1,,,,
+lama3-9b,V100-32GB,64,,,,1024,16,1024,none,180,,,,
+llama3-8b,H100,16,4,1,,8192,1,64,sometimes,1.1,,,,
 """
 
 
@@ -135,7 +135,7 @@ def test_a_table(capsys: pytest.CaptureFixture[str], table: Path, tmp_path: Path
     assert [row["x_hue"] for row in written] == ["red", "blue", "", "", ""]  # its own columns, unchanged
     assert float(written[1]["error_pct"]) == pytest.approx(100 * facts["rows"][1]["error"], rel=1e-4)
     assert "allowed: none, selective, full" in written[4]["refused"]
-    assert facts["rows"][1]["defaults"]["flops_count"].startswith("model")
+    assert facts["rows"][1]["defaults"]["flops_counted"].startswith("model")
     assert "zero=" in written[0]["defaults"]
 
 
@@ -149,7 +149,7 @@ def test_a_table_as_text(capsys: pytest.CaptureFixture[str], table: Path) -> Non
         "2.2%",
         "out of memory: 1 rows",
         "row 2: tflops_per_gpu is taken as model FLOPs",
-        "recompute is 'fully', allowed: none, selective, full (row 5)",
+        "recompute is 'sometimes', allowed: none, selective, full, operators",
     ):
         assert word in text
 
@@ -172,7 +172,7 @@ def test_a_table_with_a_column_that_there_is_not(capsys: pytest.CaptureFixture[s
 def test_the_columns_of_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["predict", "--table-columns"]) == 0
     text = capsys.readouterr().out
-    assert "| `flops_count` |" in text
+    assert "| `flops_counted` |" in text
     assert run_json(capsys, "--table-columns") == {"columns": text}
 
 

@@ -145,7 +145,7 @@ def row_from_arguments(words: Sequence[str], model: str, cluster: str) -> Row:
     cells.setdefault("seq", str(shape.sequence))
     if machine.devices is not None:
         cells.setdefault("gpus", str(machine.devices))
-    return read_row({**cells, "model": model}, machine, shape)
+    return read_row({**cells, "model": model}, machine, shape, planned=True)
 
 
 def _cells(words: Sequence[str]) -> dict[str, str]:
@@ -513,12 +513,12 @@ def _show_undeclared(to: Console, rows: Sequence[Predicted]) -> None:
     undeclared = [
         one.number
         for one in rows
-        if one.row and "flops_count" in one.row.defaults and one.row.job.recompute.mode != "none"
+        if one.row and "flops_counted" in one.row.defaults and one.row.job.recompute.mode != "none"
     ]
     if undeclared:
         to.print(
             f"{_rows_of(undeclared)}: tflops_per_gpu is taken as model FLOPs; if it counts "
-            "recomputation too, the measured step was longer: set flops_count",
+            "recomputation too, the measured step was longer: set flops_counted",
             soft_wrap=True,
         )
 

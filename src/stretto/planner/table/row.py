@@ -1,25 +1,31 @@
 """From a row of a table to a job, its cluster, the software's assumptions, and what was measured.
 
-Empty cells take the defaults of `planner.table.columns`. A default that makes a choice is reported; one that
-says that something is absent is not. Contradictory cells are refused.
+Cells that say nothing take the defaults of `planner.table.columns`. A default that makes a choice is
+reported, and so is the reading of a cell that is no plain value; a default that says that something is absent
+is not. Contradictory cells are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, Literal, cast
+from typing import Any
 
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.layout.shards import Mode
-from stretto.planner.assumptions import Assumptions, software_profile
-from stretto.planner.estimate import precision_of
-from stretto.planner.machines.catalogue import clusters, find_cluster
+from stretto.planner.assumptions import Assumptions
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.machines.device import Device
-from stretto.planner.table.columns import Cells
+from stretto.planner.memory.fits import fit
+from stretto.planner.memory.short_step import short_step_memory
+from stretto.planner.table.cells import Cells
+from stretto.planner.table.machine import device_count, row_cluster, sized_cluster
+from stretto.planner.table.measured import Measured, measured_of
+from stretto.planner.table.model import row_shape
+from stretto.planner.table.recomputation import Recomputation, stated_recomputation
+from stretto.planner.table.software import SEQUENCE_PARALLEL, Software, software_of
 from stretto.spec.data_parallel import (
     MODES,
     DataParallel,
@@ -29,163 +35,19 @@ from stretto.spec.data_parallel import (
     Precision,
     ReduceChoice,
 )
-from stretto.spec.experts import ExpertShape
-from stretto.spec.flops import hardware_flops_per_token, model_flops_per_token
-from stretto.spec.framework import Framework, Operator
-from stretto.spec.job import Job, Recompute, RecomputeMode
+from stretto.spec.framework import CORE, Framework
+from stretto.spec.job import Job, Recompute
 from stretto.spec.parameters import count_parameters
-from stretto.spec.presets import find_shape
 from stretto.spec.rules import problems
-from stretto.spec.shape import Family, ModelShape
-
-MemoryKind = Literal["allocated", "reserved", "device"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What a row says about its run.
-
-    Attributes:
-        seconds: of a step; None: no column gives them.
-        by: the column they come from, and which FLOPs it counts.
-        memory: bytes of the fullest device; None: not recorded.
-        kind: what the memory counts.
-        out_of_memory: the run failed for lack of memory.
-    """
-
-    seconds: float | None
-    by: str
-    memory: float | None
-    kind: MemoryKind
-    out_of_memory: bool
-
-
-def measured_of(cells: Cells, job: Job, cluster: Cluster) -> Measured:
-    """Seconds of a step from iter_time_s, else from tokens a second, else from TFLOP/s, MFU or
-    HFU; and memory.
-    """
-    failed, memory = cells.flag("oom"), cells.number("peak_mem_gib")
-    kind = cells.word("memory_count") or "allocated"
-    if memory is not None:
-        cells.value_or("memory_count", kind)
-    seconds, by = (None, "") if failed else _seconds(cells, job, cluster)
-    return Measured(
-        seconds=seconds,
-        by=by,
-        memory=memory and memory * 2**30,
-        kind=cast(MemoryKind, kind),
-        out_of_memory=failed,
-    )
-
-
-def _seconds(cells: Cells, job: Job, cluster: Cluster) -> tuple[float | None, str]:
-    seconds = cells.number("iter_time_s")
-    if seconds is not None:
-        return seconds, "iter_time_s"
-    devices, tokens = job.layout.world, job.global_batch * job.sequence
-    rate = cells.number("tokens_per_s_per_gpu")
-    if rate is not None:
-        return tokens / (rate * devices), "tokens_per_s_per_gpu"
-    mode = job.recompute.mode
-    flops = {
-        "model": tokens * model_flops_per_token(job.shape, job.sequence),
-        "hardware": tokens
-        * hardware_flops_per_token(
-            job.shape, job.sequence, "none" if mode == "auto" else mode, operators=job.framework.operators
-        ),
-    }
-    tflops, mfu, hfu = (cells.number(name) for name in ("tflops_per_gpu", "mfu_pct", "hfu_pct"))
-    if tflops is not None:
-        count = cells.value_or("flops_count", "model", "hardware, where recomputation is counted")
-        return flops[count] / (tflops * 1e12 * devices), f"tflops_per_gpu ({count} FLOPs)"
-    peak = cluster.device.peak(precision_of(job)) * devices
-    if mfu is not None:
-        return flops["model"] / (mfu / 100 * peak), "mfu_pct"
-    if hfu is not None:
-        return flops["hardware"] / (hfu / 100 * peak), "hfu_pct"
-    return None, ""
-
-
-SEQUENCE = 2048  # tokens of a sample of a model that is not published
-_VOCABULARY = 50257  # GPT-2's
-_SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")
-
-
-def shape_of(cells: Cells, shape: ModelShape | None = None) -> tuple[ModelShape, int]:
-    """The model of a row, and the tokens of a sample; a published model fills in what the row leaves empty.
-
-    Args:
-        shape: in place of the row's model.
-
-    Raises:
-        StrettoError: neither a published model nor layers, hidden and heads; or sizes that do not fit
-            together.
-    """
-    sizes: dict[str, Any] = {name: cells.whole(name) for name in _SIZES if cells.whole(name) is not None}
-    base = shape or _published(cells.word("model"), whole={"layers", "hidden", "heads"} <= sizes.keys())
-    sequence = cells.value_or(
-        "seq", SEQUENCE if base is None else base.sequence, "" if base is None else "the model's"
-    )
-    if base is None:
-        sizes["vocab"] = cells.value_or("vocab", _VOCABULARY, "GPT-2's")
-        family: Family = "llama" if cells.value_or("family", "gpt") == "llama" else "gpt"
-        made = ModelShape(family=family, sequence=sequence, moe=_experts(cells, None), **sizes)
-    else:
-        made = _changed(cells, base, sizes, sequence)
-    for name in ("kv_heads", "ffn") if base is None else ("vocab",) if shape is None else ():
-        cells.value_or(name, getattr(made, name), "the family's" if base is None else "the model's")
-    dropout = cells.number("dropout")
-    return (made if dropout is None else replace(made, dropout=dropout)), sequence
-
-
-@lru_cache(maxsize=256)
-def _published(name: str | None, whole: bool) -> ModelShape | None:
-    """The published model of that name; None where the name is a label beside sizes."""
-    if name is None:
-        if whole:
-            return None
-        raise StrettoError("the row has no model", hint="fill in model, or layers, hidden and heads")
-    try:
-        return find_shape(name)
-    except StrettoError as error:
-        if whole:
-            return None
-        raise StrettoError(
-            f"{error.message}, and the row has no layers, hidden and heads", hint=error.hint
-        ) from None
-
-
-def _changed(cells: Cells, base: ModelShape, sizes: dict[str, Any], sequence: int) -> ModelShape:
-    """A published model with the row's sizes; sizes that scale with the width follow the row's width."""
-    family = cells.word("family")
-    if family not in (None, base.family):
-        raise StrettoError(f"family is {family}, but the model is a {base.family}", hint="leave family empty")
-    hidden, heads = sizes.get("hidden", base.hidden), sizes.get("heads", base.heads)
-    if (hidden, heads) != (base.hidden, base.heads):
-        sizes.setdefault("kv_heads", heads if base.kv_heads == base.heads else base.kv_heads)
-        sizes.setdefault("ffn", base.ffn * hidden // base.hidden)
-        sizes.setdefault("head_dim", max(2, hidden // heads))
-    if base.family == "gpt" or sequence > base.sequence:
-        sizes["sequence"] = sequence
-    return replace(base, **sizes, moe=_experts(cells, base.moe))
-
-
-def _experts(cells: Cells, base: ExpertShape | None) -> ExpertShape | None:
-    columns = {"experts": "experts", "top_k": "top_k", "expert_ffn": "ffn"}
-    fields: dict[str, Any] = {
-        field: cells.whole(name) for name, field in columns.items() if cells.whole(name) is not None
-    }
-    if base is None and fields and "experts" not in fields:
-        raise StrettoError("the row's model has no experts", hint="fill in experts, or leave top_k empty")
-    return replace(base, **fields) if base else ExpertShape(**fields) if fields else None
-
+from stretto.spec.shape import ModelShape
 
 _MEGATRON = 128  # a rank's share of the vocabulary is a multiple of it, unless parameters are sharded
-_BUCKET = 10**9  # bytes of DeepSpeed's buffer for reductions: 5e8 elements of 16 bits
 _TOKENS = 16384  # up to which, without a pipeline, the batch of a replica is one microbatch
 _LONGEST = 1_000_000  # forwards in a step of one replica, at most
 _MODES: tuple[Mode, ...] = ("ddp", "zero1", "zero2", "zero3")
 _SHARDS = (("zero1", "shard_states"), ("zero2", "shard_gradients"), ("zero3", "shard_parameters"))
+_BUCKET = 10**9  # bytes of DeepSpeed's buffer for reductions: 5e8 elements of 16 bits
+_DROPOUT = 0.1  # of GPT-2, which Megatron's runs kept until 2022
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +98,10 @@ class Row:
 
 
 def read_row(
-    cells: Mapping[str, str], cluster: Cluster | None = None, shape: ModelShape | None = None
+    cells: Mapping[str, str],
+    cluster: Cluster | None = None,
+    shape: ModelShape | None = None,
+    planned: bool = False,
 ) -> Row:
     """The meaning of a row.
 
@@ -244,25 +109,37 @@ def read_row(
         cells: by the columns' names or aliases.
         cluster: in place of the row's.
         shape: in place of the row's model.
+        planned: the run is to be made, with the software of today: nothing follows from its age, or from its
+            having fitted.
 
     Raises:
         StrettoError: why it cannot be predicted.
     """
     row = Cells(cells)
-    model, sequence = shape_of(row, shape)
-    layout = _layout(row, model)
-    machine = _cluster(row, layout.world, cluster)
-    schedule, options = _schedule(row)
+    if row.word("training") == "frozen":
+        raise StrettoError(
+            "most weights are frozen (LoRA), which is not modelled",
+            hint="predict takes training of all weights",
+        )
+    model, sequence = row_shape(row, shape)
+    machine = row_cluster(row, cluster)
+    layout = _layout(row, model, machine)
+    machine = sized_cluster(row, machine, layout.world)
+    software = software_of(row, machine.device, sequence, planned)
+    early = software.early and not planned
+    if early and model.family == "gpt" and shape is None and not model.dropout:
+        model = replace(model, dropout=row.value_or("dropout", _DROPOUT, "of GPT with that software"))
+    schedule, options = _schedule(row, model)
     global_batch, micro_batch = _batch(row, layout, sequence, int(options.get("chunks", 1)))
-    precision = _precision(row, machine.device)
-    recompute = _recompute(row)
-    dp = _sharing(row, model, layout, machine, precision)
-    framework = _framework(row, dp, precision)
-    if (
-        framework.wide_shards and layout.pp > 1
-    ):  # FSDP sums whole gradients over the microbatches of a pipeline
-        dp = replace(dp, reduce="step")
-    attention = row.value_or("attention", "unfused" if _before_bf16(machine.device) else "fused")
+    precision = _precision(row, machine.device, early)
+    least = _MODES.index(least_sharing(model, layout, machine, precision))
+    dp = _sharing(row, layout, machine.node, least=least, usual=0 if early else 1)
+    stated = stated_recomputation(row)
+    framework = _framework(row, dp, precision, software, stated)
+    if framework.wide_shards and layout.pp > 1:
+        dp = replace(dp, reduce="step")  # FSDP sums whole gradients over the microbatches of a pipeline
+    stages = layout.pp * int(options.get("chunks", 1))
+    sp_usual = not (early and software.is_before(SEQUENCE_PARALLEL))
     job = Job(
         shape=model,
         layout=layout,
@@ -272,35 +149,45 @@ def read_row(
         schedule=schedule,
         options=options,
         expert_tp=layout.expert_tp,
-        sequence_parallel=layout.tp > 1 and row.value_or("sp", True),
+        sequence_parallel=layout.tp > 1 and row.value_or("sp", sp_usual),
         context="ulysses" if row.word("context") == "ulysses" else "ring",
-        recompute=recompute,
+        recompute=_recompute(row, stated or Recomputation(mode="none"), model, stages),
         dp=dp,
         precision=precision,
-        attention="flash" if attention == "fused" else "explicit",
+        attention="flash" if software.attention == "fused" else "explicit",
         fused_loss=row.flag("fused_loss"),
         framework=framework,
         vocab_multiple=1 if dp.mode == "zero3" else _MEGATRON,
     )
     _check(job)
+    if stated is None and row.measured and not planned:
+        job = replace(job, recompute=_least_recomputation(job, machine, stages))
+        blocks = "" if job.recompute.blocks is None else f" in {job.recompute.blocks} blocks of each stage"
+        row.report("recompute", f"{job.recompute.mode}{blocks}", "the least that fits")
+    elif stated is None:
+        row.report("recompute", "none", "")
     return Row(
         cells=cells,
         job=job,
         cluster=machine,
-        assumptions=_assumptions(row, attention),
-        measured=measured_of(row, job, machine),
+        assumptions=_assumptions(row, software, early),
+        measured=measured_of(row, job, machine, software),
         defaults=dict(row.defaults),
     )
 
 
-def _layout(row: Cells, shape: ModelShape) -> Layout:
-    """The parallel degrees; dp is what the others leave of the devices.
+def _layout(row: Cells, shape: ModelShape, machine: Cluster) -> Layout:
+    """The parallel degrees; of tp, pp and dp, those that are empty follow from the number of devices.
 
     Raises:
-        StrettoError: their product is not the number of devices.
+        StrettoError: their product is not the number of devices, or nothing says how many there are.
     """
-    tp, cp, ep, pp = (row.whole(axis) or 1 for axis in ("tp", "cp", "ep", "pp"))
-    dp, gpus = row.whole("dp"), row.whole("gpus")
+    cp, ep = row.whole("cp") or 1, row.whole("ep") or 1
+    gpus = _devices(row, machine)
+    if gpus is None and row.measured and not any(row.whole(axis) for axis in ("tp", "pp", "dp")):
+        raise StrettoError("the row has neither gpus nor degrees", hint="fill in gpus, or tp, pp and dp")
+    tp, pp = _model_parallel(row, shape, machine, gpus)
+    dp = row.whole("dp")
     if gpus is None:
         gpus = row.value_or("gpus", tp * cp * pp * (dp or 1), "tp x cp x dp x pp")
     rest, over = divmod(gpus, tp * cp * pp)
@@ -317,36 +204,95 @@ def _layout(row: Cells, shape: ModelShape) -> Layout:
     return Layout(tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, expert_tp=expert_tp)
 
 
-def _cluster(row: Cells, gpus: int, cluster: Cluster | None) -> Cluster:
-    """The row's cluster, or the one in its place, with the row's nodes and network."""
-    name = row.word("gpu")
-    if cluster is None and name is None:
-        raise StrettoError("the row has no GPU", hint="fill in gpu, as in A100-80GB-SXM")
-    known = cluster or find_cluster(name or "")
-    node = row.whole("node_size")
-    network = row.word("network")
-    speed = row.number("network_gbs")
-    if node not in (None, known.node):
-        outer = replace(known.outer, bandwidth=known.outer.bandwidth * known.node / node)
-        known = replace(known, node=node, outer=outer)
-    if network not in (None, known.outer.kind):
-        link = next(other.outer for other in clusters() if other.outer.kind == network)
-        known = replace(known, outer=replace(link, bandwidth=known.outer.bandwidth))
-    if speed is not None:
-        known = replace(known, outer=replace(known.outer, bandwidth=speed * 1e9))
-    return known.sized(gpus)
+def _devices(row: Cells, machine: Cluster) -> int | None:
+    """The number of devices; None: the row does not say it.
+
+    Raises:
+        StrettoError: it contradicts the number of nodes.
+    """
+    gpus, nodes = row.whole("gpus"), row.whole("nodes")
+    if nodes is None:
+        counted = device_count(row)
+        return row.value_or("gpus", counted, "of gpu") if gpus is None and counted else gpus
+    if gpus is None:
+        return row.value_or("gpus", nodes * machine.node, f"{nodes} nodes of {machine.node}")
+    if row.whole("node_size") and not (nodes - 1) * machine.node < gpus <= nodes * machine.node:
+        raise StrettoError(
+            f"{gpus} GPUs are not on {nodes} nodes of {machine.node}", hint="leave gpus or nodes empty"
+        )
+    return gpus
 
 
-def _schedule(row: Cells) -> tuple[str, dict[str, Any]]:
-    """The schedule and its options; `chunks` of 1 is no option."""
-    options = {name: row.whole(name) for name in ("chunks", "group", "waves")}
+def _model_parallel(row: Cells, shape: ModelShape, machine: Cluster, gpus: int | None) -> tuple[int, int]:
+    """tp and pp. Where one is empty and dp is not, it is what the others leave; where both are, tp is as
+    large as the node and the heads allow (Narayanan et al. 2021, section 3).
+    """
+    tp, pp, dp, cp = (row.whole(axis) for axis in ("tp", "pp", "dp", "cp"))
+    both, over = divmod(gpus or 0, (dp or 1) * (cp or 1))
+    if dp is None or over or not both or (tp and pp):
+        return tp or 1, pp or 1
+    why = "what gpus and the other degrees leave"
+    if tp is None and pp is None:
+        size = min(machine.node, both)
+        tp = max(n for n in range(1, size + 1) if both % n == shape.heads % n == shape.kv_heads % n == 0)
+    if tp is None:
+        tp = both // pp if pp and both % pp == 0 else 1
+    if pp is None:
+        pp = both // tp if both % tp == 0 else 1
+    for axis, degree in (("tp", tp), ("pp", pp)):
+        if degree > 1:
+            row.value_or(axis, degree, why)
+    return tp, pp
+
+
+def _schedule(row: Cells, shape: ModelShape) -> tuple[str, dict[str, Any]]:
+    """The schedule and its options; `chunks` of 1 is no option.
+
+    Raises:
+        StrettoError: chunks in two cells that contradict each other.
+    """
+    pp = row.whole("pp") or int(row.defaults.get("pp", "1").split()[0])
+    options = {"chunks": _chunks(row, shape, pp), "group": row.whole("group"), "waves": row.whole("waves")}
     if options["chunks"] == 1:
         del options["chunks"]
     usual = "interleaved" if options.get("chunks") else "1f1b"
-    schedule = (
-        row.value_or("schedule", usual) if (row.whole("pp") or 1) > 1 else row.word("schedule") or usual
-    )
+    schedule = row.value_or("schedule", usual) if pp > 1 else row.word("schedule") or usual
+    if schedule == "1f1b" and options.get("chunks") and row.measured:
+        row.report("schedule", "interleaved", f"1F1B with {options['chunks']} chunks")
+        schedule = "interleaved"
+    if schedule == "interleaved" and pp > 1 and not options.get("chunks") and row.measured:
+        options["chunks"] = _fewest_chunks(shape.layers, pp)
+        row.report("chunks", options["chunks"] or 1, "the fewest of equal size")
     return schedule, {name: value for name, value in options.items() if value is not None}
+
+
+def _chunks(row: Cells, shape: ModelShape, pp: int) -> int | None:
+    """Stages per rank: of their column, or from the words behind the schedule, as in "interleaved v=4"."""
+    text, behind = row.text("chunks"), row.text("schedule").lower()
+    match = re.match(r"(\d+)(?:\.0)?\b", text)
+    words = re.search(
+        r"\b(?:v|vp|vpp|chunks|stages)\s*[=:]?\s*(\d+)|\b(\d+)\s*(?:chunks|virtual|model)", behind
+    )
+    said = int(words[1] or words[2]) if words else None
+    if text.lower().startswith("max"):
+        row.report("chunks", max(1, (shape.layers + 2) // pp), f"read from {text!r}: one layer each")
+        return max(1, (shape.layers + 2) // pp)
+    if text and match is None and text.lower() not in ("none", "no"):
+        raise StrettoError(
+            f"chunks is {text!r}, allowed: a whole number above 0, or max", hint="as in chunks=2"
+        )
+    stated = int(match[1]) or None if match else None
+    if stated and said and stated != said:
+        raise StrettoError(f"chunks is {stated}, but schedule is {behind!r}", hint="leave one of them empty")
+    if said and not stated:
+        row.report("chunks", said, f"read from {row.text('schedule')!r}")
+    return stated or said
+
+
+def _fewest_chunks(layers: int, pp: int) -> int | None:
+    """The smallest number of chunks per rank, above one, with equal numbers of layers; None: none."""
+    each = layers // pp
+    return next((n for n in range(2, each + 1) if each % n == 0), None)
 
 
 def _batch(row: Cells, layout: Layout, sequence: int, chunks: int) -> tuple[int, int]:
@@ -356,6 +302,12 @@ def _batch(row: Cells, layout: Layout, sequence: int, chunks: int) -> tuple[int,
         StrettoError: the three contradict each other.
     """
     whole, micro, count = (row.whole(name) for name in ("global_batch", "micro_batch", "microbatches"))
+    tokens = row.number("batch_tokens")
+    if whole is None and tokens is not None:
+        step = layout.dp * (micro or 1)
+        whole = row.value_or(
+            "global_batch", max(1, round(tokens / sequence / step)) * step, "of batch_tokens"
+        )
     if whole is None:
         steps = count or row.value_or("microbatches", layout.pp * chunks, "one a stage")
         whole = row.value_or("global_batch", (micro or 1) * layout.dp * steps, "of all microbatches")
@@ -372,75 +324,69 @@ def _batch(row: Cells, layout: Layout, sequence: int, chunks: int) -> tuple[int,
     return whole, micro
 
 
-def _precision(row: Cells, device: Device) -> Precision:
+def _precision(row: Cells, device: Device, early: bool) -> Precision:
     """Types of weights and gradients; devices before bfloat16 have float16 only."""
-    word = row.value_or("precision", "fp16" if _before_bf16(device) else "bf16", "of the device")
-    summed = "fp32" if word == "fp32" else row.value_or("gradients", "fp32")
+    half = "fp16" if "fp16" in device.tflops and "bf16" not in device.tflops else "bf16"
+    word = row.value_or("precision", half, "of the device")
+    usual = "same" if early and word == "fp16" else "fp32"
+    summed = "fp32" if word == "fp32" else row.value_or("gradients", usual)
     gradients: GradientType = "same" if summed == "same" else "float32"
     types: dict[str, Dtype] = {"fp32": "float32", "fp16": "float16"}
     dtype = types.get(word, "bfloat16")
-    return Precision(dtype=dtype, gradients=gradients, fp8="tensor" if word == "fp8" else "none")
+    return Precision(dtype=dtype, gradients=gradients, fp8="tensor" if word in ("fp8", "fp4") else "none")
 
 
-def _before_bf16(device: Device) -> bool:
-    """Whether the device is older than Ampere: neither bfloat16 nor FlashAttention."""
-    return "fp16" in device.tflops and "bf16" not in device.tflops
-
-
-def _recompute(row: Cells) -> Recompute:
-    """What the backward repeats; operators imply selective recomputation, inputs in host memory full."""
-    operators, on_host = row.word("recompute_operators"), row.word("offload_inputs") == "cpu"
-    mode = cast(
-        RecomputeMode, row.value_or("recompute", "selective" if operators else "full" if on_host else "none")
-    )
-    for name, there, needed in (
-        ("recompute_operators", bool(operators), "selective"),
-        ("offload_inputs", on_host, "full"),
-    ):
-        if there and mode != needed:
-            raise StrettoError(
-                f"{name} is {row.word(name)}, but recompute is {mode}",
-                hint=f"recompute={needed}, or leave {name} empty",
-            )
-    return Recompute(mode, shard_inputs=row.flag("shard_inputs"))
-
-
-def _framework(row: Cells, dp: DataParallel, precision: Precision) -> Framework:
-    """Whose ways the run follows; if that is empty, Megatron's, or FSDP's where parameters are sharded."""
-    sharded = dp.mode == "zero3"
-    name = row.value_or("framework", "fsdp") if sharded else row.word("framework") or "megatron"
-    operators = (row.word("recompute_operators") or "core_attn").split("+")
-    return Framework(
-        operators=tuple(cast(Operator, word) for word in operators),
-        inputs_on_host=row.word("offload_inputs") == "cpu",
-        fused_softmax=True,
-        fused_activation=name == "megatron" or row.word("software") in ("compiled", "tuned"),
-        wide_shards=name == "fsdp" and sharded,
-        buckets=_BUCKET if name == "deepspeed" and dp.mode != "ddp" else 0,
-        dtensor_loss=name == "fsdp",
-        lasting_gradients=name == "deepspeed" and precision.gradients == "float32" and not sharded,
-    )
-
-
-def _sharing(
-    row: Cells, shape: ModelShape, layout: Layout, cluster: Cluster, precision: Precision
-) -> DataParallel:
-    """How states are sharded; if that is empty, at least as much as makes them fit."""
+def _sharing(row: Cells, layout: Layout, node: int, *, least: int, usual: int) -> DataParallel:
+    """How states are sharded; if that is empty, as usual, and at least as much as makes them fit."""
     zero = row.word("zero")
     if zero is None:
-        least = _MODES.index(least_sharing(shape, layout, cluster, precision))
         zero = "0"
         if layout.cp * layout.dp > 1:
-            zero = row.value_or("zero", str(max(1, least)), "what fits" if least > 1 else "")
+            zero = row.value_or("zero", str(max(usual, least)), "what fits" if least > usual else "")
     mode = _MODES[int(zero)]
     size = row.whole("shard")
+    if size is None and re.search(r"hsdp|hybrid", row.text("zero").lower()) and layout.dp > node:
+        size = row.value_or("shard", node, "hybrid: within a node")
     shards = {} if size is None else {f: size for m, f in _SHARDS if MODES.index(m) <= MODES.index(mode)}
-    places: dict[str, Offload] = {
-        name: "cpu" for name in ("offload", "offload_parameters") if row.word(name) == "cpu"
-    }
+    places: dict[str, Offload] = dict.fromkeys(_offloaded(row, mode), "cpu")
     # frameworks keep gradients whole until the last microbatch of a pipeline
     reduce: ReduceChoice = "step" if mode == "zero2" and layout.pp > 1 else "auto"
     return DataParallel(mode=mode, reduce=reduce, **shards, **places)  # pyright: ignore[reportArgumentType]
+
+
+def _offloaded(row: Cells, mode: Mode) -> Iterator[str]:
+    """What is kept in host memory, by the fields of `DataParallel`.
+
+    Raises:
+        StrettoError: words that name nothing.
+    """
+    if row.word("offload_parameters") == "cpu":
+        yield "offload_parameters"
+    text = row.text("offload").lower()
+    sharding = row.text("zero").lower()
+    if not text and "offload" in sharding:
+        row.report("offload", "optimizer", f"read from {row.text('zero')!r}")
+        text = "optimizer"
+    if re.match(r"(?:none|no|off|0|false)\b", text) or not text:
+        return
+    weights = re.search(r"param|weight|full|all|both|infinity", text) is not None
+    states = (
+        re.search(r"opt|state|cpu|host|yes|true|1|on\b|full|all|both|infinity|adam|nvme", text) is not None
+    )
+    if not weights and not states:
+        if re.search(r"act|checkpoint|input", text):
+            row.report(
+                "offload", "none", f"read from {row.text('offload')!r}: activations stay on the device"
+            )
+            return
+        raise StrettoError(f"offload is {text!r}, allowed: none, optimizer, parameters, or both")
+    if states:
+        yield "offload"
+    if weights and mode == "zero3" and not row.word("offload_parameters"):
+        yield "offload_parameters"
+    if text not in ("cpu", "optimizer", "parameters", "both"):
+        kept = " and ".join(["optimizer"] * states + ["parameters"] * (weights and mode == "zero3"))
+        row.report("offload", kept or "none", f"read from {row.text('offload')!r}")
 
 
 def least_sharing(shape: ModelShape, layout: Layout, cluster: Cluster, precision: Precision) -> Mode:
@@ -456,13 +402,87 @@ def least_sharing(shape: ModelShape, layout: Layout, cluster: Cluster, precision
     return "zero2" if room >= 2 + (gradient + 12) / copies else "zero3"
 
 
-def _assumptions(row: Cells, attention: str) -> Assumptions:
+def _recompute(row: Cells, stated: Recomputation, shape: ModelShape, stages: int) -> Recompute:
+    """The job's recomputation, and the report of what words were taken for."""
+    blocks, text = stated.blocks_of(shape.layers, stages), row.text("recompute")
+    if stated.mode == "full" and blocks is not None:
+        row.report(
+            "recompute", f"full in {blocks} blocks of each stage", f"read from {text!r}" if text else ""
+        )
+        return Recompute("full", blocks=blocks)
+    if text and text.lower() != stated.mode:
+        operators = f" ({' + '.join(stated.operators)})" if stated.mode == "selective" else ""
+        host = ", inputs in host memory" if stated.to_host else ""
+        row.report("recompute", f"{stated.mode}{operators}{host}", f"read from {text!r}")
+    return Recompute(stated.mode, shard_inputs=row.flag("shard_inputs"))
+
+
+def _framework(
+    row: Cells, dp: DataParallel, precision: Precision, software: Software, stated: Recomputation | None
+) -> Framework:
+    """Whose ways the run follows; if that is empty, the software's, FSDP's where parameters are sharded, else
+    Megatron's.
+    """
+    sharded = dp.mode == "zero3"
+    name = row.word("framework")
+    if name is None:
+        words = re.search(
+            r"deepspeed|fsdp|torchtitan|llm-foundry|megatron|nemo", row.text("software").lower()
+        )
+        usual = "fsdp" if sharded else "megatron"
+        name = (
+            {"torchtitan": "fsdp", "llm-foundry": "fsdp", "nemo": "megatron"}.get(words[0], words[0])
+            if words
+            else ""
+        )
+        name = name or usual
+        if sharded or name != "megatron":
+            row.report("framework", name, "of software" if words else "")
+    return Framework(
+        operators=stated.operators if stated is not None and stated.mode == "selective" else CORE,
+        inputs_on_host=stated is not None and stated.to_host,
+        fused_softmax=True,
+        fused_activation=name == "megatron" or software.name in ("compiled", "tuned"),
+        wide_shards=name == "fsdp" and sharded,
+        lasting_gradients=name == "deepspeed" and precision.gradients == "float32" and not sharded,
+        buckets=_BUCKET if name == "deepspeed" and dp.mode != "ddp" else 0,
+        dtensor_loss=name == "fsdp",
+    )
+
+
+def _least_recomputation(job: Job, cluster: Cluster, stages: int) -> Recompute:
+    """The least recomputation with which the job may fit the device, since the run fitted: none, the
+    attention core, or whole blocks, as few of each stage as do; all of them where nothing does.
+    """
+
+    def fits(recompute: Recompute) -> bool:
+        memory = short_step_memory(replace(job, recompute=recompute))
+        return fit(memory, cluster.device).verdict != "does not fit"
+
+    for mode in ("none", "selective"):
+        if fits(Recompute(mode)):
+            return Recompute(mode)
+    low, high = 0, -(-job.shape.layers // stages)  # the former does not fit; the latter is all
+    if not fits(Recompute("full")):
+        return Recompute("full")
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(Recompute("full", blocks=middle)) else (middle, high)
+    return Recompute("full", blocks=None if high * stages >= job.shape.layers else high)
+
+
+def _assumptions(row: Cells, software: Software, early: bool) -> Assumptions:
     """How the run was executed: the software, and what overlapped."""
-    profile = row.value_or("software", "unfused" if attention == "unfused" else "today")
+    overlap, blocking = row.get("overlap", bool), row.get("blocking", bool)
+    if early and overlap is None:
+        overlap = row.value_or("overlap", False, "as in Megatron before 2023")
+    if early and blocking is None and row.whole("pp") != 1:
+        blocking = row.value_or("blocking", True, "as in Megatron before 2023")
     return Assumptions(
-        overlap=row.get("overlap", bool) is not False,
-        blocking=row.flag("blocking"),
-        software=software_profile(profile),
+        overlap=overlap is not False,
+        blocking=bool(blocking),
+        products="fp4" if row.word("precision") == "fp4" else None,
+        software=software.profile,
     )
 
 

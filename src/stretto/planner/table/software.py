@@ -1,0 +1,207 @@
+"""The software of a run: what a row states, else what its age tells, which is never the newest kernels.
+
+A row that states no software is dated by its own date, by one in its source, or by the youngest of its model
+and its device: a device is taken to run what was usual a year after it could be had. A publication is a year
+younger than the software that it measured.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from stretto.errors import StrettoError
+from stretto.planner.assumptions import SoftwareProfile, software_profile, software_profiles
+from stretto.planner.machines.device import Device
+from stretto.planner.table.cells import Cells
+
+# FlashAttention came to PyTorch (2.0) and to Megatron in the same month, FlashAttention 2 half a year later.
+# NVIDIA's frameworks ran Transformer Engine's kernels by then, and cuDNN 9's since 2025.
+FUSED = "2023-03"
+FLASH_2 = "2023-09"
+CUDNN = "2025-01"
+HOPPER = "2022-09"  # from which on Transformer Engine is of use
+SEQUENCE_PARALLEL = "2022-05"  # Korthikanti et al. 2022; the same month brought sharded optimizer states
+_LONG = 4096  # tokens; beyond it, scores that are stored were unusual
+# the profile that has each kernel's speed
+_SPEEDS = {"flash-1": "fused", "flash-2": "today", "flash-3": "tuned", "cudnn": "tuned"}
+_NVIDIA = re.compile(r"nemo\b|nvidia|megatron[-_ ]?core|mcore|transformer[-_ ]?engine|\bte\b", re.IGNORECASE)
+_COMPILED = re.compile(r"compile|torchtitan|inductor|\bxla\b|maxtext|\bjax\b", re.IGNORECASE)
+_EAGER = re.compile(r"torch|hugging|transformers|fsdp|fairscale|accelerate", re.IGNORECASE)
+_PAPERS = (
+    "sc|iclr|mlsys|nsdi|osdi|asplos|isca|icml|neurips|nips|ppopp|eurosys|sosp|micro|hpca|atc|sigcomm|vldb|acl"
+)
+_MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """The software of a run.
+
+    Attributes:
+        name: of the profile.
+        profile: with the speed of the attention kernel that the row states.
+        attention: "fused", or "unfused" where scores are stored.
+        date: the month that decides what was usual, "2023-10"; "": a profile was named, or the run is planned
+    """
+
+    name: str
+    profile: SoftwareProfile
+    attention: str
+    date: str
+
+    @property
+    def early(self) -> bool:
+        """Whether it is like Megatron of 2020 to 2022: dropout, blocking messages, nothing overlaps."""
+        return self.name in ("unfused", "eager")
+
+    def is_before(self, month: str) -> bool:
+        """Whether it is known or taken to be older than that month."""
+        return self.early and self.date < month
+
+
+def software_of(cells: Cells, device: Device, sequence: int, planned: bool = False) -> Software:
+    """The software of a row.
+
+    Args:
+        planned: the run is to be made with the software of today.
+
+    Raises:
+        StrettoError: a planned run names software that is no profile.
+    """
+    kernel = cells.word("attention")
+    name = _named(cells.text("software"))
+    date, why = "", ""
+    if name is None and planned and cells.text("software"):
+        raise StrettoError(
+            f"software is {cells.text('software')!r}, allowed: {', '.join(software_profiles())}",
+            hint="a planned run takes one of these",
+        )
+    if name is None and planned:
+        name = cells.value_or("software", "unfused" if kernel == "unfused" or _old(device) else "today")
+    if name is None:
+        date, why = _dated(cells, device)
+        name = _of_date(cells, date, device, sequence, kernel)
+        cells.report("software", name, why)
+    attention = kernel
+    if attention is None:
+        attention = "unfused" if name in ("unfused", "eager") or _old(device) else "fused"
+        cells.report("attention", attention, "" if planned else f"of software {name}")
+    profile = software_profile(name)
+    if kernel in _SPEEDS:
+        speeds = software_profile(_SPEEDS[kernel])
+        profile = replace(profile, attention=speeds.attention, hopper=speeds.hopper)
+    return Software(
+        name=name,
+        profile=profile,
+        attention="unfused" if attention == "unfused" else "fused",
+        date=date,
+    )
+
+
+def _old(device: Device) -> bool:
+    """Whether the device is older than Ampere: neither bfloat16 nor FlashAttention."""
+    return "fp16" in device.tflops and "bf16" not in device.tflops
+
+
+def _named(text: str) -> str | None:
+    """The profile that a text starts with."""
+    words = re.split(r"[\s(,;:]", text.strip().lower(), maxsplit=1)
+    return words[0] if words[0] in software_profiles() else None
+
+
+def _of_date(cells: Cells, date: str, device: Device, sequence: int, kernel: str | None) -> str:
+    """The profile that was usual in a month, if the kernel of attention fits it."""
+    software = cells.text("software")
+    nvidia = _NVIDIA.search(f"{software} {cells.text('source')}") is not None
+    if kernel == "unfused" or (kernel is None and (_old(device) or date < FUSED)):
+        stated = bool(software or cells.text("date"))
+        long = sequence > _LONG and kernel is None and not stated and not _old(device)
+        return "fused" if long else "eager" if _EAGER.search(software) and not nvidia else "unfused"
+    if kernel in _SPEEDS and date < FLASH_2:
+        return _SPEEDS[kernel]
+    if nvidia and (date >= FLASH_2 or device.released >= HOPPER):
+        return "tuned" if date >= CUDNN else "engine"
+    if date < FLASH_2:
+        return "fused"
+    return "compiled" if _COMPILED.search(software) else "today"
+
+
+# ------------------------------------------------------------------ dates
+
+
+def _dated(cells: Cells, device: Device) -> tuple[str, str]:
+    """The month of a row's software, and where it comes from."""
+    for column in ("date", "software", "source"):
+        text = cells.text(column)
+        month = month_in(text)
+        if month:
+            month = max(month, device.released)
+            return month, f"{month}, from {column} {_short(text)}"
+    pattern = cells.text("model").lower().replace("_", "-").replace(" ", "-")
+    model = next((month for known, month in _releases()["models"] if re.search(known, pattern)), "")
+    usual = _later(device.released, 1) if device.released else FLASH_2
+    if model > usual:
+        return model, f"no date; its model is of {model}"
+    return usual, f"no date; usual on this device in {usual}"
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:37]}...")
+
+
+def month_in(text: str) -> str:
+    """The month of software that a text names, as "2023-10": a date, a year (its middle), a version of known
+    software, or, a year earlier, that of a publication. "": it names none.
+    """
+    lower = text.lower()
+    for dated in (_version(lower), _calendar(lower)):
+        if dated:
+            return dated
+    paper = re.search(r"arxiv[^\d]{0,12}(\d\d)(0[1-9]|1[0-2])\.\d{4,5}", lower)
+    if paper:
+        return _later(f"20{paper[1]}-{paper[2]}", -1)
+    meeting = re.search(rf"\b(?:{_PAPERS})\s*'?(?:20)?(\d\d)\b", lower)
+    if meeting:
+        return _later(f"20{meeting[1]}-07", -1)
+    year = re.search(r"(?<![\d.])(20[12]\d)(?![\d.])", lower)
+    return f"{year[1]}-07" if year else ""
+
+
+def _calendar(text: str) -> str:
+    """A month that is written out: 2024-11-27, 2024-11, Nov 2024, 27 November 2024."""
+    plain = re.search(r"(?<!\d)(20[12]\d)[-/](0[1-9]|1[0-2])(?!\d)", text)
+    if plain:
+        return f"{plain[1]}-{plain[2]}"
+    words = re.search(rf"\b({'|'.join(_MONTHS)})[a-z]*\.?,?\s*(?:\d{{1,2}},\s*)?(20[12]\d)\b", text)
+    return f"{words[2]}-{_MONTHS.index(words[1]) + 1:02}" if words else ""
+
+
+def _version(text: str) -> str:
+    """The month of a version: NeMo 24.07, nvcr.io pytorch:24.03-py3, PyTorch 2.4."""
+    container = re.search(
+        r"(?:nemo|nvcr|container|pytorch|megatron-bridge|ngc)[^\d]{0,16}(2\d)\.(0[1-9]|1[0-2])(?!\d)", text
+    )
+    if container:
+        return f"20{container[1]}-{container[2]}"
+    for software in _releases()["software"]:
+        version = re.search(rf"(?:{software['pattern']})[^\d\n]{{0,6}}(\d+\.\d+)", text)
+        if version and version[1] in software["versions"]:
+            return software["versions"][version[1]]
+    return ""
+
+
+def _later(month: str, years: int) -> str:
+    return f"{int(month[:4]) + years}{month[4:]}"
+
+
+@cache
+def _releases() -> Mapping[str, Any]:
+    text = files("stretto.planner.table").joinpath("data/releases.yaml").read_text(encoding="utf-8")
+    return yaml.safe_load(text)
