@@ -64,6 +64,58 @@ def test_what_a_plan_predicts_is_predicted_of_the_config_that_it_writes(
     assert max(rank["total"] for rank in ranks) / 2**30 == row["memory_gib"]
 
 
+def words_of(row: dict[str, Any]) -> list[str]:
+    """A plan's row as the arguments of `predict`."""
+    sizes, dp = row["sizes"], row["dp"]
+    words = [f"{axis}={sizes[axis]}" for axis in ("tp", "cp", "ep", "dp", "pp")]
+    words += [f"{name}={value}" for name, value in row["options"].items()]
+    words += [f"micro={row['micro_batch']}", "batch=64", f"sp={int(row['sequence_parallel'])}"]
+    words += [f"schedule={row['schedule']}", f"recompute={row['recompute']['mode']}"]
+    return [*words, f"zero={['ddp', 'zero1', 'zero2', 'zero3'].index(dp['mode'])}"]
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "fixed"),
+    [
+        ("gpt2-xl", "dgx-a100-80gb:8", ("tp=1", "pp=2", "cp=1", "schedule=1f1b,zb-v", "recompute=none")),
+        ("gpt3-175b", "dgx-a100-80gb:512", ("tp=8", "pp=8", "cp=1", "schedule=interleaved", "chunks=6")),
+        ("llama3-8b", CLUSTER, ("pp=1", "cp=1", "zero=zero3", "shard_gradients=16", "recompute=none")),
+        ("llama3-8b", CLUSTER, ("tp=2", "pp=2", "sp=false", "schedule=1f1b", "recompute=none,selective")),
+        ("mixtral-8x7b", "dgx-h100:64", ("tp=8", "ep=8", "pp=2", "cp=1", "recompute=none", "schedule=1f1b")),
+        ("gpt2-xl", "v100-32gb:16", ("tp=1", "cp=1", "pp=4", "schedule=1f1b", "recompute=none,selective")),
+    ],
+)
+def test_what_a_plan_predicts_is_predicted_of_its_layout_in_words(
+    capsys: pytest.CaptureFixture[str], model: str, cluster: str, fixed: tuple[str, ...]
+) -> None:
+    on = ("--model", model, "--cluster", cluster)
+    choices = [word for choice in (*fixed, "offload=none") for word in ("--fix", choice)]
+    (first,) = run_json(capsys, "plan", *on, "--batch", "64", "--top", "1", *choices)["ranking"]
+    (row,) = run_json(capsys, "predict", *on, *words_of(first))["rows"]
+    assert measures(row) == measures(first)
+    assert row["defaults"]["framework"] == "stretto"
+    (megatron,) = run_json(capsys, "predict", *on, *words_of(first), "framework=megatron")["rows"]
+    assert "framework" not in megatron["defaults"]
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster"),
+    [("quickstart", "cpu:4"), ("long-context", "cpu:2"), ("gpt2-124m", "dgx-a100-80gb:8")],
+)
+def test_a_config_s_layout_has_the_same_prediction_among_plans(
+    capsys: pytest.CaptureFixture[str], name: str, cluster: str
+) -> None:
+    path = str(CONFIGS / f"{name}.yaml")
+    job = job_of(load(path))
+    choices = [f"{axis}={size}" for axis, size in job.layout.sizes.items() if axis != "dp"]
+    choices += [f"micro={job.micro_batch}", f"schedule={job.schedule}", f"zero={job.dp.mode}"]
+    choices += [f"recompute={job.recompute.mode}", f"sp={str(job.sequence_parallel).lower()}"]
+    fixed = [word for choice in choices for word in ("--fix", choice)]
+    (first,) = run_json(capsys, "plan", path, "--cluster", cluster, "--top", "1", *fixed)["ranking"]
+    (row,) = run_json(capsys, "predict", path, "--cluster", cluster)["rows"]
+    assert measures(row) == measures(first)
+
+
 @pytest.mark.parametrize("name", ["quickstart", "zero-bubble", "pipedream-2bw", "llama-tiny-tp2", "moe-tiny"])
 def test_a_run_begins_with_what_predict_says_of_its_config(
     capsys: pytest.CaptureFixture[str], name: str

@@ -6,6 +6,7 @@ import csv
 import io
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -119,7 +120,7 @@ def _one(
     if model is None:
         raise StrettoError("--model is missing", hint="add --model llama3-8b, a config, or --table FILE.csv")
 
-    row = row_from_arguments(words, model, cluster)
+    row = as_trained_here(row_from_arguments(words, model, cluster))
     return estimate(row.job, row.cluster, row.assumptions, memory=memory), dict(row.defaults)
 
 
@@ -146,6 +147,36 @@ def row_from_arguments(words: Sequence[str], model: str, cluster: str) -> Row:
     if machine.devices is not None:
         cells.setdefault("gpus", str(machine.devices))
     return read_row({**cells, "model": model}, machine, shape, planned=True)
+
+
+def as_trained_here(row: Row) -> Row:
+    """The row's job as Stretto trains it and `plan` predicts it, unless it names another framework: a table's
+    rows without one are taken for runs of Megatron or FSDP, which pad and keep tensors differently, on old
+    devices with the kernels of their time.
+    """
+    from stretto.planner.assumptions import Assumptions
+    from stretto.planner.table.columns import Cells
+    from stretto.spec.framework import STRETTO
+    from stretto.spec.job import VOCAB_MULTIPLE
+
+    cells = Cells(row.cells)
+    if cells.word("framework") is not None:
+        return row
+    job, defaults = row.job, {**row.defaults, "framework": "stretto"}
+    kept = job.framework  # what the row says of recomputation is not a framework's habit
+    job = replace(
+        job,
+        framework=replace(STRETTO, operators=kept.operators, inputs_on_host=kept.inputs_on_host),
+        dp=replace(job.dp, reduce="auto"),
+        vocab_multiple=VOCAB_MULTIPLE,
+    )
+    assumptions = row.assumptions
+    if cells.word("attention") is None:
+        job, defaults["attention"] = replace(job, attention="flash"), "fused"
+    if cells.word("software") is None:
+        assumptions = replace(assumptions, software=Assumptions().software)
+        defaults["software"] = "today"
+    return replace(row, job=job, assumptions=assumptions, defaults=defaults)
 
 
 def _cells(words: Sequence[str]) -> dict[str, str]:

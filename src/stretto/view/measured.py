@@ -132,13 +132,14 @@ def parts_table(parts: Sequence[StepPart]) -> list[tuple[str, ...]]:
     known = [part.predicted for part in counted if part.predicted is not None]
     whole = StepPart("step", sum(known) if known else None, measured)
     for part in (*parts, whole):
-        both = part.predicted is not None and part.measured is not None
         rows.append(
             (
                 f"  {part.name}" if part.within else part.name,
                 _seconds_or_dash(part.predicted),
                 _seconds_or_dash(part.measured),
-                _percent(_relative(part.predicted or 0.0, part.measured or 0.0)) if both else "",
+                _percent(part.measured / part.predicted - 1)
+                if part.predicted and part.measured is not None
+                else "",
                 "" if part.measured is None or not measured else f"{part.measured / measured:.1%}",
             )
         )
