@@ -110,13 +110,49 @@ def test_what_cannot_be_built_is_planned_and_not_written(
 def test_text_gives_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*BIG, *FIXED, "--top", "2"]) == 0
     said = capsys.readouterr().out
-    model, cluster, *_ = said.splitlines()
-    assert model == "llama3-8b: 8.03 B parameters, batch 256 x 4096 tokens, bfloat16"
-    assert cluster.startswith("64 x h100")
-    assert "8 nodes of 8, NVLink" in cluster
-    assert cluster.endswith("GB/s between nodes; software: today")
+    facts = {line[:10].strip(): line[10:] for line in said.splitlines()[:6]}
+    assert facts["model"] == "llama3-8b: 8.03 B parameters, 32 layers of width 4096"
+    assert facts["batch"] == "256 x 4096 tokens, bfloat16"
+    assert facts["cluster"].startswith("64 x h100")
+    assert facts["node"].startswith("8 nodes of 8 devices, NVLink")
+    assert facts["network"].endswith("GB/s per device between nodes")
+    assert facts["software"] == "today"
     assert "computes for" in said
     assert "rejected, " in said
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_nothing_is_cut_on_a_narrow_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns are left out and texts wrap at spaces; no cell ends in an ellipsis."""
+    from io import StringIO
+
+    from rich.console import Console
+
+    from stretto.cli import plan as command
+
+    to = Console(file=StringIO(), width=width)
+    monkeypatch.setattr(command, "report", lambda facts, as_json, text: text(to))
+    assert run([*BIG, *FIXED, "--top", "2"]) == 0
+    said = to.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in said
+    assert max(map(len, said.splitlines())) <= width
+    head = next(line for line in said.splitlines() if "step s" in line).split()
+    assert {"GiB", "fits"} <= set(head)
+    assert ("tokens/s" in head) == (width >= 60)
+
+
+def test_the_page_has_the_commands_that_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, config = tmp_path / "plan.html", tmp_path / "planned.yaml"
+    assert run([*BIG, *FIXED, "--top", "1", "--html", str(page), "--write", str(config)]) == 0
+    text = page.read_text(encoding="utf-8")
+    again = " ".join([*BIG, *FIXED, "--top", "1", "--write", str(config)])
+    assert f"<code>stretto {again}</code>" in text
+    predict = f"stretto predict {config} --cluster h100:64"
+    assert f"<code>{predict}</code>" in text
+    capsys.readouterr()
+    assert run([*predict.split()[1:], "--json"]) == 0
+    seconds = json.loads(capsys.readouterr().out)["rows"][0]["step_time_s"]
+    assert f"<b>{seconds:.4g} s</b> a step" in text
 
 
 @pytest.mark.slow

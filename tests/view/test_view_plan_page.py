@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 from browser import Browser
@@ -19,7 +20,9 @@ from stretto.planner.search.ranking import Plan, Ranked, Rejected, Tried
 from stretto.spec.data_parallel import Precision
 from stretto.spec.job import Job, Recompute
 from stretto.spec.presets import preset
-from stretto.view.plan_charts import front
+from stretto.view import colours
+from stretto.view.plan_charts import MEMORY, PARTS, Look, front
+from stretto.view.plan_facts import differences
 from stretto.view.plan_page import plan_page
 
 GIB = 2**30
@@ -120,10 +123,14 @@ DRAWN = """
     };
     const told = facts.layout.map((name, i) => hover(facts.x[i], facts.y[i]));
     const empty = hover(75, 440);
-    const circles = [...svg.querySelectorAll('circle.point')]
-      .map((c) => [+c.getAttribute('cx'), +c.getAttribute('cy')]);
+    const circles = [...svg.querySelectorAll('.point.mark')].map((mark) => {
+      const box = mark.getBBox();
+      return [box.x + box.width / 2, mark.tagName === 'circle' ? box.y + box.height / 2 : box.y + 5];
+    });
     const ring = svg.querySelector('.best');
-    return {told, empty, circles, crosses: svg.querySelectorAll('path.over').length,
+    const shapes = [...svg.querySelectorAll('.point')].map((mark) =>
+      mark.tagName === 'circle' ? 'fits' : mark.classList.contains('over') ? 'does not fit' : 'tight');
+    return {told, empty, circles, shapes, crosses: svg.querySelectorAll('path.over').length,
             x: facts.x, y: facts.y, line: svg.querySelector('.front').getAttribute('d'),
             ring: [+ring.getAttribute('cx'), +ring.getAttribute('cy')],
             limit: svg.querySelectorAll('.limit').length};
@@ -135,6 +142,9 @@ def test_every_candidate_is_a_point_with_its_layout(browser: Browser) -> None:
     page = browser.opened(plan_page(result, "gpt3-175b"), DRAWN)
     misfits = [one.verdict == "does not fit" for one in result.tried]
     assert page["crosses"] == sum(misfits)
+    # the verdict is a shape, not only a colour
+    assert page["shapes"] == [one.verdict for one in result.tried]
+    assert set(page["shapes"]) == {"fits", "tight", "does not fit"}
     assert page["circles"] == [
         pytest.approx(at, abs=0.06)
         for at, not_ in zip(zip(page["x"], page["y"], strict=True), misfits, strict=True)
@@ -150,7 +160,7 @@ def test_every_candidate_is_a_point_with_its_layout(browser: Browser) -> None:
     ]
     assert len(shown) == len(result.tried)
     assert page["empty"] is None
-    assert "Plan of gpt3-175b: 8 x a100" in plan_page(result, "gpt3-175b")
+    assert "Plan of gpt3-175b on 8 x a100" in plan_page(result, "gpt3-175b")
     fit = next(text for text in page["told"] if text and "small 8" in text)
     assert "0.125 GiB" in fit
     assert "none is faster with less memory" in fit
@@ -172,7 +182,7 @@ BARS = """
     const tip = tipText();
     return {steps: bars('steps'), memory: bars('memory'), tip, charts: charts.length,
             blocks: charts[0].blocks.length, rows: charts[0].rows.length,
-            table: [...document.querySelectorAll('tbody tr')].length};
+            table: [...document.querySelector('table').tBodies[0].rows].length};
 """
 
 
@@ -217,8 +227,61 @@ def test_the_page_loads_nothing_and_escapes_what_it_shows() -> None:
 
 def test_the_page_names_model_nodes_network_and_software() -> None:
     page = plan_page(plan(), "gpt3-175b")
-    assert re.search(r"gpt3-175b: [\d.]+ [BM] parameters, batch \d+ x \d+ tokens, \w+", page)
-    assert re.search(r"8 x a100[^<]*: 1 node, NVLink \S+ [\d.]+ GB/s inside a node; software: today", page)
+    facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
+    assert re.fullmatch(r"gpt3-175b: [\d.]+ [BM] parameters, \d+ layers of width \d+", facts["model"])
+    assert facts["batch"] == "32 x 1024 tokens, bfloat16"
+    assert re.fullmatch(r"8 x a100\S* \(a100-80gb-sxm\), [\d.]+ GiB each", facts["cluster"])
+    assert re.fullmatch(r"1 node of 8 devices, NVLink \S+ [\d.]+ GB/s inside a node", facts["node"])
+    assert facts["network"] == "none: one node"
+    assert facts["software"] == "today"
+    assert facts["search"].startswith("18 candidates, 9 replayed, 13 fit")
+
+
+def test_the_reasons_of_the_losers_add_up() -> None:
+    ranking = plan().ranking
+    head, *rows = differences(ranking)
+    first = ranking[0].estimate
+    assert head[:3] == ("", "layout", "step")
+    assert head[-1] == "rest"
+    assert [row[1] for row in rows] == [one.words for one in ranking[1:]]
+    for row, one in zip(rows, ranking[1:], strict=True):
+        whole, *parts = map(float, row[2:])
+        assert whole == pytest.approx(one.estimate.seconds - first.seconds, abs=6e-4)
+        assert sum(parts) == pytest.approx(whole, abs=6e-4 * len(parts))
+        for name, text in zip(head[3:-1], row[3:-1], strict=True):
+            change = one.estimate.parts.get(name, 0.0) - first.parts.get(name, 0.0)
+            assert float(text) == pytest.approx(change, abs=6e-4)
+
+
+@pytest.mark.parametrize("looks", [PARTS, MEMORY])
+def test_parts_differ_without_colour(looks: Mapping[str, Look]) -> None:
+    """Neighbours of a bar differ in pattern, or clearly in lightness."""
+    for one, other in pairwise(looks.values()):
+        if one is None or other is None or one[1] != other[1]:
+            continue
+        light, dark = sorted((colours.luminance(one[0]), colours.luminance(other[0])), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) > 2, (one, other)
+
+
+def test_commands_and_rejected_are_on_the_page() -> None:
+    page = plan_page(plan(), "gpt3-175b", {"train it": "stretto train 'my plan.yaml'"})
+    assert "<dt>train it</dt><dd><code>stretto train &#x27;my plan.yaml&#x27;</code></dd>" in page
+    assert re.search(r"Rejected</h2>.*memory</th><td>2</td><td class=\"text\">no</td>", page, re.S)
+
+
+def test_the_ranking_sorts_and_nothing_is_wider_than_the_window(browser: Browser) -> None:
+    script = """
+        const rows = () => [...document.querySelector('table').tBodies[0].rows];
+        const column = (at) => rows().map((row) => row.cells[at].textContent);
+        const head = document.querySelector('thead th:nth-child(7)');
+        head.querySelector('button').click();
+        return [column(6), head.getAttribute('aria-sort'),
+          document.documentElement.scrollWidth <= document.documentElement.clientWidth];
+    """
+    values, order, narrow_enough = browser.opened(plan_page(plan(), "gpt3-175b"), script)
+    assert values == sorted(values, key=lambda text: float(text.rstrip("%")))
+    assert order == "ascending"
+    assert narrow_enough
 
 
 DARK = """
@@ -243,7 +306,7 @@ def test_where_nothing_fits_the_nearest_is_drawn(browser: Browser) -> None:
     result = plan()
     nothing = replace(result, ranking=(), feasible=0, nearest=result.ranking[0])
     page = plan_page(nothing, "gpt3-175b")
-    assert "Nothing fits; nearest: tp=" in page
+    assert "Nothing fits; nearest</h2>" in page
     assert browser.opened(page, "await frame(); return document.querySelectorAll('.best').length;") == 0
     with pytest.raises(StrettoError, match="nothing to draw"):
         plan_page(replace(nothing, nearest=None), "gpt3-175b")

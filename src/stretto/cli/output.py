@@ -52,6 +52,25 @@ def train_command(config: Path, required: Sequence[str]) -> str:
     return " ".join(filter(None, ["stretto train", str(config), settings(required)]))
 
 
+def command_line(context: typer.Context, without: Sequence[str] = ()) -> str:
+    """The command line of this call, quoted for a shell, without some options (by parameter)."""
+    import shlex
+
+    words = ["stretto", context.info_name or ""]
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        if parameter.name in without or value is None or value == parameter.default or value == ():
+            continue
+        each = value if isinstance(value, list | tuple) else [value]
+        if parameter.param_type_name == "argument":
+            words += map(str, each)
+        elif value is True:
+            words.append(parameter.opts[0])
+        else:
+            words += [word for one in each for word in (parameter.opts[0], str(one))]
+    return shlex.join(words)
+
+
 def say_no() -> typer.Exit:
     """The exception to raise when the command ran and its answer is no: exit code 1."""
     return typer.Exit(1)
@@ -144,7 +163,7 @@ def plain_table(*names: str, left: int = 0) -> Table:
 def fitting_table(
     to: Console, rows: Sequence[Mapping[str, str]], left: Sequence[str], optional: Sequence[str] = ()
 ) -> Table:
-    """A table with as many columns as fit the terminal; cells are never cut.
+    """A table with as many columns as fit the terminal; printed with `soft_wrap`, its cells are never cut.
 
     Args:
         rows: cells by column.
@@ -163,9 +182,27 @@ def fitting_table(
             table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
         for row in rows:
             table.add_row(*(row[name] for name in shown))
-        if Measurement.get(to, to.options.update(max_width=1000), table).maximum <= to.width:
+        table.width = Measurement.get(to, to.options.update(max_width=1000), table).maximum
+        if table.width <= to.width:
             break
     return table
+
+
+def labelled(to: Console, label: str, text: str, indent: int) -> None:
+    """Print a label and a text that wraps, at spaces, beside it."""
+    from textwrap import fill
+
+    first, rest = f"{label:{indent - 1}} ", " " * indent
+    width = max(to.width, indent + 20)
+    wrapped = fill(
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    to.print(wrapped, soft_wrap=True, markup=False)
 
 
 @contextmanager

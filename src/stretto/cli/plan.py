@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.output import Json, command_app, report, say_no, tflops_text, train_command, write_text
+from stretto.cli.output import (
+    Json,
+    command_app,
+    command_line,
+    fitting_table,
+    labelled,
+    report,
+    say_no,
+    tflops_text,
+    train_command,
+    write_text,
+)
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
@@ -36,6 +47,7 @@ app = command_app()
     "--write plan.yaml"
 )
 def plan(
+    context: typer.Context,
     config: Annotated[
         str | None,
         typer.Argument(metavar="[CONFIG]", help="Take model, batch and sequence from this YAML file."),
@@ -142,7 +154,8 @@ def plan(
     if html is not None:
         from stretto.view.plan_page import plan_page
 
-        write_text(html, plan_page(result, name))
+        commands = _next_commands(context, write, cluster, base) if not task.job.shape.unbuilt else {}
+        write_text(html, plan_page(result, name, commands))
     if write is not None and result.ranking:
         _write(write, result, base)
     required = _required(base)
@@ -271,6 +284,20 @@ def _required(base: TrainConfig | None) -> list[str]:
     return list(required_fields(base))
 
 
+def _next_commands(
+    context: typer.Context, write: Path | None, cluster: str | None, base: TrainConfig | None
+) -> dict[str, str]:
+    """The commands to go on with, by what each does."""
+    config = write or Path("planned.yaml")
+    again = command_line(context, without=("write", "html", "as_json"))
+    return {
+        "write the first as a config": f"{again} --write {config}",
+        "predict it, and variants": f"stretto predict {config} --cluster {cluster}",
+        "its memory, tensor by tensor": f"stretto memory {config}",
+        "train it": train_command(config, _required(base)),
+    }
+
+
 def _write(path: Path, result: Plan, base: TrainConfig | None) -> None:
     from stretto.run.config.written import written
 
@@ -361,34 +388,30 @@ def _entry(one: Ranked) -> dict[str, Any]:
 
 
 def show(to: Console, plan: Plan, task: Task, model: str) -> None:
-    """Print the ranking as a table, then the reasons."""
-    from stretto.view.plan_page import setting
+    """Print what is planned, the ranking as a table, and the reasons."""
+    from stretto.view.plan_facts import counts, setting
 
-    for line in setting(task.job, task.cluster, task.assumptions, model):
-        to.print(line, soft_wrap=True)
-    to.print(
-        f"{plan.candidates:,} candidates, {plan.replayed} replayed, {plan.feasible} fit, "
-        f"{plan.seconds:.1f} s",
-        soft_wrap=True,
-    )
+    for name, text in setting(task.job, task.cluster, task.assumptions, model).items():
+        labelled(to, name, text, _INDENT)
+    labelled(to, "search", counts(plan), _INDENT)
     if plan.widened:
-        to.print(
-            "nothing fits without offload and without ZeRO 2 and 3 in pipelines, so these were tried too"
-        )
+        text = "nothing fits without offload and without ZeRO 2 and 3 in pipelines, so these were tried too"
+        labelled(to, "", text, _INDENT)
     if not plan.ranking:
         _nothing(to, plan)
     else:
-        to.print(_table(plan, to), soft_wrap=True)
+        to.print(_table(to, plan), soft_wrap=True)
         for place, one in enumerate(plan.ranking, 1):
-            to.print(f"{place:>2}. {one.words}", soft_wrap=True)
-            to.print(f"    {one.why}", soft_wrap=True)
-        if plan.gap:
-            to.print(f"no layout left unexplored is more than {100 * plan.gap:.1f}% faster")
+            labelled(to, f"{place:>2}.", one.words, 4)
+            labelled(to, "", one.why, 4)
     for reason, one in plan.rejected.items():
-        to.print(f"rejected, {reason}: {one.count:,}, such as {one.example}", soft_wrap=True)
+        labelled(to, "rejected,", f"{reason}: {one.count:,}, such as {one.example}", _INDENT)
     if task.job.shape.unbuilt:
         parts = ", ".join(task.job.shape.unbuilt)
-        to.print(f"training cannot build this model yet: it has {parts}", soft_wrap=True)
+        labelled(to, "training", f"cannot build this model yet: it has {parts}", _INDENT)
+
+
+_INDENT = 10  # columns of a label
 
 
 def _nothing(to: Console, plan: Plan) -> None:
@@ -396,63 +419,43 @@ def _nothing(to: Console, plan: Plan) -> None:
         "nothing fits" if plan.gap < inf else "nothing found that fits; the search was not finished in time"
     )
     if plan.nearest is not None:
-        to.print(f"nearest: {plan.nearest.words}: {plan.nearest.why}", soft_wrap=True)
+        labelled(to, "nearest", f"{plan.nearest.words}: {plan.nearest.why}", _INDENT)
 
 
-# columns that a narrow terminal leaves out, in this order
-_OPTIONAL = ("device", "interval", "bubble", "TFLOP/s", "main overhead")
-
-
-def _table(plan: Plan, to: Console) -> Table:
-    """One row per layout, with as many columns as fit the terminal: numbers are never cut."""
-    from rich.measure import Measurement
-
-    table = _columns(plan, ())
-    for left_out in range(1, len(_OPTIONAL) + 1):
-        if Measurement.get(to, to.options.update(max_width=1000), table).maximum <= to.width:
-            break
-        table = _columns(plan, _OPTIONAL[:left_out])
-    return table
-
-
-def _columns(plan: Plan, left_out: Sequence[str]) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
+def _table(to: Console, plan: Plan) -> Table:
+    """One row per layout."""
     rows = [_row(place, one) for place, one in enumerate(plan.ranking, 1)]
     if plan.objective != "tokens_per_dollar":
-        left_out = (*left_out, "tokens/$")
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    shown = [name for name in rows[0] if name not in left_out]
-    for name in shown:
-        title = "" if name in ("place", "device") else name
-        text = name in ("place", "device", "main overhead")
-        table.add_column(title, justify="left" if text else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(row[name] for name in shown))
-    return table
+        rows = [{name: cell for name, cell in row.items() if name != "tokens/$"} for row in rows]
+    return fitting_table(
+        to,
+        rows,
+        left=("device", "fits", "main overhead"),
+        optional=("device", "interval", "TFLOP/s", "bubble", "main overhead", "tokens/s", "MFU"),
+    )
 
 
 def _row(place: int, one: Ranked) -> dict[str, str]:
     made, fit = one.estimate, one.estimate.memory
     return {
-        "place": str(place),
+        "": str(place),
         "step s": f"{made.seconds:.4g}",
         "interval": f"{made.low:.3g}-{made.high:.3g}",
         "tokens/s": f"{made.tokens_per_s:,.0f}",
         "TFLOP/s": tflops_text(made.tflops_per_gpu),
         "MFU": f"{100 * made.mfu:.1f}%",
         "bubble": f"{100 * made.bubble:.1f}%",
-        "memory GiB": "" if fit is None else f"{fit.device.mid / GIB:.1f}",
+        "GiB": "" if fit is None else f"{fit.device.mid / GIB:.1f}",
         "device": "" if fit is None else _bar(fit),
+        "fits": "" if fit is None else fit.verdict,
         "main overhead": made.dominant,
         "tokens/$": "" if one.tokens_per_dollar is None else f"{one.tokens_per_dollar:,.0f}",
     }
 
 
 def _bar(fit: Fit) -> str:
-    """The device's memory as a bar."""
+    """The device's memory as a bar: what is likely to be used, what may be, and the rest."""
     if fit.capacity == inf:
         return ""
-    full = min(_BAR, round(_BAR * fit.device.mid / fit.capacity))
-    return "#" * full + "." * (_BAR - full) + (" tight" if fit.verdict == "tight" else "")
+    used, most = (min(_BAR, round(_BAR * size / fit.capacity)) for size in (fit.device.mid, fit.device.high))
+    return "#" * used + "+" * (most - used) + "." * (_BAR - most)

@@ -19,45 +19,68 @@ if TYPE_CHECKING:
     from stretto.planner.search.ranking import Ranked, Tried
 
 GIB = 2**30
-WIDTH = 980.0
+WIDTH = 1200.0
 _LEFT = 30.0
-_RIGHT = 150.0
+_RIGHT = 190.0
 _ROW = 20.0
 _GAP = 24.0
-_HATCHED = "url(#plan-hatch)"
+_MANY = 24  # pipeline ranks, above which rows are low and have no label
+_LETTER = 6.9  # pixels, about
+
+# drawn over a colour, so that parts differ without it; the names say what the eye sees
+_STROKES = {
+    "diagonal": '<path d="M-1 7L7 -1M-1 1L1 -1M5 7L7 5"/>',
+    "back": '<path d="M-1 -1L7 7M-1 5L1 7M5 -1L7 1"/>',
+    "across": '<path d="M0 3H6"/>',
+    "upright": '<path d="M3 0V6"/>',
+    "grid": '<path d="M0 3H6M3 0V6"/>',
+    "dots": '<circle cx="3" cy="3" r="0.9"/>',
+}
+_INKS = {"light": "#ffffff", "dark": "#000000"}
 _HATCH = (
-    '<defs><pattern id="plan-hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
-    'patternTransform="rotate(45)"><rect width="6" height="6" class="idle"/>'
-    '<path d="M0 0V6" class="hatch"/></pattern></defs>'
+    '<pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<rect width="6" height="6" class="idle"/><path d="M0 0V6" class="hatch"/></pattern>'
+)
+PATTERNS = (
+    '<svg class="figure unseen" aria-hidden="true"><defs>'
+    + _HATCH
+    + "".join(
+        f'<pattern id="{name}-{ink}" width="6" height="6" patternUnits="userSpaceOnUse">'
+        f'<g stroke="{colour}" fill="none" stroke-opacity="0.5" stroke-width="1">{stroke}</g></pattern>'
+        for name, stroke in _STROKES.items()
+        for ink, colour in _INKS.items()
+    )
+    + "</defs></svg>"
 )
 
-# neighbours in a bar differ in lightness; None: hatched
-PARTS: Mapping[str, Rgb | None] = {
-    "compute": (30, 90, 152),
-    "recompute": (146, 106, 197),
-    "host": (250, 226, 60),
-    "tensor": (235, 163, 44),
-    "context": (38, 142, 136),
-    "expert": (190, 214, 90),
-    "data": (140, 222, 200),
-    "optimiser": (120, 72, 40),
-    "offload": (240, 170, 190),
-    "other": colours.OTHER,
+Look = tuple[Rgb, str] | None  # colour and the pattern over it, "" for none; None: hatched, as what is idle
+
+PARTS: Mapping[str, Look] = {
+    "compute": ((30, 90, 152), ""),
+    "recompute": ((146, 106, 197), "diagonal"),
+    "host": ((250, 226, 60), "grid"),
+    "tensor": ((235, 163, 44), ""),
+    "context": ((38, 142, 136), "dots"),
+    "expert": ((190, 214, 90), "upright"),
+    "data": ((140, 222, 200), "across"),
+    "optimiser": ((120, 72, 40), "grid"),
+    "offload": ((240, 170, 190), "back"),
+    "other": (colours.OTHER, "dots"),
     "bubble": None,
 }
-MEMORY: Mapping[str, Rgb | None] = {
-    "weights": (30, 90, 152),
-    "masters": (110, 160, 215),
-    "gradients": (140, 222, 200),
-    "optimizer": (38, 142, 136),
-    "gathered": (190, 214, 90),
-    "open": (120, 72, 40),
-    "versions": (240, 170, 190),
-    "activations": (235, 163, 44),
-    "ends": (214, 96, 62),
-    "messages": (146, 106, 197),
-    "transient": (250, 226, 60),
-    "batch": colours.OTHER,
+MEMORY: Mapping[str, Look] = {
+    "weights": ((30, 90, 152), ""),
+    "masters": ((110, 160, 215), "diagonal"),
+    "gradients": ((140, 222, 200), ""),
+    "optimizer": ((38, 142, 136), "dots"),
+    "gathered": ((190, 214, 90), "upright"),
+    "open": ((120, 72, 40), "grid"),
+    "versions": ((240, 170, 190), "back"),
+    "activations": ((235, 163, 44), ""),
+    "ends": ((214, 96, 62), "across"),
+    "messages": ((146, 106, 197), "diagonal"),
+    "transient": ((250, 226, 60), "upright"),
+    "batch": (colours.OTHER, "dots"),
     "beside tensors": None,
 }
 
@@ -69,8 +92,8 @@ def step_bars(ranking: Sequence[Ranked]) -> str:
     rows: list[str] = []
     for at, one in enumerate(ranking):
         rows += _step_row(at, one.estimate, one.words, scale)
-    about = "Seconds of a step by part, for the best layouts"
-    return _figure("steps", len(ranking), about, rows) + _key(
+    about = "Seconds of a step by part, for the best layouts, with the interval of the whole"
+    return _figure("steps", len(ranking) * (_ROW + _GAP) + 8, about, rows) + _key(
         PARTS, {n for r in ranking for n in _parts(r.estimate)}
     )
 
@@ -90,52 +113,114 @@ def _step_row(at: int, estimate: Estimate, layout: str, scale: float) -> list[st
         for name, value in _parts(estimate).items()
     }
     row = _row(top=top, number=f"{at + 1}", label=layout, parts=parts, looks=PARTS, scale=scale)
-    low, mid, high = (_LEFT + value * scale for value in (estimate.low, estimate.seconds, estimate.high))
-    y = top + _ROW + 5
-    row.append(
-        element("path", d=f"M{low:.1f} {y - 3}v6m0-3H{high:.1f}m0-3v6M{mid:.1f} {y - 3}v6", class_="range")
-    )
+    ends = (_LEFT + value * scale for value in (estimate.low, estimate.high, estimate.seconds))
+    row.append(_whisker(top, *ends))
     rate = f"{estimate.seconds:.4g} s, MFU {100 * estimate.mfu:.1f}%"
     row.append(words(rate, WIDTH - _RIGHT + 8, top + 14, 12))
     return row
 
 
+def _whisker(top: float, low: float, high: float, mid: float) -> str:
+    """An interval under a bar, with a mark at the value itself."""
+    y = top + _ROW + 5
+    return element("path", d=f"M{low:.1f} {y - 3}v6m0-3H{high:.1f}m0-3v6M{mid:.1f} {y - 3}v6", class_="range")
+
+
+def device_memory_bars(ranking: Sequence[Ranked]) -> str:
+    """One bar per layout: its fullest rank, with the interval of the device's memory, beside the device's."""
+    rows = list[_Bar]()
+    for place, one in enumerate(ranking, 1):
+        fit = one.estimate.memory
+        if fit is not None:
+            fullest = max(fit.ranks, key=lambda rank: rank.total)
+            rows.append(_memory_bar(f"{place}", one.words, fullest, fit, interval=True))
+    capacity = next((one.estimate.memory.capacity for one in ranking if one.estimate.memory), inf)
+    return _memory("devices", rows, capacity, "Memory of the fullest rank of each layout by kind")
+
+
 def memory_bars(fit: Fit) -> str:
     """One bar per pipeline rank of a layout, at its fullest moment, beside the device's memory."""
+    rows = [
+        _memory_bar(
+            f"{rank.rank}", f"pipeline rank {rank.rank}, fullest during {rank.at}", rank, fit, interval=False
+        )
+        for rank in fit.ranks
+    ]
+    return _memory("memory", rows, fit.capacity, "Memory of each pipeline rank by kind")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bar:
+    """The memory of one rank.
+
+    Attributes:
+        held: bytes by kind.
+        interval: low and high of the whole; None: not drawn.
+        verdict: shown behind the number.
+    """
+
+    number: str
+    label: str
+    held: Mapping[str, float]
+    interval: tuple[float, float] | None
+    verdict: str
+
+    @property
+    def whole(self) -> float:
+        """Bytes, drawn."""
+        return sum(self.held.values())
+
+
+def _memory_bar(number: str, label: str, rank: RankMemory, fit: Fit, *, interval: bool) -> _Bar:
     beside = max(0.0, fit.device.mid - fit.allocated.mid)
-    whole = [sum(_held(rank).values()) + beside for rank in fit.ranks]
-    limit = fit.capacity if fit.capacity != float("inf") else 0.0
-    longest = max(*whole, min(limit, 1.5 * max(whole)), 1.0)
+    return _Bar(
+        number=number,
+        label=label,
+        held={**_held(rank), "beside tensors": beside},
+        interval=(fit.device.low, fit.device.high) if interval else None,
+        verdict=fit.verdict if interval else "",
+    )
+
+
+def _memory(name: str, bars: Sequence[_Bar], capacity: float, about: str) -> str:
+    limit = capacity if capacity != inf else 0.0
+    most = max(max(bar.whole, *(bar.interval or (0.0,))) for bar in bars)
+    # exact to the end of the longest, and to the device's line unless that is far away
+    longest = max(most, min(limit, 1.5 * most), 1.0)
     scale = (WIDTH - _LEFT - _RIGHT) / (1.02 * longest)
-    limit_text = f" of {limit / GIB:.3g}" if limit else ""
+    of_limit = f" of {limit / GIB:.3g}" if limit else ""
+    low = len(bars) > _MANY
+    pitch = 16.0 if low else _ROW + _GAP
     rows: list[str] = []
-    for at, rank in enumerate(fit.ranks):
-        held = {**_held(rank), "beside tensors": beside}
-        total = sum(held.values())
+    for at, bar in enumerate(bars):
         parts = {
-            name: (size, f"{size / GIB:.3g} GiB", f"{100 * size / total:.1f}%")
-            for name, size in held.items()
+            kind: (size, f"{size / GIB:.3g} GiB", f"{100 * size / bar.whole:.1f}%")
+            for kind, size in bar.held.items()
             if size
         }
-        top = at * (_ROW + _GAP) + 18
+        top = at * pitch + 18
         rows += _row(
             top=top,
-            number=f"{rank.rank}",
-            label=f"pipeline rank {rank.rank}, fullest during {rank.at}",
+            number=bar.number,
+            label=bar.label,
             parts=parts,
             looks=MEMORY,
             scale=scale,
+            height=12.0 if low else _ROW,
         )
-        rows.append(words(f"{total / GIB:.3g}{limit_text} GiB", WIDTH - _RIGHT + 8, top + 14, 12))
+        if bar.interval is not None:
+            rows.append(_whisker(top, *(_LEFT + size * scale for size in (*bar.interval, bar.whole))))
+        ends = f"{bar.whole / GIB:.3g}{of_limit} GiB {bar.verdict}".strip()
+        rows.append(words(ends, WIDTH - _RIGHT + 8, top + (10 if low else 14), 12))
     if limit and limit <= 1.02 * longest:
         x = _LEFT + limit * scale
-        rows.append(element("path", d=f"M{x:.1f} 4V{len(fit.ranks) * (_ROW + _GAP)}", class_="limit"))
-        rows.append(words(f"{limit / GIB:.3g} GiB", x + 4, 12, 11, class_="limit-text"))
-    about = "Memory of each pipeline rank by kind, beside the device's memory"
-    shown = {name for rank in fit.ranks for name, size in _held(rank).items() if size}
-    return _figure("memory", len(fit.ranks), about, rows) + _key(
-        MEMORY, shown | ({"beside tensors"} if beside else set())
-    )
+        rows.append(element("path", d=f"M{x:.1f} 4V{len(bars) * pitch + 12}", class_="limit"))
+        label = words(
+            f"the device's {limit / GIB:.3g} GiB", x - 4, 11, 11, class_="limit-text", text_anchor="end"
+        )
+        rows.append(label)
+    kinds = {kind for bar in bars for kind, size in bar.held.items() if size}
+    return _figure(name, len(bars) * pitch + 14, about, rows) + _key(MEMORY, kinds)
 
 
 def _held(rank: RankMemory) -> dict[str, float]:
@@ -147,50 +232,73 @@ def _row(
     number: str,
     label: str,
     parts: Mapping[str, tuple[float, str, str]],
-    looks: Mapping[str, Rgb | None],
+    looks: Mapping[str, Look],
     scale: float,
+    height: float = _ROW,
 ) -> list[str]:
-    shapes = [words(number, _LEFT - 8, top + 14, 12, text_anchor="end", font_weight="bold")]
-    shapes.append(words(label, _LEFT, top - 4, 12, class_="quiet"))
+    """A bar: number, label above it, and its parts, named where the name has room.
+
+    Args:
+        parts: by name: length, value in words, share in words.
+    """
+    middle = top + 0.7 * height
+    shapes = [words(number, _LEFT - 8, middle, 12, text_anchor="end", font_weight="bold")]
+    if height >= _ROW:
+        shapes.append(words(label, _LEFT, top - 4, 12, class_="quiet"))
     x = _LEFT
     for name, (value, text_of, share) in parts.items():
-        colour = looks[name]
         attributes = {"data-name": name, "data-of": label, "data-value": text_of, "data-share": share}
         extra = "".join(f' {key}="{escape(text)}"' for key, text in attributes.items())
-        fill = _HATCHED if colour is None else colours.hexed(colour)
         # exact to the thousandth of a pixel, so that bars are as long as their parts
-        shapes.append(
-            f'<rect class="part" x="{x:.3f}" y="{top:g}" width="{value * scale:.3f}" height="{_ROW:g}" '
-            f'fill="{fill}"{extra}/>'
-        )
+        place = f'x="{x:.3f}" y="{top:g}" width="{value * scale:.3f}" height="{height:g}"'
+        fill, over = _fills(looks[name])
+        shapes.append(f'<rect class="part" {place} fill="{fill}"{extra}/>')
+        if over:
+            shapes.append(f'<rect class="over-part" {place} fill="{over}"/>')
+        if height >= _ROW and value * scale >= _LETTER * len(name) + 10:
+            shapes.append(_part_label(name, x + value * scale / 2, middle, looks[name]))
         x += value * scale
     return shapes
 
 
-def _figure(name: str, rows: int, about: str, parts: Sequence[str]) -> str:
-    height = rows * (_ROW + _GAP) + 8
-    svg = element(
-        "svg",
-        _HATCH.replace("plan-hatch", f"plan-hatch-{name}")
-        + "\n".join(parts).replace("plan-hatch", f"plan-hatch-{name}"),
-        id=name,
-        viewBox=f"0 0 {WIDTH:g} {height:g}",
-        width=WIDTH,
-        height=height,
-        role="img",
-        aria_label=about,
+def _fills(look: Look) -> tuple[str, str]:
+    """The fill of a part, and of the pattern over it, "" for none."""
+    if look is None:
+        return "url(#idle)", ""
+    colour, pattern = look
+    ink = "light" if colours.text_on(colour) == "#ffffff" else "dark"
+    return colours.hexed(colour), f"url(#{pattern}-{ink})" if pattern else ""
+
+
+def _part_label(name: str, x: float, y: float, look: Look) -> str:
+    """The part's name on it, with an edge of the part's colour so that its pattern does not disturb."""
+    if look is None:
+        return words(name, x, y, 12, text_anchor="middle", class_="on-idle")
+    colour = colours.hexed(look[0])
+    return words(
+        name,
+        x,
+        y,
+        12,
+        text_anchor="middle",
+        class_="on-part",
+        style=f"fill:{colours.text_on(look[0])};stroke:{colour}",
     )
-    return f'<div class="figure">{svg}</div>'
 
 
-def _key(looks: Mapping[str, Rgb | None], shown: set[str]) -> str:
-    items = [
-        f'<li><i class="hatched"></i>{name}</li>'
-        if colour is None
-        else f'<li><i style="background:{colours.hexed(colour)}"></i>{name}</li>'
-        for name, colour in looks.items()
-        if name in shown
-    ]
+def _figure(name: str, height: float, about: str, parts: Sequence[str]) -> str:
+    return f'<div class="figure">{_svg(name, WIDTH, height, about, parts)}</div>'
+
+
+def _key(looks: Mapping[str, Look], shown: set[str]) -> str:
+    items = list[str]()
+    for name, look in looks.items():
+        if name in shown:
+            fill, over = _fills(look)
+            rects = "".join(f'<rect width="14" height="14" fill="{each}"/>' for each in (fill, over) if each)
+            items.append(
+                f'<li><svg class="swatch" width="14" height="14" aria-hidden="true">{rects}</svg>{name}</li>'
+            )
     return f'<ul class="key">{"".join(items)}</ul>'
 
 
@@ -201,20 +309,21 @@ _PLOT_LEFT = 70.0
 _PLOT_RIGHT = 24.0
 _PLOT_TOP = 22.0
 _PLOT_BOTTOM = 48.0
-# fill and radius of layouts that fit, with room or tightly; others are crosses, which need no colour
-FITS = {"fits": ((70, 130, 200), 4.0), "tight": ((235, 163, 44), 4.0)}
+_CIRCLE: Rgb = (38, 120, 190)
+_TRIANGLE: Rgb = (196, 98, 16)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Axes:
     """GiB and seconds to pixels; seconds on a logarithmic scale."""
 
+    least: float
     most: float
     fast: float
     slow: float
 
     def x(self, gib: float) -> float:
-        return _PLOT_LEFT + gib / self.most * (WIDTH - _PLOT_LEFT - _PLOT_RIGHT)
+        return _PLOT_LEFT + (gib - self.least) / (self.most - self.least) * (WIDTH - _PLOT_LEFT - _PLOT_RIGHT)
 
     def y(self, seconds: float) -> float:
         share = log10(seconds / self.fast) / log10(self.slow / self.fast)
@@ -231,12 +340,12 @@ def front(tried: Sequence[Tried]) -> list[int]:
     return best
 
 
-def scatter(tried: Sequence[Tried], capacity: float, best: str | None) -> tuple[str, dict[str, Any]]:
+def scatter(tried: Sequence[Tried], capacity: float, ranking: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """The figure, and the data of its points as columns in the order of `tried`.
 
     Args:
         capacity: bytes of a device.
-        best: the layout at the top of the ranking, which gets a ring.
+        ranking: the layouts of the ranking, which get their numbers; the first gets a ring.
     """
     axes = _axes(tried, capacity)
     # layouts far beyond the device's memory are drawn at the edge
@@ -247,9 +356,8 @@ def scatter(tried: Sequence[Tried], capacity: float, best: str | None) -> tuple[
         steps = [f"{places[i][0]:.1f} {places[i][1]:.1f}" for i in line]
         parts.append(element("path", d="M" + "L".join(steps), class_="front"))
     parts += [_point(one, *at) for one, at in zip(tried, places, strict=True)]
-    ring = next((at for one, at in zip(tried, places, strict=True) if one.layout == best), None)
-    if ring is not None:
-        parts.append(element("circle", cx=ring[0], cy=ring[1], r=8, class_="best"))
+    named = {one.layout: at for one, at in zip(tried, places, strict=True)}
+    parts += _numbers([named[layout] for layout in ranking if layout in named])
     on_front = set(line)
     facts = {
         "x": [round(x, 1) for x, _ in places],
@@ -262,6 +370,50 @@ def scatter(tried: Sequence[Tried], capacity: float, best: str | None) -> tuple[
     }
     about = f"{len(tried)} candidates by memory of the fullest device and time of a step"
     return _svg("scatter", WIDTH, HEIGHT, about, parts), facts
+
+
+def points_key(tried: Sequence[Tried]) -> str:
+    """The legend of the points: of verdicts that occur, by shape and colour."""
+    names = [
+        verdict for verdict in ("fits", "tight", "does not fit") if verdict in {o.verdict for o in tried}
+    ]
+    items = [f"<li>{_swatch(_mark(name, 7.0, 7.0))}{name}</li>" for name in names]
+    items.append(f"<li>{_swatch(element('circle', cx=7, cy=7, r=6, class_='best'))}first of the ranking</li>")
+    items.append(
+        f"<li>{_swatch(element('path', d='M0 7H14', class_='front'))}none is faster with less memory</li>"
+    )
+    return f'<ul class="key">{"".join(items)}</ul>'
+
+
+def _swatch(content: str) -> str:
+    return f'<svg class="figure" width="14" height="14" aria-hidden="true">{content}</svg>'
+
+
+def _point(one: Tried, x: float, y: float) -> str:
+    return _mark(one.verdict, x, y)
+
+
+def _mark(verdict: str, x: float, y: float) -> str:
+    """A circle for what fits, a triangle for what is tight, a cross for what does not fit."""
+    if verdict == "does not fit":
+        return element("path", d=f"M{x - 3:.1f} {y - 3:.1f}l6 6m0-6l-6 6", class_="point over")
+    if verdict == "tight":
+        outline = f"M{x:.1f} {y - 5:.1f}l4.6 8h-9.2Z"
+        return element("path", d=outline, class_="point mark tight", fill=colours.hexed(_TRIANGLE))
+    return element("circle", cx=x, cy=y, r=4.2, class_="point mark", fill=colours.hexed(_CIRCLE))
+
+
+def _numbers(places: Sequence[tuple[float, float]]) -> list[str]:
+    """A ring around the first of the ranking, and the numbers of those that leave each other room."""
+    if not places:
+        return []
+    parts = [element("circle", cx=places[0][0], cy=places[0][1], r=8, class_="best")]
+    used = list[tuple[float, float]]()
+    for number, (x, y) in enumerate(places, 1):
+        if all(abs(x - u) > 18 or abs(y - v) > 13 for u, v in used):
+            parts.append(words(f"{number}", x + 10, y + 4, 12, font_weight="bold"))
+            used.append((x, y))
+    return parts
 
 
 def _svg(name: str, width: float, height: float, about: str, parts: Sequence[str]) -> str:
@@ -279,19 +431,14 @@ def _svg(name: str, width: float, height: float, about: str, parts: Sequence[str
 
 def _axes(tried: Sequence[Tried], capacity: float) -> Axes:
     room = capacity / GIB
-    most = max([one.memory / GIB for one in tried] or [1.0])
+    held = [one.memory / GIB for one in tried] or [1.0]
+    most = max(held)
     if room < inf:
         # layouts that need many times the device's memory would squeeze the others
         most = room if most <= room else min(most, 1.5 * room)
+    least = max(0.0, min(held) - 0.1 * (most - min(held))) if min(held) > 0.4 * most else 0.0
     seconds = [one.seconds for one in tried] or [1.0]
-    return Axes(1.05 * most, 0.94 * min(seconds), 1.06 * max(seconds))
-
-
-def _point(one: Tried, x: float, y: float) -> str:
-    if one.verdict == "does not fit":
-        return element("path", d=f"M{x - 3:.1f} {y - 3:.1f}l6 6m0-6l-6 6", class_="point over")
-    fill, radius = FITS[one.verdict]
-    return element("circle", cx=x, cy=y, r=radius, class_="point mark", fill=colours.hexed(fill))
+    return Axes(least=least, most=1.05 * most, fast=0.94 * min(seconds), slow=1.06 * max(seconds))
 
 
 def _grid(axes: Axes, capacity: float) -> list[str]:
@@ -307,8 +454,8 @@ def _grid(axes: Axes, capacity: float) -> list[str]:
         )
     ]
     parts.append(words("seconds of a step", _PLOT_LEFT, 12, 12, class_="quiet", text_anchor="middle"))
-    step = _step(axes.most)
-    for at in range(floor(axes.most / step) + 1):
+    step = _step(axes.most - axes.least)
+    for at in range(ceil(axes.least / step), floor(axes.most / step) + 1):
         x = axes.x(at * step)
         parts.append(element("path", d=f"M{x:.1f} {_PLOT_TOP}V{low}", class_="grid"))
         parts.append(words(f"{at * step:g}", x, low + 16, 11, class_="quiet", text_anchor="middle"))
@@ -318,8 +465,12 @@ def _grid(axes: Axes, capacity: float) -> list[str]:
         parts.append(words(f"{seconds:g}", _PLOT_LEFT - 8, y + 4, 11, class_="quiet", text_anchor="end"))
     if capacity / GIB <= axes.most:
         x = axes.x(capacity / GIB)
+        parts.insert(
+            0, element("rect", x=x, y=_PLOT_TOP, width=right - x, height=low - _PLOT_TOP, fill="url(#idle)")
+        )
         parts.append(element("path", d=f"M{x:.1f} {_PLOT_TOP}V{low}", class_="limit"))
-        parts.append(words("device", x + 5, _PLOT_TOP + 10, 11, class_="limit-text"))
+        text = f"the device's {capacity / GIB:.4g} GiB"
+        parts.append(words(text, x - 5, _PLOT_TOP + 10, 11, class_="limit-text", text_anchor="end"))
     return parts
 
 

@@ -1,35 +1,35 @@
-"""A search of layouts as one HTML page: time against memory, parts of the step, memory of ranks, timeline."""
+"""A search of layouts as one HTML page: ranking, time against memory, parts of the step, memory, timeline."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING
 
 from stretto.errors import StrettoError
-from stretto.planner.assumptions import software_profiles
-from stretto.planner.estimate import Estimate, precision_of
+from stretto.planner.estimate import NOISE, Estimate, precision_of
 from stretto.planner.memory.job import memory_of
 from stretto.planner.time.step import step_time
-from stretto.spec.parameters import count_parameters
-from stretto.view import colours
-from stretto.view.html import panels_html
+from stretto.view.html import panels_html, table_html
 from stretto.view.panel import Panel, panel
-from stretto.view.plan_charts import FITS, memory_bars, scatter, step_bars
+from stretto.view.plan_charts import PATTERNS, device_memory_bars, memory_bars, points_key, scatter, step_bars
+from stretto.view.plan_facts import GIB, counts, differences, setting
 
 if TYPE_CHECKING:
     from stretto.planner.assumptions import Assumptions
-    from stretto.planner.machines.cluster import Cluster, Link
+    from stretto.planner.memory.fits import Bytes
     from stretto.planner.search.ranking import Plan, Ranked
-    from stretto.spec.job import Job
 
 _MOST_BLOCKS = 20_000  # of the timeline; more are slow to draw and show nothing new
 
 
-def plan_page(plan: Plan, model: str) -> str:
+def plan_page(plan: Plan, model: str, commands: Mapping[str, str] | None = None) -> str:
     """The page for a model of that name; it loads nothing.
+
+    Args:
+        commands: to go on with, by what each does.
 
     Raises:
         StrettoError: no layout was timed, so there is nothing to draw.
@@ -38,75 +38,118 @@ def plan_page(plan: Plan, model: str) -> str:
     if first is None:
         raise StrettoError("no layout was timed, so there is nothing to draw", hint="ask for less at once")
     estimate = first.estimate
-    job = estimate.job
-    best = plan.ranking[0].words if plan.ranking else None
-    drawing, facts = scatter(plan.tried, estimate.cluster.device.memory, best)
-    data = json.dumps(facts, separators=(",", ":")).replace("<", "\\u003c")
-    above = [
-        _lead(plan, first, setting(job, estimate.cluster, plan.assumptions, model)),
-        f"<h2>Time against memory</h2>{_verdicts(plan)}<div class='figure'>{drawing}</div>",
-        f'<script id="candidates" type="application/json">{data}</script>',
+    job, cluster = estimate.job, estimate.cluster
+    about = setting(job, cluster, plan.assumptions, model)
+    parts = [PATTERNS, _facts({**about, "search": counts(plan)}), _answer(plan, first)]
+    if plan.ranking:
+        parts.append(f"<h2>Ranking</h2>{table_html(_ranking(plan), 'The best first; click a name to sort')}")
+    parts += [
+        f"<h2>Time against memory</h2>{points_key(plan.tried)}",
+        _scatter(plan, cluster.device.memory),
         f"<h2>Where the step goes</h2>{step_bars(plan.ranking or [first])}",
     ]
+    if len(plan.ranking) > 1:
+        caption = (
+            f"Seconds that each needs more than the first, {first.words}; "
+            f"two measurements of one layout differ by {100 * NOISE:.1f}%"
+        )
+        parts.append(f"<h2>Why the others are slower</h2>{table_html(differences(plan.ranking), caption)}")
     if estimate.memory is not None:
-        above.append(f"<h2>Memory of every pipeline rank</h2>{memory_bars(estimate.memory)}")
-    above.append("<h2>The step of the first, replayed</h2>")
-    devices = f"{job.layout.world} x {estimate.cluster.device.name}"
-    title = f"Plan of {model}: {devices}, batch {job.global_batch} x {job.sequence}"
+        parts.append(
+            f"<h2>Memory of the fullest rank, by layout</h2>{device_memory_bars(plan.ranking or [first])}"
+        )
+        every = len(estimate.memory.ranks) == job.layout.pp
+        ranks = "every pipeline rank" if every else "the pipeline ranks that can be the fullest"
+        parts.append(f"<h2>Memory of {ranks}, of the first</h2>{memory_bars(estimate.memory)}")
+    parts += [_rejected(plan), _commands(commands or {}), "<h2>The step of the first, replayed</h2>"]
+    title = f"Plan of {model} on {about['cluster'].partition(' (')[0]}"
     return panels_html(
-        [_timeline(estimate, plan.assumptions)], title, _table(plan), "\n".join(above), "page_plan"
+        [_timeline(estimate, plan.assumptions)], title, above="\n".join(parts), more="page_plan"
     )
 
 
-def setting(job: Job, cluster: Cluster, assumptions: Assumptions, model: str) -> list[str]:
-    """What a plan is for, in two lines: model, batch and precision; devices, nodes, links and software."""
-    size = count_parameters(job.shape).total
-    count = f"{size / 1e9:.3g} B" if size >= 1e9 else f"{size / 1e6:.3g} M"
-    batch = f"batch {job.global_batch} x {job.sequence} tokens, {job.precision.dtype}"
-    devices = cluster.devices or cluster.node
-    nodes = cluster.nodes or -(-devices // cluster.node)
-    shape = f"{nodes} nodes of {cluster.node}" if nodes > 1 else "1 node"
-    links = f"{_link(cluster.inner)} inside a node" if devices > 1 else "no links"
-    links += f", {_link(cluster.outer)} between nodes" if nodes > 1 else ""
-    names = [name for name, profile in software_profiles().items() if profile == assumptions.software]
-    software = names[0] if names else "custom"
-    return [
-        f"{model}: {count} parameters, {batch}",
-        f"{devices} x {cluster.device.name} ({cluster.name}): {shape}, {links}; software: {software}",
+def _facts(facts: Mapping[str, str]) -> str:
+    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts.items())
+    return f'<dl class="facts">{items}</dl>'
+
+
+def _answer(plan: Plan, first: Ranked) -> str:
+    """The layout to use, in words and figures."""
+    name = "First" if plan.ranking else "Nothing fits; nearest"
+    return f'<div class="answers">{_card(name, first, None)}</div>'
+
+
+def _card(name: str, one: Ranked, than: Estimate | None) -> str:
+    """One layout with its figures; `than`: the fastest, from which the distance is shown."""
+    estimate, fit = one.estimate, one.estimate.memory
+    figures = [
+        f"<b>{estimate.seconds:.4g} s</b> a step ({estimate.low:.3g} to {estimate.high:.3g})",
+        f"{estimate.tokens_per_s:,.0f} tokens/s, MFU {100 * estimate.mfu:.1f}%, "
+        f"bubble {100 * estimate.bubble:.1f}%",
     ]
+    if than is not None:
+        figures[0] += f", {100 * (estimate.seconds / than.seconds - 1):+.1f}%"
+    if fit is not None:
+        mid, interval = _gib(fit.device)
+        room = "" if fit.capacity == float("inf") else f" of {fit.capacity / GIB:.1f}"
+        figures.append(f"{mid}{room} GiB ({interval}): <b>{fit.verdict}</b>")
+    lines = "".join(f"<p>{line}</p>" for line in figures)
+    return (
+        f"<section><h2>{escape(name)}</h2><p><code>{escape(one.words)}</code></p>{lines}"
+        f'<p class="quiet">{escape(one.why)}</p></section>'
+    )
 
 
-def _link(link: Link) -> str:
-    return f"{link.kind} {link.bandwidth / 1e9:.4g} GB/s".strip()
+def _ranking(plan: Plan) -> Sequence[Sequence[str]]:
+    priced = any(one.tokens_per_dollar is not None for one in plan.ranking)
+    head = "", "layout", "step s", "interval", "tokens/s", "TFLOP/s", "MFU", "bubble", "memory GiB"
+    rows: list[tuple[str, ...]] = [(*head, "interval", "verdict", *(("tokens/$",) if priced else ()), "why")]
+    for place, one in enumerate(plan.ranking, 1):
+        estimate, fit = one.estimate, one.estimate.memory
+        price = "" if one.tokens_per_dollar is None else f"{one.tokens_per_dollar:,.0f}"
+        held = ("", "") if fit is None else _gib(fit.device)
+        rows.append(
+            (
+                str(place),
+                one.words,
+                f"{estimate.seconds:.4g}",
+                f"{estimate.low:.3g} to {estimate.high:.3g}",
+                f"{estimate.tokens_per_s:,.0f}",
+                f"{estimate.tflops_per_gpu:.1f}",
+                f"{100 * estimate.mfu:.1f}%",
+                f"{100 * estimate.bubble:.1f}%",
+                *held,
+                "" if fit is None else fit.verdict,
+                *((price,) if priced else ()),
+                one.why,
+            )
+        )
+    return rows
 
 
-def _lead(plan: Plan, first: Ranked, about: Sequence[str]) -> str:
-    lines = [
-        *about,
-        f"{plan.candidates:,} legal candidates, {len(plan.tried):,} timed, of which {plan.feasible:,} "
-        f"fit; {plan.replayed:,} replayed, in {plan.seconds:.2g} s.",
-        f"First: {first.words}. {first.why}"
-        if plan.ranking
-        else f"Nothing fits; nearest: {first.words}. {first.why}",
-    ]
-    rejected = [f"{reason}: {one.count:,}, as {one.example}" for reason, one in plan.rejected.items()]
-    if rejected:
-        lines.append("Turned down: " + "; ".join(rejected) + ".")
-    return "".join(f'<p class="lines">{escape(line)}</p>' for line in lines)
+def _gib(held: Bytes) -> tuple[str, str]:
+    """The middle and the interval."""
+    return f"{held.mid / GIB:.1f}", f"{held.low / GIB:.1f} to {held.high / GIB:.1f}"
 
 
-def _verdicts(plan: Plan) -> str:
-    """The legend of the points, for verdicts that occur."""
-    seen = {one.verdict for one in plan.tried}
-    items = [
-        f'<li><i style="border-radius:50%;background:{colours.hexed(look[0])}"></i>{name}</li>'
-        for name, look in FITS.items()
-        if name in seen
-    ]
-    if "does not fit" in seen:
-        items.append("<li>&#x2715; does not fit</li>")
-    items.append("<li>&#x25EF; the first</li><li>&#x2014; none is faster with less memory</li>")
-    return f'<ul class="key">{"".join(items)}</ul>'
+def _scatter(plan: Plan, capacity: float) -> str:
+    drawing, facts = scatter(plan.tried, capacity, [one.words for one in plan.ranking])
+    data = json.dumps(facts, separators=(",", ":")).replace("<", "\\u003c")
+    script = f'<script id="candidates" type="application/json">{data}</script>'
+    return f'<div class="figure">{drawing}</div>{script}'
+
+
+def _rejected(plan: Plan) -> str:
+    rows = [("reason", "candidates", "for example")]
+    rows += [(reason, f"{one.count:,}", one.example) for reason, one in plan.rejected.items()]
+    return f"<h2>Rejected</h2>{table_html(rows, 'Not in the ranking')}" if plan.rejected else ""
+
+
+def _commands(commands: Mapping[str, str]) -> str:
+    lines = "".join(
+        f"<dt>{escape(what)}</dt><dd><code>{escape(line)}</code></dd>" for what, line in commands.items()
+    )
+    return f'<h2>Go on</h2><dl class="facts">{lines}</dl>' if commands else ""
 
 
 def _timeline(estimate: Estimate, assumptions: Assumptions) -> Panel:
@@ -123,23 +166,3 @@ def _timeline(estimate: Estimate, assumptions: Assumptions) -> Panel:
     drawn = panel(time.timeline)
     note = f"; the first {most} of {count} microbatches" if short is not job else ""
     return replace(drawn, title=f"{job.schedule}, {pp} pipeline ranks", line=drawn.line + note, unit="s")
-
-
-def _table(plan: Plan) -> Sequence[Sequence[str]]:
-    rows = [("", "layout", "step s", "tokens/s", "MFU", "memory GiB", "fits", "bubble", "why")]
-    for at, one in enumerate(plan.ranking):
-        estimate, held = one.estimate, one.estimate.memory
-        rows.append(
-            (
-                str(at + 1),
-                one.words,
-                f"{estimate.seconds:.4g}",
-                f"{estimate.tokens_per_s:,.0f}",
-                f"{100 * estimate.mfu:.1f}%",
-                "" if held is None else f"{held.device.mid / 2**30:.3g}",
-                "" if held is None else held.verdict,
-                f"{100 * estimate.bubble:.1f}%",
-                one.why,
-            )
-        )
-    return rows if plan.ranking else ()
