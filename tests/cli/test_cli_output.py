@@ -63,9 +63,9 @@ def test_a_plan_names_its_model_and_never_cuts_a_number() -> None:
     assert result.ranking
     wide, narrow = terminal(width=160, colours=False), terminal(width=80, colours=False)
     for to in (wide, narrow):
-        plan.show(to, result, task, "gpt2", None)
+        plan.show(to, result, task, "gpt2")
         text = printed(to)
-        assert text.startswith("gpt2: 124 M parameters")
+        assert text.startswith("model     gpt2: 124 M parameters")
         assert "…" not in text
         for one in result.ranking:
             assert f"{one.estimate.tokens_per_s:,.0f}" in text

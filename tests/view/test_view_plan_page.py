@@ -230,11 +230,11 @@ def test_the_page_names_model_nodes_network_and_software() -> None:
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
     assert re.fullmatch(r"gpt3-175b: [\d.]+ [BM] parameters, \d+ layers of width \d+", facts["model"])
     assert facts["batch"] == "32 x 1024 tokens, bfloat16"
-    assert re.fullmatch(r"8 x a100\S* \(a100-80gb-sxm\), [\d.]+ GiB each", facts["cluster"])
+    assert re.fullmatch(r"8 x a100\S* \(dgx-a100-80gb\), [\d.]+ GiB each", facts["cluster"])
     assert re.fullmatch(r"1 node of 8 devices, NVLink \S+ [\d.]+ GB/s inside a node", facts["node"])
     assert facts["network"] == "none: one node"
     assert facts["software"] == "today"
-    assert facts["search"].startswith("18 candidates, 9 replayed, 13 fit")
+    assert facts["search"].startswith("20 candidates, 9 replayed, 13 fit")
 
 
 def test_the_reasons_of_the_losers_add_up() -> None:
@@ -307,7 +307,9 @@ def test_where_nothing_fits_the_nearest_is_drawn(browser: Browser) -> None:
     nothing = replace(result, ranking=(), feasible=0, nearest=result.ranking[0])
     page = plan_page(nothing, "gpt3-175b")
     assert "Nothing fits; nearest</h2>" in page
-    assert browser.opened(page, "await frame(); return document.querySelectorAll('.best').length;") == 0
+    assert (
+        browser.opened(page, "await frame(); return document.querySelectorAll('#scatter .best').length;") == 0
+    )
     with pytest.raises(StrettoError, match="nothing to draw"):
         plan_page(replace(nothing, nearest=None), "gpt3-175b")
 
