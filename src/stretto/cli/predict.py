@@ -290,6 +290,8 @@ def _interval(held: Bytes) -> dict[str, float]:
 
 def show(to: Console, estimate: Estimate, defaults: Mapping[str, str]) -> None:
     """Print time, rates, memory, and a breakdown of the time."""
+    from stretto.view.plan_facts import doubts_text
+
     job = estimate.job
     machine = f"{job.layout.world} x {estimate.cluster.device.name} ({estimate.cluster.name})"
     batch = f"{job.microbatches} microbatches of {job.micro_batch} x {job.sequence} tokens"
@@ -326,12 +328,6 @@ def show(to: Console, estimate: Estimate, defaults: Mapping[str, str]) -> None:
     if defaults:
         defaults_text = "; ".join(f"{name}={value}" for name, value in defaults.items())
         to.print(f"defaults: {defaults_text}", soft_wrap=True)
-
-
-def doubts_text(widths: Mapping[str, float]) -> str:
-    """How uncertain a step is, by source, as a share of it: the largest first."""
-    known = sorted(widths.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {100 * width:.0f}%" for name, width in known if width >= 0.005)
 
 
 def _bars(to: Console, estimate: Estimate) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from stretto.planner.assumptions import software_profiles
@@ -50,6 +50,12 @@ def counts(plan: Plan) -> str:
     if plan.ranking and plan.gap:
         text += f"; no layout left unexplored is more than {100 * plan.gap:.1f}% faster"
     return text
+
+
+def doubts_text(widths: Mapping[str, float]) -> str:
+    """How uncertain a step is, by source, as a share of it: the largest first."""
+    known = sorted(widths.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {100 * width:.0f}%" for name, width in known if width >= 0.005)
 
 
 def differences(ranking: Sequence[Ranked]) -> list[tuple[str, ...]]:

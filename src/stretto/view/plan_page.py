@@ -9,13 +9,11 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from stretto.errors import StrettoError
-from stretto.planner.estimate import NOISE, Estimate, precision_of
-from stretto.planner.memory.job import memory_of
-from stretto.planner.time.step import step_time
+from stretto.planner.estimate import NOISE, Estimate, timeline_of
 from stretto.view.html import panels_html, table_html
 from stretto.view.panel import Panel, panel
 from stretto.view.plan_charts import PATTERNS, device_memory_bars, memory_bars, points_key, scatter, step_bars
-from stretto.view.plan_facts import GIB, counts, differences, setting
+from stretto.view.plan_facts import GIB, counts, differences, doubts_text, setting
 
 if TYPE_CHECKING:
     from stretto.planner.assumptions import Assumptions
@@ -87,6 +85,8 @@ def _card(name: str, one: Ranked, than: Estimate | None) -> str:
         f"{estimate.tokens_per_s:,.0f} tokens/s, MFU {100 * estimate.mfu:.1f}%, "
         f"bubble {100 * estimate.bubble:.1f}%",
     ]
+    if doubts := doubts_text(estimate.widths):
+        figures.append(f"the step is uncertain by {doubts}")
     if than is not None:
         figures[0] += f", {100 * (estimate.seconds / than.seconds - 1):+.1f}%"
     if fit is not None:
@@ -155,14 +155,10 @@ def _commands(commands: Mapping[str, str]) -> str:
 def _timeline(estimate: Estimate, assumptions: Assumptions) -> Panel:
     """The step's program, with fewer microbatches where there are very many."""
     job = estimate.job
-    held = memory_of(job) if job.recompute.mode == "auto" or job.recompute.blocks is not None else None
     count, pp = job.microbatches or 1, job.layout.pp
     stages = job.program().stages
     most = max(2 * pp, _MOST_BLOCKS // (3 * stages) // pp * pp)
     short = replace(job, global_batch=job.layout.dp * job.micro_batch * most) if count > most else job
-    time = step_time(
-        short, estimate.cluster, assumptions, precision_of(job), None if held is None else held.modes
-    )
-    drawn = panel(time.timeline)
+    drawn = panel(timeline_of(replace(estimate, job=short), assumptions)[0])
     note = f"; the first {most} of {count} microbatches" if short is not job else ""
     return replace(drawn, title=f"{job.schedule}, {pp} pipeline ranks", line=drawn.line + note, unit="s")
