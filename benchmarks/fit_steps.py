@@ -98,8 +98,10 @@ def chosen_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def profile_name(row: Row) -> str:
-    """The name of the software profile of a row."""
-    return next(n for n, profile in software_profiles().items() if profile == row.assumptions.software)
+    """The name of the software profile of a row, which may state its kernel of attention beside it."""
+    software = row.assumptions.software
+    stated = {"attention": software.attention, "hopper": software.hopper}
+    return next(n for n, profile in software_profiles().items() if replace(profile, **stated) == software)
 
 
 def with_constants(row: Row, values: Values) -> Row:

@@ -81,7 +81,7 @@ def calibrated_scale(tables: Sequence[Sequence[float]]) -> float:
     weights = np.concatenate([np.full(len(table), 1 / len(table)) for table in tables])
     order = np.argsort(scales)
     passed = np.cumsum(weights[order]) / weights.sum()
-    return float(scales[order][np.searchsorted(passed, INSIDE)])
+    return float(scales[order][np.searchsorted(passed, INSIDE - 1e-9)])
 
 
 def scaled(one: Predicted, scale: float) -> Predicted:
