@@ -17,6 +17,7 @@ from stretto.planner.table.cells import Cells
 from stretto.planner.table.columns import COLUMNS, SECTIONS, column, reference
 from stretto.planner.table.predicting import ADDED, read_table
 from stretto.planner.table.row import Row, read_row
+from stretto.spec.framework import Framework
 
 DOCS = Path(__file__).parents[3] / "docs" / "planning.md"
 
@@ -383,6 +384,22 @@ def test_frameworks_keep_states_in_their_ways() -> None:
     assert plain.repeat != row(LLAMA, framework="deepspeed").repeat
     assert [r.job.framework.buckets for r in (plain, row(LLAMA, framework="deepspeed"))] == [0, 10**9]
     assert sharded.job.framework.dtensor_loss
+
+
+def test_the_framework_follows_from_software_and_source() -> None:
+    assert row(LLAMA, software="Megatron-DeepSpeed 0.6").job.framework.lasting_gradients
+    assert row(LLAMA, source="bigscience-workshop/bigscience, 2022-02").job.framework.lasting_gradients
+    assert not row(LLAMA, source="NVIDIA/Megatron-LM, 2022-02").job.framework.lasting_gradients
+    assert row(LLAMA, zero="3", tp="2", cp="1", software="DeepSpeed 0.15").job.dp.reduce == "auto"
+
+
+def test_a_planned_layout_keeps_what_stretto_keeps() -> None:
+    """As `stretto plan` counts it."""
+    for cells in ({}, {"zero": "3", "tp": "2", "cp": "1"}, {"attention": "unfused"}):
+        assert read_row({**LLAMA, **cells}, planned=True).job.framework == Framework()
+    assert read_row({**LLAMA, "framework": "fsdp", "zero": "3"}, planned=True).job.framework.wide_shards
+    again = read_row({**LLAMA, "recompute_operators": "mlp"}, planned=True).job.framework
+    assert again == Framework(operators=("mlp",))
 
 
 def test_the_docs_contain_the_reference_of_all_columns() -> None:

@@ -135,7 +135,7 @@ def read_row(
     least = _MODES.index(least_sharing(model, layout, machine, precision))
     dp = _sharing(row, layout, machine.node, least=least, usual=0 if early else 1)
     stated = stated_recomputation(row)
-    framework = _framework(row, dp, precision, software, stated)
+    framework = _framework(row, dp=dp, precision=precision, software=software, stated=stated, planned=planned)
     if framework.wide_shards and layout.pp > 1:
         dp = replace(dp, reduce="step")  # FSDP sums whole gradients over the microbatches of a pipeline
     stages = layout.pp * int(options.get("chunks", 1))
@@ -417,35 +417,51 @@ def _recompute(row: Cells, stated: Recomputation, shape: ModelShape, stages: int
     return Recompute(stated.mode, shard_inputs=row.flag("shard_inputs"))
 
 
+# by words in the software or the source; Megatron-DeepSpeed, which is BigScience's, keeps states as DeepSpeed
+_FRAMEWORKS = {
+    "deepspeed": "deepspeed",
+    "bigscience": "deepspeed",
+    "fsdp": "fsdp",
+    "torchtitan": "fsdp",
+    "llm-foundry": "fsdp",
+}
+
+
 def _framework(
-    row: Cells, dp: DataParallel, precision: Precision, software: Software, stated: Recomputation | None
+    row: Cells,
+    *,
+    dp: DataParallel,
+    precision: Precision,
+    software: Software,
+    stated: Recomputation | None,
+    planned: bool,
 ) -> Framework:
-    """Whose ways the run follows; if that is empty, the software's, FSDP's where parameters are sharded, else
-    Megatron's.
+    """Whose ways the run follows; if that is empty, those that software or source name; else Stretto's own
+    for a planned run, FSDP's where parameters are sharded, and Megatron's.
     """
     sharded = dp.mode == "zero3"
     name = row.word("framework")
     if name is None:
-        words = re.search(
-            r"deepspeed|fsdp|torchtitan|llm-foundry|megatron|nemo", row.text("software").lower()
-        )
-        usual = "fsdp" if sharded else "megatron"
-        name = (
-            {"torchtitan": "fsdp", "llm-foundry": "fsdp", "nemo": "megatron"}.get(words[0], words[0])
-            if words
-            else ""
-        )
-        name = name or usual
-        if sharded or name != "megatron":
-            row.report("framework", name, "of software" if words else "")
-    return Framework(
+        text = f"{row.text('software')} {row.text('source')}".lower()
+        words = next((framework for word, framework in _FRAMEWORKS.items() if word in text), None)
+        if words is None and re.search("megatron|nemo", row.text("software").lower()):
+            words = "megatron"
+        name = words or ("stretto" if planned else "fsdp" if sharded else "megatron")
+        if name == "deepspeed" or (sharded and name == "fsdp"):
+            row.report("framework", name, "of software or source" if words else "")
+    again = Framework(
         operators=stated.operators if stated is not None and stated.mode == "selective" else CORE,
         inputs_on_host=stated is not None and stated.to_host,
+    )
+    if name == "stretto":
+        return again
+    return replace(
+        again,
         fused_softmax=True,
         fused_activation=name == "megatron" or software.name in ("compiled", "tuned"),
         wide_shards=name == "fsdp" and sharded,
         lasting_gradients=name == "deepspeed" and precision.gradients == "float32" and not sharded,
-        buckets=_BUCKET if name == "deepspeed" and dp.mode != "ddp" else 0,
+        buckets=_BUCKET if name == "deepspeed" and dp.mode in ("zero1", "zero2") else 0,
         dtensor_loss=name == "fsdp",
     )
 
