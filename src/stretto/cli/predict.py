@@ -155,7 +155,7 @@ def as_trained_here(row: Row) -> Row:
     devices with the kernels of their time.
     """
     from stretto.planner.assumptions import Assumptions
-    from stretto.planner.table.columns import Cells
+    from stretto.planner.table.cells import Cells
     from stretto.spec.framework import STRETTO
     from stretto.spec.job import VOCAB_MULTIPLE
 

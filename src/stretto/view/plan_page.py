@@ -51,7 +51,7 @@ def plan_page(plan: Plan, model: str, commands: Mapping[str, str] | None = None)
             f"Seconds that each needs more than the first, {first.words}; "
             f"two measurements of one layout differ by {100 * NOISE:.1f}%"
         )
-        parts.append(f"<h2>Why the others are slower</h2>{table_html(differences(plan.ranking), caption)}")
+        parts.append(f"<h2>How the others differ</h2>{table_html(differences(plan.ranking), caption)}")
     if estimate.memory is not None:
         parts.append(
             f"<h2>Memory of the fullest rank, by layout</h2>{device_memory_bars(plan.ranking or [first])}"
