@@ -241,6 +241,27 @@ def test_twenty_thousand_blocks_stay_usable(browser: Browser) -> None:
     assert page["found"] < 5000, page
 
 
+NUMBERS = """
+    await frame();
+    const written = [], fill = CanvasRenderingContext2D.prototype.fillText;
+    CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+      if (this.textAlign === 'center') written.push([text, parseFloat(this.font)]);
+      return fill.call(this, text, x, y);
+    };
+    const pen = charts[0].canvas.getContext('2d');
+    charts[0].rows.forEach((_, row) => charts[0].drawRow(pen, row));
+    return written;
+"""
+
+
+def test_numbers_of_many_microbatches_have_one_size(browser: Browser) -> None:
+    """Sixty-four microbatches: backwards are wide enough for two digits, forwards for none."""
+    written = browser.opened(timeline_html(replay("1f1b", 16, 64)), NUMBERS)
+    assert {text for text, _ in written} == set(map(str, range(64)))
+    sizes = [size for _, size in written]
+    assert max(sizes) < 1.1 * min(sizes)
+
+
 COMPARED = """
     await frame();
     const all = () => [...document.querySelectorAll('.chart')].map((each) => ({...each.dataset}));

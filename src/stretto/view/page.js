@@ -35,6 +35,8 @@ class Chart {
       needs: [], feeds: [],
     }));
     for (const block of this.blocks) this.rows[block.row].push(block);
+    // one size for all numbers of equally long blocks
+    this.digits = String(this.blocks.reduce((most, b) => Math.max(most, b.microbatch ?? 0), 0)).length;
     // no block of a row that starts before blocks[k] ends later than ends[k]
     this.ends = this.rows.map((row) => { let far = 0; return row.map((b) => (far = Math.max(far, b.end))); });
     this.connect();
@@ -176,7 +178,7 @@ class Chart {
         pen.fillRect(x, y + height - 1, width, 4);
       }
       const text = b.microbatch === null ? "" : String(b.microbatch);
-      const size = Math.min(13, height * 0.8, inner / (0.62 * Math.max(1, text.length)));
+      const size = Math.min(13, height * 0.8, inner / (0.62 * this.digits));
       if (text && size >= 7) {
         pen.font = `${size}px ${FONT}`; pen.fillStyle = b.look.ink;
         pen.fillText(text, x + inner / 2, y + height / 2 + 0.5);
