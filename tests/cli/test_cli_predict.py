@@ -154,6 +154,40 @@ def test_a_table_as_text(capsys: pytest.CaptureFixture[str], table: Path) -> Non
         assert word in text
 
 
+def test_readings_and_assumptions_are_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "prose.csv"
+    header = "model,gpu,gpus,tp,zero,recompute,batch,step_time"
+    path.write_text(f'{header}\nllama3-8b,8xH100,16,2,1 (all DP),,64,"~1,200 ms"\nllama3-8b,,8,2,,,64,1\n')
+    assert main.run(["predict", "--table", str(path), "--no-memory"]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "cells that were read",
+        "1 (read from '1 (all DP)')",
+        "1.2 (read from '~1,200 ms')",
+        "assumed where cells say nothing",
+        "none (the least that fits)",
+        "today (no date; its model is of 2024-04)",
+        "the row has no GPU; fill in gpu, as in A100-80GB-SXM (row 2)",
+    ):
+        assert words in text
+    assert main.run(["predict", "--table", str(path), "--row", "1", "--no-memory"]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "taken for",
+        "as it stands",
+        "1 (read from '1 (all DP)')",
+        "measured: 1.2 s by iter_time_s",
+    ):
+        assert words in text
+    assert main.run(["predict", "--table", str(path), "--row", "2", "--no-memory"]) == 0
+    assert "not predicted: the row has no GPU" in capsys.readouterr().out
+    assert "has no row 3" in fails(capsys, "--table", str(path), "--row", "3")
+    assert "--row needs --table" in fails(capsys, *LLAMA, "--row", "1")
+    assert [
+        row["row"] for row in run_json(capsys, "--table", str(path), "--row", "2", "--no-memory")["rows"]
+    ] == [2]
+
+
 def test_a_written_table_is_a_table(capsys: pytest.CaptureFixture[str], table: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.csv"
     first = run_json(capsys, "--table", str(table), "--out", str(out), "--no-memory")

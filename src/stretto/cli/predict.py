@@ -59,6 +59,9 @@ def predict(
     out: Annotated[
         Path | None, typer.Option(help="Write the table with added columns of predictions here.")
     ] = None,
+    row: Annotated[
+        int | None, typer.Option(help="Predict this row of the table alone, and show how each cell is read.")
+    ] = None,
     memory: Annotated[bool, typer.Option(help="Predict memory too.")] = True,
     as_json: Json = False,
 ) -> None:
@@ -66,6 +69,8 @@ def predict(
 
     With --table, predict every row; where rows have measurements, report the errors, beside those of a
     two-line model and the noise of measuring twice. Fields that are left out take defaults, which are shown.
+    What cells were taken for ("1 (all DP)", "8x200 Gb/s RoCE"), what was assumed where they say nothing, and
+    why rows are refused is listed; --row shows it cell by cell.
     Exit code 1: the layout does not fit the device.
     """
     arguments = words or []
@@ -82,14 +87,16 @@ def predict(
                 hint="leave one of them out",
             )
 
-        predict_table(table=table, out=out, cluster=cluster, model=model, memory=memory, as_json=as_json)
+        predict_table(
+            table=table, number=row, out=out, cluster=cluster, model=model, memory=memory, as_json=as_json
+        )
         return
-    if out is not None:
-        raise StrettoError("--out needs --table", hint="add --table FILE.csv, or print with --json")
+    for option, value in (("--out", out), ("--row", row)):
+        if value is not None:
+            raise StrettoError(f"{option} needs --table", hint="add --table FILE.csv, or print with --json")
 
     result, defaults = _one(arguments, model, cluster, memory)
-    row = facts(result, defaults)
-    report({"rows": [row], "error": None}, as_json, lambda to: show(to, result, defaults))
+    report({"rows": [facts(result, defaults)], "error": None}, as_json, lambda to: show(to, result, defaults))
     if result.memory is not None and result.memory.verdict == "does not fit":
         raise say_no()
 
@@ -349,17 +356,26 @@ def _options(options: Mapping[str, Any]) -> str:
     return f" ({text})" if text else ""
 
 
-_ROWS = 30  # of a table that is shown row by row
-_WORST = 5
+_ROWS, _WORST = 30, 5  # of a table that is shown row by row, and rows in a list
+_READINGS = 12  # kinds of readings that are shown, these columns first
+_WEIGHTY = ("software", "attention", "recompute", "zero", "flops_counted", "network", "layers")
 
 
 def predict_table(
-    table: Path, out: Path | None, cluster: str | None, model: str | None, memory: bool, as_json: bool
+    *,
+    table: Path,
+    number: int | None,
+    out: Path | None,
+    cluster: str | None,
+    model: str | None,
+    memory: bool,
+    as_json: bool,
 ) -> None:
-    """Predict every row, write the file, and report the scores.
+    """Predict every row, or the one of that number, write the file, and report the scores.
 
     Raises:
-        StrettoError: a file that is not a table or cannot be written, or an unknown model or cluster.
+        StrettoError: a file that is not a table or cannot be written, a row that it does not have, or an
+            unknown model or cluster.
     """
     from stretto.planner.machines.catalogue import find_cluster
     from stretto.planner.table.predicting import predict_rows, read_table, summary
@@ -367,11 +383,17 @@ def predict_table(
     cells = read_table(table)
     shape = None if model is None else model_named(model)
     machine = None if cluster is None else find_cluster(cluster)
-    rows = list(_watched(predict_rows(cells, machine, shape, memory), len(cells)))
+    if number is not None and not 1 <= number <= len(cells):
+        raise StrettoError(f"{table} has no row {number}", hint=f"rows are numbered from 1 to {len(cells)}")
+    chosen = cells if number is None else cells[number - 1 : number]
+    rows = list(_watched(predict_rows(chosen, machine, shape, memory, first=number or 1), len(chosen)))
     if out is not None:
         write_text(out, written(rows))
     scores = summary(rows)
     facts = {"rows": [row_facts(one) for one in rows], **scores.facts()} if as_json else {}
+    if number is not None:
+        report(facts, as_json, lambda to: _show_row(to, rows[0]))
+        return
     report(facts, as_json, lambda to: _show_table(to, rows, scores, out))
 
 
@@ -439,11 +461,52 @@ def _show_table(to: Console, rows: Sequence[Predicted], scores: Summary, out: Pa
             _show_worst(to, rows)
     _show_memory(to, scores)
     _show_undeclared(to, rows)
+    _show_readings(to, rows)
     _show_refused(to, rows)
 
 
+def _show_row(to: Console, one: Predicted) -> None:
+    """Print a row cell by cell with what each is taken for, then its prediction or why there is none."""
+    from stretto.planner.table.columns import column
+
+    assumed = dict(one.row.defaults) if one.row is not None else {}
+    table = plain_table("column", "cell", "taken for" if one.row is not None else "", left=2)
+    for name, cell in one.cells.items():
+        known = name if name.startswith("x_") else column(name).name
+        if cell.strip():
+            table.add_row(known, cell, assumed.pop(known, "as it stands" if one.row is not None else ""))
+    for name, value in assumed.items():
+        table.add_row(name, "", value)
+    to.print(table, soft_wrap=True)
+    if one.estimate is None or one.row is None:
+        to.print(f"not predicted: {one.refused}", soft_wrap=True)
+        return
+    show(to, one.estimate, {})
+    seconds = one.row.measured.seconds
+    if seconds is not None:
+        error = _percent(one.estimate.seconds / seconds - 1, signed=True)
+        to.print(f"measured: {_seconds(seconds)} by {one.row.measured.by}, error {error}")
+
+
+def _show_readings(to: Console, rows: Sequence[Predicted]) -> None:
+    """List what cells were taken for, and what was assumed where they say nothing, the weightiest first."""
+    counts: dict[tuple[str, str], int] = {}
+    for one in rows:
+        for reading in one.row.defaults.items() if one.row is not None else ():
+            counts[reading] = counts.get(reading, 0) + 1
+    for title, read in (("cells that were read", True), ("assumed where cells say nothing", False)):
+        chosen = [(name, value, n) for (name, value), n in counts.items() if ("read from" in value) is read]
+        chosen.sort(key=lambda entry: (entry[0] not in _WEIGHTY, -entry[2]))
+        table = plain_table(title, "rows", "value", left=1)
+        for name, value, n in chosen[:_READINGS]:
+            table.add_row(name, str(n), value)
+        if chosen:
+            to.print(table, soft_wrap=True)
+        if len(chosen) > _READINGS:
+            to.print(f"and {len(chosen) - _READINGS} more: --out FILE.csv lists them by row, --row N one row")
+
+
 def _show_rows(to: Console, rows: Sequence[Predicted]) -> None:
-    from stretto.cli.output import plain_table
     from stretto.planner.table.predicting import columns
 
     table = plain_table(
@@ -478,7 +541,6 @@ def _show_rows(to: Console, rows: Sequence[Predicted]) -> None:
 
 
 def _show_scores(to: Console, model: Scores, plain: Scores, efficiency: float) -> None:
-    from stretto.cli.output import plain_table
     from stretto.planner.estimate import NOISE
 
     table = plain_table(f"{model.rows} measured rows", "predicted", "two lines", "measured twice")

@@ -105,6 +105,7 @@ def test_defaults_of_empty_cells_are_reported() -> None:
     assert (read.job.attention, read.assumptions.overlap, read.job.fused_loss) == ("flash", True, False)
     assert read.assumptions.software == software_profile("today")
     reported = {
+        "gpu",
         "seq",
         "dp",
         "zero",
@@ -123,7 +124,7 @@ def test_defaults_of_empty_cells_are_reported() -> None:
 def test_filled_cells_are_not_reported_as_defaults() -> None:
     cells = {"seq": "4096", "dp": "2", "zero": "2", "sp": "0", "recompute": "full", "schedule": "bfs"}
     read = row(LLAMA, **cells, attention="fused", software="tuned", vocab="128000", gradients="same")
-    assert not read.defaults
+    assert read.defaults == {"gpu": "h100-80gb-sxm, dgx-h100 (read from 'H100')"}
     job = read.job
     assert (job.dp.mode, job.sequence_parallel, job.schedule, job.sequence) == ("zero2", False, "bfs", 4096)
     assert read.assumptions.software == software_profile("tuned")

@@ -73,7 +73,7 @@ class Column:
         """
         if self.kind == "text":
             return cell
-        if self.absent and cell.strip().lower() in ("0", "0.0", "none", "no"):
+        if self.absent and cell.strip().lower() in ("0", "0.0", "none", "no", "no pipeline"):
             return None
         value = self._value(cell)
         if value is None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from stretto.errors import StrettoError
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.machines.cluster import Cluster, Link
-from stretto.planner.machines.names import parse_name
+from stretto.planner.machines.names import normalised, parse_name
 from stretto.planner.machines.networks import GBIT, parse_network
 from stretto.planner.table.cells import Cells
 
@@ -28,6 +28,11 @@ def row_cluster(cells: Cells, cluster: Cluster | None) -> Cluster:
     if cluster is None and name is None:
         raise StrettoError("the row has no GPU", hint="fill in gpu, as in A100-80GB-SXM")
     known = cluster or _of_any_size(name or "")
+    if cluster is None and normalised(name or "") not in (
+        normalised(known.device.name),
+        normalised(known.name),
+    ):
+        cells.report("gpu", f"{known.device.name}, {known.name}", f"read from {name!r}")
     node = cells.whole("node_size")
     if node is None and cells.whole("nodes") and cells.whole("gpus") is None:
         node = device_count(cells)

@@ -21,6 +21,7 @@ from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
 GIB = 2**30
+_HINT = 100  # characters of a hint that is kept beside a refusal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +55,22 @@ def predict_rows(
     cluster: Cluster | None = None,
     shape: ModelShape | None = None,
     memory: bool = True,
+    first: int = 1,
 ) -> Iterator[Predicted]:
-    """Each row with its prediction, or with the reason why there is none."""
+    """Each row with its prediction, or with the reason why there is none.
+
+    Args:
+        first: the number of the first row.
+    """
     known: dict[object, Estimate] = {}
-    for number, cells in enumerate(rows, 1):
+    for number, cells in enumerate(rows, first):
         try:
             row = read_row(cells, cluster, shape)
             yield Predicted(number=number, cells=cells, row=row, estimate=_estimate(row, memory, known))
         except StrettoError as error:
-            yield Predicted(number=number, cells=cells, refused=error.message)
+            brief = error.hint is not None and len(error.hint) <= _HINT
+            why = f"{error.message}; {error.hint}" if brief else error.message
+            yield Predicted(number=number, cells=cells, refused=why)
         except (ArithmeticError, AssertionError, IndexError, KeyError, TypeError, ValueError) as error:
             # a row that breaks an assumption of the model must not stop the others; it is reported as such
             yield Predicted(number=number, cells=cells, refused=f"unforeseen {type(error).__name__}: {error}")

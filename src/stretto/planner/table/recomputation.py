@@ -113,7 +113,7 @@ def parse_recomputation(text: str) -> Recomputation:
     share = _share(lower)
     if first in _NONE:
         return Recomputation(mode="none")
-    if first in _FULL:
+    if first in _FULL or lower.startswith("100%"):
         return Recomputation(mode="full", blocks=_blocks(lower, share), share=share, to_host=to_host)
     if share is not None:  # torchtitan's policy per layer, which it calls selective too
         return Recomputation(mode="full", share=share)

@@ -141,8 +141,7 @@ def _dated(cells: Cells, device: Device) -> tuple[str, str]:
     for column in ("date", "software", "source"):
         text = cells.text(column)
         month = month_in(text)
-        if month:
-            month = max(month, device.released)
+        if month >= device.released and month:
             return month, f"{month}, from {column} {_short(text)}"
     pattern = cells.text("model").lower().replace("_", "-").replace(" ", "-")
     model = next((month for known, month in _releases()["models"] if re.search(known, pattern)), "")

@@ -22,7 +22,9 @@ _NUMBER = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 # what may follow a number: nothing, a remark, a tolerance, or words; no second number as in 70-75, 1/2, 8x8
-_REMARK = re.compile(r"^\s*(?:$|[(\[;:±,]\s*\D|[(\[±]|\+/?-|(?P<word>[a-z%/][a-z/%]*))", re.IGNORECASE)
+_REMARK = re.compile(
+    r"^\s*(?:$|[(\[;:±,]\s*\D|[(\[±]|\+/?-|(?P<word>[a-z%/][a-z/%]*)(?![a-z/%\d]))", re.IGNORECASE
+)
 _BESIDE = {"per", "a", "of", "in", "total", "each", "measured", "avg", "mean", "average", "max", "peak"}
 
 
