@@ -26,8 +26,16 @@ RUN = {
     "recompute": "none",
     "iter_time_s": "5",
 }
-GPT = {"model": "GPT", "layers": "24", "hidden": "2048", "heads": "16", "gpu": "A100", "gpus": "8", "tp": "2"}
-GPT |= {"pp": "2", "global_batch": "64", "micro_batch": "1", "iter_time_s": "5", "recompute": "full"}
+GPT = {
+    **RUN,
+    "model": "GPT",
+    "layers": "24",
+    "hidden": "2048",
+    "heads": "16",
+    "gpu": "A100",
+    "gpus": "8",
+    "recompute": "full",
+}
 
 
 def row(base: dict[str, str], **cells: str) -> Row:
