@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.text import Text
 
 from stretto import schedule, simulate
-from stretto.cli import plan, train
+from stretto.cli import plan, predict, train
 from stretto.cli.output import LONGEST_MESSAGE, coloured, print_error
 from stretto.cli.schedule import _show
+from stretto.planner.estimate import estimate
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.search.branch import search
 from stretto.planner.search.task import Task, job_to_plan
@@ -73,6 +74,16 @@ def test_a_plan_names_its_model_and_never_cuts_a_number() -> None:
     assert "interval" in printed(wide)
     head = next(line for line in Text.from_ansi(printed(narrow)).plain.splitlines() if "tokens/s" in line)
     assert len(head) <= 80
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_prediction_is_never_cut(width: int) -> None:
+    to = terminal(width=width, colours=False)
+    row = predict.row_from_arguments(["tp=2", "pp=2", "batch=64"], "gpt2-large", "dgx-a100-80gb:8")
+    predict.show(to, estimate(row.job, row.cluster, row.assumptions), row.defaults)
+    text = printed(to)
+    assert "where the time goes" in text
+    assert "…" not in text
 
 
 def test_suggested_commands_keep_the_overrides() -> None:

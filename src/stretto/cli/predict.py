@@ -131,7 +131,8 @@ def _one(
 
 
 GIB = 2**30
-_BAR = 40  # characters of a whole step
+_BAR = 40  # characters of a whole step, at most
+_BESIDE_BAR = 50  # characters that the other columns take
 # columns that KEY=VALUE arguments may set; model and cluster are options
 _FIELDS = ("layout", "batch", "memory", "software")
 _MORE_FIELDS = ("dropout", "gpus", "node_size", "network", "network_gbs")
@@ -339,10 +340,11 @@ def show(to: Console, estimate: Estimate, defaults: Mapping[str, str]) -> None:
 def _bars(to: Console, estimate: Estimate) -> None:
     """One bar per part, the longest first."""
     table = plain_table("where the time goes", "s", "", "", left=1)
+    bar = max(10, min(_BAR, to.width - _BESIDE_BAR))
     for name, seconds in sorted(estimate.parts.items(), key=lambda part: -part[1]):
         share = seconds / estimate.seconds
         if share >= 0.0005:
-            table.add_row(name, f"{seconds:.3g}", f"{100 * share:.1f}%", "█" * max(1, round(share * _BAR)))
+            table.add_row(name, f"{seconds:.3g}", f"{100 * share:.1f}%", "█" * max(1, round(share * bar)))
     to.print(table, soft_wrap=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -50,6 +51,10 @@ def test_every_table_has_a_figure_and_docs_show_the_same_files() -> None:
     tables = {path.stem for path in SHIPPED.glob("*.csv")}
     assert tables == {figure.table for figure in FIGURES.values()}
     assert (ROOT / "docs/tables").resolve() == SHIPPED.resolve()
+    shipped = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = shipped["tool"]["setuptools"]["package-data"]["stretto"]
+    package = ROOT / "src/stretto"
+    assert set(SHIPPED.iterdir()) <= {path for pattern in patterns for path in package.glob(pattern)}
     assert all((files("stretto.planner") / "data/published" / f"{name}.csv").is_file() for name in tables)
 
 
