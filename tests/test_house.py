@@ -22,7 +22,7 @@ ROOMS = (
     *("errors", "layout", "program", "spec", "planner", "view"),
     *("engine.offload", "engine.parallel", "engine.pipeline", "engine.models", "engine.optim"),
     *("engine.checkpoint", "run.config", "run.launch", "run.data", "run.train", "run.calibrate"),
-    *("run.verify", "run.dryrun", "recommender"),
+    *("run.verify", "run.dryrun", "run.compare", "recommender"),
     "cli",  # imports what is heavy inside its functions
 )
 TORCH_FREE = ("errors", "layout", "program", "spec", "planner", "view", "run.config")

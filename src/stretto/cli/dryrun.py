@@ -18,13 +18,10 @@ if TYPE_CHECKING:
     from stretto.layout.layout import Layout
     from stretto.planner.rank_step.counts import Counts
     from stretto.run.dryrun.run import DryRun
-    from stretto.spec.job import Job
 
 app = command_app()
 
 _Counted = Mapping[tuple[str, str], int]
-
-_COMMUNICATING = ("lamb", "adafactor", "muon")  # optimizers that communicate during the update
 
 
 @app.command(epilog="Example: stretto dryrun configs/llama-1b-64gpu.yaml layout.tp=8 --rank 21")
@@ -51,7 +48,7 @@ def dryrun(
     from stretto.cli.jobs import load_language
     from stretto.planner.memory.job import memory_of
     from stretto.planner.memory.ranks import one_rank
-    from stretto.planner.rank_step.counts import counts
+    from stretto.planner.rank_step.counts import countable, counts
     from stretto.run.config.job import job_of
     from stretto.spec.rules import problems
 
@@ -66,7 +63,7 @@ def dryrun(
     steps = 1 if quick else 2
     with _elapsed(f"rank {rank} of {job.layout.world}: {steps} x {job.microbatches} microbatches", as_json):
         ran, held = dry_run(job, rank, steps), memory_of(job)
-    predicted = counts(job, rank, held) if _countable(job, bool(held.program.versions)) else None
+    predicted = counts(job, rank, held) if countable(job, held) else None
     memory = one_rank(held, ran.coordinates["pp"]).total
     report(_facts(ran, predicted, memory), as_json, lambda to: _show(to, job.layout, ran, predicted, memory))
 
@@ -87,11 +84,6 @@ def _elapsed(what: str, quiet: bool) -> Generator[None]:
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             bar.add_task(f"dry run of {what}", total=None)
             yield
-
-
-def _countable(job: Job, asynchronous: bool) -> bool:
-    """Whether `planner.counts.step` covers all that the job does."""
-    return not asynchronous and job.optimiser.name not in _COMMUNICATING and job.precision.fp8 == "none"
 
 
 # ------------------------------------------------------------------ JSON

@@ -25,6 +25,7 @@ from stretto.errors import StrettoError, TorchMissing, nearest
 COMMANDS = (
     "train",
     "verify",
+    "compare",
     "generate",
     "layout",
     "schedule",

@@ -64,12 +64,16 @@ def panels_html(
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _file("page.html"))
 
 
-def plain_html(title: str, body: str) -> str:
-    """A page of a title and HTML, whose tables sort by a click on a column's name."""
+def plain_html(title: str, body: str, more: str = "") -> str:
+    """A page of a title and HTML, whose tables sort by a click on a column's name.
+
+    Args:
+        more: name of the file with further style, such as "page_compare".
+    """
     parts = {
         "title": escape(title),
         "policy": _POLICY,
-        "css": _file("page.css"),
+        "css": _file("page.css") + (_file(f"{more}.css") if more else ""),
         "body": body,
         "js": _file("page_table.js"),
     }

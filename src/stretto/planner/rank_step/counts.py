@@ -129,11 +129,48 @@ class Counts:
             "attention").
         bytes: of every collective, whole, and of each message sent, by the axes of its group and by kind.
         calls: number of calls, by the same keys.
+        sent: bytes that leave the rank if collectives are bandwidth-optimal, as
+            `stretto.engine.parallel.traffic` counts them.
     """
 
     flops: Mapping[tuple[str, str], int]
     bytes: Mapping[tuple[str, str], int]
     calls: Mapping[tuple[str, str], int]
+    sent: int = 0
+
+
+def _leaving(kind: str, size: int, ranks: int, root: bool) -> float:
+    """Bytes of one collective that leave a rank."""
+    if kind == "send":
+        return size
+    if kind == "broadcast":
+        return (ranks - 1) * size if root else 0
+    if kind == "gather":
+        return 0 if root else size
+    return (2 if kind == "all-reduce" else 1) * (ranks - 1) / ranks * size
+
+
+_COMMUNICATING = ("lamb", "adafactor", "muon")  # optimizers that communicate during the update
+
+
+def countable(job: Job, memory_job: MemoryJob) -> bool:
+    """Whether `counts` covers all that the job does."""
+    simple = job.optimiser.name not in _COMMUNICATING and job.precision.fp8 == "none"
+    return simple and not memory_job.program.versions
+
+
+def bytes_sent(job: Job, memory_job: MemoryJob) -> int | None:
+    """Bytes that the busiest rank sends in a step, of the first rank of each pipeline stage's group; None
+    where they are not counted.
+    """
+    if not countable(job, memory_job):
+        return None
+    first = [
+        rank
+        for rank in range(job.layout.world)
+        if not any(at for axis, at in job.layout.coordinates(rank).items() if axis != "pp")
+    ]
+    return max(counts(job, rank, memory_job).sent for rank in first)
 
 
 def counts(job: Job, rank: int = 0, memory_job: MemoryJob | None = None) -> Counts:
@@ -156,6 +193,7 @@ class _Counting:
     flops: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     calls: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    sent: float = 0.0
 
     def run(self) -> Counts:
         self._all_layers()
@@ -165,7 +203,10 @@ class _Counting:
         self._partial_gradients()
         self._ties()
         self._norm()
-        return Counts(*({k: v for k, v in of.items() if v} for of in (self.flops, self.bytes, self.calls)))
+        flops, sizes, calls = (
+            {k: v for k, v in of.items() if v} for of in (self.flops, self.bytes, self.calls)
+        )
+        return Counts(flops, sizes, calls, round(self.sent))
 
     # ------------------------------------------------------------------ the rank
 
@@ -193,6 +234,7 @@ class _Counting:
             key = axes_of(self.job.layout, ranks), kind
             self.bytes[key] += count * size
             self.calls[key] += count
+            self.sent += count * _leaving(kind, size, len(ranks), self.rank == ranks[0])
 
     # ------------------------------------------------------------------ layers
 
@@ -233,6 +275,7 @@ class _Counting:
         if sent:
             self.bytes["pp", "send"] += sent * size
             self.calls["pp", "send"] += sent
+            self.sent += sent * size
 
     # ------------------------------------------------------------------ data-parallel ranks
 

@@ -36,6 +36,7 @@ class DryRun:
             ("products", "attention").
         bytes: of the whole of every collective and of each message sent, by axes and kind.
         calls: how many, by axes and kind.
+        sent: bytes that leave the rank, as `engine.parallel.traffic` counts them.
         phases: bytes by phase, axes and kind.
         peak: most bytes of tensors at once, temporaries included.
         at: the action during which that was.
@@ -49,6 +50,7 @@ class DryRun:
     flops: dict[tuple[str, str], int]
     bytes: dict[tuple[str, str], int]
     calls: dict[tuple[str, str], int]
+    sent: int
     phases: dict[tuple[str, str, str], int]
     peak: int
     at: str
@@ -112,7 +114,7 @@ def _run(job: Job, mesh: Mesh, steps: int, started: float) -> DryRun:
             following.restart()
             following.flops.clear()
             before, recorder = following.operators, PhaseRecorder(following)
-            with traffic(heard), _again(replica, following):
+            with traffic(heard) as sent, _again(replica, following):
                 random_step(replica, steps, recorder)
             operators = following.operators - before
         finally:
@@ -127,6 +129,7 @@ def _run(job: Job, mesh: Mesh, steps: int, started: float) -> DryRun:
         flops=dict(following.flops),
         bytes=dict(by_group),
         calls=dict(heard.calls),
+        sent=sent.total,
         phases=dict(heard.bytes),
         peak=following.peak,
         at="the update" if following.peak > fullest[2] else fullest[0],
