@@ -150,6 +150,9 @@ def shortened(words: list[str]) -> list[str]:
     """The command with overrides that make its job tiny; its layout, text and name stay."""
     if words[:2] == ["stretto", "data"]:
         return swapped(words, vocab="512", samples="2000")
+    if words[:2] == ["stretto", "compare"] and "--predict" not in words:
+        small = [word for word in TINY if not word.startswith(("train.steps=", "eval."))]
+        return [*swapped(words, steps="2"), *small, "--warmup=0", "--no-memory", "data.source=text/"]
     if words[:2] not in (["stretto", "train"], ["stretto", "verify"]):
         return words
     overridden = {word.split(".")[0] for word in words}

@@ -9,8 +9,9 @@ from html import escape
 from stretto.view.html import plain_html, table_html
 from stretto.view.svg import element, words
 
-_WIDTH, _LEFT, _RIGHT = 900.0, 8.0, 892.0
-_ROW, _STEP = 20.0, 44.0
+_WIDTH = 900.0
+_LEFT, _RIGHT = 8.0, 892.0  # of the bars
+_ROW, _STEP = 20.0, 44.0  # height of a bar, and from one to the next
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ def compare_page(
         table: its first row is the header.
         others: combinations without figures, with the reason.
     """
-    body = [_lines(lines), table_html(table, "Fastest first; * is the baseline")]
+    body = [f"<h2>{escape(title)}</h2>", _lines(lines), table_html(table, "Fastest first; * is the baseline")]
     body += [_figure(figure) for figure in figures if figure.bars]
     if others:
         body += ["<h2>Without figures</h2>", _lines(others)]

@@ -10,7 +10,8 @@ from itertools import product
 
 from stretto.errors import StrettoError
 
-_OPEN, _CLOSE, _QUOTES = "[{", "]}", "\"'"
+_DEPTH = {"[": 1, "{": 1, "]": -1, "}": -1}
+_QUOTES = "\"'"
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,15 @@ def combinations(words: Sequence[str]) -> list[Combination]:
 
 def values(text: str) -> list[str]:
     """The values between commas; a comma within brackets or quotes belongs to its value."""
-    parts, depth, quote = [""], 0, ""
+    parts, quote = [""], ""
+    depth = 0
     for character in text:
         if quote:
             quote = "" if character == quote else quote
         elif character in _QUOTES:
             quote = character
-        depth += (not quote and character in _OPEN) - (not quote and character in _CLOSE)
+        else:
+            depth += _DEPTH.get(character, 0)
         if character == "," and depth <= 0 and not quote:
             parts.append("")
         else:

@@ -1,0 +1,113 @@
+"""`stretto compare`: runs and predictions of combinations, with real ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.cli import main
+from tiny_job import job_file
+
+TP = ("layout.tp=1,2,3", "model.dropout=0")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compare")
+
+
+def compare(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> tuple[dict[str, Any], str]:
+    capsys.readouterr()
+    assert main.run(["compare", *words, "--json"]) == code
+    printed = capsys.readouterr()
+    return json.loads(printed.out), printed.err
+
+
+def test_runs_are_measured_beside_predictions_and_not_run_twice(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The warm-up of the rate is longer than the run: it is shortened."""
+    words = [str(job_file(place)), *TP, "optim.rate.warmup=500", "--steps", "3", "--warmup", "1"]
+    facts, said = compare(capsys, *words)
+    assert "1/2 tp=1: 4 steps" in said
+    one, two, three = facts["results"]
+    assert [r["status"] for r in facts["results"]] == ["done", "done", "refused"]
+    for result in (one, two):
+        assert 0 < result["q1"] <= result["median"] <= result["q3"]
+        assert result["predicted"] > 0
+        assert result["memory"] == pytest.approx(result["predicted_memory"], rel=0.1)
+        assert len(result["losses"]) == 4
+    assert two["memory"] < one["memory"]
+    assert (one["traffic"], two["traffic"] > 0) == (0, True)
+    assert "must divide model.heads" in three["error"]
+    (line,) = facts["losses"]
+    assert line.startswith("losses of 2 combinations that compute the same agree")
+    assert facts["baseline"] == "tp=1"
+    assert one["speedup"] == 1.0
+    folder = place / "runs" / "compare-tiny"
+    assert len([*folder.glob("*.json")]) == 2
+    assert not [*folder.rglob("checkpoints")]
+
+    html = place / "compare.html"
+    again, said = compare(capsys, *words, "--baseline", "tp=2", "--html", str(html))
+    assert "1/2 tp=1: done before" in said
+    assert "2/2 tp=2: done before" in said
+    assert [r["median"] for r in again["results"]] == [r["median"] for r in facts["results"]]
+    assert again["baseline"] == "tp=2"
+    page = html.read_text()
+    assert "tp=2 (baseline)" in page
+    assert "refused: tp=3: layout.tp is 3" in page
+    assert main.run(["compare", *words]) == 0
+    shown = capsys.readouterr().out
+    assert "1*" in shown or "2*" in shown
+    assert "* baseline: tp=1" in shown
+
+
+def test_a_run_that_fails_is_a_row(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(job_file(place)), "data.sequence=16,100000", "--no-memory", "--steps", "1", "--warmup", "0"]
+    facts, said = compare(capsys, *words, "--out", str(place / "fails"), code=1)
+    good, bad = facts["results"]
+    assert (good["status"], good["memory"], bad["status"]) == ("done", None, "failed")
+    assert "100000" in bad["error"]
+    assert f"2/2 sequence=100000: failed: {bad['error']}" in said
+
+
+def test_predictions_run_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        str(job_file(place)),
+        "layout.dp=1,2,16",
+        "dp.mode=ddp,zero1",
+        "--predict",
+        "--cluster",
+        "h100:8",
+    ]
+    facts, said = compare(capsys, *words)
+    assert said == ""
+    assert [r["status"] for r in facts["results"]] == ["predicted"] * 4 + ["refused"] * 2
+    assert "batch.global_size" in facts["results"][-1]["error"]
+    times = {r["name"]: r["predicted"] for r in facts["results"] if r["predicted"]}
+    assert facts["ranking"] == sorted(times, key=lambda name: times[name])
+    assert facts["losses"] == []
+    assert compare(capsys, *words[:1], "layout.dp=8", "--predict", "--cluster", "h100:2", code=1)[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train.steps=4"], "compare sets train.steps itself"),
+        (["train.seed=1,2,3", "--limit", "2"], "there are 3 combinations, more than --limit 2"),
+        (["--cluster", "h100:8"], "--cluster is for predictions"),
+        (["layout.tp=3,7"], "no combination can run; tp=3: layout.tp is 3"),
+        (["layout.tp=1,2", "--baseline", "tp=4"], "--baseline 'tp=4' is none of the combinations"),
+        (["layout.tpp=1,2"], "there is no field layout.tpp"),
+        (["optim.lr=REQUIRED"], "1 field is marked REQUIRED"),
+    ],
+)
+def test_bad_input_starts_nothing(
+    words: list[str], said: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["compare", str(job_file(place)), *words]) == 2
+    assert said in capsys.readouterr().err

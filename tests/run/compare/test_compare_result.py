@@ -1,0 +1,107 @@
+"""What a run's files say, which combinations compute the same, and whether their losses agree."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stretto.run.compare.comparison import Comparison
+from stretto.run.compare.result import Result, fingerprint, load_all, mathematics, measured, save
+from stretto.run.config.job import job_of
+from tiny_job import LLAMA, job
+
+DONE = Result(name="a", words=[], status="done", fingerprint="1", median=2.0, losses=[4.0, 3.0])
+
+
+def of(folder: Path, *overrides: str) -> str:
+    config = job(folder, *overrides, model=LLAMA)
+    return mathematics(config, job_of(config))
+
+
+def test_layouts_compute_the_same_and_other_settings_do_not(tmp_path: Path) -> None:
+    plain = of(tmp_path)
+    same = (
+        "layout.tp=2",
+        "dp.mode=zero3",
+        "recompute.mode=full",
+        "batch.micro_size=2",
+        "run.name=other",
+        "train.attention=explicit",
+    )
+    assert {of(tmp_path, override) for override in same} == {plain}
+    assert of(tmp_path, "layout.pp=2", "schedule.name=zb-h1") == plain
+    others = (
+        "optim.lr=1e-3",
+        "train.seed=2",
+        "batch.global_size=16",
+        "train.dtype=bfloat16",
+        "train.steps=9",
+    )
+    assert plain not in {of(tmp_path, override) for override in others}
+    late = [
+        of(tmp_path, "layout.pp=2", "optim.clip=null", f"schedule.name={name}")
+        for name in ("1f1b", "pipedream")
+    ]
+    assert late[0] != late[1]
+
+
+def test_the_figures_of_a_run(tmp_path: Path) -> None:
+    """Over the steps after the warm-up, in which one is slow."""
+    seconds = [9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 50.0]
+    rows = [
+        {"step": at, "loss": 10.0 - at, "tokens_per_s": 100 / s, "step_time_s": s, "memory_gib": None}
+        for at, s in enumerate(seconds, 1)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = measured(DONE, tmp_path, warmup=2)
+    assert (result.median, result.q1, result.q3) == (3.0, 2.0, 4.0)
+    assert result.speed == pytest.approx(100 / 3)
+    assert (result.loss, result.memory, result.predicted) == (3.0, None, None)
+    (tmp_path / "prediction.json").write_text('{"predicted_s": 2.5, "low_s": 2, "high_s": 3}')
+    assert measured(DONE, tmp_path, warmup=2).predicted == 2.5
+
+
+def test_results_are_kept_by_what_ran(tmp_path: Path) -> None:
+    key = fingerprint({"run": {"name": "a"}, "model": {"layers": 2}}, 23)
+    assert key == fingerprint({"run": {"name": "b"}, "model": {"layers": 2}}, 23)
+    assert key != fingerprint({"run": {"name": "a"}, "model": {"layers": 2}}, 24)
+    assert key != fingerprint({"run": {"name": "a"}, "model": {"layers": 3}}, 23)
+    save(DONE, tmp_path / "a.json")
+    (tmp_path / "half.json").write_text('{"name": "b", "wor')
+    (tmp_path / "other.json").write_text('{"name": "b", "length": 3}')
+    assert load_all(tmp_path) == {"1": DONE}
+
+
+def compared(*results: Result, kinds: dict[str, str] | None = None) -> Comparison:
+    same = {one.fingerprint: "same" for one in results}
+    return Comparison(
+        title="t", results=results, baseline="a", kinds=same if kinds is None else kinds, dtype="float32"
+    )
+
+
+def test_losses_of_what_computes_the_same_are_compared_step_by_step() -> None:
+    near = replace(DONE, name="b", fingerprint="2", losses=[4.0, 3.0001])
+    early = replace(DONE, name="c", fingerprint="3", losses=[4.1, 3.0])
+    (line,) = compared(DONE, near).losses
+    assert line.startswith("losses of 2 combinations that compute the same agree: at most 3.3e-05 apart")
+    (line,) = compared(DONE, near, early).losses
+    assert "DIFFER: at most 2.5e-02 apart" in line
+    assert "stretto verify" in line
+    assert compared(DONE, early, kinds={"1": "same", "3": "another"}).losses == []
+    (line,) = compared(DONE, early, near, kinds={"1": "same", "2": "same", "3": "another"}).losses
+    assert line.endswith("(a; b)")
+
+
+def test_ranked_against_the_baseline_or_the_first_with_a_time() -> None:
+    slow = replace(DONE, name="b", fingerprint="2", median=8.0)
+    failed = Result(name="c", words=[], status="failed", error="out of memory")
+    comparison = compared(slow, DONE, failed)
+    assert [one.name for one in comparison.ranked] == ["a", "b"]
+    assert comparison.others == [failed]
+    assert [comparison.speedup(one) for one in (DONE, slow)] == [1.0, 0.25]
+    without = replace(comparison, baseline="c")
+    assert without.base is slow
+    assert without.speedup(DONE) == 4.0
