@@ -325,13 +325,11 @@ def _compared(
         for one in candidates
         if isinstance(one.config, TrainConfig) and one.job is not None
     }
-    dtype = next(one.config.train.dtype for one in candidates if one.config is not None)
     return Comparison(
         title=title,
         results=[by_name.get(one.waiting.name, one.waiting) for one in candidates],
         baseline=baseline,
         kinds=kinds,
-        dtype=dtype,
     )
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from stretto.run.compare.comparison import Comparison
-from stretto.run.compare.result import Result, fingerprint, load_all, mathematics, measured, save
+from stretto.run.compare.result import Mathematics, Result, fingerprint, load_all, mathematics, measured, save
 from stretto.run.config.job import job_of
 from tiny_job import LLAMA, job
 
 DONE = Result(name="a", words=[], status="done", fingerprint="1", median=2.0, losses=[4.0, 3.0])
 
 
-def of(folder: Path, *overrides: str) -> str:
+def of(folder: Path, *overrides: str) -> Mathematics:
     config = job(folder, *overrides, model=LLAMA)
     return mathematics(config, job_of(config))
 
@@ -75,10 +75,10 @@ def test_results_are_kept_by_what_ran(tmp_path: Path) -> None:
     assert load_all(tmp_path) == {"1": DONE}
 
 
-def compared(*results: Result, kinds: dict[str, str] | None = None) -> Comparison:
-    same = {one.fingerprint: "same" for one in results}
+def compared(*results: Result, kinds: dict[str, str] | None = None, dtype: str = "float32") -> Comparison:
+    groups = kinds or {one.fingerprint: "same" for one in results}
     return Comparison(
-        title="t", results=results, baseline="a", kinds=same if kinds is None else kinds, dtype="float32"
+        title="t", results=results, baseline="a", kinds={key: (dtype, group) for key, group in groups.items()}
     )
 
 
@@ -93,6 +93,8 @@ def test_losses_of_what_computes_the_same_are_compared_step_by_step() -> None:
     assert compared(DONE, early, kinds={"1": "same", "3": "another"}).losses == []
     (line,) = compared(DONE, early, near, kinds={"1": "same", "2": "same", "3": "another"}).losses
     assert line.endswith("(a; b)")
+    (line,) = compared(DONE, replace(near, losses=[4.0, 3.03]), dtype="bfloat16").losses
+    assert " agree: at most 1.0e-02 apart in any step, 0.02 is rounding in bfloat16" in line
 
 
 def test_ranked_against_the_baseline_or_the_first_with_a_time() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from stretto.run.compare.result import LOSS_TOLERANCE, Result, agreement
+from stretto.run.compare.result import LOSS_TOLERANCE, Mathematics, Result, agreement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,14 +17,12 @@ class Comparison:
         results: of every combination, in the order of the command line.
         baseline: the name of the combination that others are compared with.
         kinds: `mathematics` of each combination, by fingerprint.
-        dtype: of the computation, which decides how closely losses must agree.
     """
 
     title: str
     results: Sequence[Result]
     baseline: str
-    kinds: Mapping[str, str]
-    dtype: str
+    kinds: Mapping[str, Mathematics]
 
     @property
     def ranked(self) -> list[Result]:
@@ -53,15 +51,15 @@ class Comparison:
     @property
     def losses(self) -> list[str]:
         """A line for each group of combinations that compute the same: whether their losses agree."""
-        tolerance = LOSS_TOLERANCE[self.dtype]
         lines = list[str]()
-        for group, difference in agreement(self.results, self.kinds):
+        for dtype, group, difference in agreement(self.results, self.kinds):
+            tolerance = LOSS_TOLERANCE[dtype]
             everything = len(group) == len(self.ranked)
             names = "" if everything else f" ({'; '.join(one.name for one in group)})"
             agree = "agree" if difference <= tolerance else "DIFFER"
             lines.append(
                 f"losses of {len(group)} combinations that compute the same {agree}: at most "
-                f"{difference:.1e} apart in any step, {tolerance:g} is rounding in {self.dtype}{names}"
+                f"{difference:.1e} apart in any step, {tolerance:g} is rounding in {dtype}{names}"
                 + ("" if difference <= tolerance else "; `stretto verify` shows which tensor differs first")
             )
         return lines
