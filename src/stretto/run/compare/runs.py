@@ -67,14 +67,14 @@ class Runs:
                 results.append(replace(done, name=waiting.name, words=waiting.words))
                 continue
             if stopped:
-                results.append(replace(waiting, status="stopped", error="not run: stopped before"))
+                results.append(replace(waiting, status="stopped", error="not run; the same command runs it"))
                 continue
             say(f"{head}: {self.warmup + self.steps} steps")
             try:
                 result = self._run(run)
             except KeyboardInterrupt:
                 stopped = True
-                result = replace(waiting, status="stopped", error="stopped")
+                result = replace(waiting, status="stopped", error="interrupted; the same command runs it")
             else:
                 save(result, self.folder / f"{file_name(waiting.name, waiting.fingerprint)}.json")
             say(f"{head}: {_outcome(result)}")
