@@ -12,6 +12,7 @@ from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.estimate import Estimate, estimate
 from stretto.planner.interval import interval
 from stretto.planner.machines.catalogue import find_cluster
+from stretto.planner.time.data_parallel import data_time
 from stretto.planner.time.layer import KernelTimes, LayerTime, kernel_times_of, layer_time
 from stretto.planner.time.operators import alignment, attention_seconds, matmul_seconds
 from stretto.spec.attention import ContextKind
@@ -138,6 +139,11 @@ def test_without_overlap_weights_and_gradients_of_zero3_are_waited_for() -> None
     beside, after = (step(overlap=overlap, **fields) for overlap in (True, False))
     assert after.parts["data"] > 2 * beside.parts["data"]
     assert after.parts["compute"] == pytest.approx(beside.parts["compute"])
+    layers = range(after.job.shape.layers + 2)
+    each = data_time(after.job, Assumptions(software=PLAIN), after.cluster, layers)
+    # a gather for the forward, one for the backward, and a reduction, of each microbatch
+    assert after.job.microbatches == 1
+    assert after.parts["data"] == pytest.approx(2 * each.gather + each.reduce)
 
 
 def test_a_message_in_parts_needs_a_program_that_sends_parts() -> None:
@@ -229,5 +235,8 @@ def test_what_was_not_measured_is_less_certain() -> None:
     assert interval(job, known, "fp8", parts).high > sure.high
     calibrated = replace(known, device=replace(known.device, kernels={"launch": 1e-6}))
     assert interval(job, calibrated, "bf16", parts).high < sure.high
+    more = interval(job, known, "bf16", {**parts, "tensor": 0.8})
+    assert more.widths["network"] == pytest.approx(0.8 / 1.8 / (0.2 / 1.2) * sure.widths["network"])
+    assert more.widths["kernels"] == pytest.approx(1.2 / 1.8 * sure.widths["kernels"])
     idle = interval(job, known, "bf16", {**parts, "bubble": 5.0})
     assert idle.widths == sure.widths, "waiting is as uncertain as what is waited for"
