@@ -27,5 +27,6 @@ def adapt(row: dict[str, str]) -> dict[str, str]:
         "gradients": "same",
         "attention": "fused",
         "software": "engine" if "NeMo24" in row["notes"] else "tuned",
+        "framework": "nemo",
         "recompute": "",  # the page does not say: the least that fits
     }

@@ -43,6 +43,10 @@ class Framework:
             `reduce_bucket_size`, by default 5e8 elements.
         dtensor_loss: the loss of a vocabulary that is split over tp is DTensor's, which makes its gradient
             from three float32 tensors of the logits' size.
+        remainders: masters are the 16 bits that bfloat16 weights lack, and the update has no temporaries:
+            apex's DistributedFusedAdam, as NeMo uses it.
+        inputs_in_8_bits: linears of 8-bit products keep their inputs in 8 bits, as Transformer Engine does;
+            the output of attention's core, which its backward reads, stays beside it.
     """
 
     operators: tuple[Operator, ...] = CORE
@@ -53,6 +57,8 @@ class Framework:
     lasting_gradients: bool = False
     buckets: int = 0
     dtensor_loss: bool = False
+    remainders: bool = False
+    inputs_in_8_bits: bool = False
 
 
 STRETTO = Framework()

@@ -227,3 +227,13 @@ def test_inputs_of_recomputed_blocks_in_host_memory() -> None:
     residual = 4 * BATCH * ROWS * HIDDEN
     assert (there.kept, gone.kept) == (3 * residual, 0)
     assert there.backward + there.kept - residual <= gone.backward + 3 * residual
+
+
+def test_inputs_of_8_bit_products() -> None:
+    """Of the five inputs of linears one is the core's output too, which stays as it is."""
+    how = replace(HOW, element=2)
+    plain, small = (
+        total(block_saved(SHAPE, replace(how, framework=Framework(inputs_in_8_bits=eight))))
+        for eight in (False, True)
+    )
+    assert plain - small == BATCH * ROWS * (HIDDEN + HIDDEN + INNER - HIDDEN)

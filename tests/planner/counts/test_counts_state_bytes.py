@@ -181,3 +181,10 @@ def test_float32_shards_need_no_masters() -> None:
     assert wide.weights == 2 * (plain.weights - 4 * 2) + 4 * 2  # of the norm's 4 elements, 2 are here
     assert (wide.gradients, wide.optimizer) == (plain.gradients, plain.optimizer)
     assert kept("zero1", wide_shards=True, **HALF) == kept("zero1", **HALF)
+
+
+def test_masters_as_the_16_bits_that_weights_lack() -> None:
+    plain, halved = (kept("zero1", remainders=remainders, **HALF) for remainders in (False, True))
+    assert 2 * halved.masters == plain.masters
+    assert replace(halved, masters=0) == replace(plain, masters=0)
+    assert kept("zero1", remainders=True) == kept("zero1")

@@ -37,7 +37,8 @@ VERDICTS = [
     (59.0, "fits"),
     (60.0, "tight"),
     (78.0, "tight"),
-    (79.0, "does not fit"),
+    (80.5, "tight"),
+    (81.0, "does not fit"),
 ]
 
 
@@ -80,6 +81,6 @@ def test_a_full_device_makes_the_allocator_give_back() -> None:
 
 def test_a_reserve_of_the_user_replaces_the_usual_one() -> None:
     held = fit([replace(RANK, activations=GIB)], DEVICE, reserve=2.0 * GIB)
-    assert held.device.low == 3 * GIB
+    assert held.device.low == pytest.approx(2.97 * GIB)
     assert held.device.mid == pytest.approx(3.15 * GIB)
-    assert of(1.0).device.low == GIB + RESERVE[0]
+    assert of(1.0).device.low == pytest.approx(0.97 * GIB + RESERVE[0])

@@ -392,6 +392,9 @@ def test_the_framework_follows_from_software_and_source() -> None:
     assert row(LLAMA, source="bigscience-workshop/bigscience, 2022-02").job.framework.lasting_gradients
     assert not row(LLAMA, source="NVIDIA/Megatron-LM, 2022-02").job.framework.lasting_gradients
     assert row(LLAMA, zero="3", tp="2", cp="1", software="DeepSpeed 0.15").job.dp.reduce == "auto"
+    nemo = row(LLAMA, software="NeMo 24.07").job.framework
+    assert (nemo.remainders, nemo.inputs_in_8_bits) == (True, True)
+    assert not row(LLAMA, software="NeMo 24.07", precision="bf16").job.framework.inputs_in_8_bits
 
 
 def test_a_planned_layout_keeps_what_stretto_keeps() -> None:

@@ -158,9 +158,19 @@ def block_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
         *_norm("norm2", shape, how),
         *_mlp(shape, how),
     )
+    if how.framework.inputs_in_8_bits:
+        saved = tuple(_in_8_bits(tensor, how) for tensor in saved)
     if how.recompute != "selective" or how.framework.operators == CORE:
         return saved
     return tuple(_not_repeated(saved, shape, how))
+
+
+def _in_8_bits(tensor: Saved, how: ComputeConfig) -> Saved:
+    """A tensor as Transformer Engine keeps it: the inputs of linears in 8 bits."""
+    if not tensor.name.endswith(" input") or tensor.name.startswith(("norm", "mlp input", "mlp.router")):
+        return tensor
+    beside = tensor.bytes if tensor.name == "attn.proj input" else 0
+    return replace(tensor, bytes=tensor.bytes // how.element + beside)
 
 
 # What the forward need not keep where an operator runs again in the backward: tensors by the beginnings of

@@ -42,6 +42,7 @@ class StateConfig:
         moment: bytes of an element of AdamW's moments; None: that of the masters.
         each: sharded gradients are reduced with each microbatch.
         lasting: gradients stay whole through the step.
+        remainders: masters of weights of 16 bits are the 16 bits that these lack.
         wide_shards: shards of parameters of 16 bits have 32, so that there are no masters beside them.
         copied: gradients of 16 bits stay whole beside those of `gradient` bytes that they are added to.
         bucket: bytes of weights at which a unit is full.
@@ -63,6 +64,7 @@ class StateConfig:
     moment: int | None = None
     each: bool = False
     lasting: bool = False
+    remainders: bool = False
     wide_shards: bool = False
     copied: bool = False
     bucket: int = BUCKET_BYTES
@@ -87,6 +89,7 @@ class StateConfig:
             moment=job.optimiser.moment_bytes,
             each=reduction(program, dp.mode, dp.reduce) == "microbatch",
             lasting=bool(program.versions),
+            remainders=job.framework.remainders,
             wide_shards=job.framework.wide_shards,
             copied=job.framework.lasting_gradients,
             bucket=job.bucket,
@@ -212,7 +215,12 @@ class StateUnit:
     def masters(self) -> int:
         """Bytes of this rank's masters."""
         start, stop = self._span
-        return self._master * (stop - start) if self.apart else 0
+        return (2 if self._remainders else self._master) * (stop - start) if self.apart else 0
+
+    @property
+    def _remainders(self) -> bool:
+        """Whether masters are the 16 bits that the weights lack."""
+        return self.state_config.remainders and self.element == 2
 
     @property
     def states(self) -> int:
@@ -270,7 +278,8 @@ class StateUnit:
         """
         start, stop = self._span
         wholly = self.state_config.optimiser in ("lamb", "adafactor", "muon")
-        return self._master * (stop - start) * ((self._gradient != self._master) + wholly)
+        cast = self._gradient != self._master and not self._remainders
+        return self._master * (stop - start) * (cast + wholly)
 
     # ------------------------------------------------------------------ elements
 

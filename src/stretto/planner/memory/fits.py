@@ -80,7 +80,7 @@ def fit(ranks: Sequence[RankMemory], device: Device, reserve: float | None = Non
     low, mid, high = usual if reserve is None else (reserve,) * 3
     allocated = Bytes(0.97 * most, most, 1.03 * most)
     likely = min(FREE[1] * most, max(FULL * most, device.memory - mid))
-    reserved = Bytes(FREE[0] * most, likely, FREE[2] * most)
+    reserved = Bytes(FREE[0] * allocated.low, likely, FREE[2] * most)
     whole = Bytes(reserved.low + low, reserved.mid + mid, reserved.high + high)
     return Fit(
         allocated=allocated, reserved=reserved, device=whole, capacity=device.memory, ranks=tuple(ranks)

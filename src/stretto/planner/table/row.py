@@ -444,8 +444,8 @@ def _framework(
     if name is None:
         text = f"{row.text('software')} {row.text('source')}".lower()
         words = next((framework for word, framework in _FRAMEWORKS.items() if word in text), None)
-        if words is None and re.search("megatron|nemo", row.text("software").lower()):
-            words = "megatron"
+        if words is None and (named := re.search("megatron|nemo", row.text("software").lower())):
+            words = named[0]
         name = words or ("stretto" if planned else "fsdp" if sharded else "megatron")
         if name == "deepspeed" or (sharded and name == "fsdp"):
             row.report("framework", name, "of software or source" if words else "")
@@ -458,17 +458,20 @@ def _framework(
     return replace(
         again,
         fused_softmax=True,
-        fused_activation=name == "megatron" or software.name in ("compiled", "tuned"),
+        fused_activation=name in ("megatron", "nemo") or software.name in ("compiled", "tuned"),
         wide_shards=name == "fsdp" and sharded,
         lasting_gradients=name == "deepspeed" and precision.gradients == "float32" and not sharded,
         buckets=_BUCKET if name == "deepspeed" and dp.mode in ("zero1", "zero2") else 0,
         dtensor_loss=name == "fsdp",
+        remainders=name == "nemo" and precision.dtype == "bfloat16",
+        inputs_in_8_bits=name in ("megatron", "nemo") and precision.fp8 != "none",
     )
 
 
 def _least_recomputation(job: Job, cluster: Cluster, stages: int) -> Recompute:
     """The least recomputation with which the job may fit the device, since the run fitted: none, the
-    attention core, or whole blocks, as few of each stage as do; all of them where nothing does.
+    attention core, or whole blocks, as few of each stage as do. Where nothing does, memory is no evidence,
+    and nothing is recomputed.
     """
 
     def fits(recompute: Recompute) -> bool:
@@ -480,7 +483,7 @@ def _least_recomputation(job: Job, cluster: Cluster, stages: int) -> Recompute:
             return Recompute(mode)
     low, high = 0, -(-job.shape.layers // stages)  # the former does not fit; the latter is all
     if not fits(Recompute("full")):
-        return Recompute("full")
+        return Recompute("none")
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(Recompute("full", blocks=middle)) else (middle, high)
