@@ -171,7 +171,6 @@ def fitting_table(
         optional: columns that a narrow terminal leaves out, in this order.
     """
     from rich.box import SIMPLE_HEAD
-    from rich.measure import Measurement
     from rich.table import Table
 
     table = Table()
@@ -182,9 +181,16 @@ def fitting_table(
             table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
         for row in rows:
             table.add_row(*(row[name] for name in shown))
-        table.width = Measurement.get(to, to.options.update(max_width=1000), table).maximum
-        if table.width <= to.width:
+        if (uncut(to, table).width or 0) <= to.width:
             break
+    return table
+
+
+def uncut(to: Console, table: Table) -> Table:
+    """The table at its full width; printed with `soft_wrap`, its lines run over instead of being cut."""
+    from rich.measure import Measurement
+
+    table.width = Measurement.get(to, to.options.update(max_width=1000), table).maximum
     return table
 
 

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.output import Json, command_app, plain_table, report, say_no, tflops_text, write_text
+from stretto.cli.output import (
+    Json,
+    command_app,
+    plain_table,
+    report,
+    say_no,
+    tflops_text,
+    uncut,
+    write_text,
+)
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
@@ -329,7 +338,7 @@ def show(to: Console, estimate: Estimate, defaults: Mapping[str, str]) -> None:
         capacity = estimate.memory.capacity
         whole = "" if capacity == float("inf") else f"of {capacity / GIB:.1f} GiB"
         table.add_row("", estimate.memory.verdict, whole)
-    to.print(table, soft_wrap=True)
+    to.print(uncut(to, table), soft_wrap=True)
     to.print()
     _bars(to, estimate)
     if defaults:
@@ -345,7 +354,7 @@ def _bars(to: Console, estimate: Estimate) -> None:
         share = seconds / estimate.seconds
         if share >= 0.0005:
             table.add_row(name, f"{seconds:.3g}", f"{100 * share:.1f}%", "█" * max(1, round(share * bar)))
-    to.print(table, soft_wrap=True)
+    to.print(uncut(to, table), soft_wrap=True)
 
 
 def _seconds(value: float) -> str:
