@@ -18,7 +18,6 @@ MEGATRON = {
     "zero": "0",
 }
 HALF = {"precision": "fp16", "gradients": "same"}
-_SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-1p": "zb-h1", "ZB-2p": "zb-h2"}
 
 
 def megatron(row: dict[str, str], **cells: str) -> dict[str, str]:
@@ -56,17 +55,12 @@ def vtrain(row: dict[str, str]) -> dict[str, str]:
 
 
 def zero_bubble(row: dict[str, str]) -> dict[str, str]:
-    """arXiv 2401.10241, tables 3 to 5: schedules by the paper's names; interleaved with one layer per chunk,
-    where embedding and head each replace one.
-    """
+    """arXiv 2401.10241, tables 3 to 5."""
     name = re.search(r"schedule ([\w-]+)", row["notes"])
     assert name is not None
-    chunks = (int(row["layers"]) + 2) // int(row["pp"]) if row["vp"].startswith("max") else 1
     return megatron(
         row,
-        schedule=_SCHEDULES[name[1]],
-        vp=str(chunks),
-        recompute="none",
+        schedule=name[1],
         precision="bf16",
         gradients="fp32",
     )

@@ -12,7 +12,6 @@ def adapt(row: dict[str, str]) -> dict[str, str]:
     return {
         **row,
         "gpu": f"mosaicml-{row['gpu'].replace('_', '-')}",
-        "precision": "bf16",
         "gradients": "same" if "mixed_precision PURE" in row["notes"] else "fp32",
         "attention": "fused",
         "software": "fused",

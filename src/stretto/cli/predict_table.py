@@ -59,13 +59,14 @@ def _show_readings(to: Console, rows: Sequence[Predicted]) -> None:
     for title, read in (("cells that were read", True), ("assumed where cells say nothing", False)):
         chosen = [(name, value, n) for (name, value), n in counts.items() if ("read from" in value) is read]
         chosen.sort(key=lambda entry: (entry[0] not in _WEIGHTY, -entry[2]))
-        table = plain_table(title, "rows", "value", left=1)
-        for name, value, n in chosen[:_READINGS]:
-            table.add_row(name, str(n), value)
         if chosen:
-            to.print(table, soft_wrap=True)
+            to.print(f"{title}:")
+        for name, value, n in chosen[:_READINGS]:
+            to.print(f"  {name}={value}: {n} row{'s' if n > 1 else ''}", soft_wrap=True, markup=False)
         if len(chosen) > _READINGS:
-            to.print(f"and {len(chosen) - _READINGS} more: --out FILE.csv lists them by row, --row N one row")
+            to.print(
+                f"  and {len(chosen) - _READINGS} more: --out FILE.csv lists them by row, --row N one row"
+            )
 
 
 def _show_rows(to: Console, rows: Sequence[Predicted]) -> None:
