@@ -19,6 +19,7 @@ from stretto.planner.machines.networks import LATENCIES, parse_network
         ("4x100G", "InfiniBand HDR", 6.25),
         ("Omni-Path 4 x 100 Gb/s", "Omni-Path", 6.25),
         ("8x NDR InfiniBand", "InfiniBand NDR", 50),
+        ("RoCEv2 200Gbps x 8", "RoCE", 25),
         ("8x CX-6 200 Gbps", "InfiniBand HDR", 25),
         # of a node
         ("800 Gbit a node", "InfiniBand HDR", 12.5),

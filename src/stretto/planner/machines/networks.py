@@ -128,6 +128,8 @@ def parse_network(text: str) -> Network | None:
             hint=f"as in '8x200 Gb/s RoCE', '800 Gbit a node', or one of {', '.join(LATENCIES)}",
         )
     counted = re.search(r"(\d+)\s*[x×*]\s*[a-z]", words, re.IGNORECASE)  # 8x NDR, 8x CX-6 200 Gb/s
+    if counted is None:
+        counted = re.search(r"[a-z]\s*[x×*]\s*(\d+)\b", words, re.IGNORECASE)  # 200 Gb/s x 8
     cards = int(counted[1]) if counted else None
     each = _GENERATIONS[generation] * GBIT if generation is not None else None
     if speed is None:

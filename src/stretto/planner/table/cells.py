@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -10,6 +11,7 @@ from stretto.planner.table.columns import COLUMNS, SECTIONS, USER_PREFIX, Value,
 from stretto.planner.table.values import is_blank, is_out_of_memory
 
 T = TypeVar("T", bound=Value)
+_TOKENS = re.compile(r"[~≈\d.,\s]+[km]?\s*tok", re.IGNORECASE)  # a batch in tokens
 _MEASURED = {one.name for one in SECTIONS["measured"]}
 
 
@@ -34,13 +36,18 @@ class Cells:
             known = column(name)
             if known.name in self._texts:
                 raise StrettoError(f"{known.name} is there under two names", hint=f"leave {name} out")
+            if known.name == "global_batch" and _TOKENS.match(cell.strip()):
+                known = COLUMNS["batch_tokens"]
             self._texts[known.name] = cell.strip()
         for name, cell in self._texts.items():
             if name in _MEASURED and is_out_of_memory(cell):
                 self._values["oom"] = True
                 self.report("oom", 1, f"{name} is {cell!r}")
                 continue
-            value = COLUMNS[name].read(cell)
+            if name == "sp" and cell != "1" and cell == self._texts.get("tp"):
+                value = True  # the degree, in place of whether
+            else:
+                value = COLUMNS[name].read(cell)
             if value is not None:
                 self._values[name] = value
                 self._report_reading(name, value, cell)

@@ -76,6 +76,8 @@ class Column:
         if self.absent and cell.strip().lower() in ("0", "0.0", "none", "no", "no pipeline"):
             return None
         value = self._value(cell)
+        if value == "":  # a spelling that leaves the choice open
+            return None
         if value is None:
             near = nearest(cell.lower(), self.choices)
             raise StrettoError(

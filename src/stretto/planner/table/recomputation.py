@@ -72,6 +72,11 @@ _OPERATORS: dict[str, Operator] = {
     "alternatemm": "alternate_mm",
     "op": "alternate_mm",
 }
+# words that say that something is recomputed, before those that say what
+_PREFIX = re.compile(
+    r"^(?:(?:yes|on|true|ac|act|activation|activations|gradient|ckpt|checkpoint|checkpointing|recompute|"
+    r"recomputation)\b[\s:=,(]*)+"
+)
 _CUT = re.compile(r"[+,/&|;]|\band\b|\bwith\b")
 
 
@@ -106,7 +111,8 @@ def parse_recomputation(text: str) -> Recomputation:
     Raises:
         StrettoError: neither a mode nor an operator is named.
     """
-    lower = text.strip().lower()
+    lower = _PREFIX.sub("", text.strip().lower()).strip("() ") or "full"
+    lower = re.sub(r"\s+only$", "", lower)
     to_host = re.search(r"cpu|host|offload", lower) is not None
     words = re.findall(r"[a-z0-9]+", lower)
     first = words[0] if words else ""
@@ -126,10 +132,8 @@ def parse_recomputation(text: str) -> Recomputation:
         return Recomputation(mode="selective", operators=("alternate_mm",))
     if operators:
         return Recomputation(mode="selective", operators=operators)
-    if squeezed(re.split(r"[(,;:]", lower, maxsplit=1)[0]) in _WHOLE or re.match(
-        r"(?:activation )?checkpoint", lower
-    ):
-        return Recomputation(mode="full", to_host=to_host)
+    if squeezed(re.split(r"[(,;:]", lower, maxsplit=1)[0]) in _WHOLE:
+        return Recomputation(mode="full", blocks=_blocks(lower, share), to_host=to_host)
     if re.match(r"\d+ (?:layers|blocks)\b", lower):
         return Recomputation(mode="full", blocks=int(words[0]))
     near = nearest(first, (*_NONE, *_FULL, *_SELECTIVE, *_OPERATORS))
@@ -183,6 +187,7 @@ def stated_recomputation(cells: Cells) -> Recomputation | None:
         StrettoError: neither a mode nor an operator is named, or cells contradict each other.
     """
     text, blocks = cells.text("recompute"), cells.whole("recompute_layers")
+    text = "" if text.lower() == "auto" else text
     operators, on_host = (
         _listed_operators(cells.text("recompute_operators")),
         cells.word("offload_inputs") == "cpu",

@@ -269,7 +269,7 @@ def _schedule(row: Cells, shape: ModelShape) -> tuple[str, dict[str, Any]]:
 def _chunks(row: Cells, shape: ModelShape, pp: int) -> int | None:
     """Stages per rank: of their column, or from the words behind the schedule, as in "interleaved v=4"."""
     text, behind = row.text("chunks"), row.text("schedule").lower()
-    match = re.match(r"(\d+)(?:\.0)?\b", text)
+    match = re.match(r"(?:vpp?\s*[=:]?\s*)?(\d+)(?:\.0)?\b", text.lower())
     words = re.search(
         r"\b(?:v|vp|vpp|chunks|stages)\s*[=:]?\s*(\d+)|\b(\d+)\s*(?:chunks|virtual|model)", behind
     )
@@ -371,7 +371,8 @@ def _offloaded(row: Cells, mode: Mode) -> Iterator[str]:
         return
     weights = re.search(r"param|weight|full|all|both|infinity", text) is not None
     states = (
-        re.search(r"opt|state|cpu|host|yes|true|1|on\b|full|all|both|infinity|adam|nvme", text) is not None
+        re.search(r"opt|state|zero-?off|cpu|host|yes|true|1|on\b|full|all|both|infinity|adam|nvme", text)
+        is not None
     )
     if not weights and not states:
         if re.search(r"act|checkpoint|input", text):

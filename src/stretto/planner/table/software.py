@@ -145,10 +145,12 @@ def _dated(cells: Cells, device: Device) -> tuple[str, str]:
             return month, f"{month}, from {column} {_short(text)}"
     pattern = cells.text("model").lower().replace("_", "-").replace(" ", "-")
     model = next((month for known, month in _releases()["models"] if re.search(known, pattern)), "")
+    text = cells.text("software") or cells.text("date")
+    missing = f"{_short(text)} gives no date" if text else "no date"
     usual = _later(device.released, 1) if device.released else FLASH_2
     if model > usual:
-        return model, f"no date; its model is of {model}"
-    return usual, f"no date; usual on this device in {usual}"
+        return model, f"{missing}; its model is of {model}"
+    return usual, f"{missing}; usual on this device in {usual}"
 
 
 def _short(text: str) -> str:
@@ -178,6 +180,9 @@ def _calendar(text: str) -> str:
     plain = re.search(r"(?<!\d)(20[12]\d)[-/](0[1-9]|1[0-2])(?!\d)", text)
     if plain:
         return f"{plain[1]}-{plain[2]}"
+    turned = re.search(r"(?<!\d)(0?[1-9]|1[0-2])/(20[12]\d)(?!\d)", text)
+    if turned:
+        return f"{turned[2]}-{int(turned[1]):02}"
     words = re.search(rf"\b({'|'.join(_MONTHS)})[a-z]*\.?,?\s*(?:\d{{1,2}},\s*)?(20[12]\d)\b", text)
     return f"{words[2]}-{_MONTHS.index(words[1]) + 1:02}" if words else ""
 

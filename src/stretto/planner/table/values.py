@@ -78,5 +78,6 @@ def read_choice(cell: str, spellings: Mapping[str, str]) -> str | None:
         spellings: choices by their squeezed spellings.
     """
     text = cell.strip()
-    parts = (text, *(re.split(cut, text, maxsplit=1)[0] for cut in (r"[(\[]", r"[,;:]", r"[/+&|]", r"\s")))
+    cuts = (r"[(\[]", r"[,;:]", r"[/+&|]", r"(?<=\d)\.\d", r"\s", r"-")  # also versions: FlashAttention 2.5
+    parts = (text, *(re.split(cut, text, maxsplit=1)[0] for cut in cuts))
     return next((spellings[form] for part in parts if (form := squeezed(part)) in spellings), None)
