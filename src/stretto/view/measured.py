@@ -135,8 +135,8 @@ def parts_table(parts: Sequence[StepPart]) -> list[tuple[str, ...]]:
         rows.append(
             (
                 f"  {part.name}" if part.within else part.name,
-                _seconds_or_dash(part.predicted),
-                _seconds_or_dash(part.measured),
+                "" if part.predicted is None else seconds(part.predicted),
+                "" if part.measured is None else seconds(part.measured),
                 _percent(part.measured / part.predicted - 1)
                 if part.predicted and part.measured is not None
                 else "",
@@ -144,10 +144,6 @@ def parts_table(parts: Sequence[StepPart]) -> list[tuple[str, ...]]:
             )
         )
     return rows
-
-
-def _seconds_or_dash(time: float | None) -> str:
-    return "-" if time is None else seconds(time)
 
 
 def measured_text(comparison: Comparison) -> str:
