@@ -13,7 +13,7 @@ from pathlib import Path
 from time import process_time
 
 from stretto.planner.machines.catalogue import find_cluster
-from stretto.planner.search.branch import search
+from stretto.planner.search.search import search
 from stretto.planner.search.task import Task, job_to_plan
 from stretto.spec.presets import preset
 

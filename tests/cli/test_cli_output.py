@@ -14,7 +14,7 @@ from stretto.cli.output import LONGEST_MESSAGE, coloured, print_error
 from stretto.cli.schedule import _show
 from stretto.planner.estimate import estimate
 from stretto.planner.machines.catalogue import find_cluster
-from stretto.planner.search.branch import search
+from stretto.planner.search.search import search
 from stretto.planner.search.task import Task, job_to_plan
 from stretto.run.config.load import load
 from stretto.spec.presets import preset

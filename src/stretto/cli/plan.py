@@ -131,7 +131,7 @@ def plan(
     )
     if _recommender(config, overrides or [], options, of_others, as_json):
         return
-    from stretto.planner.search.branch import search
+    from stretto.planner.search.search import search
 
     base = _base(config, overrides)
     search_options = {"objective": objective, "top": top, "seconds": seconds, **flags}

@@ -151,13 +151,25 @@ def estimate(
         if memory_job is not None and memory
         else None
     )
+    precision = assumptions.products or precision_of(job)
+    return estimate_of(job=job, cluster=cluster, precision=precision, time=time, memory=fits)
+
+
+def estimate_of(
+    *, job: Job, cluster: Cluster, precision: Precision, time: StepTime, memory: Fit | None = None
+) -> Estimate:
+    """The estimate of a step that was replayed already.
+
+    Args:
+        precision: of matrix products.
+    """
     seconds = time.seconds * cluster.correction
     parts = {name: part * cluster.correction for name, part in time.parts.items()}
     forward, backward = (
         cluster.correction * sum(part for name, part in phase.items() if name != "data")
         for phase in (time.forward, time.backward)
     )
-    around = interval(job, cluster, assumptions.products or precision_of(job), time.parts)
+    around = interval(job, cluster, precision, time.parts)
     return Estimate(
         job=job,
         cluster=cluster,
@@ -168,8 +180,8 @@ def estimate(
         parts=parts,
         forward=forward,
         backward=backward,
-        precision=assumptions.products or precision_of(job),
-        memory=fits,
+        precision=precision,
+        memory=memory,
     )
 
 

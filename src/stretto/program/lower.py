@@ -42,28 +42,69 @@ def lower(program: Program, tied: Iterable[Iterable[int]] = (), lookahead: int =
         StrettoError: a tied set or `lookahead` is out of range, or the program is lowered already.
         ScheduleError: the program does not do a step's work.
     """
-    if program.lowered:
-        raise StrettoError(
-            f"program {program.name!r} is lowered already", hint="give the schedule's own program"
-        )
-    if lookahead < 0:
-        raise StrettoError(f"lookahead is {lookahead}, must be at least 0", hint="nearest is lookahead=0")
-    sets = _tied_sets(tied, program)
-    check_structure(program)
-    kept = [[a for a in order if a.kind not in _PLACED_HERE] for order in program.orders]
-    sending: dict[Channel, list[Action]] = defaultdict(list)
-    for order in kept:
-        for action in order:
-            if send := sent_by(program, action):
-                sending[channel_of(program, send)].append(receive_of(send))
-    orders: list[tuple[Action, ...]] = []
-    for rank, order in enumerate(kept):
-        arriving = [messages for channel, messages in sending.items() if channel[1] == rank]
-        posts = _posts(program, order, arriving, lookahead)
-        here = [s for tie in sets for s in tie if program.trains and program.placement[s] == rank]
-        ends = [Action(stage, Kind.REDUCE_TIED) for stage in here]
-        orders.append((*_merge(program, order, posts), *ends))
-    return replace(program, orders=tuple(orders), tied=sets, lowered=True)
+    lowering = RankLowering(program, tied, lookahead)
+    return lowering.lowered(range(program.ranks))
+
+
+class RankLowering:
+    """Lowers a program rank by rank, for whoever looks at few ranks of many. Ranks that were lowered once are
+    kept.
+
+    Args:
+        program, tied, lookahead: as `lower` takes them.
+
+    Raises:
+        StrettoError, ScheduleError: as `lower`.
+    """
+
+    def __init__(self, program: Program, tied: Iterable[Iterable[int]] = (), lookahead: int = 1) -> None:
+        if program.lowered:
+            raise StrettoError(
+                f"program {program.name!r} is lowered already", hint="give the schedule's own program"
+            )
+        if lookahead < 0:
+            raise StrettoError(f"lookahead is {lookahead}, must be at least 0", hint="nearest is lookahead=0")
+        self.program, self._lookahead = program, lookahead
+        self._sets = _tied_sets(tied, program)
+        check_structure(program)
+        self._kept = [[a for a in order if a.kind not in _PLACED_HERE] for order in program.orders]
+        self._sent: dict[int, dict[Channel, list[Action]]] = {}
+        self._orders: dict[int, tuple[Action, ...]] = {}
+
+    def lowered(self, ranks: Iterable[int]) -> Program:
+        """The program with the lowered orders of these ranks and of those they exchange messages with; the
+        orders of all others are empty.
+        """
+        wanted = {rank for one in ranks for rank in (one, *self._peers(one))}
+        orders = [self._order(rank) if rank in wanted else () for rank in range(self.program.ranks)]
+        return replace(self.program, orders=tuple(orders), tied=self._sets, lowered=True)
+
+    def _peers(self, rank: int) -> list[int]:
+        """The ranks with neighbours of the rank's stages, in order."""
+        placement = self.program.placement
+        stages = [stage + step for stage in self.program.stages_of(rank) for step in (-1, 1)]
+        return sorted({placement[s] for s in stages if 0 <= s < len(placement)} - {rank})
+
+    def _order(self, rank: int) -> tuple[Action, ...]:
+        if rank not in self._orders:
+            program, order = self.program, self._kept[rank]
+            sending = [self._sends(peer) for peer in self._peers(rank)]
+            arriving = [m for of_peer in sending for channel, m in of_peer.items() if channel[1] == rank]
+            posts = _posts(program, order, arriving, self._lookahead)
+            here = [s for tie in self._sets for s in tie if program.trains and program.placement[s] == rank]
+            ends = [Action(stage, Kind.REDUCE_TIED) for stage in here]
+            self._orders[rank] = (*_merge(program, order, posts), *ends)
+        return self._orders[rank]
+
+    def _sends(self, rank: int) -> dict[Channel, list[Action]]:
+        """The receives that a rank's sends meet, by channel, in the order of the sends."""
+        if rank not in self._sent:
+            sending: dict[Channel, list[Action]] = defaultdict(list)
+            for action in self._kept[rank]:
+                if send := sent_by(self.program, action):
+                    sending[channel_of(self.program, send)].append(receive_of(send))
+            self._sent[rank] = sending
+        return self._sent[rank]
 
 
 _PLACED_HERE = frozenset({Kind.REDUCE_GRAD, Kind.REDUCE_TIED})

@@ -26,7 +26,7 @@ def check_pairs(program: Program) -> None:
     if not program.pairs:
         return
     used: set[Action] = set()
-    for first, second in sorted(program.pairs, key=str):
+    for first, second in sorted(program.pairs, key=_in_order):
         name = f"the pair of {first} and {second}"
         if first.kind is not Kind.F or second.kind not in (Kind.B, Kind.I):
             raise ScheduleError(f"{name} is not a forward and a backward, in this order")
@@ -38,10 +38,15 @@ def check_pairs(program: Program) -> None:
     adjacent: set[tuple[Action, Action]] = set()
     for rank, order in enumerate(program.orders):
         adjacent |= _neighbours(program, rank, order)
-    for first, second in sorted(program.pairs - adjacent, key=str):
+    for first, second in sorted(program.pairs - adjacent, key=_in_order):
         raise ScheduleError(
             f"the pair of {first} and {second} is not in the program: on no rank does one follow the other"
         )
+
+
+def _in_order(pair: tuple[Action, Action]) -> tuple[tuple[int, str, int], ...]:
+    """A sort key, so that the same pair is named in every run."""
+    return tuple((stage, kind, -1 if i is None else i) for stage, kind, i in pair)
 
 
 def _neighbours(program: Program, rank: int, order: Sequence[Action]) -> set[tuple[Action, Action]]:

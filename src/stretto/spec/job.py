@@ -9,12 +9,14 @@ from typing import Any, Literal
 from stretto.errors import Problem
 from stretto.layout.layout import Layout
 from stretto.program import PLAIN
+from stretto.program.lower import RankLowering
 from stretto.program.program import Program
+from stretto.program.schedules.traits import is_searched
 from stretto.spec.attention import AttentionKernel, ContextKind
 from stretto.spec.data_parallel import BUCKET_BYTES, DataParallel, Precision
 from stretto.spec.framework import STRETTO, Framework
 from stretto.spec.optimiser import Optimiser
-from stretto.spec.program import build_program, complete, stages_of
+from stretto.spec.program import ProgramKey, build_program, complete, short_step, shortened, stages_of
 from stretto.spec.shape import ModelShape
 
 VOCAB_MULTIPLE = 64  # of each rank's share of the vocabulary in training, so that products have even sizes
@@ -100,32 +102,46 @@ class Job:
         """Ranks with the same parameters: those of cp and dp."""
         return self.layout.cp * self.layout.dp
 
-    def program(self, short: bool = False) -> Program:
+    def program(self) -> Program:
         """The compute actions of a step, and where sharded parameters of stages are gathered; only with a
         batch that divides.
-
-        Args:
-            short: lowered, and without the microbatches that make no rank hold more
-                (`program.transforms.shorten`).
 
         Raises:
             StrettoError: there is no such schedule, or not with these ranks, microbatches and options.
         """
-        assert self.microbatches
-        gathered = self.dp.gathers(self.layout.pp) == "stage"
         if self.custom_program is not None:
-            return complete(self.custom_program, gathered=gathered, short=short)
-        return build_program(
+            return complete(self.custom_program, gathered=self._gathers_stages)
+        return build_program(self._program_key)
+
+    def short_step(self) -> RankLowering:
+        """The program without the microbatches that make no rank hold more (`program.transforms.shorten`), to
+        be lowered rank by rank.
+
+        Raises:
+            StrettoError: as `program`.
+        """
+        if self.custom_program is not None:
+            return shortened(self.custom_program, gathered=self._gathers_stages)
+        return short_step(self._program_key)
+
+    @property
+    def _gathers_stages(self) -> bool:
+        return self.dp.gathers(self.layout.pp) == "stage"
+
+    @property
+    def _program_key(self) -> ProgramKey:
+        assert self.microbatches
+        costs = (self.shape, self.sequence, self.recompute.mode, self.stage_layers)
+        hashable = ((k, tuple(v) if isinstance(v, list) else v) for k, v in sorted(self.options.items()))
+        return ProgramKey(
             name=self.schedule,
             ranks=self.layout.pp,
             microbatches=self.microbatches,
-            options=self.options,
-            shape=self.shape,
-            sequence=self.sequence,
-            recompute=self.recompute.mode,
-            stage_layers=self.stage_layers,
-            gathered=gathered,
-            short=short,
+            options=tuple(
+                (k, tuple(v) if isinstance(v, list) else v) for k, v in sorted(self.options.items())
+            ),
+            costs=costs if is_searched(self.schedule) else None,  # no other schedule looks at the model
+            gathered=self._gathers_stages,
         )
 
     @property

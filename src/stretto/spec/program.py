@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -11,10 +11,9 @@ from stretto.errors import StrettoError
 from stretto.layout.cut import cut
 from stretto.program import options as options_of
 from stretto.program import schedule
-from stretto.program.lower import LOOKAHEAD, lower
+from stretto.program.lower import LOOKAHEAD, RankLowering
 from stretto.program.program import Program
 from stretto.program.replay import Costs, simulate
-from stretto.program.schedules.traits import is_searched
 from stretto.program.transforms.sharding import gather
 from stretto.program.transforms.shorten import shorten
 from stretto.spec.flops import attention_flops, block_flops, head_flops, layer_costs
@@ -41,94 +40,79 @@ def stages_of(
     return tuple(range(end - count, end) for end, count in zip(ends, stage_layers, strict=True))
 
 
-def build_program(
-    name: str,
-    ranks: int,
-    microbatches: int,
-    options: Mapping[str, Any],
-    shape: ModelShape,
-    sequence: int,
-    recompute: str = "none",
-    stage_layers: tuple[int, ...] | None = None,
-    gathered: bool = False,
-    short: bool = False,
-) -> Program:
+_ForCosts = tuple[ModelShape, int, str, tuple[int, ...] | None] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramKey:
+    """All that the program of a schedule depends on.
+
+    Attributes:
+        options: of the schedule, but for `costs`.
+        costs: of a schedule that is searched for: model, tokens of a sample, recomputation of all blocks,
+            which makes backwards longer ("auto" counts as "none", since what it recomputes is chosen for the
+            program), and the layers of each stage as in `stages_of`.
+        gathered: parameters are sharded, and gathered stage by stage; not where weights change within the
+            step, which the rules of a job refuse.
+    """
+
+    name: str
+    ranks: int
+    microbatches: int
+    options: tuple[tuple[str, Any], ...] = ()
+    costs: _ForCosts = None
+    gathered: bool = False
+
+
+@lru_cache(maxsize=512)
+def build_program(key: ProgramKey) -> Program:
     """The program of a schedule for one model, the same on every rank.
 
     A schedule that takes `costs` gets those of the stages that the model is cut into; where it takes `chunks`
     too and none are given, it is made with 1, 2 and 4, and that of least makespan is taken.
 
-    Args:
-        options: of the schedule, but for `costs`.
-        stage_layers: as in `stages_of`.
-        recompute: of all blocks, which makes backwards longer; "auto" counts as "none", since what it
-            recomputes is chosen for the program.
-        gathered: parameters are sharded, and gathered stage by stage; not where weights change within the
-            step, which the rules of a job refuse.
-        short: lowered, and without the microbatches that make no rank hold more
-            (`program.transforms.shorten`).
-
     Raises:
         StrettoError: there is no such schedule, or not with these options.
     """
-    frozen = tuple((key, tuple(v) if isinstance(v, list) else v) for key, v in sorted(options.items()))
-    # only a search looks at the model
-    costs = (shape, sequence, recompute, stage_layers) if is_searched(name) else None
-    return _program(
-        name=name,
-        ranks=ranks,
-        microbatches=microbatches,
-        frozen=frozen,
-        costs=costs,
-        gathered=gathered,
-        short=short,
-    )
+    return complete(_made(replace(key, gathered=False)), gathered=key.gathered)
 
 
-_ForCosts = tuple[ModelShape, int, str, tuple[int, ...] | None] | None
+@lru_cache(maxsize=64)
+def short_step(key: ProgramKey) -> RankLowering:
+    """The program of `build_program` without the microbatches that make no rank hold more
+    (`program.transforms.shorten`), to be lowered rank by rank.
+    """
+    return shortened(_made(replace(key, gathered=False)), gathered=key.gathered)
 
 
-@lru_cache(maxsize=512)
-def _program(
-    name: str,
-    ranks: int,
-    microbatches: int,
-    frozen: tuple[tuple[str, Any], ...],
-    costs: _ForCosts,
-    gathered: bool,
-    short: bool,
-) -> Program:
-    return complete(_made(name, ranks, microbatches, frozen, costs), gathered=gathered, short=short)
-
-
-def complete(program: Program, *, gathered: bool, short: bool) -> Program:
+def complete(program: Program, *, gathered: bool) -> Program:
     """The program with the gathers of sharded parameters, those of the stages that a rank works with and of
     the next one.
 
     Args:
-        gathered, short: as in `build_program`.
+        gathered: as in `build_program`.
     """
-    if short:
-        program = shorten(program)
     if gathered and program.trains and not program.versions:
         at_work = max((len({a.stage, b.stage}) for a, b in program.pairs), default=1)
-        program = gather(program, limit=at_work + 1)
-    return lower(program, lookahead=LOOKAHEAD) if short else program
+        return gather(program, limit=at_work + 1)
+    return program
+
+
+def shortened(program: Program, *, gathered: bool) -> RankLowering:
+    """The short step of a program, complete."""
+    return RankLowering(complete(shorten(program), gathered=gathered), lookahead=LOOKAHEAD)
 
 
 @lru_cache(maxsize=512)
-def _made(
-    name: str, ranks: int, microbatches: int, frozen: tuple[tuple[str, Any], ...], costs: _ForCosts
-) -> Program:
-    if costs is None:
-        return schedule(name, ranks, microbatches, **dict(frozen))
-    return _searched(name, ranks, microbatches, dict(frozen), *costs)
+def _made(key: ProgramKey) -> Program:
+    options = dict(key.options)
+    if key.costs is None:
+        return schedule(key.name, key.ranks, key.microbatches, **options)
+    return _searched(key, options, *key.costs)
 
 
 def _searched(
-    name: str,
-    ranks: int,
-    microbatches: int,
+    key: ProgramKey,
     options: dict[str, Any],
     shape: ModelShape,
     sequence: int,
@@ -136,7 +120,7 @@ def _searched(
     stage_layers: tuple[int, ...] | None,
 ) -> Program:
     """The best program for the model's costs."""
-    known = options_of(name)
+    ranks, known = key.ranks, options_of(key.name)
     counts = [options["chunks"]] if options.get("chunks") else [1]
     if "chunks" in known and not options.get("chunks"):
         counts = [c for c in _CHUNKS if c == 1 or (ranks > 1 and c * ranks <= shape.layers + 2)]
@@ -146,7 +130,7 @@ def _searched(
     for chunks in counts:
         costs = Costs(per_stage=stage_times(shape, sequence, ranks * chunks, recompute, stage_layers))
         try:
-            program = schedule(name, ranks, microbatches, **options, costs=costs)
+            program = schedule(key.name, ranks, key.microbatches, **options, costs=costs)
         except StrettoError as error:
             refused.append(error)
         else:

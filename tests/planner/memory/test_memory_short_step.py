@@ -74,19 +74,19 @@ def test_the_fullest_rank_is_among_those_examined() -> None:
 
 
 def test_long_steps_are_shortened() -> None:
-    interleaved = short_program(job("interleaved", 4, 103, 8, "ddp", chunks=2)).microbatches
+    interleaved = short_program(job("interleaved", 4, 103, 8, "ddp", chunks=2)).program.microbatches
     assert interleaved < 40
     assert interleaved % 4 == 103 % 4  # the rest of a period is kept
-    assert short_program(job("1f1b", 1, 100, 8, "ddp")).microbatches < 8
-    assert short_program(job("1f1b", 4, 5, 8, "ddp")).microbatches == 5
-    assert short_program(job("1f1b", 16, 1000, 30, "ddp")).microbatches < 40
+    assert short_program(job("1f1b", 1, 100, 8, "ddp")).program.microbatches < 8
+    assert short_program(job("1f1b", 4, 5, 8, "ddp")).program.microbatches == 5
+    assert short_program(job("1f1b", 16, 1000, 30, "ddp")).program.microbatches < 40
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "bfs"])
 def test_schedules_that_hold_the_whole_batch_are_not_shortened(schedule: str) -> None:
-    assert short_program(job(schedule, 2, 64, 8, "ddp")).microbatches == 64
+    assert short_program(job(schedule, 2, 64, 8, "ddp")).program.microbatches == 64
 
 
 def test_automatic_recomputation_uses_the_whole_step() -> None:
     chosen = replace(job("1f1b", 2, 64, 8, "ddp"), recompute=Recompute("auto", memory_gib=1.0))
-    assert short_program(chosen).microbatches == 64
+    assert short_program(chosen).program.microbatches == 64

@@ -18,11 +18,19 @@ from stretto.planner.estimate import NOISE, estimate
 from stretto.planner.machines.cluster import Cluster, Link
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.short_step import short_step_fit
-from stretto.planner.search.branch import search
 from stretto.planner.search.memory_bounds import MemoryBounds
 from stretto.planner.search.ranking import Feasible, best_of_family, sort_feasible
+from stretto.planner.search.search import search
 from stretto.planner.search.space import Space, depth_of
-from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task, job_to_plan
+from stretto.planner.search.task import (
+    RANKED,
+    Candidate,
+    Parallelism,
+    Saving,
+    ScheduleChoice,
+    Task,
+    job_to_plan,
+)
 from stretto.planner.search.time_bounds import TimeBounds
 from stretto.spec.data_parallel import DataParallel
 from stretto.spec.job import Recompute
@@ -116,10 +124,10 @@ def best(feasible: list[Feasible], wanted: Task) -> list[Feasible]:
     """The first families in the order of their times."""
     families: dict[object, list[Feasible]] = {}
     for one in sorted(feasible, key=lambda f: f.seconds):
-        if one.candidate.family not in families and len(families) == wanted.top:
+        if one.candidate.family not in families and len(families) == max(RANKED, wanted.top):
             break
         families.setdefault(one.candidate.family, []).append(one)
-    return sort_feasible([best_of_family(family) for family in families.values()], wanted)
+    return sort_feasible([best_of_family(family) for family in families.values()], wanted)[: wanted.top]
 
 
 _AT = Parallelism(layout=Layout(pp=4), expert_tp=None, micro_batch=1, sequence_parallel=False, context="ring")

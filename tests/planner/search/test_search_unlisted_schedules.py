@@ -18,9 +18,9 @@ from stretto.planner.memory.fits import fit
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import rank_memory
 from stretto.planner.memory.short_step import short_program, short_step_fit, short_step_memory
-from stretto.planner.search.branch import search
 from stretto.planner.search.fixed import fixed
 from stretto.planner.search.memory_bounds import MemoryBounds, peak_states
+from stretto.planner.search.search import search
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task, job_to_plan
 from stretto.planner.table.predicting import short_step_estimate
 from stretto.program import check, lower, schedule
@@ -152,7 +152,7 @@ def test_short_step_memory_of_unlisted_schedules_is_exact(name: str, pp: int, mi
 
 
 def test_steps_are_shortened_where_they_are_periodic() -> None:
-    count = {name: short_program(job(name, SHAPE, 4, 300)).microbatches for name in UNLISTED}
+    count = {name: short_program(job(name, SHAPE, 4, 300)).program.microbatches for name in UNLISTED}
     assert count["test-newest-first"] == count["test-half"] == 300
     assert count["test-hoards"] < 60
     assert count["test-threes"] < 60
@@ -188,9 +188,8 @@ def test_the_memory_bound_of_an_unlisted_schedule_is_below_the_whole_step(name: 
 
 
 def test_the_bound_counts_a_batch_that_is_held_whole() -> None:
-    assert {states[0].in_flight for states in peak_states(ScheduleChoice("test-newest-first"), 4, 500)} == {
-        (500,)
-    }
+    ranks = peak_states(ScheduleChoice("test-newest-first"), 4, 500)
+    assert {states[0].in_flight for states in ranks.values()} == {(500,)}
 
 
 @pytest.mark.parametrize("name", UNLISTED)

@@ -227,6 +227,26 @@ class StateUnit:
         """Bytes of this rank's optimiser states."""
         return sum(self._state(parameter, here) for parameter, here in self._fragments())
 
+    @cached_property
+    def lasting(self) -> StateBytes:
+        """What is held of the unit all the time, by place."""
+        state_config, states = self.state_config, self.states + self.masters
+        weights = StateBytes(weights=self.weights)
+        if self.sizes.parameters > 1 and not (
+            state_config.offload_parameters == "cpu" and state_config.one_memory
+        ):
+            weights = {
+                "none": weights,
+                "cpu": StateBytes(host=self.weights),
+                "nvme": StateBytes(disk=self.weights),
+            }[state_config.offload_parameters]
+        here = StateBytes(weights=0, gradients=self.gradients, optimizer=self.states, masters=self.masters)
+        if state_config.offload == "cpu" and not state_config.one_memory:
+            here = StateBytes(weights=0, gradients=self.gradients, host=states)
+        elif state_config.offload == "nvme":
+            here = StateBytes(weights=0, gradients=self.gradients, disk=states)
+        return weights + here
+
     # ------------------------------------------------------------------ held for a while
 
     @property
@@ -374,32 +394,13 @@ def cut_units(
 
 def state_bytes(units: Sequence[StateUnit]) -> StateBytes:
     """The sum over these units."""
-    total = sum((_unit_bytes(unit) for unit in units), StateBytes())
+    total = sum((unit.lasting for unit in units), StateBytes())
     if not units or units[0].state_config.offload != "nvme":
         return total
     # the ring of units in host memory, as large as the largest unit
     ring = _RING * max(unit.states + unit.masters for unit in units)
     ring = min(ring, sum(unit.states + unit.masters for unit in units))
     return total + (StateBytes(optimizer=ring) if units[0].state_config.one_memory else StateBytes(host=ring))
-
-
-def _unit_bytes(unit: StateUnit) -> StateBytes:
-    state_config, states = unit.state_config, unit.states + unit.masters
-    weights = StateBytes(weights=unit.weights)
-    if unit.sizes.parameters > 1 and not (
-        state_config.offload_parameters == "cpu" and state_config.one_memory
-    ):
-        weights = {
-            "none": weights,
-            "cpu": StateBytes(host=unit.weights),
-            "nvme": StateBytes(disk=unit.weights),
-        }[state_config.offload_parameters]
-    here = StateBytes(weights=0, gradients=unit.gradients, optimizer=unit.states, masters=unit.masters)
-    if state_config.offload == "cpu" and not state_config.one_memory:
-        here = StateBytes(weights=0, gradients=unit.gradients, host=states)
-    elif state_config.offload == "nvme":
-        here = StateBytes(weights=0, gradients=unit.gradients, disk=states)
-    return weights + here
 
 
 def _factored(parameter: Parameter, here: int, element: int) -> int:

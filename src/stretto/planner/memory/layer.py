@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from stretto.planner.counts.activations import ComputeConfig, Saved, block_saved, embedding_saved, head_saved
 from stretto.spec.framework import CORE
@@ -145,6 +146,7 @@ class _Sizes:
         self.weight = e if apart or self.halves else 0  # of an element of a weight gradient formed apart
 
 
+@lru_cache(maxsize=1024)
 def _embedding(shape: ModelShape, how: ComputeConfig) -> LayerMemory:
     size = _Sizes(shape, how, False)
     kept = [Part(name=s.name, bytes=s.bytes) for s in embedding_saved(shape, how)]
@@ -161,6 +163,7 @@ def _embedding(shape: ModelShape, how: ComputeConfig) -> LayerMemory:
     )
 
 
+@lru_cache(maxsize=1024)
 def _block(shape: ModelShape, how: ComputeConfig, apart: bool) -> LayerMemory:
     size = _Sizes(shape, how, apart)
     whole = block_saved(shape, replace(how, recompute="none"))
@@ -216,6 +219,7 @@ def _kept_parts(parts: Sequence[Part], kept: Sequence[Saved]) -> Iterator[Part]:
             yield from (Part(name=name, bytes=sizes[name]) for name in sorted(beside))
 
 
+@lru_cache(maxsize=1024)
 def _head(shape: ModelShape, how: ComputeConfig, apart: bool) -> LayerMemory:
     size = _Sizes(shape, how, apart)
     saved = head_saved(shape, how)

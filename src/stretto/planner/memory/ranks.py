@@ -163,9 +163,9 @@ def stage_memory_of(
         before: reductions of earlier microbatches that are under way; see `StageUnits.resident`.
     """
     how, units = job.how, units or job.units(stage)
+    modes = {mode: replace(how, recompute=mode) for mode in {job.mode(layer) for layer in job.stages[stage]}}
     layers = [
-        layer_memory(job.shape, replace(how, recompute=job.mode(layer)), layer, job.apart)
-        for layer in job.stages[stage]
+        layer_memory(job.shape, modes[job.mode(layer)], layer, job.apart) for layer in job.stages[stage]
     ]
     return stage_memory(layers, how.element * how.shard * job.shape.hidden, units.resident(before))
 

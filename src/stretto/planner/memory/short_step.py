@@ -10,6 +10,7 @@ from stretto.planner.memory.fits import Fit, fit
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import MemoryJob, RankMemory, one_rank
 from stretto.program.action import Kind
+from stretto.program.lower import LOOKAHEAD, RankLowering
 from stretto.program.memory import peak_held
 from stretto.program.program import Program
 from stretto.spec.job import Job
@@ -17,14 +18,16 @@ from stretto.spec.job import Job
 _ID = 8  # bytes of a token's id
 
 
-def short_program(job: Job) -> Program:
+def short_program(job: Job) -> RankLowering:
     """The program on which a job's memory is counted: the whole one where recomputation is chosen to fit,
     since that choice depends on the batch of the whole step.
 
     Raises:
         StrettoError: the job has no program.
     """
-    return job.program(short=job.recompute.mode != "auto")
+    if job.recompute.mode == "auto":
+        return RankLowering(job.program(), lookahead=LOOKAHEAD)
+    return job.short_step()
 
 
 def short_step_memory(job: Job, every: bool = False) -> list[RankMemory]:
@@ -34,9 +37,11 @@ def short_step_memory(job: Job, every: bool = False) -> list[RankMemory]:
     Args:
         every: all ranks; else, of ranks with equally many layers, those that hold the most activations.
     """
-    program = short_program(job)
+    lowering = short_program(job)
+    program = lowering.program
     memory_job = memory_of(job, program=program)
-    ranks = range(program.ranks) if every else fullest(memory_job)
+    ranks = list(range(program.ranks)) if every else fullest(memory_job)
+    memory_job = replace(memory_job, program=lowering.lowered(ranks))
     more = (job.microbatches or 0) - program.microbatches
     tokens = 2 * _ID * memory_job.how.tokens * more  # and targets
     memories = [one_rank(memory_job, rank) for rank in ranks]

@@ -88,6 +88,18 @@ class StageUnits:
         Args:
             before: reductions of earlier microbatches that are under way, at most 2.
         """
+        if before not in self._residents:
+            self._residents[before] = self._resident(before)
+        return self._residents[before]
+
+    @cached_property
+    def _residents(self) -> dict[int, tuple[Resident, ...]]:
+        """Those computed so far: stages are shared by all layouts with the same shares (`stage_units`)."""
+        return {}
+
+    def _resident(self, before: int) -> tuple[Resident, ...]:
+        if not self._each and self.gather != "layer":
+            return (Resident(),) * len(self.layers)
         resident = list[Resident]()
         for at, layer in enumerate(self.layers):
             open_ = [unit for unit in self._each if unit.complete <= layer]

@@ -1,4 +1,4 @@
-"""The best layouts of a model on a cluster: branch and bound over all legal candidates.
+"""Branch and bound over the candidates of one task: the fastest that fit, in the order of their times.
 
 Choices are made in four steps: how layers are split and how large a microbatch is, the schedule, how states
 are sharded, and what is recomputed or offloaded where memory does not suffice. Each partial choice has a
@@ -7,56 +7,46 @@ What cannot fit is dropped at once, and what fits only with recomputation is bou
 bound is examined first. When a candidate's bound comes up, it is replayed and comes back with its exact time;
 when that comes up, nothing left can be faster, and its exact memory is computed. So candidates are accepted
 in the order of their times, the best of all is never missed, and the search ends when as many layouts fit as
-are wanted.
+are wanted, one of them safely.
 
-What saves memory at the cost of time (recomputation, offload) is a ladder (`planner.search.savings`): a rung
-is tried only where the one before it does not surely fit.
+What saves memory at the cost of time (recomputation, offload) is a ladder (`planner.search.savings`): of each
+row of a ladder the first saving that fits is examined, and the first that fits safely.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from math import inf
-from time import perf_counter, process_time
 
-from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
-from stretto.planner.estimate import NOISE, precision_of
-from stretto.planner.memory.job import memory_of
-from stretto.planner.memory.short_step import short_step_fit
+from stretto.planner.estimate import NOISE
+from stretto.planner.memory.fits import Fit
+from stretto.planner.search.deadline import Deadline
+from stretto.planner.search.exact import Exact
 from stretto.planner.search.ranking import (
     Feasible,
-    Plan,
     Refusals,
-    Tried,
     best_of_family,
     cannot_win,
-    gap,
-    nearest_to_fitting,
-    ranked,
+    is_safe,
     sort_feasible,
 )
 from stretto.planner.search.savings import SavingLadder
-from stretto.planner.search.space import Space, depth_of
-from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
-from stretto.planner.search.time_bounds import TimeBounds
-from stretto.planner.time.step import step_time
+from stretto.planner.search.space import Space
+from stretto.planner.search.task import RANKED, Candidate, Parallelism, Saving, ScheduleChoice, Task
 from stretto.program import entry as entry_of
-from stretto.program.program import Program
-from stretto.spec.flops import Recompute as Mode
-from stretto.spec.job import Job
-from stretto.spec.program import stages_of
-from stretto.spec.reduction import reduction
-from stretto.spec.rules import problems
 
-# Deadlines as multiples of the time limit: for proving the best, for filling the ranking with the candidates
-# known by then, and, as long as nothing fits, for finding any layout.
-_PROVING = 0.55
-_FILLING = 1.0
-_SEEKING = 2.0
+# Shares of a pass's time at which it ends to estimate layouts, to list them with their microbatches, and to
+# prove the best; what is left is for filling the ranking with the candidates known by then.
+_ESTIMATING = 0.15
+_LISTING = 0.3
+_PROVING = 0.6
+_DELAYS = (1.15, 1.25, 1.4)  # of a schedule with its saving, a schedule, a parallelism, where a pass dives
+_DIVES = 20  # replays of such a pass, if it finds what it wants
 _CERTAIN = 0.93  # share of the memory budget; bounds below it seldom turn out not to fit
 
 Progress = Callable[[int, int, int], None]  # candidates replayed, memories computed, layouts that fit
@@ -64,11 +54,9 @@ Progress = Callable[[int, int, int], None]  # candidates replayed, memories comp
 
 @dataclass(frozen=True)
 class _Timed:
-    """A candidate and its exact time."""
+    """A candidate whose exact time is known."""
 
     candidate: Candidate
-    job: Job
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -83,54 +71,26 @@ class _Scheduled:
 _Node = Parallelism | _Scheduled | Candidate | _Timed
 
 
-def search(task: Task, progress: Progress | None = None) -> Plan:
-    """The best layouts of the task, the best first.
-
-    Where nothing fits, a second search shards and offloads states and parameters in every way (`Task.wide`),
-    and the plan says so.
-
-    Args:
-        progress: called now and then.
-
-    Raises:
-        StrettoError: the task itself is illegal, or no layout is legal with the fixed choices.
-    """
-    _check(task)
-    plan = _search(task, progress)
-    if plan.ranking or task.wide:
-        return plan
-    wider = _search(replace(task, wide=True), progress)
-    return replace(
-        wider, seconds=plan.seconds + wider.seconds, replayed=plan.replayed + wider.replayed, widened=True
-    )
-
-
-def _search(task: Task, progress: Progress | None) -> Plan:
-    started = perf_counter()
-    run = _Search(task=task, progress=progress)
-    run.go()
-    chosen = sort_feasible([best_of_family(family) for family in run.families.values()], task)
-    ranking = ranked(chosen, task, run.bounds.cluster)
-    return Plan(
-        ranking=ranking,
-        tried=tuple(run.tried()),
-        rejected=run.refusals.reasons(run.space.rejected, run.candidates, run.replays.count),
-        candidates=run.candidates,
-        feasible=run.feasible,
-        replayed=run.replays.count,
-        seconds=perf_counter() - started,
-        objective=task.objective,
-        assumptions=task.assumptions,
-        gap=gap(run.best(), run.left),
-        nearest=None if ranking else nearest_to_fitting(run.refusals.closest, task, run.bounds.cluster),
-    )
-
-
 @dataclass(kw_only=True)
-class _Search:
-    """One search: the heap of partial choices, and the candidates that fit, by family."""
+class BranchAndBound:
+    """One pass of a search: the heap of partial choices, and the candidates that fit, by family.
+
+    Attributes:
+        task: what is searched; see `Task.narrowed`.
+        exact: times and memory, shared by all passes.
+        until: the share of the time limit at which this pass ends.
+        wanted: families that it looks for.
+        dive: follow the most promising choice down to a whole candidate before its alternatives, and put off
+            what may turn out not to fit, so that something is accepted soon, though not in the order of
+            times.
+    """
 
     task: Task
+    exact: Exact
+    deadline: Deadline
+    until: float = 1.0
+    wanted: int
+    dive: bool = False
     progress: Progress | None = None
     families: dict[tuple[object, ...], list[Feasible]] = field(
         default_factory=dict[tuple[object, ...], list[Feasible]]
@@ -138,58 +98,82 @@ class _Search:
     refusals: Refusals = field(default_factory=Refusals)
     candidates: int = 0
     feasible: int = 0
+    first: list[Feasible] = field(default_factory=list[Feasible])
+    cut_short: bool = False  # something that might be better was not examined, for lack of time
     left: float = inf  # lower bound on the cost of every candidate that was not examined
 
     def __post_init__(self) -> None:
-        self.space, self.bounds = Space(self.task), TimeBounds(self.task)
-        self.savings, self.replays = SavingLadder(self.task, self.space), Replays(self.task, self.bounds)
+        self.space, self.bounds = Space(self.task), self.exact.bounds
+        self.savings = SavingLadder(self.task, self.space)
         self._heap: list[tuple[float, int, _Node]] = []
         self._number = count()
         self._legal: dict[tuple[Parallelism, ScheduleChoice], bool] = {}
-        self._seen: set[Candidate] = set()
-        self._ends: dict[Candidate, bool] = {}
-        self._fits: dict[Candidate, Tried] = {}
+        self._added: set[Candidate] = set()
+        self._accepted: set[Candidate] = set()
+        self._costs: list[float] = []  # of the best of each family
+        self._safe = inf  # the least cost of what fits safely
 
     def go(self) -> None:
-        """Search until as many families fit as are wanted, or nothing is left."""
-        started = process_time()
-        out_of_time = False
-        limit = self.task.seconds
-        for parallelism in self.space.parallelisms():
-            self._add_parallelism(parallelism)
-        if not self.candidates:
-            raise _nothing_legal(self.task, self.space)
-        while self._heap and len(self.families) < self.task.top:
-            spent = 0.0 if limit is None else (process_time() - started) / limit
-            if not out_of_time and spent > _PROVING:
-                out_of_time = True
-                self._drop_open()
-            if spent > (_FILLING if self.families else _SEEKING):
+        """Search until as many families fit as are wanted, nothing is left, or the time is over."""
+        self._begin = self.deadline.spent
+        self._list_layouts()
+        only_dives, replayed = self.dive, len(self.exact.times)
+        proving = not only_dives
+        while self._heap:
+            if self._settled(self.wanted) or (only_dives and self._has_dived(replayed)):
                 break
+            if not self.first and self._settled(RANKED):
+                self.first = self._sorted()
+            spent = self._spent()
+            if spent > 1.0:
+                self.cut_short = True
+                break
+            if proving and spent > _PROVING:
+                proving = False
+                self._drop_open()
+                continue
             self._step(*heapq.heappop(self._heap))
         self.left = min([self.left, *(self._bound(entry) for entry in self._heap)])
 
+    def chosen(self) -> list[Feasible]:
+        """The best of each family, the best first. The order of the first `RANKED` does not depend on how
+        many more are wanted.
+        """
+        first = {one.candidate.family for one in self.first}
+        return self.first + [one for one in self._sorted() if one.candidate.family not in first]
+
+    def _sorted(self) -> list[Feasible]:
+        return sort_feasible([best_of_family(family) for family in self.families.values()], self.task)
+
+    def accept(self, feasible: Sequence[Feasible]) -> None:
+        """Take what fits, as this or an earlier pass has established."""
+        for one in feasible:
+            if one.candidate not in self._accepted:
+                self._accepted.add(one.candidate)
+                self.families.setdefault(one.candidate.family, []).append(one)
+                if is_safe(one.fit, self.task.room):
+                    self._safe = min(self._safe, self._cost(one.seconds, one.candidate))
+        self._costs = sorted(
+            min(self._cost(one.seconds, one.candidate) for one in family) for family in self.families.values()
+        )
+
     def best(self) -> float:
         """The least cost (time, or device time) of what fits."""
-        feasible = [one for family in self.families.values() for one in family]
-        return min((self._cost(one.seconds, one.candidate) for one in feasible), default=inf)
+        return self._costs[0] if self._costs else inf
 
-    def tried(self) -> list[Tried]:
-        """All that was replayed, with its exact memory or, where that was not computed, its lower bound."""
-        tried = list[Tried]()
-        for candidate, seconds in self.replays.done.items():
-            known = self._fits.get(candidate)
-            if known is None:
-                fit = self.savings.fit(candidate)
-                known = Tried(
-                    layout=str(candidate),
-                    seconds=seconds,
-                    memory=fit.device.mid,
-                    verdict=fit.verdict,
-                    least=True,
-                )
-            tried.append(known)
-        return tried
+    def _spent(self) -> float:
+        """The share of this pass's time that is over."""
+        whole = self.until - self._begin
+        return (self.deadline.spent - self._begin) / whole if whole > 0 else 2.0
+
+    def _has_dived(self, replayed: int) -> bool:
+        """Whether a pass that only dives has what it wants, and has tried enough to choose from."""
+        return len(self.families) >= self.wanted and len(self.exact.times) - replayed >= _DIVES
+
+    def _settled(self, wanted: int) -> bool:
+        """Whether so many families are known that nothing left can be faster, and a safe one."""
+        key = self._heap[0][0]
+        return self._safe <= key and bisect_right(self._costs, key) >= wanted
 
     def _step(self, key: float, number: int, node: _Node) -> None:
         if isinstance(node, Parallelism):
@@ -202,13 +186,14 @@ class _Search:
         elif isinstance(node, Candidate):
             self._replay(key, node)
         else:
-            self._compute_memory(node)
+            self._compute_memory(node.candidate)
 
     def _drop_open(self) -> None:
-        """Time is over: keep whole candidates and schedules that are cheap to make, and search on among
-        these, exact times first; if there are none, keep all.
+        """The time for proving is over: keep whole candidates and schedules that are cheap to make, and
+        search on among these, exact times first; if there are none, keep all.
         """
-        self.left = min(self._bound(entry) for entry in self._heap)
+        self.left = min([self.left, *(self._bound(entry) for entry in self._heap)])
+        self.cut_short = True
         whole = [
             entry
             for entry in self._heap
@@ -217,17 +202,27 @@ class _Search:
         ]
         if not whole:
             return
+        self.dive = True
         self._heap = [(key * self._delay(node), number, node) for key, number, node in whole]
         heapq.heapify(self._heap)
 
     def _delay(self, node: _Node) -> float:
-        """A factor on the key that puts first what has an exact time, and what fits more surely."""
-        if isinstance(node, Parallelism | _Scheduled):
-            return 1.0 + 3 * NOISE
-        candidate = node if isinstance(node, Candidate) else node.candidate
-        doubtful = self.savings.bounds.of(candidate).total > _CERTAIN * self.savings.budget
-        expensive = not entry_of(candidate.schedule.name).early
-        return 1.0 + NOISE * (8 * doubtful + (2 + 2 * expensive) * isinstance(node, Candidate))
+        """A factor on the key that puts first what has an exact time, then what fits more surely and has
+        fewer choices left.
+        """
+        if isinstance(node, _Timed):
+            return 1.0
+        if isinstance(node, Candidate):
+            expensive = not entry_of(node.schedule.name).early
+            return 1.0 + NOISE * (2 + 2 * expensive + 8 * self._is_doubtful(node))
+        return _DELAYS[2 if isinstance(node, Parallelism) else 1 - node.saved]
+
+    def _is_doubtful(self, candidate: Candidate) -> bool:
+        """Whether a candidate that may fit by its bound may well turn out not to."""
+        known = self.exact.fits.get(candidate)
+        if known is not None:
+            return not known.likely
+        return self.savings.bounds.of(candidate).total > _CERTAIN * self.savings.budget
 
     def _bound(self, entry: tuple[float, int, _Node]) -> float:
         """A lower bound on the cost of everything that comes from an entry of the heap."""
@@ -236,20 +231,62 @@ class _Search:
 
     def _cost(self, seconds: float, candidate: Candidate) -> float:
         """What is minimised: seconds of the step, or seconds times devices."""
-        per_device = self.task.objective == "tokens_per_dollar"
-        return seconds * (candidate.parallelism.layout.world if per_device else 1)
+        return seconds * self._price(candidate.parallelism.layout)
 
-    def _push(self, seconds: float, world: int, node: _Node, least: float = 0.0) -> None:
+    def _price(self, layout: Layout) -> int:
+        return layout.world if self.task.objective == "tokens_per_dollar" else 1
+
+    def _push(self, seconds: float, layout: Layout, node: _Node, least: float = 0.0) -> None:
         """Put a node on the heap: a partial choice by its bound plus the tolerance, a timed one by its exact
         time.
         """
-        cost = seconds * world if self.task.objective == "tokens_per_dollar" else seconds
+        cost = seconds * self._price(layout)
         if not isinstance(node, _Timed):
             cost *= 1 + self.task.tolerance
-            cost = max(cost, least)
+        cost = cost * self._delay(node) if self.dive else max(cost, least)
         heapq.heappush(self._heap, (cost, next(self._number), node))
 
     # ------------------------------------------------------------------ the steps
+
+    def _list_layouts(self) -> None:
+        """Bound every layout with every microbatch, the most promising first. What is not reached in time is
+        bounded by the device's peak alone.
+        """
+        layouts = list[tuple[float, int, Layout, int | None]]()
+        usual_first = sorted(self.space.layouts(), key=lambda one: self._unusual(one[0]))
+        for number, (layout, expert_tp) in enumerate(usual_first):
+            if self._spent() > _ESTIMATING:
+                self._leave(layout)
+                continue
+            fit = self.savings.states_cannot_fit(layout, expert_tp)
+            if fit is None:
+                estimate = self.bounds.typical(layout, expert_tp) * self._price(layout)
+                layouts.append((estimate, number, layout, expert_tp))
+            else:
+                dp, saving = self.savings.least_memory(layout, expert_tp)
+                parallelism = next(self.space.parallelisms_of(layout, expert_tp), None)
+                if parallelism is not None and self.space.schedules(parallelism):
+                    self.candidates += 1
+                    example = Candidate(parallelism, self.space.schedules(parallelism)[0], dp, saving)
+                    self.refusals.add(example, fit, least=True)
+        layouts.sort(key=lambda entry: entry[:2])
+        for _, _, layout, expert_tp in layouts:
+            if self._spent() > _LISTING:
+                self._leave(layout)
+                continue
+            for parallelism in self.space.parallelisms_of(layout, expert_tp):
+                self._add_parallelism(parallelism)
+
+    def _unusual(self, layout: Layout) -> tuple[bool, int]:
+        """A sort key, smaller for what is more often fast: tensor-parallel ranks within a node, and little
+        context parallelism.
+        """
+        return layout.tp > self.task.cluster.node, layout.cp
+
+    def _leave(self, layout: Layout) -> None:
+        """Leave a layout unexamined, for lack of time."""
+        self.left = min(self.left, self.bounds.ideal(layout) * self._price(layout))
+        self.cut_short = True
 
     def _add_parallelism(self, parallelism: Parallelism) -> None:
         each = len(self.space.sharings(parallelism.layout)) * len(self.space.schedules(parallelism))
@@ -258,16 +295,16 @@ class _Search:
             return
         fit = self.savings.cannot_fit(parallelism)
         if fit is None:
-            self._push(self.bounds.parallelism(parallelism), parallelism.layout.world, parallelism)
+            self._push(self.bounds.parallelism(parallelism), parallelism.layout, parallelism)
         else:
-            dp, saving = self.savings.least_memory(parallelism)
+            dp, saving = self.savings.least_memory(parallelism.layout, parallelism.expert_tp)
             example = Candidate(parallelism, self.space.schedules(parallelism)[0], dp, saving)
             self.refusals.add(example, fit, least=True, count=each)
 
     def _schedules(self, key: float, parallelism: Parallelism) -> None:
         for choice in self.space.schedules(parallelism):
             bound = self.bounds.schedule(parallelism, choice, self.space.first_saving())
-            self._push(bound, parallelism.layout.world, _Scheduled(parallelism, choice), key)
+            self._push(bound, parallelism.layout, _Scheduled(parallelism, choice), key)
 
     def _with_saving(self, key: float, node: _Scheduled) -> None:
         """Bound a schedule once more with the saving that it needs at least; only now its program is made."""
@@ -275,9 +312,10 @@ class _Search:
         saving, may_fit = self.savings.required_saving(parallelism, choice)
         if may_fit:
             bound = self.bounds.schedule(parallelism, choice, saving)
-            self._push(bound, parallelism.layout.world, replace(node, saved=True), key)
+            self._push(bound, parallelism.layout, replace(node, saved=True), key)
         else:
-            last = Candidate(parallelism, choice, self.savings.least_memory(parallelism)[0], saving)
+            dp = self.savings.least_memory(parallelism.layout, parallelism.expert_tp)[0]
+            last = Candidate(parallelism, choice, dp, saving)
             each = len(self.space.sharings(parallelism.layout))
             self.refusals.add(last, self.savings.fit(last), least=True, count=each)
 
@@ -294,164 +332,127 @@ class _Search:
                 self._add(one, key)
 
     def _add(self, candidate: Candidate, least: float) -> None:
-        if candidate in self._seen or self._beaten(candidate):
+        if candidate in self._added or self._beaten(candidate):
             return
-        self._seen.add(candidate)
+        self._added.add(candidate)
         bound = self.bounds.candidate(candidate, candidate.job(self.task))
-        self._push(bound, candidate.parallelism.layout.world, candidate, least)
+        self._push(bound, candidate.parallelism.layout, candidate, least)
 
     def _beaten(self, candidate: Candidate) -> bool:
         family = self.families.get(candidate.family)
         return family is not None and cannot_win(candidate, family)
 
     def _replay(self, key: float, candidate: Candidate) -> None:
-        """Replay a candidate, unless a tighter bound is known by now."""
+        """Replay a candidate, unless a tighter bound is known by now, or its memory fails first."""
         if self._beaten(candidate) or not self._is_legal(candidate):
             return
-        job, world = candidate.job(self.task), candidate.parallelism.layout.world
-        bound = self.replays.bound(candidate, job)
-        if self._cost(bound, candidate) * (1 + self.task.tolerance) > key * (1 + 1e-9):
-            self._push(bound, world, candidate, key)
+        layout = candidate.parallelism.layout
+        if candidate not in self.exact.times:
+            bound = self.exact.bound(candidate, candidate.job(self.task))
+            if not self.dive and self._cost(bound, candidate) * (1 + self.task.tolerance) > key * (1 + 1e-9):
+                self._push(bound, layout, candidate, key)
+                return
+        if self.exact.expected_seconds(candidate) > self.deadline.left(self.until):
+            self.left = min(self.left, key / (1 + self.task.tolerance))
+            self.cut_short = True
             return
-        if self.progress and self.replays.count % 20 == 0:
-            self.progress(self.replays.count, len(self._fits), len(self.families))
-        seconds = self.replays.replay(candidate, job)
-        self._push(seconds, world, _Timed(candidate, job, seconds), key)
-
-    def _compute_memory(self, timed: _Timed) -> None:
-        """Nothing left is faster than this candidate: if it fits, it is one of the best."""
-        candidate = timed.candidate
-        if self._beaten(candidate):
+        if self._is_doubtful(candidate) and not self.exact.fit(candidate).likely:
+            self._refuse(candidate, key)
             return
-        device = self.task.cluster.device
-        fit = short_step_fit(timed.job, device, self.task.assumptions)
-        if not self.families and fit.likely:
-            # the best layout is checked on all of its ranks
-            fit = short_step_fit(timed.job, device, self.task.assumptions, every=True)
-        self._fits[candidate] = Tried(
-            layout=str(candidate), seconds=timed.seconds, memory=fit.device.mid, verdict=fit.verdict
-        )
-        if not fit.likely:
-            self.refusals.add(candidate, fit)
+        if self.progress and len(self.exact.times) % 20 == 0:
+            self.progress(len(self.exact.times), len(self.exact.fits), len(self.families))
+        seconds = self.exact.seconds(candidate)
+        if self.dive:
+            self._compute_memory(candidate)
         else:
-            self.feasible += 1
-            self.families.setdefault(candidate.family, []).append(Feasible(candidate, timed.seconds, fit))
-        if fit.verdict != "fits":
-            self._add_savings(candidate, self._cost(timed.seconds, candidate))
+            self._push(seconds, layout, _Timed(candidate), key)
+
+    def _compute_memory(self, candidate: Candidate) -> None:
+        """Nothing left is faster than this candidate: if it fits, it is one of the best."""
+        if self._beaten(candidate) or candidate in self._accepted:
+            return
+        fit = self.exact.fit(candidate)
+        seconds = self.exact.times[candidate].seconds
+        if not fit.likely:
+            self._refuse(candidate, self._cost(seconds, candidate))
+            return
+        self.feasible += 1
+        self.accept([Feasible(candidate, seconds, fit)])
+        if not is_safe(fit, self.task.room):
+            self._add_savings(candidate, self._cost(seconds, candidate))
+
+    def _refuse(self, candidate: Candidate, least: float) -> None:
+        self.refusals.add(candidate, self.exact.fit(candidate))
+        self._add_savings(candidate, least)
 
     def _add_savings(self, candidate: Candidate, least: float) -> None:
-        """Add what saves more than a candidate that does not surely fit."""
-        parallelism = candidate.parallelism
-        choice = candidate.schedule
-        dp = candidate.dp
-        ladder = self.savings.rows(parallelism, choice, dp, candidate.saving)
-        for row in (ladder[0][1:], *ladder[1:]):
-            # memory decreases along a row: if its last saving does not fit, none does
-            if row and (len(row) < 3 or self._last_saving_fits(replace(candidate, saving=row[-1]))):
-                for one in self.savings.climb(candidate, [row]):
-                    self._add(one, least)
+        """Add what saves more than a candidate that does not surely fit: of each row the first saving that
+        fits, and the first that fits safely. Memory decreases along a row.
+        """
+        ladder = self.savings.rows(candidate.parallelism, candidate.schedule, candidate.dp, candidate.saving)
+        for row in filter(None, (ladder[0][1:], *ladder[1:])):
+            at = 0
+            for enough in (_is_likely, self._is_safe):
+                at = self._first(candidate, row, at, enough)
+                if at == len(row):
+                    break
+                self._add(replace(candidate, saving=row[at]), least)
 
-    def _last_saving_fits(self, candidate: Candidate) -> bool:
-        if candidate not in self._ends:
-            fit = short_step_fit(candidate.job(self.task), self.task.cluster.device, self.task.assumptions)
-            self._ends[candidate] = fit.likely
-            if not self._ends[candidate]:
-                self.refusals.add(candidate, fit, least=True)
-        return self._ends[candidate]
+    def _first(
+        self, candidate: Candidate, row: Sequence[Saving], start: int, enough: Callable[[Fit], bool]
+    ) -> int:
+        """Index of the first saving in a row, from `start` on, with which memory is enough; `len(row)`: none,
+        or there is no time to tell.
+        """
+
+        def fits(at: int) -> bool:
+            return enough(self.exact.fit(replace(candidate, saving=row[at])))
+
+        start = max(start, self.savings.first_that_may_fit(candidate, row))
+        last = len(row) - 1
+        if start > last or self.exact.expected_seconds(candidate) > self.deadline.left(self.until):
+            return len(row)
+        if not fits(last):
+            end = replace(candidate, saving=row[last])
+            self.refusals.add(end, self.exact.fit(end))
+            return len(row)
+        # bounds and memory mostly differ by as much as they do at the end of the row
+        end = replace(candidate, saving=row[last])
+        excess = self.exact.fit(end).allocated.mid - self.savings.bounds.of(end).total
+        guess = min(last, max(start, self.savings.first_that_may_fit(candidate, row, excess)))
+        return _first_true(fits, start, guess, last)
+
+    def _is_safe(self, fit: Fit) -> bool:
+        return is_safe(fit, self.task.room)
 
     def _is_legal(self, candidate: Candidate) -> bool:
-        """By the rules, which are asked once for each parallelism and schedule."""
+        """By the rules, which are checked once for each parallelism and schedule."""
         key = candidate.parallelism, candidate.schedule
         if key not in self._legal:
             self._legal[key] = not self.space.illegal(candidate.job(self.task), str(candidate))
         return self._legal[key]
 
 
-# ------------------------------------------------------------------ exact times
+def _first_true(holds: Callable[[int], bool], start: int, guess: int, end: int) -> int:
+    """The first index from `start` to `end` for which a monotone condition holds, which it does at `end`:
+    steps of doubling length from a guess, then bisection between the last two.
+    """
+    step = 1
+    if guess == end or holds(guess):
+        low = high = guess
+        while high > start:
+            low = max(start, high - step)
+            if not holds(low):
+                low += 1
+                break
+            high, step = low, 2 * step
+    else:
+        low, high = guess + 1, min(end, guess + step)
+        while high < end and not holds(high):
+            step *= 2
+            low, high = high + 1, min(end, high + step)
+    return low + bisect_left(range(low, high), True, key=holds)
 
 
-class Replays:
-    """The replays of one search, and the bounds that follow from them."""
-
-    def __init__(self, task: Task, bounds: TimeBounds) -> None:
-        self.task, self.bounds = task, bounds
-        self.done = dict[Candidate, float]()
-        self._makespans = dict[tuple[Parallelism, ScheduleChoice, Saving], float]()
-
-    @property
-    def count(self) -> int:
-        """Candidates replayed."""
-        return len(self.done)
-
-    def bound(self, candidate: Candidate, job: Job) -> float:
-        """The best lower bound on a candidate's seconds before its replay: the bound with its program, and
-        the makespan of a candidate that differs only in how states are sharded.
-        """
-        bound = self.bounds.candidate(candidate, job, *_program(job))
-        return max(
-            bound, self._makespans.get((candidate.parallelism, candidate.schedule, candidate.saving), 0.0)
-        )
-
-    def replay(self, candidate: Candidate, job: Job) -> float:
-        """Seconds of a step."""
-        assumptions = self.task.assumptions
-        cluster = self.bounds.cluster(candidate.parallelism.layout.world)
-        modes = memory_of(job).modes if job.recompute.mode == "auto" else self._modes(candidate)
-        time = step_time(job, cluster, assumptions, precision_of(job), modes)
-        # other ways of sharding states can make actions longer, never shorter
-        if job.dp.mode in ("ddp", "zero1"):
-            key = candidate.parallelism, candidate.schedule, candidate.saving
-            self._makespans[key] = time.timeline.makespan * cluster.correction
-        self.done[candidate] = time.seconds * cluster.correction
-        return self.done[candidate]
-
-    def _modes(self, candidate: Candidate) -> list[Mode] | None:
-        """How each block is recomputed, where only some of a stage are."""
-        most, shape = candidate.saving.recompute.blocks, self.task.shape
-        if most is None:
-            return None
-        modes: list[Mode] = ["none"] * shape.layers
-        depth = depth_of(candidate.schedule, candidate.parallelism.layout.pp)
-        for stage in stages_of(shape, self.task.sequence, depth):
-            for layer in [layer for layer in stage if 1 <= layer <= shape.layers][:most]:
-                modes[layer - 1] = "full"
-        return modes
-
-
-def _program(job: Job) -> tuple[bool, Program | None]:
-    """Whether gradients are reduced with each microbatch, and the program where the bound uses it."""
-    if job.dp.mode not in ("zero2", "zero3"):
-        return False, None
-    program = job.program()
-    return reduction(program, job.dp.mode, job.dp.reduce) == "microbatch", program
-
-
-# ------------------------------------------------------------------ errors
-
-
-def _check(task: Task) -> None:
-    """Raise what no layout can mend."""
-    job = replace(task.job, layout=Layout(), global_batch=1, micro_batch=1)
-    wrong = problems(job)
-    if wrong:
-        raise wrong[0]
-    if task.objective == "tokens_per_dollar" and task.price is None:
-        raise StrettoError(
-            f"objective tokens_per_dollar: cluster {task.cluster.name!r} has no price",
-            hint="give it one in its YAML file: price, dollars an hour of one device",
-        )
-
-
-def _nothing_legal(task: Task, space: Space) -> StrettoError:
-    """The error where no layout is legal: the first rule that was broken, or no product of sizes."""
-    for name, (_, example) in space.rejected.items():
-        return StrettoError(f"no layout is legal: {example}", hint=f"look at {name}, and at --fix")
-    return StrettoError(
-        f"no layout of {task.devices} devices is left by what is fixed: "
-        + ", ".join(f"{name}={_in_words(values)}" for name, values in task.fixed.items()),
-        hint="tp x cp x dp x pp must be the number of devices",
-    )
-
-
-def _in_words(values: object) -> str:
-    return ",".join(map(str, values)) if isinstance(values, tuple) else str(values)
+def _is_likely(fit: Fit) -> bool:
+    return fit.likely

@@ -15,6 +15,7 @@ from functools import lru_cache
 from math import inf
 
 from stretto.errors import StrettoError
+from stretto.layout.layout import Layout
 from stretto.planner.counts.activations import ELEMENT_BYTES, ComputeConfig
 from stretto.planner.counts.rank_parameters import Shares
 from stretto.planner.machines.device import Device
@@ -33,6 +34,7 @@ from stretto.spec.data_parallel import DataParallel
 from stretto.spec.flops import Recompute as Mode
 from stretto.spec.job import Job
 from stretto.spec.program import stages_of
+from stretto.spec.shape import ModelShape
 
 # bytes of a microbatch between I and W over those of one in flight: fewer, or many more with recomputation
 _WEIGHTS = 0.5, 8.0
@@ -67,18 +69,24 @@ def filling_microbatches(choice: ScheduleChoice, pp: int, microbatches: int) -> 
     return min(microbatches, times * max(pp, dict(choice.options).get("group") or 1))
 
 
+def sampled_ranks(pp: int) -> tuple[int, ...]:
+    """The pipeline ranks that bounds look at: the first, the middle and the last."""
+    return tuple(sorted({0, pp // 2, pp - 1}))
+
+
 @lru_cache(maxsize=4096)
-def peak_states(choice: ScheduleChoice, pp: int, microbatches: int) -> tuple[tuple[PeakState, ...], ...]:
-    """For each rank the fullest states at which each of its stages begins a backward, the fullest of all
-    first; empty where the schedule does not exist for so many microbatches, or is searched for.
+def peak_states(choice: ScheduleChoice, pp: int, microbatches: int) -> dict[int, tuple[PeakState, ...]]:
+    """For each of the sampled ranks the fullest states at which each of its stages begins a backward, the
+    fullest of all first; empty where the schedule does not exist for so many microbatches, or is searched
+    for.
     """
     if is_searched(choice.name):
-        return ()
+        return {}
     try:
         program = schedule(choice.name, pp, microbatches, **dict(choice.options))
     except StrettoError:
-        return ()  # the rules refuse such a job
-    return tuple(_of_rank(program, rank) for rank in range(pp))
+        return {}  # the rules refuse such a job
+    return {rank: _of_rank(program, rank) for rank in sampled_ranks(pp)}
 
 
 @lru_cache(maxsize=4096)
@@ -86,7 +94,9 @@ def _holds_all(choice: ScheduleChoice, microbatches: int) -> bool:
     """Whether each of two ranks holds the whole batch at once."""
     options = tuple((name, value) for name, value in choice.options if name != "group")
     states = peak_states(ScheduleChoice(choice.name, options), _SAMPLE, min(_MANY, microbatches))
-    return bool(states) and all({*of_rank[0].in_flight} == {min(_MANY, microbatches)} for of_rank in states)
+    return bool(states) and all(
+        {*of_rank[0].in_flight} == {min(_MANY, microbatches)} for of_rank in states.values()
+    )
 
 
 def _of_rank(program: Program, rank: int) -> tuple[PeakState, ...]:
@@ -187,26 +197,24 @@ class MemoryBounds:
         self._layers = dict[object, _Layer]()
         self._places = dict[object, int]()
 
-    def parallelism(
-        self, parallelism: Parallelism, dp: DataParallel, saving: Saving, states: bool = False
-    ) -> int:
-        """A bound for every schedule: states shared evenly over pipeline ranks, and one microbatch in one
-        block.
-
-        Args:
-            states: without the microbatch.
-        """
-        at = parallelism.layout
-        key = at.tp, at.cp, at.ep, at.dp, at.pp, parallelism.expert_tp, dp, saving.offload, saving.parameters
+    def states(self, layout: Layout, expert_tp: int | None, dp: DataParallel, saving: Saving) -> int:
+        """A bound for every schedule: states shared evenly over pipeline ranks."""
+        sizes = layout.tp, layout.cp, layout.ep, layout.dp, layout.pp, expert_tp
+        key = sizes, dp, saving.offload, saving.parameters
         if key not in self._places:
+            parallelism = Parallelism(
+                layout=layout, expert_tp=expert_tp, micro_batch=1, sequence_parallel=False, context="ring"
+            )
             job = Candidate(parallelism, ScheduleChoice(PLAIN), dp, saving).job(self.task)
-            whole = _states(job, (range(self.task.shape.layers + 2),))
-            self._places[key] = whole // at.pp
-        if states:
-            return self._places[key]
+            self._places[key] = _states(job, (range(self.task.shape.layers + 2),)) // layout.pp
+        return self._places[key]
+
+    def parallelism(self, parallelism: Parallelism, dp: DataParallel, saving: Saving) -> int:
+        """A bound for every schedule: the states, and one microbatch in one block."""
         mode = saving.recompute.mode
         block = self._layer(parallelism, 1, "full" if mode == "auto" else mode)
-        return self._places[key] + block.kept + block.backward
+        states = self.states(parallelism.layout, parallelism.expert_tp, dp, saving)
+        return states + block.kept + block.backward
 
     def of(self, candidate: Candidate) -> MemoryBound:
         """The bound of a candidate."""
@@ -255,7 +263,7 @@ class MemoryBounds:
             stages, layers = stages_of(task.shape, task.sequence, program.depth), task.shape.layers
             full = peak_states(choice, layout.pp, microbatches)
             ranks = list[_Rank]()
-            for rank in sorted({0, layout.pp // 2, layout.pp - 1}):
+            for rank in sampled_ranks(layout.pp):
                 held = tuple(stages[stage % program.depth] for stage in program.stages_of(rank))
                 ends = tuple(layers + 1 in stage for stage in held)
                 ranks.append(
@@ -341,17 +349,29 @@ def memory_budget(device: Device, reserve: float | None) -> float:
 
 def _elements(job: Job, stages: Sequence[range]) -> Elements:
     """Parameters of these stages; a tied one is counted once."""
-    shares = Shares.of(ComputeConfig.of(job))
-    ends = {layer for stage in stages for layer in stage if layer in (0, job.shape.layers + 1)}
-    blocks = sum(1 <= layer <= job.shape.layers for stage in stages for layer in stage)
-    each = stage_elements(job.shape, (1,), shares)
-    total = stage_elements(job.shape, tuple(sorted(ends)), shares)
-    if len(job.shape.kinds()) > 1:  # blocks differ: each is counted, of both copies
-        for layer in (layer for stage in stages for layer in stage if 1 <= layer <= job.shape.layers):
-            one = stage_elements(job.shape, (layer,), shares)
-            total = Elements(total.dense + one.dense, total.expert + one.expert)
-        return total
-    return Elements(total.dense + blocks * each.dense, total.expert + blocks * each.expert)
+    return _elements_of(job.shape, tuple(stages), Shares.of(ComputeConfig.of(job)))
+
+
+@lru_cache(maxsize=16384)
+def _elements_of(shape: ModelShape, stages: tuple[range, ...], shares: Shares) -> Elements:
+    layers = [layer for stage in stages for layer in stage]
+    total = stage_elements(shape, tuple(sorted({x for x in layers if x in (0, shape.layers + 1)})), shares)
+    blocks = dict[int, int]()  # the first block of each kind, and how many there are
+    for layer in layers:
+        if 1 <= layer <= shape.layers:
+            first = _first_alike(shape, layer)
+            blocks[first] = blocks.get(first, 0) + 1
+    for layer, count in blocks.items():
+        each = stage_elements(shape, (layer,), shares)
+        total = Elements(total.dense + count * each.dense, total.expert + count * each.expert)
+    return total
+
+
+@lru_cache(maxsize=4096)
+def _first_alike(shape: ModelShape, layer: int) -> int:
+    """The first block that is like this one."""
+    kind = shape.block(layer - 1)
+    return next(first for first in range(1, layer + 1) if shape.block(first - 1) == kind)
 
 
 def _states(job: Job, stages: Sequence[range]) -> int:

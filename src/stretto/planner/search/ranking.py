@@ -6,7 +6,7 @@ Candidates whose times differ by less than is measurable are ordered by memory l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from operator import attrgetter
 
@@ -15,7 +15,7 @@ from stretto.planner.estimate import NOISE, PARTS, Estimate, estimate
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.memory.fits import Fit, Verdict
 from stretto.planner.memory.short_step import short_step_fit
-from stretto.planner.search.task import Candidate, Objective, Task
+from stretto.planner.search.task import RANKED, Candidate, Objective, Task
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,11 @@ class Plan:
     """The answer to "which layout, and will it fit?".
 
     Attributes:
-        ranking: the best first; empty: nothing fits.
+        ranking: the best first; empty: nothing fits, or nothing was found in time (`complete`).
+        safe: the fastest whose whole interval of memory fits, with the room that is wanted; None: none was
+            found.
+        plain: the fastest of each kind of layout that people use without a search, by its name; None: no such
+            layout is legal or fits.
         tried: all that were replayed, in the order of the search; those whose exact memory was not needed
             have a lower bound of it.
         rejected: by reason: a field of the config whose rule was broken, "memory", or "slower".
@@ -76,11 +80,16 @@ class Plan:
         seconds: duration of the search.
         gap: no layout that was not examined can be better than the best by more than this fraction; infinite
             where nothing fits so far and something was not examined.
-        widened: nothing fitted until states and parameters were sharded and offloaded in every way.
+        complete: the search came to its end: up to the tolerance nothing is faster, or nothing fits; else it
+            was cut short by its time limit.
+        widened: nothing conventional fitted until states and parameters were sharded and offloaded in every
+            way.
         nearest: where nothing fits, the candidate nearest to it.
     """
 
     ranking: Sequence[Ranked]
+    safe: Ranked | None = None
+    plain: Mapping[str, Ranked | None] = field(default_factory=dict[str, "Ranked | None"])
     tried: Sequence[Tried]
     rejected: Mapping[str, Rejected]
     candidates: int
@@ -90,6 +99,7 @@ class Plan:
     objective: Objective
     assumptions: Assumptions
     gap: float = 0.0
+    complete: bool = True
     widened: bool = False
     nearest: Ranked | None = None
 
@@ -122,6 +132,11 @@ class Feasible:
         return -self.headroom, self.candidate.complexity, self.seconds
 
 
+def is_safe(fit: Fit, room: float) -> bool:
+    """Whether the whole interval of the memory fits, and leaves `room` bytes."""
+    return fit.verdict == "fits" and fit.capacity - fit.device.high >= room
+
+
 def best_of_family(family: Sequence[Feasible]) -> Feasible:
     """Of variants of one layout, the preferred one among those as fast as the fastest."""
     fastest = min(family, key=lambda one: one.seconds)
@@ -140,7 +155,9 @@ def cannot_win(candidate: Candidate, family: Sequence[Feasible]) -> bool:
 
 
 def sort_feasible(candidates: Sequence[Feasible], task: Task) -> list[Feasible]:
-    """Sorted by the objective; those within the noise of the first are sorted by preference."""
+    """Sorted by the objective; of the first `RANKED`, those within the noise of the first are sorted by
+    preference.
+    """
 
     def cost(one: Feasible) -> float:
         world = one.candidate.parallelism.layout.world if task.objective == "tokens_per_dollar" else 1
@@ -150,7 +167,7 @@ def sort_feasible(candidates: Sequence[Feasible], task: Task) -> list[Feasible]:
     if not by_cost:
         return []
     least = cost(by_cost[0])
-    ties = [one for one in by_cost if cost(one) <= least * (1 + NOISE)]
+    ties = [one for one in by_cost[:RANKED] if cost(one) <= least * (1 + NOISE)]
     return sorted(ties, key=attrgetter("preferred")) + by_cost[len(ties) :]
 
 
@@ -201,7 +218,7 @@ def gap(best: float, left: float) -> float:
     """
     if left >= best:
         return 0.0
-    return inf if best == inf else best / left - 1
+    return inf if best == inf or not left else best / left - 1
 
 
 _PART_NAMES = {
@@ -213,19 +230,33 @@ _PART_NAMES = {
 _SMALL = 0.003  # share of the step below which a part is not mentioned
 
 
-def ranked(candidates: Sequence[Feasible], task: Task, sized: Callable[[int], Cluster]) -> list[Ranked]:
+def ranked(
+    candidates: Sequence[Feasible],
+    task: Task,
+    times: Mapping[Candidate, Estimate],
+) -> list[Ranked]:
     """The ranking with its reasons.
 
     Args:
-        sized: the cluster with so many devices.
+        times: of the candidates.
     """
     ranking = list[Ranked]()
     for feasible in candidates:
-        result = _estimate(feasible.candidate, feasible.fit, task, sized)
         first = ranking[0].estimate if ranking else None
-        why = _loses(result, first) if first else _wins(result)
-        ranking.append(_ranked(feasible.candidate, result, why, task))
+        ranking.append(compared(feasible, first, task, times))
     return ranking
+
+
+def compared(
+    feasible: Feasible,
+    first: Estimate | None,
+    task: Task,
+    times: Mapping[Candidate, Estimate],
+) -> Ranked:
+    """A candidate with the reason for its distance to the first; None: it is the first itself."""
+    candidate = feasible.candidate
+    result = replace(times[candidate], memory=feasible.fit)
+    return _ranked(candidate, result, _loses(result, first) if first else _wins(result), task)
 
 
 def nearest_to_fitting(
@@ -235,15 +266,10 @@ def nearest_to_fitting(
     if closest is None:
         return None
     candidate = closest[1]
-    job = candidate.job(task)
-    fit = short_step_fit(job, sized(candidate.parallelism.layout.world).device, task.assumptions)
-    result = _estimate(candidate, fit, task, sized)
+    job, cluster = candidate.job(task), sized(candidate.parallelism.layout.world)
+    fit = short_step_fit(job, cluster.device, task.assumptions)
+    result = replace(estimate(job, cluster, task.assumptions, memory=False), memory=fit)
     return _ranked(candidate, result, f"lacks {-fit.slack / 2**30:.4g} GiB of {_gib(fit)}", task)
-
-
-def _estimate(candidate: Candidate, fit: Fit, task: Task, sized: Callable[[int], Cluster]) -> Estimate:
-    cluster = sized(candidate.parallelism.layout.world)
-    return replace(estimate(candidate.job(task), cluster, task.assumptions, memory=False), memory=fit)
 
 
 def _ranked(candidate: Candidate, result: Estimate, why: str, task: Task) -> Ranked:

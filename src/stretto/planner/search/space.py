@@ -28,7 +28,7 @@ from stretto.spec.rules import problems
 
 _CHUNKS = (2, 3, 4, 6, 8, 12)  # stages of a rank; with more the bubble, small by then, hardly shrinks
 _WAVES = (1, 2, 4)
-_LARGEST = 64  # samples of a microbatch
+_MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # samples; kernels are tuned for powers of two
 
 
 class Space:
@@ -41,26 +41,31 @@ class Space:
         self._listed: dict[tuple[int, int], list[ScheduleChoice]] = {}
 
     def chosen(self, name: str, usual: Iterable[Any]) -> tuple[Any, ...]:
-        """The fixed values of a choice, else the usual ones."""
-        fixed = self.task.fixed.get(name)
-        return tuple(usual) if fixed is None else tuple(fixed)
+        """The fixed values of a choice, else the usual ones; of these, what the pass is narrowed to."""
+        fixed, among = self.task.fixed.get(name), self.task.narrowed.get(name)
+        values = tuple(usual) if fixed is None else tuple(fixed)
+        return values if among is None else tuple(value for value in values if value in among)
 
     # ------------------------------------------------------------------ splitting the layers
 
     def parallelisms(self) -> Iterator[Parallelism]:
         """Every legal layout with every size of a microbatch."""
         for layout, expert_tp in self.layouts():
-            each, rest = divmod(self.task.global_batch, layout.dp)
-            if rest:
-                rule = f"batch of {self.task.global_batch} over dp={layout.dp}"
-                self.refuse("batch.global_size", f"{layout}: {rule}")
+            yield from self.parallelisms_of(layout, expert_tp)
+
+    def parallelisms_of(self, layout: Layout, expert_tp: int | None) -> Iterator[Parallelism]:
+        """A layout with every size of a microbatch; of those that the user has not fixed, powers of two."""
+        each, rest = divmod(self.task.global_batch, layout.dp)
+        if rest:
+            rule = f"batch of {self.task.global_batch} over dp={layout.dp}"
+            self.refuse("batch.global_size", f"{layout}: {rule}")
+            return
+        sizes = [n for n in _MICRO_BATCHES if each % n == 0]
+        for micro in self.chosen("micro_batch", sizes):
+            if each % micro:
+                self.refuse("batch.micro_size", f"{layout}: {micro} of {each} samples a replica")
                 continue
-            sizes = [n for n in divisors(each) if n <= _LARGEST]
-            for micro in self.chosen("micro_batch", sizes):
-                if each % micro:
-                    self.refuse("batch.micro_size", f"{layout}: {micro} of {each} samples a replica")
-                    continue
-                yield from self._with_microbatch(layout, expert_tp, micro)
+            yield from self._with_microbatch(layout, expert_tp, micro)
 
     def _with_microbatch(self, layout: Layout, expert_tp: int | None, micro: int) -> Iterator[Parallelism]:
         parallel = self.chosen("sequence_parallel", (False, True) if layout.tp > 1 else (False,))
@@ -229,7 +234,7 @@ class Space:
                 sharings.append(DataParallel(mode=mode, **fixed))
                 continue
             sharings.append(DataParallel(mode=mode))
-            if not 1 < local < copies:
+            if not 1 < local < copies or "shard_states" in self.task.narrowed:
                 continue
             if mode in ("zero1", "zero2", "zero3"):
                 sharings.append(DataParallel(mode=mode, shard_states=local))

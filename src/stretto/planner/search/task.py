@@ -16,6 +16,7 @@ from stretto.spec.job import VOCAB_MULTIPLE, Job, Recompute
 from stretto.spec.shape import ModelShape
 
 Objective = Literal["time", "tokens_per_dollar"]
+RANKED = 10  # layouts that every search looks for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,26 +27,33 @@ class Task:
         job: all that is not searched: shape, batch, sequence, precision, optimiser, kernels.
         cluster: with the number of devices to use.
         fixed: choices that the user has made, by their names in `planner.search.fixed`.
+        narrowed: values to which one pass of a search is restricted, by the same names; of choices that are
+            not listed all values are considered.
         smaller: whether fewer devices are considered too: every divisor of their number.
         asynchronous: whether schedules are considered that update within the step, which changes the result.
         searched: whether the schedule `auto` is considered.
-        top: how many layouts are wanted.
+        top: how many layouts are wanted. The search itself looks for at least `RANKED`, so that the order of
+            the first ones does not depend on it.
+        room: bytes that the fastest safe layout must leave free beyond the interval of its memory.
         wide: whether states off the device, and parameters and gradients sharded beside a pipeline, are
             considered in any case, and not only where nothing fits otherwise.
         tolerance: the best layout is found up to this fraction of its time; 0: exactly.
-        seconds: of CPU time that the search may take: about half of it to prove which layout is the best, the
-            rest to fill the ranking with the best candidates known by then; None: until all is proved.
+        seconds: of wall-clock time that the search may take: about half of it to prove which layout is the
+            best, the rest to fill the ranking with the best candidates known by then; None: until all is
+            proved.
     """
 
     job: Job
     cluster: Cluster
     assumptions: Assumptions = field(default_factory=Assumptions)
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    narrowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
     objective: Objective = "time"
     smaller: bool = False
     asynchronous: bool = False
     searched: bool = False
-    top: int = 10
+    top: int = RANKED
+    room: float = 0.0
     wide: bool = False
     tolerance: float = 0.01
     seconds: float | None = 8.0

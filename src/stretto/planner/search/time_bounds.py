@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from stretto.layout.layout import Layout
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.estimate import precision_of
 from stretto.planner.machines.cluster import Cluster
@@ -26,6 +27,7 @@ from stretto.program.schedules.registry import PLAIN
 from stretto.program.schedules.traits import is_searched, updates_within
 from stretto.spec.data_parallel import DataParallel
 from stretto.spec.flops import Recompute as Mode
+from stretto.spec.flops import model_flops_per_step
 from stretto.spec.job import Job
 from stretto.spec.program import stages_of
 
@@ -114,6 +116,7 @@ class _RankStages:
     data: tuple[DataTime, ...]
 
 
+_USUAL_TOKENS = 8192  # of a microbatch
 _FIELDS = ("forward", "back", "work")
 Layers = tuple[LayerSeconds, LayerSeconds, LayerSeconds]
 
@@ -206,6 +209,28 @@ class TimeBounds:
         work = embed.work + blocks * block.work + head.work
         trip = _round_trip(embed) + blocks * _round_trip(block) + _round_trip(head)
         return self._corrected(max(self._microbatches(parallelism) / layout.pp * work, trip), layout.world)
+
+    def typical(self, layout: Layout, expert_tp: int | None) -> float:
+        """The bound of a layout with a microbatch of usual size: not a bound for every size, but an estimate
+        by which layouts are sorted.
+        """
+        each = self.task.global_batch // layout.dp or 1
+        tokens = self.task.sequence // layout.cp
+        micro = max(n for n in (1, 2, 4, 8) if n == 1 or (each % n == 0 and n * tokens <= _USUAL_TOKENS))
+        usual = Parallelism(
+            layout=layout,
+            expert_tp=expert_tp,
+            micro_batch=micro,
+            sequence_parallel=layout.tp > 1,
+            context="ring",
+        )
+        return self.parallelism(usual)
+
+    def ideal(self, layout: Layout) -> float:
+        """A bound for every layout with as many devices: model FLOPs at the device's peak."""
+        task, device = self.task, self.task.cluster.device
+        flops = model_flops_per_step(task.shape, task.sequence, task.global_batch, causal=True)
+        return self._corrected(flops / (layout.world * device.peak(precision_of(task.job))), layout.world)
 
     def schedule(self, parallelism: Parallelism, choice: ScheduleChoice, saving: Saving) -> float:
         """A bound with a schedule and recomputation."""

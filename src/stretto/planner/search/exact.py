@@ -1,0 +1,118 @@
+"""Exact times and memory of candidates, each computed once however many passes of a search examine it."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+from stretto.planner.estimate import Estimate, estimate_of, precision_of
+from stretto.planner.memory.fits import Fit
+from stretto.planner.memory.job import memory_of
+from stretto.planner.memory.short_step import short_step_fit
+from stretto.planner.search.memory_bounds import filling_microbatches
+from stretto.planner.search.space import depth_of, small_program
+from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
+from stretto.planner.search.time_bounds import TimeBounds
+from stretto.planner.time.step import step_time
+from stretto.program.program import Program
+from stretto.spec.flops import Recompute as Mode
+from stretto.spec.job import Job
+from stretto.spec.program import stages_of
+from stretto.spec.reduction import reduction
+
+_SECONDS_PER_ACTION = 2e-5  # of a replay or a memory check on one core, until some were timed
+_ENOUGH_ACTIONS = 2000
+_KINDS = 3  # actions of a microbatch on a stage: F, I and W
+
+
+class Exact:
+    """Exact times and memory for one task, and the bounds that follow from them."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.bounds = task, TimeBounds(task)
+        self.times = dict[Candidate, Estimate]()  # without memory
+        self.fits = dict[Candidate, Fit]()
+        self._makespans = dict[tuple[Parallelism, ScheduleChoice, Saving], float]()
+        self._pace = {"replay": _SECONDS_PER_ACTION, "memory": _SECONDS_PER_ACTION}
+
+    def bound(self, candidate: Candidate, job: Job) -> float:
+        """The best lower bound on a candidate's seconds before its replay: the bound with its program, and
+        the makespan of a candidate that differs only in how states are sharded.
+        """
+        bound = self.bounds.candidate(candidate, job, *_program(job))
+        return max(
+            bound, self._makespans.get((candidate.parallelism, candidate.schedule, candidate.saving), 0.0)
+        )
+
+    def seconds(self, candidate: Candidate) -> float:
+        """Seconds of a step, replayed."""
+        if candidate not in self.times:
+            started = perf_counter()
+            self.times[candidate] = self._replay(candidate)
+            self._note("replay", perf_counter() - started, self._actions(candidate))
+        return self.times[candidate].seconds
+
+    def fit(self, candidate: Candidate) -> Fit:
+        """How the fullest rank's memory fits the device."""
+        if candidate not in self.fits:
+            started = perf_counter()
+            job, device = candidate.job(self.task), self.task.cluster.device
+            self.fits[candidate] = short_step_fit(job, device, self.task.assumptions)
+            self._note("memory", perf_counter() - started, self._actions(candidate, short=True))
+        return self.fits[candidate]
+
+    def expected_seconds(self, candidate: Candidate) -> float:
+        """About how long it takes to compute what is not known yet of a candidate's time and memory."""
+        taken = 0.0
+        if candidate not in self.times:
+            taken += self._pace["replay"] * self._actions(candidate)
+        if candidate not in self.fits:
+            taken += self._pace["memory"] * self._actions(candidate, short=True)
+        return taken
+
+    def _note(self, what: str, taken: float, actions: int) -> None:
+        """Follow the pace of this machine, more readily upwards: a search must not overrun its time. Small
+        programs say nothing of it: most of their time does not grow with their actions.
+        """
+        if actions < _ENOUGH_ACTIONS:
+            return
+        pace = taken / actions
+        self._pace[what] = max(pace, 0.7 * self._pace[what] + 0.3 * pace)
+
+    def _actions(self, candidate: Candidate, short: bool = False) -> int:
+        layout, choice = candidate.parallelism.layout, candidate.schedule
+        microbatches = self.task.global_batch // (layout.dp * candidate.parallelism.micro_batch)
+        if short:
+            microbatches = min(microbatches, 2 * filling_microbatches(choice, layout.pp, microbatches))
+        return max(1, _KINDS * depth_of(choice, layout.pp) * microbatches)
+
+    def _replay(self, candidate: Candidate) -> Estimate:
+        task, job = self.task, candidate.job(self.task)
+        cluster = self.bounds.cluster(candidate.parallelism.layout.world)
+        modes = memory_of(job).modes if job.recompute.mode == "auto" else self._modes(candidate)
+        time = step_time(job, cluster, task.assumptions, precision_of(job), modes)
+        # other ways of sharding states can make actions longer, never shorter
+        if job.dp.mode in ("ddp", "zero1"):
+            key = candidate.parallelism, candidate.schedule, candidate.saving
+            self._makespans[key] = time.timeline.makespan * cluster.correction
+        return estimate_of(job, cluster, time)
+
+    def _modes(self, candidate: Candidate) -> list[Mode] | None:
+        """How each block is recomputed, where only some of a stage are."""
+        most, shape = candidate.saving.recompute.blocks, self.task.shape
+        if most is None:
+            return None
+        modes: list[Mode] = ["none"] * shape.layers
+        program = small_program(candidate.schedule, candidate.parallelism.layout.pp)
+        assert program is not None
+        for stage in stages_of(shape, self.task.sequence, program.depth):
+            for layer in [layer for layer in stage if 1 <= layer <= shape.layers][:most]:
+                modes[layer - 1] = "full"
+        return modes
+
+
+def _program(job: Job) -> tuple[bool, Program | None]:
+    """Whether gradients are reduced with each microbatch, and the program where the bound uses it."""
+    if job.dp.mode not in ("zero2", "zero3"):
+        return False, None
+    program = job.program()
+    return reduction(program, job.dp.mode, job.dp.reduce) == "microbatch", program
