@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stretto.cli.main import run
-from stretto.planner.search import branch
+from stretto.planner.search import search as search_module
 from stretto.run.config.job import job_of
 from stretto.run.config.load import load
 from stretto.run.config.required import FIELDS, settings
@@ -101,7 +101,7 @@ def test_what_cannot_be_built_is_planned_and_not_written(
     assert "training cannot build this model yet: it has a window of 4096" in " ".join(
         capsys.readouterr().out.split()
     )
-    monkeypatch.setattr(branch, "search", lambda *_: pytest.fail("searched before the refusal"))
+    monkeypatch.setattr(search_module, "search", lambda *_: pytest.fail("searched before the refusal"))
     assert run([*wanted, "--write", str(tmp_path / "no.yaml")]) == 2
     said = capsys.readouterr().err
     assert "not yet built" in said
@@ -198,3 +198,35 @@ def test_a_planned_config_trains(
     assert run(["train", "planned.yaml", "train.steps=2", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["steps"] == 2
+
+
+def test_a_search_that_is_cut_short_never_says_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    large = ["plan", "--model", "deepseek-v3", "--cluster", "hgx-h800:2048", "--batch", "15360"]
+    assert run([*large, "--seconds", "0.1"]) == 3
+    said = capsys.readouterr().out
+    assert "cut short after" in said
+    assert "nothing was found that fits" in said
+    assert "nothing fits" not in said
+    assert run([*large, "--seconds", "0.1", "--json"]) == 3
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["complete"], facts["gap"], facts["ranking"]) == (False, None, [])
+
+
+def test_the_safe_and_the_plain_layouts_are_beside_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*BIG, *FIXED, "--room", "20", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["complete"]
+    assert facts["plain"]["FSDP"] is None  # tp=4 is fixed
+    safe = facts["safe"]["memory"]
+    assert safe["device"]["high_gib"] + 20 <= safe["capacity_gib"]
+    assert run([*BIG, *FIXED, "--room", "20"]) == 0
+    said = capsys.readouterr().out
+    assert "fastest that certainly fits with 20 GiB free: " in said
+    assert "FSDP: none was found that fits" in said
+
+
+def test_a_batch_without_data_parallelism_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--model", "gpt3-175b", "--cluster", "dgx-a100-80gb:1024", "--batch", "1537"]) == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: batch is 1537, which has no common divisor with the 1024 devices: ")
+    assert hint == "hint: nearest is 1536; or fix dp=1"

@@ -94,10 +94,21 @@ def plan(
     seconds: Annotated[
         float,
         typer.Option(
-            min=0.1, help="Time limit of the search; then it says how far from the best the result may be."
+            min=0.1,
+            help="Time limit of the search on the clock; a search that is cut short says so, and by how much "
+            "something faster could have been missed.",
         ),
     ] = 8.0,
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 10,
+    room: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="GIB",
+            help="Device memory that the fastest safe layout, shown beside the fastest, leaves free beyond "
+            "the interval of its prediction.",
+        ),
+    ] = 0.0,
     write: Annotated[Path | None, typer.Option(help="Write the best layout's config here.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with pictures here.")] = None,
     placement: Annotated[
@@ -114,7 +125,10 @@ def plan(
     --fix then takes split=row,data, place=device, optimizer=adagrad and others; --placement evaluates a file
     that --write wrote.
 
-    Exit code 1 if nothing fits.
+    Beside the fastest layouts it shows the fastest safe one and what people run without a search: FSDP, and
+    tensor parallelism in a node x a pipeline.
+
+    Exit code 1 if nothing fits; 3 if the search was cut short before it found or excluded anything.
     """
     flags = {"asynchronous": asynchronous, "wide": wide}
     of_others = {"sequence": sequence, "max-gpus": max_gpus, "html": html, **flags}
@@ -134,7 +148,13 @@ def plan(
     from stretto.planner.search.search import search
 
     base = _base(config, overrides)
-    search_options = {"objective": objective, "top": top, "seconds": seconds, **flags}
+    search_options = {
+        "objective": objective,
+        "top": top,
+        "seconds": seconds,
+        "room": room * GIB,
+        **flags,
+    }
     task = _task(
         base=base,
         model=model,
@@ -168,7 +188,7 @@ def plan(
 
     report(record, as_json, text)
     if not result.ranking:
-        raise say_no()
+        raise say_no() if result.complete else typer.Exit(_CUT_SHORT)
 
 
 def _recommender(
@@ -312,6 +332,7 @@ def _write(path: Path, result: Plan, base: TrainConfig | None) -> None:
 
 
 GIB = 2**30
+_CUT_SHORT = 3  # exit code: nothing was found, and it is not known that nothing fits
 _BAR = 12  # characters of a full device
 
 
@@ -339,10 +360,13 @@ def facts(plan: Plan, written: Path | None) -> dict[str, Any]:
         "replayed": plan.replayed,
         "feasible": plan.feasible,
         "seconds": plan.seconds,
+        "complete": plan.complete,
         "gap": None if plan.gap == inf else plan.gap,
         "widened": plan.widened,
         "objective": plan.objective,
         "ranking": [_entry(one) for one in plan.ranking],
+        "safe": None if plan.safe is None else _entry(plan.safe),
+        "plain": {name: None if one is None else _entry(one) for name, one in plan.plain.items()},
         "rejected": {
             name: {"count": one.count, "example": one.example} for name, one in plan.rejected.items()
         },
@@ -395,7 +419,10 @@ def show(to: Console, plan: Plan, task: Task, model: str) -> None:
         labelled(to, name, text, _INDENT)
     labelled(to, "search", counts(plan), _INDENT)
     if plan.widened:
-        text = "nothing fits without offload and without ZeRO 2 and 3 in pipelines, so these were tried too"
+        text = (
+            "no conventional layout fits without offload and without ZeRO 2 and 3 in pipelines, so these "
+            "were tried too"
+        )
         labelled(to, "", text, _INDENT)
     if not plan.ranking:
         _nothing(to, plan)
@@ -404,6 +431,8 @@ def show(to: Console, plan: Plan, task: Task, model: str) -> None:
         for place, one in enumerate(plan.ranking, 1):
             labelled(to, f"{place:>2}.", one.words, 4)
             labelled(to, "", one.why, 4)
+        _beside(to, plan, task.room)
+        _cut_short(to, plan)
     for reason, one in plan.rejected.items():
         labelled(to, "rejected,", f"{reason}: {one.count:,}, such as {one.example}", _INDENT)
     if task.job.shape.unbuilt:
@@ -414,10 +443,45 @@ def show(to: Console, plan: Plan, task: Task, model: str) -> None:
 _INDENT = 10  # columns of a label
 
 
-def _nothing(to: Console, plan: Plan) -> None:
-    to.print(
-        "nothing fits" if plan.gap < inf else "nothing found that fits; the search was not finished in time"
+def _beside(to: Console, plan: Plan, room: float) -> None:
+    """The fastest safe layout, and what people run without a search, with their distances to the first."""
+    free = f" with {room / GIB:.4g} GiB free" if room else ""
+    safe = f"none was found{free}" if plan.safe is None else f"fastest that certainly fits{free}: "
+    labelled(to, "safe", safe + (_distance(plan.safe, plan) if plan.safe else ""), _INDENT)
+    for name, one in plan.plain.items():
+        text = "none was found that fits" if one is None else _distance(one, plan)
+        labelled(to, "plain", f"{name}: {text}", _INDENT)
+
+
+def _distance(one: Ranked, plan: Plan) -> str:
+    first = plan.ranking[0]
+    if one.words == first.words:
+        return "the first"
+    more = one.estimate.seconds / first.estimate.seconds - 1
+    tight = ", tight" if one.estimate.memory is not None and one.estimate.memory.verdict == "tight" else ""
+    return f"{one.words}: {one.estimate.seconds:.4g} s ({100 * more:+.1f}%{tight}: {one.why})"
+
+
+def _cut_short(to: Console, plan: Plan) -> None:
+    if plan.complete:
+        return
+    bound = (
+        f"no layout left unexamined is more than {100 * plan.gap:.1f}% faster"
+        if plan.gap < inf
+        else "how much faster one left unexamined could be is not known"
     )
+    labelled(to, "cut short", f"after {plan.seconds:.1f} s; {bound} (more with --seconds)", _INDENT)
+
+
+def _nothing(to: Console, plan: Plan) -> None:
+    if plan.complete:
+        to.print("nothing fits")
+    else:
+        text = (
+            f"after {plan.seconds:.1f} s: nothing was found that fits, and not everything was examined "
+            "(more with --seconds; or help it with --fix, as in --fix tp=8)"
+        )
+        labelled(to, "cut short", text, _INDENT)
     if plan.nearest is not None:
         labelled(to, "nearest", f"{plan.nearest.words}: {plan.nearest.why}", _INDENT)
 

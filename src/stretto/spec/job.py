@@ -132,14 +132,12 @@ class Job:
     def _program_key(self) -> ProgramKey:
         assert self.microbatches
         costs = (self.shape, self.sequence, self.recompute.mode, self.stage_layers)
-        hashable = ((k, tuple(v) if isinstance(v, list) else v) for k, v in sorted(self.options.items()))
+        options = ((k, tuple(v) if isinstance(v, list) else v) for k, v in sorted(self.options.items()))
         return ProgramKey(
             name=self.schedule,
             ranks=self.layout.pp,
             microbatches=self.microbatches,
-            options=tuple(
-                (k, tuple(v) if isinstance(v, list) else v) for k, v in sorted(self.options.items())
-            ),
+            options=tuple(options),
             costs=costs if is_searched(self.schedule) else None,  # no other schedule looks at the model
             gathered=self._gathers_stages,
         )

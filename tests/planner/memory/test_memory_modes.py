@@ -12,7 +12,7 @@ from stretto.planner.counts.state_bytes import StateConfig
 from stretto.planner.memory.alternatives import compare_modes, parameters_of, published
 from stretto.planner.memory.ranks import MemoryJob
 from stretto.spec.data_parallel import MODES, DataParallel
-from stretto.spec.program import build_program
+from stretto.spec.program import ProgramKey, build_program
 from stretto.spec.shape import ModelShape
 
 SHAPE = ModelShape(family="gpt", layers=8, hidden=64, heads=4, vocab=128, sequence=64)
@@ -21,15 +21,7 @@ HOW = ComputeConfig(batch=2, sequence=64, element=2)
 
 def job(mode: Mode, pp: int = 1, **fields: Any) -> MemoryJob:
     gather = DataParallel(mode=mode).gathers(pp)
-    program = build_program(
-        name="1f1b",
-        ranks=pp,
-        microbatches=4,
-        options={},
-        shape=SHAPE,
-        sequence=64,
-        gathered=gather == "stage",
-    )
+    program = build_program(ProgramKey(name="1f1b", ranks=pp, microbatches=4, gathered=gather == "stage"))
     state_config = StateConfig(
         mode=mode, sizes=shard_sizes(mode, 4), copies=4, element=2, gradient=2, **fields
     )

@@ -18,6 +18,7 @@ from stretto.planner.estimate import NOISE, estimate
 from stretto.planner.machines.cluster import Cluster, Link
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.short_step import short_step_fit
+from stretto.planner.search.branch import first_true
 from stretto.planner.search.memory_bounds import MemoryBounds
 from stretto.planner.search.ranking import Feasible, best_of_family, sort_feasible
 from stretto.planner.search.search import search
@@ -33,6 +34,7 @@ from stretto.planner.search.task import (
 )
 from stretto.planner.search.time_bounds import TimeBounds
 from stretto.spec.data_parallel import DataParallel
+from stretto.spec.experts import ExpertShape
 from stretto.spec.job import Recompute
 from stretto.spec.program import stages_of
 from stretto.spec.shape import ModelShape
@@ -255,3 +257,114 @@ def test_memory_without_a_limit_always_fits() -> None:
     assert plan.ranking
     assert plan.ranking[0].estimate.memory is not None
     assert plan.ranking[0].estimate.memory.verdict == "fits"
+
+
+MIXED = ModelShape(
+    family="llama",
+    layers=6,
+    hidden=512,
+    heads=8,
+    kv_heads=4,
+    vocab=4096,
+    sequence=512,
+    moe=ExpertShape(experts=4, top_k=2, ffn=1024, dense_layers=2),
+)
+
+
+def test_bounds_hold_where_blocks_differ() -> None:
+    job = job_to_plan(shape=MIXED, global_batch=BATCH, sequence=512)
+    wanted = task(job=job, fixed={"micro_batch": (2,)}, wide=True)
+    bounds, least, space, seen = TimeBounds(wanted), MemoryBounds(wanted), Space(wanted), 0
+    for at, candidate in enumerate(every(wanted)):
+        if at % 89 or space.illegal(candidate.job(wanted), ""):
+            continue
+        for saving in (Saving(), Saving(Recompute("full", 1)), Saving(Recompute("full"), "cpu")):
+            one = replace(candidate, saving=saving)
+            job = one.job(wanted)
+            time = estimate(job, wanted.cluster, wanted.assumptions, memory=False).seconds * (1 + 1e-9)
+            memory = short_step_fit(job, wanted.cluster.device, wanted.assumptions).allocated.mid
+            assert bounds.parallelism(one.parallelism) <= time, one
+            assert bounds.schedule(one.parallelism, one.schedule, saving) <= time, one
+            assert bounds.candidate(one, job) <= time, one
+            assert bounds.ideal(job.layout) <= time, one
+            assert least.parallelism(one.parallelism, one.dp, saving) <= memory, one
+            assert least.of(one).total <= memory, one
+        seen += 1
+    assert seen > 10
+
+
+def test_the_bound_of_blocks_that_differ_counts_each_kind() -> None:
+    dense = replace(MIXED, moe=None)
+    parallelism = replace(_AT, layout=Layout(), micro_batch=2)
+
+    def bound(shape: ModelShape) -> float:
+        job = job_to_plan(shape=shape, global_batch=BATCH, sequence=512)
+        return TimeBounds(task(job=job)).parallelism(parallelism)
+
+    assert MIXED.moe is not None
+    sparse = replace(MIXED, moe=replace(MIXED.moe, dense_layers=0))
+    assert bound(dense) < bound(MIXED) < bound(sparse)
+    assert bound(MIXED) == pytest.approx((2 * bound(dense) + 4 * bound(sparse)) / 6, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("memory", "fixed"),
+    [
+        FIXES[2],
+        (0.5e9, {"tp": (1, 2), "cp": (1,), "micro_batch": (1, 2), "schedule": ("1f1b", "zb-h1", "hanayo")}),
+    ],
+)
+def test_the_first_rows_do_not_depend_on_how_many_are_wanted(
+    memory: float, fixed: dict[str, tuple[Any, ...]]
+) -> None:
+    plans = [search(task(fixed=fixed, cluster=cluster(memory=memory), top=top)) for top in (1, 3, 10, 14)]
+    rows = [[one.words for one in plan.ranking] for plan in plans]
+    longest = rows[-1]
+    assert len(longest) > 3
+    assert all(of_plan == longest[: len(of_plan)] for of_plan in rows)
+    assert [len(of_plan) for of_plan in rows[:2]] == [1, 3]
+
+
+def test_safe_and_plain_layouts_are_beside_the_fastest() -> None:
+    plan = search(task(cluster=cluster(memory=0.9e9), fixed={"micro_batch": (1, 2)}, wide=True))
+    fsdp = plan.plain["FSDP"]
+    assert fsdp is not None
+    assert fsdp.estimate.job.layout == Layout(dp=4)
+    assert fsdp.estimate.job.dp.mode == "zero3"
+    both = plan.plain["tensor x pipeline"]
+    assert both is not None
+    assert both.estimate.job.layout.tp == 2  # the node
+    assert plan.safe is not None
+    assert plan.safe.estimate.memory is not None
+    assert plan.safe.estimate.memory.verdict == "fits"
+    roomy = search(task(cluster=cluster(memory=0.9e9), fixed={"micro_batch": (1, 2)}, wide=True, room=0.5e9))
+    assert roomy.safe is not None
+    fit = roomy.safe.estimate.memory
+    assert fit is not None
+    assert fit.capacity - fit.device.high >= 0.5e9
+    assert roomy.safe.estimate.seconds >= plan.safe.estimate.seconds
+
+
+def test_a_search_without_time_proves_nothing() -> None:
+    plan = search(task(seconds=1e-6))
+    assert not plan.complete
+    assert not plan.ranking
+    assert plan.gap == inf
+
+
+def test_a_batch_that_no_replicas_can_share_is_an_error() -> None:
+    job = job_to_plan(shape=SHAPE, global_batch=15, sequence=512)
+    with pytest.raises(
+        StrettoError, match="batch is 15, which has no common divisor with the 4 devices"
+    ) as error:
+        search(task(job=job))
+    assert error.value.hint == "nearest is 16; or fix dp=1"
+    assert search(task(job=job, fixed={"dp": (1,), "schedule": ("1f1b",)})).ranking
+
+
+def test_the_first_index_is_found_from_any_guess() -> None:
+    for end in range(9):
+        for first in range(end + 1):
+            for start in range(first + 1):
+                for guess in range(start, end + 1):
+                    assert first_true(lambda at, first=first: at >= first, start, guess, end) == first

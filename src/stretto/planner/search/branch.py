@@ -7,7 +7,8 @@ What cannot fit is dropped at once, and what fits only with recomputation is bou
 bound is examined first. When a candidate's bound comes up, it is replayed and comes back with its exact time;
 when that comes up, nothing left can be faster, and its exact memory is computed. So candidates are accepted
 in the order of their times, the best of all is never missed, and the search ends when as many layouts fit as
-are wanted, one of them safely.
+are wanted, one of them safely. When most of its time is over, it dives: it follows the most promising choices
+down to whole candidates, and proves nothing more.
 
 What saves memory at the cost of time (recomputation, offload) is a ladder (`planner.search.savings`): of each
 row of a ladder the first saving that fits is examined, and the first that fits safely.
@@ -37,16 +38,16 @@ from stretto.planner.search.ranking import (
 )
 from stretto.planner.search.savings import SavingLadder
 from stretto.planner.search.space import Space
-from stretto.planner.search.task import RANKED, Candidate, Parallelism, Saving, ScheduleChoice, Task
+from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
 from stretto.program import entry as entry_of
 
 # Shares of a pass's time at which it ends to estimate layouts, to list them with their microbatches, and to
-# prove the best; what is left is for filling the ranking with the candidates known by then.
-_ESTIMATING = 0.15
-_LISTING = 0.3
-_PROVING = 0.6
-_DELAYS = (1.15, 1.25, 1.4)  # of a schedule with its saving, a schedule, a parallelism, where a pass dives
-_DIVES = 20  # replays of such a pass, if it finds what it wants
+# prove the best; in what is left it dives among what is open.
+_ESTIMATING = 0.12
+_LISTING = 0.25
+_PROVING = 0.65
+_DELAYS = (1.15, 1.25, 1.4)  # of a schedule with its saving, a schedule, a parallelism, while a pass dives
+_DIVES = 20  # replays of a pass that only dives, if it finds what it wants
 _CERTAIN = 0.93  # share of the memory budget; bounds below it seldom turn out not to fit
 
 Progress = Callable[[int, int, int], None]  # candidates replayed, memories computed, layouts that fit
@@ -80,9 +81,9 @@ class BranchAndBound:
         exact: times and memory, shared by all passes.
         until: the share of the time limit at which this pass ends.
         wanted: families that it looks for.
-        dive: follow the most promising choice down to a whole candidate before its alternatives, and put off
-            what may turn out not to fit, so that something is accepted soon, though not in the order of
-            times.
+        only_dives: follow the most promising choice down to a whole candidate before its alternatives, and
+            put off what may turn out not to fit, so that something is accepted soon, though not in the order
+            of times.
     """
 
     task: Task
@@ -90,7 +91,7 @@ class BranchAndBound:
     deadline: Deadline
     until: float = 1.0
     wanted: int
-    dive: bool = False
+    only_dives: bool = False
     progress: Progress | None = None
     families: dict[tuple[object, ...], list[Feasible]] = field(
         default_factory=dict[tuple[object, ...], list[Feasible]]
@@ -98,14 +99,14 @@ class BranchAndBound:
     refusals: Refusals = field(default_factory=Refusals)
     candidates: int = 0
     feasible: int = 0
-    first: list[Feasible] = field(default_factory=list[Feasible])
     cut_short: bool = False  # something that might be better was not examined, for lack of time
     left: float = inf  # lower bound on the cost of every candidate that was not examined
 
     def __post_init__(self) -> None:
         self.space, self.bounds = Space(self.task), self.exact.bounds
         self.savings = SavingLadder(self.task, self.space)
-        self._heap: list[tuple[float, int, _Node]] = []
+        self._heap: list[tuple[float, int, float, _Node]] = []  # key, number, bound on the cost, node
+        self._dives = self.only_dives
         self._number = count()
         self._legal: dict[tuple[Parallelism, ScheduleChoice], bool] = {}
         self._added: set[Candidate] = set()
@@ -115,34 +116,30 @@ class BranchAndBound:
 
     def go(self) -> None:
         """Search until as many families fit as are wanted, nothing is left, or the time is over."""
-        self._begin = self.deadline.spent
+        self._begin, replayed = self.deadline.spent, len(self.exact.times)
         self._list_layouts()
-        only_dives, replayed = self.dive, len(self.exact.times)
-        proving = not only_dives
         while self._heap:
-            if self._settled(self.wanted) or (only_dives and self._has_dived(replayed)):
-                break
-            if not self.first and self._settled(RANKED):
-                self.first = self._sorted()
             spent = self._spent()
-            if spent > 1.0:
+            if spent > 1.0 or (self.only_dives and self._has_dived(replayed)):
                 self.cut_short = True
                 break
-            if proving and spent > _PROVING:
-                proving = False
-                self._drop_open()
-                continue
-            self._step(*heapq.heappop(self._heap))
-        self.left = min([self.left, *(self._bound(entry) for entry in self._heap)])
+            if not self._dives and spent > _PROVING:
+                self._dive()
+            if not self._dives and self._settled():
+                break
+            _, _, bound, node = heapq.heappop(self._heap)
+            self._step(bound, node)
+        self.left = min([self.left, *(bound for _, _, bound, _ in self._heap)])
+        self.left /= 1 + self.task.tolerance
+
+    def _dive(self) -> None:
+        """Go on with what is most promising, no longer in the order of bounds."""
+        self._dives = True
+        self._heap = [(bound * self._delay(node), n, bound, node) for _, n, bound, node in self._heap]
+        heapq.heapify(self._heap)
 
     def chosen(self) -> list[Feasible]:
-        """The best of each family, the best first. The order of the first `RANKED` does not depend on how
-        many more are wanted.
-        """
-        first = {one.candidate.family for one in self.first}
-        return self.first + [one for one in self._sorted() if one.candidate.family not in first]
-
-    def _sorted(self) -> list[Feasible]:
+        """The best of each family, the best first."""
         return sort_feasible([best_of_family(family) for family in self.families.values()], self.task)
 
     def accept(self, feasible: Sequence[Feasible]) -> None:
@@ -170,41 +167,23 @@ class BranchAndBound:
         """Whether a pass that only dives has what it wants, and has tried enough to choose from."""
         return len(self.families) >= self.wanted and len(self.exact.times) - replayed >= _DIVES
 
-    def _settled(self, wanted: int) -> bool:
-        """Whether so many families are known that nothing left can be faster, and a safe one."""
-        key = self._heap[0][0]
-        return self._safe <= key and bisect_right(self._costs, key) >= wanted
+    def _settled(self) -> bool:
+        """Whether as many families are known as are wanted, one of them safe, that nothing left can beat."""
+        bound = self._heap[0][0]
+        return self._safe <= bound and bisect_right(self._costs, bound) >= self.wanted
 
-    def _step(self, key: float, number: int, node: _Node) -> None:
+    def _step(self, bound: float, node: _Node) -> None:
         if isinstance(node, Parallelism):
-            self._schedules(key, node)
+            self._schedules(bound, node)
         elif isinstance(node, _Scheduled):
             if node.saved:
-                self._shardings(key, node.parallelism, node.schedule)
+                self._shardings(bound, node.parallelism, node.schedule)
             else:
-                self._with_saving(key, node)
+                self._with_saving(bound, node)
         elif isinstance(node, Candidate):
-            self._replay(key, node)
+            self._replay(bound, node)
         else:
             self._compute_memory(node.candidate)
-
-    def _drop_open(self) -> None:
-        """The time for proving is over: keep whole candidates and schedules that are cheap to make, and
-        search on among these, exact times first; if there are none, keep all.
-        """
-        self.left = min([self.left, *(self._bound(entry) for entry in self._heap)])
-        self.cut_short = True
-        whole = [
-            entry
-            for entry in self._heap
-            if isinstance(entry[2], _Timed | Candidate)
-            or (isinstance(entry[2], _Scheduled) and entry_of(entry[2].schedule.name).early)
-        ]
-        if not whole:
-            return
-        self.dive = True
-        self._heap = [(key * self._delay(node), number, node) for key, number, node in whole]
-        heapq.heapify(self._heap)
 
     def _delay(self, node: _Node) -> float:
         """A factor on the key that puts first what has an exact time, then what fits more surely and has
@@ -224,11 +203,6 @@ class BranchAndBound:
             return not known.likely
         return self.savings.bounds.of(candidate).total > _CERTAIN * self.savings.budget
 
-    def _bound(self, entry: tuple[float, int, _Node]) -> float:
-        """A lower bound on the cost of everything that comes from an entry of the heap."""
-        key, _, node = entry
-        return key if isinstance(node, _Timed) else key / (1 + self.task.tolerance)
-
     def _cost(self, seconds: float, candidate: Candidate) -> float:
         """What is minimised: seconds of the step, or seconds times devices."""
         return seconds * self._price(candidate.parallelism.layout)
@@ -237,14 +211,26 @@ class BranchAndBound:
         return layout.world if self.task.objective == "tokens_per_dollar" else 1
 
     def _push(self, seconds: float, layout: Layout, node: _Node, least: float = 0.0) -> None:
-        """Put a node on the heap: a partial choice by its bound plus the tolerance, a timed one by its exact
-        time.
+        """Put a node on the heap, unless it cannot be among the best: a partial choice by its bound plus the
+        tolerance, a timed one by its exact time.
+
+        Args:
+            least: the bound of the choice from which it comes.
         """
-        cost = seconds * self._price(layout)
+        bound = seconds * self._price(layout)
         if not isinstance(node, _Timed):
-            cost *= 1 + self.task.tolerance
-        cost = cost * self._delay(node) if self.dive else max(cost, least)
-        heapq.heappush(self._heap, (cost, next(self._number), node))
+            bound = max(bound * (1 + self.task.tolerance), least)
+        if self._safe < inf and len(self._costs) >= self.wanted and bound > self._limit:
+            return
+        key = bound * self._delay(node) if self._dives else bound
+        heapq.heappush(self._heap, (key, next(self._number), bound, node))
+
+    @property
+    def _limit(self) -> float:
+        """The cost above which nothing more is wanted: that of the last of the wanted families and of the
+        fastest safe one, and the noise, within which simpler layouts are preferred.
+        """
+        return max(self._costs[self.wanted - 1], self._safe) * (1 + NOISE)
 
     # ------------------------------------------------------------------ the steps
 
@@ -301,25 +287,25 @@ class BranchAndBound:
             example = Candidate(parallelism, self.space.schedules(parallelism)[0], dp, saving)
             self.refusals.add(example, fit, least=True, count=each)
 
-    def _schedules(self, key: float, parallelism: Parallelism) -> None:
+    def _schedules(self, least: float, parallelism: Parallelism) -> None:
         for choice in self.space.schedules(parallelism):
             bound = self.bounds.schedule(parallelism, choice, self.space.first_saving())
-            self._push(bound, parallelism.layout, _Scheduled(parallelism, choice), key)
+            self._push(bound, parallelism.layout, _Scheduled(parallelism, choice), least)
 
-    def _with_saving(self, key: float, node: _Scheduled) -> None:
+    def _with_saving(self, least: float, node: _Scheduled) -> None:
         """Bound a schedule once more with the saving that it needs at least; only now its program is made."""
         parallelism, choice = node.parallelism, node.schedule
         saving, may_fit = self.savings.required_saving(parallelism, choice)
         if may_fit:
             bound = self.bounds.schedule(parallelism, choice, saving)
-            self._push(bound, parallelism.layout, replace(node, saved=True), key)
+            self._push(bound, parallelism.layout, replace(node, saved=True), least)
         else:
             dp = self.savings.least_memory(parallelism.layout, parallelism.expert_tp)[0]
             last = Candidate(parallelism, choice, dp, saving)
             each = len(self.space.sharings(parallelism.layout))
             self.refusals.add(last, self.savings.fit(last), least=True, count=each)
 
-    def _shardings(self, key: float, parallelism: Parallelism, choice: ScheduleChoice) -> None:
+    def _shardings(self, least: float, parallelism: Parallelism, choice: ScheduleChoice) -> None:
         first = self.space.first_saving()
         for dp in self.space.sharings(parallelism.layout):
             candidate = Candidate(parallelism, choice, dp, first)
@@ -329,50 +315,56 @@ class BranchAndBound:
                 last = replace(candidate, saving=rows[-1][-1])
                 self.refusals.add(last, self.savings.fit(last), least=True)
             for one in made:
-                self._add(one, key)
+                self._add(one, least)
 
     def _add(self, candidate: Candidate, least: float) -> None:
-        if candidate in self._added or self._beaten(candidate):
+        if candidate in self._added:
             return
         self._added.add(candidate)
         bound = self.bounds.candidate(candidate, candidate.job(self.task))
+        if self._beaten(candidate, bound):
+            return
         self._push(bound, candidate.parallelism.layout, candidate, least)
 
-    def _beaten(self, candidate: Candidate) -> bool:
+    def _beaten(self, candidate: Candidate, seconds: float) -> bool:
+        """Whether a candidate that takes at least so long cannot represent its family."""
         family = self.families.get(candidate.family)
-        return family is not None and cannot_win(candidate, family)
+        return family is not None and cannot_win(candidate, seconds, family)
 
-    def _replay(self, key: float, candidate: Candidate) -> None:
+    def _replay(self, least: float, candidate: Candidate) -> None:
         """Replay a candidate, unless a tighter bound is known by now, or its memory fails first."""
-        if self._beaten(candidate) or not self._is_legal(candidate):
-            return
         layout = candidate.parallelism.layout
+        bound = least / self._price(layout) / (1 + self.task.tolerance)
+        if self._beaten(candidate, bound) or not self._is_legal(candidate):
+            return
         if candidate not in self.exact.times:
             bound = self.exact.bound(candidate, candidate.job(self.task))
-            if not self.dive and self._cost(bound, candidate) * (1 + self.task.tolerance) > key * (1 + 1e-9):
-                self._push(bound, layout, candidate, key)
+            if not self._dives and self._cost(bound, candidate) * (1 + self.task.tolerance) > least * (
+                1 + 1e-9
+            ):
+                self._push(bound, layout, candidate, least)
                 return
         if self.exact.expected_seconds(candidate) > self.deadline.left(self.until):
-            self.left = min(self.left, key / (1 + self.task.tolerance))
+            self.left = min(self.left, least)
             self.cut_short = True
             return
         if self._is_doubtful(candidate) and not self.exact.fit(candidate).likely:
-            self._refuse(candidate, key)
+            self._refuse(candidate, least)
             return
         if self.progress and len(self.exact.times) % 20 == 0:
             self.progress(len(self.exact.times), len(self.exact.fits), len(self.families))
         seconds = self.exact.seconds(candidate)
-        if self.dive:
+        if self._dives:
             self._compute_memory(candidate)
         else:
-            self._push(seconds, layout, _Timed(candidate), key)
+            self._push(seconds, layout, _Timed(candidate), least)
 
     def _compute_memory(self, candidate: Candidate) -> None:
         """Nothing left is faster than this candidate: if it fits, it is one of the best."""
-        if self._beaten(candidate) or candidate in self._accepted:
+        seconds = self.exact.times[candidate].seconds
+        if self._beaten(candidate, seconds) or candidate in self._accepted:
             return
         fit = self.exact.fit(candidate)
-        seconds = self.exact.times[candidate].seconds
         if not fit.likely:
             self._refuse(candidate, self._cost(seconds, candidate))
             return
@@ -420,7 +412,7 @@ class BranchAndBound:
         end = replace(candidate, saving=row[last])
         excess = self.exact.fit(end).allocated.mid - self.savings.bounds.of(end).total
         guess = min(last, max(start, self.savings.first_that_may_fit(candidate, row, excess)))
-        return _first_true(fits, start, guess, last)
+        return first_true(fits, start, guess, last)
 
     def _is_safe(self, fit: Fit) -> bool:
         return is_safe(fit, self.task.room)
@@ -433,7 +425,7 @@ class BranchAndBound:
         return self._legal[key]
 
 
-def _first_true(holds: Callable[[int], bool], start: int, guess: int, end: int) -> int:
+def first_true(holds: Callable[[int], bool], start: int, guess: int, end: int) -> int:
     """The first index from `start` to `end` for which a monotone condition holds, which it does at `end`:
     steps of doubling length from a guess, then bisection between the last two.
     """

@@ -89,12 +89,13 @@ class Exact:
         task, job = self.task, candidate.job(self.task)
         cluster = self.bounds.cluster(candidate.parallelism.layout.world)
         modes = memory_of(job).modes if job.recompute.mode == "auto" else self._modes(candidate)
-        time = step_time(job, cluster, task.assumptions, precision_of(job), modes)
+        precision = task.assumptions.products or precision_of(job)
+        time = step_time(job, cluster, task.assumptions, precision, modes)
         # other ways of sharding states can make actions longer, never shorter
         if job.dp.mode in ("ddp", "zero1"):
             key = candidate.parallelism, candidate.schedule, candidate.saving
             self._makespans[key] = time.timeline.makespan * cluster.correction
-        return estimate_of(job, cluster, time)
+        return estimate_of(job=job, cluster=cluster, precision=precision, time=time)
 
     def _modes(self, candidate: Candidate) -> list[Mode] | None:
         """How each block is recomputed, where only some of a stage are."""

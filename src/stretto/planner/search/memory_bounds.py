@@ -23,7 +23,7 @@ from stretto.planner.memory.fits import Fit, fit
 from stretto.planner.memory.layer import layer_memory
 from stretto.planner.memory.ranks import RankMemory
 from stretto.planner.memory.stage import stage_memory
-from stretto.planner.search.space import small_program
+from stretto.planner.search.space import block_counts, small_program
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
 from stretto.planner.time.data_parallel import Elements, stage_elements
 from stretto.program import PLAIN, schedule
@@ -162,13 +162,11 @@ class _Rank:
     """What a bound needs to know of a pipeline rank.
 
     Attributes:
-        blocks: number of blocks of each of its stages.
         first, last: whether a stage begins with the embedding, ends with the head.
         peaks: its peak states.
     """
 
     stages: tuple[range, ...]
-    blocks: tuple[int, ...]
     first: tuple[bool, ...]
     last: tuple[bool, ...]
     peaks: tuple[PeakState, ...]
@@ -190,8 +188,8 @@ class MemoryBounds:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        shape = task.shape
-        self._kinds = tuple({shape.block(i): i + 1 for i in reversed(range(shape.layers))}.values())
+        # the first layer of each kind of block
+        self._kinds = tuple(_first_of_kind(task.shape, kind) for kind, _ in task.shape.kinds())
         self._ranks = dict[object, tuple[_Rank, ...]]()
         self._states = dict[object, tuple[int, ...]]()
         self._layers = dict[object, _Layer]()
@@ -212,9 +210,11 @@ class MemoryBounds:
     def parallelism(self, parallelism: Parallelism, dp: DataParallel, saving: Saving) -> int:
         """A bound for every schedule: the states, and one microbatch in one block."""
         mode = saving.recompute.mode
-        block = self._layer(parallelism, 1, "full" if mode == "auto" else mode)
+        blocks = self._blocks(parallelism, "full" if mode == "auto" else mode)
         states = self.states(parallelism.layout, parallelism.expert_tp, dp, saving)
-        return states + block.kept + block.backward
+        # which rank has the largest blocks is open, and with it how many states are beside them
+        pick = max if parallelism.layout.pp == 1 else min
+        return states + pick(block.kept + block.backward for block in blocks)
 
     def of(self, candidate: Candidate) -> MemoryBound:
         """The bound of a candidate."""
@@ -222,33 +222,52 @@ class MemoryBounds:
         states = self._of_states(candidate, ranks)
         parallelism, again = candidate.parallelism, candidate.saving.recompute
         last = self.task.shape.layers + 1
-        full = self._layer(parallelism, 1, "full")
+        full = self._blocks(parallelism, "full")
         embed, head = self._layer(parallelism, 0, "none"), self._layer(parallelism, last, "none")
         if again.mode in ("full", "auto") and again.blocks is None:
             plain, most = full, 0
         else:
-            plain = self._layer(parallelism, 1, "selective" if again.mode == "selective" else "none")
+            plain = self._blocks(parallelism, "none" if again.mode in ("full", "auto") else again.mode)
             most = again.blocks or 0
-        bounds = list[MemoryBound]()
+        shape, bounds = self.task.shape, list[MemoryBound]()
         for rank, held in zip(ranks, states, strict=True):
             kept, waits = list[int](), list[int]()
-            for blocks, starts, ends in zip(rank.blocks, rank.first, rank.last, strict=True):
-                repeated = min(blocks, most)
-                rest = blocks - repeated
-                kept.append(repeated * full.kept + rest * plain.kept + starts * embed.kept + ends * head.kept)
-                waits.append(max(0, blocks * full.waits + ends * head.waits - self._input(parallelism)))
+            workers = list[_Layer]()
+            for stage, starts, ends in zip(rank.stages, rank.first, rank.last, strict=True):
+                start = stage.start + starts
+                repeated = block_counts(shape, range(start, start + most)) if most else (0,) * len(full)
+                every = block_counts(shape, stage)
+                if sum(repeated) > sum(every):
+                    repeated = every
+                here = starts * embed.kept + ends * head.kept
+                for n, some, whole, part in zip(every, repeated, full, plain, strict=True):
+                    here += some * whole.kept + (n - some) * part.kept
+                kept.append(here)
+                waiting = sum(n * one.waits for n, one in zip(every, full, strict=True))
+                waits.append(max(0, waiting + ends * head.waits - self._input(parallelism)))
+                # the stage's last block is the first that its backward comes to
+                final = self._kind_of(stage.stop - 1)
+                workers.append(head if ends else (plain if sum(every) > most else full)[final])
             activations = 0
             for peak in rank.peaks:
-                at = peak.at
-                worker = head if rank.last[at] else plain if rank.blocks[at] > most else full
                 now = sum(map(int.__mul__, peak.in_flight, kept))
-                now += sum(map(int.__mul__, peak.waiting, waits)) + worker.backward
+                now += sum(map(int.__mul__, peak.waiting, waits)) + workers[peak.at].backward
                 activations = max(activations, now)
             bounds.append(MemoryBound(held, activations))
         return max(bounds, key=lambda bound: bound.total)
 
+    def _kind_of(self, layer: int) -> int:
+        """Which kind of block a layer is; the first for the embedding, which may be all of a stage."""
+        block = min(max(layer, 1), self.task.shape.layers)
+        counts = block_counts(self.task.shape, range(block, block + 1))
+        return counts.index(1)
+
+    def _blocks(self, parallelism: Parallelism, mode: Mode) -> tuple[_Layer, ...]:
+        """A block of each kind."""
+        return tuple(self._layer(parallelism, layer, mode) for layer in self._kinds)
+
     def _input(self, parallelism: Parallelism) -> int:
-        return self._layer(parallelism, 1, "full").kept
+        return min(block.kept for block in self._blocks(parallelism, "full"))
 
     def _of_ranks(self, candidate: Candidate) -> tuple[_Rank, ...]:
         layout = candidate.parallelism.layout
@@ -269,7 +288,6 @@ class MemoryBounds:
                 ranks.append(
                     _Rank(
                         stages=held,
-                        blocks=tuple(sum(1 <= x <= layers for x in stage) for stage in held),
                         first=tuple(0 in stage for stage in held),
                         last=ends,
                         peaks=_highest_peaks(full[rank], ends) if full else (),
@@ -299,7 +317,7 @@ class MemoryBounds:
         return self._states[key]
 
     def _layer(self, parallelism: Parallelism, layer: int, mode: Mode) -> _Layer:
-        """A layer by itself; where blocks differ, the least of them."""
+        """A layer by itself."""
         at = parallelism.layout
         sizes = (
             at.tp,
@@ -314,14 +332,12 @@ class MemoryBounds:
             job = Candidate(parallelism, ScheduleChoice(PLAIN), DataParallel(), Saving()).job(self.task)
             how = replace(ComputeConfig.of(job), recompute=mode)
             boundary = how.element * how.shard * self.task.shape.hidden
-            of_kind = self._kinds if 1 <= layer <= self.task.shape.layers else (layer,)
-            works = [layer_memory(self.task.shape, how, index) for index in of_kind]
-            alone = [stage_memory([work], boundary) for work in works]
-            inputs = [work.input_bytes if work.ends and layer == 0 else 0 for work in works]
+            work = layer_memory(self.task.shape, how, layer)
+            alone = stage_memory([work], boundary)
             self._layers[key] = _Layer(
-                min(work.kept - less for work, less in zip(works, inputs, strict=True)),
-                max(0, min(work.between for work in works)),
-                max(0, min(min(one.backward, one.split) for one in alone)),
+                kept=work.kept - (work.input_bytes if work.ends and layer == 0 else 0),
+                waits=max(0, work.between),
+                backward=max(0, min(alone.backward, alone.split)),
             )
         return self._layers[key]
 
@@ -354,24 +370,18 @@ def _elements(job: Job, stages: Sequence[range]) -> Elements:
 
 @lru_cache(maxsize=16384)
 def _elements_of(shape: ModelShape, stages: tuple[range, ...], shares: Shares) -> Elements:
-    layers = [layer for stage in stages for layer in stage]
-    total = stage_elements(shape, tuple(sorted({x for x in layers if x in (0, shape.layers + 1)})), shares)
-    blocks = dict[int, int]()  # the first block of each kind, and how many there are
-    for layer in layers:
-        if 1 <= layer <= shape.layers:
-            first = _first_alike(shape, layer)
-            blocks[first] = blocks.get(first, 0) + 1
-    for layer, count in blocks.items():
-        each = stage_elements(shape, (layer,), shares)
-        total = Elements(total.dense + count * each.dense, total.expert + count * each.expert)
+    ends = {layer for stage in stages for layer in stage if layer in (0, shape.layers + 1)}
+    total = stage_elements(shape, tuple(sorted(ends)), shares)
+    for stage in stages:
+        for (kind, _), count in zip(shape.kinds(), block_counts(shape, stage), strict=True):
+            if count:
+                each = stage_elements(shape, (_first_of_kind(shape, kind),), shares)
+                total = Elements(total.dense + count * each.dense, total.expert + count * each.expert)
     return total
 
 
-@lru_cache(maxsize=4096)
-def _first_alike(shape: ModelShape, layer: int) -> int:
-    """The first block that is like this one."""
-    kind = shape.block(layer - 1)
-    return next(first for first in range(1, layer + 1) if shape.block(first - 1) == kind)
+def _first_of_kind(shape: ModelShape, kind: ModelShape) -> int:
+    return next(layer for layer in range(1, shape.layers + 1) if shape.block(layer - 1) == kind)
 
 
 def _states(job: Job, stages: Sequence[range]) -> int:
@@ -381,7 +391,7 @@ def _states(job: Job, stages: Sequence[range]) -> int:
     elements = _elements(job, stages)
     weight = ELEMENT_BYTES[job.precision.dtype]
     half, away = weight == 2, job.dp.offload != "none" and not job.one_memory
-    gradient = 0 if away else 2 if half and job.precision.gradients == "same" else max(4, weight)
+    gradient = 2 if half and job.precision.gradients == "same" else max(4, weight)
     means = (
         2 * (job.optimiser.moment_bytes or max(4, weight)) if job.optimiser.name in ("adamw", "lamb") else 0
     )

@@ -145,12 +145,15 @@ def best_of_family(family: Sequence[Feasible]) -> Feasible:
     )
 
 
-def cannot_win(candidate: Candidate, family: Sequence[Feasible]) -> bool:
-    """Whether a candidate that is slower than all of its family cannot represent it, since one of them is as
-    simple and has enough headroom.
+def cannot_win(candidate: Candidate, seconds: float, family: Sequence[Feasible]) -> bool:
+    """Whether a candidate that takes at least so long cannot represent its family, since one of it is as
+    fast, as simple, and has enough headroom.
     """
     return any(
-        one.headroom == ENOUGH_HEADROOM and one.candidate.complexity <= candidate.complexity for one in family
+        one.seconds <= seconds
+        and one.headroom == ENOUGH_HEADROOM
+        and one.candidate.complexity <= candidate.complexity
+        for one in family
     )
 
 

@@ -10,6 +10,7 @@ nothing is faster; otherwise the plan says by how much an unexamined layout coul
 from __future__ import annotations
 
 from dataclasses import replace
+from math import gcd
 
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
@@ -37,6 +38,7 @@ from stretto.spec.rules import problems
 _PLAIN = 0.15
 _CONVENTIONAL = 0.3
 _WIDENED = 0.4  # where nothing fits by then, conventional layouts with offload
+_ALL = 0.95  # then the leaders are verified
 _SEEDS = 4  # families that the second pass accepts
 
 
@@ -72,10 +74,16 @@ class _Search:
         wide = self.task.wide or widened
         known += [one for one in plain.values() if one is not None and (wide or not _is_wide(one))]
         task = replace(self.task, wide=wide)
-        run = self._pass(task, until=1.0, wanted=max(RANKED, task.top), known=known)
+        run = self._pass(task, until=_ALL, wanted=RANKED, known=known)
         if not run.candidates and not run.cut_short:
             raise _nothing_legal(self.task, run.space)
-        return self._answer(run, plain, widened)
+        chosen = run.chosen()
+        if task.top > RANKED and not run.cut_short:
+            # a pass of its own, so that the first rows do not depend on how many more are wanted
+            more = self._pass(task, until=_ALL, wanted=task.top, known=_all(run))
+            first = {one.candidate.family for one in chosen[:RANKED]}
+            chosen = chosen[:RANKED] + [one for one in more.chosen() if one.candidate.family not in first]
+        return self._answer(run, self._verified(chosen), plain, widened)
 
     def _plain(self) -> dict[str, Feasible | None]:
         """The fastest of each kind of layout that people use; None: none fits, or none is legal."""
@@ -83,13 +91,13 @@ class _Search:
         fastest = dict[str, Feasible | None]()
         for number, (name, task) in enumerate(narrowed.items(), 1):
             until = _PLAIN * number / len(narrowed)
-            run = self._pass(task, until=until, wanted=1, dive=True)
+            run = self._pass(task, until=until, wanted=1, only_dives=True)
             fastest[name] = next(iter(run.chosen()), None)
         return fastest
 
     def _conventional(self, task: Task, until: float) -> list[Feasible]:
-        run = self._pass(conventional(task), until=until, wanted=_SEEDS, dive=True)
-        return [one for family in run.families.values() for one in family]
+        run = self._pass(conventional(task), until=until, wanted=_SEEDS, only_dives=True)
+        return _all(run)
 
     def _pass(
         self,
@@ -98,7 +106,7 @@ class _Search:
         until: float,
         wanted: int,
         known: list[Feasible] | None = None,
-        dive: bool = False,
+        only_dives: bool = False,
     ) -> BranchAndBound:
         run = BranchAndBound(
             task=task,
@@ -106,16 +114,21 @@ class _Search:
             deadline=self.deadline,
             until=until,
             wanted=wanted,
-            dive=dive,
+            only_dives=only_dives,
             progress=self.progress,
         )
         run.accept(known or [])
         run.go()
         return run
 
-    def _answer(self, run: BranchAndBound, plain: dict[str, Feasible | None], widened: bool) -> Plan:
+    def _answer(
+        self,
+        run: BranchAndBound,
+        chosen: list[Feasible],
+        plain: dict[str, Feasible | None],
+        widened: bool,
+    ) -> Plan:
         task = self.task
-        chosen = self._verified(run.chosen())
         ranking = ranked(chosen[: task.top], task, self.exact.times)
         safe = next((one for one in sorted(chosen, key=_seconds) if is_safe(one.fit, task.room)), None)
         first = ranking[0].estimate if ranking else None
@@ -172,6 +185,10 @@ class _Search:
         return tuple(tried)
 
 
+def _all(run: BranchAndBound) -> list[Feasible]:
+    return [one for family in run.families.values() for one in family]
+
+
 def _seconds(one: Feasible) -> float:
     return one.seconds
 
@@ -192,11 +209,28 @@ def _check(task: Task) -> None:
     wrong = problems(job)
     if wrong:
         raise wrong[0]
+    if problem := _odd_batch(task):
+        raise problem
     if task.objective == "tokens_per_dollar" and task.price is None:
         raise StrettoError(
             f"objective tokens_per_dollar: cluster {task.cluster.name!r} has no price",
             hint="give it one in its YAML file: price, dollars an hour of one device",
         )
+
+
+def _odd_batch(task: Task) -> StrettoError | None:
+    """The error for a batch that no two replicas can share, as happens with typing errors."""
+    batch, devices = task.global_batch, task.devices
+    free = not task.smaller and not {"dp", "pp", "cp"} & task.fixed.keys()
+    if not free or batch == 1 or devices == 1 or gcd(batch, devices) > 1:
+        return None
+    unit = min(64, devices & -devices) if devices % 2 == 0 else devices
+    near = max(unit, round(batch / unit) * unit)
+    return StrettoError(
+        f"batch is {batch}, which has no common divisor with the {devices} devices: no data parallelism is "
+        "possible",
+        hint=f"nearest is {near}; or fix dp=1",
+    )
 
 
 def _nothing_legal(task: Task, space: Space) -> StrettoError:

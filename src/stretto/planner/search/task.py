@@ -162,8 +162,8 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, ...]:
-        """A sort key, smaller for simpler candidates: number of axes, how unusual the schedule is, recomputed
-        blocks, and how states are kept.
+        """A sort key, smaller for simpler candidates: number of axes, how unusual the schedule is, stages of
+        a rank, recomputed blocks, and how states are kept.
         """
         layout = self.parallelism.layout
         dp = self.dp
@@ -175,7 +175,8 @@ class Candidate:
         shards = sum(size is not None for size in dp.shards.values())
         blocks = saving.recompute.blocks
         again = {"none": 0, "selective": 1}.get(saving.recompute.mode, 1000 if blocks is None else 1 + blocks)
-        return axes, schedule, again, mode + shards + 2 * (saving.offload != "none")
+        stages = dict(self.schedule.options).get("chunks") or 1
+        return axes, schedule, stages, again, mode + shards + 2 * (saving.offload != "none")
 
     def __str__(self) -> str:
         parallelism = self.parallelism

@@ -5,11 +5,12 @@ order of microbatches. No rank begins before the forwards of all stages before i
 does all of its work; and after its last backward gradients pass back through those stages. Then comes the
 optimiser. Waiting, messages between stages and late data can only add to that, and a replay never gets
 shorter when an action gets longer, so that a bound for some choices holds for all candidates that have them.
-They are the bounds of `program.replay.lower_bound` for stages of equal blocks.
+They are the bounds of `program.replay.lower_bound` for stages of blocks of few kinds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -17,7 +18,7 @@ from stretto.layout.layout import Layout
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.estimate import precision_of
 from stretto.planner.machines.cluster import Cluster
-from stretto.planner.search.space import small_program
+from stretto.planner.search.space import block_counts, small_program
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
 from stretto.planner.time.data_parallel import DataTime, data_time
 from stretto.planner.time.layer import LayerTime, layer_time
@@ -30,6 +31,7 @@ from stretto.spec.flops import Recompute as Mode
 from stretto.spec.flops import model_flops_per_step
 from stretto.spec.job import Job
 from stretto.spec.program import stages_of
+from stretto.spec.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -53,39 +55,39 @@ class RankLayers:
 
     Attributes:
         first, last: how many of its stages begin with the embedding, and end with the head.
-        blocks: blocks of each of its stages.
-        before: blocks that forwards pass before the rank's first forward, and gradients after its last
-            backward.
+        blocks: of each of its stages, how many blocks it has of each kind.
+        before: of each kind, the blocks that forwards pass before the rank's first forward, and gradients
+            after its last backward.
         inside: whether the embedding is among them.
     """
 
     first: int
     last: int
-    blocks: tuple[int, ...]
-    before: int
+    blocks: tuple[tuple[int, ...], ...]
+    before: tuple[int, ...]
     inside: bool
 
 
 @lru_cache(maxsize=4096)
 def rank_layers(
-    choice: ScheduleChoice, pp: int, stages: tuple[range, ...], layers: int
+    choice: ScheduleChoice, pp: int, stages: tuple[range, ...], shape: ModelShape
 ) -> tuple[RankLayers, ...]:
     """The layers of the first, the middle and the last rank, and of the one with the most blocks; without
     duplicates.
     """
     program = small_program(choice, pp)
     assert program is not None
-    counts = [sum(1 <= layer <= layers for layer in stage) for stage in stages]
+    counts = [block_counts(shape, stage) for stage in stages]
     distinct = dict[RankLayers, None]()
-    fullest = max(range(pp), key=lambda r: sum(counts[s % program.depth] for s in program.stages_of(r)))
+    fullest = max(range(pp), key=lambda r: sum(sum(counts[s % program.depth]) for s in program.stages_of(r)))
     for rank in sorted({0, pp // 2, pp - 1, fullest}):
         rank_stages = [stage % program.depth for stage in program.stages_of(rank)]
         start = min(rank_stages)
         layers_of_rank = RankLayers(
             first=sum(0 in stages[s] for s in rank_stages),
-            last=sum(layers + 1 in stages[s] for s in rank_stages),
+            last=sum(shape.layers + 1 in stages[s] for s in rank_stages),
             blocks=tuple(counts[s] for s in rank_stages),
-            before=sum(counts[:start]),
+            before=block_counts(shape, range(stages[start].start)),
             inside=start > 0,
         )
         distinct[layers_of_rank] = None
@@ -117,8 +119,27 @@ class _RankStages:
 
 
 _USUAL_TOKENS = 8192  # of a microbatch
-_FIELDS = ("forward", "back", "work")
-Layers = tuple[LayerSeconds, LayerSeconds, LayerSeconds]
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Seconds of embedding, each kind of block, and head."""
+
+    embed: LayerSeconds
+    blocks: tuple[LayerSeconds, ...]
+    head: LayerSeconds
+
+    def work(self, counts: Sequence[int]) -> float:
+        """The least work of so many blocks of each kind."""
+        return sum(n * block.work for n, block in zip(counts, self.blocks, strict=True))
+
+    def forward(self, counts: Sequence[int]) -> float:
+        """Their forwards."""
+        return sum(n * block.forward for n, block in zip(counts, self.blocks, strict=True))
+
+    def round_trip(self, counts: Sequence[int]) -> float:
+        """Their forwards and what gradients on their way back wait for."""
+        return sum(n * _round_trip(block) for n, block in zip(counts, self.blocks, strict=True))
 
 
 class TimeBounds:
@@ -126,7 +147,8 @@ class TimeBounds:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self._kinds = tuple({task.shape.block(index): None for index in range(task.shape.layers)})
+        self._kinds = tuple(kind for kind, _ in task.shape.kinds())
+        self._all = tuple(count for _, count in task.shape.kinds())
         self._sized = dict[int, Cluster]()
         self._layers = dict[object, Layers]()
         self._data = dict[object, tuple[_RankStages, ...]]()
@@ -143,8 +165,8 @@ class TimeBounds:
             self._sized[world] = self.task.cluster.sized(world)
         return self._sized[world]
 
-    def layers(self, parallelism: Parallelism, mode: Mode, backwards: str, longest: bool = False) -> Layers:
-        """Seconds of embedding, block and head; where blocks differ, of the shortest or the longest."""
+    def layers(self, parallelism: Parallelism, mode: Mode, backwards: str) -> Layers:
+        """Seconds of embedding, blocks and head."""
         at = parallelism.layout
         # groups over tp, cp and experts span the same nodes for any number of replicas and stages
         sizes = at.tp, at.cp, at.ep, parallelism.expert_tp, parallelism.micro_batch
@@ -154,39 +176,33 @@ class TimeBounds:
             parallelism.context,
             mode,
             backwards,
-            longest,
             self.cluster(at.world).node,
         )
         if key not in self._layers:
-            self._layers[key] = self._times(parallelism, mode, backwards, longest)
+            self._layers[key] = self._times(parallelism, mode, backwards)
         return self._layers[key]
 
-    def _times(self, parallelism: Parallelism, mode: Mode, backwards: str, longest: bool) -> Layers:
+    def _times(self, parallelism: Parallelism, mode: Mode, backwards: str) -> Layers:
         plain = Candidate(parallelism, _PLAIN, _NO_DP, Saving()).job(self.task)
         how, cluster = ComputeConfig.of(plain), self.cluster(parallelism.layout.world)
-        bounds = list[LayerSeconds]()
-        for kind in ("embed", "block", "head"):
-            layer_config = replace(how, recompute=mode if kind == "block" else "none")
-            variants = [
-                self._layer(
-                    layer_time(
-                        shape=shape,
-                        kind=kind,
-                        how=layer_config,
-                        layout=parallelism.layout,
-                        cluster=cluster,
-                        precision=precision_of(plain),
-                        software=self.task.assumptions.software,
-                    ),
-                    backwards,
-                )
-                for shape in (self._kinds if kind == "block" else (self.task.shape,))
-            ]
-            pick = max if longest else min
-            bounds.append(
-                LayerSeconds(*(pick(getattr(seconds, name) for seconds in variants) for name in _FIELDS))
+
+        def seconds(kind: str, shape: ModelShape) -> LayerSeconds:
+            time = layer_time(
+                shape=shape,
+                kind=kind,
+                how=replace(how, recompute=mode if kind == "block" else "none"),
+                layout=parallelism.layout,
+                cluster=cluster,
+                precision=precision_of(plain),
+                software=self.task.assumptions.software,
             )
-        return bounds[0], bounds[1], bounds[2]
+            return self._layer(time, backwards)
+
+        return Layers(
+            embed=seconds("embed", self.task.shape),
+            blocks=tuple(seconds("block", kind) for kind in self._kinds),
+            head=seconds("head", self.task.shape),
+        )
 
     def _layer(self, time: LayerTime, backwards: str) -> LayerSeconds:
         forward = time.total("F")
@@ -204,10 +220,9 @@ class TimeBounds:
         """A bound for every schedule: the work of all layers shared evenly over pipeline ranks, or one
         microbatch on its way through all layers and back.
         """
-        layout, blocks = parallelism.layout, self.task.shape.layers
-        embed, block, head = self.layers(parallelism, "none", "both")
-        work = embed.work + blocks * block.work + head.work
-        trip = _round_trip(embed) + blocks * _round_trip(block) + _round_trip(head)
+        layout, layers = parallelism.layout, self.layers(parallelism, "none", "both")
+        work = layers.embed.work + layers.work(self._all) + layers.head.work
+        trip = _round_trip(layers.embed) + layers.round_trip(self._all) + _round_trip(layers.head)
         return self._corrected(max(self._microbatches(parallelism) / layout.pp * work, trip), layout.world)
 
     def typical(self, layout: Layout, expert_tp: int | None) -> float:
@@ -244,29 +259,35 @@ class TimeBounds:
         program = _program(choice, layout.pp)
         stages = stages_of(shape, self.task.sequence, program.depth)
         backwards = _backwards(choice, layout.pp)
-        embed, block, head = self.layers(parallelism, "none", backwards)
+        layers = self.layers(parallelism, "none", backwards)
+        embed, head = layers.embed, layers.head
         mode, most = saving.recompute.mode, saving.recompute.blocks
-        again = 0.0
-        if mode in ("selective", "full"):
-            again = self.layers(parallelism, mode, backwards)[1].work - block.work
+        again = (0.0,) * len(layers.blocks)  # of each kind
+        if mode not in ("none", "auto"):
+            recomputed = self.layers(parallelism, mode, backwards).blocks
+            again = tuple(one.work - block.work for one, block in zip(recomputed, layers.blocks, strict=True))
         action = self.task.assumptions.software.action
         # each copy of the weights gets its part of the microbatches
         each, odd = divmod(self._microbatches(parallelism), program.copies)
-        worst = _round_trip(embed) + _round_trip(head) + shape.layers * _round_trip(block)
-        for rank in rank_layers(choice, layout.pp, stages, shape.layers):
-            blocks = sum(rank.blocks)
-            repeated = sum(n if most is None else min(n, most) for n in rank.blocks)
+        worst = _round_trip(embed) + _round_trip(head) + layers.round_trip(self._all)
+        for rank in rank_layers(choice, layout.pp, stages, shape):
+            blocks = tuple(map(sum, zip(*rank.blocks, strict=True)))
+            if most is None:
+                repeated = _dot(blocks, again)
+            else:
+                repeated = sum(min(sum(n), most) for n in rank.blocks) * min(again)
             ends = rank.first * embed.work + rank.last * head.work + 2 * len(rank.blocks) * action
-            work = each * (ends + blocks * block.work + repeated * again)
-            work += odd * min(rank.blocks) * block.work
-            wait = rank.before * block.forward + rank.inside * embed.forward
-            tail = rank.before * (block.back + (again if most is None else 0.0)) + rank.inside * embed.back
+            work = each * (ends + layers.work(blocks) + repeated)
+            work += odd * min(map(layers.work, rank.blocks))
+            wait = layers.forward(rank.before) + rank.inside * embed.forward
+            back = sum(n * block.back for n, block in zip(rank.before, layers.blocks, strict=True))
+            tail = back + (_dot(rank.before, again) if most is None else 0.0) + rank.inside * embed.back
             ends = (
                 rank.first * _round_trip(embed)
                 + rank.last * _round_trip(head)
                 + 2 * len(rank.blocks) * action
             )
-            on_the_way = each * (ends + blocks * _round_trip(block) + repeated * again)
+            on_the_way = each * (ends + layers.round_trip(blocks) + repeated)
             worst = max(worst, wait + work, wait + on_the_way + tail)
         return self._corrected(worst, layout.world)
 
@@ -295,7 +316,7 @@ class TimeBounds:
         if key not in self._stages:
             self._stages[key] = [[self._stage(candidate, stage) for stage in rank.stages] for rank in held]
         count, odd = divmod(self._microbatches(parallelism), _program(choice, layout.pp).copies)
-        embed, block, _ = self.layers(parallelism, "none", _backwards(choice, layout.pp))
+        layers = self.layers(parallelism, "none", _backwards(choice, layout.pp))
         for rank, stages in zip(held, self._stages[key], strict=True):
             reduces = [time.reduce for time in rank.data]
             extra = exposed = 0.0
@@ -315,7 +336,8 @@ class TimeBounds:
                 gathering = sum(times[stage].gather for stage in gathers)
             work = count * (work + extra) + odd * min(work for _, work, _ in stages)
             before = min(stage.start for stage in rank.stages)
-            wait = (before > 0) * embed.forward + max(0, before - 1) * block.forward
+            wait = (before > 0) * layers.embed.forward
+            wait += layers.forward(block_counts(self.task.shape, range(before)))
             if job.dp.gathers(layout.pp) == "stage":  # no weights are gathered when a step begins
                 wait = max(wait, min(time.gather for time in rank.data))
             longest = max(longest, wait + work + exposed, gathering)
@@ -335,22 +357,19 @@ class TimeBounds:
         """
         parallelism = candidate.parallelism
         saving = candidate.saving
-        layers = self.task.shape.layers
+        shape = self.task.shape
         least = self.layers(parallelism, "none", _backwards(candidate.schedule, parallelism.layout.pp))
-        slow = self.layers(
-            parallelism, "full" if saving.recompute.mode != "none" else "none", "split", longest=True
-        )
+        slow = self.layers(parallelism, "full" if saving.recompute.mode != "none" else "none", "split")
         action = self.task.assumptions.software.action
         forward = work = action
         busy = 2 * action
-        for at, count in (
-            (0, 0 in stage),
-            (1, sum(1 <= layer <= layers for layer in stage)),
-            (2, layers + 1 in stage),
-        ):
-            forward += count * least[at].forward
-            work += count * least[at].work
-            busy += count * (slow[at].work - slow[at].forward)
+        counts = (0 in stage, *block_counts(shape, stage), shape.layers + 1 in stage)
+        all_least = (least.embed, *least.blocks, least.head)
+        all_slow = (slow.embed, *slow.blocks, slow.head)
+        for count, quick, longest in zip(counts, all_least, all_slow, strict=True):
+            forward += count * quick.forward
+            work += count * quick.work
+            busy += count * (longest.work - longest.forward)
         return forward, work, busy
 
     def _rank_stages(self, candidate: Candidate, job: Job) -> tuple[_RankStages, ...]:
@@ -376,6 +395,10 @@ class TimeBounds:
 
 
 _PLAIN, _NO_DP = ScheduleChoice(PLAIN), DataParallel()
+
+
+def _dot(counts: Sequence[int], seconds: Sequence[float]) -> float:
+    return sum(n * one for n, one in zip(counts, seconds, strict=True))
 
 
 def _round_trip(layer: LayerSeconds) -> float:
