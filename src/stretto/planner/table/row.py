@@ -16,6 +16,7 @@ from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.layout.shards import Mode
 from stretto.planner.assumptions import Assumptions
+from stretto.planner.estimate import usual_dtype
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.fits import fit
@@ -326,7 +327,7 @@ def _batch(row: Cells, layout: Layout, sequence: int, chunks: int) -> tuple[int,
 
 def _precision(row: Cells, device: Device, early: bool) -> Precision:
     """Types of weights and gradients; devices before bfloat16 have float16 only."""
-    half = "fp16" if "fp16" in device.tflops and "bf16" not in device.tflops else "bf16"
+    half = "fp16" if usual_dtype(device) == "float16" else "bf16"
     word = row.value_or("precision", half, "of the device")
     usual = "same" if early and word == "fp16" else "fp32"
     summed = "fp32" if word == "fp32" else row.value_or("gradients", usual)

@@ -18,6 +18,7 @@ import yaml
 
 from stretto.errors import StrettoError
 from stretto.planner.assumptions import SoftwareProfile, software_profile, software_profiles
+from stretto.planner.estimate import usual_dtype
 from stretto.planner.machines.device import Device
 from stretto.planner.table.cells import Cells
 
@@ -107,7 +108,7 @@ def software_of(cells: Cells, device: Device, sequence: int, planned: bool = Fal
 
 def _old(device: Device) -> bool:
     """Whether the device is older than Ampere: neither bfloat16 nor FlashAttention."""
-    return "fp16" in device.tflops and "bf16" not in device.tflops
+    return usual_dtype(device) == "float16"
 
 
 def _named(text: str) -> str | None:
