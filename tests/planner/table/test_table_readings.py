@@ -287,6 +287,8 @@ def test_an_empty_recompute_is_the_least_that_fits() -> None:
     assert some.mode == "full"
     assert some.blocks is not None
     assert 0 < some.blocks < 16
+    scores = read_row({**GPT, "micro_batch": "16", "seq": "2048", "recompute": ""})
+    assert scores.job.recompute.mode == "selective"  # of 2021: the stored scores are what does not fit
     planned = read_row(tight, planned=True)
     assert (planned.job.recompute.mode, planned.defaults["recompute"]) == ("none", "none")
     assert read_row({**tight, "iter_time_s": "OOM"}).job.recompute.mode == "none"
