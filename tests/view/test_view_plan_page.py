@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from math import inf
 
 import pytest
 from browser import Browser
@@ -312,6 +313,26 @@ def test_where_nothing_fits_the_nearest_is_drawn(browser: Browser) -> None:
     )
     with pytest.raises(StrettoError, match="nothing to draw"):
         plan_page(replace(nothing, nearest=None), "gpt3-175b")
+
+
+def test_the_safe_and_the_plain_layouts_are_beside_the_first() -> None:
+    result = plan()
+    first, second, third, *_ = result.ranking
+    page = plan_page(replace(result, safe=second, plain={"FSDP": third, "tp8 x pp": None}), "gpt3-175b")
+    cards = dict(re.findall(r"<section><h2>(.*?)</h2>(.*?)</section>", page))
+    assert list(cards) == ["First", "Safe: the fastest that certainly fits", "Plain: FSDP", "Plain: tp8 x pp"]
+    more = 100 * (third.estimate.seconds / first.estimate.seconds - 1)
+    assert f", {more:+.1f}%" in cards["Plain: FSDP"]
+    assert "none was found" in cards["Plain: tp8 x pp"]
+    assert "it is the first" in plan_page(replace(result, safe=first), "gpt3-175b")
+
+
+def test_a_search_that_was_cut_short_says_so() -> None:
+    result = plan()
+    unknown = replace(result, ranking=(), feasible=0, nearest=result.ranking[0], complete=False, gap=inf)
+    page = plan_page(unknown, "gpt3-175b")
+    assert "cut short by the time limit" in page
+    assert "Nothing fits" not in page
 
 
 def test_many_microbatches_are_shortened() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import TYPE_CHECKING
 
 from stretto.planner.assumptions import software_profiles
@@ -47,8 +48,10 @@ def counts(plan: Plan) -> str:
     """How much of the space was examined, and how certain the first is."""
     text = f"{plan.candidates:,} candidates, {plan.replayed:,} replayed, {plan.feasible:,} fit"
     text += f", {plan.seconds:.1f} s"
-    if plan.ranking and plan.gap:
-        text += f"; no layout left unexplored is more than {100 * plan.gap:.1f}% faster"
+    if not plan.complete:
+        text += ", cut short by the time limit"
+    if plan.ranking and 0 < plan.gap < inf:
+        text += f"; no layout left unexamined is more than {100 * plan.gap:.1f}% faster"
     return text
 
 

@@ -72,9 +72,23 @@ def _facts(facts: Mapping[str, str]) -> str:
 
 
 def _answer(plan: Plan, first: Ranked) -> str:
-    """The layout to use, in words and figures."""
-    name = "First" if plan.ranking else "Nothing fits; nearest"
-    return f'<div class="answers">{_card(name, first, None)}</div>'
+    """The layouts to choose from: the first, the fastest safe one, and what people run without a search."""
+    if not plan.ranking:
+        found = "Nothing fits" if plan.complete else "Cut short: nothing found that fits so far"
+        cards = [_card(f"{found}; nearest", first, None)]
+    else:
+        named = {"Safe: the fastest that certainly fits": plan.safe}
+        named |= {f"Plain: {name}": one for name, one in plan.plain.items()}
+        cards = [_card("First", first, None)]
+        for name, one in named.items():
+            same = one is not None and one.words == first.words
+            cards.append(_note(name, same) if one is None or same else _card(name, one, first.estimate))
+    return f'<div class="answers">{"".join(cards)}</div>'
+
+
+def _note(name: str, same: bool) -> str:
+    text = "it is the first" if same else "none was found"
+    return f"<section><h2>{escape(name)}</h2><p>{text}</p></section>"
 
 
 def _card(name: str, one: Ranked, than: Estimate | None) -> str:
