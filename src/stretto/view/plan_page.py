@@ -74,8 +74,8 @@ def _facts(facts: Mapping[str, str]) -> str:
 def _answer(plan: Plan, first: Ranked) -> str:
     """The layouts to choose from: the first, the fastest safe one, and what people run without a search."""
     if not plan.ranking:
-        found = "Nothing fits" if plan.complete else "Cut short: nothing found that fits so far"
-        cards = [_card(f"{found}; nearest", first, None)]
+        outcome = "Nothing fits" if plan.complete else "Cut short: nothing found that fits so far"
+        cards = [_card(f"{outcome}; nearest", first, None)]
     else:
         named = {"Safe: the fastest that certainly fits": plan.safe}
         named |= {f"Plain: {name}": one for name, one in plan.plain.items()}
