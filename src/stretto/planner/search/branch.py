@@ -244,6 +244,8 @@ class BranchAndBound:
             if self._spent() > _ESTIMATING:
                 self._leave(layout)
                 continue
+            if not self.space.sharings(layout):
+                continue  # the fixed choices leave no way to share its states
             fit = self.savings.states_cannot_fit(layout, expert_tp)
             if fit is None:
                 estimate = self.bounds.typical(layout, expert_tp) * self._price(layout)
