@@ -326,7 +326,11 @@ class BranchAndBound:
         bound = self.bounds.candidate(candidate, candidate.job(self.task))
         if self._beaten(candidate, bound):
             return
-        self._push(bound, candidate.parallelism.layout, candidate, least)
+        known = self.exact.fits.get(candidate)
+        if self._dives and known is not None and known.likely:
+            self._replay(max(least, self._cost(bound, candidate)), candidate)
+        else:
+            self._push(bound, candidate.parallelism.layout, candidate, least)
 
     def _beaten(self, candidate: Candidate, seconds: float) -> bool:
         """Whether a candidate that takes at least so long cannot represent its family."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from stretto.planner.search.space import divisors
 from stretto.planner.search.task import Task
-from stretto.program import entry, names
+from stretto.program import PLAIN, entry, names
 
 FSDP = "FSDP"
 TENSOR_PIPELINE = "tensor x pipeline"
@@ -23,12 +23,13 @@ _MICRO = (1, 2, 4, 8)  # samples of a microbatch
 
 
 def plain_layouts(task: Task) -> dict[str, Task]:
-    """The task narrowed to what most people would run without a search, by name; offload is allowed."""
-    task = replace(task, wide=True)
+    """The task narrowed to what most people would run without a search, by name."""
     widest = max(_widths(task))
     none: dict[str, tuple[Any, ...]] = {"cp": (1,), "ep": (1,)}
     everywhere = {"shard_states": (None,)}  # over all copies
-    narrowed = {FSDP: {**none, **everywhere, "tp": (1,), "pp": (1,), "mode": ("zero3",)}}
+    narrowed = {
+        FSDP: {**none, **everywhere, "tp": (1,), "pp": (1,), "mode": ("zero3",), "schedule": (PLAIN,)}
+    }
     if widest > 1:
         narrowed[TENSOR_PIPELINE] = {
             **({} if task.shape.moe else none),

@@ -91,8 +91,12 @@ class _Search:
         fastest = dict[str, Feasible | None]()
         for number, (name, task) in enumerate(narrowed.items(), 1):
             until = _PLAIN * number / len(narrowed)
-            run = self._pass(task, until=until, wanted=1, only_dives=True)
-            fastest[name] = next(iter(run.chosen()), None)
+            for wide in (False, True):  # offload where nothing fits otherwise
+                one = replace(task, wide=wide)
+                run = self._pass(one, until=until, wanted=1, only_dives=True)
+                fastest[name] = next(iter(run.chosen()), None)
+                if fastest[name] is not None:
+                    break
         return fastest
 
     def _conventional(self, task: Task, until: float) -> list[Feasible]:
