@@ -432,7 +432,6 @@ def show(to: Console, plan: Plan, task: Task, model: str) -> None:
             labelled(to, f"{place:>2}.", one.words, 4)
             labelled(to, "", one.why, 4)
         _beside(to, plan, task.room)
-        _cut_short(to, plan)
     for reason, one in plan.rejected.items():
         labelled(to, "rejected,", f"{reason}: {one.count:,}, such as {one.example}", _INDENT)
     if task.job.shape.unbuilt:
@@ -460,17 +459,6 @@ def _distance(one: Ranked, plan: Plan) -> str:
     more = one.estimate.seconds / first.estimate.seconds - 1
     tight = ", tight" if one.estimate.memory is not None and one.estimate.memory.verdict == "tight" else ""
     return f"{one.words}: {one.estimate.seconds:.4g} s ({100 * more:+.1f}%{tight}: {one.why})"
-
-
-def _cut_short(to: Console, plan: Plan) -> None:
-    if plan.complete:
-        return
-    bound = (
-        f"no layout left unexamined is more than {100 * plan.gap:.1f}% faster"
-        if plan.gap < inf
-        else "how much faster one left unexamined could be is not known"
-    )
-    labelled(to, "cut short", f"after {plan.seconds:.1f} s; {bound} (more with --seconds)", _INDENT)
 
 
 def _nothing(to: Console, plan: Plan) -> None:

@@ -230,6 +230,7 @@ _PART_NAMES = {
     "optimiser": "the optimiser",
     "bubble": "bubble",
 }
+_LITTLE = 0.05 * 2**30  # bytes of memory that are not mentioned
 _SMALL = 0.003  # share of the step below which a part is not mentioned
 
 
@@ -307,7 +308,8 @@ def _loses(result: Estimate, first: Estimate) -> str:
         words = f"as fast within the noise ({words})" if words else "as fast"
         if result.memory is not None and first.memory is not None:
             less = first.memory.slack - result.memory.slack
-            words += f", {abs(less) / 2**30:.3g} GiB {'less' if less > 0 else 'more'} room"
+            if abs(less) > _LITTLE:
+                words += f", {abs(less) / 2**30:.3g} GiB {'less' if less > 0 else 'more'} room"
     if result.memory is not None and result.memory.verdict == "tight":
         words += "; tight"
     return words
@@ -327,7 +329,10 @@ def _seconds(change: float) -> str:
 def _room(fit: Fit) -> str:
     if fit.capacity == float("inf"):
         return f"{fit.allocated.mid / 2**30:.3g} GiB a rank"
-    return f"{fit.slack / 2**30:.3g} of {_gib(fit)} left" + ("; tight" if fit.verdict == "tight" else "")
+    tight = "; tight" if fit.verdict == "tight" else ""
+    if fit.slack <= _LITTLE:  # the allocator reserves what there is, as far as tensors leave it free
+        return f"fills the {_gib(fit)}{tight}"
+    return f"{fit.slack / 2**30:.3g} of {_gib(fit)} left{tight}"
 
 
 def _gib(fit: Fit) -> str:
