@@ -29,6 +29,7 @@ from stretto.planner.memory.fits import Fit
 from stretto.planner.search.deadline import Deadline
 from stretto.planner.search.exact import Exact
 from stretto.planner.search.ranking import (
+    TIE,
     Feasible,
     Refusals,
     best_of_family,
@@ -41,11 +42,13 @@ from stretto.planner.search.space import Space
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
 from stretto.program import entry as entry_of
 
-# Shares of a pass's time at which it ends to estimate layouts, to list them with their microbatches, and to
-# prove the best; in what is left it dives among what is open.
+# Shares of a pass's time at which it ends to estimate layouts, to list them with their microbatches, to put
+# off programs that are expensive to make, and to prove the best; in what is left it dives among what is open.
 _ESTIMATING = 0.12
 _LISTING = 0.25
-_PROVING = 0.65
+_CHEAP_FIRST = 0.55
+_PROVING = 0.75
+_EXPENSIVE = 1.08  # factor on the key of a schedule whose programs are expensive to make
 _DELAYS = (1.15, 1.25, 1.4)  # of a schedule with its saving, a schedule, a parallelism, while a pass dives
 _DIVES = 20  # replays of a pass that only dives, if it finds what it wants
 _CERTAIN = 0.93  # share of the memory budget; bounds below it seldom turn out not to fit
@@ -107,6 +110,8 @@ class BranchAndBound:
         self.savings = SavingLadder(self.task, self.space)
         self._heap: list[tuple[float, int, float, _Node]] = []  # key, number, bound on the cost, node
         self._dives = self.only_dives
+        # what is unlimited need not hurry, and proves as it goes
+        self._cheap_first = not self._dives and self.task.seconds is not None
         self._number = count()
         self._legal: dict[tuple[Parallelism, ScheduleChoice], bool] = {}
         self._added: set[Candidate] = set()
@@ -123,8 +128,12 @@ class BranchAndBound:
             if spent > 1.0 or (self.only_dives and self._has_dived(replayed)):
                 self.cut_short = True
                 break
+            if self._cheap_first and (spent > _CHEAP_FIRST or self._settled()):
+                self._cheap_first = False
+                self._rekey()
             if not self._dives and spent > _PROVING:
-                self._dive()
+                self._dives = True
+                self._rekey()
             if not self._dives and self._settled():
                 break
             _, _, bound, node = heapq.heappop(self._heap)
@@ -132,9 +141,8 @@ class BranchAndBound:
         self.left = min([self.left, *(bound for _, _, bound, _ in self._heap)])
         self.left /= 1 + self.task.tolerance
 
-    def _dive(self) -> None:
-        """Go on with what is most promising, no longer in the order of bounds."""
-        self._dives = True
+    def _rekey(self) -> None:
+        """Sort what is open as the next part of the search wants it."""
         self._heap = [(bound * self._delay(node), n, bound, node) for _, n, bound, node in self._heap]
         heapq.heapify(self._heap)
 
@@ -186,13 +194,17 @@ class BranchAndBound:
             self._compute_memory(node.candidate)
 
     def _delay(self, node: _Node) -> float:
-        """A factor on the key that puts first what has an exact time, then what fits more surely and has
+        """A factor on the key. To prove the best it is 1; before that, schedules whose programs are expensive
+        to make are put off; a dive puts first what has an exact time, then what fits more surely and has
         fewer choices left.
         """
-        if isinstance(node, _Timed):
+        if isinstance(node, _Timed) or not (self._dives or self._cheap_first):
             return 1.0
+        schedule = None if isinstance(node, Parallelism) else node.schedule
+        expensive = schedule is not None and not entry_of(schedule.name).early
+        if not self._dives:
+            return _EXPENSIVE if expensive else 1.0
         if isinstance(node, Candidate):
-            expensive = not entry_of(node.schedule.name).early
             return 1.0 + NOISE * (2 + 2 * expensive + 8 * self._is_doubtful(node))
         return _DELAYS[2 if isinstance(node, Parallelism) else 1 - node.saved]
 
@@ -222,15 +234,14 @@ class BranchAndBound:
             bound = max(bound * (1 + self.task.tolerance), least)
         if self._safe < inf and len(self._costs) >= self.wanted and bound > self._limit:
             return
-        key = bound * self._delay(node) if self._dives else bound
-        heapq.heappush(self._heap, (key, next(self._number), bound, node))
+        heapq.heappush(self._heap, (bound * self._delay(node), next(self._number), bound, node))
 
     @property
     def _limit(self) -> float:
         """The cost above which nothing more is wanted: that of the last of the wanted families and of the
-        fastest safe one, and the noise, within which simpler layouts are preferred.
+        fastest safe one, and what is tied with it.
         """
-        return max(self._costs[self.wanted - 1], self._safe) * (1 + NOISE)
+        return max(self._costs[self.wanted - 1], self._safe) * (1 + TIE)
 
     # ------------------------------------------------------------------ the steps
 

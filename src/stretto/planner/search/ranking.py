@@ -1,6 +1,6 @@
 """The ranking of a search: what it consists of, the order of candidates, and the reasons in words.
 
-Candidates whose times differ by less than is measurable are ordered by memory left and by complexity.
+Candidates whose times are tied (`TIE`) are ordered by memory left and by complexity.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ class Plan:
     nearest: Ranked | None = None
 
 
+TIE = 0.01  # about half the noise between measurements: up to that a simpler or safer layout comes first
 ENOUGH_HEADROOM = 2  # tenths of the device's memory; more than that is no advantage
 
 
@@ -141,7 +142,7 @@ def best_of_family(family: Sequence[Feasible]) -> Feasible:
     """Of variants of one layout, the preferred one among those as fast as the fastest."""
     fastest = min(family, key=lambda one: one.seconds)
     return min(
-        (one for one in family if one.seconds <= fastest.seconds * (1 + NOISE)), key=attrgetter("preferred")
+        (one for one in family if one.seconds <= fastest.seconds * (1 + TIE)), key=attrgetter("preferred")
     )
 
 
@@ -158,7 +159,7 @@ def cannot_win(candidate: Candidate, seconds: float, family: Sequence[Feasible])
 
 
 def sort_feasible(candidates: Sequence[Feasible], task: Task) -> list[Feasible]:
-    """Sorted by the objective; of the first `RANKED`, those within the noise of the first are sorted by
+    """Sorted by the objective; of the first `RANKED`, those tied with the first are sorted by
     preference.
     """
 
@@ -170,7 +171,7 @@ def sort_feasible(candidates: Sequence[Feasible], task: Task) -> list[Feasible]:
     if not by_cost:
         return []
     least = cost(by_cost[0])
-    ties = [one for one in by_cost[:RANKED] if cost(one) <= least * (1 + NOISE)]
+    ties = [one for one in by_cost[:RANKED] if cost(one) <= least * (1 + TIE)]
     return sorted(ties, key=attrgetter("preferred")) + by_cost[len(ties) :]
 
 
