@@ -336,8 +336,8 @@ def never_stash() -> None:
 def later(change: Callable[[Any], Any]) -> None:
     build = Job.program
 
-    def changed(self: Job, short: bool = False) -> Any:
-        program = build(self, short)
+    def changed(self: Job) -> Any:
+        program = build(self)
         return replace(program, versions=change(program.versions))
 
     Job.program = changed  # type: ignore[method-assign]
