@@ -44,10 +44,11 @@ from stretto.program import entry as entry_of
 
 # Shares of a pass's time at which it ends to estimate layouts, to list them with their microbatches, to put
 # off programs that are expensive to make, and to prove the best; in what is left it dives among what is open.
-_ESTIMATING = 0.12
-_LISTING = 0.25
+_ESTIMATING = 0.25
+_LISTING = 0.4
 _CHEAP_FIRST = 0.55
 _PROVING = 0.75
+_NEAR = 1.3  # layouts whose estimate exceeds the best known time by more are listed last
 _EXPENSIVE = 1.08  # factor on the key of a schedule whose programs are expensive to make
 _DELAYS = (1.15, 1.25, 1.4)  # of a schedule with its saving, a schedule, a parallelism, while a pass dives
 _DIVES = 20  # replays of a pass that only dives, if it finds what it wants
@@ -113,6 +114,7 @@ class BranchAndBound:
         # what is unlimited need not hurry, and proves as it goes
         self._cheap_first = not self._dives and self.task.seconds is not None
         self._number = count()
+        self._unlisted: list[tuple[float, Layout, int | None]] = []  # estimate of the cost, layout, expert_tp
         self._legal: dict[tuple[Parallelism, ScheduleChoice], bool] = {}
         self._added: set[Candidate] = set()
         self._accepted: set[Candidate] = set()
@@ -122,8 +124,13 @@ class BranchAndBound:
     def go(self) -> None:
         """Search until as many families fit as are wanted, nothing is left, or the time is over."""
         self._begin, replayed = self.deadline.spent, len(self.exact.times)
-        self._list_layouts()
-        while self._heap:
+        self._estimate_layouts()
+        self._list_layouts(until=_LISTING, limit=_NEAR * self._best_guess())
+        while self._heap or self._unlisted:
+            if not self._heap or (self._unlisted and not self._dives and self._settled()):
+                self._list_layouts(until=1.0, limit=inf)
+                if not self._heap:
+                    break
             spent = self._spent()
             if spent > 1.0 or (self.only_dives and self._has_dived(replayed)):
                 self.cut_short = True
@@ -138,6 +145,8 @@ class BranchAndBound:
                 break
             _, _, bound, node = heapq.heappop(self._heap)
             self._step(bound, node)
+        for _, layout, _ in self._unlisted:
+            self._leave(layout)
         self.left = min([self.left, *(bound for _, _, bound, _ in self._heap)])
         self.left /= 1 + self.task.tolerance
 
@@ -245,36 +254,48 @@ class BranchAndBound:
 
     # ------------------------------------------------------------------ the steps
 
-    def _list_layouts(self) -> None:
-        """Bound every layout with every microbatch, the most promising first. What is not reached in time is
-        bounded by the device's peak alone.
-        """
-        layouts = list[tuple[float, int, Layout, int | None]]()
+    def _estimate_layouts(self) -> None:
+        """Drop layouts whose states do not fit, and sort the others by estimates of their times."""
         usual_first = sorted(self.space.layouts(), key=lambda one: self._unusual(one[0]))
-        for number, (layout, expert_tp) in enumerate(usual_first):
+        for layout, expert_tp in usual_first:
             if self._spent() > _ESTIMATING:
-                self._leave(layout)
+                self._unlisted.append((inf, layout, expert_tp))
                 continue
-            if not self.space.sharings(layout):
-                continue  # the fixed choices leave no way to share its states
             fit = self.savings.states_cannot_fit(layout, expert_tp)
             if fit is None:
                 estimate = self.bounds.typical(layout, expert_tp) * self._price(layout)
-                layouts.append((estimate, number, layout, expert_tp))
+                self._unlisted.append((estimate, layout, expert_tp))
             else:
-                dp, saving = self.savings.least_memory(layout, expert_tp)
-                parallelism = next(self.space.parallelisms_of(layout, expert_tp), None)
-                if parallelism is not None and self.space.schedules(parallelism):
-                    self.candidates += 1
-                    example = Candidate(parallelism, self.space.schedules(parallelism)[0], dp, saving)
-                    self.refusals.add(example, fit, least=True)
-        layouts.sort(key=lambda entry: entry[:2])
-        for _, _, layout, expert_tp in layouts:
-            if self._spent() > _LISTING:
-                self._leave(layout)
+                self._refuse_layout(layout, expert_tp, fit)
+        self._unlisted.sort(key=lambda entry: entry[0])
+
+    def _refuse_layout(self, layout: Layout, expert_tp: int | None, fit: Fit) -> None:
+        parallelism = next(self.space.parallelisms_of(layout, expert_tp), None)
+        if parallelism is not None and self.space.schedules(parallelism):
+            self.candidates += 1
+            dp, saving = self.savings.least_memory(layout, expert_tp)
+            example = Candidate(parallelism, self.space.schedules(parallelism)[0], dp, saving)
+            self.refusals.add(example, fit, least=True)
+
+    def _best_guess(self) -> float:
+        """The best cost that is known, or else about twice what may be reached."""
+        return self.best() if self._costs else 2 * min((one[0] for one in self._unlisted), default=inf)
+
+    def _list_layouts(self, until: float, limit: float) -> None:
+        """Bound layouts with every microbatch, the most promising first.
+
+        Args:
+            until: share of the pass's time at which it ends.
+            limit: of the estimates.
+        """
+        rest = list[tuple[float, Layout, int | None]]()
+        for estimate, layout, expert_tp in self._unlisted:
+            if estimate > limit or self._spent() > until:
+                rest.append((estimate, layout, expert_tp))
                 continue
             for parallelism in self.space.parallelisms_of(layout, expert_tp):
                 self._add_parallelism(parallelism)
+        self._unlisted = rest
 
     def _unusual(self, layout: Layout) -> tuple[bool, int]:
         """A sort key, smaller for what is more often fast: tensor-parallel ranks within a node, and little
@@ -302,8 +323,9 @@ class BranchAndBound:
 
     def _schedules(self, least: float, parallelism: Parallelism) -> None:
         for choice in self.space.schedules(parallelism):
-            bound = self.bounds.schedule(parallelism, choice, self.space.first_saving())
-            self._push(bound, parallelism.layout, _Scheduled(parallelism, choice), least)
+            if self.space.is_made(choice, parallelism.layout.pp):
+                bound = self.bounds.schedule(parallelism, choice, self.space.first_saving())
+                self._push(bound, parallelism.layout, _Scheduled(parallelism, choice), least)
 
     def _with_saving(self, least: float, node: _Scheduled) -> None:
         """Bound a schedule once more with the saving that it needs at least; only now its program is made."""

@@ -166,15 +166,19 @@ class Space:
     # ------------------------------------------------------------------ schedules
 
     def schedules(self, parallelism: Parallelism) -> Sequence[ScheduleChoice]:
-        """Schedules with their options that exist for a layout and its number of microbatches."""
+        """Schedules with their options for a layout and its number of microbatches. Some may not exist
+        (`is_made`), which only their programs tell.
+        """
         layout = parallelism.layout
         microbatches = self.task.global_batch // (layout.dp * parallelism.micro_batch)
         key = layout.pp, microbatches
         if key not in self._listed:
-            most = self.task.shape.layers + 2
-            choices = self._schedules(*key)
-            self._listed[key] = [choice for choice in choices if 0 < depth_of(choice, layout.pp) <= most]
+            self._listed[key] = self._schedules(*key)
         return self._listed[key]
+
+    def is_made(self, choice: ScheduleChoice, pp: int) -> bool:
+        """Whether a schedule exists for so many ranks, with no more stages than layers."""
+        return 0 < depth_of(choice, pp) <= self.task.shape.layers + 2
 
     def _schedules(self, pp: int, microbatches: int) -> list[ScheduleChoice]:
         choices = list[ScheduleChoice]()
