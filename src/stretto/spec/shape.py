@@ -153,6 +153,10 @@ class ModelShape:
         """Its kinds of blocks, in the order of their first, and how many there are of each."""
         return _kinds(self)
 
+    def block_counts(self, layers: range) -> tuple[int, ...]:
+        """How many blocks of each of `kinds` are among some layers; 0 is the embedding, 1 the first block."""
+        return _block_counts(self, layers)
+
     def each(self, count: Callable[[ModelShape], T]) -> list[T]:
         """`count` of every block, asked once for each kind."""
         kinds = self.kinds()
@@ -209,6 +213,16 @@ def _kinds(shape: ModelShape) -> tuple[tuple[ModelShape, int], ...]:
         kind = shape.block(i)
         counts[kind] = counts.get(kind, 0) + 1
     return tuple(counts.items())
+
+
+@lru_cache(maxsize=16384)
+def _block_counts(shape: ModelShape, layers: range) -> tuple[int, ...]:
+    kinds = [kind for kind, _ in shape.kinds()]
+    blocks = range(max(1, layers.start), min(layers.stop, shape.layers + 1))
+    if len(kinds) == 1:
+        return (len(blocks),)
+    here = [shape.block(layer - 1) for layer in blocks]
+    return tuple(here.count(kind) for kind in kinds)
 
 
 def _unbuilt(shape: ModelShape) -> list[str]:

@@ -17,6 +17,7 @@ from stretto.planner.memory.short_step import short_program, short_step_memory
 from stretto.program import names, options
 from stretto.program.schedules.traits import is_searched, trains
 from stretto.spec.data_parallel import DataParallel, Precision
+from stretto.spec.experts import ExpertShape
 from stretto.spec.job import Job, Recompute
 from stretto.spec.shape import ModelShape
 
@@ -90,3 +91,12 @@ def test_schedules_that_hold_the_whole_batch_are_not_shortened(schedule: str) ->
 def test_automatic_recomputation_uses_the_whole_step() -> None:
     chosen = replace(job("1f1b", 2, 64, 8, "ddp"), recompute=Recompute("auto", memory_gib=1.0))
     assert short_program(chosen).program.microbatches == 64
+
+
+def test_ranks_with_other_kinds_of_blocks_are_not_taken_for_alike() -> None:
+    moe = ExpertShape(experts=8, top_k=2, ffn=512, dense_layers=4)
+    shape = ModelShape(family="llama", layers=16, hidden=128, heads=4, vocab=300, sequence=64, moe=moe)
+    mixed = Job(shape=shape, layout=Layout(pp=8), global_batch=16, schedule="1f1b")
+    fullest = max(short_step_memory(mixed), key=lambda rank: rank.total)
+    assert fullest.total == max(rank.total for rank in short_step_memory(mixed, every=True))
+    assert fullest.rank == 2  # the first without dense blocks, which has as many blocks as the one before

@@ -368,3 +368,9 @@ def test_the_first_index_is_found_from_any_guess() -> None:
             for start in range(first + 1):
                 for guess in range(start, end + 1):
                     assert first_true(lambda at, first=first: at >= first, start, guess, end) == first
+
+
+def test_a_fixed_mode_leaves_out_layouts_that_have_none_of_it() -> None:
+    plan = search(task(fixed={"mode": ("zero3",), "micro_batch": (2,), "schedule": ("1f1b",)}))
+    assert plan.ranking
+    assert {one.estimate.job.dp.mode for one in plan.ranking} == {"zero3"}

@@ -173,6 +173,6 @@ def memory_of(
         state_config=StateConfig.of(job, program),
         gather=job.dp.gathers(job.layout.pp),
         apart=apart,
-        cut=None if job.stage_layers is None else job.stages(program.depth),
+        cut=job.stages(program.depth),
     )
     return block_modes(memory_job, recompute.mode, recompute.blocks, recompute.memory_gib)

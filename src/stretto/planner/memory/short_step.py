@@ -50,14 +50,14 @@ def short_step_memory(job: Job, every: bool = False) -> list[RankMemory]:
 
 def fullest(memory_job: MemoryJob) -> list[int]:
     """The ranks that may be the fullest: the first two, the last two, and of ranks with equally many layers
-    the first, the last and those that hold the most microbatches. Embedding and head count as layers of their
-    kind.
+    of each kind the first, the last and those that hold the most microbatches. Embedding and head are kinds
+    of their own.
     """
-    program, last = memory_job.program, memory_job.shape.layers + 1
+    program, shape = memory_job.program, memory_job.shape
     alike = dict[object, list[int]]()
     for rank in range(program.ranks):
         stages = [memory_job.stages[stage % program.depth] for stage in program.stages_of(rank)]
-        layers = tuple((len(stage), 0 in stage, last in stage) for stage in stages)
+        layers = tuple((0 in stage, shape.block_counts(stage), shape.layers + 1 in stage) for stage in stages)
         alike.setdefault(layers, []).append(rank)
     kept = {0, min(1, program.ranks - 1), max(0, program.ranks - 2), program.ranks - 1}
     # a microbatch counts until its weight gradient is done, or until its input gradient is

@@ -258,6 +258,8 @@ class BranchAndBound:
         """Drop layouts whose states do not fit, and sort the others by estimates of their times."""
         usual_first = sorted(self.space.layouts(), key=lambda one: self._unusual(one[0]))
         for layout, expert_tp in usual_first:
+            if not self.space.sharings(layout):
+                continue  # none is among the fixed ones
             if self._spent() > _ESTIMATING:
                 self._unlisted.append((inf, layout, expert_tp))
                 continue

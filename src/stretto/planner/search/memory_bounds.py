@@ -23,7 +23,7 @@ from stretto.planner.memory.fits import Fit, fit
 from stretto.planner.memory.layer import layer_memory
 from stretto.planner.memory.ranks import RankMemory
 from stretto.planner.memory.stage import stage_memory
-from stretto.planner.search.space import block_counts, small_program
+from stretto.planner.search.space import small_program
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
 from stretto.planner.time.data_parallel import Elements, stage_elements
 from stretto.program import PLAIN, schedule
@@ -70,8 +70,10 @@ def filling_microbatches(choice: ScheduleChoice, pp: int, microbatches: int) -> 
 
 
 def sampled_ranks(pp: int) -> tuple[int, ...]:
-    """The pipeline ranks that bounds look at: the first, the middle and the last."""
-    return tuple(sorted({0, pp // 2, pp - 1}))
+    """The pipeline ranks that bounds look at: the first, the second, which often has more blocks, the middle
+    and the last.
+    """
+    return tuple(sorted({0, min(1, pp - 1), pp // 2, pp - 1}))
 
 
 @lru_cache(maxsize=4096)
@@ -184,7 +186,7 @@ class _Layer:
 
 
 class MemoryBounds:
-    """Lower bounds on the memory of the fullest rank: the first, the middle and the last are considered."""
+    """Lower bounds on the memory of the fullest of some ranks (`sampled_ranks`)."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -235,8 +237,8 @@ class MemoryBounds:
             workers = list[_Layer]()
             for stage, starts, ends in zip(rank.stages, rank.first, rank.last, strict=True):
                 start = stage.start + starts
-                repeated = block_counts(shape, range(start, start + most)) if most else (0,) * len(full)
-                every = block_counts(shape, stage)
+                repeated = shape.block_counts(range(start, start + most)) if most else (0,) * len(full)
+                every = shape.block_counts(stage)
                 if sum(repeated) > sum(every):
                     repeated = every
                 here = starts * embed.kept + ends * head.kept
@@ -259,7 +261,7 @@ class MemoryBounds:
     def _kind_of(self, layer: int) -> int:
         """Which kind of block a layer is; the first for the embedding, which may be all of a stage."""
         block = min(max(layer, 1), self.task.shape.layers)
-        counts = block_counts(self.task.shape, range(block, block + 1))
+        counts = self.task.shape.block_counts(range(block, block + 1))
         return counts.index(1)
 
     def _blocks(self, parallelism: Parallelism, mode: Mode) -> tuple[_Layer, ...]:
@@ -373,7 +375,7 @@ def _elements_of(shape: ModelShape, stages: tuple[range, ...], shares: Shares) -
     ends = {layer for stage in stages for layer in stage if layer in (0, shape.layers + 1)}
     total = stage_elements(shape, tuple(sorted(ends)), shares)
     for stage in stages:
-        for (kind, _), count in zip(shape.kinds(), block_counts(shape, stage), strict=True):
+        for (kind, _), count in zip(shape.kinds(), shape.block_counts(stage), strict=True):
             if count:
                 each = stage_elements(shape, (_first_of_kind(shape, kind),), shares)
                 total = Elements(total.dense + count * each.dense, total.expert + count * each.expert)

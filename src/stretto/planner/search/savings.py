@@ -11,7 +11,7 @@ from stretto.planner.memory.fits import Fit
 from stretto.planner.search.memory_bounds import MemoryBound, MemoryBounds, memory_budget
 from stretto.planner.search.space import Space, depth_of
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
-from stretto.spec.data_parallel import DataParallel
+from stretto.spec.data_parallel import MODES, DataParallel
 from stretto.spec.program import stages_of
 
 
@@ -41,8 +41,12 @@ class SavingLadder:
         """The sharing of states with the least memory on a rank, with every saving applied."""
         key = layout, expert_tp
         if key not in self._least:
+            sharings = self.space.sharings(layout)
+            # sharded over all copies there is least, and with the highest mode
+            whole = [dp for dp in sharings if not any(dp.shards.values())] or sharings
+            highest = [dp for dp in whole if dp.mode == max((one.mode for one in whole), key=MODES.index)]
             choices = list[tuple[int, int, DataParallel, Saving]]()
-            for at, dp in enumerate(self.space.sharings(layout)):
+            for at, dp in enumerate(highest):
                 saving = self.space.ladder(self.space.first_saving(), 1, dp)[-1][-1]
                 choices.append((self.bounds.states(layout, expert_tp, dp, saving), at, dp, saving))
             self._least[key] = min(choices, key=lambda one: one[:2])[2:]

@@ -35,9 +35,9 @@ from stretto.planner.search.task import RANKED, Task
 from stretto.spec.rules import problems
 
 # Shares of the time limit at which the passes end. Each plain layout gets an equal part of the first.
-_PLAIN = 0.15
-_CONVENTIONAL = 0.3
-_WIDENED = 0.4  # where nothing fits by then, conventional layouts with offload
+_PLAIN = 0.1
+_CONVENTIONAL = 0.2
+_WIDENED = 0.3  # where nothing fits by then, conventional layouts with offload
 _ALL = 0.95  # then the leaders are verified
 _SEEDS = 4  # families that the second pass accepts
 

@@ -25,7 +25,6 @@ from stretto.spec.attention import ContextKind
 from stretto.spec.data_parallel import DataParallel
 from stretto.spec.job import Job, Recompute
 from stretto.spec.rules import problems
-from stretto.spec.shape import ModelShape
 
 _CHUNKS = (2, 3, 4, 6, 8, 12)  # stages of a rank; with more the bubble, small by then, hardly shrinks
 _WAVES = (1, 2, 4)
@@ -321,14 +320,3 @@ def depth_of(choice: ScheduleChoice, pp: int) -> int:
     """Stages of the model; 0: the schedule does not exist for these ranks."""
     program = small_program(choice, pp)
     return program.depth if program else 0
-
-
-@lru_cache(maxsize=16384)
-def block_counts(shape: ModelShape, layers: range) -> tuple[int, ...]:
-    """How many blocks of each kind (`ModelShape.kinds`) are among some layers; 0 is the embedding."""
-    kinds = [kind for kind, _ in shape.kinds()]
-    blocks = range(max(1, layers.start), min(layers.stop, shape.layers + 1))
-    if len(kinds) == 1:
-        return (len(blocks),)
-    here = [shape.block(layer - 1) for layer in blocks]
-    return tuple(here.count(kind) for kind in kinds)

@@ -18,7 +18,7 @@ from stretto.layout.layout import Layout
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.estimate import precision_of
 from stretto.planner.machines.cluster import Cluster
-from stretto.planner.search.space import block_counts, small_program
+from stretto.planner.search.space import small_program
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
 from stretto.planner.time.data_parallel import DataTime, data_time
 from stretto.planner.time.layer import LayerTime, layer_time
@@ -77,7 +77,7 @@ def rank_layers(
     """
     program = small_program(choice, pp)
     assert program is not None
-    counts = [block_counts(shape, stage) for stage in stages]
+    counts = [shape.block_counts(stage) for stage in stages]
     distinct = dict[RankLayers, None]()
     fullest = max(range(pp), key=lambda r: sum(sum(counts[s % program.depth]) for s in program.stages_of(r)))
     for rank in sorted({0, pp // 2, pp - 1, fullest}):
@@ -87,7 +87,7 @@ def rank_layers(
             first=sum(0 in stages[s] for s in rank_stages),
             last=sum(shape.layers + 1 in stages[s] for s in rank_stages),
             blocks=tuple(counts[s] for s in rank_stages),
-            before=block_counts(shape, range(stages[start].start)),
+            before=shape.block_counts(range(stages[start].start)),
             inside=start > 0,
         )
         distinct[layers_of_rank] = None
@@ -337,7 +337,7 @@ class TimeBounds:
             work = count * (work + extra) + odd * min(work for _, work, _ in stages)
             before = min(stage.start for stage in rank.stages)
             wait = (before > 0) * layers.embed.forward
-            wait += layers.forward(block_counts(self.task.shape, range(before)))
+            wait += layers.forward(self.task.shape.block_counts(range(before)))
             if job.dp.gathers(layout.pp) == "stage":  # no weights are gathered when a step begins
                 wait = max(wait, min(time.gather for time in rank.data))
             longest = max(longest, wait + work + exposed, gathering)
@@ -363,7 +363,7 @@ class TimeBounds:
         action = self.task.assumptions.software.action
         forward = work = action
         busy = 2 * action
-        counts = (0 in stage, *block_counts(shape, stage), shape.layers + 1 in stage)
+        counts = (0 in stage, *shape.block_counts(stage), shape.layers + 1 in stage)
         all_least = (least.embed, *least.blocks, least.head)
         all_slow = (slow.embed, *slow.blocks, slow.head)
         for count, quick, longest in zip(counts, all_least, all_slow, strict=True):
