@@ -35,9 +35,9 @@ from stretto.planner.search.task import RANKED, Task
 from stretto.spec.rules import problems
 
 # Shares of the time limit at which the passes end. Each plain layout gets an equal part of the first.
-_PLAIN = 0.1
-_CONVENTIONAL = 0.2
-_WIDENED = 0.3  # where nothing fits by then, conventional layouts with offload
+_PLAIN = 0.15
+_CONVENTIONAL = 0.35
+_WIDENED = 0.45  # where nothing fits by then, conventional layouts with offload
 _ALL = 0.95  # then the leaders are verified
 _SEEDS = 4  # families that the second pass accepts
 
@@ -68,9 +68,11 @@ class _Search:
     def plan(self) -> Plan:
         """Run all passes."""
         plain = self._plain()
-        known, widened = self._conventional(self.task, until=_CONVENTIONAL), False
+        known, cut_short = self._conventional(self.task, until=_CONVENTIONAL)
+        widened = False
         if not known and not self.task.wide:
-            known, widened = self._conventional(replace(self.task, wide=True), until=_WIDENED), True
+            known, _ = self._conventional(replace(self.task, wide=True), until=_WIDENED)
+            widened = not cut_short  # else something may fit without
         wide = self.task.wide or widened
         known += [one for one in plain.values() if one is not None and (wide or not _is_wide(one))]
         task = replace(self.task, wide=wide)
@@ -99,9 +101,10 @@ class _Search:
                     break
         return fastest
 
-    def _conventional(self, task: Task, until: float) -> list[Feasible]:
+    def _conventional(self, task: Task, until: float) -> tuple[list[Feasible], bool]:
+        """Some conventional layouts that fit, and whether others were left unexamined."""
         run = self._pass(conventional(task), until=until, wanted=_SEEDS, only_dives=True)
-        return _all(run)
+        return _all(run), run.cut_short
 
     def _pass(
         self,
