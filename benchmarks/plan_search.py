@@ -60,7 +60,7 @@ def main() -> None:
         if wanted.long and fastest is not None:
             best = min(one.estimate.seconds for one in planned(name, wanted.long).ranking)
             distance = fastest / min(best, fastest) - 1
-        row = {
+        row: dict[str, object] = {
             "case": name,
             "devices": CASES[name][2],
             "wall s": round(wall, 1),

@@ -102,7 +102,6 @@ class BranchAndBound:
     )
     refusals: Refusals = field(default_factory=Refusals)
     candidates: int = 0
-    feasible: int = 0
     cut_short: bool = False  # something that might be better was not examined, for lack of time
     left: float = inf  # lower bound on the cost of every candidate that was not examined
 
@@ -409,7 +408,6 @@ class BranchAndBound:
         if not fit.likely:
             self._refuse(candidate, self._cost(seconds, candidate))
             return
-        self.feasible += 1
         self.accept([Feasible(candidate, seconds, fit)])
         if not is_safe(fit, self.task.room):
             self._add_savings(candidate, self._cost(seconds, candidate))
