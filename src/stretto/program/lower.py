@@ -47,8 +47,8 @@ def lower(program: Program, tied: Iterable[Iterable[int]] = (), lookahead: int =
 
 
 class RankLowering:
-    """Lowers a program rank by rank, for whoever looks at few ranks of many. Ranks that were lowered once are
-    kept.
+    """Lowers a program rank by rank, so that a few ranks of many can be lowered alone; each is lowered
+    at most once.
 
     Args:
         program, tied, lookahead: as `lower` takes them.

@@ -33,7 +33,7 @@ from stretto.planner.machines.networks import LATENCIES, parse_network
         ("100 Gbps/GPU", "InfiniBand HDR", 12.5),
         ("25 GB/s per GPU InfiniBand", "InfiniBand HDR", 25),
         ("HDR100", "InfiniBand HDR", 12.5),
-        # nobody says whose: what each device of a DGX A100 has is each one's, another rate the node's
+        # stated neither per device nor per node: the usual rate of a device, and another one
         ("InfiniBand 200 Gbps", "InfiniBand HDR", 25),
         ("InfiniBand 100 Gbps", "InfiniBand EDR", 1.5625),
         # kinds alone

@@ -20,7 +20,7 @@ from stretto.planner.machines.device import Device
 from stretto.planner.memory.short_step import short_step_fit
 from stretto.planner.search.branch import first_true
 from stretto.planner.search.memory_bounds import MemoryBounds
-from stretto.planner.search.ranking import Feasible, best_of_family, sort_feasible
+from stretto.planner.search.ranking import Feasible, best_of_family, is_safe, sort_feasible
 from stretto.planner.search.search import search
 from stretto.planner.search.space import Space, depth_of
 from stretto.planner.search.task import (
@@ -161,6 +161,9 @@ def test_the_search_equals_brute_force(memory: float, fixed: dict[str, tuple[Any
         # within a family the simpler of two candidates represents it, if the other gains less than the noise
         least = min(f.seconds for f in everything)
         assert least <= min(one.estimate.seconds for one in plan.ranking) <= least * (1 + NOISE)
+        safe = [f.seconds for f in everything if is_safe(f.fit, 0.0)]
+        assert (plan.safe is None) == (not safe)
+        assert plan.safe is None or plan.safe.estimate.seconds == pytest.approx(min(safe))
         assert plan.gap == 0.0
         assert plan.replayed <= len(everything) + len(plan.tried)
 
@@ -308,19 +311,23 @@ def test_the_bound_of_blocks_that_differ_counts_each_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("memory", "fixed"),
+    ("memory", "fixed", "rows_in_all"),
     [
-        FIXES[2],
-        (0.5e9, {"tp": (1, 2), "cp": (1,), "micro_batch": (1, 2), "schedule": ("1f1b", "zb-h1", "hanayo")}),
+        (*FIXES[2], 5),
+        (
+            0.5e9,
+            {"tp": (1, 2), "cp": (1,), "micro_batch": (1, 2), "schedule": ("1f1b", "zb-h1", "hanayo")},
+            40,
+        ),
     ],
 )
 def test_the_first_rows_do_not_depend_on_how_many_are_wanted(
-    memory: float, fixed: dict[str, tuple[Any, ...]]
+    memory: float, fixed: dict[str, tuple[Any, ...]], rows_in_all: int
 ) -> None:
-    plans = [search(task(fixed=fixed, cluster=cluster(memory=memory), top=top)) for top in (1, 3, 10, 14)]
+    plans = [search(task(fixed=fixed, cluster=cluster(memory=memory), top=top)) for top in (1, 3, 10, 40)]
     rows = [[one.words for one in plan.ranking] for plan in plans]
     longest = rows[-1]
-    assert len(longest) > 3
+    assert len(longest) >= rows_in_all
     assert all(of_plan == longest[: len(of_plan)] for of_plan in rows)
     assert [len(of_plan) for of_plan in rows[:2]] == [1, 3]
 
@@ -374,3 +381,16 @@ def test_a_fixed_mode_leaves_out_layouts_that_have_none_of_it() -> None:
     plan = search(task(fixed={"mode": ("zero3",), "micro_batch": (2,), "schedule": ("1f1b",)}))
     assert plan.ranking
     assert {one.estimate.job.dp.mode for one in plan.ranking} == {"zero3"}
+
+
+@pytest.mark.parametrize("memory", [0.33e9, 0.36e9])
+def test_a_search_goes_on_until_a_layout_with_the_wanted_room_is_found(memory: float) -> None:
+    fixed: dict[str, tuple[Any, ...]] = {"tp": (1, 2), "cp": (1,), "micro_batch": (1, 2, 4)}
+    fixed["schedule"] = ("1f1b", "zb-h1", "hanayo", "interleaved")
+    plan = search(task(fixed=fixed, cluster=cluster(memory=memory), top=14, room=0.05e9))
+    assert len(plan.ranking) == 14
+    fits = [one.estimate.memory for one in plan.ranking]
+    assert not any(fit is not None and is_safe(fit, 0.05e9) for fit in fits[:10])
+    assert plan.safe is not None
+    assert plan.safe.estimate.memory is not None
+    assert is_safe(plan.safe.estimate.memory, 0.05e9)

@@ -74,8 +74,8 @@ class Network:
         return replace(cluster.outer, bandwidth=share) if same else Link(share, LATENCIES[kind], kind)
 
     def _share(self, cluster: Cluster, kind: str) -> float | None:
-        """Bytes/s of one device. A rate of which nobody says whose it is is each device's if it is what the
-        devices of that cluster usually have, else the whole node's. Without a rate there are as many cards as
+        """Bytes/s of one device. A rate stated neither per device nor per node is taken per device if it
+        equals the cluster's usual share of one, else per node. Without a rate there are as many cards as
         usual, of the generation that is named.
         """
         if self.rate is None:

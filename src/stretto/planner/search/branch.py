@@ -42,8 +42,8 @@ from stretto.planner.search.space import Space
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
 from stretto.program import entry as entry_of
 
-# Shares of a pass's time at which it ends to estimate layouts, to list them with their microbatches, to put
-# off programs that are expensive to make, and to prove the best; in what is left it dives among what is open.
+# Shares of a pass's time by which layouts are estimated, listed with their microbatches, searched without
+# programs that are expensive to make, and searched for a proof; after that the pass dives into open choices.
 _ESTIMATING = 0.25
 _LISTING = 0.4
 _CHEAP_FIRST = 0.55
@@ -121,7 +121,7 @@ class BranchAndBound:
         self._safe = inf  # the least cost of what fits safely
 
     def go(self) -> None:
-        """Search until as many families fit as are wanted, nothing is left, or the time is over."""
+        """Search until the wanted families are proved, every candidate is examined, or time runs out."""
         self._begin, replayed = self.deadline.spent, len(self.exact.times)
         self._estimate_layouts()
         self._list_layouts(until=_LISTING, limit=_NEAR * self._best_guess())
@@ -169,6 +169,10 @@ class BranchAndBound:
         self._costs = sorted(
             min(self._cost(one.seconds, one.candidate) for one in family) for family in self.families.values()
         )
+
+    def cost_of(self, one: Feasible) -> float:
+        """What is minimised, of one that fits."""
+        return self._cost(one.seconds, one.candidate)
 
     def best(self) -> float:
         """The least cost (time, or device time) of what fits."""
@@ -367,9 +371,9 @@ class BranchAndBound:
             self._push(bound, candidate.parallelism.layout, candidate, least)
 
     def _beaten(self, candidate: Candidate, seconds: float) -> bool:
-        """Whether a candidate that takes at least so long cannot represent its family."""
+        """Whether a candidate that takes at least so long adds nothing to its family."""
         family = self.families.get(candidate.family)
-        return family is not None and cannot_win(candidate, seconds, family)
+        return family is not None and cannot_win(candidate, seconds, family, self.task.room)
 
     def _replay(self, least: float, candidate: Candidate) -> None:
         """Replay a candidate, unless a tighter bound is known by now, or its memory fails first."""

@@ -146,13 +146,14 @@ def best_of_family(family: Sequence[Feasible]) -> Feasible:
     )
 
 
-def cannot_win(candidate: Candidate, seconds: float, family: Sequence[Feasible]) -> bool:
-    """Whether a candidate that takes at least so long cannot represent its family, since one of it is as
-    fast, as simple, and has enough headroom.
+def cannot_win(candidate: Candidate, seconds: float, family: Sequence[Feasible], room: float) -> bool:
+    """Whether a candidate that takes at least so long can neither represent its family nor be the fastest
+    safe one of it, since another is as fast, as simple, safe, and has enough headroom.
     """
     return any(
         one.seconds <= seconds
         and one.headroom == ENOUGH_HEADROOM
+        and is_safe(one.fit, room)
         and one.candidate.complexity <= candidate.complexity
         for one in family
     )

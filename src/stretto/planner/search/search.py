@@ -137,7 +137,8 @@ class _Search:
     ) -> Plan:
         task = self.task
         ranking = ranked(chosen[: task.top], task, self.exact.times)
-        safe = next((one for one in sorted(chosen, key=_seconds) if is_safe(one.fit, task.room)), None)
+        # what represents its family is often tight, where a variant of it is safe
+        safe = min((one for one in _all(run) if is_safe(one.fit, task.room)), key=run.cost_of, default=None)
         first = ranking[0].estimate if ranking else None
 
         def beside(one: Feasible | None) -> Ranked | None:
@@ -194,10 +195,6 @@ class _Search:
 
 def _all(run: BranchAndBound) -> list[Feasible]:
     return [one for family in run.families.values() for one in family]
-
-
-def _seconds(one: Feasible) -> float:
-    return one.seconds
 
 
 def _is_wide(one: Feasible) -> bool:
