@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -49,19 +49,13 @@ def panels_html(
     facts = json.dumps(_data(panels), separators=(",", ":")).replace("<", "\\u003c")
     parts = {
         "title": escape(title),
-        "policy": _POLICY,
         "above": above,
-        "css": _file("page.css") + (_file(f"{more}.css") if more else ""),
         "legend": _legend(panels),
         "table": table_html(table),
         "data": facts,
-        "js": _file("page.js")
-        + _file("page_input.js")
-        + _file("page_table.js")
-        + (_file(f"{more}.js") if more else ""),
     }
-    # in one pass, so that inserted text is never substituted again
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _file("page.html"))
+    scripts = ["page.js", "page_input.js", "page_table.js", *([f"{more}.js"] if more else [])]
+    return _page(title, _filled("page_timeline.html", parts), more, "".join(map(_file, scripts)))
 
 
 def plain_html(title: str, body: str, more: str = "") -> str:
@@ -70,14 +64,25 @@ def plain_html(title: str, body: str, more: str = "") -> str:
     Args:
         more: name of the file with further style, such as "page_compare".
     """
+    whole = f'<main>\n<h1 class="unseen">{escape(title)}</h1>\n{body}\n</main>\n'
+    return _page(title, whole, more, f'"use strict";\n{_file("page_table.js")}')
+
+
+def _page(title: str, body: str, more: str, script: str) -> str:
+    """A self-contained page with this body."""
     parts = {
         "title": escape(title),
         "policy": _POLICY,
         "css": _file("page.css") + (_file(f"{more}.css") if more else ""),
         "body": body,
-        "js": _file("page_table.js"),
+        "js": script,
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _file("page_plain.html"))
+    return _filled("page.html", parts)
+
+
+def _filled(name: str, parts: Mapping[str, str]) -> str:
+    """A template with its parts, in one pass, so that inserted text is never substituted again."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _file(name))
 
 
 @cache
