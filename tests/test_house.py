@@ -21,7 +21,7 @@ SOURCE = ROOT / "src" / "stretto"
 ROOMS = (
     *("errors", "layout", "program", "spec", "planner", "view"),
     *("engine.offload", "engine.parallel", "engine.pipeline", "engine.models", "engine.optim"),
-    *("engine.checkpoint", "run.config", "run.launch", "run.data", "run.train", "run.calibrate"),
+    *("engine.checkpoint", "prove", "run.config", "run.launch", "run.data", "run.train", "run.calibrate"),
     *("run.verify", "run.dryrun", "run.compare", "recommender"),
     "cli",  # imports what is heavy inside its functions
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 import stretto.run.verify.job as verify_job
 from stretto.cli.main import run
 from stretto.engine.pipeline import Pipeline
-from stretto.run.verify.diagnose import Verdict
+from stretto.prove.diagnose import Verdict
 from tiny_job import job_file
 
 pytestmark = pytest.mark.apart

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from stretto.prove.diagnose import Verdict
     from stretto.recommender.config.schema import RecommenderConfig
     from stretto.run.config.schema import TrainConfig
-    from stretto.run.verify.diagnose import Verdict
     from stretto.run.verify.every import Impossible
 
 _ALL = ("all", "product")
@@ -80,9 +80,9 @@ def verify(
     and dense layers, with one-hot and ragged ids, sums, means, products and hash tables, with and without
     clipping and overlap, on small tables. FILE is a list such as [{placement: row, place: cpu}].
     """
+    from stretto.prove.diagnose import TOLERANCE
     from stretto.recommender.config.load import load_config
     from stretto.run.config.schema import TrainConfig
-    from stretto.run.verify.diagnose import TOLERANCE
 
     config = load_config(path, overrides or [])
     if layouts not in _ALL and ranks is not None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from stretto.prove.compare import Comparison
 from stretto.recommender.verify.diagnose import Evidence, WrongShard, diagnose
-from stretto.run.verify.compare import Comparison
 
 _TABLES = ("C1", "C2")
 _ALL = (*_TABLES, "top.0.weight", "top.0.bias")

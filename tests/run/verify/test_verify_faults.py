@@ -23,10 +23,10 @@ from stretto.engine.parallel.styles import Part, Row
 from stretto.engine.pipeline import Pipeline
 from stretto.engine.pipeline.compute import Compute
 from stretto.engine.pipeline.versions import WeightVersions
+from stretto.prove.diagnose import TOLERANCE, Verdict
 from stretto.run.config.schema import TrainConfig
 from stretto.run.train.replica import Replica
 from stretto.run.verify.cases import describe
-from stretto.run.verify.diagnose import TOLERANCE, Verdict
 from stretto.run.verify.job import verify
 from stretto.spec.job import Job
 from stretto.spec.optimiser import Optimiser

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from stretto.engine.models.language import IGNORED
 from stretto.errors import StrettoError
+from stretto.prove.diagnose import Verdict
 from stretto.run.config import TrainConfig
 from stretto.run.config.job import job_of
 from stretto.run.data.prepare import prepare_data
 from stretto.run.verify.asynchronous import Delays, promised, run_delayed
 from stretto.run.verify.cases import configured_job, describe, every_layout, smaller, vary
-from stretto.run.verify.diagnose import Verdict
 from stretto.run.verify.every import Every, ways
 from stretto.run.verify.job import batches, verify
 from stretto.run.verify.reference import Trial, build_reference, run_reference

@@ -17,8 +17,8 @@ import stretto.run.verify.prove as prove_module
 from stretto.engine.parallel.data.gradients import GradientBuffer
 from stretto.engine.parallel.data.reduction import ShardGroups
 from stretto.engine.parallel.data.unit import Unit
+from stretto.prove.diagnose import TOLERANCE, Verdict
 from stretto.run.verify.cases import describe
-from stretto.run.verify.diagnose import TOLERANCE, Verdict
 from stretto.run.verify.job import verify
 from tiny_job import LLAMA, Changes, changes, job, name_of, varied
 

@@ -20,9 +20,9 @@ from stretto.engine.parallel.data.reduction import ShardGroups
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.styles import Positions
 from stretto.layout.shards import ShardSizes
+from stretto.prove.diagnose import TOLERANCE, Verdict
 from stretto.run.train.replica import Replica
 from stretto.run.verify.cases import describe
-from stretto.run.verify.diagnose import TOLERANCE, Verdict
 from stretto.run.verify.job import verify
 from tiny_job import LLAMA, Changes, changes, job, name_of, varied
 

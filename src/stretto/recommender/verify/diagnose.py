@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from stretto.engine.parallel.control import gather_json
+from stretto.prove.compare import NOTHING, Comparison, relative
+from stretto.prove.diagnose import SAME, TOLERANCE, Verdict, above, listing
 from stretto.recommender.placement import Placements
 from stretto.recommender.verify.local_shards import Compared, ShardRows
 from stretto.recommender.verify.reference import Snapshot
-from stretto.run.verify.compare import NOTHING, Comparison, relative
-from stretto.run.verify.diagnose import TOLERANCE, Verdict
 
 _CLOSE = 1e-6
 
@@ -73,10 +73,6 @@ def _wrong_rows(one: Compared) -> Tensor:
     return ~(off <= NOTHING * scale)
 
 
-_SAME = 1e-6  # relative difference of factors that count as equal
-_SHOWN = 4  # names shown
-
-
 @dataclass(frozen=True)
 class WrongShard:
     """A shard that differs."""
@@ -127,15 +123,15 @@ def diagnose(evidence: Evidence) -> str | None:
     """One sentence on the likeliest cause; None if everything is equal."""
     if evidence.initial:
         where = _where(evidence, evidence.initial)
-        return f"the rows of {_names(evidence.initial)} begin with other values{where}"
+        return f"the rows of {listing(evidence.initial)} begin with other values{where}"
     if not relative(evidence.loss, evidence.reference_loss) <= TOLERANCE:
         return _loss(evidence)
-    if evidence.gradients is not None and (wrong := _above(evidence.gradients.errors)):
+    if evidence.gradients is not None and (wrong := above(evidence.gradients.errors)):
         return _gradients(wrong, evidence, evidence.gradients)
     if evidence.norm is not None and not relative(evidence.norm, evidence.reference_norm) <= TOLERANCE:
         return _norm(evidence, evidence.norm)
-    states = _above(evidence.states.errors) if evidence.states is not None else []
-    weights = _above(evidence.weights.errors)
+    states = above(evidence.states.errors) if evidence.states is not None else []
+    weights = above(evidence.weights.errors)
     if states or weights:
         return _update(states, weights, evidence)
     if not evidence.predict <= TOLERANCE:
@@ -148,7 +144,7 @@ def _loss(evidence: Evidence) -> str:
     if not isfinite(ratio):
         return "the loss is not finite"
     for factor, words in ((evidence.ranks, "times"), (1 / evidence.ranks, "of")):
-        if evidence.ranks > 1 and abs(ratio / factor - 1.0) < _SAME:
+        if evidence.ranks > 1 and abs(ratio / factor - 1.0) < SAME:
             return f"the loss is {ratio:.6g} {words} the reference: it is no mean over the global batch"
     return f"the loss is {ratio:.10g} times the reference: other rows are looked up, or sums are wrong"
 
@@ -164,8 +160,8 @@ def _gradients(wrong: list[str], evidence: Evidence, comparison: Comparison) -> 
     where = " and ".join(f"the gradient of {part}" for part in parts)
     ratios = {comparison.ratios[name] for name in wrong}
     middle = sorted(ratios)[len(ratios) // 2]
-    scaled = all(abs(ratio / middle - 1.0) < _SAME for ratio in ratios) if middle else False
-    if scaled and max(comparison.residuals[name] for name in wrong) <= _SAME:
+    scaled = all(abs(ratio / middle - 1.0) < SAME for ratio in ratios) if middle else False
+    if scaled and max(comparison.residuals[name] for name in wrong) <= SAME:
         return f"{where} is {middle:.6g} times the reference: {_scale(middle, evidence)}"
     if tables and not dense and evidence.duplicates_lost and set(tables) <= set(evidence.duplicates_lost):
         return (
@@ -180,12 +176,12 @@ def _gradients(wrong: list[str], evidence: Evidence, comparison: Comparison) -> 
 
 
 def _scale(ratio: float, evidence: Evidence) -> str:
-    if evidence.ranks > 1 and abs(ratio / evidence.ranks - 1.0) < _SAME:
+    if evidence.ranks > 1 and abs(ratio / evidence.ranks - 1.0) < SAME:
         return (
             f"scaled by the number of ranks ({evidence.ranks}), as losses that are means of each rank's "
             "samples"
         )
-    if evidence.ranks > 1 and abs(ratio * evidence.ranks - 1.0) < _SAME:
+    if evidence.ranks > 1 and abs(ratio * evidence.ranks - 1.0) < SAME:
         return f"divided by the number of ranks ({evidence.ranks}), as if averaged over them"
     return "wrong gradient scale"
 
@@ -198,7 +194,7 @@ def _norm(evidence: Evidence, norm: float) -> str:
         if evidence.copied_square
         else 1.0
     )
-    if abs(times - round(times)) < _SAME and round(times) in (0, *range(2, evidence.ranks + 1)):
+    if abs(times - round(times)) < SAME and round(times) in (0, *range(2, evidence.ranks + 1)):
         counted = f"counted {round(times)} times" if times > 1 else "not counted"
         return f"{words}: tables that every rank copies are {counted}"
     return f"{words}: a shard is left out, or counted more than once"
@@ -211,20 +207,20 @@ def _update(states: list[str], weights: list[str], evidence: Evidence) -> str:
     owners = [name.rpartition(".")[0] for name in states]
     if states and evidence.local_statistic and set(owners) <= set(evidence.local_statistic):
         return (
-            f"{equal}the row statistic of {_names(owners)} is that of each shard's own columns: it is not "
+            f"{equal}the row statistic of {listing(owners)} is that of each shard's own columns: it is not "
             "the mean over all columns of the table"
         )
     if evidence.gradients is None and tables and set(tables) <= set(evidence.duplicates_lost):
         return (
-            f"{equal}{_names(tables)} differs only in rows looked up more than once: lookups of one "
+            f"{equal}{listing(tables)} differs only in rows looked up more than once: lookups of one "
             "row are lost, or applied one after another"
         )
     if states:
-        return f"{equal}the states {_names(states)} are not{_where(evidence, owners)}: the update differs"
+        return f"{equal}the states {listing(states)} are not{_where(evidence, owners)}: the update differs"
     if dense and not tables:
-        return f"{equal}the updated {_names(dense)} is not: the dense optimiser differs"
+        return f"{equal}the updated {listing(dense)} is not: the dense optimiser differs"
     return (
-        f"{equal}the updated rows of {_names(tables)} are not{_where(evidence, tables)}: the update differs"
+        f"{equal}the updated rows of {listing(tables)} are not{_where(evidence, tables)}: the update differs"
     )
 
 
@@ -241,19 +237,7 @@ def _where(evidence: Evidence, names: Sequence[str]) -> str:
 
 
 def _some(names: list[str], every: Collection[str], what: str) -> str:
-    return f"every {what}" if len(names) == len(every) and len(every) > 1 else _names(names)
-
-
-def _names(names: Sequence[str]) -> str:
-    kept = list(dict.fromkeys(names))
-    more = f" and {len(kept) - _SHOWN} more" if len(kept) > _SHOWN else ""
-    return ", ".join(kept[:_SHOWN]) + more
-
-
-def _above(errors: Mapping[str, float]) -> list[str]:
-    """Names with an error above the tolerance, worst first."""
-    above = [name for name, error in errors.items() if not error <= TOLERANCE]
-    return sorted(above, key=lambda name: -errors[name])
+    return f"every {what}" if len(names) == len(every) and len(every) > 1 else listing(names)
 
 
 @dataclass(frozen=True)

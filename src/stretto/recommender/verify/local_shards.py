@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stretto.prove.compare import Pairs
 from stretto.recommender.placement import TableShard
 from stretto.recommender.tables.pools import LocalShard
 from stretto.recommender.tables.splitmix import owner
 from stretto.recommender.train.engine import Recommender
-from stretto.run.verify.compare import Pairs
 
 
 @dataclass(frozen=True)

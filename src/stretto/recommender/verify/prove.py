@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.engine.parallel.control import gather_json
+from stretto.prove.compare import NOTHING, Comparison, Pairs, compare_pairs, relative
+from stretto.prove.diagnose import TOLERANCE
 from stretto.recommender.clicks.batch import ClickBatch
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import TableSpec, physical_tables
@@ -36,8 +38,6 @@ from stretto.recommender.verify.local_shards import (
     shard_rows,
 )
 from stretto.recommender.verify.reference import Reference, Snapshot, known_ids, rate_of
-from stretto.run.verify.compare import NOTHING, Comparison, Pairs, compare_pairs, relative
-from stretto.run.verify.diagnose import TOLERANCE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.rate import Rate
+from stretto.prove.compare import scales_of
 from stretto.recommender.clicks.batch import ClickBatch
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.models.dlrm import DenseNet, initialise_dense, pool
@@ -24,7 +25,6 @@ from stretto.recommender.placement import TableSpec, divisor_of, physical_tables
 from stretto.recommender.tables.ids.quotient import initial_rows_of_table
 from stretto.recommender.tables.initial import initial_rows
 from stretto.recommender.tables.jagged import Jagged
-from stretto.run.verify.compare import scales_of
 
 
 @dataclass

@@ -13,10 +13,10 @@ from torch.func import functional_call
 from stretto.engine.models.language import IGNORED
 from stretto.engine.optim.build import build_optimizer
 from stretto.errors import StrettoError
+from stretto.prove.compare import Comparison, compare, relative
+from stretto.prove.diagnose import Verdict
 from stretto.run.train.replica import Replica
 from stretto.run.verify.cases import describe
-from stretto.run.verify.compare import Comparison, compare, relative
-from stretto.run.verify.diagnose import Verdict
 from stretto.run.verify.reference import Snapshot, Trial, build_reference
 from stretto.run.verify.step import run_step, wrongly_held
 from stretto.spec.flops import layer_names

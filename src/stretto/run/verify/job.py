@@ -20,7 +20,7 @@ from stretto.spec.parameters import count_parameters
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stretto.run.verify.diagnose import Verdict
+    from stretto.prove.diagnose import Verdict
 
 _COPIES = 4  # float64 copies of the model on a rank: weights, gradients, two optimiser states
 

@@ -3,59 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from stretto.engine.parallel.control import gather_json
 from stretto.engine.parallel.mesh import Mesh
-from stretto.engine.parallel.tensor.sequence import SequenceSplit
+from stretto.prove.diagnose import Verdict
+from stretto.prove.outputs import beside_positions, first_difference, recorded
 from stretto.run.train.assemble import assemble
 from stretto.run.train.replica import Replica
 from stretto.run.verify.asynchronous import Delays, promised, prove_asynchronous, run_delayed
 from stretto.run.verify.cases import describe, describe_layout
-from stretto.run.verify.diagnose import Verdict
 from stretto.run.verify.every import content
 from stretto.run.verify.reference import (
     Snapshot,
     Trial,
     build_reference,
     run_reference,
-    share,
     share_all,
 )
 from stretto.run.verify.step import run_step
 from stretto.run.verify.synchronous import prove_synchronous
 from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
-
-Outputs = dict[str, Tensor]
-_SAME = 1e-9
-
-
-@contextmanager
-def recorded(modules: Iterable[tuple[str, nn.Module]]) -> Generator[Outputs]:
-    """The first output of each module while in the `with`, by name, in the order of computing."""
-    outputs = Outputs()
-
-    def keep(name: str) -> Any:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and output.is_floating_point() and name not in outputs:
-                outputs[name] = output.detach().clone()
-
-        return hook
-
-    handles = [module.register_forward_hook(keep(name)) for name, module in modules if name]
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def modules_of(replica: Replica) -> list[tuple[str, nn.Module]]:
@@ -66,50 +40,6 @@ def modules_of(replica: Replica) -> list[tuple[str, nn.Module]]:
         for at, layer in zip(replica.pipeline.layers_of(stage), module.children(), strict=True):
             modules += [(f"{names[at]}.{inner}".rstrip("."), m) for inner, m in layer.named_modules()]
     return modules
-
-
-def first_difference(replica: Replica, ours: Outputs, reference: Outputs | None) -> str | None:
-    """Name of the first module whose output differs; None when none does. Collective over the default group.
-
-    Of outputs that are split along the sequence each rank's positions are looked at, without padding. Those
-    that are split otherwise are passed over: the module that brings them together is looked at.
-
-    Args:
-        ours: on ranks of the first replica, outputs of the first microbatch.
-        reference: the plain model's for the same samples; on rank 0.
-    """
-    named = None if reference is None else [(name, list(t.shape)) for name, t in reference.items()]
-    order: list[tuple[str, list[int]]] = gather_json(named)[0]
-    first = torch.tensor(len(order))
-    for at, (name, shape) in enumerate(order):
-        whole = share(None if reference is None else reference[name], tuple(shape))
-        mine = ours.get(name) if replica.mesh.index("dp") == 0 else None
-        pair = None if mine is None else beside(mine, whole, replica.split)
-        if pair is not None and pair[0].numel():
-            error = (pair[0] - pair[1]).abs().max() / whole.abs().max().clamp(min=_SAME)
-            if not bool(error <= _SAME):
-                first = torch.minimum(first, torch.tensor(at))
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(first, dist.ReduceOp.MIN)
-    return order[int(first)][0] if int(first) < len(order) else None
-
-
-def beside(mine: Tensor, whole: Tensor, split: SequenceSplit) -> tuple[Tensor, Tensor] | None:
-    """This rank's output and the same part of the plain model's; None where it is split otherwise than along
-    the sequence, or has no dimension of samples and positions.
-    """
-    if mine.dim() != whole.dim() or mine.dim() < 3:
-        return None
-    if mine.shape == whole.shape:
-        return mine, whole
-    unequal = [dim for dim, size in enumerate(whole.shape) if mine.shape[dim] != size]
-    if len(unequal) != 1 or whole.shape[dim := unequal[0]] != split.length:
-        return None
-    for positions in (split.shard, split.positions):
-        if len(positions) == mine.shape[dim]:
-            real = positions < split.length
-            return mine.index_select(dim, real.nonzero().flatten()), whole.index_select(dim, positions[real])
-    return None
 
 
 __all__ = ["Verdict", "prove"]
@@ -211,6 +141,7 @@ def _locate(job: Job, trial: Trial) -> str | None:
             keys.samples = range(job.micro_batch)
             with torch.no_grad(), recorded(model.named_modules()) as reference:
                 model(batch[0][: job.micro_batch])
-        return first_difference(replica, ours, reference)
+        here = ours if replica.mesh.index("dp") == 0 else {}
+        return first_difference(here, reference, partial(beside_positions, split=replica.split))
     finally:
         replica.close()

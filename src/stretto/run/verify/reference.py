@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from stretto.engine.models.build import build
@@ -17,7 +16,7 @@ from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.rate import Rate
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.fp8 import enable_fp8
-from stretto.run.verify.compare import scales_of
+from stretto.prove.compare import scales_of, share
 from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
@@ -131,13 +130,3 @@ def share_all(
             one.weights[name] = share(mine and mine.weights[name], size)
         shared.append(one)
     return shared
-
-
-def share(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-    """Rank 0's float64 tensor of that shape, on all ranks."""
-    if tensor is None:
-        tensor = torch.empty(shape, dtype=torch.float64)
-    tensor = tensor.contiguous()
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast(tensor, 0)
-    return tensor

@@ -12,10 +12,10 @@ from torch import Tensor
 from stretto.engine.models.language import IGNORED
 from stretto.engine.offload.tensor_files import at_hand
 from stretto.engine.parallel.fragment import Fragment, Piece, Placed
+from stretto.prove.compare import misplaced
 from stretto.run.data.dataset import microbatch_indices
 from stretto.run.train.optimizer import scales, update_numbers
 from stretto.run.train.replica import Replica
-from stretto.run.verify.compare import misplaced
 from stretto.run.verify.reference import Batch
 
 

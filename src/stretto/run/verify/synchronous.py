@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from stretto.prove.compare import Comparison, compare, relative
+from stretto.prove.diagnose import TOLERANCE, Evidence, Sum, Verdict, diagnose
 from stretto.run.train.replica import Replica
 from stretto.run.verify.cases import describe
-from stretto.run.verify.compare import Comparison, compare, relative
-from stretto.run.verify.diagnose import TOLERANCE, Evidence, Sum, Verdict, diagnose
 from stretto.run.verify.reference import Snapshot, Trial
 from stretto.run.verify.step import (
     copies_of,

@@ -9,9 +9,9 @@ import torch
 
 from stretto.engine.parallel.fragment import Piece, Placed
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
-from stretto.run.verify.compare import Comparison, compare, misplaced, relative
-from stretto.run.verify.diagnose import TOLERANCE, Evidence, Sum, diagnose
-from stretto.run.verify.prove import beside
+from stretto.prove.compare import Comparison, compare, misplaced, relative
+from stretto.prove.diagnose import TOLERANCE, Evidence, Sum, diagnose
+from stretto.prove.outputs import beside_positions
 
 NAMES = ("embed.tok.weight", "a", "b", "c")
 NONE = dict.fromkeys(NAMES, 0.0)
@@ -284,13 +284,13 @@ SHARD = SequenceSplit(length=6, cp=2, cp_index=0, tp=2, tp_index=1)  # positions
 
 def test_outputs_that_are_split_along_the_sequence_are_laid_beside_their_positions() -> None:
     whole = torch.arange(2 * 6 * 3.0).reshape(2, 6, 3)
-    mine, same = beside(whole[:, 2:6].clone(), whole, CONTEXT) or (None, None)
+    mine, same = beside_positions(whole[:, 2:6].clone(), whole, CONTEXT) or (None, None)
     assert mine is not None
     assert torch.equal(mine, same)
-    padding = beside(torch.full((2, 2, 3), 7.0), whole, SHARD)
+    padding = beside_positions(torch.full((2, 2, 3), 7.0), whole, SHARD)
     assert padding is not None
     assert padding[0].numel() == padding[1].numel() == 0
     heads = torch.zeros(2, 3, 4, 5)  # heads are split as well
-    assert beside(heads, torch.zeros(2, 6, 6, 5), CONTEXT) is None
-    assert beside(torch.zeros(2, 3, 5), torch.zeros(2, 4, 5), CONTEXT) is None
-    assert beside(torch.zeros(4, 5), torch.zeros(6, 5), CONTEXT) is None
+    assert beside_positions(heads, torch.zeros(2, 6, 6, 5), CONTEXT) is None
+    assert beside_positions(torch.zeros(2, 3, 5), torch.zeros(2, 4, 5), CONTEXT) is None
+    assert beside_positions(torch.zeros(4, 5), torch.zeros(6, 5), CONTEXT) is None

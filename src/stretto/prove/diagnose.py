@@ -8,10 +8,10 @@ from itertools import combinations
 from math import isfinite, prod
 from statistics import median
 
-from stretto.run.verify.compare import Comparison
+from stretto.prove.compare import Comparison
 
 TOLERANCE = 1e-9
-_SAME = 1e-6  # factors this close are one factor
+SAME = 1e-6  # factors this close are one factor
 _NEAR = 0.15  # what is left of a sum is about its part
 _SHOWN = 4  # parameters that are named
 
@@ -69,10 +69,10 @@ def diagnose(seen: Evidence) -> str | None:
     ratio = seen.loss / seen.reference_loss if seen.reference_loss else 1.0
     if not abs(ratio - 1.0) <= TOLERANCE:
         return _loss(ratio, seen.microbatches)
-    wrong = _above(seen.gradients.errors)
+    wrong = above(seen.gradients.errors)
     if wrong and set(wrong) <= set(seen.tied):
         return (
-            f"only the gradient of the tied parameter {_names(wrong)} is wrong: it is not summed over the "
+            f"only the gradient of the tied parameter {listing(wrong)} is wrong: it is not summed over the "
             "stages that share it"
         )
     if wrong:
@@ -89,32 +89,34 @@ def diagnose(seen: Evidence) -> str | None:
 
 
 def _weights(seen: Evidence) -> str | None:
-    off = _above(seen.weights.errors)
-    masters = _above(seen.masters.errors) if seen.masters is not None else off
+    off = above(seen.weights.errors)
+    masters = above(seen.masters.errors) if seen.masters is not None else off
     if masters:
         return (
-            f"gradients and norm are equal but the updated {_names(masters)} are not: the optimiser differs"
+            f"gradients and norm are equal but the updated {listing(masters)} are not: the optimiser differs"
         )
     if not off:
         return None
     ranks = seen.weights.ranks
     where = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN]))}"
     more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    said = f"what optimisers updated is equal, but {where}{more} would compute with other {_names(off)}: "
-    if seen.updated_here is not None and not _above(seen.updated_here.errors):
+    said = f"what optimisers updated is equal, but {where}{more} would compute with other {listing(off)}: "
+    if seen.updated_here is not None and not above(seen.updated_here.errors):
         return f"{said}of what others have updated it has older values, so they do not come"
     return f"{said}updated values are not copied into the weights, or older ones that were gathered are kept"
 
 
-def _above(errors: Mapping[str, float]) -> list[str]:
+def above(errors: Mapping[str, float]) -> list[str]:
     """Names with an error above the tolerance, the worst first."""
     names = [name for name, error in errors.items() if not error <= TOLERANCE]
     return sorted(names, key=lambda name: -errors[name])
 
 
-def _names(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+def listing(names: Sequence[str]) -> str:
+    """The first names, each once, and how many more there are."""
+    kept = list(dict.fromkeys(names))
+    more = f" and {len(kept) - _SHOWN} more" if len(kept) > _SHOWN else ""
+    return ", ".join(kept[:_SHOWN]) + more
 
 
 def _loss(ratio: float, microbatches: int) -> str:
@@ -123,13 +125,13 @@ def _loss(ratio: float, microbatches: int) -> str:
     short = (1.0 - ratio) * microbatches
     missing = round(short)
     # microbatches differ in their losses, so a dropped one never leaves an exact fraction
-    if 0 < missing < microbatches and _SAME < abs(short - missing) < 0.2:
+    if 0 < missing < microbatches and SAME < abs(short - missing) < 0.2:
         return (
             f"the loss is {ratio:.4f} of the reference, about {missing} of {microbatches} microbatches "
             "short: a microbatch is dropped"
         )
     for factor in (ratio, 1.0 / ratio):
-        if factor > 1.5 and abs(factor - round(factor)) < _SAME:
+        if factor > 1.5 and abs(factor - round(factor)) < SAME:
             return f"the loss is {ratio:.6g} times the reference: wrong scale of the loss"
     return f"the loss is {ratio:.10g} times the reference: wrong data or a wrong forward"
 
@@ -146,7 +148,7 @@ def _ratio(names: Sequence[str], seen: Evidence) -> float | None:
     """The one factor of all these gradients; None where they have none in common."""
     ratios = [seen.gradients.ratios[name] for name in names]
     middle = median(ratios)
-    same = isfinite(middle) and middle != 0 and all(abs(r / middle - 1.0) < _SAME for r in ratios)
+    same = isfinite(middle) and middle != 0 and all(abs(r / middle - 1.0) < SAME for r in ratios)
     return middle if same else None
 
 
@@ -155,7 +157,7 @@ def _dense(wrong: list[str], seen: Evidence) -> str:
     every = len(wrong) > 0.9 * len(seen.gradients.errors)
     if not every and seen.tp > 1:
         sums.insert(0, Sum(seen.tp, "tensor-parallel ranks", _OVER_TP))
-    where = "every gradient" if every else f"the gradient of {_names(wrong)}"
+    where = "every gradient" if every else f"the gradient of {listing(wrong)}"
     again = f", or what runs again (recompute={seen.recompute}) is not what ran, as with other dropout"
     return _scale_or_sum(where, wrong, seen, sums) or (
         f"{where} differs in direction, not only in scale: {_lost(wrong, seen)}"
@@ -183,7 +185,7 @@ _OVER_TP = "the sum over tp of what ranks compute from their own tokens or heads
 
 
 def _expert(wrong: list[str], seen: Evidence) -> str:
-    where = f"the gradient of experts alone, {_names(wrong)},"
+    where = f"the gradient of experts alone, {listing(wrong)},"
     sums = [Sum(seen.expert_copies, "ranks that hold the same experts", "the reduction over expert_dp")]
     return _scale_or_sum(where, wrong, seen, [one for one in sums if one.holders > 1]) or (
         f"{where} differs in direction: it is summed over ranks that hold other experts (expert_dp is not "
@@ -196,9 +198,9 @@ def _scale_or_sum(where: str, wrong: list[str], seen: Evidence, sums: Sequence[S
     ratio = _ratio(wrong, seen)
     if ratio is None:
         return None
-    if max(seen.gradients.residuals[name] for name in wrong) <= _SAME:
-        mean = next((one for one in sums if abs(ratio * one.holders - 1.0) < _SAME), None)
-        twice = next((one for one in sums if abs(ratio / one.holders - 1.0) < _SAME), None)
+    if max(seen.gradients.residuals[name] for name in wrong) <= SAME:
+        mean = next((one for one in sums if abs(ratio * one.holders - 1.0) < SAME), None)
+        twice = next((one for one in sums if abs(ratio / one.holders - 1.0) < SAME), None)
         as_if = f", as if averaged over the {mean.holders} {mean.who}" if mean else ""
         as_if = f", as if summed twice over the {twice.holders} {twice.who}" if twice else as_if
         return f"{where} is {ratio:.6g} times the reference: wrong gradient scale{as_if}"
@@ -219,7 +221,7 @@ def _missing(holders: float, sums: Sequence[Sum]) -> list[tuple[Sum, ...]]:
         matching = [
             some
             for some in combinations(sums, count)
-            if abs(prod(one.holders for one in some) / holders - 1.0) < _SAME
+            if abs(prod(one.holders for one in some) / holders - 1.0) < SAME
         ]
         if matching:
             return matching
@@ -233,13 +235,13 @@ def _norm(ratio: float, seen: Evidence) -> str:
         others = f", and of {len(seen.misplaced) - 1} more" if len(seen.misplaced) > 1 else ""
         return f"{said}: of {name} {why}{others}"
     times = round(ratio**2)
-    if times > 1 and abs(ratio**2 - times) < _SAME * times:
+    if times > 1 and abs(ratio**2 - times) < SAME * times:
         return f"{said}: every element is counted {times} times, as if copies of shards were parts"
     if seen.expert_square:
         counted = 1.0 + (ratio**2 - 1.0) / seen.expert_square
-        if counted > 1.5 and abs(counted - round(counted)) < _SAME * counted:
+        if counted > 1.5 and abs(counted - round(counted)) < SAME * counted:
             return f"{said}: experts are counted {round(counted)} times, on ranks of ep, tp or dp alike"
-        if -_SAME < counted < 1.0:
+        if -SAME < counted < 1.0:
             return f"{said}, as if {counted:.0%} of the experts were counted: the sum over ep is missing"
     return f"{said}: a shard is left out, or a replicated or tied parameter counted more than once"
 

@@ -203,6 +203,16 @@ def relative(ours: float, reference: float) -> float:
     return abs(ours - reference) / abs(reference) if reference else abs(ours)
 
 
+def share(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    """Rank 0's float64 tensor of that shape, on all ranks."""
+    if tensor is None:
+        tensor = torch.empty(shape, dtype=torch.float64)
+    tensor = tensor.contiguous()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(tensor, 0)
+    return tensor
+
+
 def _reduce(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(tensor, operation)
