@@ -538,7 +538,7 @@ FAULTS = [
     ),
     Fault(
         name="one replica has the dropout of another",
-        module="stretto.run.train.session",
+        module="stretto.run.train.batches",
         old="            self.replica.samples[:] = self._indices(seen, d)",
         new="            self.replica.samples[:] = self._indices(seen, 0)",
         test="tests/run/verify/test_verify_layouts.py::test_every_schedule_equals_one_process",
@@ -546,7 +546,7 @@ FAULTS = [
     ),
     Fault(
         name="tokens that count are not summed over replicas",
-        module="stretto.run.train.session",
+        module="stretto.run.train.batches",
         old='        return all_sum(count, self.mesh.group("dp")).tolist()',
         new="        return count.tolist()",
         test="tests/run/verify/test_verify_layouts.py::test_every_schedule_equals_one_process",

@@ -120,9 +120,10 @@ class Speed:
             memory_gib=self.fullest,
         )
 
-    def memory(self) -> float:
-        """Peak memory of this rank's device so far, GiB; 0 on a CPU."""
-        return torch.cuda.max_memory_allocated(self._device) / 2**30 if self._device.type == "cuda" else 0.0
+
+def peak_memory(device: torch.device) -> float:
+    """Peak memory of a rank's device so far, GiB; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
 
 
 def measured_peak(size: int = 512, tries: int = 8) -> float:
