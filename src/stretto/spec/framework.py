@@ -4,8 +4,10 @@ the memory of such runs; no config can name it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
+
+from stretto.spec.data_parallel import DataParallel, Precision
 
 # Megatron-Core's `recompute_modules`; and `alternate_mm`, torchtitan's policy "op", which keeps the output
 # of every second matrix product and of attention.
@@ -21,6 +23,7 @@ Operator = Literal[
 ]
 OPERATORS: tuple[Operator, ...] = get_args(Operator)
 CORE: tuple[Operator, ...] = ("core_attn",)
+_BUCKET = 10**9  # bytes of DeepSpeed's buffer for reductions: 5e8 elements of 16 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,3 +65,32 @@ class Framework:
 
 
 STRETTO = Framework()
+
+
+def ways_of(
+    name: str,
+    *,
+    dp: DataParallel,
+    precision: Precision,
+    compiled: bool = False,
+    again: Framework = STRETTO,
+) -> Framework:
+    """What a framework keeps and fuses of a job.
+
+    Args:
+        name: `megatron`, `nemo`, `fsdp` (torchtitan's and others') or `deepspeed`.
+        compiled: a compiler or hand-written kernels fuse a gated MLP's activation.
+        again: what it recomputes.
+    """
+    sharded = dp.mode == "zero3"
+    return replace(
+        again,
+        fused_softmax=True,
+        fused_activation=compiled or name in ("megatron", "nemo"),
+        wide_shards=name == "fsdp" and sharded,
+        lasting_gradients=name == "deepspeed" and precision.gradients == "float32" and not sharded,
+        buckets=_BUCKET if name == "deepspeed" and dp.mode in ("zero1", "zero2") else 0,
+        dtensor_loss=name == "fsdp",
+        remainders=name == "nemo" and precision.dtype == "bfloat16",
+        inputs_in_8_bits=name in ("megatron", "nemo") and precision.fp8 != "none",
+    )

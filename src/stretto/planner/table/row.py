@@ -36,7 +36,7 @@ from stretto.spec.data_parallel import (
     Precision,
     ReduceChoice,
 )
-from stretto.spec.framework import CORE, Framework
+from stretto.spec.framework import CORE, Framework, ways_of
 from stretto.spec.job import Job, Recompute
 from stretto.spec.parameters import count_parameters
 from stretto.spec.rules import problems
@@ -47,7 +47,6 @@ _TOKENS = 16384  # up to which, without a pipeline, the batch of a replica is on
 _LONGEST = 1_000_000  # forwards in a step of one replica, at most
 _MODES: tuple[Mode, ...] = ("ddp", "zero1", "zero2", "zero3")
 _SHARDS = (("zero1", "shard_states"), ("zero2", "shard_gradients"), ("zero3", "shard_parameters"))
-_BUCKET = 10**9  # bytes of DeepSpeed's buffer for reductions: 5e8 elements of 16 bits
 _DROPOUT = 0.1  # of GPT-2, which Megatron's runs kept until 2022
 
 
@@ -457,17 +456,8 @@ def _framework(
     )
     if name == "stretto":
         return again
-    return replace(
-        again,
-        fused_softmax=True,
-        fused_activation=name in ("megatron", "nemo") or software.name in ("compiled", "tuned"),
-        wide_shards=name == "fsdp" and sharded,
-        lasting_gradients=name == "deepspeed" and precision.gradients == "float32" and not sharded,
-        buckets=_BUCKET if name == "deepspeed" and dp.mode in ("zero1", "zero2") else 0,
-        dtensor_loss=name == "fsdp",
-        remainders=name == "nemo" and precision.dtype == "bfloat16",
-        inputs_in_8_bits=name in ("megatron", "nemo") and precision.fp8 != "none",
-    )
+    compiled = software.name in ("compiled", "tuned")
+    return ways_of(name, dp=dp, precision=precision, compiled=compiled, again=again)
 
 
 def _least_recomputation(job: Job, cluster: Cluster, stages: int) -> Recompute:

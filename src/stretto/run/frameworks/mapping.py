@@ -1,0 +1,296 @@
+"""The mapping between our choices and a framework's settings, declared once for both directions.
+
+A framework is a list of rules. Each rule names the choices it is about and the settings it writes, and turns
+one into the other. All rules of a framework together are about every choice: what the framework has no word
+for is refused by name where it would change the job (`only`), and listed where it would not (`aside`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from stretto.errors import Problem, StrettoError, nearest
+from stretto.planner.assumptions import Assumptions, software_profile
+from stretto.run.config.run_checks import raise_first
+from stretto.run.config.schema import TrainConfig
+from stretto.run.frameworks.choices import NAMES, RUN_DEFAULTS, Choices, choices_of, job_from
+from stretto.spec.framework import Framework as Ways
+from stretto.spec.job import Job
+from stretto.spec.rules import problems
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Open:
+    """The value of a setting that nobody has decided yet: a framework writes a place to fill in.
+
+    Attributes:
+        choice: the name of ours.
+        example: a value that it could have.
+    """
+
+    choice: str
+    example: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Choices and the settings they become.
+
+    Attributes:
+        choices: names of ours that the rule maps or refuses.
+        settings: names of theirs that it writes and reads.
+        write: settings of a job; raises Problem for a choice that the framework does not have. Of `settings`
+            it may leave out those that the framework then takes for the same.
+        read: choices of their settings, which lack what was left out; None: they say nothing about a job.
+        aside: why the choices change nothing of what is computed; None: they do.
+    """
+
+    choices: tuple[str, ...]
+    settings: tuple[str, ...] = ()
+    write: Callable[[Choices], Settings]
+    read: Callable[[Settings], Mapping[str, Any]] | None = None
+    aside: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framework:
+    """A framework whose configs can be written and read.
+
+    Attributes:
+        name: as `--emit` and `--from` take it.
+        title: with the version that its settings are of.
+        rules: together about all `choices.NAMES`.
+        render: settings, and notes for comments, as the text that the framework takes.
+        parse: the settings of such a text and what stands beside them; None: it cannot be read. It takes the
+            text, where it comes from (for errors), and the number of devices where that is known.
+        unpriced: settings, by patterns of their names, that change no time or memory, and why.
+        unread: settings that are refused when read, by patterns, and why.
+        ways: what it keeps and fuses, for predictions; of a job and the settings that were read.
+        software: profile of its kernels and overlap (`planner/data/software.yaml`).
+        plans: choices that a search for it is fixed to, as `--fix` takes them.
+        usual: its settings where they are not given; added to those that were read.
+    """
+
+    name: str
+    title: str
+    rules: Sequence[Rule]
+    render: Callable[[Settings, Sequence[str]], str]
+    parse: Callable[[str, str, int | None], Settings] | None = None
+    unpriced: Mapping[str, str]
+    unread: Mapping[str, str]
+    ways: Callable[[Job], Ways]
+    software: str
+    plans: Sequence[str]
+
+    @property
+    def settings(self) -> dict[str, Rule]:
+        """Every setting that a rule writes and reads."""
+        return {name: rule for rule in self.rules for name in rule.settings}
+
+    @property
+    def assumptions(self) -> Assumptions:
+        """How its software executes a job."""
+        return Assumptions(software=software_profile(self.software))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A job of another framework.
+
+    Attributes:
+        ignored: settings that change no time or memory, by the reason.
+        settings: all that were read.
+    """
+
+    job: Job
+    ignored: Mapping[str, tuple[str, ...]]
+    settings: Settings
+
+
+# ------------------------------------------------------------------ rules
+
+
+def same(
+    setting: str,
+    choice: str,
+    *,
+    usual: Any = None,
+    to: Callable[[Any], Any] = lambda value: value,
+    back: Callable[[Any], Any] = lambda value: value,
+) -> Rule:
+    """One choice that is one setting, which is always written.
+
+    Args:
+        usual: what the framework takes where the setting is left out, in its own values.
+        to, back: from our value to theirs, and back.
+    """
+
+    def write(choices: Choices) -> Settings:
+        value = choices[choice]
+        return {setting: Open(choice, value) if choice in choices.open else to(value)}
+
+    def read(settings: Settings) -> Mapping[str, Any]:
+        value = settings.get(setting, usual)
+        return {} if value is None else {choice: back(value)}
+
+    return Rule(choices=(choice,), settings=(setting,), write=write, read=read)
+
+
+def one_of(setting: str, choice: str, values: Mapping[Hashable, Any], *, usual: Any, instead: str) -> Rule:
+    """One choice that is one setting, for the values that the framework has; others are refused.
+
+    Args:
+        values: theirs by ours; several of ours may be one of theirs, which then reads as the first.
+        instead: what the framework has, in a sentence that names it.
+    """
+
+    def write(choices: Choices) -> Settings:
+        value = choices[choice]
+        if value not in values:
+            raise refused(choice, value, instead, values)
+        return {setting: values[value]}
+
+    def read(settings: Settings) -> Mapping[str, Any]:
+        value = settings.get(setting, usual)
+        for ours, theirs in values.items():
+            if theirs == value:
+                return {choice: ours}
+        allowed = ", ".join(dict.fromkeys(str(theirs) for theirs in values.values()))
+        raise StrettoError(f"{setting} is {value}: not modelled here", hint=f"what is: {allowed}")
+
+    return Rule(choices=(choice,), settings=(setting,), write=write, read=read)
+
+
+def only(choice: str, allowed: Iterable[Any], instead: str) -> Rule:
+    """One choice that the framework has no setting for; values other than what it does are refused."""
+    known = tuple(allowed)
+
+    def write(choices: Choices) -> Settings:
+        if choices[choice] not in known:
+            raise refused(choice, choices[choice], instead, known)
+        return {}
+
+    return Rule(choices=(choice,), write=write)
+
+
+def aside(why: str, *choices: str) -> Rule:
+    """Choices that change nothing of what a step computes, and that the framework has no setting for; those
+    that are not the usual ones are listed beside what is written.
+    """
+    return Rule(choices=choices, write=lambda _: {}, aside=why)
+
+
+def refused(choice: str, value: Any, instead: str, allowed: Iterable[Any]) -> Problem:
+    """The error of a choice that a framework does not have.
+
+    Args:
+        instead: what it has, in a sentence that names it.
+        allowed: values that it would take; the nearest is the fix.
+    """
+    texts = [_shown(one) for one in allowed]
+    near = nearest(_shown(value), texts) or (texts[0] if texts else None)
+    return Problem(choice, _shown(value), instead, None if near is None else f"nearest: {choice}={near}")
+
+
+def _shown(value: Any) -> str:
+    """A value as a config has it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+# ------------------------------------------------------------------ both directions
+
+
+def emit(framework: Framework, job: Job, config: TrainConfig | None = None, about: str = "") -> str:
+    """The job as the framework takes it.
+
+    Args:
+        config: what the job is of, for choices of the run around it; None: a plan's, which leaves them open.
+        about: first lines, as comments.
+
+    Raises:
+        StrettoError: a choice that the framework does not have; tells how many more there are.
+    """
+    choices = choices_of(job, config)
+    settings, notes = settings_of(framework, choices)
+    return framework.render(settings, [*about.splitlines(), *notes])
+
+
+def settings_of(framework: Framework, choices: Choices) -> tuple[dict[str, Any], list[str]]:
+    """The framework's settings, and a line for each choice that it has no setting for and that changes
+    nothing of what is computed.
+
+    Raises:
+        StrettoError: as `emit`.
+    """
+    settings: dict[str, Any] = {}
+    notes, wrong = list[str](), list[Problem]()
+    for rule in framework.rules:
+        try:
+            settings |= rule.write(choices)
+        except Problem as problem:
+            wrong.append(problem)
+        if rule.aside is not None:
+            changed = [name for name in rule.choices if choices[name] != RUN_DEFAULTS.get(name)]
+            notes += [f"left out: {name}={_shown(choices[name])} ({rule.aside})" for name in changed]
+    raise_first(wrong)
+    return settings, notes
+
+
+def read(framework: Framework, text: str, source: str, devices: int | None = None) -> Reading:
+    """The job that a framework's text describes.
+
+    Args:
+        source: where the text comes from, for errors.
+        devices: of the cluster, where the text does not say how many there are.
+
+    Raises:
+        StrettoError: not such a text, a setting that nothing is known of, a value that is not modelled, or a
+            job that is not legal.
+    """
+    if framework.parse is None:
+        raise StrettoError(f"what {framework.title} runs cannot be read", hint="it can be written: --emit")
+    settings = framework.parse(text, source, devices)
+    known, ignored = framework.settings, dict[str, list[str]]()
+    for name in settings:
+        if name in known:
+            continue
+        if (why := _matching(framework.unread, name)) is not None:
+            raise StrettoError(
+                f"{source}: {name} is {_shown(settings[name])}: {why}", hint=f"leave {name} out"
+            )
+        why = _matching(framework.unpriced, name)
+        if why is None:
+            near = nearest(name, [*known, *framework.unpriced, *framework.unread])
+            hint = f"did you mean {near}?" if near else None
+            raise StrettoError(f"{source}: {framework.title} has no {name}", hint=hint)
+        ignored.setdefault(why, []).append(name)
+    values = dict[str, Any]()
+    for rule in framework.rules:
+        if rule.read is not None:
+            values |= rule.read(settings)
+    job = job_from(values)
+    raise_first(problems(job))
+    job = with_ways(framework, job)
+    return Reading(job=job, ignored={why: tuple(names) for why, names in ignored.items()}, settings=settings)
+
+
+def with_ways(framework: Framework, job: Job) -> Job:
+    """The job as that framework runs it."""
+    return replace(job, framework=framework.ways(job))
+
+
+def _matching(patterns: Mapping[str, str], name: str) -> str | None:
+    return next((why for pattern, why in patterns.items() if fnmatchcase(name, pattern)), None)
+
+
+def unmapped(framework: Framework) -> tuple[set[str], set[str]]:
+    """Choices that no rule is about, and those that several are, or that there are none of."""
+    about = [name for rule in framework.rules for name in rule.choices]
+    return set(NAMES) - set(about), {name for name in about if about.count(name) > 1 or name not in NAMES}

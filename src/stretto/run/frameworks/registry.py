@@ -1,0 +1,21 @@
+"""The frameworks that jobs can be written for, and read from, by name."""
+
+from __future__ import annotations
+
+from stretto.errors import StrettoError, nearest
+from stretto.run.frameworks.mapping import Framework
+
+FRAMEWORKS: dict[str, Framework] = {one.name: one for one in ()}
+
+
+def framework(name: str) -> Framework:
+    """The framework of that name.
+
+    Raises:
+        StrettoError: there is none.
+    """
+    if name not in FRAMEWORKS:
+        near = nearest(name.lower(), FRAMEWORKS)
+        hint = f"did you mean {near}?" if near else None
+        raise StrettoError(f"framework {name!r} is not one of {', '.join(FRAMEWORKS)}", hint=hint)
+    return FRAMEWORKS[name]
