@@ -143,3 +143,10 @@ def test_a_file_that_cannot_be_written_is_bad_input(
 def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["layout", "--world", "4", "--json"]) == 0
     assert isinstance(json.loads(capsys.readouterr().out), dict)
+
+
+def test_help_breaks_lines_at_the_width_of_the_terminal_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["plan", "--help"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.partition("Arguments")[0].splitlines()]
+    # at 80 columns, where the docstring has its line breaks at 110
+    assert "predicts samples per second. --fix then takes split=row,data, place=device," in lines

@@ -8,10 +8,12 @@ bad input and `output.say_no()` for a negative answer; exit codes are defined he
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import cleandoc
 from typing import Annotated, Any, cast
 
 import typer
@@ -69,7 +71,14 @@ class _Commands(TyperGroup):
             return None
         command = get_command(import_module(f"stretto.cli.{cmd_name}").app)
         command.name = cmd_name
+        for one in (command, *getattr(command, "commands", {}).values()):
+            one.help = _unwrapped(one.help)
         return command
+
+
+def _unwrapped(text: str | None) -> str | None:
+    """Each paragraph of a docstring on one line: `--help` keeps line breaks, and wraps by itself."""
+    return text and re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(text))
 
 
 app = typer.Typer(
