@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tiny_job import job_file
 
 SMALL = ("1f1b", "--ranks", "2", "--microbatches", "4")
 SIZE = SMALL[1:]
+TITAN = ("--for", "torchtitan", "--write", "mine.csv")
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -193,6 +195,18 @@ def test_the_unit_of_time_of_a_trace(unit: str, factor: float, tmp_path: Path) -
         ([*SMALL, "--write", "mine.txt"], "ends in neither .csv nor .json", "--write mine.csv"),
         (["dualpipe", *SIZE, "--write", "mine.csv"], "dualpipe has several copies", "--write mine.json"),
         (["--file", "a.csv", "--waves", "2"], "a.csv is a whole program", "leave waves out"),
+        ([*SMALL, "--for", "torchtitn"], "--for is 'torchtitn'", "did you mean 'torchtitan'"),
+        ([*SMALL, "--for", "torch"], "--for torch needs one program and its file", "--write mine.csv"),
+        ([*SMALL, *TITAN], "needs the layers of each stage", "--layers 32"),
+        ([*SMALL, *TITAN, "--stages", "3,x"], "--stages is '3,x'", "7,7,7,5"),
+        ([*SMALL, *TITAN, "--stages", "3,3,3"], "--stages has 3 stages, the program 2", "2 numbers"),
+        ([*SMALL, *TITAN, "--stages", "1,1"], "stages of 1, 1 layers", "count the embedding"),
+        (["zb-v", *SIZE, *TITAN, "--layers", "1"], "too few for 4 stages", "--layers 2"),
+        ([*SMALL, "--layers", "4"], "cut a model of torchtitan", "--for torchtitan"),
+        ([*SMALL, *TITAN, "--layers", "4", "--lowered"], "has communication", "leave --lowered out"),
+        (["hanayo", *SIZE, "--waves", "2", *TITAN, "--layers", "9"], "places them round-robin", "zb-v"),
+        (["dualpipe", *SIZE, *TITAN, "--layers", "9"], "has 2 copies", "synchronous schedule"),
+        (["forward-only", *SIZE, *TITAN, "--layers", "9"], "has forwards only", "synchronous schedule"),
     ],
 )
 def test_bad_input(arguments: list[str], error: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,3 +220,54 @@ def test_bad_input(arguments: list[str], error: str, hint: str, capsys: pytest.C
 def test_a_bad_option_in_compare_is_refused() -> None:
     with pytest.raises(StrettoError, match="must be NAME=VALUE"):
         options_from({}, None, ["=3"])
+
+
+@pytest.mark.parametrize(
+    ("name", "scheduler", "cut"),
+    [
+        ("1f1b", "PipelineScheduleMulti", ("--stages", "5,3")),
+        ("interleaved", "PipelineScheduleMulti", ("--layers", "6")),
+        ("zb-v", "ZBVZeroBubble", ("--layers", "6")),
+        ("hanayo", "ZBVZeroBubble", ("--stages", "1,2,3,2")),
+    ],
+)
+def test_for_torchtitan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, scheduler: str, cut: tuple[str, ...]
+) -> None:
+    """Held to torchtitan 0.3.0's rules: pipeline_parallel.py, _get_pp_rank_to_stage_indices_mapping and
+    _pipeline_module_split.
+    """
+    path = tmp_path / "mine.csv"
+    arguments = (name, *SIZE, "--for", "torchtitan", *cut, "--write", str(path))
+    facts = run_json(capsys, *arguments)["for"]
+    modules = json.loads((tmp_path / "mine.modules.json").read_text())
+    assert facts["module_fqns_per_model_part"] == modules
+    assert [name for stage in modules for name in stage] == [
+        "tok_embeddings",
+        *(f"layers.{i}" for i in range(6)),
+        "norm",
+        "lm_head",
+    ]
+    if cut[0] == "--stages":
+        layers = [len([n for n in stage if n != "norm"]) for stage in modules]
+        assert ",".join(map(str, layers)) == cut[1]
+    # the stages that torchtitan builds on each rank are those of the rank's row
+    stages, ranks = len(modules), 2
+    assert facts["pipeline_parallel_schedule"] == scheduler
+    for rank, row in enumerate(path.read_text().splitlines()):
+        vee = (rank, stages - 1 - rank)
+        built = vee if scheduler == "ZBVZeroBubble" else tuple(range(rank, stages, ranks))
+        assert {int(re.match(r"\d+", cell)[0]) for cell in row.replace("(", "").split(",")} == set(built)
+    assert main.run(["schedule", *arguments]) == 0
+    said = capsys.readouterr().out
+    assert f'config.parallelism.pipeline_parallel_schedule = "{scheduler}"' in said
+    assert f"# training.local_batch_size = {SMALL[-1]} x" in said
+
+
+def test_for_torch_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.csv"
+    assert main.run(["schedule", "zb-v", *SIZE, "--for", "torch", "--write", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "# stages by rank: rank 0: 0, 3; rank 1: 1, 2" in said
+    assert f"schedule._load_csv({str(path)!r})" in said
+    assert run_json(capsys, str(path))["orders"] == run_json(capsys, "zb-v", *SIZE)["orders"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,14 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from ranks import on_ranks
-from stretto.program import Program, check, lower, schedule
-from stretto.program.text import from_csv, to_csv
+from stretto.errors import StrettoError
+from stretto.program import Program, check, lower, names, schedule
+from stretto.program.text import check_torch, from_csv, to_csv
+from stretto.program.transforms.activations import offload, recompute
 from stretto.program.transforms.one_order import one_order
 
 WIDTH, ROWS = 3, 2
+MICROBATCHES = {2: 6, 4: 9}  # by ranks
 
 
 def layer(stage: int) -> nn.Module:
@@ -69,54 +74,91 @@ def run_in_torch(paths: list[str]) -> list[tuple[list[float], dict[int, list[Ten
     return results
 
 
-def compare(programs: list[Program], folder: Path) -> None:
-    paths = []
-    for at, program in enumerate(programs):
-        path = folder / f"{at}-{program.name}.csv"
+@dataclass(frozen=True)
+class Ran:
+    """A program, and by rank the losses and gradients that torch's runtime got from its CSV; None: it was
+    refused, with this message.
+    """
+
+    program: Program | None
+    results: list[tuple[list[float], dict[int, list[Tensor]]]]
+    refused: str = ""
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def everything(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+    """Every schedule as torch runs it on real ranks: compute only, and (name + " lowered") with transfers."""
+    ranks: int = request.param
+    folder = tmp_path_factory.mktemp("csv")
+    programs = dict[str, Program]()
+    ran = dict[str, Ran]()
+    for name in names():
+        program = schedule(name, ranks, MICROBATCHES[ranks])
+        try:
+            check_torch(program)
+        except StrettoError as error:
+            ran[name] = Ran(None, [], error.message)
+            continue
+        programs[name] = program
+        programs[f"{name} lowered"] = one_order(lower(program))
+        check(programs[f"{name} lowered"], "paired")
+    paths = list[str]()
+    for name, program in programs.items():
+        path = folder / f"{name.replace(' ', '-')}.csv"
         path.write_text(to_csv(program))
         paths.append(str(path))
-    by_rank = on_ranks(programs[0].ranks, run_in_torch, paths)
-    for at, program in enumerate(programs):
-        model = nn.Sequential(*(layer(stage) for stage in range(program.stages)))
-        x, target = (t.split(ROWS) for t in batch(program.microbatches))
-        losses = [squares(model(a), b) for a, b in zip(x, target, strict=True)]
-        sum(losses).backward()
-        seen = set()
-        for rank, results in enumerate(by_rank):
-            got, gradients = results[at]
-            if program.placement[-1] == rank:
-                assert got == pytest.approx([loss.item() for loss in losses], rel=1e-12)
-            for stage, mine in gradients.items():
-                seen.add(stage)
-                wanted = [p.grad for p in model[stage].parameters()]
-                assert len(mine) == len(wanted)
-                for a, b in zip(mine, wanted, strict=True):
-                    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
-        assert seen == set(range(program.stages))
+    by_rank = on_ranks(ranks, run_in_torch, paths)
+    for at, (name, program) in enumerate(programs.items()):
+        ran[name] = Ran(program, [results[at] for results in by_rank])
+    return ran
 
 
-def both(program: Program) -> list[Program]:
-    """Compute only, and compute + comms."""
-    lowered = one_order(lower(program))
-    check(lowered, "paired")
-    return [program, lowered]
+REFUSED = {  # all others are synchronous and have one copy
+    "forward-only": "forward-only has forwards only",
+    "pipedream": "pipedream updates weights within the step",
+    "pipedream-2bw": "pipedream-2bw updates weights within the step",
+    "dualpipe": "dualpipe has 2 copies of the model",
+    "chimera": "chimera has 2 copies of the model",
+}
 
 
-def test_torch_runs_our_programs_on_two_ranks(tmp_path: Path):
-    names = [
-        ("1f1b", 4),
-        ("interleaved", 5),
-        ("zb-v", 4),
-        ("dualpipe-v", 6),
-        ("interleaved-zb", 4),
-        ("bfs", 3),
-    ]
-    programs = [schedule(name, 2, m) for name, m in names]
-    assert programs[3].pairs
-    compare([each for program in programs for each in both(program)], tmp_path)
+@pytest.mark.parametrize("name", list(names()))
+def test_torch_runs_every_schedule_or_it_is_refused(everything: dict[str, Ran], name: str) -> None:
+    if name in REFUSED:
+        assert everything[name].refused.startswith(REFUSED[name])
+        return
+    for ran in (everything[name], everything[f"{name} lowered"]):
+        assert ran.program is not None
+        same_as_one_process(ran.program, ran.results)
 
 
-@pytest.mark.slow
-def test_torch_runs_our_programs_on_four_ranks(tmp_path: Path):
-    names = ["1f1b-eager", "zb-h1", "zb-h2", "v-half", "v-min", "hanayo", "dualpipe-v", "interleaved"]
-    compare([each for name in names for each in both(schedule(name, 4, 9))], tmp_path)
+def same_as_one_process(program: Program, results: list[tuple[list[float], dict[int, list[Tensor]]]]) -> None:
+    model = nn.Sequential(*(layer(stage) for stage in range(program.stages)))
+    x, target = (t.split(ROWS) for t in batch(program.microbatches))
+    losses = [squares(model(a), b) for a, b in zip(x, target, strict=True)]
+    sum(losses).backward()
+    seen = set[int]()
+    for rank, (got, gradients) in enumerate(results):
+        if program.placement[-1] == rank:
+            assert got == pytest.approx([loss.item() for loss in losses], rel=1e-12)
+        for stage, mine in gradients.items():
+            seen.add(stage)
+            wanted = [p.grad for p in model[stage].parameters()]
+            assert len(mine) == len(wanted)
+            for a, b in zip(mine, wanted, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+    assert seen == set(range(program.stages))
+
+
+def test_pairs_are_among_them(everything: dict[str, Ran]) -> None:
+    assert everything["dualpipe-v"].program is not None
+    assert everything["dualpipe-v"].program.pairs
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind"),
+    [(recompute, "RECOMPUTE"), (offload, "OFFLOAD"), (lambda p: lower(p, tied=[(0, 1)]), "REDUCE_TIED")],
+)
+def test_actions_that_torch_lacks_are_refused(changed: Callable[[Program], Program], kind: str) -> None:
+    with pytest.raises(StrettoError, match=f"torch.distributed.pipelining has no action {kind}"):
+        check_torch(changed(schedule("1f1b", 2, 4)))

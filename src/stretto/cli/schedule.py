@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stretto.cli.output import Json, coloured, command_app, report, write_bytes, write_text
+from stretto.cli.schedule_export import exported_for
 from stretto.errors import StrettoError, nearest
 
 if TYPE_CHECKING:
@@ -63,10 +64,13 @@ _PLAIN_WIDTH = 240  # columns in a file or pipe: enough for labels
 
 @app.command(
     epilog="Example: stretto schedule interleaved --ranks 4 --microbatches 8 --chunks 2 --html page.html, "
-    "or: stretto schedule --compare gpipe,1f1b,zb-v --ranks 4 --microbatches 8 --svg picture.svg"
+    "or: stretto schedule --compare gpipe,1f1b,zb-v --ranks 4 --microbatches 8 --svg picture.svg, "
+    "or: stretto schedule zb-v --ranks 4 --microbatches 8 --for torchtitan --layers 32 --write mine.csv"
 )
 def schedule(
-    name: Annotated[str | None, typer.Argument(help="A schedule's name, from --list.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="A schedule's name, from --list, or a CSV or JSON file.")
+    ] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Pipeline ranks.")] = None,
     microbatches: Annotated[int | None, typer.Option(min=1, help="Microbatches of a step.")] = None,
     chunks: Annotated[int | None, typer.Option(min=1, help="Stages per rank.")] = None,
@@ -107,6 +111,24 @@ def schedule(
             "config trains it.",
         ),
     ] = None,
+    framework: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="torch|torchtitan",
+            help="Refuse to --write what that framework cannot run, and say how it loads the file.",
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --for torchtitan: layers of the model, cut evenly into stages."),
+    ] = None,
+    stages: Annotated[
+        str | None,
+        typer.Option(
+            help="With --for torchtitan: layers of each stage, as in 7,7,7,5; embedding and head are layers."
+        ),
+    ] = None,
     svg: Annotated[Path | None, typer.Option(help="Write the picture here as SVG.")] = None,
     png: Annotated[Path | None, typer.Option(help="Write the picture here as PNG.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write an interactive page here.")] = None,
@@ -120,6 +142,8 @@ def schedule(
         _list(as_json)
         return
     named = {"chunks": chunks, "group": group, "waves": waves, "vertical_sync": vertical_sync or None}
+    if name is not None and file is None and name.endswith((".csv", ".json")):
+        name, file = None, Path(name)
     request = Request(
         name=name,
         ranks=ranks,
@@ -136,17 +160,23 @@ def schedule(
     timelines = [simulate(each, request.costs) for each in programs]
     pictures = {"svg": svg, "png": png, "html": html}
     texts = {"write": write, "trace": trace}
+    exported = exported_for(framework, programs, write, layers, stages)
     written = write_all(timelines, pictures, texts, compare is not None, time_unit)
+    if exported is not None:
+        written += exported.write_modules()
     if compare is not None:
         report(compared(timelines) if as_json else {}, as_json, lambda to: _compare(to, timelines, written))
         return
 
     def show(to: Console) -> None:
         _show(to, timelines[0], written)
-        if write is not None and programs[0].trains and not programs[0].lowered:
+        if exported is not None:
+            to.print(exported.text(), soft_wrap=True, markup=False, highlight=False)
+        elif write is not None and programs[0].trains and not programs[0].lowered:
             _say_training(to, write, programs[0])
 
-    report(facts(timelines[0]) if as_json else {}, as_json, show)
+    more = {} if exported is None else {"for": exported.facts()}
+    report({**facts(timelines[0]), **more} if as_json else {}, as_json, show)
 
 
 def _list(as_json: bool) -> None:

@@ -17,7 +17,7 @@ from stretto.program.search import auto as auto
 # isort: on
 from stretto.program.action import Action, Kind
 from stretto.program.checks.check import Report, check
-from stretto.program.lower import lower, send_releases
+from stretto.program.lower import lower, send_releases, unlower
 from stretto.program.program import Program, ScheduleError
 from stretto.program.schedules.registry import PLAIN, entry, names, options, register, schedule
 
@@ -36,4 +36,5 @@ __all__ = [
     "register",
     "schedule",
     "send_releases",
+    "unlower",
 ]

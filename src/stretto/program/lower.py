@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from stretto.errors import StrettoError
-from stretto.program.action import Action, Kind
+from stretto.program.action import TRANSFER, Action, Kind
 from stretto.program.checks.structure import check_structure
 from stretto.program.messages import Channel, channel_of, needed_by, receive_of, sent_by
 from stretto.program.program import Program
@@ -44,6 +44,14 @@ def lower(program: Program, tied: Iterable[Iterable[int]] = (), lookahead: int =
     """
     lowering = RankLowering(program, tied, lookahead)
     return lowering.lowered(range(program.ranks))
+
+
+def unlower(program: Program) -> Program:
+    """The program without communications, as a schedule gives it; what `lower` would add again is left out,
+    and so are `UNSHARD` and `RESHARD`. For a lowered program from a file, such as torch's compute + comms.
+    """
+    orders = (tuple(a for a in order if a.kind not in _COMMUNICATION) for order in program.orders)
+    return replace(program, orders=tuple(orders), tied=(), lowered=False)
 
 
 class RankLowering:
@@ -108,6 +116,7 @@ class RankLowering:
 
 
 _PLACED_HERE = frozenset({Kind.REDUCE_GRAD, Kind.REDUCE_TIED})
+_COMMUNICATION = TRANSFER | _PLACED_HERE | {Kind.UNSHARD, Kind.RESHARD}
 
 
 def _tied_sets(tied: Iterable[Iterable[int]], program: Program) -> tuple[tuple[int, ...], ...]:

@@ -29,6 +29,43 @@ def to_csv(program: Program) -> str:
     return "".join(row + "\n" for row in rows)
 
 
+_TORCH = frozenset(Kind) - {Kind.UPDATE, Kind.REDUCE_TIED, Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD}
+
+
+def check_torch(program: Program) -> None:
+    """Check that the runtime of torch.distributed.pipelining (`_PipelineScheduleRuntime`, torch 2.13) has
+    everything that the program does.
+
+    Raises:
+        StrettoError: what it lacks.
+    """
+    fix = "a synchronous schedule with one copy, such as 1f1b or zb-v"
+    if not program.trains:
+        raise StrettoError(
+            f"{program.name} has forwards only, torch.distributed.pipelining refuses a CSV without backwards",
+            hint=fix,
+        )
+    if program.copies > 1:
+        raise StrettoError(
+            f"{program.name} has {program.copies} copies of the model, and torch.distributed.pipelining one: "
+            "a stage is on one rank, and takes all microbatches",
+            hint=fix,
+        )
+    for order in program.orders:
+        for action in order:
+            if action.kind is Kind.UPDATE:
+                raise StrettoError(
+                    f"{program.name} updates weights within the step ({action}), and "
+                    "torch.distributed.pipelining has no such action: its optimizer steps after the schedule",
+                    hint=fix,
+                )
+            if action.kind not in _TORCH:
+                raise StrettoError(
+                    f"{program.name} has {action}, torch.distributed.pipelining has no action {action.kind}",
+                    hint="write the schedule's own program, without it",
+                )
+
+
 def _written(program: Program, order: Sequence[Action]) -> Iterable[str]:
     partner = dict(program.pairs)
     second: Action | None = None  # written with its first already

@@ -6,6 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from stretto.errors import Problem, StrettoError
+from stretto.program.lower import unlower
 from stretto.program.program import Program
 from stretto.program.text import read_program
 from stretto.run.config.run_checks import beside
@@ -71,7 +72,7 @@ def _precision(config: TrainConfig) -> Precision:
 
 
 def program_file(name: str) -> Program:
-    """The program of `schedule.file`.
+    """The program of `schedule.file`, without communication, which training adds itself.
 
     Raises:
         StrettoError: there is no such file, or no program in it that training can run.
@@ -83,10 +84,7 @@ def program_file(name: str) -> Program:
         raise Problem("file", name, f"it cannot be read: {error.strerror}", beside(path)) from None
     except StrettoError as error:
         raise Problem("file", name, error.message.removeprefix(f"{path}: "), error.hint) from None
-    if program.lowered:
-        fix = "write it without --lowered: training adds the communication itself"
-        raise Problem("file", name, "it has communication actions", fix)
-    return program
+    return unlower(program) if program.lowered else program
 
 
 @lru_cache(maxsize=4)
