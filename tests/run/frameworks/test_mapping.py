@@ -63,7 +63,7 @@ TINY = Framework(
     parse=parse,
     unpriced={"log.*": "logging"},
     unread={"prune": "pruned models have no costs here"},
-    ways=lambda job: ways_of("megatron", dp=job.dp, precision=job.precision),
+    as_run=lambda job, _: replace(job, framework=ways_of("megatron", dp=job.dp, precision=job.precision)),
     software="tuned",
     plans=(),
 )

@@ -82,6 +82,7 @@ PATHS: Mapping[str, tuple[str, ...]] = dict(_paths())
 _OF_RUN = tuple(
     name for name in (".".join(path) for path, _ in fields_of(TrainConfig)) if name not in ("model.preset",)
 )
+_UNPLANNED = {"train.bucket_mib"}  # of a job, and yet nothing that a plan decides
 NAMES: tuple[str, ...] = tuple(dict.fromkeys((*PATHS, *_OF_RUN)))
 RUN_DEFAULTS: Mapping[str, Any] = {
     ".".join(path): one.get_default(call_default_factory=True) for path, one in fields_of(TrainConfig)
@@ -94,11 +95,13 @@ class Choices:
 
     Attributes:
         values: of every name in `NAMES` that has been decided.
-        open: names that nobody has decided yet; `values` has their defaults.
+        open: names that nobody has decided yet, and that a run needs; `values` has their defaults.
+        unsaid: names that nobody has decided and that a framework may leave at its own defaults.
     """
 
     values: Mapping[str, Any] = field(repr=False)
     open: frozenset[str] = frozenset()
+    unsaid: frozenset[str] = frozenset()
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
@@ -122,8 +125,10 @@ def choices_of(job: Job, config: TrainConfig | None = None) -> Choices:
     values["train.bucket_mib"] = job.bucket / 2**20
     if job.custom_program is not None:
         values["schedule.file"] = None if config is None else config.schedule.file
-    required = FIELDS if config is None else config.required
-    return Choices({name: values[name] for name in NAMES}, frozenset(required))
+    decided = {name: values[name] for name in NAMES}
+    if config is not None:
+        return Choices(decided, frozenset(config.required))
+    return Choices(decided, frozenset(FIELDS), frozenset(NAMES) - set(PATHS) - set(FIELDS) | _UNPLANNED)
 
 
 def _at(whole: Any, path: tuple[str, ...]) -> Any:

@@ -8,7 +8,7 @@ for is refused by name where it would change the job (`only`), and listed where 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,7 +17,6 @@ from stretto.planner.assumptions import Assumptions, software_profile
 from stretto.run.config.run_checks import raise_first
 from stretto.run.config.schema import TrainConfig
 from stretto.run.frameworks.choices import NAMES, RUN_DEFAULTS, Choices, choices_of, job_from
-from stretto.spec.framework import Framework as Ways
 from stretto.spec.job import Job
 from stretto.spec.rules import problems
 
@@ -47,14 +46,15 @@ class Rule:
         write: settings of a job; raises Problem for a choice that the framework does not have. Of `settings`
             it may leave out those that the framework then takes for the same.
         read: choices of their settings, which lack what was left out; None: they say nothing about a job.
-        aside: why the choices change nothing of what is computed; None: they do.
+        notes: what is written beside the settings, as comments: choices that are left out since they change
+            nothing of what is computed, and differences that no setting removes.
     """
 
     choices: tuple[str, ...]
     settings: tuple[str, ...] = ()
     write: Callable[[Choices], Settings]
     read: Callable[[Settings], Mapping[str, Any]] | None = None
-    aside: str | None = None
+    notes: Callable[[Choices], Iterable[str]] = lambda _: ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +70,12 @@ class Framework:
             text, where it comes from (for errors), and the number of devices where that is known.
         unpriced: settings, by patterns of their names, that change no time or memory, and why.
         unread: settings that are refused when read, by patterns, and why.
-        ways: what it keeps and fuses, for predictions; of a job and the settings that were read.
-        software: profile of its kernels and overlap (`planner/data/software.yaml`).
+        as_run: a job as the framework runs it, with what it keeps and fuses, for predictions; of the job and
+            the settings that were read (none: as they are written).
+        remarks: what a prediction of such settings leaves out, in sentences.
+        software: profile of its kernels (`planner/data/software.yaml`).
+        overlaps: whether gradients are reduced while the backward computes; of the settings that were read.
         plans: choices that a search for it is fixed to, as `--fix` takes them.
-        usual: its settings where they are not given; added to those that were read.
     """
 
     name: str
@@ -81,21 +83,23 @@ class Framework:
     rules: Sequence[Rule]
     render: Callable[[Settings, Sequence[str]], str]
     parse: Callable[[str, str, int | None], Settings] | None = None
-    unpriced: Mapping[str, str]
-    unread: Mapping[str, str]
-    ways: Callable[[Job], Ways]
+    unpriced: Mapping[str, str] = field(default_factory=dict[str, str])
+    unread: Mapping[str, str] = field(default_factory=dict[str, str])
+    as_run: Callable[[Job, Settings], Job]
+    remarks: Callable[[Settings], Iterable[str]] = lambda _: ()
     software: str
-    plans: Sequence[str]
+    overlaps: Callable[[Settings], bool] = lambda _: True
+    plans: Sequence[str] = ()
+
+    @property
+    def assumptions(self) -> Assumptions:
+        """How its software executes a job that is written for it."""
+        return Assumptions(software=software_profile(self.software))
 
     @property
     def settings(self) -> dict[str, Rule]:
         """Every setting that a rule writes and reads."""
         return {name: rule for rule in self.rules for name in rule.settings}
-
-    @property
-    def assumptions(self) -> Assumptions:
-        """How its software executes a job."""
-        return Assumptions(software=software_profile(self.software))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +107,16 @@ class Reading:
     """A job of another framework.
 
     Attributes:
+        assumptions: how its software executes the job with these settings.
         ignored: settings that change no time or memory, by the reason.
+        remarks: what the prediction leaves out, in sentences.
         settings: all that were read.
     """
 
     job: Job
+    assumptions: Assumptions
     ignored: Mapping[str, tuple[str, ...]]
+    remarks: Sequence[str]
     settings: Settings
 
 
@@ -123,7 +131,7 @@ def same(
     to: Callable[[Any], Any] = lambda value: value,
     back: Callable[[Any], Any] = lambda value: value,
 ) -> Rule:
-    """One choice that is one setting, which is always written.
+    """One choice that is one setting, which is written wherever it was decided or must be.
 
     Args:
         usual: what the framework takes where the setting is left out, in its own values.
@@ -131,6 +139,8 @@ def same(
     """
 
     def write(choices: Choices) -> Settings:
+        if choice in choices.unsaid:
+            return {}
         value = choices[choice]
         return {setting: Open(choice, value) if choice in choices.open else to(value)}
 
@@ -166,6 +176,18 @@ def one_of(setting: str, choice: str, values: Mapping[Hashable, Any], *, usual: 
     return Rule(choices=(choice,), settings=(setting,), write=write, read=read)
 
 
+def flag(setting: str, choice: str, *, when: bool = True) -> Rule:
+    """One choice of yes or no that is a setting which is there or not; it is there for `when`."""
+
+    def write(choices: Choices) -> Settings:
+        return {setting: True} if bool(choices[choice]) is when else {}
+
+    def read(settings: Settings) -> Mapping[str, Any]:
+        return {choice: when if setting in settings else not when}
+
+    return Rule(choices=(choice,), settings=(setting,), write=write, read=read)
+
+
 def only(choice: str, allowed: Iterable[Any], instead: str) -> Rule:
     """One choice that the framework has no setting for; values other than what it does are refused."""
     known = tuple(allowed)
@@ -182,7 +204,12 @@ def aside(why: str, *choices: str) -> Rule:
     """Choices that change nothing of what a step computes, and that the framework has no setting for; those
     that are not the usual ones are listed beside what is written.
     """
-    return Rule(choices=choices, write=lambda _: {}, aside=why)
+
+    def notes(among: Choices) -> Iterable[str]:
+        changed = (name for name in choices if among[name] != RUN_DEFAULTS.get(name))
+        return (f"left out: {name}={shown(among[name])} ({why})" for name in changed)
+
+    return Rule(choices=choices, write=lambda _: {}, notes=notes)
 
 
 def refused(choice: str, value: Any, instead: str, allowed: Iterable[Any]) -> Problem:
@@ -192,12 +219,12 @@ def refused(choice: str, value: Any, instead: str, allowed: Iterable[Any]) -> Pr
         instead: what it has, in a sentence that names it.
         allowed: values that it would take; the nearest is the fix.
     """
-    texts = [_shown(one) for one in allowed]
-    near = nearest(_shown(value), texts) or (texts[0] if texts else None)
-    return Problem(choice, _shown(value), instead, None if near is None else f"nearest: {choice}={near}")
+    texts = [shown(one) for one in allowed]
+    near = nearest(shown(value), texts) or (texts[0] if texts else None)
+    return Problem(choice, shown(value), instead, None if near is None else f"nearest: {choice}={near}")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value as a config has it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -236,9 +263,7 @@ def settings_of(framework: Framework, choices: Choices) -> tuple[dict[str, Any],
             settings |= rule.write(choices)
         except Problem as problem:
             wrong.append(problem)
-        if rule.aside is not None:
-            changed = [name for name in rule.choices if choices[name] != RUN_DEFAULTS.get(name)]
-            notes += [f"left out: {name}={_shown(choices[name])} ({rule.aside})" for name in changed]
+        notes += rule.notes(choices)
     raise_first(wrong)
     return settings, notes
 
@@ -263,7 +288,7 @@ def read(framework: Framework, text: str, source: str, devices: int | None = Non
             continue
         if (why := _matching(framework.unread, name)) is not None:
             raise StrettoError(
-                f"{source}: {name} is {_shown(settings[name])}: {why}", hint=f"leave {name} out"
+                f"{source}: {name} is {shown(settings[name])}: {why}", hint=f"leave {name} out"
             )
         why = _matching(framework.unpriced, name)
         if why is None:
@@ -277,13 +302,13 @@ def read(framework: Framework, text: str, source: str, devices: int | None = Non
             values |= rule.read(settings)
     job = job_from(values)
     raise_first(problems(job))
-    job = with_ways(framework, job)
-    return Reading(job=job, ignored={why: tuple(names) for why, names in ignored.items()}, settings=settings)
-
-
-def with_ways(framework: Framework, job: Job) -> Job:
-    """The job as that framework runs it."""
-    return replace(job, framework=framework.ways(job))
+    return Reading(
+        job=framework.as_run(job, settings),
+        assumptions=replace(framework.assumptions, overlap=framework.overlaps(settings)),
+        ignored={why: tuple(names) for why, names in ignored.items()},
+        remarks=tuple(framework.remarks(settings)),
+        settings=settings,
+    )
 
 
 def _matching(patterns: Mapping[str, str], name: str) -> str | None:
