@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from stretto.layout.layout import Layout
+from stretto.program.program import Program
 from stretto.run.config.required import FIELDS
 from stretto.run.config.schema import ScheduleConfig, TrainConfig
 from stretto.run.config.section import fields_of
@@ -149,7 +150,8 @@ def job_from(values: Mapping[str, Any]) -> Job:
     tree: dict[tuple[str, ...], dict[str, Any]] = {}
     for name, value in values.items():
         path = PATHS.get(name)
-        if path is not None and path[0] != "custom_program":
+        # the name of a file is no program yet
+        if path is not None and (path[0] != "custom_program" or isinstance(value, Program)):
             tree.setdefault(path[:-1], {})[path[-1]] = value
     made = tree.setdefault((), {})
     layout = tree.get(("layout",), {})

@@ -8,7 +8,7 @@ for is refused by name where it would change the job (`only`), and listed where 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -73,7 +73,8 @@ class Framework:
         as_run: a job as the framework runs it, with what it keeps and fuses, for predictions; of the job and
             the settings that were read (none: as they are written).
         remarks: what a prediction of such settings leaves out, in sentences.
-        software: profile of its kernels (`planner/data/software.yaml`).
+        software: profile of its kernels (`planner/data/software.yaml`), as jobs are written for it.
+        software_read: the profile where settings that were read choose it; None: it is `software`.
         overlaps: whether gradients are reduced while the backward computes; of the settings that were read.
         plans: choices that a search for it is fixed to, as `--fix` takes them.
     """
@@ -88,6 +89,7 @@ class Framework:
     as_run: Callable[[Job, Settings], Job]
     remarks: Callable[[Settings], Iterable[str]] = lambda _: ()
     software: str
+    software_read: Callable[[Settings], str] | None = None
     overlaps: Callable[[Settings], bool] = lambda _: True
     plans: Sequence[str] = ()
 
@@ -95,6 +97,11 @@ class Framework:
     def assumptions(self) -> Assumptions:
         """How its software executes a job that is written for it."""
         return Assumptions(software=software_profile(self.software))
+
+    def assumptions_of(self, settings: Settings) -> Assumptions:
+        """How its software executes a job of settings that were read."""
+        name = self.software if self.software_read is None else self.software_read(settings)
+        return Assumptions(software=software_profile(name), overlap=self.overlaps(settings))
 
     @property
     def settings(self) -> dict[str, Rule]:
@@ -121,6 +128,11 @@ class Reading:
 
 
 # ------------------------------------------------------------------ rules
+
+
+def under(section: str, names: str) -> tuple[str, ...]:
+    """The names of a text, under a section: `under("layout", "tp cp")` is layout.tp and layout.cp."""
+    return tuple(f"{section}.{name}" for name in names.split())
 
 
 def same(
@@ -268,12 +280,19 @@ def settings_of(framework: Framework, choices: Choices) -> tuple[dict[str, Any],
     return settings, notes
 
 
-def read(framework: Framework, text: str, source: str, devices: int | None = None) -> Reading:
+def read(
+    framework: Framework,
+    text: str,
+    source: str,
+    devices: int | None = None,
+    beside: Mapping[str, Any] | None = None,
+) -> Reading:
     """The job that a framework's text describes.
 
     Args:
         source: where the text comes from, for errors.
         devices: of the cluster, where the text does not say how many there are.
+        beside: choices that are said beside the text, and win.
 
     Raises:
         StrettoError: not such a text, a setting that nothing is known of, a value that is not modelled, or a
@@ -300,11 +319,14 @@ def read(framework: Framework, text: str, source: str, devices: int | None = Non
     for rule in framework.rules:
         if rule.read is not None:
             values |= rule.read(settings)
+    values |= beside or {}
+    if values.get("model.family") is None:
+        raise StrettoError(f"{source} does not say which model it is", hint="say it with --model")
     job = job_from(values)
     raise_first(problems(job))
     return Reading(
         job=framework.as_run(job, settings),
-        assumptions=replace(framework.assumptions, overlap=framework.overlaps(settings)),
+        assumptions=framework.assumptions_of(settings),
         ignored={why: tuple(names) for why, names in ignored.items()},
         remarks=tuple(framework.remarks(settings)),
         settings=settings,
