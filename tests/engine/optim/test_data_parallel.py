@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -152,39 +153,142 @@ def wrong() -> None:
     mesh.close()
 
 
-def running_statistics(mode: Mode) -> None:
-    """BatchNorm sees other samples on each rank, but starts every step from the first rank's statistics."""
-    torch.manual_seed(0)
+class Tracked(nn.Module):
+    """BatchNorm, an average that is saved for the backward, a constant, a flag, and a buffer that every
+    forward replaces.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.leave = nn.Linear(4, 1)
+        self.average = nn.Buffer(torch.ones(4))
+        self.table = nn.Buffer(torch.arange(4.0), persistent=False)
+        self.flag = nn.Buffer(torch.tensor(False))
+        self.latest = nn.Buffer(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.average = 0.9 * self.average + 0.1 * x.mean(0)
+                self.flag.fill_(bool(x[0, 0] > 0))
+                self.latest = x.sum().double()
+        return self.leave(self.norm(self.enter(x)) * self.average + self.table)
+
+
+def rows(seed: int, rank: int) -> Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * seed + rank)).double()
+
+
+def tracked(seed: int) -> Tracked:
+    torch.manual_seed(seed)
+    return Tracked().double()
+
+
+def copied(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+def buffers_as_in_ddp(mode: Mode) -> None:
+    """Beside DistributedDataParallel, on the same samples: the same buffers before and after each forward, in
+    training, over accumulated forwards, two forwards for one backward, and evaluation.
+    """
     mesh = Mesh(Layout(dp=2))
-    norm = nn.BatchNorm1d(4)
-    model = data_parallel(nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 1)), mesh, mode)
-    optimizer = model.optimizer("sgd", lr=0.1)
-    at_start = list[list[float]]()
-    norm.register_forward_pre_hook(lambda *_: at_start.append(means(norm)))
-    for step in range(3):
-        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + mesh.rank))
-        model(x).sum().backward()
-        first, second = gather_json(at_start[step])
-        assert first == second, f"{mode}: running means at the start of step {step}"
-        first, second = gather_json(means(norm))
-        assert first != second, "the ranks have seen other samples"
+    theirs = nn.parallel.DistributedDataParallel(tracked(mesh.rank), forward_sync_buffers=True)
+    ours = data_parallel(tracked(mesh.rank), mesh, mode)
+    sgd, optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1), ours.optimizer(torch.optim.SGD, lr=0.1)
+    begun = list[dict[str, Tensor]]()
+    for model in (theirs.module, ours.module):
+        model.register_forward_pre_hook(lambda m, _: begun.append(copied(m)))
+
+    def same(at: str) -> None:
+        ended = [copied(model.module) for model in (theirs, ours)]
+        for when, pair in {"at the start of": begun[-2:], "after": ended}.items():
+            for name, buffer in pair[0].items():
+                what = f"{mode}: {name} {when} the forward, {at}"
+                torch.testing.assert_close(pair[1][name], buffer, msg=lambda m, what=what: f"{what}: {m}")
+
+    def evaluate(at: str) -> None:
+        for model in (theirs, ours):
+            model.eval()
+        with torch.no_grad():
+            outs = [model(rows(7, mesh.rank)) for model in (theirs, ours)]
+        torch.testing.assert_close(*outs)
+        same(at)
+        one, other = gather_json({name: buffer.tolist() for name, buffer in begun[-1].items()})
+        assert one == other, f"{mode}: the ranks evaluate with different buffers, {at}"
+        for model in (theirs, ours):
+            model.train()
+
+    for step in range(2):
+        with theirs.no_sync(), ours.accumulate():
+            for half in (0, 1):
+                for model in (theirs, ours):
+                    (model(rows(3 * step + half, mesh.rank)).sum() / 3).backward()
+                same(f"accumulated forward {half} of step {step}")
+        for model in (theirs, ours):
+            (model(rows(3 * step + 2, mesh.rank)).sum() / 3).backward()
+        same(f"step {step}")
+        evaluate("between backward and update")
+        sgd.step()
         optimizer.step()
+        sgd.zero_grad()
         optimizer.zero_grad()
+        evaluate("after the update")
     optimizer.close()
     mesh.close()
 
 
-def means(norm: nn.BatchNorm1d) -> list[float]:
-    assert norm.running_mean is not None
-    return norm.running_mean.tolist()
+def saved_buffers() -> None:
+    """Two forwards and one backward. For norms that is harmless; where the second forward would overwrite a
+    buffer that the first has saved, autograd refuses the backward.
+    """
+    mesh = Mesh(Layout(dp=2))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    model = data_parallel(copy.deepcopy(plain), mesh)
+
+    def backward(net: nn.Module, rank: int) -> None:
+        one, two = (net(rows(seed, rank)) for seed in (0, 1))
+        (one.square().sum() + two.pow(3).sum()).backward()
+
+    backward(model, mesh.rank)
+    for rank in (0, 1):
+        backward(plain, rank)
+    for ours, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
+        assert theirs.grad is not None
+        torch.testing.assert_close(ours.grad, theirs.grad / 2)
+    net = data_parallel(tracked(0), mesh)
+    first = net(rows(0, mesh.rank))
+    net(rows(1, mesh.rank))
+    if mesh.rank:  # the first rank's buffers are the ones that are sent
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            first.sum().backward()
+    mesh.close()
+
+
+def unlike() -> None:
+    """Ranks with other buffers are told so, all of them, before anything is sent."""
+    mesh = Mesh(Layout(dp=2))
+    module = nn.Linear(2, 2)
+    module.register_buffer("seen", torch.zeros(3 + mesh.rank))
+    with pytest.raises(StrettoError, match=r"seen is \(3,\) .*rank 0 and \(4,\) .* on rank 1"):
+        data_parallel(module, mesh)
+    module = nn.Linear(2, 2, bias=mesh.rank == 0)
+    with pytest.raises(StrettoError, match=r"bias is \(2,\) .*rank 0 and not there on rank 1"):
+        data_parallel(module, mesh)
+    mesh.close()
 
 
 def two_ranks(folder: Path) -> None:
     every_mode(folder)
     narrow()
     wrong()
-    for mode in ("ddp", "zero3"):
-        running_statistics(mode)
+    unlike()
+    saved_buffers()
+    for mode in ("ddp", "zero1", "zero3"):
+        buffers_as_in_ddp(mode)
 
 
 def test_on_two_ranks(tmp_path: Path):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+import torch.nn.utils.prune
 from fake_mesh import FakeMesh
 from torch import nn
 
@@ -369,6 +373,137 @@ def test_dropout_that_is_keyed_and_has_a_style_is_accepted() -> None:
     assert len(model.inner.cuts) == 1
     assert not model.outer[0].cuts
     parallelize(keyed(DropoutMLP()), {"": Replicate()}, FakeMesh(2))  # nothing is split
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        nn.RReLU(),
+        nn.Dropout2d(0.1),
+        nn.FeatureAlphaDropout(0.1),
+        nn.MultiheadAttention(8, 2, dropout=0.1),
+        nn.LSTM(8, 8, num_layers=2, dropout=0.1),
+        nn.FractionalMaxPool2d(2, output_size=1),
+    ],
+)
+def test_modules_known_to_draw_random_numbers_are_refused(inner: nn.Module) -> None:
+    with pytest.raises(StrettoError, match=f"'inner' is {type(inner).__name__}: each"):
+        parallelize(DropoutMLP(inner), {"": Replicate()}, FakeMesh(2))
+
+
+class Noisy(nn.Module):
+    """Random functions that no type shows."""
+
+    def __init__(self, draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), Drawing(draw))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+class Drawing(nn.Module):
+    def __init__(self, draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.draw(x) if self.training else x
+
+
+def attention(p: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=p)
+
+
+RANDOM = {
+    "dropout": lambda x: F.dropout(x, 0.1),
+    "attention": attention(0.1),
+    "gumbel": F.gumbel_softmax,
+    "rand": lambda x: x + torch.rand(4),
+    "noise": lambda x: x + torch.randn_like(x),
+    "mask": lambda x: x * torch.empty_like(x).bernoulli_(0.5),
+    "choice": lambda x: x[torch.multinomial(x.softmax(-1)[0], 1)],
+    "rrelu": lambda x: F.rrelu(x, training=True),
+}
+HARMLESS = {
+    "generator": lambda x: x + torch.rand(4, generator=torch.Generator().manual_seed(0)),
+    "no dropout": lambda x: F.dropout(x, 0.0),
+    "evaluation": lambda x: F.dropout(x, 0.5, training=False),
+    "attention": attention(0.0),
+    "rrelu": lambda x: F.rrelu(x, training=False),
+}
+
+
+@pytest.mark.parametrize("draw", RANDOM.values(), ids=RANDOM)
+def test_a_random_function_in_any_module_is_refused_when_it_is_called(draw: Any) -> None:
+    model = Noisy(draw)
+    parallelize(model, {"": Replicate()}, FakeMesh(2))
+    x = torch.randn(2, 4)
+    model.eval()(x)
+    with pytest.raises(
+        StrettoError, match=r"'body\.1' \(Drawing\) calls aten.*test_parallelize.py:"
+    ) as caught:
+        model.train()(x)
+    assert "key_dropout" in (caught.value.hint or "")
+    torch.rand(2)  # no mode has been left behind
+
+
+@pytest.mark.parametrize("draw", HARMLESS.values(), ids=HARMLESS)
+def test_a_function_that_draws_nothing_by_itself_is_accepted(draw: Any) -> None:
+    model = Noisy(draw)
+    parallelize(model, {"": Replicate()}, FakeMesh(2))
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(model(x), draw(model.body[0](x)))
+    alone = Noisy(RANDOM["dropout"])
+    parallelize(alone, {"": Replicate()}, FakeMesh(1))
+    alone(x)
+
+
+def test_functional_dropout_of_a_transformers_model_is_refused() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 11}
+    for p in (0.0, 0.1):
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, attention_dropout=p)).train()
+        parallelize(model, {"": Replicate()}, FakeMesh(2))
+        ids = torch.tensor([[1, 2, 3]])
+        if not p:
+            model(input_ids=ids, labels=ids).loss.backward()
+            continue
+        with pytest.raises(StrettoError, match=r"'model\.layers\.0\.self_attn' \(LlamaAttention\)"):
+            model(input_ids=ids)
+
+
+def test_what_a_split_linear_would_lose_is_refused() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    def hooked(linear: nn.Linear) -> nn.Linear:
+        linear.register_forward_hook(lambda *_: None)
+        return linear
+
+    buffered = nn.Linear(4, 8)
+    buffered.register_buffer("mask", torch.ones(8, 4))
+    pruned = torch.nn.utils.prune.random_unstructured(nn.Linear(4, 8), "weight", 0.5)
+    cases = {
+        "a forward other than that of nn.Linear": Scaled(4, 8),
+        "hooks": hooked(nn.Linear(4, 8)),
+        "the buffer 'mask'": buffered,
+        "the buffer 'weight_mask'": pruned,
+    }
+    for lost, linear in cases.items():
+        for style in (Column(), Vocabulary()):
+            with pytest.raises(StrettoError, match=f"{lost}, which its tensor-parallel form would not have"):
+                parallelize(nn.Sequential(linear), {"0": style}, FakeMesh(2))
+
+
+def test_batch_statistics_of_a_part_of_the_tokens_are_refused() -> None:
+    norms = nn.Sequential(nn.Sequential(nn.BatchNorm1d(4)))
+    with pytest.raises(StrettoError, match=r"'0\.0' takes statistics over the batch"):
+        parallelize(norms, {"0": Replicate(sequence=True)}, FakeMesh(2))
+    parallelize(norms, {"0": Replicate()}, FakeMesh(2))
 
 
 def test_dropout_without_effect_on_other_ranks_needs_no_style() -> None:

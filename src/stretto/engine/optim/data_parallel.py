@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.norm import GradientNorm, clip
 from stretto.engine.optim.sharded_optimizer import ShardedOptimizer
+from stretto.engine.parallel.data.buffers import SharedBuffers, check_alike
 from stretto.engine.parallel.data.gradients import BUCKET_BYTES
 from stretto.engine.parallel.data.layer_gather import LayerGather, tensors_in
 from stretto.engine.parallel.data.sharded import ShardedStates
@@ -62,7 +63,7 @@ def data_parallel(
 
     Raises:
         StrettoError: an unknown mode, sizes that do not divide, a dtype that needs no masters, an offload
-            without its path or mode.
+            without its path or mode, parameters or buffers that other ranks do not have.
     """
     copies = mesh.size("cp-dp")
     if mode not in MODES:
@@ -114,7 +115,9 @@ class DataParallel(nn.Module):
 
     The loss on each rank is the mean over that rank's samples, equally many on all, as with torch's
     DistributedDataParallel. Only `optimizer` may change weights. Buffers, such as the running statistics of
-    BatchNorm, are broadcast from the first rank before the first training forward of each step.
+    BatchNorm, are those of the first rank: as with DistributedDataParallel they are broadcast before a
+    forward, in evaluation too, but not between the forwards that `accumulate` groups. So all ranks call the
+    module equally often.
     """
 
     def __init__(
@@ -130,11 +133,12 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.module, self.mesh = module, mesh
+        check_alike(module, mesh)
         named = dict(_trained(module))
         values = {name: _from_first(p.detach().clone(), mesh) for name, p in named.items()}
-        frozen = (p.detach() for p in module.parameters() if not p.requires_grad)
-        for tensor in [*frozen, *module.buffers()]:
-            _from_first(tensor, mesh)
+        for frozen in (p.detach() for p in module.parameters() if not p.requires_grad):
+            _from_first(frozen, mesh)
+        self._shared_buffers = SharedBuffers(module, mesh)
         for name, parameter in named.items():
             parameter.data = parameter.data.to(types[name])
         placed_by_name = {
@@ -159,7 +163,7 @@ class DataParallel(nn.Module):
         ordered = [*outer, *(p for p in named.values() if id(p) in inside)]
         self.buffer = self.states.buffer(_STAGE, ordered, [module, *inner] if outer else inner)
         self._hooks = self._watch(module, inner)
-        self._accumulating = self._running = self._buffers_synced = self.reduced = False
+        self._accumulating = self._running = self.reduced = False
         self._scale = 1.0 / mesh.size("cp-dp")
         self.fragments = list(self.states.begin(values.__getitem__))
 
@@ -184,12 +188,9 @@ class DataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The wrapped module's forward."""
-        # once a step: a broadcast before a second forward could overwrite buffers that the first one saved
-        if self.training and torch.is_grad_enabled() and not self._buffers_synced:
-            self._buffers_synced = True
-            for buffer in self.module.buffers():
-                _from_first(buffer, self.mesh)
+        self._shared_buffers.before_forward()
         out = self.module(*inputs, **named)
+        self._shared_buffers.after_forward(self._accumulating)
         if torch.is_grad_enabled():
             for tensor in tensors_in(out):
                 if tensor.requires_grad:
@@ -234,8 +235,8 @@ class DataParallel(nn.Module):
             torch._foreach_mul_(self.buffer.flats, self._scale)
 
     def begin_step(self) -> None:
-        """Zero the gradients; buffers are broadcast again by the next training forward."""
-        self.reduced = self._buffers_synced = False
+        """Zero the gradients."""
+        self.reduced = False
         self.buffer.zero()
 
     # ------------------------------------------------------------------ the optimiser

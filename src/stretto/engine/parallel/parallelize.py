@@ -1,5 +1,5 @@
 """Apply a sharding plan to a plain model, and check that it covers every parameter exactly once and every
-dropout.
+module that draws random numbers.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from stretto.engine.parallel.fragment import Piece, Placed
 from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.random_ops import draws, watch_first_forward
 from stretto.engine.parallel.styles import Part, Replicate, Style, shrink
 from stretto.engine.parallel.tensor.dropout import KeyedDropout
 from stretto.errors import StrettoError, nearest
 
 Plan = Mapping[str, Style]
-
-_UNKEYED = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class SharedSlice(NamedTuple):
@@ -70,11 +70,14 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Sharded]:
     Raises:
         StrettoError: a pattern that matches nothing, a module matched twice, a parameter without a style,
             sizes that do not divide, shares that do not add up to the plain model, a style that does not fit
-            its module, or, with tp > 1, dropout whose masks would not be those of one process.
+            its module, or, with tp > 1, a module whose random numbers would not be those of one process. A
+            module that draws them without being of a type known for it raises in the model's first forward
+            in training.
     """
     styles = _assign(model, plan)
     if mesh.size("tp") > 1:
-        _check_dropout(model, styles)
+        _check_random(model, styles)
+        _check_statistics(styles)
     names = _names(model)
     parts = dict[str, list[dict[str, Part]]]()
     for name, (module, style) in styles.items():
@@ -99,6 +102,8 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Sharded]:
         if id(module) not in swapped:
             swapped[id(module)] = style.swap(module, mesh)
         _set(model, name, swapped[id(module)])
+    if mesh.size("tp") > 1:
+        watch_first_forward(model)
     return table
 
 
@@ -133,8 +138,8 @@ def _assign(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, Style]]:
     return assigned
 
 
-def _check_dropout(model: nn.Module, styles: Mapping[str, tuple[nn.Module, Style]]) -> None:
-    """Refuse dropout whose masks would differ from those of one process under tensor parallelism.
+def _check_random(model: nn.Module, styles: Mapping[str, tuple[nn.Module, Style]]) -> None:
+    """Refuse modules whose random numbers would differ from those of one process under tensor parallelism.
 
     A mask from torch's global generator depends on the rank. A keyed mask is the same on every rank, which is
     right for a replicated activation and wrong for one that is split. Which of the two it is cannot be seen
@@ -142,19 +147,35 @@ def _check_dropout(model: nn.Module, styles: Mapping[str, tuple[nn.Module, Style
     module that contains it and nothing that is split.
     """
     for name, module in model.named_modules(remove_duplicate=False):
-        if not isinstance(module, (KeyedDropout, *_UNKEYED)) or not module.p:
-            continue
-        if not isinstance(module, KeyedDropout):
+        if draws(module):
             raise StrettoError(
                 f"{name!r} is {type(module).__name__}: each tensor-parallel rank would draw a different mask",
                 hint="call key_dropout(model, keys) before parallelize"
                 if isinstance(module, nn.Dropout)
                 else "use nn.Dropout, and call key_dropout(model, keys) before parallelize",
             )
+        if not isinstance(module, KeyedDropout) or not module.p:
+            continue
         if not (_replicated(name, styles) or (name in styles and not isinstance(styles[name][1], Replicate))):
             raise StrettoError(
                 f"sharding plan: no style says how the input of dropout {name!r} is split",
                 hint=f"add {name!r}: SplitDropout(...), or Replicate() if every rank has the whole input",
+            )
+
+
+def _check_statistics(styles: Mapping[str, tuple[nn.Module, Style]]) -> None:
+    """Refuse norms over the batch whose statistics would be those of one rank's tokens."""
+    for name, (module, style) in styles.items():
+        norms = [
+            ".".join(filter(None, (name, inner)))
+            for inner, m in module.named_modules()
+            if isinstance(m, _BatchNorm)
+        ]
+        if isinstance(style, Replicate) and style.sequence and norms:
+            raise StrettoError(
+                f"sharding plan: {norms[0]!r} takes statistics over the batch, of which each rank would see "
+                "its own tokens only",
+                hint="Replicate() without sequence, or a norm over features, such as nn.LayerNorm",
             )
 
 

@@ -99,7 +99,31 @@ class Style(ABC):
 def _linear(module: nn.Module, name: str) -> nn.Linear:
     if not isinstance(module, nn.Linear):
         raise StrettoError(f"{name} is {type(module).__name__}", hint="Column and Row styles take nn.Linear")
+    _replaceable(name, module, nn.Linear)
     return module
+
+
+def _replaceable(name: str, module: nn.Module, kind: type[nn.Module]) -> None:
+    """Refuse what the module's replacement would lose: its buffers, its hooks, and a forward of its own."""
+    buffers = [leaf for leaf, _ in module.named_buffers()]
+    hooks = (
+        "_forward_pre_hooks",
+        "_forward_hooks",
+        "_backward_pre_hooks",
+        "_backward_hooks",
+    )
+    if buffers:
+        lost = f"the buffer {buffers[0]!r}"
+    elif any(getattr(module, kept) for kept in hooks):
+        lost = "hooks"
+    elif type(module).forward is not kind.forward or "forward" in vars(module):
+        lost = f"a forward other than that of nn.{kind.__name__}"
+    else:
+        return
+    raise StrettoError(
+        f"{name} is {type(module).__name__} with {lost}, which its tensor-parallel form would not have",
+        hint="give it Replicate style or a style of your own; add hooks after parallelize",
+    )
 
 
 def _weight_and_bias(linear: nn.Linear) -> tuple[nn.Parameter, nn.Parameter | None]:
@@ -204,6 +228,7 @@ class Vocabulary(Style):
             )
         if isinstance(module, nn.Embedding):
             _plain_embedding(name, module)
+        _replaceable(name, module, nn.Embedding if isinstance(module, nn.Embedding) else nn.Linear)
         part = padded(module.weight.shape[0], index, tp, self.multiple)
         return {n: part for n, _ in module.named_parameters()}
 
