@@ -43,7 +43,8 @@ def test_equal_layouts_end_with_0(config: str, capfd: pytest.CaptureFixture[str]
     assert run(["verify", config, "layout.tp=2", "layout.pp=2", "--json"]) == 0
     out = capfd.readouterr().out
     facts = json.loads(out)
-    assert (facts["equal"], facts["dtype"], facts["tolerance"], facts["steps"]) == (True, "float64", 1e-9, 2)
+    assert (facts["equal"], facts["dtype"], facts["tolerance"], facts["steps"]) == (True, "float64", 1e-9, 3)
+    assert "the plain model itself" in facts["unseen"]
     (layout,) = facts["layouts"]
     assert layout["layout"] == "tp2 dp1 pp2 1f1b"
     assert layout["equal"] is True
@@ -64,7 +65,9 @@ def test_a_layout_that_differs_ends_with_1_and_a_diagnosis(
     assert len(rows) == 2
     assert all("NO" in row for row in rows)
     assert "tp1 dp1 pp2 interleaved chunks=2: every gradient is 0.5 times the reference" in text
-    assert re.search(r"\n2 layouts in \d+ s, 2 DIFFER\s*$", text)
+    assert re.search(
+        r"\n2 layouts in \d+ s, 2 DIFFER\nnot seen here: the plain model itself, .* CPUs\s*$", text
+    )
 
 
 def test_asynchronous_schedules_say_after_how_many_updates(
@@ -75,14 +78,14 @@ def test_asynchronous_schedules_say_after_how_many_updates(
     layouts.write_text("- {pp: 2, schedule: pipedream-2bw, group: 4}\n- {pp: 2, schedule: zb-h2}\n")
     assert run([*command, "--layouts", str(layouts), "--json"]) == 0
     late, _ = json.loads(capfd.readouterr().out)["layouts"]
-    assert (late["updates"], late["tolerance"], late["equal"]) == (4, 1e-12, True)
+    assert (late["updates"], late["tolerance"], late["equal"]) == (6, 1e-12, True)
     assert late["grad_error"] is late["norm_error"] is late["worst_gradient"] is None
     assert 0 <= late["weight_error"] <= 1e-12
     assert run([*command, "optim.clip=null", "layout.pp=2", "schedule.name=pipedream"]) == 0
     text = capfd.readouterr().out
-    assert "after 16" in text
+    assert "after 24" in text
     assert "delayed updates" in " ".join(text.replace("│", " ").split())
-    assert text.rstrip().endswith("1 layout, all equal to one process")
+    assert "\n1 layout, all equal to one process\nnot seen here: " in text
 
 
 def test_all_lists_impossible_layouts(config: str, capfd: pytest.CaptureFixture[str]) -> None:

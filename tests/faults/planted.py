@@ -515,8 +515,7 @@ FAULTS = [
         module="stretto.run.train.replica",
         old="            clip(self.gradients(), norm, self.job.optimiser.clip, factor)",
         new="            clip(self.gradients(), norm * factor, self.job.optimiser.clip, factor)",
-        test="tests/run/train/test_train_precision.py::test_overflows_are_skipped_and_the_scale_is_resumed",
-        missed="no test trains in float16 with a clip and compares the weights",
+        test="tests/run/train/test_train_precision.py::test_float16_clips_the_gradients_without_their_loss_scale",
     ),
     Fault(
         name="layers do not wait for their weights",
@@ -524,8 +523,6 @@ FAULTS = [
         old=("        for unit in self._units[at]:\n            unit.ready()"),
         new=("        for unit in self._units[at]:\n            unit.gathered"),
         test="tests/run/verify/test_verify_layouts.py::test_data_parallel_modes_equal_one_process",
-        missed="a race: over gloo on one machine the weights are there before the layer looks",
-        race=True,
     ),
     Fault(
         name="a shard is gathered while its update still spreads",
@@ -533,8 +530,6 @@ FAULTS = [
         old=("        if not self._gathered:\n            self.ready()\n            self._gathered = True"),
         new=("        if not self._gathered:\n            self._gathered = True"),
         test="tests/run/verify/test_verify_layouts.py::test_data_parallel_modes_equal_one_process",
-        missed="a race under zero3: the proof's shards have long arrived when they are gathered",
-        race=True,
     ),
     Fault(
         name="one replica has the dropout of another",
@@ -542,7 +537,6 @@ FAULTS = [
         old="            self.replica.samples[:] = self._indices(seen, d)",
         new="            self.replica.samples[:] = self._indices(seen, 0)",
         test="tests/run/verify/test_verify_layouts.py::test_every_schedule_equals_one_process",
-        missed="the proof gives dropout its samples itself and does not take the way of training",
     ),
     Fault(
         name="tokens that count are not summed over replicas",
@@ -550,7 +544,6 @@ FAULTS = [
         old='        return all_sum(count, self.mesh.group("dp")).tolist()',
         new="        return count.tolist()",
         test="tests/run/verify/test_verify_layouts.py::test_every_schedule_equals_one_process",
-        missed="the proof counts tokens itself and does not take the way of training",
     ),
     Fault(
         name="2BW computes with the newest weights where its group is the default",

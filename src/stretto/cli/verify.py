@@ -27,7 +27,13 @@ if TYPE_CHECKING:
     from stretto.run.verify.every import Impossible
 
 _ALL = ("all", "product")
-_STEPS = 2
+_STEPS = {False: 3, True: 2}  # of a few layouts, and of each of all
+_UNSEEN = (
+    "the plain model itself",
+    "the learning-rate curve",
+    "the order of the data",
+    "arithmetic in other types than float64 or on other devices than CPUs",
+)
 
 app = command_app()
 
@@ -54,7 +60,11 @@ def verify(
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Training steps of each layout; default: 2, and 3 of a recommender."),
+        typer.Option(
+            min=1,
+            help="Training steps with nothing read between them, before one whose gradients are read; "
+            "default: 3, and 2 with --layouts all or product. Of a recommender: all steps; default: 3.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -63,6 +73,11 @@ def verify(
     Reports the largest relative difference of the loss, of the gradients, of the gradient norm and of the
     updated weights, and for a layout that differs the worst parameter and the likeliest cause. Exit code 1
     when a difference is above 1e-9.
+
+    A language model's steps are training's own, and nothing is read between them: whole weights are compared
+    after the last. What messages and reads of offloaded tensors bring is kept back until it is waited for,
+    which shows each missing wait; the config's own layout and those of a FILE also make their steps without
+    that, and must come to the same bits. One more step is read, with the loss scale of float16.
 
     Asynchronous schedules are compared with a replay of their delayed updates, without optim.clip: losses and
     weights to 1e-12, or 1e-9 with adamw.
@@ -101,6 +116,7 @@ def verify(
         "tolerance": TOLERANCE,
         "steps": count,
         "seconds": time.perf_counter() - started,
+        "unseen": _UNSEEN,
         "impossible": [asdict(one) for one in impossible],
         "layouts": [_plain({**asdict(v), "equal": v.equal}) for v in verdicts],
     }
@@ -150,8 +166,9 @@ def _prove_layouts(
         check_ranks(world)
         every = Every(configured_job(config), world, whole=layouts == "product")
         cases, impossible = every.cases, every.impossible
-    steps = steps or _STEPS
-    return steps, prove(config, cases, steps, quiet=quiet), impossible
+    many = layouts in _ALL
+    steps = steps or _STEPS[many]
+    return steps, prove(config, cases, steps, twice=not many, quiet=quiet), impossible
 
 
 def _prove_placements(
@@ -199,6 +216,7 @@ def _show(
     took = f" in {facts['seconds']:.0f} s" if len(verdicts) > 1 else ""
     wrong = sum(not v.equal for v in verdicts)
     to.print(f"{count}{took}, " + (f"{wrong} DIFFER" if wrong else "all equal to one process"))
+    to.print(f"not seen here: {', '.join(_UNSEEN)}", soft_wrap=True)
 
 
 def _table(noun: str, verdicts: Sequence[Verdict], steps: int) -> Table:

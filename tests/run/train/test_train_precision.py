@@ -50,3 +50,21 @@ def test_checkpoints_of_16_bit_weights_have_the_masters(tmp_path: Path):
     assert all(weight.dtype == torch.float32 for weight in weights.values())
     up = weights["blocks.0.mlp.up.weight"]
     assert not torch.equal(up, up.bfloat16().float())
+
+
+def test_float16_clips_the_gradients_without_their_loss_scale(tmp_path: Path):
+    """A loss scale is a power of two, so training with another one comes to the same weights, but for what
+    float16 cannot hold.
+    """
+    clipped = ("layout.dp=2", "train.dtype=float16", "optim.name=sgd", "optim.clip=0.01", "train.steps=3")
+    runs = [
+        job(tmp_path, *clipped, f"precision.loss_scale={scale}", f"run.name=scale-{scale:g}")
+        for scale in (1024.0, 8192.0)
+    ]
+    for config in runs:
+        train(config)
+        norms = [float(row["grad_norm"]) for row in read_lines(config.run.folder / "metrics.jsonl")]
+        assert all(isfinite(norm) and norm > 0.1 for norm in norms), "every step is clipped"
+    one, other = (tensors(config, 3) for config in runs)
+    for name, weight in one.items():
+        torch.testing.assert_close(weight, other[name], rtol=1e-3, atol=1e-6)

@@ -15,7 +15,7 @@ import stretto.engine.parallel.data.reduction as reduction_module
 import stretto.engine.pipeline.pipeline as pipeline_module
 import stretto.engine.pipeline.shared as shared_module
 import stretto.run.train.optimizer as optimizer_module
-import stretto.run.verify.step as step_module
+import stretto.run.train.step as step_module
 from stretto.engine.models.language import IGNORED
 from stretto.engine.parallel.data.sharded import ShardedStates
 from stretto.engine.parallel.fragment import Fragment

@@ -15,10 +15,12 @@ from stretto.engine.optim.build import build_optimizer
 from stretto.errors import StrettoError
 from stretto.prove.compare import Comparison, compare, relative
 from stretto.prove.diagnose import Verdict
+from stretto.run.launch.failure import TrainingFailed
 from stretto.run.train.replica import Replica
 from stretto.run.verify.cases import describe
 from stretto.run.verify.reference import Snapshot, Trial, build_reference
-from stretto.run.verify.step import run_step, wrongly_held
+from stretto.run.verify.step import TrialStep, loss_of, wrongly_held
+from stretto.run.verify.unread import Fresh, only_unread, run_steps, same_bits_late, with_wrong_use
 from stretto.spec.flops import layer_names
 from stretto.spec.job import Job
 
@@ -123,24 +125,71 @@ ADAPTIVE = 1e-9
 Replay = Callable[[Delays, int], list[Snapshot]]  # of the delays, for so many steps; collective
 
 
-def prove_asynchronous(replica: Replica, trial: Trial, delays: Delays, replay: Replay) -> Verdict:
-    """Steps of the replica beside a replay of its delayed updates. Collective.
+def prove_asynchronous(fresh: Fresh, trial: Trial, delays: Delays, steps: int, replay: Replay) -> Verdict:
+    """Steps as training makes them beside a replay of their delayed updates, with nothing read between them.
+    Those that differ are made again and read one by one. Collective.
 
     Args:
         delays: what the schedule promises.
         replay: trains the plain model in one process with any delays.
     """
-    job, steps = replica.job, trial.batches
-    reference, rate = replay(delays, len(steps)), trial.rate(job)
-    tolerance = EXACT if job.optimiser.name == "sgd" else ADAPTIVE
-    wrong = wrongly_held(replica, reference[0].weights)
-    losses = list[float]()
-    worst = None
-    updates = 0
+    reference = replay(delays, steps)
+    with fresh() as replica:
+        job = replica.job
+        tolerance = EXACT if job.optimiser.name == "sgd" else ADAPTIVE
+        wrong = wrongly_held(replica, reference[0].weights)
+        ran = run_steps(replica, trial, reference, late=not trial.twice)
+        updates = delays.updates(replica.pipeline.program.microbatches) * steps
     diagnosis = None
-    for step, (batch, expected) in enumerate(zip(steps, reference, strict=True)):
-        replica.set_rate(rate(step))
-        losses.append(relative(run_step(replica, step, batch), float(expected.loss)))
+    if wrong:
+        name, why = next(iter(wrong.items()))
+        diagnosis = f"numbers are equal, but of {name} {why}, so checkpoints would be wrong"
+    if ran.equal(tolerance):
+        assert ran.weights is not None
+        verdict = Verdict(
+            layout=describe(job),
+            loss_error=max(ran.losses),
+            grad_error=None,
+            worst_gradient=None,
+            norm_error=None,
+            weight_error=ran.weights.error,
+            worst_weight=ran.weights.worst,
+            diagnosis=diagnosis,
+            updates=updates,
+            tolerance=tolerance,
+        )
+        again = verdict.equal and trial.twice
+        return same_bits_late(verdict, ran, fresh, trial, reference) if again else verdict
+    with fresh() as replica:
+        verdict = _observe(
+            replica, trial, delays=delays, reference=reference, tolerance=tolerance, replay=replay
+        )
+    if verdict.equal:
+        verdict = only_unread(verdict, ran)
+    return with_wrong_use(verdict, ran, fresh, trial, reference)
+
+
+def _observe(
+    replica: Replica,
+    trial: Trial,
+    *,
+    delays: Delays,
+    reference: Sequence[Snapshot],
+    tolerance: float,
+    replay: Replay,
+) -> Verdict:
+    """Make the steps one by one, up to the first whose loss or weights differ. Collective."""
+    training, losses = TrialStep(replica, trial), list[float]()
+    updates = 0
+    worst, diagnosis = None, None
+    for step, expected in enumerate(reference):
+        try:
+            done = training.make(step)
+        except TrainingFailed as failed:
+            losses.append(float("inf"))
+            diagnosis = str(failed)
+            break
+        losses.append(relative(loss_of(replica, done), float(expected.loss)))
         with replica.states.whole() as ours:
             weights = compare(ours, replica.places, expected.weights, expected.weight_scales)
         updates += delays.updates(replica.pipeline.program.microbatches)
@@ -150,18 +199,14 @@ def prove_asynchronous(replica: Replica, trial: Trial, delays: Delays, replay: R
             if cause := _likely(replica, delays, step + 1, replay):
                 diagnosis = f"{diagnosis}: {cause}"
             break
-    assert worst is not None
-    if diagnosis is None and wrong:
-        name, why = next(iter(wrong.items()))
-        diagnosis = f"numbers are equal, but of {name} {why}, so checkpoints would be wrong"
     return Verdict(
-        layout=describe(job),
+        layout=describe(replica.job),
         loss_error=max(losses),
         grad_error=None,
         worst_gradient=None,
         norm_error=None,
-        weight_error=worst.error,
-        worst_weight=worst.worst,
+        weight_error=float("inf") if worst is None else worst.error,
+        worst_weight="-" if worst is None else worst.worst,
         diagnosis=diagnosis,
         updates=updates,
         tolerance=tolerance,

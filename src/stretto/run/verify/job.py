@@ -29,6 +29,7 @@ def verify(
     config: TrainConfig,
     cases: Sequence[Job],
     steps: int = 2,
+    twice: bool = False,
     on_rank: Callable[[], None] | None = None,
     quiet: bool = True,
 ) -> list[Verdict]:
@@ -37,8 +38,10 @@ def verify(
     Args:
         config: of data, seed and steps.
         cases: all for the same number of ranks.
-        steps: training steps of each; two, so that the optimiser's state and the emptied buffers are used
-            too.
+        steps: training steps of each with nothing read between them; one more is made whose gradients are
+            read.
+        twice: make the steps both as messages come, and with every message late, and compare the bits; else
+            with every message late.
         on_rank: called on every rank first.
         quiet: print nothing on the way.
 
@@ -52,9 +55,9 @@ def verify(
     folder = prepare_data(config, quiet=quiet)
     shape = config.shape(folder.index.vocab)
     proved = [replace(case, shape=shape) for case in cases]
-    _check_memory(proved, steps)
+    _check_memory(proved, steps + 1)
     check_samples(config, folder)
-    return run_ranks(ranks, _rank, config, proved, folder.path, steps, on_rank, quiet)[0]
+    return run_ranks(ranks, _rank, config, proved, folder.path, steps, twice, on_rank, quiet)[0]
 
 
 def _rank(
@@ -62,6 +65,7 @@ def _rank(
     cases: list[Job],
     folder: Path,
     steps: int,
+    twice: bool,
     on_rank: Callable[[], None] | None,
     quiet: bool,
 ) -> list[Verdict]:
@@ -73,15 +77,18 @@ def _rank(
     from stretto.run.verify.reference import Trial
 
     torch.set_num_threads(config.train.threads)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=config.train.timeout_s))
+    timeout = timedelta(seconds=config.train.timeout_s)
+    dist.init_process_group("gloo", timeout=timeout)
     if on_rank is not None:
         on_rank()
     try:
         report = None if quiet else Progress(len(cases))
         trial = Trial(
-            batches=batches(config, folder, steps),
+            batches=batches(config, folder, steps + 1),
             seed=config.train.seed,
             total_steps=config.train.steps,
+            twice=twice,
+            timeout=timeout,
         )
         return prove(cases, trial, report)
     finally:

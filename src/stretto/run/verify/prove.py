@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +15,7 @@ from torch import nn
 from stretto.engine.parallel.mesh import Mesh
 from stretto.prove.diagnose import Verdict
 from stretto.prove.outputs import beside_positions, first_difference, recorded
+from stretto.run.launch.failure import TrainingFailed
 from stretto.run.train.assemble import assemble
 from stretto.run.train.replica import Replica
 from stretto.run.verify.asynchronous import Delays, promised, prove_asynchronous, run_delayed
@@ -26,7 +28,7 @@ from stretto.run.verify.reference import (
     run_reference,
     share_all,
 )
-from stretto.run.verify.step import run_step
+from stretto.run.verify.step import TrialStep
 from stretto.run.verify.synchronous import prove_synchronous
 from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
@@ -103,45 +105,50 @@ _PADDING = "no output of the first microbatch differs, so padding may be in the 
 def _prove(job: Job, references: References) -> Verdict:
     started, trial = time.perf_counter(), references.trial
     program = job.program()
-    delays = None
+    fresh = partial(_assembled, job, trial)
     if program.versions:
-        delays = promised(job.schedule_name, job.options, job.layout.pp, program.microbatches)
-    replica = assemble(job, Mesh(job.layout), seed=trial.seed)
-    padding = replica.split.padded > replica.split.length
+        verdict = prove_asynchronous(
+            fresh,
+            trial,
+            promised(job.schedule_name, job.options, job.layout.pp, program.microbatches),
+            len(trial.batches) - 1,
+            lambda late, count: references.delayed(job, late, count),
+        )
+    else:
+        verdict = prove_synchronous(fresh, trial, references.plain(job))
+        if not verdict.loss_error <= verdict.tolerance:
+            verdict = _located(verdict, job, trial)
+    return replace(verdict, seconds=time.perf_counter() - started)
+
+
+@contextmanager
+def _assembled(job: Job, trial: Trial) -> Generator[Replica]:
+    """A new replica with its initial weights. Collective."""
+    replica = assemble(job, Mesh(job.layout, timeout=trial.timeout), seed=trial.seed)
     try:
-        if delays is None:
-            verdict = prove_synchronous(replica, trial, references.plain(job))
-        else:
-            verdict = prove_asynchronous(
-                replica, trial, delays, lambda late, count: references.delayed(job, late, count)
-            )
+        yield replica
     finally:
         replica.close()
-    if delays is None and not verdict.loss_error <= verdict.tolerance:
-        where = _locate(job, trial)
-        if where is not None or padding:
-            locus = f"the first output that differs is {where}'s" if where is not None else _PADDING
-            verdict = replace(verdict, diagnosis=f"{verdict.diagnosis}; {locus}")
-    return replace(verdict, seconds=time.perf_counter() - started)
 
 
 def _first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _locate(job: Job, trial: Trial) -> str | None:
-    """Run the first step again, and name the first module whose output is not the plain model's."""
-    replica = assemble(job, Mesh(job.layout), seed=trial.seed)
-    reference, batch = None, trial.batches[0]
-    try:
-        with recorded(modules_of(replica)) as ours:
-            run_step(replica, 0, batch)
+def _located(verdict: Verdict, job: Job, trial: Trial) -> Verdict:
+    """Run the first step again, to name the first module whose output differs. Collective."""
+    with _assembled(job, trial) as replica:
+        padding, reference = replica.split.padded > replica.split.length, None
+        with recorded(modules_of(replica)) as ours, suppress(TrainingFailed):
+            TrialStep(replica, trial).make(0)
         if replica.mesh.rank == 0:
             model, keys = build_reference(job, trial.seed)
             keys.samples = range(job.micro_batch)
             with torch.no_grad(), recorded(model.named_modules()) as reference:
-                model(batch[0][: job.micro_batch])
+                model(trial.batches[0][0][: job.micro_batch])
         here = ours if replica.mesh.index("dp") == 0 else {}
-        return first_difference(here, reference, partial(beside_positions, split=replica.split))
-    finally:
-        replica.close()
+        where = first_difference(here, reference, partial(beside_positions, split=replica.split))
+    if where is None and not padding:
+        return verdict
+    locus = _PADDING if where is None else f"the first output that differs is {where}'s"
+    return replace(verdict, diagnosis=f"{verdict.diagnosis}; {locus}")

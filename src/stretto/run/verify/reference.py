@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 
 import torch
@@ -31,11 +32,15 @@ class Trial:
         batches: of each step, in the order of the samples.
         seed: of initial values and dropout.
         total_steps: of the run, by which the learning rate decays.
+        twice: make the steps both as messages come and with all of them late; else late only.
+        timeout: longest wait for a message; None: torch's default.
     """
 
     batches: Sequence[Batch]
     seed: int
     total_steps: int
+    twice: bool = False
+    timeout: timedelta | None = None
 
     def rate(self, job: Job) -> Rate:
         """The learning rate by step."""

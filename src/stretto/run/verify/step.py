@@ -1,65 +1,95 @@
-"""One training step of a layout, on the samples that the reference sees."""
+"""Training's own steps on the samples of a trial, and what may be read of a replica beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from stretto.engine.models.language import IGNORED
 from stretto.engine.offload.tensor_files import at_hand
+from stretto.engine.optim.scale import LossScale
+from stretto.engine.parallel.control import gather_json
 from stretto.engine.parallel.fragment import Fragment, Piece, Placed
-from stretto.prove.compare import misplaced
-from stretto.run.data.dataset import microbatch_indices
-from stretto.run.train.optimizer import scales, update_numbers
+from stretto.prove.compare import misplaced, relative
 from stretto.run.train.replica import Replica
-from stretto.run.verify.reference import Batch
+from stretto.run.train.speed import expert_report
+from stretto.run.train.step import StepResult, TrainingStep
+from stretto.run.verify.reference import Batch, Snapshot, Trial
+
+SCALE = 2.0**10  # of the loss where a proof takes the way of float16: a power of two changes no bit
 
 
-def run_step(replica: Replica, step: int, batch: Batch) -> float:
-    """Forward and backward of one global batch on this layout, with the updates of an asynchronous schedule;
-    returns the loss, the same on every rank.
+class TrialSamples:
+    """The samples of a trial, by the index that training gives them."""
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self._inputs = torch.cat([inputs for inputs, _ in batches])
+        self._targets = torch.cat([targets for _, targets in batches])
+
+    def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, int64 [len(indices), sequence]."""
+        rows = list(indices)
+        return self._inputs[rows], self._targets[rows]
+
+
+class TrialStep(TrainingStep):
+    """Training's step on the samples of a trial.
+
+    Attributes:
+        observed: read the gradients of a step before it updates.
+        gradients: of the last step that was observed, without the loss scale.
     """
-    inputs, targets = batch
-    job, mesh = replica.job, replica.mesh
-    m = replica.pipeline.program.microbatches
-    replica.samples[:] = [
-        microbatch_indices(
-            step=step,
-            microbatch=j,
-            dp_rank=mesh.index("dp"),
-            dp=mesh.size("dp"),
-            micro_batch=job.micro_batch,
-            microbatches=m,
-        )
-        for j in range(m)
-    ]
-    first = step * job.global_batch
-    rows = [slice(r.start - first, r.stop - first) for r in replica.samples]
-    tokens = int((targets != IGNORED).sum())
-    scale: float | list[float] = 1.0 / tokens
-    if replica.asynchronous:
-        unit = (targets != IGNORED).reshape(m, -1).sum(1)  # of one microbatch of all replicas
-        scale = scales(update_numbers(replica.pipeline.program), unit.double().tolist())
-    pairs = [replica.share(inputs[r], targets[r]) for r in rows]
-    losses = replica.step([x for x, _ in pairs], [y for _, y in pairs], scale)
-    total = replica.auxiliary.losses.sum()  # of the tokens that this rank routed
-    if losses is not None and mesh.index("tp") == 0:
-        total = total + losses.sum()
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(total)
-    return float(total) / tokens
+
+    def __init__(self, replica: Replica, trial: Trial) -> None:
+        super().__init__(replica, trial.rate(replica.job))
+        self._samples = TrialSamples(trial.batches)
+        self.observed = False
+        self.gradients = Held({}, {})
+
+    def make(self, step: int) -> StepResult:
+        """One step of the trial. Collective.
+
+        Raises:
+            TrainingFailed: as training does.
+        """
+        return self.run(self._samples, step=step, seen=step * self.replica.job.global_batch)
+
+    def update(self, rate: float, where: str) -> float:
+        """As training; the gradients are kept before, if they are observed."""
+        if self.observed:
+            factor = 1.0 if self.replica.loss_scale is None else self.replica.loss_scale.value
+            self.gradients = gradients_of(self.replica, factor)
+        return super().update(rate, where)
+
+    def scale_losses(self) -> bool:
+        """Scale the loss as float16 does, if this replica could train in float16; returns whether it does."""
+        if self.replica.asynchronous or self.replica.optimizer.eager:
+            return False
+        self.replica.loss_scale = LossScale(value=SCALE)
+        return True
 
 
-def gradients_of(replica: Replica) -> Held:
-    """The reduced gradients of what this rank's optimiser updates; zero where there is none."""
+def loss_of(replica: Replica, done: StepResult) -> float:
+    """The loss of a step with what layers add to it. Collective."""
+    experts = expert_report(replica, done.tokens)
+    return done.loss + (0.0 if experts is None else experts.loss)
+
+
+def worst(norms: Sequence[float], reference: Sequence[Snapshot]) -> list[float]:
+    """Of all ranks' norms the ones that are farthest off, by step. Collective."""
+    everywhere: list[list[float]] = gather_json(list(norms))
+    of_steps = zip(zip(*everywhere, strict=True), reference, strict=True)
+    return [max(ranks, key=lambda one: relative(one, float(expected.norm))) for ranks, expected in of_steps]
+
+
+def gradients_of(replica: Replica, factor: float = 1.0) -> Held:
+    """The reduced gradients of what this rank's optimiser updates, over `factor`; zero where it has none."""
     gradients = Held({}, {})
     for fragment in replica.fragments:
         there = fragment.gradient
-        gradients.add(fragment, torch.zeros_like(fragment.parameter) if there is None else there)
+        gradients.add(fragment, torch.zeros_like(fragment.parameter) if there is None else there / factor)
     return gradients
 
 

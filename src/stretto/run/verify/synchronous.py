@@ -2,38 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-import torch.distributed as dist
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from stretto.prove.compare import Comparison, compare, relative
 from stretto.prove.diagnose import TOLERANCE, Evidence, Sum, Verdict, diagnose
+from stretto.run.launch.failure import TrainingFailed
 from stretto.run.train.replica import Replica
 from stretto.run.verify.cases import describe
 from stretto.run.verify.reference import Snapshot, Trial
 from stretto.run.verify.step import (
+    SCALE,
+    TrialStep,
     copies_of,
-    gradients_of,
+    loss_of,
     masters_of,
     own_part,
-    run_step,
+    worst,
     wrongly_held,
+)
+from stretto.run.verify.unread import (
+    Fresh,
+    Ran,
+    only_unread,
+    run_steps,
+    same_bits_late,
+    with_wrong_use,
 )
 
 
-def prove_synchronous(replica: Replica, trial: Trial, reference: Sequence[Snapshot]) -> Verdict:
-    """Steps of the replica beside the reference's. Collective."""
-    job = replica.job
-    rate, verdicts = trial.rate(job), list[Verdict]()
-    wrong = wrongly_held(replica, reference[0].weights)
+def prove_synchronous(fresh: Fresh, trial: Trial, reference: Sequence[Snapshot]) -> Verdict:
+    """Steps as training makes them, with nothing read between them, and one more whose gradients are read.
+    Collective.
+
+    Steps that differ are made again and read one by one, to say where.
+    """
+    unread, verdict = reference[:-1], None
+    with fresh() as replica:
+        wrong = wrongly_held(replica, reference[0].weights)
+        ran = run_steps(replica, trial, unread, late=not trial.twice)
+        if ran.equal(TOLERANCE):
+            last = observe(replica, trial, reference, wrong, first=len(unread), scaled=True)
+            verdict = _with(last, ran)
+    if verdict is not None:
+        again = verdict.equal and trial.twice
+        return same_bits_late(verdict, ran, fresh, trial, unread) if again else verdict
+    with fresh() as replica:
+        verdict = observe(replica, trial, unread, wrong)
+    if verdict.equal:
+        verdict = only_unread(verdict, ran)
+    return with_wrong_use(verdict, ran, fresh, trial, unread)
+
+
+def _with(verdict: Verdict, ran: Ran) -> Verdict:
+    """A verdict on steps that were read, with the errors of those before that were not."""
+    assert ran.weights is not None
+    weights, worst_weight = verdict.weight_error, verdict.worst_weight
+    if ran.weights.error > weights:
+        weights, worst_weight = ran.weights.error, ran.weights.worst
+    return replace(
+        verdict,
+        loss_error=max(verdict.loss_error, *ran.losses),
+        norm_error=max(verdict.norm_error or 0.0, *ran.norms),
+        weight_error=weights,
+        worst_weight=worst_weight,
+    )
+
+
+def observe(
+    replica: Replica,
+    trial: Trial,
+    reference: Sequence[Snapshot],
+    wrong: Mapping[str, str],
+    *,
+    first: int = 0,
+    scaled: bool = False,
+) -> Verdict:
+    """Make steps beside the reference's, and read gradients and weights of each. Collective.
+
+    Args:
+        wrong: what is wrong with who holds what (`wrongly_held`).
+        first: the step to begin with; the replica has made those before.
+        scaled: scale the loss, as training in float16 does.
+    """
+    job, verdicts = replica.job, list[Verdict]()
     experts = _experts(replica, reference[0])
-    for step, (batch, expected) in enumerate(zip(trial.batches, reference, strict=True)):
-        replica.set_rate(rate(step))
-        loss = run_step(replica, step, batch)
-        local = gradients_of(replica)
+    training = TrialStep(replica, trial)
+    training.observed = True
+    scaled = scaled and training.scale_losses()
+    for step in range(first, len(reference)):
+        expected = reference[step]
+        try:
+            done = training.make(step)
+        except TrainingFailed as failed:
+            verdicts.append(failed_verdict(describe(job), str(failed)))
+            break
+        loss, local = loss_of(replica, done), training.gradients
         gradients = compare(local.tensors, local.places, expected.gradients, expected.gradient_scales)
-        norm = _worst_norm(float(replica.update(rate(step))), float(expected.norm))
+        assert done.norm is not None
+        (norm,) = worst([done.norm], [expected])
         weights, masters, updated_here = _weights(replica, expected)
         evidence = Evidence(
             loss=loss,
@@ -55,10 +122,29 @@ def prove_synchronous(replica: Replica, trial: Trial, reference: Sequence[Snapsh
             updated_here=updated_here,
             shards=_shards(replica),
         )
-        verdicts.append(_verdict(describe(job), evidence))
-        if not verdicts[-1].equal:  # what comes after it follows from it
+        verdict = _verdict(describe(job), evidence)
+        if scaled and not verdict.equal:
+            said = f"with a loss scale of {SCALE:g}, as in float16: {verdict.diagnosis}"
+            verdict = replace(verdict, diagnosis=said)
+        verdicts.append(verdict)
+        if not verdict.equal:  # what comes after it follows from it
             break
     return _worst(verdicts)
+
+
+def failed_verdict(layout: str, failure: str) -> Verdict:
+    """Of a step that failed."""
+    nothing = float("inf")
+    return Verdict(
+        layout=layout,
+        loss_error=nothing,
+        grad_error=nothing,
+        worst_gradient=None,
+        norm_error=nothing,
+        weight_error=nothing,
+        worst_weight="-",
+        diagnosis=failure,
+    )
 
 
 def _weights(replica: Replica, expected: Snapshot) -> tuple[Comparison, Comparison, Comparison | None]:
@@ -112,15 +198,6 @@ def _experts(replica: Replica, reference: Snapshot) -> list[str]:
 def _square(expected: Snapshot, names: Sequence[str]) -> float:
     """The part of these parameters in the squared norm."""
     return sum(float(expected.gradients[name].square().sum()) for name in names) / float(expected.norm) ** 2
-
-
-def _worst_norm(norm: float, expected: float) -> float:
-    """Of all ranks' norms the one that is farthest off."""
-    norms = torch.zeros(dist.get_world_size() if dist.is_initialized() else 1, dtype=torch.float64)
-    norms[dist.get_rank() if dist.is_initialized() else 0] = norm
-    if len(norms) > 1:
-        dist.all_reduce(norms)
-    return max(norms.tolist(), key=lambda one: relative(one, expected))
 
 
 def _verdict(layout: str, seen: Evidence) -> Verdict:
