@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from stretto import prove
     from stretto.engine.optim.data_parallel import data_parallel
     from stretto.engine.parallel.mesh import Mesh
     from stretto.engine.parallel.parallelize import parallelize
@@ -68,6 +69,7 @@ __all__ = [
     "partition",
     "place",
     "profile_layers",
+    "prove",
     "register",
     "run_ranks",
     "schedule",
@@ -76,6 +78,7 @@ __all__ = [
 
 # where each name is defined, as in the imports above
 _MODULES = {
+    "stretto": ("prove",),  # a module, as `from stretto.prove import prove` has it
     "stretto.engine.optim.data_parallel": ("data_parallel",),
     "stretto.engine.parallel.mesh": ("Mesh",),
     "stretto.engine.parallel.parallelize": ("parallelize",),
@@ -109,7 +112,9 @@ if not TYPE_CHECKING:  # a type checker must not take every misspelt name for an
         if name not in _MODULE_OF:
             raise AttributeError(f"module 'stretto' has no attribute {name!r}")
         try:
-            value = getattr(import_module(_MODULE_OF[name]), name)
+            module = _MODULE_OF[name]
+            inside = module == "stretto"  # a module of the package
+            value = import_module(f"stretto.{name}") if inside else getattr(import_module(module), name)
         except ModuleNotFoundError as error:
             from stretto.errors import TorchMissing
 

@@ -55,6 +55,13 @@ def test_own_module_equals_one_process():
     assert "down.weight [64, 128]" in said
 
 
+def test_a_model_that_fsdp2_shards_is_proved():
+    lines = output("prove_fsdp.py").splitlines()
+    assert lines[0] == "largest relative difference from one process, float64, 2 steps"
+    assert [line.split()[-1] for line in lines[2:7]] == ["yes"] * 5
+    assert re.fullmatch(r"2 ranks in [\d.]+ s, all equal to one process", lines[8])
+
+
 def test_every_mode_of_data_parallelism_equals_one_process():
     said = output("data_parallel.py").splitlines()
     assert [line.partition(":")[0] for line in said] == ["server", "ddp", "zero1", "zero2", "zero3"]

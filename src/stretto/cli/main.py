@@ -27,6 +27,7 @@ from stretto.errors import StrettoError, TorchMissing, nearest
 COMMANDS = (
     "train",
     "verify",
+    "prove",
     "compare",
     "generate",
     "layout",

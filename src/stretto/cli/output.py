@@ -269,6 +269,20 @@ def print_failure(failure: Failure, hint: str | None = None) -> None:
         print_error(f"rank {failure.rank} failed: {what}; the job was ended", hint)
 
 
+@contextmanager
+def failures_reported() -> Generator[None]:
+    """Print a failed rank as an error; end with the signal's exit code after a signal."""
+    from stretto.run.launch.local import RankFailed, RanksStopped
+
+    try:
+        yield
+    except RankFailed as error:
+        print_failure(error.failure)
+        raise say_no() from None
+    except RanksStopped as stopped:
+        raise typer.Exit(128 + stopped.signal) from None
+
+
 def _leave_bar() -> None:
     """Restore the terminal after a rank that was killed while it drew a progress bar."""
     for stream in (sys.stdout, sys.stderr):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.output import Json, command_app, report, say_no
+from stretto.cli.output import Json, command_app, failures_reported, report, say_no
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
@@ -105,7 +103,7 @@ def verify(
             f"--ranks {ranks} goes with --layouts all", hint="give --layouts all, or leave --ranks out"
         )
     started = time.perf_counter()
-    with _failures_reported():
+    with failures_reported():
         if isinstance(config, TrainConfig):
             count, verdicts, impossible = _prove_layouts(config, layouts, ranks, steps, as_json)
         else:
@@ -124,21 +122,6 @@ def verify(
     report(facts, as_json, lambda to: _show(to, noun, verdicts, facts, impossible))
     if not facts["equal"]:
         raise say_no()
-
-
-@contextmanager
-def _failures_reported() -> Generator[None]:
-    """Print a failed rank as an error; end with the signal's exit code after a signal."""
-    from stretto.cli.output import print_failure
-    from stretto.run.launch.local import RankFailed, RanksStopped
-
-    try:
-        yield
-    except RankFailed as error:
-        print_failure(error.failure)
-        raise say_no() from None
-    except RanksStopped as stopped:
-        raise typer.Exit(128 + stopped.signal) from None
 
 
 _Proof = tuple[int, "Sequence[Verdict]", "Sequence[Impossible]"]  # steps, verdicts, what cannot be proved

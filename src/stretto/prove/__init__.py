@@ -1,1 +1,13 @@
-"""What every proof shares: relative errors over all ranks, module outputs, and the likeliest cause."""
+"""Prove that a parallel model trains as its plain model does in one process, and say why if it does not.
+
+`prove` takes any module on any mesh; `stretto verify` and the proofs of recommenders share its comparison and
+its list of causes.
+"""
+
+from __future__ import annotations
+
+from stretto.prove.holdings import Split
+from stretto.prove.model import prove
+from stretto.prove.report import Differs, Quantity, Report
+
+__all__ = ["Differs", "Quantity", "Report", "Split", "prove"]

@@ -12,15 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
+from statistics import median
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.engine.parallel.control import gather_json
+from stretto.engine.parallel.control import gather_json, message_device, world_size
 from stretto.engine.parallel.fragment import Piece, Placed
 
 FLOOR = 1e-6
+
+_NOISE = 0.05  # of an error: what a factor may leave of it
 
 NOTHING = 1e-10  # errors below it are not looked into
 
@@ -53,6 +57,22 @@ class Comparison:
     def error(self) -> float:
         """The largest error."""
         return self.errors[self.worst]
+
+    def ratio(self, names: Sequence[str], close: float) -> float | None:
+        """The one ratio of all these parameters; None where they have none in common."""
+        middle = median(self.ratios[name] for name in names)
+        if not isfinite(middle) or middle == 0:
+            return None
+        allowed = min(close, _NOISE * abs(middle - 1.0))
+        same = all(abs(self.ratios[name] / middle - 1.0) <= allowed for name in names)
+        return middle if same else None
+
+    def factor(self, names: Sequence[str], close: float) -> float | None:
+        """The one factor by which all these parameters are off; None where it leaves more than noise of their
+        errors.
+        """
+        explained = all(self.residuals[name] <= min(close, _NOISE * self.errors[name]) for name in names)
+        return self.ratio(names, close) if explained else None
 
 
 def _order(error: float) -> float:
@@ -99,9 +119,9 @@ def compare_pairs(of: Mapping[str, Pairs], scales: Mapping[str, float]) -> Compa
 
 def scales_of(reference: Mapping[str, Tensor]) -> dict[str, float]:
     """What each parameter's differences are measured against."""
-    largest = {name: float(t.abs().max()) for name, t in reference.items()}
-    floor = FLOOR * max(largest.values())
-    return {name: max(one, floor) for name, one in largest.items()}
+    sizes = {name: float(t.abs().max()) for name, t in reference.items()}
+    floor = FLOOR * max(sizes.values())
+    return {name: max(one, floor) for name, one in sizes.items()}
 
 
 def _errors(pairs: Sequence[Pairs], sizes: Sequence[float], factors: Tensor) -> Tensor:
@@ -118,8 +138,13 @@ def _errors(pairs: Sequence[Pairs], sizes: Sequence[float], factors: Tensor) -> 
 def _largest(errors: Tensor) -> Tensor:
     """Of all ranks."""
     errors = errors.clone()
-    _reduce(errors, dist.ReduceOp.MAX)
+    largest(errors)
     return errors
+
+
+def largest(tensor: Tensor) -> None:
+    """Make each element the largest of all ranks'. Collective."""
+    _reduce(tensor, dist.ReduceOp.MAX)
 
 
 def _ratios(pairs: Sequence[Pairs]) -> Tensor:
@@ -207,12 +232,15 @@ def share(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor:
     """Rank 0's float64 tensor of that shape, on all ranks."""
     if tensor is None:
         tensor = torch.empty(shape, dtype=torch.float64)
-    tensor = tensor.contiguous()
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast(tensor, 0)
-    return tensor
+    if world_size() == 1:
+        return tensor
+    sent = tensor.contiguous().to(message_device())
+    dist.broadcast(sent, 0)
+    return sent.to(tensor.device)
 
 
 def _reduce(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(tensor, operation)
+    if world_size() > 1:
+        sent = tensor.to(message_device())
+        dist.all_reduce(sent, operation)
+        tensor.copy_(sent)

@@ -106,9 +106,18 @@ def _weights(seen: Evidence) -> str | None:
     return f"{said}updated values are not copied into the weights, or older ones that were gathered are kept"
 
 
-def above(errors: Mapping[str, float]) -> list[str]:
-    """Names with an error above the tolerance, the worst first."""
-    names = [name for name, error in errors.items() if not error <= TOLERANCE]
+def times(ratio: float) -> str:
+    """A ratio in words, with as many digits as it takes to tell it from one."""
+    digits = 6
+    while digits < 16 and abs(float(f"{ratio:.{digits}g}") - ratio) > 0.01 * abs(ratio - 1.0):
+        digits += 1
+    return f"{ratio:.{digits}g} times"
+
+
+def above(errors: Mapping[str, float], bounds: Mapping[str, float] | None = None) -> list[str]:
+    """Names with an error above their bound, by default the tolerance; the worst first."""
+    bounds = bounds or {}
+    names = [name for name, error in errors.items() if not error <= bounds.get(name, TOLERANCE)]
     return sorted(names, key=lambda name: -errors[name])
 
 

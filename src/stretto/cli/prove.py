@@ -1,0 +1,117 @@
+"""`stretto prove`: prove anybody's parallel model equal to its plain one."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import asdict
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stretto.cli.output import Json, command_app, failures_reported, report, say_no
+from stretto.errors import StrettoError, nearest, read_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from stretto.prove import Report
+
+_EXAMPLE = "stretto prove examples/prove_fsdp.py:check --ranks 4"
+
+app = command_app()
+
+
+@app.command(epilog=f"Example: {_EXAMPLE}")
+def prove(
+    target: Annotated[
+        str, typer.Argument(metavar="FILE.py:FUNCTION", help="A function that returns a proof's report.")
+    ],
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks to start on this machine.")] = 2,
+    as_json: Json = False,
+) -> None:
+    """Train a parallel model of yours beside its plain model, and compare.
+
+    Starts the ranks and calls FUNCTION on each, without arguments and with the process group ready (gloo, or
+    the accelerators' where this machine has one for each rank). FUNCTION returns the report of
+    stretto.prove.prove(plain, parallel, batch, step, ...), which takes any module: DDP, fully_shard,
+    parallelize_module, a pipeline of torch.distributed.pipelining, Megatron-core or DeepSpeed.
+
+    Reports the largest relative difference of the loss, gradients, gradient norm, updated weights, optimizer
+    states and buffers, and for a difference the worst parameter, the first module whose output differs and
+    the likeliest cause. Exit code 1 when a difference is above its bound: 1e-9 in float64.
+    """
+    from stretto.run.launch.local import check_ranks, prepare, run_ranks
+
+    path, function = _checked(target)
+    check_ranks(ranks)
+    prepare(("stretto.prove.file",))
+    with failures_reported():
+        from stretto.prove.file import run_file
+
+        result: Report = run_ranks(ranks, run_file, path, function)[0]
+    report(_facts(result), as_json, lambda to: _show(to, result))
+    if not result.equal:
+        raise say_no()
+
+
+def _checked(target: str) -> tuple[Path, str]:
+    """The file and the function, checked without running the file.
+
+    Raises:
+        StrettoError: there is no such file, it is not Python, or nothing of that name can be called in it.
+    """
+    name, colon, function = target.rpartition(":")
+    if not colon or not function.isidentifier():
+        raise StrettoError(
+            f"{target!r} names no file and function", hint=f"write FILE.py:FUNCTION, as in {_EXAMPLE}"
+        )
+    path = Path(name)
+    text = read_text(path)
+    try:
+        tree = ast.parse(text, str(path))
+    except SyntaxError as error:
+        raise StrettoError(f"{path}, line {error.lineno}: {error.msg}", hint="a Python file") from None
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    top = {name for node in tree.body for name in _defined(node)}
+    if function not in top:
+        near = nearest(function, functions)
+        raise StrettoError(
+            f"{path} defines no {function}",
+            hint=f"did you mean {near!r}?" if near else "it must be defined at the top level of the file",
+        )
+    if function in functions:
+        arguments = functions[function].args
+        due = len(arguments.posonlyargs) + len(arguments.args) - len(arguments.defaults)
+        if due > 0 or None in arguments.kw_defaults:
+            raise StrettoError(
+                f"{path}:{function} takes arguments, and is called without any",
+                hint="give them defaults, or write a function that calls it",
+            )
+    return path.resolve(), function
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    """Names that a statement at the top level of a file defines."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [alias.asname or alias.name for alias in node.names]
+    stored = (one for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
+    inner = (
+        name for one in ast.iter_child_nodes(node) if isinstance(one, ast.stmt) for name in _defined(one)
+    )
+    return [*(one.id for one in stored), *inner]
+
+
+def _facts(result: Report) -> dict[str, Any]:
+    facts = {**asdict(result), "equal": result.equal}
+    for quantity in facts["quantities"]:  # JSON has no infinity
+        error = quantity["error"]
+        quantity["error"] = error if error is None or isfinite(error) else None
+    return facts
+
+
+def _show(to: Console, result: Report) -> None:
+    to.print(str(result), soft_wrap=True, markup=False, highlight=False)

@@ -1,0 +1,117 @@
+"""The ranks of a job as a grid, and which of its axes a difference between ranks is along."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from stretto.engine.parallel.control import gather_json, message_device, this_rank, world_size
+from stretto.errors import StrettoError
+
+Grid = DeviceMesh | Mapping[str, int] | None
+
+
+class Axes:
+    """The axes of the ranks, by name.
+
+    Attributes:
+        over: groups of ranks that differ along some of the axes only, with words for such a group; a single
+            axis comes first, all of them last.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        """Args: grid: a device mesh, or sizes by name with the last axis varying fastest; None: no axes.
+
+        Raises:
+            StrettoError: sizes that do not make the number of ranks.
+        """
+        ranks = torch.arange(world_size())
+        names: tuple[str, ...] = ()
+        if isinstance(grid, DeviceMesh):
+            names = grid.mesh_dim_names or tuple(f"axis {dim}" for dim in range(grid.ndim))
+            ranks = grid.mesh.flatten()
+            sizes = list(grid.mesh.shape)
+        else:
+            names, sizes = tuple(grid or ()), list((grid or {}).values())
+        if names and torch.Size(sizes).numel() != world_size():
+            shown = " x ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
+            raise StrettoError(f"mesh is {shown}, and there are {world_size()} ranks", hint="mesh={'dp': 2}")
+        shaped = ranks.reshape(sizes) if names else ranks
+        self.over = list[tuple[str, list[list[int]]]]()
+        for count in range(1, len(names) + 1):
+            for some in combinations(range(len(names)), count):
+                moved = shaped.movedim(some, tuple(range(-count, 0)))
+                groups = moved.reshape(-1, moved.shape[-count:].numel()).tolist()
+                if len(groups[0]) > 1:
+                    label = " x ".join(names[dim] for dim in some)
+                    self.over.append((f"the {len(groups[0])} ranks of {label}", groups))
+        if not self.over and world_size() > 1:
+            self.over.append((f"the {world_size()} ranks", [ranks.tolist()]))
+
+    def of_size(self, size: float, close: float) -> str | None:
+        """Words for the groups of so many ranks."""
+        labels = [label for label, groups in self.over if abs(len(groups[0]) / size - 1.0) < close]
+        return " or ".join(labels) or None
+
+
+def gathered(mine: Tensor | None, shape: Sequence[int]) -> list[Tensor | None]:
+    """Every rank's float64 tensor of a shape, None where it has none. Collective."""
+    there = gather_json(mine is not None)
+    if world_size() == 1:
+        return [mine]
+    sent = torch.zeros(tuple(shape), dtype=torch.float64) if mine is None else mine
+    sent = sent.contiguous().to(message_device())
+    rows = [torch.empty_like(sent) for _ in there]
+    dist.all_gather(rows, sent)
+    return [row.cpu() if has else None for row, has in zip(rows, there, strict=True)]
+
+
+def combined(
+    values: Sequence[Tensor | None], groups: Sequence[Sequence[int]], mean: bool
+) -> list[Tensor | None]:
+    """The sum or the mean over each group of ranks, on each of its ranks that has a value."""
+    result: list[Tensor | None] = [None] * len(values)
+    for group in groups:
+        there = [value for rank in group if (value := values[rank]) is not None]
+        if there:
+            whole = torch.stack(there).sum(0) / (len(there) if mean else 1)
+            for rank in group:
+                result[rank] = None if values[rank] is None else whole
+    return result
+
+
+def missing_over(
+    values: Sequence[Tensor | None], reference: Tensor, axes: Axes, close: float
+) -> tuple[str, str] | None:
+    """Along which ranks values differ, and what of them is the reference: their "sum" or their "mean".
+
+    Args:
+        close: largest difference that counts as none, in units of the reference's largest value.
+    """
+    size = float(reference.abs().max()) * close
+
+    def is_reference(some: Sequence[Tensor | None]) -> bool:
+        return all(bool((one - reference).abs().max() <= size) for one in some if one is not None)
+
+    for label, groups in axes.over:
+        if not any(_differ([values[rank] for rank in group], size) for group in groups):
+            continue
+        for mean, what in ((False, "sum"), (True, "mean")):
+            if is_reference(combined(values, groups, mean)):
+                return label, what
+    return None
+
+
+def _differ(values: Sequence[Tensor | None], size: float) -> bool:
+    there = [value for value in values if value is not None]
+    return any(bool((one - there[0]).abs().max() > size) for one in there[1:])
+
+
+def mine(values: Sequence[Tensor | None]) -> Tensor | None:
+    """This rank's of every rank's values."""
+    return values[this_rank()]

@@ -1,0 +1,101 @@
+"""The result of a proof of any model: how far each quantity is off, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class Differs(AssertionError):
+    """A parallel model does not compute what the plain one does. `report` says how far off it is, and why."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(str(report))
+        self.report = report
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.report,)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One of the quantities that are compared, over all steps.
+
+    error: the largest relative difference from the plain model; None: it was not compared.
+    bound: what it may be.
+    worst: the parameter or state that is farthest off; None for a number.
+    """
+
+    name: str
+    error: float | None
+    bound: float
+    worst: str | None = None
+
+    @property
+    def equal(self) -> bool:
+        """Whether it is within its bound."""
+        return self.error is None or self.error <= self.bound
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What `prove` found out.
+
+    quantities: loss, gradients, norm, weights, states, buffers.
+    diagnosis: the likeliest cause of a difference; None where all is equal.
+    first_module: the first module whose output differs, in the order of the forward; None where none does.
+    notes: what was changed for the proof, or not compared.
+    """
+
+    ranks: int
+    steps: int
+    dtype: str
+    quantities: Sequence[Quantity]
+    diagnosis: str | None
+    first_module: str | None
+    notes: Sequence[str]
+    seconds: float
+
+    @property
+    def equal(self) -> bool:
+        """Whether the parallel model computes what the plain one does."""
+        return self.diagnosis is None and all(one.equal for one in self.quantities)
+
+    @property
+    def worst(self) -> str | None:
+        """The parameter that is farthest off, in the first quantity that differs."""
+        return next((one.worst for one in self.quantities if not one.equal), None)
+
+    def __getitem__(self, name: str) -> Quantity:
+        """A quantity by its name."""
+        return next(one for one in self.quantities if one.name == name)
+
+    def raise_for_difference(self) -> None:
+        """Raise Differs, with this report as its text, unless all is equal."""
+        if not self.equal:
+            raise Differs(self)
+
+    def __str__(self) -> str:
+        rows = [("", "error", "bound", "worst", "equal")]
+        for one in self.quantities:
+            error = "-" if one.error is None else f"{one.error:.1e}"
+            equal = "-" if one.error is None else "yes" if one.equal else "NO"
+            rows.append((one.name, error, f"{one.bound:.1e}", one.worst or "-", equal))
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        lines = [
+            f"largest relative difference from one process, {self.dtype}, {self.steps} "
+            f"step{'s' * (self.steps > 1)}",
+            *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows),
+        ]
+        if self.diagnosis:
+            lines.append(self.diagnosis)
+        lines += [f"note: {note}" for note in self.notes]
+        verdict = "all equal to one process" if self.equal else "DIFFERS from one process"
+        lines.append(f"{self.ranks} rank{'s' * (self.ranks > 1)} in {self.seconds:.1f} s, {verdict}")
+        lines.append(UNSEEN)
+        return "\n".join(lines)
+
+
+UNSEEN = (
+    "not seen by this proof: mistakes of the plain model itself, of dropout's masks, and of steps after these"
+)
