@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from stretto.cli.frameworks import Emit, Output, emitted_config, framework_named, print_emitted
 from stretto.cli.output import Json, command_app, report
 from stretto.errors import StrettoError
 
@@ -21,9 +22,12 @@ def config(
     ] = None,
     reference: Annotated[bool, typer.Option(help="Print the reference of every field (Markdown).")] = False,
     check: Annotated[bool, typer.Option(help="Check fields against each other and this machine.")] = True,
+    emit: Emit = None,
+    output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Check CONFIG and print it with every field filled in."""
+    """Check CONFIG and print it with every field filled in, or as another framework takes it."""
+    target = framework_named(emit, {"output": output})
     if reference:
         from stretto.cli.jobs import reference as text
 
@@ -39,4 +43,10 @@ def config(
     job = load_config(path, overrides or [])
     if check:
         check_job(job)
+    if target is not None:
+        text = emitted_config(target, job)
+        if output is not None or not as_json:
+            print_emitted(text, output)
+        report({"emitted": text}, as_json, lambda _: None)
+        return
     report(plain_values(job), as_json, lambda _: print(dump(job), end=""))

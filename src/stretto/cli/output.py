@@ -247,6 +247,20 @@ def stage_progress(
         yield update
 
 
+@contextmanager
+def watching() -> Generator[Callable[[int, int, int], None] | None]:
+    """Show the search's progress where stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("searching") as status:
+        yield lambda replayed, weighed, fitting: status.update(
+            f"searching: {replayed} replayed, {weighed} evaluated, {fitting} that fit"
+        )
+
+
 # exceptions whose message needs no traceback
 PLAIN = ("TrainingFailed", "CollectiveError", "OffloadError")
 

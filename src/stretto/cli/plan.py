@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -12,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stretto.cli.frameworks import Emit, Output, emitted_row, framework_named, print_emitted
 from stretto.cli.output import (
     Json,
     command_app,
@@ -22,6 +20,7 @@ from stretto.cli.output import (
     say_no,
     tflops_text,
     train_command,
+    watching,
     write_text,
 )
 from stretto.errors import StrettoError
@@ -111,6 +110,14 @@ def plan(
     ] = 0.0,
     write: Annotated[Path | None, typer.Option(help="Write the best layout's config here.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with pictures here.")] = None,
+    emit: Emit = None,
+    row: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="With --emit: the N-th layout; default: the first that it has."
+        ),
+    ] = None,
+    output: Output = None,
     placement: Annotated[
         Path | None,
         typer.Option(
@@ -128,10 +135,13 @@ def plan(
     Beside the fastest layouts it shows the fastest safe one and what people run without a search: FSDP, and
     tensor parallelism in a node x a pipeline.
 
+    With --emit only layouts that the framework has are searched, at the costs that they have there.
+
     Exit code 1 if nothing fits; 3 if the search was cut short before it found or excluded anything.
     """
     flags = {"asynchronous": asynchronous, "wide": wide}
     of_others = {"sequence": sequence, "max-gpus": max_gpus, "html": html, **flags}
+    target = framework_named(emit, {"row": row, "output": output})
     from stretto.cli.plan_tables import PlanOptions
 
     options = PlanOptions(
@@ -166,6 +176,10 @@ def plan(
         precision=precision,
         search_options=search_options,
     )
+    if target is not None:
+        from stretto.run.frameworks.prices import task_for
+
+        task = task_for(target, task, fix or [])
     if write is not None:
         _check_writable(task.job, base)
     with watching() as progress:
@@ -179,12 +193,18 @@ def plan(
     if write is not None and result.ranking:
         _write(write, result, base)
     required = _required(base)
-    record = {**facts(result, write), "required": required} if as_json else {}
+    emitted = emitted_row(target, result, row, base) if target is not None and result.ranking else None
+    record = {**facts(result, write), "required": required, "emitted": emitted} if as_json else {}
+    if emitted is not None and (output is not None or not as_json):
+        print_emitted(emitted, output)
 
     def text(to: Console) -> None:
-        show(to, result, task, name)
+        if emitted is None or output is not None:
+            show(to, result, task, name)
         if write is not None and result.ranking:
             to.print(f"wrote {write}: {train_command(write, required)}", soft_wrap=True)
+        if output is not None and emitted is not None:
+            to.print(f"wrote {output}", soft_wrap=True)
 
     report(record, as_json, text)
     if not result.ranking:
@@ -334,20 +354,6 @@ def _write(path: Path, result: Plan, base: TrainConfig | None) -> None:
 GIB = 2**30
 _CUT_SHORT = 3  # exit code: nothing was found, and it is not known that nothing fits
 _BAR = 12  # characters of a full device
-
-
-@contextmanager
-def watching() -> Generator[Callable[[int, int, int], None] | None]:
-    """Show the search's progress where stderr is a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("searching") as status:
-        yield lambda replayed, weighed, fitting: status.update(
-            f"searching: {replayed} replayed, {weighed} evaluated, {fitting} that fit"
-        )
 
 
 # ------------------------------------------------------------------ JSON

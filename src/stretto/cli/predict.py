@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stretto.cli.frameworks import priced, priced_facts, show_priced
 from stretto.cli.output import (
     Json,
     command_app,
@@ -71,6 +72,18 @@ def predict(
         int | None, typer.Option(help="Predict this row of the table alone, and show how each cell is read.")
     ] = None,
     memory: Annotated[bool, typer.Option(help="Predict memory too.")] = True,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="FRAMEWORK",
+            help="Read the job from a file of that framework, or from - (standard input), and show what "
+            "would be faster.",
+        ),
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.1, help="With --from: time limit of the search; default: 8.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Predict a step's time, with an interval, and the memory of the fullest rank.
@@ -79,9 +92,29 @@ def predict(
     two-line model and the noise of measuring twice. Fields that are left out take defaults, which are shown.
     What cells were taken for ("1 (all DP)", "8x200 Gb/s RoCE"), what was assumed where they say nothing, and
     why rows are refused is listed; --row shows it cell by cell.
+    With --from, price what a file of another framework runs (a script that starts Megatron-LM, ...), and
+    search for layouts of it that do the same work in less time.
+
     Exit code 1: the layout does not fit the device.
     """
     arguments = words or []
+    if source is not None:
+        conflicting = {"--table": table, "--out": out, "--row": row}
+        if (
+            option := next((name for name, value in conflicting.items() if value is not None), None)
+        ) is not None:
+            raise StrettoError(f"--from reads the job, so {option} conflicts", hint="leave one of them out")
+        made = priced(source, arguments, model=model, cluster=cluster, seconds=seconds or 8.0, memory=memory)
+
+        def priced_text(to: Console) -> None:
+            show(to, made.today, {})
+            show_priced(to, made)
+
+        record = {"rows": [facts(made.today, {})], **priced_facts(made), "error": None}
+        report(record, as_json, priced_text)
+        return
+    if seconds is not None:
+        raise StrettoError("--seconds is for --from", hint="without it nothing is searched")
     if table_columns:
         from stretto.planner.table.columns import reference
 

@@ -10,7 +10,7 @@ import pytest
 
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
-from stretto.run.frameworks.choices import choices_of
+from stretto.run.frameworks.choices import Choices, choices_of
 from stretto.run.frameworks.mapping import (
     Framework,
     Open,
@@ -113,6 +113,6 @@ def test_an_unknown_framework_has_a_nearest_name() -> None:
 
 
 def test_the_run_around_a_job_is_listed_where_it_is_not_the_usual() -> None:
-    choices = choices_of(JOB)
-    changed = replace(choices, values={**choices.values, "run.name": "mine"})
+    values = {**choices_of(JOB).values, "run.name": "mine"}
+    changed = Choices(values)
     assert settings_of(TINY, changed)[1] == ["left out: run.name=mine (it is for people)"]

@@ -83,7 +83,13 @@ PATHS: Mapping[str, tuple[str, ...]] = dict(_paths())
 _OF_RUN = tuple(
     name for name in (".".join(path) for path, _ in fields_of(TrainConfig)) if name not in ("model.preset",)
 )
-_UNPLANNED = {"train.bucket_mib"}  # of a job, and yet nothing that a plan decides
+# of a job, and yet nothing that a plan decides
+_UNPLANNED = {
+    "train.bucket_mib",
+    "precision.loss_scale",
+    "precision.loss_scale_steps",
+    *(name for name in PATHS if name.startswith("optim.") and name not in ("optim.name", "optim.states")),
+}
 NAMES: tuple[str, ...] = tuple(dict.fromkeys((*PATHS, *_OF_RUN)))
 RUN_DEFAULTS: Mapping[str, Any] = {
     ".".join(path): one.get_default(call_default_factory=True) for path, one in fields_of(TrainConfig)
@@ -129,7 +135,7 @@ def choices_of(job: Job, config: TrainConfig | None = None) -> Choices:
     decided = {name: values[name] for name in NAMES}
     if config is not None:
         return Choices(decided, frozenset(config.required))
-    return Choices(decided, frozenset(FIELDS), frozenset(NAMES) - set(PATHS) - set(FIELDS) | _UNPLANNED)
+    return Choices(decided, frozenset(FIELDS), (frozenset(NAMES) - set(PATHS) | _UNPLANNED) - set(FIELDS))
 
 
 def _at(whole: Any, path: tuple[str, ...]) -> Any:

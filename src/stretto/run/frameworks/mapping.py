@@ -143,7 +143,7 @@ def same(
     to: Callable[[Any], Any] = lambda value: value,
     back: Callable[[Any], Any] = lambda value: value,
 ) -> Rule:
-    """One choice that is one setting, which is written wherever it was decided or must be.
+    """One choice that is one setting, which is always written.
 
     Args:
         usual: what the framework takes where the setting is left out, in its own values.
@@ -151,8 +151,6 @@ def same(
     """
 
     def write(choices: Choices) -> Settings:
-        if choice in choices.unsaid:
-            return {}
         value = choices[choice]
         return {setting: Open(choice, value) if choice in choices.open else to(value)}
 
@@ -163,12 +161,21 @@ def same(
     return Rule(choices=(choice,), settings=(setting,), write=write, read=read)
 
 
-def one_of(setting: str, choice: str, values: Mapping[Hashable, Any], *, usual: Any, instead: str) -> Rule:
+def one_of(
+    setting: str,
+    choice: str,
+    values: Mapping[Hashable, Any],
+    *,
+    usual: Any,
+    instead: str,
+    also: Mapping[Any, Hashable] | None = None,
+) -> Rule:
     """One choice that is one setting, for the values that the framework has; others are refused.
 
     Args:
         values: theirs by ours; several of ours may be one of theirs, which then reads as the first.
         instead: what the framework has, in a sentence that names it.
+        also: ours by further values of theirs, which are read and never written.
     """
 
     def write(choices: Choices) -> Settings:
@@ -179,10 +186,12 @@ def one_of(setting: str, choice: str, values: Mapping[Hashable, Any], *, usual: 
 
     def read(settings: Settings) -> Mapping[str, Any]:
         value = settings.get(setting, usual)
+        known: dict[Any, Hashable] = dict(also or {})
         for ours, theirs in values.items():
-            if theirs == value:
-                return {choice: ours}
-        allowed = ", ".join(dict.fromkeys(str(theirs) for theirs in values.values()))
+            known.setdefault(theirs, ours)
+        if value in known:
+            return {choice: known[value]}
+        allowed = ", ".join(map(str, known))
         raise StrettoError(f"{setting} is {value}: not modelled here", hint=f"what is: {allowed}")
 
     return Rule(choices=(choice,), settings=(setting,), write=write, read=read)
@@ -271,6 +280,8 @@ def settings_of(framework: Framework, choices: Choices) -> tuple[dict[str, Any],
     settings: dict[str, Any] = {}
     notes, wrong = list[str](), list[Problem]()
     for rule in framework.rules:
+        if rule.choices and choices.unsaid.issuperset(rule.choices):
+            continue  # the framework's own defaults
         try:
             settings |= rule.write(choices)
         except Problem as problem:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from stretto.errors import StrettoError, nearest
 from stretto.run.frameworks.deepspeed import DEEPSPEED
 from stretto.run.frameworks.mapping import Framework
+from stretto.run.frameworks.megatron.framework import MEGATRON
 from stretto.run.frameworks.torchtitan import TORCHTITAN
 
-FRAMEWORKS: dict[str, Framework] = {one.name: one for one in (DEEPSPEED, TORCHTITAN)}
+FRAMEWORKS: dict[str, Framework] = {one.name: one for one in (MEGATRON, TORCHTITAN, DEEPSPEED)}
 
 
 def framework(name: str) -> Framework:

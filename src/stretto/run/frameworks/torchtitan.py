@@ -42,6 +42,11 @@ from stretto.spec.job import Job
 # ------------------------------------------------------------------ layout and batch
 
 
+def _position_notes(choices: Choices) -> Iterator[str]:
+    if choices["model.positions"] != choices["data.sequence"]:
+        yield f"model.positions={choices['model.positions']}: torchtitan has no limit but the sequence"
+
+
 def _write_batch(choices: Choices) -> Settings:
     """With a pipeline, a local batch is all microbatches of a step; without, it is one."""
     job = choices.job
@@ -364,7 +369,13 @@ _AROUND = (
     "checkpoint.resume",
 )
 RULES = (
-    Rule(choices=MODEL, settings=under("model", "name flavor sizes"), write=write_model, read=read_model),
+    Rule(
+        choices=MODEL,
+        settings=under("model", "name flavor sizes"),
+        write=write_model,
+        read=read_model,
+        notes=_position_notes,
+    ),
     Rule(
         choices=under("batch", "global_size micro_size"),
         settings=(

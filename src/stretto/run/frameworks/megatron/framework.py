@@ -1,0 +1,92 @@
+"""Megatron-LM as a framework that jobs are written for and read from.
+
+Its arguments are those of core_v0.16.1 (`megatron.arguments`). What it computes differs from Stretto where
+notes say so: initial values and the order of samples always do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from stretto.run.frameworks.choices import PATHS
+from stretto.run.frameworks.mapping import Framework, Rule, Settings
+from stretto.run.frameworks.megatron.arguments import VERSION, unpriced, unread
+from stretto.run.frameworks.megatron.model import MODEL, family_of
+from stretto.run.frameworks.megatron.ranks import RANKS
+from stretto.run.frameworks.megatron.script import parse, render
+from stretto.run.frameworks.megatron.training import TRAINING
+from stretto.spec.framework import CORE, OPERATORS, Operator, ways_of
+from stretto.spec.framework import Framework as Ways
+from stretto.spec.job import Job
+
+
+def _read_loss(_: Settings) -> Mapping[str, Any]:
+    return {}  # no choice of a job: `as_run` takes it
+
+
+# a price depends on them, and nothing of a job says them
+_BESIDE = Rule(choices=(), settings=("cross-entropy-loss-fusion",), write=lambda _: {}, read=_read_loss)
+RULES: tuple[Rule, ...] = (*MODEL, *RANKS, *TRAINING, _BESIDE)
+_PRICED = {
+    name: rule
+    for rule in RULES
+    if rule.read is not None and (not rule.choices or any(choice in PATHS for choice in rule.choices))
+    for name in rule.settings
+}
+
+# what a search for it is fixed to; anything else would be refused when it is written
+PLANS = ("schedule=1f1b,interleaved",)
+
+
+def as_run(job: Job, settings: Settings) -> Job:
+    """The job with what Megatron-LM keeps, fuses and recomputes."""
+    modules = settings.get("recompute-modules", list(CORE))
+    if "moe-layer-recompute" in settings:
+        modules = ["moe"] if settings.get("recompute-granularity") != "selective" else [*modules, "moe"]
+    operators: tuple[Operator, ...] = tuple(name for name in OPERATORS if name in modules) or CORE
+    ways = ways_of("megatron", dp=job.dp, precision=job.precision, again=Ways(operators=operators))
+    return replace(job, framework=ways, fused_loss="cross-entropy-loss-fusion" in settings)
+
+
+def remarks(settings: Settings) -> Iterator[str]:
+    """What the price of these arguments leaves out."""
+    if family_of(settings) == "llama" and settings.get("hidden-dropout", 0.1):
+        yield "dropout is left out: models with rotary positions have none here (--hidden-dropout 0)"
+    if settings.get("recompute-method") == "uniform" and settings.get("recompute-num-layers", 1) > 1:
+        yield "each block's input is taken to be kept, not that of each --recompute-num-layers"
+    if "fp8-format" in settings and settings.get("fp8-recipe", "delayed") not in ("delayed", "tensorwise"):
+        yield f"--fp8-recipe {settings['fp8-recipe']} is priced as one scale for each tensor"
+    if settings.get("transformer-impl", "transformer_engine") != "transformer_engine":
+        yield f"--transformer-impl {settings['transformer-impl']} is priced with Transformer Engine's kernels"
+    if "rampup-batch-size" in settings:
+        yield "the price is that of the full batch, after --rampup-batch-size"
+    if settings.get("make-vocab-size-divisible-by") is None and "padded-vocab-size" in settings:
+        yield "--padded-vocab-size is padded once more, to --make-vocab-size-divisible-by"
+
+
+def overlaps(settings: Settings) -> bool:
+    """Whether gradients are reduced while the backward computes."""
+    return bool(settings.keys() & {"overlap-grad-reduce", "use-megatron-fsdp", "use-torch-fsdp2"})
+
+
+def read_script(text: str, source: str, devices: int | None) -> Mapping[str, Any]:
+    """As `script.parse`."""
+    return parse(text, source, devices, _PRICED)
+
+
+MEGATRON = Framework(
+    name="megatron",
+    title=f"Megatron-LM {VERSION}",
+    rules=RULES,
+    render=render,
+    parse=read_script,
+    unpriced=unpriced(),
+    unread=unread(),
+    as_run=as_run,
+    remarks=remarks,
+    software="tuned",
+    overlaps=overlaps,
+    plans=PLANS,
+)

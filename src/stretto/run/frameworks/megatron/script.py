@@ -1,0 +1,124 @@
+"""Scripts that start Megatron-LM: written as a bash array of arguments, read from what people have."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stretto.errors import StrettoError
+from stretto.run.frameworks.mapping import Open, Settings
+from stretto.run.frameworks.megatron.arguments import VERSION, arguments, read_arguments
+from stretto.run.frameworks.shell import Command, commands
+
+_NODE = 8  # devices of a node, unless GPUS_PER_NODE says otherwise
+_LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+_HINT = "give the script that starts pretrain_gpt.py, or its arguments alone: --num-layers 32 ..."
+
+
+def render(settings: Settings, notes: Sequence[str]) -> str:
+    """A bash script that defines MEGATRON_ARGS and, unless it is sourced, starts training."""
+    world = settings["world-size"]
+    node: int = min(_NODE, world) if world % min(_NODE, world) == 0 else world
+    lines = ["#!/usr/bin/env bash", f"# Megatron-LM {VERSION} on {world} processes, written by Stretto."]
+    lines += [f"# {note}" for note in notes]
+    lines += ["# Run it to train, or source it for the array of arguments.", "set -euo pipefail", ""]
+    if "use-megatron-fsdp" not in settings:
+        lines += [
+            "export CUDA_DEVICE_MAX_CONNECTIONS=1  # the order of kernels, for overlap before Blackwell"
+        ]
+    lines += [""] * bool(lines[-1]) + ["MEGATRON_ARGS=("]
+    lines += [f"  --{name}{_value(value)}" for name, value in settings.items() if name != "world-size"]
+    nodes = world // node
+    lines += [
+        ")",
+        "",
+        'if [[ "${BASH_SOURCE[0]}" == "$0" ]]; then',
+        f'  torchrun --nproc-per-node "${{GPUS_PER_NODE:-{node}}}" --nnodes "${{NNODES:-{nodes}}}" \\',
+        "    ${TORCHRUN_ARGS:-} \\",
+        '    "${MEGATRON_LM:?the folder of Megatron-LM}/pretrain_gpt.py" "${MEGATRON_ARGS[@]}"',
+        "fi",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _value(value: Any) -> str:
+    """A value behind its argument, quoted for bash where it must be."""
+    if value is True:
+        return ""
+    if isinstance(value, Open):
+        variable = re.sub(r"\W", "_", value.choice).upper()
+        return f' "${{{variable}:?{value.choice}, such as {_text(value.example)}}}"'
+    values = value if isinstance(value, list | tuple) else [value]
+    return "".join(f" {shlex.quote(_text(one))}" for one in values)  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _text(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def parse(text: str, source: str, devices: int | None, priced: Mapping[str, object]) -> dict[str, Any]:
+    """The arguments of a script or of a command line, and `world-size`, as far as it tells.
+
+    Args:
+        devices: of the cluster, where the script does not say how many processes there are.
+        priced: arguments whose values matter.
+
+    Raises:
+        StrettoError: no such script, or an argument that is none of Megatron-LM's.
+    """
+    every = list(commands(text, source))
+    start = _start(every)
+    if start is None:
+        words = [word for command in every for word in command.words]
+        if not words or not all(command.words[0].startswith("--") for command in every):
+            raise StrettoError(f"{source} starts no pretrain_gpt.py", hint=_HINT)
+        settings = read_arguments(words, source, priced)
+        world = None
+    else:
+        command, script = start
+        settings = read_arguments(command.words[script + 1 :], f"{source}:{command.line}", priced)
+        world = _world(command.words[:script])
+    size = devices if world is None else world
+    missing = [name for name in ("num-layers", "hidden-size", "num-attention-heads") if name not in settings]
+    if missing:
+        raise StrettoError(
+            f"{source} lacks --{', --'.join(missing)}",
+            hint="arguments from a checkpoint or a YAML file are not read: give them",
+        )
+    return settings if size is None else {**settings, "world-size": size}
+
+
+def _start(every: Sequence[Command]) -> tuple[Command, int] | None:
+    """The command that starts training, and the place of the script among its words."""
+    for command in reversed(every):
+        for at, word in enumerate(command.words):
+            if re.search(r"pretrain\w*\.py$", word):
+                return command, at
+    for command in reversed(every):  # a script of another name, with arguments of Megatron-LM behind it
+        for at, word in enumerate(command.words):
+            behind = [one[2:] for one in command.words[at + 1 :] if one.startswith("--")]
+            if word.endswith(".py") and sum(one in arguments() for one in behind) > 5:
+                return command, at
+    return None
+
+
+def _world(words: Sequence[str]) -> int | None:
+    """Processes that a launcher starts; None: it does not say."""
+    options = dict[str, str]()
+    for at, word in enumerate(words):
+        name, equals, value = word.lstrip("-").partition("=")
+        if word.startswith("-"):
+            options[name.replace("_", "-")] = value if equals else "".join(words[at + 1 : at + 2])
+    if any(launcher in word for word in words for launcher in _LAUNCHERS):
+        counts = [options.get("nproc-per-node", "1"), options.get("nnodes", "1")]
+    elif "srun" in words:
+        counts = [options.get("ntasks", options.get("n", "")), "1"]
+        if not counts[0]:
+            counts = [options.get("ntasks-per-node", ""), options.get("nodes", options.get("N", ""))]
+    else:
+        return None
+    if not all(count.isdecimal() for count in counts):
+        return None
+    return int(counts[0]) * int(counts[1])

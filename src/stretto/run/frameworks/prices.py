@@ -1,0 +1,66 @@
+"""What a framework's jobs cost, and which of its layouts would cost less."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from stretto.layout.layout import Layout
+from stretto.planner.estimate import Estimate, estimate
+from stretto.planner.machines.cluster import Cluster
+from stretto.planner.search.fixed import fixed
+from stretto.planner.search.task import Task
+from stretto.program import PLAIN
+from stretto.run.frameworks.mapping import Framework, Reading
+from stretto.spec.data_parallel import DataParallel
+from stretto.spec.job import Job, Recompute
+
+
+def task_for(framework: Framework, task: Task, fix: Sequence[str] = ()) -> Task:
+    """A search among the layouts that the framework has, at the cost that they have there.
+
+    Args:
+        fix: choices that the user has made, as `--fix` takes them; these come first.
+    """
+    choices = {**fixed(framework.plans), **fixed(fix)}
+    job = framework.as_run(task.job, {})
+    return replace(task, job=job, assumptions=framework.assumptions, fixed=choices)
+
+
+def price(reading: Reading, cluster: Cluster, *, memory: bool = True) -> Estimate:
+    """Time and memory of a job as it was read, on a cluster of its size."""
+    return estimate(reading.job, cluster, reading.assumptions, memory=memory)
+
+
+def overlapped(framework: Framework, reading: Reading, cluster: Cluster) -> Estimate | None:
+    """The same layout with gradients reduced while the backward computes; None where they are already."""
+    if reading.assumptions.overlap:
+        return None
+    return estimate(reading.job, cluster, framework.assumptions)
+
+
+def better(framework: Framework, reading: Reading, cluster: Cluster, seconds: float, top: int) -> Task:
+    """The search for layouts that do the same work on the same cluster in less time.
+
+    Args:
+        seconds: of the search.
+        top: layouts that are wanted.
+    """
+    return task_for(framework, Task(job=unplanned(reading.job), cluster=cluster, seconds=seconds, top=top))
+
+
+def unplanned(job: Job) -> Job:
+    """The job without what a search chooses: layout, schedule, microbatch, recomputation and sharding."""
+    return replace(
+        job,
+        layout=Layout(),
+        micro_batch=1,
+        schedule=PLAIN,
+        options={},
+        stage_layers=None,
+        expert_tp=None,
+        sequence_parallel=False,
+        context="ring",
+        recompute=Recompute(),
+        dp=DataParallel(),
+    )
