@@ -19,6 +19,7 @@ from stretto.planner.machines.cluster import Cluster, Link
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.short_step import short_step_fit
 from stretto.planner.search.branch import first_true
+from stretto.planner.search.exact import Exact
 from stretto.planner.search.memory_bounds import MemoryBounds
 from stretto.planner.search.ranking import Feasible, best_of_family, is_safe, sort_feasible
 from stretto.planner.search.search import search
@@ -149,9 +150,13 @@ FIXES: list[tuple[float, dict[str, tuple[Any, ...]]]] = [
 ]
 
 
+@pytest.mark.parametrize("seconds", [None, 300.0])
 @pytest.mark.parametrize(("memory", "fixed"), FIXES)
-def test_the_search_equals_brute_force(memory: float, fixed: dict[str, tuple[Any, ...]]) -> None:
-    wanted = task(fixed=fixed, cluster=cluster(memory=memory), wide=True)
+def test_the_search_equals_brute_force(
+    memory: float, fixed: dict[str, tuple[Any, ...]], seconds: float | None
+) -> None:
+    """With a time limit a search first looks for something good, then proves it; its result is the same."""
+    wanted = task(fixed=fixed, cluster=cluster(memory=memory), wide=True, seconds=seconds)
     plan, everything = search(wanted), all_of(wanted)
     expected = best(everything, wanted)
     assert [round(one.estimate.seconds, 9) for one in plan.ranking] == [
@@ -165,6 +170,7 @@ def test_the_search_equals_brute_force(memory: float, fixed: dict[str, tuple[Any
         assert (plan.safe is None) == (not safe)
         assert plan.safe is None or plan.safe.estimate.seconds == pytest.approx(min(safe))
         assert plan.gap == 0.0
+        assert plan.complete
         assert plan.replayed <= len(everything) + len(plan.tried)
 
 
@@ -308,6 +314,42 @@ def test_the_bound_of_blocks_that_differ_counts_each_kind() -> None:
     sparse = replace(MIXED, moe=replace(MIXED.moe, dense_layers=0))
     assert bound(dense) < bound(MIXED) < bound(sparse)
     assert bound(MIXED) == pytest.approx((2 * bound(dense) + 4 * bound(sparse)) / 6, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved"])
+def test_the_bound_of_partial_recomputation_counts_the_kinds_that_are_repeated(name: str) -> None:
+    """The middle stages have experts only: their recomputation is not bounded by that of a dense block."""
+    assert MIXED.moe is not None
+    shape = replace(MIXED, layers=12, vocab=128, moe=replace(MIXED.moe, ffn=8192))
+    job = job_to_plan(shape=shape, global_batch=4 * BATCH, sequence=512)
+    wanted = task(job=job, cluster=cluster(inner=1e13, outer=1e13))
+    options = (("chunks", 2),) if name == "interleaved" else ()
+    schedule = ScheduleChoice(name, options)
+    parallelism = replace(_AT, layout=Layout(pp=4), micro_batch=1)
+    bounds = TimeBounds(wanted)
+    none, one, every = (
+        bounds.schedule(parallelism, schedule, Saving(again))
+        for again in (Recompute(), Recompute("full", 1), Recompute("full"))
+    )
+    least = [bounds.layers(parallelism, mode, "both").blocks for mode in ("none", "full")]
+    dense, experts = (again.work - once.work for once, again in zip(*least, strict=True))
+    microbatches, stages = 4 * BATCH, dict(options).get("chunks", 1)
+    assert one - none > 0.99 * microbatches * stages * experts > 2 * microbatches * stages * dense
+    assert one < every
+    for saving in (Saving(Recompute("full", 1)), Saving(Recompute("full"))):
+        candidate = Candidate(parallelism, schedule, DataParallel(mode="ddp"), saving)
+        exact = estimate(candidate.job(wanted), wanted.cluster, wanted.assumptions, memory=False)
+        assert bounds.schedule(parallelism, schedule, saving) <= exact.seconds * (1 + 1e-9)
+
+
+def test_what_bounds_do_not_see_of_a_schedule_is_learnt_from_its_replays() -> None:
+    wanted = task()
+    exact = Exact(wanted)
+    before = exact.excess("v-min")
+    candidate = Candidate(_AT, ScheduleChoice("v-min"), DataParallel(mode="ddp"), Saving())
+    ratio = exact.seconds(candidate) / exact.bounds.candidate(candidate, candidate.job(wanted))
+    assert exact.excess("v-min") == pytest.approx((before + ratio) / 2)
+    assert exact.excess("1f1b") == before
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,12 @@ What cannot fit is dropped at once, and what fits only with recomputation is bou
 bound is examined first. When a candidate's bound comes up, it is replayed and comes back with its exact time;
 when that comes up, nothing left can be faster, and its exact memory is computed. So candidates are accepted
 in the order of their times, the best of all is never missed, and the search ends when as many layouts fit as
-are wanted, one of them safely. When most of its time is over, it dives: it follows the most promising choices
-down to whole candidates, and proves nothing more.
+are wanted, one of them safely.
+
+With a time limit a pass dives before it proves: it follows the choices with the least expected time down to
+whole candidates. The expected time is the bound times the ratio by which replays of the same schedule have
+exceeded theirs. What a dive reaches excludes most of what a proof would have to examine. When most of the
+time is over without a proof, the pass dives again.
 
 What saves memory at the cost of time (recomputation, offload) is a ladder (`planner.search.savings`): of each
 row of a ladder the first saving that fits is examined, and the first that fits safely.
@@ -24,7 +28,6 @@ from itertools import count
 from math import inf
 
 from stretto.layout.layout import Layout
-from stretto.planner.estimate import NOISE
 from stretto.planner.memory.fits import Fit
 from stretto.planner.search.deadline import Deadline
 from stretto.planner.search.exact import Exact
@@ -42,16 +45,21 @@ from stretto.planner.search.space import Space
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
 from stretto.program import entry as entry_of
 
-# Shares of a pass's time by which layouts are estimated, listed with their microbatches, searched without
-# programs that are expensive to make, and searched for a proof; after that the pass dives into open choices.
+# Shares of a pass's time by which layouts are estimated, listed with their microbatches, searched for
+# something better than what is known, and searched for a proof; after that the pass dives again.
 _ESTIMATING = 0.25
 _LISTING = 0.4
-_CHEAP_FIRST = 0.55
-_PROVING = 0.75
+_SEEKING = 0.75
+_PROVING = 0.85
 _NEAR = 1.3  # layouts whose estimate exceeds the best known time by more are listed last
-_EXPENSIVE = 1.08  # factor on the key of a schedule whose programs are expensive to make
-_DELAYS = (1.15, 1.25, 1.4)  # of a schedule with its saving, a schedule, a parallelism, while a pass dives
-_DIVES = 20  # replays of a pass that only dives, if it finds what it wants
+# While a pass dives: how much longer than its bound a candidate is expected to take of which a schedule with
+# its saving, a schedule, or a parallelism is known; and the delays of what is not tried at once.
+_OPEN = (1.01, 1.06, 1.25)
+_EXPENSIVE = 1.06  # programs that are expensive to make
+_DOUBTFUL = 1.08  # candidates that may not fit
+_KNOWN = 1.15  # variants of what is accepted
+_PROMISING = 1.05  # expected times over that of the best up to which a dive goes on
+_LATER = 1.001  # a key is renewed when it has grown by more
 _CERTAIN = 0.93  # share of the memory budget; bounds below it seldom turn out not to fit
 
 Progress = Callable[[int, int, int], None]  # candidates replayed, memories computed, layouts that fit
@@ -109,9 +117,8 @@ class BranchAndBound:
         self.space, self.bounds = Space(self.task), self.exact.bounds
         self.savings = SavingLadder(self.task, self.space)
         self._heap: list[tuple[float, int, float, _Node]] = []  # key, number, bound on the cost, node
-        self._dives = self.only_dives
         # what is unlimited need not hurry, and proves as it goes
-        self._cheap_first = not self._dives and self.task.seconds is not None
+        self._dives = self.only_dives or self.task.seconds is not None
         self._number = count()
         self._unlisted: list[tuple[float, Layout, int | None]] = []  # estimate of the cost, layout, expert_tp
         self._legal: dict[tuple[Parallelism, ScheduleChoice], bool] = {}
@@ -122,7 +129,7 @@ class BranchAndBound:
 
     def go(self) -> None:
         """Search until the wanted families are proved, every candidate is examined, or time runs out."""
-        self._begin, replayed = self.deadline.spent, len(self.exact.times)
+        self._begin = self.deadline.spent
         self._estimate_layouts()
         self._list_layouts(until=_LISTING, limit=_NEAR * self._best_guess())
         while self._heap or self._unlisted:
@@ -131,28 +138,22 @@ class BranchAndBound:
                 if not self._heap:
                     break
             spent = self._spent()
-            if spent > 1.0 or (self.only_dives and self._has_dived(replayed)):
+            if spent > 1.0 or (self.only_dives and not self._is_promising()):
                 self.cut_short = True
                 break
-            if self._cheap_first and (spent > _CHEAP_FIRST or self._settled()):
-                self._cheap_first = False
-                self._rekey()
-            if not self._dives and spent > _PROVING:
-                self._dives = True
-                self._rekey()
+            self._turn(spent)
             if not self._dives and self._settled():
                 break
-            _, _, bound, node = heapq.heappop(self._heap)
-            self._step(bound, node)
+            key, number, bound, node = heapq.heappop(self._heap)
+            later = bound * self._delay(node)
+            if later > key * _LATER:  # of its schedule or its family more is known by now
+                heapq.heappush(self._heap, (later, number, bound, node))
+            else:
+                self._step(bound, node)
         for _, layout, _ in self._unlisted:
             self._leave(layout)
         self.left = min([self.left, *(bound for _, _, bound, _ in self._heap)])
         self.left /= 1 + self.task.tolerance
-
-    def _rekey(self) -> None:
-        """Sort what is open as the next part of the search wants it."""
-        self._heap = [(bound * self._delay(node), n, bound, node) for _, n, bound, node in self._heap]
-        heapq.heapify(self._heap)
 
     def chosen(self) -> list[Feasible]:
         """The best of each family, the best first."""
@@ -183,9 +184,21 @@ class BranchAndBound:
         whole = self.until - self._begin
         return (self.deadline.spent - self._begin) / whole if whole > 0 else 2.0
 
-    def _has_dived(self, replayed: int) -> bool:
-        """Whether a pass that only dives has what it wants, and has tried enough to choose from."""
-        return len(self.families) >= self.wanted and len(self.exact.times) - replayed >= _DIVES
+    def _is_promising(self) -> bool:
+        """Whether a dive may soon accept something better, or has not accepted as many families as are
+        wanted.
+        """
+        return len(self.families) < self.wanted or self._heap[0][0] < _PROMISING * self.best()
+
+    def _turn(self, spent: float) -> None:
+        """Dive at first, prove then, and dive again when most of the time is over."""
+        dives = self.only_dives or spent > _PROVING
+        dives = dives or (self._dives and spent < _SEEKING and self._is_promising())
+        if dives != self._dives:
+            self._dives = dives
+            # sort what is open as this part of the search wants it
+            self._heap = [(bound * self._delay(node), n, bound, node) for _, n, bound, node in self._heap]
+            heapq.heapify(self._heap)
 
     def _settled(self) -> bool:
         """Whether as many families are known as are wanted, one of them safe, that nothing left can beat."""
@@ -206,19 +219,21 @@ class BranchAndBound:
             self._compute_memory(node.candidate)
 
     def _delay(self, node: _Node) -> float:
-        """A factor on the key. To prove the best it is 1; before that, schedules whose programs are expensive
-        to make are put off; a dive puts first what has an exact time, then what fits more surely and has
-        fewer choices left.
+        """A factor on the key. To prove the best it is 1; a dive sorts by expected times, and puts off what
+        may not fit, schedules whose programs are expensive to make, and variants of what is accepted.
         """
-        if isinstance(node, _Timed) or not (self._dives or self._cheap_first):
+        if isinstance(node, _Timed) or not self._dives:
             return 1.0
-        schedule = None if isinstance(node, Parallelism) else node.schedule
-        expensive = schedule is not None and not entry_of(schedule.name).early
-        if not self._dives:
-            return _EXPENSIVE if expensive else 1.0
-        if isinstance(node, Candidate):
-            return 1.0 + NOISE * (2 + 2 * expensive + 8 * self._is_doubtful(node))
-        return _DELAYS[2 if isinstance(node, Parallelism) else 1 - node.saved]
+        if isinstance(node, Parallelism):
+            return _OPEN[2]
+        delay = self.exact.excess(node.schedule.name)
+        if not entry_of(node.schedule.name).early:
+            delay *= _EXPENSIVE
+        if isinstance(node, _Scheduled):
+            return delay * _OPEN[1 - node.saved]
+        if self._is_doubtful(node):
+            delay *= _DOUBTFUL
+        return delay * (_KNOWN if node.family in self.families else 1.0)
 
     def _is_doubtful(self, candidate: Candidate) -> bool:
         """Whether a candidate that may fit by its bound may well turn out not to."""
@@ -316,17 +331,17 @@ class BranchAndBound:
     def _add_parallelism(self, parallelism: Parallelism) -> None:
         each = len(self.space.sharings(parallelism.layout)) * len(self.space.schedules(parallelism))
         self.candidates += each
-        if not each:
-            return
-        fit = self.savings.cannot_fit(parallelism)
-        if fit is None:
+        if each:
             self._push(self.bounds.parallelism(parallelism), parallelism.layout, parallelism)
-        else:
-            dp, saving = self.savings.least_memory(parallelism.layout, parallelism.expert_tp)
-            example = Candidate(parallelism, self.space.schedules(parallelism)[0], dp, saving)
-            self.refusals.add(example, fit, least=True, count=each)
 
     def _schedules(self, least: float, parallelism: Parallelism) -> None:
+        fit = self.savings.cannot_fit(parallelism)
+        if fit is not None:
+            dp, saving = self.savings.least_memory(parallelism.layout, parallelism.expert_tp)
+            example = Candidate(parallelism, self.space.schedules(parallelism)[0], dp, saving)
+            each = len(self.space.sharings(parallelism.layout)) * len(self.space.schedules(parallelism))
+            self.refusals.add(example, fit, least=True, count=each)
+            return
         for choice in self.space.schedules(parallelism):
             if self.space.is_made(choice, parallelism.layout.pp):
                 bound = self.bounds.schedule(parallelism, choice, self.space.first_saving())

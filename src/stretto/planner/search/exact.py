@@ -21,6 +21,7 @@ from stretto.spec.reduction import reduction
 
 _SECONDS_PER_ACTION = 2e-5  # of a replay or a memory check on one core, until some were timed
 _ENOUGH_ACTIONS = 2000
+_EXCESS = 1.04  # ratio of exact times to bounds, until some of a schedule are known
 _KINDS = 3  # actions of a microbatch on a stage: F, I and W
 
 
@@ -32,6 +33,7 @@ class Exact:
         self.times = dict[Candidate, Estimate]()  # without memory
         self.fits = dict[Candidate, Fit]()
         self._makespans = dict[tuple[Parallelism, ScheduleChoice, Saving], float]()
+        self._excess = dict[str, tuple[int, float]]()  # by schedule: number of ratios, and their mean
         self._pace = {"replay": _SECONDS_PER_ACTION, "memory": _SECONDS_PER_ACTION}
 
     def bound(self, candidate: Candidate, job: Job) -> float:
@@ -49,6 +51,10 @@ class Exact:
             started = perf_counter()
             self.times[candidate] = self._replay(candidate)
             self._note("replay", perf_counter() - started, self._actions(candidate))
+            bound = self.bounds.candidate(candidate, candidate.job(self.task))
+            count, mean = self._excess.get(candidate.schedule.name, (1, _EXCESS))
+            ratio = self.times[candidate].seconds / bound
+            self._excess[candidate.schedule.name] = count + 1, mean + (ratio - mean) / (count + 1)
         return self.times[candidate].seconds
 
     def fit(self, candidate: Candidate) -> Fit:
@@ -59,6 +65,12 @@ class Exact:
             self.fits[candidate] = short_step_fit(job, device, self.task.assumptions)
             self._note("memory", perf_counter() - started, self._actions(candidate, short=True))
         return self.fits[candidate]
+
+    def excess(self, schedule: str) -> float:
+        """The usual ratio of exact times to bounds, from the replays of a schedule so far: in some schedules
+        ranks wait for each other more than in others, which bounds do not see.
+        """
+        return self._excess.get(schedule, (1, _EXCESS))[1]
 
     def expected_seconds(self, candidate: Candidate) -> float:
         """About how long it takes to compute what is not known yet of a candidate's time and memory."""

@@ -164,11 +164,15 @@ class _Rank:
     """What a bound needs to know of a pipeline rank.
 
     Attributes:
+        counts: of each stage, how many blocks it has of each kind.
+        finals: of each, the kind of its last block, the first that its backward comes to.
         first, last: whether a stage begins with the embedding, ends with the head.
         peaks: its peak states.
     """
 
     stages: tuple[range, ...]
+    counts: tuple[tuple[int, ...], ...]
+    finals: tuple[int, ...]
     first: tuple[bool, ...]
     last: tuple[bool, ...]
     peaks: tuple[PeakState, ...]
@@ -195,6 +199,7 @@ class MemoryBounds:
         self._ranks = dict[object, tuple[_Rank, ...]]()
         self._states = dict[object, tuple[int, ...]]()
         self._layers = dict[object, _Layer]()
+        self._alike = dict[object, tuple[_Layer, ...]]()  # a block of each kind
         self._places = dict[object, int]()
 
     def states(self, layout: Layout, expert_tp: int | None, dp: DataParallel, saving: Saving) -> int:
@@ -231,14 +236,15 @@ class MemoryBounds:
         else:
             plain = self._blocks(parallelism, "none" if again.mode in ("full", "auto") else again.mode)
             most = again.blocks or 0
+        inputs = min(block.kept for block in full)
         shape, bounds = self.task.shape, list[MemoryBound]()
         for rank, held in zip(ranks, states, strict=True):
             kept, waits = list[int](), list[int]()
             workers = list[_Layer]()
-            for stage, starts, ends in zip(rank.stages, rank.first, rank.last, strict=True):
+            for at, (stage, every) in enumerate(zip(rank.stages, rank.counts, strict=True)):
+                starts, ends = rank.first[at], rank.last[at]
                 start = stage.start + starts
                 repeated = shape.block_counts(range(start, start + most)) if most else (0,) * len(full)
-                every = shape.block_counts(stage)
                 if sum(repeated) > sum(every):
                     repeated = every
                 here = starts * embed.kept + ends * head.kept
@@ -246,10 +252,8 @@ class MemoryBounds:
                     here += some * whole.kept + (n - some) * part.kept
                 kept.append(here)
                 waiting = sum(n * one.waits for n, one in zip(every, full, strict=True))
-                waits.append(max(0, waiting + ends * head.waits - self._input(parallelism)))
-                # the stage's last block is the first that its backward comes to
-                final = self._kind_of(stage.stop - 1)
-                workers.append(head if ends else (plain if sum(every) > most else full)[final])
+                waits.append(max(0, waiting + ends * head.waits - inputs))
+                workers.append(head if ends else (plain if sum(every) > most else full)[rank.finals[at]])
             activations = 0
             for peak in rank.peaks:
                 now = sum(map(int.__mul__, peak.in_flight, kept))
@@ -266,10 +270,10 @@ class MemoryBounds:
 
     def _blocks(self, parallelism: Parallelism, mode: Mode) -> tuple[_Layer, ...]:
         """A block of each kind."""
-        return tuple(self._layer(parallelism, layer, mode) for layer in self._kinds)
-
-    def _input(self, parallelism: Parallelism) -> int:
-        return min(block.kept for block in self._blocks(parallelism, "full"))
+        key = parallelism, mode
+        if key not in self._alike:
+            self._alike[key] = tuple(self._layer(parallelism, layer, mode) for layer in self._kinds)
+        return self._alike[key]
 
     def _of_ranks(self, candidate: Candidate) -> tuple[_Rank, ...]:
         layout = candidate.parallelism.layout
@@ -290,6 +294,8 @@ class MemoryBounds:
                 ranks.append(
                     _Rank(
                         stages=held,
+                        counts=tuple(task.shape.block_counts(stage) for stage in held),
+                        finals=tuple(self._kind_of(stage.stop - 1) for stage in held),
                         first=tuple(0 in stage for stage in held),
                         last=ends,
                         peaks=_highest_peaks(full[rank], ends) if full else (),

@@ -9,6 +9,7 @@ nothing is faster; otherwise the plan says by how much an unexamined layout coul
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from math import gcd
 
@@ -55,7 +56,14 @@ def search(task: Task, progress: Progress | None = None) -> Plan:
         StrettoError: the task itself is illegal, or no layout is legal with the fixed choices.
     """
     _check(task)
-    return _Search(task, progress).plan()
+    # hundreds of thousands of lasting objects make each collection slow, and nothing here is cyclic
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return _Search(task, progress).plan()
+    finally:
+        if collects:
+            gc.enable()
 
 
 class _Search:

@@ -39,6 +39,7 @@ class Space:
         self.rejected: dict[str, tuple[int, str]] = {}
         self._known: dict[object, bool] = {}
         self._listed: dict[tuple[int, int], list[ScheduleChoice]] = {}
+        self._shared: dict[Layout, Sequence[DataParallel]] = {}
 
     def chosen(self, name: str, usual: Iterable[Any]) -> tuple[Any, ...]:
         """The fixed values of a choice, else the usual ones; of these, what the pass is narrowed to."""
@@ -224,6 +225,11 @@ class Space:
 
     def sharings(self, layout: Layout) -> Sequence[DataParallel]:
         """How ranks with the same parameters shard states: over all of them, or over those of a node."""
+        if layout not in self._shared:
+            self._shared[layout] = self._sharings(layout)
+        return self._shared[layout]
+
+    def _sharings(self, layout: Layout) -> Sequence[DataParallel]:
         copies = layout.cp * layout.dp
         if copies == 1 and "mode" not in self.task.fixed:
             return (DataParallel(mode="ddp"),)

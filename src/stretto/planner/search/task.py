@@ -38,9 +38,8 @@ class Task:
         wide: whether states off the device, and parameters and gradients sharded beside a pipeline, are
             considered in any case, and not only where nothing fits otherwise.
         tolerance: the best layout is found up to this fraction of its time; 0: exactly.
-        seconds: of wall-clock time that the search may take: about half of it to prove which layout is the
-            best, the rest to fill the ranking with the best candidates known by then; None: until all is
-            proved.
+        seconds: of wall-clock time that the search may take: most of it to find good layouts, what they
+            leave to prove which is the best, the end to fill the ranking; None: until all is proved.
     """
 
     job: Job

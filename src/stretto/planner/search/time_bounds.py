@@ -55,7 +55,8 @@ class RankLayers:
 
     Attributes:
         first, last: how many of its stages begin with the embedding, and end with the head.
-        blocks: of each of its stages, how many blocks it has of each kind.
+        stages: their numbers in the model.
+        blocks: of each of them, how many blocks it has of each kind.
         before: of each kind, the blocks that forwards pass before the rank's first forward, and gradients
             after its last backward.
         inside: whether the embedding is among them.
@@ -63,6 +64,7 @@ class RankLayers:
 
     first: int
     last: int
+    stages: tuple[int, ...]
     blocks: tuple[tuple[int, ...], ...]
     before: tuple[int, ...]
     inside: bool
@@ -86,12 +88,26 @@ def rank_layers(
         layers_of_rank = RankLayers(
             first=sum(0 in stages[s] for s in rank_stages),
             last=sum(shape.layers + 1 in stages[s] for s in rank_stages),
+            stages=tuple(rank_stages),
             blocks=tuple(counts[s] for s in rank_stages),
             before=shape.block_counts(range(stages[start].start)),
             inside=start > 0,
         )
         distinct[layers_of_rank] = None
     return tuple(distinct)
+
+
+@lru_cache(maxsize=4096)
+def recomputed_blocks(
+    stages: tuple[range, ...], shape: ModelShape, most: int | None
+) -> tuple[tuple[int, ...], ...]:
+    """Of each stage, how many blocks of each kind are recomputed: the first `most` of them; None: all."""
+    starts = [max(1, stage.start) for stage in stages]
+    ends = [stage.stop if most is None else start + most for start, stage in zip(starts, stages, strict=True)]
+    return tuple(
+        shape.block_counts(range(start, min(end, stage.stop)))
+        for start, end, stage in zip(starts, ends, stages, strict=True)
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -270,18 +286,17 @@ class TimeBounds:
         # each copy of the weights gets its part of the microbatches
         each, odd = divmod(self._microbatches(parallelism), program.copies)
         worst = _round_trip(embed) + _round_trip(head) + layers.round_trip(self._all)
+        repeats = recomputed_blocks(stages, shape, most)
         for rank in rank_layers(choice, layout.pp, stages, shape):
             blocks = tuple(map(sum, zip(*rank.blocks, strict=True)))
-            if most is None:
-                repeated = _dot(blocks, again)
-            else:
-                repeated = sum(min(sum(n), most) for n in rank.blocks) * min(again)
+            repeated = sum(_dot(repeats[stage], again) for stage in rank.stages)
             ends = rank.first * embed.work + rank.last * head.work + 2 * len(rank.blocks) * action
             work = each * (ends + layers.work(blocks) + repeated)
             work += odd * min(map(layers.work, rank.blocks))
             wait = layers.forward(rank.before) + rank.inside * embed.forward
             back = sum(n * block.back for n, block in zip(rank.before, layers.blocks, strict=True))
-            tail = back + (_dot(rank.before, again) if most is None else 0.0) + rank.inside * embed.back
+            passed = repeats[: min(rank.stages)]
+            tail = back + sum(_dot(counts, again) for counts in passed) + rank.inside * embed.back
             ends = (
                 rank.first * _round_trip(embed)
                 + rank.last * _round_trip(head)
