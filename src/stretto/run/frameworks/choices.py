@@ -131,7 +131,7 @@ def choices_of(job: Job, config: TrainConfig | None = None) -> Choices:
     values |= {name: _at(job.shape.special, path[2:]) for name, path in PATHS.items() if path[:2] == special}
     values["train.bucket_mib"] = job.bucket / 2**20
     if job.custom_program is not None:
-        values["schedule.file"] = None if config is None else config.schedule.file
+        values["schedule.file"] = job.custom_program if config is None else config.schedule.file
     decided = {name: values[name] for name in NAMES}
     if config is not None:
         return Choices(decided, frozenset(config.required))

@@ -18,13 +18,23 @@ from stretto.program import PLAIN
 from stretto.run.config.schema import ScheduleConfig
 from stretto.run.frameworks.choices import NAMES, Choices
 from stretto.run.frameworks.deepspeed_json import parse, render
-from stretto.run.frameworks.mapping import Framework, Open, Rule, Settings, aside, only, refused, under
+from stretto.run.frameworks.mapping import (
+    Framework,
+    Open,
+    Rule,
+    Settings,
+    aside,
+    check_batch,
+    model_words,
+    only,
+    refused,
+    under,
+)
 from stretto.run.frameworks.others import others
 from stretto.spec.data_parallel import KEEP
 from stretto.spec.framework import ways_of
 from stretto.spec.job import Job
-from stretto.spec.presets import PRESETS, preset
-from stretto.spec.shape import ModelShape
+from stretto.spec.optimiser import RateSchedule
 
 _NO_PIPELINE = (
     "DeepSpeed's JSON has no pipeline (a script makes one, with PipelineModule): microbatches run in turn"
@@ -36,6 +46,7 @@ _NO_PIPELINE = (
 
 def _write_batch(choices: Choices) -> Settings:
     job = choices.job
+    check_batch(job)
     return {
         "train_batch_size": job.global_batch,
         "train_micro_batch_size_per_gpu": job.micro_batch,
@@ -243,9 +254,9 @@ def _write_types(choices: Choices) -> Settings:
                 "precision.gradients", "float32", rule, "precision.gradients=same, or dp.mode=zero1"
             )
         settings |= {"data_types.grad_accum_dtype": "fp32", "communication_data_type": "fp32"}
-    if set(precision.keep) - set(KEEP):
-        rule = "DeepSpeed keeps all weights in 16 bits, with float32 masters"
-        raise refused("precision.keep", precision.keep, rule, [KEEP])
+    if tuple(precision.keep) not in (KEEP, ()):
+        rule = "DeepSpeed computes with all weights in 16 bits, beside float32 masters"
+        raise refused("precision.keep", precision.keep, rule, [()])
     if dtype == "float16":
         mantissa, power = frexp(precision.loss_scale)
         if mantissa != 0.5:
@@ -421,19 +432,8 @@ def _read_recompute(settings: Settings) -> Mapping[str, Any]:
 
 def _note_model(choices: Choices) -> Iterator[str]:
     kernel = {"flash": "sdpa", "explicit": "eager"}[choices["train.attention"]]
-    yield f'in the script: {_model_words(choices.job.shape)}, with attn_implementation="{kernel}"'
+    yield f'in the script: {model_words(choices.job.shape)}, with attn_implementation="{kernel}"'
     yield f"in the script: samples of {choices['data.sequence']} tokens"
-
-
-def _model_words(shape: ModelShape) -> str:
-    """The preset of these sizes, or the sizes."""
-    name = next((name for name in PRESETS if preset(name) == shape), None)
-    if name is not None:
-        return name
-    sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "bias")
-    words = [f"{size}={getattr(shape, size)}" for size in sizes]
-    moe = [] if shape.moe is None else [f"experts={shape.moe.experts}", f"top_k={shape.moe.top_k}"]
-    return f"{shape.family} with {', '.join([*words, *moe])}"
 
 
 _MODEL = tuple(name for name in NAMES if name.startswith("model."))
@@ -521,12 +521,14 @@ RULES = (
         notes=_note_optimiser,
     ),
     Rule(
-        choices=(*under("optim.rate", "schedule warmup min_ratio decay_fraction decay"), "train.steps"),
+        choices=(*under("optim.rate", "schedule warmup min_ratio"), "train.steps"),
         settings=("scheduler.type", *under(_RATE, _RATE_PARAMS)),
         write=_write_rate,
         read=_read_rate,
         notes=_note_rate,
     ),
+    only("optim.rate.decay_fraction", [RateSchedule.decay_fraction], "DeepSpeed decays at once, or never"),
+    only("optim.rate.decay", [RateSchedule.decay], "DeepSpeed's decays are WarmupCosineLR and WarmupDecayLR"),
     Rule(
         choices=under("recompute", "mode blocks shard_inputs"),
         settings=("activation_checkpointing.partition_activations",),

@@ -18,7 +18,9 @@ from stretto.run.config.run_checks import raise_first
 from stretto.run.config.schema import TrainConfig
 from stretto.run.frameworks.choices import NAMES, RUN_DEFAULTS, Choices, choices_of, job_from
 from stretto.spec.job import Job
+from stretto.spec.presets import PRESETS, preset
 from stretto.spec.rules import problems
+from stretto.spec.shape import ModelShape
 
 Settings = Mapping[str, Any]
 
@@ -250,6 +252,26 @@ def shown(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def check_batch(job: Job) -> None:
+    """Raise Problem for a batch that is no whole number of microbatches in each replica."""
+    if job.microbatches is None:
+        step = job.layout.dp * job.micro_batch
+        rule = f"it must be a multiple of micro_size x dp, which is {step}"
+        fix = f"nearest: batch.global_size={max(1, round(job.global_batch / step)) * step}"
+        raise Problem("batch.global_size", job.global_batch, rule, fix)
+
+
+def model_words(shape: ModelShape) -> str:
+    """A model in words: the preset of its sizes, or the sizes."""
+    name = next((name for name in PRESETS if preset(name) == shape), None)
+    if name is not None:
+        return name
+    sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "bias")
+    words = [f"{size}={getattr(shape, size)}" for size in sizes]
+    moe = [] if shape.moe is None else [f"experts={shape.moe.experts}", f"top_k={shape.moe.top_k}"]
+    return f"{shape.family} with {', '.join([*words, *moe])}"
 
 
 # ------------------------------------------------------------------ both directions

@@ -19,6 +19,7 @@ from stretto.run.frameworks.mapping import (
     Rule,
     Settings,
     aside,
+    check_batch,
     only,
     refused,
     same,
@@ -50,6 +51,7 @@ def _position_notes(choices: Choices) -> Iterator[str]:
 def _write_batch(choices: Choices) -> Settings:
     """With a pipeline, a local batch is all microbatches of a step; without, it is one."""
     job = choices.job
+    check_batch(job)
     settings: dict[str, Any] = {"training.global_batch_size": job.global_batch}
     if job.layout.pp == 1:
         return {**settings, "training.local_batch_size": job.micro_batch}
@@ -212,9 +214,9 @@ def _write_types(choices: Choices) -> Settings:
     if precision.dtype == "bfloat16" and precision.gradients != "float32":
         rule = "torchtitan reduces gradients in float32"
         raise refused("precision.gradients", precision.gradients, rule, ["float32"])
-    if precision.dtype == "bfloat16" and set(precision.keep) - set(KEEP):
+    if precision.dtype == "bfloat16" and tuple(precision.keep) not in (KEEP, ()):
         rule = "FSDP2 computes with all parameters in bfloat16, and keeps all in float32"
-        raise refused("precision.keep", precision.keep, rule, [KEEP])
+        raise refused("precision.keep", precision.keep, rule, [()])
     settings: dict[str, Any] = {
         "training.dtype": "float32",
         "training.mixed_precision_param": precision.dtype,
@@ -253,6 +255,8 @@ def _write_optimiser(choices: Choices) -> Settings:
     if optimiser.no_decay:
         rule = "names of parameters are others in torchtitan: add groups to the config by hand"
         raise refused("optim.no_decay", list(optimiser.no_decay), rule, ["[]"])
+    if optimiser.momentum:
+        raise refused("optim.momentum", optimiser.momentum, "AdamW has none", [0.0])
     lr = Open("optim.lr", optimiser.lr) if "optim.lr" in choices.open else optimiser.lr
     beta1, beta2 = optimiser.betas
     values = (lr, beta1, beta2, optimiser.eps, optimiser.weight_decay)

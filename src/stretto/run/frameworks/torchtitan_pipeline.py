@@ -12,6 +12,7 @@ from stretto.errors import Problem, StrettoError
 from stretto.program import PLAIN
 from stretto.program.text import check_torch, from_csv, to_csv
 from stretto.program.text.torchtitan import modules_of_stages, schedule_class
+from stretto.run.config.job import program_file
 from stretto.run.frameworks.choices import Choices
 from stretto.run.frameworks.mapping import Settings, refused
 from stretto.run.frameworks.torchtitan_model import read_model
@@ -63,13 +64,20 @@ _V = ("ZBVZeroBubble", "DualPipeV")
 
 
 def write_pipeline(choices: Choices) -> Settings:
-    job = choices.job
+    job, file = choices.job, choices["schedule.file"]
+    if isinstance(file, str):
+        try:
+            job = replace(job, custom_program=program_file(file))
+        except Problem as problem:
+            raise problem.within("schedule") from None
     if job.layout.pp == 1:
         if job.custom_program is not None or job.schedule != PLAIN:
             raise refused(
                 "schedule.name", job.schedule_name, "without a pipeline microbatches run in turn", [PLAIN]
             )
         return {}
+    if job.microbatches is None:
+        return {}  # the rule of batches refuses it
     program = replace(job, dp=DataParallel()).program()  # torch gathers by itself
     try:
         check_torch(program)
