@@ -43,8 +43,8 @@ def config(
     job = load_config(path, overrides or [])
     if check:
         check_job(job)
-    if target is not None:
-        text = emitted_config(target, job)
+    if emit is not None:
+        text = emitted_config(target, job, path)
         if output is not None or not as_json:
             print_emitted(text, output)
         report({"emitted": text}, as_json, lambda _: None)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from stretto.run.frameworks.mapping import Framework, Reading
 
 NAMES = ("megatron", "torchtitan", "deepspeed")  # of the registry, which help should not import
-_KNOWN = ", ".join(NAMES)
+TABLES = "torchrec"  # for recommenders
+_KNOWN = f"{', '.join(NAMES)}; {TABLES} for a recommender"
 _ROWS = 5  # layouts beside the one that is run today
 _INDENT = 10  # columns of a label
 
@@ -36,7 +37,7 @@ Output = Annotated[
 
 
 def framework_named(name: str | None, others: dict[str, object]) -> Framework | None:
-    """The framework of `--emit`, if it is given.
+    """The framework of `--emit`, if it is given and not one for recommenders.
 
     Args:
         others: options that are of use with `--emit` only, by name.
@@ -49,9 +50,25 @@ def framework_named(name: str | None, others: dict[str, object]) -> Framework | 
         if wrong is not None:
             raise StrettoError(f"--{wrong} is for --emit", hint=f"add --emit {NAMES[0]}, or another")
         return None
+    if name == TABLES:
+        return None
     from stretto.run.frameworks.registry import framework
 
     return framework(name)
+
+
+def check_trains_language(name: str | None) -> None:
+    """Raise StrettoError where `--emit` names what trains recommenders alone."""
+    if name == TABLES:
+        raise StrettoError(
+            f"{TABLES} is for recommenders, and this is a language model", hint=f"one of {', '.join(NAMES)}"
+        )
+
+
+def check_trains_recommenders(name: str | None) -> None:
+    """Raise StrettoError where `--emit` names what trains language models alone."""
+    if name not in (None, TABLES):
+        raise StrettoError(f"{name} trains no recommenders", hint=f"--emit {TABLES}")
 
 
 def print_emitted(text: str, output: Path | None) -> None:
@@ -62,19 +79,42 @@ def print_emitted(text: str, output: Path | None) -> None:
         write_text(output, text)
 
 
-def emitted_config(framework: Framework, config: JobConfig) -> str:
-    """A config's job as the framework takes it.
+def emitted_config(framework: Framework | None, config: JobConfig, source: Path) -> str:
+    """A config's job as the framework takes it; for a recommender as TorchRec does.
+
+    Args:
+        framework: None: TorchRec.
+        source: of the config.
 
     Raises:
         StrettoError: a choice that the framework does not have, or a kind of model.
     """
+    from stretto.recommender.config.placement import configured_placements
+    from stretto.recommender.config.schema import RecommenderConfig
+    from stretto.recommender.torchrec import rule_of, torchrec_module
     from stretto.run.config.job import job_of
     from stretto.run.config.schema import TrainConfig
     from stretto.run.frameworks.mapping import emit
 
-    if not isinstance(config, TrainConfig):
-        raise StrettoError(f"{framework.title} trains no recommenders", hint="give a language model's config")
-    return emit(framework, job_of(config), config)
+    if isinstance(config, TrainConfig):
+        if framework is None:
+            check_trains_language(TABLES)
+        else:
+            return emit(framework, job_of(config), config)
+    assert isinstance(config, RecommenderConfig)
+    check_trains_recommenders(None if framework is None else framework.name)
+    tables = config.table_specs()
+    placements = configured_placements(config, tables)
+    if placements is None:
+        raise StrettoError(
+            "tables.placement is auto: it is planned for the ranks of a run",
+            hint=f"stretto plan {source} --emit {TABLES} --cluster ..., or name a placement",
+        )
+    world = config.layout.ranks
+    local = config.layout.ranks_per_node or world
+    return torchrec_module(
+        tables, placements, world=world, local=local, rule=rule_of(config), about=config.run.name
+    )
 
 
 # ------------------------------------------------------------------ plan

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.frameworks import Emit, Output, emitted_row, framework_named, print_emitted
+from stretto.cli.frameworks import (
+    Emit,
+    Output,
+    check_trains_language,
+    emitted_row,
+    framework_named,
+    print_emitted,
+)
 from stretto.cli.output import (
     Json,
     command_app,
@@ -135,12 +142,13 @@ def plan(
     Beside the fastest layouts it shows the fastest safe one and what people run without a search: FSDP, and
     tensor parallelism in a node x a pipeline.
 
-    With --emit only layouts that the framework has are searched, at the costs that they have there.
+    With --emit only layouts that the framework has are searched, at the costs that they have there; for a
+    recommender --emit torchrec writes TorchRec's sharding plan.
 
     Exit code 1 if nothing fits; 3 if the search was cut short before it found or excluded anything.
     """
     flags = {"asynchronous": asynchronous, "wide": wide}
-    of_others = {"sequence": sequence, "max-gpus": max_gpus, "html": html, **flags}
+    of_others = {"sequence": sequence, "max-gpus": max_gpus, "html": html, "row": row, **flags}
     target = framework_named(emit, {"row": row, "output": output})
     from stretto.cli.plan_tables import PlanOptions
 
@@ -152,9 +160,12 @@ def plan(
         precision=precision,
         placement=placement,
         write=write,
+        emit=emit,
+        output=output,
     )
     if _recommender(config, overrides or [], options, of_others, as_json):
         return
+    check_trains_language(emit)
     from stretto.planner.search.search import search
 
     base = _base(config, overrides)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from stretto.cli.frameworks import check_trains_recommenders, print_emitted
 from stretto.cli.output import report, say_no, write_text
 from stretto.errors import StrettoError, nearest
 
@@ -168,6 +169,8 @@ class PlanOptions:
     precision: str | None
     placement: Path | None
     write: Path | None
+    emit: str | None
+    output: Path | None
 
 
 def plan_tables(
@@ -186,10 +189,12 @@ def plan_tables(
     """
     from stretto.recommender.planner.place import SPLITS, DoesNotFit, place_tables, price_tables
     from stretto.recommender.planner.placement_file import placements_to_yaml, read_placements
+    from stretto.recommender.torchrec import holds
 
     for name, value in others.items():
         if value:
             raise StrettoError(f"--{name} is for language models, not for a recommender", hint="leave it out")
+    check_trains_recommenders(options.emit)
     fixes = _fixes(options.fix)
     model, tables = _job(name, job, options, fixes)
     work = tables.work
@@ -199,7 +204,7 @@ def plan_tables(
         else:
             fixed = fixes.get("split")
             splits: list[Split] = [split for split in SPLITS if fixed is None or split in fixed]
-            plan = place_tables(tables, splits)
+            plan = place_tables(tables, splits, None if options.emit is None else holds)
     except DoesNotFit as error:
         if not as_json:
             raise
@@ -214,9 +219,44 @@ def plan_tables(
         )
         text = placements_to_yaml(plan.placements, work.ranks, work.local, about, plan.why)
         write_text(options.write, text)
-    report(facts(model, plan, options.write), as_json, lambda to: show(to, model, plan, options.write))
+    emitted = None if options.emit is None else _emitted(model, plan, job, fixes)
+    record = facts(model, plan, options.write)
+    if emitted is None:
+        report(record, as_json, lambda to: show(to, model, plan, options.write))
+    else:
+        if options.output is not None or not as_json:
+            print_emitted(emitted, options.output)
+        shown = options.output is not None
+        report(
+            {**record, "emitted": emitted},
+            as_json,
+            lambda to: show(to, model, plan, options.write) if shown else None,
+        )
     if plan.over:
         raise say_no()
+
+
+def _emitted(
+    model: str, plan: TablePlan, job: RecommenderConfig | None, fixes: Mapping[str, tuple[str, ...]]
+) -> str:
+    """The placement as TorchRec takes it."""
+    from stretto.recommender.torchrec import TableRule, rule_of, torchrec_module
+
+    work = plan.job.work
+    rule = TableRule() if job is None else rule_of(job)
+    rule = replace(rule, name=work.optimizer, element=work.weight)
+    if "wire" in fixes:
+        words = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
+        rule = replace(rule, wire=words[fixes["wire"][0]])
+    return torchrec_module(
+        plan.job.tables if job is None else job.table_specs(),
+        plan.placements,
+        world=work.ranks,
+        local=work.local,
+        rule=rule,
+        about=f"{model} on {work.ranks} x {work.cluster.device.name}, {work.batch} samples a step\n"
+        f"predicted with Stretto: {plan.samples_per_s:,.0f} samples/s",
+    )
 
 
 # ---------------------------------------------------------------------- options

@@ -14,9 +14,11 @@ from itertools import pairwise
 from typing import Literal
 
 from stretto.errors import Problem
+from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements, TablePlacement, TableSpec
+from stretto.recommender.planner.options import Option
 
-Wire = Literal["float32", "float16", "bfloat16"]
+Wire = Literal["float32", "float16", "bfloat16", "float64"]
 _LANES = 4  # columns that FBGEMM's kernels read at once: widths are multiples
 _OPTIMISERS = {
     "sgd": "EXACT_SGD",
@@ -46,6 +48,19 @@ class TableRule:
     element: int = 4
 
 
+def rule_of(config: RecommenderConfig) -> TableRule:
+    """The rule of a config."""
+    rule, wide = config.optim.tables, config.train.dtype == "float64"
+    return TableRule(
+        name=rule.name,
+        lr=rule.lr,
+        eps=rule.eps,
+        betas=rule.betas,
+        wire="float64" if wide else config.tables.wire,
+        element=8 if wide else 4,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class TorchRecTable:
     """The sharding of a table in TorchRec's words.
@@ -61,6 +76,16 @@ class TorchRecTable:
     compute_kernel: str
     load_factor: float | None
     shards: tuple[tuple[tuple[int, int], tuple[int, int], int], ...]
+
+
+def holds(table: TableSpec, option: Option) -> bool:
+    """Whether TorchRec can hold a table that is placed so."""
+    if option.place == "disk" or (option.split == "data" and option.place != "device"):
+        return False
+    if option.split == "row":
+        return option.scope != "any"
+    parts = len(option.parts) if option.split == "column" else 1
+    return table.dim % (parts * _LANES) == 0
 
 
 def torchrec_tables(
@@ -214,6 +239,8 @@ def _check(rule: TableRule) -> None:
             "FBGEMM's fused optimisers have no such rule",
             f"one of {', '.join(_OPTIMISERS)}",
         )
+    if rule.wire == "float64":
+        raise Problem("tables.wire", "float64", "TorchRec sends 32 bits or fewer", "train.dtype=float32")
     if rule.element != 4:
         what = f"{rule.element} bytes an element"
         raise Problem("tables", what, "TorchRec's tables are written in float32 here", "weight=fp32")

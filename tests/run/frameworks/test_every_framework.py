@@ -113,7 +113,30 @@ def bases() -> Iterator[Choices]:
             dp=DataParallel(mode="zero3", offload="nvme", path="/nvme"),
         ),
     ]
-    for job in (plain, llama, experts, *rest):
+    sharded = Job(
+        shape=preset("llama3-8b"),
+        layout=Layout(dp=8),
+        global_batch=32,
+        dp=DataParallel(mode="zero3"),
+        precision=Precision(dtype="bfloat16"),
+        recompute=Recompute("full"),
+        optimiser=Optimiser(rate=RateSchedule(schedule="wsd")),
+    )
+    staged = replace(
+        sharded,
+        shape=replace(preset("llama3-8b"), layers=24),
+        layout=Layout(dp=2, pp=4, tp=2),
+        dp=DataParallel(mode="zero2", reduce="step"),
+    )
+    exchanged = replace(
+        sharded,
+        layout=Layout(dp=4, cp=2),
+        context="ulysses",
+        dp=DataParallel(mode="zero3", offload="nvme", path="/local"),
+        precision=Precision(dtype="float16"),
+        optimiser=Optimiser(),
+    )
+    for job in (plain, llama, experts, *rest, sharded, staged, exchanged):
         values = dict(choices_of(job).values) | {"checkpoint.every": 100, "eval.every": 100}
         yield Choices({**values, "metrics.tensorboard": True})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stretto.errors import StrettoError
@@ -86,10 +86,17 @@ class DoesNotFit(StrettoError):
     """A table fits in no permitted memory."""
 
 
-def place_tables(job: TableJob, splits: Sequence[Split] = SPLITS) -> TablePlan:
+Holds = Callable[[TableSpec, Option], bool]
+
+
+def place_tables(job: TableJob, splits: Sequence[Split] = SPLITS, holds: Holds | None = None) -> TablePlan:
     """Search for the fastest placement. Device memory is tried first; host memory and then files are added
     if it does not suffice. Small problems (up to `_FEW` tables x ranks) always try all of them, and use a
     slower memory if it makes the step at least 1% faster.
+
+    Args:
+        holds: whether a table may be placed so; None: all that Stretto can. A table that may be placed in no
+            way keeps all options.
 
     Raises:
         DoesNotFit: a table fits nowhere; the message compares its size with the available memory.
@@ -104,6 +111,9 @@ def place_tables(job: TableJob, splits: Sequence[Split] = SPLITS) -> TablePlan:
             options_of(table, popularity, job.work, places, splits)
             for table, popularity in zip(job.tables, job.popularity, strict=True)
         ]
+        if holds is not None:
+            allowed = zip(job.tables, options, strict=True)
+            options = [[one for one in of if holds(table, one)] or of for table, of in allowed]
         search = Search(job, options)
         choice = search.run()
         if choice is None:

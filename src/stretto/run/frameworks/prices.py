@@ -36,7 +36,8 @@ def overlapped(framework: Framework, reading: Reading, cluster: Cluster) -> Esti
     """The same layout with gradients reduced while the backward computes; None where they are already."""
     if reading.assumptions.overlap:
         return None
-    return estimate(reading.job, cluster, framework.assumptions)
+    assumptions = replace(reading.assumptions, overlap=framework.assumptions.overlap)
+    return estimate(reading.job, cluster, assumptions)
 
 
 def better(framework: Framework, reading: Reading, cluster: Cluster, seconds: float, top: int) -> Task:
@@ -46,7 +47,14 @@ def better(framework: Framework, reading: Reading, cluster: Cluster, seconds: fl
         seconds: of the search.
         top: layouts that are wanted.
     """
-    return task_for(framework, Task(job=unplanned(reading.job), cluster=cluster, seconds=seconds, top=top))
+    return Task(
+        job=unplanned(reading.job),  # with what the framework keeps of it
+        cluster=cluster,
+        assumptions=replace(reading.assumptions, overlap=framework.assumptions.overlap),
+        fixed=fixed(framework.plans),
+        seconds=seconds,
+        top=top,
+    )
 
 
 def unplanned(job: Job) -> Job:
