@@ -21,11 +21,22 @@ SOURCE = ROOT / "src" / "stretto"
 ROOMS = (
     *("errors", "layout", "program", "spec", "planner", "view"),
     *("engine.offload", "engine.parallel", "engine.pipeline", "engine.models", "engine.optim"),
-    *("engine.checkpoint", "prove", "run.config", "run.launch", "run.data", "run.train", "run.calibrate"),
+    *("engine.checkpoint", "prove", "run.config", "run.launch", "run.data", "run.diagnose"),
+    *("run.train", "run.calibrate"),
     *("run.verify", "run.dryrun", "run.compare", "recommender", "run.frameworks"),
     "cli",  # imports what is heavy inside its functions
 )
-TORCH_FREE = ("errors", "layout", "program", "spec", "planner", "view", "run.config", "run.frameworks")
+TORCH_FREE = (
+    "errors",
+    "layout",
+    "program",
+    "spec",
+    "planner",
+    "view",
+    "run.config",
+    "run.diagnose",
+    "run.frameworks",
+)
 
 HEAVY = {"torch", "numpy", "safetensors", "tokenizers", "pyarrow", "tensorboard"}
 RUNS_CODE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}

@@ -43,6 +43,7 @@ COMMANDS = (
     "launch",
     "config",
     "catalogue",
+    "diagnose",
     "calibrate",
 )
 
