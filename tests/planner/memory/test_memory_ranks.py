@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from stretto.engine.pipeline.live import assign_slots
 from stretto.engine.pipeline.pipeline import LOOKAHEAD as POSTED
+from stretto.layout.layout import Layout
 from stretto.planner.counts.activations import ComputeConfig, block_saved, total
 from stretto.planner.counts.state_bytes import StateConfig
+from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.layer import layer_memory
 from stretto.planner.memory.ranks import (
     LOOKAHEAD,
@@ -26,6 +28,8 @@ from stretto.program import schedule
 from stretto.program.action import Kind
 from stretto.program.lower import lower
 from stretto.program.memory import peak_held
+from stretto.spec.data_parallel import DataParallel
+from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
 GPT = ModelShape(family="gpt", layers=8, hidden=64, heads=4, vocab=128, sequence=64)
@@ -143,3 +147,25 @@ def test_the_memory_of_a_stage_adds_up() -> None:
     assert work.boundary == 4 * 2 * 64 * 64
     assert work.forward > work.kept
     assert work.backward > 0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_lookup_s_gradient_is_reduced_after_a_split_backward_s_first_half(tied: bool) -> None:
+    made = memory_of(
+        Job(
+            shape=replace(GPT, tied=tied),
+            layout=Layout(pp=2, dp=2),
+            dp=DataParallel(mode="zero2"),
+            schedule="zb-h1",
+            global_batch=16,
+            micro_batch=2,
+            sequence=64,
+        )
+    )
+    first, last = made.units(0), made.units(1)
+    lookup = [unit.flying for unit in first.units if unit.parameters[0].name.startswith("embed.")]
+    assert sum(first.flying(inputs=True)) == sum(lookup)
+    head = next(p for p in ("embed.tok.weight", "head.out.weight") if (p == "head.out.weight") != tied)
+    product = next(unit for unit in last.units if head in {p.name for p in unit.parameters})
+    assert product.flying in last.flying(inputs=False)
+    assert len(last.flying(inputs=False)) == len(last.units) - tied  # the tied weight is apart from the norm

@@ -66,10 +66,13 @@ class StageUnits:
 
     def _in_products(self, unit: StateUnit) -> bool:
         """Whether a gradient of the unit is a product that a split backward leaves to W."""
-        head = self.layers[-1] if TIED in {p.name for p in unit.parameters} else None
         return any(
-            ".attn." in p.name or ".mlp." in p.name or p.name == "head.out.weight" for p in unit.parameters
-        ) or (head is not None and head > 0)
+            ".attn." in p.name
+            or ".mlp." in p.name
+            or p.name == "head.out.weight"
+            or (p.name == TIED and max(layers) > 0)  # the head's product too, not only the lookup
+            for p, layers in zip(unit.parameters, unit.layers, strict=True)
+        )
 
     @property
     def arriving(self) -> int:
