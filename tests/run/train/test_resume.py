@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from stretto.engine.checkpoint.export import read_whole
 from stretto.errors import StrettoError
 from stretto.run.config import TrainConfig
 from stretto.run.train.job import free_name, run_job
@@ -55,6 +56,14 @@ def test_resuming_on_the_same_layout_is_bitwise_equal(folder: Path, layout: Layo
     states = [key for key in tensors(whole, 6) if key.startswith("optim.exp_avg_sq.")]
     assert states
     assert len([key for key in tensors(whole, 6) if key.startswith("model.")]) == len(states)
+
+
+def test_states_of_generators_in_a_checkpoint_come_from_the_seed(folder: Path) -> None:
+    config = job(folder, "run.name=seeded", "train.steps=1", "train.seed=7")
+    train(config)
+    _, loaded = read_whole(config.run.folder / "checkpoints" / "step-00000001")
+    unused = torch.Generator().manual_seed(7).get_state()  # nothing in training draws from it
+    assert torch.equal(loaded.per_rank["cpu"], unused)
 
 
 PAIRS = {

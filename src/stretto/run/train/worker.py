@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from stretto.engine.parallel.mesh import Mesh
@@ -38,6 +39,7 @@ def train_rank(
     with ExitStack() as cleanup:
         device = cleanup.enter_context(process_group(config))
         timeout = timedelta(seconds=config.train.timeout_s)
+        torch.manual_seed(config.train.seed)  # its state is in checkpoints, for layers of users
         folder = TokenFolder(tokens) if tokens is not None else _open_data(config)
         check_vocabulary(config, folder)
         job = job_of(config, vocab=folder.index.vocab)
