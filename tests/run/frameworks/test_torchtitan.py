@@ -149,7 +149,7 @@ def test_a_config_is_written_whole() -> None:
     ("job", "said"),
     [
         (replace(JOB, shape=preset("gpt2")), "model.family is gpt: torchtitan has no GPT-2"),
-        (replace(JOB, shape=preset("mixtral-8x7b")), "model.moe is"),
+        (replace(JOB, shape=preset("mixtral-8x7b")), "model.moe.experts is 8: torchtitan has"),
         (replace(JOB, shape=replace(SMALL, norm_eps=1e-6)), "model.norm_eps is 1e-06"),
         (replace(PIPELINE, shape=preset("llama3.2-1b"), stage_layers=None), "model.tied is true"),
         (replace(JOB, dp=DataParallel(mode="zero1")), "dp.mode is zero1: torchtitan replicates"),

@@ -75,6 +75,9 @@ def _check_llama(shape: ModelShape) -> None:
         kv_heads=shape.kv_heads,
     )
     usual = replace(plain, norm_eps=1e-5)
+    rule = "torchtitan has experts in its own flavours only, and this model is none of them"
+    if shape.moe is not None:
+        raise Problem("model.moe.experts", shape.moe.experts, rule, "a preset such as qwen3-30b-a3b")
     for name, value in fields_of(shape).items():
         if value != getattr(usual, name):
             rule = "torchtitan has it in its own flavours only, and this model is none of them"
