@@ -10,7 +10,7 @@ import torch
 from stretto.engine.parallel.fragment import Piece, Placed
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.prove.compare import Comparison, compare, misplaced, relative
-from stretto.prove.diagnose import TOLERANCE, Evidence, Sum, diagnose
+from stretto.prove.diagnose import TOLERANCE, Evidence, Sum, diagnose, times
 from stretto.prove.outputs import beside_positions
 
 NAMES = ("embed.tok.weight", "a", "b", "c")
@@ -62,8 +62,33 @@ def test_equal_results_have_no_diagnosis() -> None:
         (replace(EQUAL, loss=2.0002), "wrong data or a wrong forward"),
         (
             replace(EQUAL, gradients=off({"embed.tok.weight": 0.3})),
-            "only the gradient of the tied parameter embed.tok.weight",
+            "only the gradient of the tied parameter embed.tok.weight is wrong: it is not the sum over",
         ),
+        (
+            replace(EQUAL, gradients=off({"embed.tok.weight": 0.3}, 0.5)),
+            "embed.tok.weight is wrong: it is not summed over the 2 stages that share it",
+        ),
+        (
+            replace(EQUAL, gradients=off({"embed.tok.weight": 1.0}, 2.0, 0.0)),
+            "it is 2 times the reference, summed twice over the 2 stages that share it",
+        ),
+        (
+            replace(EQUAL, gradients=off({"embed.tok.weight": 0.5}, 0.5, 0.0)),
+            "it is 0.5 times the reference, averaged over the 2 stages that share it",
+        ),
+        (
+            replace(EQUAL, gradients=off({"embed.tok.weight": 0.4}, 1.4, 0.0)),
+            "it is 1.4 times the reference, wrong gradient scale",
+        ),
+        (
+            replace(EQUAL, gradients=off(dict.fromkeys(NAMES, 1e-7), 1 + 1e-7, 1e-16)),
+            "every gradient is 1.0000001 times the reference: wrong gradient scale",
+        ),
+        (
+            replace(EQUAL, gradients=off(dict.fromkeys(NAMES, 1e-7), 1 + 1e-9, 1e-7)),
+            "every gradient is off by 1.0e-07 of its largest value, as if something were computed",
+        ),
+        (replace(EQUAL, loss=2.0 * (1 + 1e-7)), "the loss is 1.0000001 times the reference: wrong data"),
         (
             replace(EQUAL, gradients=off(dict.fromkeys(NAMES, 0.5), 0.5, 0.0)),
             "as if averaged over the 2 replicas",
@@ -170,6 +195,40 @@ def test_equal_results_have_no_diagnosis() -> None:
 )
 def test_each_pattern_has_its_sentence(seen: Evidence, says: str) -> None:
     assert says in (diagnose(seen) or "")
+
+
+ROUTED = ("early", "b.mlp.router.weight", "b.mlp.experts.up", "late")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (ROUTED[:2], True),  # and all that comes before
+        (ROUTED[1:2], True),
+        (ROUTED[:3], False),  # the experts too
+        (ROUTED[:1], False),
+        ((*ROUTED[:2], "late"), False),
+    ],
+)
+def test_a_backward_that_goes_wrong_at_a_router_is_named(wrong: tuple[str, ...], named: bool) -> None:
+    errors = {name: 0.3 if name in wrong else 0.0 for name in ROUTED}
+    gradients = Comparison(errors, {name: 0.9 - 0.1 * len(name) for name in ROUTED}, errors)
+    said = diagnose(replace(EQUAL, gradients=gradients, experts=["b.mlp.experts.up"]))
+    routing = "the gradient of b.mlp.router.weight is wrong, and those of its experts and of all that comes"
+    assert (routing in (said or "")) is named, said
+
+
+@pytest.mark.parametrize(
+    ("ratio", "said"),
+    [
+        (2.0, "2"),
+        (0.25, "0.25"),
+        (1.0000001, "1.0000001"),
+        (1 - 3e-12, "0.999999999997"),
+    ],
+)
+def test_a_ratio_is_told_from_one(ratio: float, said: str) -> None:
+    assert times(ratio) == f"{said} times"
 
 
 def test_compare_measures_error_ratio_and_residual() -> None:

@@ -106,7 +106,7 @@ def _defined(node: ast.stmt) -> list[str]:
 
 
 def _facts(result: Report) -> dict[str, Any]:
-    facts = {**asdict(result), "equal": result.equal}
+    facts: dict[str, Any] = {**asdict(result), "equal": result.equal}
     for quantity in facts["quantities"]:  # JSON has no infinity
         error = quantity["error"]
         quantity["error"] = error if error is None or isfinite(error) else None

@@ -12,6 +12,7 @@ from stretto.prove.compare import Comparison
 
 TOLERANCE = 1e-9
 SAME = 1e-6  # factors this close are one factor
+_SHARING = 2  # stages that share a tied parameter: the embedding's and the head's
 _NEAR = 0.15  # what is left of a sum is about its part
 _SHOWN = 4  # parameters that are named
 
@@ -71,10 +72,7 @@ def diagnose(seen: Evidence) -> str | None:
         return _loss(ratio, seen.microbatches)
     wrong = above(seen.gradients.errors)
     if wrong and set(wrong) <= set(seen.tied):
-        return (
-            f"only the gradient of the tied parameter {listing(wrong)} is wrong: it is not summed over the "
-            "stages that share it"
-        )
+        return f"only the gradient of the tied parameter {listing(wrong)} is wrong: {_tied(wrong, seen)}"
     if wrong:
         return _gradients(wrong, seen)
     ratio = seen.norm / seen.reference_norm if seen.reference_norm else 1.0
@@ -141,11 +139,49 @@ def _loss(ratio: float, microbatches: int) -> str:
         )
     for factor in (ratio, 1.0 / ratio):
         if factor > 1.5 and abs(factor - round(factor)) < SAME:
-            return f"the loss is {ratio:.6g} times the reference: wrong scale of the loss"
-    return f"the loss is {ratio:.10g} times the reference: wrong data or a wrong forward"
+            return f"the loss is {times(ratio)} the reference: wrong scale of the loss"
+    return f"the loss is {times(ratio)} the reference: wrong data or a wrong forward"
+
+
+_SINGLE = 1e-5  # a larger error is none of rounding to float32
+_ROUNDED = "as if something were computed or sent in float32"
+
+
+def routed(factors: tuple[float, float] | None) -> str:
+    """Why the output of experts differs.
+
+    Args:
+        factors: the smallest and the largest ratio of a token's output to the plain model's; None where a
+            token's differs by no factor.
+    """
+    if factors is None:
+        return "tokens go to other experts, or their outputs are summed with other weights or with none"
+    smallest, largest = factors
+    return (
+        f"each token's is {smallest:.4g} to {largest:.4g} times the plain model's, so the routing weights of "
+        "a token do not sum to what they should, as if not normalised"
+    )
+
+
+def _tied(wrong: list[str], seen: Evidence) -> str:
+    over = f"over the {_SHARING} stages that share it"
+    factor = seen.gradients.factor(wrong, SAME)
+    if factor is not None:
+        twice, mean = abs(factor / _SHARING - 1.0) < SAME, abs(factor * _SHARING - 1.0) < SAME
+        how = f"summed twice {over}" if twice else f"averaged {over}" if mean else "wrong gradient scale"
+        return f"it is {times(factor)} the reference, {how}"
+    ratio = seen.gradients.ratio(wrong, SAME)
+    if ratio is not None and abs(ratio * _SHARING - 1.0) < SAME:
+        return f"it is not summed {over}"
+    return "it is not the sum over the stages that share it"
 
 
 def _gradients(wrong: list[str], seen: Evidence) -> str:
+    if router := _router(wrong, seen):
+        return (
+            f"the gradient of {router} is wrong, and those of its experts and of all that comes later are "
+            "right: the gradient of the routing weights is dropped or wrong"
+        )
     experts = [name for name in wrong if name in seen.experts]
     dense = [name for name in wrong if name not in seen.experts]
     if experts and dense and _ratio(wrong, seen) is None:  # two sums, or one that spoils all before it
@@ -153,12 +189,23 @@ def _gradients(wrong: list[str], seen: Evidence) -> str:
     return _dense(wrong, seen) if dense else _expert(experts, seen)
 
 
+def _router(wrong: list[str], seen: Evidence) -> str | None:
+    """The router where the backward goes wrong: its experts are right, and all that comes later."""
+    order = list(seen.gradients.errors)
+    routers = [name for name in wrong if ".router." in name]
+    sums = [Sum(seen.tp, "", ""), *seen.sums]
+    if not routers or not seen.experts or _scale_or_sum("", wrong, seen, sums) is not None:
+        return None
+    last = max(routers, key=order.index)
+    block = last.partition(".router.")[0]
+    experts = [name for name in seen.experts if name.startswith(f"{block}.")]
+    later = [name for name in wrong if order.index(name) > order.index(last)]
+    return last if experts and not later and not set(experts) & set(wrong) else None
+
+
 def _ratio(names: Sequence[str], seen: Evidence) -> float | None:
-    """The one factor of all these gradients; None where they have none in common."""
-    ratios = [seen.gradients.ratios[name] for name in names]
-    middle = median(ratios)
-    same = isfinite(middle) and middle != 0 and all(abs(r / middle - 1.0) < SAME for r in ratios)
-    return middle if same else None
+    """The one ratio of all these gradients; None where they have none in common."""
+    return seen.gradients.ratio(names, SAME)
 
 
 def _dense(wrong: list[str], seen: Evidence) -> str:
@@ -168,7 +215,11 @@ def _dense(wrong: list[str], seen: Evidence) -> str:
         sums.insert(0, Sum(seen.tp, "tensor-parallel ranks", _OVER_TP))
     where = "every gradient" if every else f"the gradient of {listing(wrong)}"
     again = f", or what runs again (recompute={seen.recompute}) is not what ran, as with other dropout"
-    return _scale_or_sum(where, wrong, seen, sums) or (
+    if said := _scale_or_sum(where, wrong, seen, sums):
+        return said
+    if (largest := max(seen.gradients.errors[name] for name in wrong)) < _SINGLE:
+        return f"{where} is off by {largest:.1e} of its largest value, {_ROUNDED}"
+    return (
         f"{where} differs in direction, not only in scale: {_lost(wrong, seen)}"
         f"{again if seen.recompute != 'none' else ''}"
     )
@@ -207,12 +258,12 @@ def _scale_or_sum(where: str, wrong: list[str], seen: Evidence, sums: Sequence[S
     ratio = _ratio(wrong, seen)
     if ratio is None:
         return None
-    if max(seen.gradients.residuals[name] for name in wrong) <= SAME:
+    if seen.gradients.factor(wrong, SAME) is not None:
         mean = next((one for one in sums if abs(ratio * one.holders - 1.0) < SAME), None)
         twice = next((one for one in sums if abs(ratio / one.holders - 1.0) < SAME), None)
         as_if = f", as if averaged over the {mean.holders} {mean.who}" if mean else ""
         as_if = f", as if summed twice over the {twice.holders} {twice.who}" if twice else as_if
-        return f"{where} is {ratio:.6g} times the reference: wrong gradient scale{as_if}"
+        return f"{where} is {times(ratio)} the reference: wrong gradient scale{as_if}"
     missing = _missing(1.0 / ratio, sums)
     if not missing:
         return None
@@ -238,14 +289,14 @@ def _missing(holders: float, sums: Sequence[Sum]) -> list[tuple[Sum, ...]]:
 
 
 def _norm(ratio: float, seen: Evidence) -> str:
-    said = f"gradients are equal but their norm is {ratio:.6g} times the reference, so clipping is wrong"
+    said = f"gradients are equal but their norm is {times(ratio)} the reference, so clipping is wrong"
     if seen.misplaced:
         name, why = next(iter(seen.misplaced.items()))
         others = f", and of {len(seen.misplaced) - 1} more" if len(seen.misplaced) > 1 else ""
         return f"{said}: of {name} {why}{others}"
-    times = round(ratio**2)
-    if times > 1 and abs(ratio**2 - times) < SAME * times:
-        return f"{said}: every element is counted {times} times, as if copies of shards were parts"
+    count = round(ratio**2)
+    if count > 1 and abs(ratio**2 - count) < SAME * count:
+        return f"{said}: every element is counted {count} times, as if copies of shards were parts"
     if seen.expert_square:
         counted = 1.0 + (ratio**2 - 1.0) / seen.expert_square
         if counted > 1.5 and abs(counted - round(counted)) < SAME * counted:

@@ -83,6 +83,29 @@ def search(
     return None if first is None else order[first][0], int(compared.sum())
 
 
+def row_factors(
+    ours: Outputs, reference: Outputs | None, beside: Beside, name: str
+) -> tuple[float, float] | None:
+    """The smallest and the largest factor between rows of a module's output and the plain model's; None where
+    some row differs by more than a factor. Collective.
+    """
+    shape = gather_json(None if reference is None else list(reference[name].shape))[0]
+    whole = share(None if reference is None else reference[name], tuple(shape))
+    pair = beside(ours[name], whole) if name in ours else None
+    here = [None, None]
+    if pair is not None and pair[0].numel():
+        mine, there = (one.flatten(0, -2) for one in pair)
+        factors = (mine * there).sum(-1) / there.square().sum(-1)
+        if float((mine - factors[:, None] * there).abs().max()) <= _SAME * float(whole.abs().max()):
+            here = [float(factors.min()), float(factors.max())]
+        else:
+            here = [float("nan"), float("nan")]
+    spans: list[list[float]] = [span for span in gather_json(here) if span[0] is not None]
+    if not spans or any(low != low for low, _ in spans):
+        return None
+    return min(low for low, _ in spans), max(high for _, high in spans)
+
+
 def beside_positions(mine: Tensor, whole: Tensor, split: SequenceSplit) -> tuple[Tensor, Tensor] | None:
     """This rank's output and the same part of the plain model's, without padding; None where it is split
     otherwise than along the sequence, or has no dimension of samples and positions.

@@ -18,6 +18,7 @@ import stretto.run.train.optimizer as optimizer_module
 import stretto.run.train.step as step_module
 from stretto.engine.models.language import IGNORED
 from stretto.engine.parallel.data.sharded import ShardedStates
+from stretto.engine.parallel.expert.dispatch import Dispatch
 from stretto.engine.parallel.fragment import Fragment
 from stretto.engine.parallel.styles import Part, Row
 from stretto.engine.pipeline import Pipeline
@@ -70,6 +71,34 @@ def drop_a_microbatch() -> None:
 
 def forget_the_tied_sum() -> None:
     shared_module.all_sum = lambda tensor, _: tensor
+
+
+def sum_ties_twice() -> None:
+    whole = shared_module.all_sum
+    shared_module.all_sum = lambda tensor, group: whole(tensor, group).mul_(2)
+
+
+def average_ties() -> None:
+    whole = shared_module.all_sum
+    shared_module.all_sum = lambda tensor, group: whole(tensor, group).div_(2)
+
+
+def reweight(change: Callable[[Tensor], Tensor]) -> None:
+    """Change the weights with which the outputs of a token's experts are summed."""
+    back = Dispatch.back
+    Dispatch.back = lambda self, rows, weights: back(self, rows, change(weights))
+
+
+def detach_routing() -> None:
+    reweight(lambda weights: weights.detach())
+
+
+def leave_routing_unnormalised() -> None:
+    reweight(lambda weights: weights * weights.amax(-1, keepdim=True))
+
+
+def drop_routing() -> None:
+    reweight(torch.ones_like)
 
 
 def change_fragments(change: Callable[[ShardedStates, Fragment], None]) -> None:
@@ -206,11 +235,44 @@ def test_wrong_gradients_are_named(folder: Path, fault: Callable[[], None], case
     assert verdict.grad_error > STRICT
 
 
-def test_a_missing_tied_sum_names_its_parameter(folder: Path) -> None:
-    verdict = proved(job(folder), PP2_DP2, forget_the_tied_sum)
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (forget_the_tied_sum, "it is not summed over the 2 stages that share it"),
+        (sum_ties_twice, "it is 2 times the reference, summed twice over the 2 stages that share it"),
+        (average_ties, "it is 0.5 times the reference, averaged over the 2 stages that share it"),
+    ],
+)
+def test_a_wrong_tied_sum_names_its_parameter(folder: Path, fault: Callable[[], None], says: str) -> None:
+    verdict = proved(job(folder), PP2_DP2, fault)
     assert verdict.worst_gradient == "embed.tok.weight"
-    assert verdict.diagnosis is not None
-    assert verdict.diagnosis.startswith("only the gradient of the tied parameter embed.tok.weight is wrong")
+    tied = "only the gradient of the tied parameter embed.tok.weight is wrong"
+    assert verdict.diagnosis == f"{tied}: {says}"
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (
+            detach_routing,
+            "the gradient of blocks.1.mlp.router.gate.weight is wrong, and those of its experts and of all "
+            "that comes later are right: the gradient of the routing weights is dropped or wrong",
+        ),
+        (
+            leave_routing_unnormalised,
+            "so the routing weights of a token do not sum to what they should, as if not normalised",
+        ),
+        (
+            drop_routing,
+            "the first output that differs is blocks.0.mlp.drop's: tokens go to other experts, or their "
+            "outputs are summed with other weights or with none",
+        ),
+    ],
+)
+def test_wrong_routing_weights_are_named(folder: Path, fault: Callable[[], None], says: str) -> None:
+    case = changes(tp=1, dp=2, pp=1, schedule="1f1b", ep=2)
+    verdict = proved(job(folder, "model.moe.experts=4", model=LLAMA), case, fault)
+    assert says in (verdict.diagnosis or "")
 
 
 def test_a_missing_sum_over_shared_heads_names_its_parameter(folder: Path) -> None:

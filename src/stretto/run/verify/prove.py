@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from stretto.engine.parallel.mesh import Mesh
-from stretto.prove.diagnose import Verdict
-from stretto.prove.outputs import beside_positions, first_difference, recorded
+from stretto.prove.diagnose import Verdict, routed
+from stretto.prove.outputs import beside_positions, first_difference, recorded, row_factors
 from stretto.run.launch.failure import TrainingFailed
 from stretto.run.train.assemble import assemble
 from stretto.run.train.replica import Replica
@@ -135,6 +135,9 @@ def _first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
+_EXPERTS = (".mlp", ".mlp.drop")  # what the outputs of experts are summed into
+
+
 def _located(verdict: Verdict, job: Job, trial: Trial) -> Verdict:
     """Run the first step again, to name the first module whose output differs. Collective."""
     with _assembled(job, trial) as replica:
@@ -147,8 +150,12 @@ def _located(verdict: Verdict, job: Job, trial: Trial) -> Verdict:
             with torch.no_grad(), recorded(model.named_modules()) as reference:
                 model(trial.batches[0][0][: job.micro_batch])
         here = ours if replica.mesh.index("dp") == 0 else {}
-        where = first_difference(here, reference, partial(beside_positions, split=replica.split))
+        beside = partial(beside_positions, split=replica.split)
+        where = first_difference(here, reference, beside)
+        why = ""
+        if replica.shape.moe is not None and where is not None and where.endswith(_EXPERTS):
+            why = f": {routed(row_factors(here, reference, beside, where))}"
     if where is None and not padding:
         return verdict
-    locus = _PADDING if where is None else f"the first output that differs is {where}'s"
+    locus = _PADDING if where is None else f"the first output that differs is {where}'s{why}"
     return replace(verdict, diagnosis=f"{verdict.diagnosis}; {locus}")
