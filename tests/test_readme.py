@@ -32,7 +32,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text").mkdir()
     for name in ("argparse.py", "typing.py"):
         shutil.copy(Path(os.__file__).with_name(name), folder / "text" / name)
-    (loop,) = blocks(text_of("README.md"), "python")
+    proof, loop = blocks(text_of("README.md"), "python")
+    (folder / "my_proof.py").write_text(proof)
     (folder / "my_loop.py").write_text(loop)
     return folder
 
@@ -68,6 +69,9 @@ def follow(command: Command, place: Path) -> None:
         step = json.loads(before.splitlines()[-1])["step"]
         typed.append(f"train.steps={step + 1}")
     printed = run_here(typed, place, code=2 if refused else 0)
+    if words[1] == "prove":  # errors and seconds differ
+        for line in (command.shown[0], command.shown[-1].partition(", ")[2]):
+            assert line in printed, command.line
     if goes_on:  # a fresh run would have written other times
         after = metrics("mine", place)
         assert after.startswith(before), command.line
