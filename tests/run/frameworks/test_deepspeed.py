@@ -11,6 +11,7 @@ import pytest
 
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
+from stretto.planner.memory.short_step import short_step_memory
 from stretto.run.frameworks.choices import choices_of
 from stretto.run.frameworks.deepspeed import DEEPSPEED
 from stretto.run.frameworks.mapping import emit, read, unmapped
@@ -258,6 +259,16 @@ def test_the_model_and_the_devices_are_said_beside_it() -> None:
         read(DEEPSPEED, today(), "ds.json", 16)
     with pytest.raises(StrettoError, match="how many devices"):
         read(DEEPSPEED, today(), "ds.json", None, beside(JOB))
+
+
+def test_a_search_counts_of_each_mode_what_a_prediction_does() -> None:
+    """Gradients of 16 bits last beside those of 32 with ZeRO 1 and 2, and not with 3."""
+    template = DEEPSPEED.as_run(replace(JOB, dp=DataParallel()), {}).framework
+    for mode in ("zero1", "zero3"):
+        job = replace(JOB, dp=DataParallel(mode=mode))
+        searched, priced = replace(job, framework=template), DEEPSPEED.as_run(job, {})
+        (one,), (other,) = short_step_memory(searched), short_step_memory(priced)
+        assert one.gradients == other.gradients > 0
 
 
 # ------------------------------------------------------------------ DeepSpeed's own parser

@@ -91,7 +91,7 @@ class StateConfig:
             lasting=bool(program.versions),
             remainders=job.framework.remainders,
             wide_shards=job.framework.wide_shards,
-            copied=job.framework.lasting_gradients,
+            copied=job.framework.lasting_gradients and job.dp.mode != "zero3",
             bucket=job.bucket,
             offload=dp.offload,
             offload_parameters=dp.offload_parameters,

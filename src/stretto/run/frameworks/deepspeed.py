@@ -555,10 +555,13 @@ def as_run(job: Job, settings: Settings) -> Job:
     """The job with what DeepSpeed keeps: beside other tensors the buffers of its reductions, and with
     `cpu_checkpointing` the inputs of blocks on the host.
     """
-    kept = ways_of("deepspeed", dp=job.dp, precision=job.precision)
-    if job.dp.mode in ("zero1", "zero2"):
-        kept = replace(kept, buckets=round(_read_bucket(settings)["train.bucket_mib"] * 2**20))
-    kept = replace(kept, inputs_on_host=bool(settings.get(_ON_HOST, False)))
+    kept = replace(
+        ways_of("deepspeed", dp=job.dp, precision=job.precision),
+        # of a search too, which tries all modes: ZeRO 3 has none
+        lasting_gradients=job.precision.half and job.precision.gradients == "float32",
+        buckets=0 if job.dp.mode == "zero3" else round(_read_bucket(settings)["train.bucket_mib"] * 2**20),
+        inputs_on_host=bool(settings.get(_ON_HOST, False)),
+    )
     return replace(job, framework=kept)
 
 

@@ -485,6 +485,7 @@ def as_run(job: Job, settings: Settings) -> Job:
     """
     compiled = bool(settings.get("compile.enable", False))
     kept = ways_of("fsdp", dp=job.dp, precision=job.precision, compiled=compiled)
+    kept = replace(kept, wide_shards=True)  # of whatever a search shards; replicas have no shards
     if job.recompute.mode == "selective":
         kept = replace(kept, operators=("alternate_mm",))
     return replace(job, framework=kept, vocab_multiple=1)
