@@ -24,7 +24,8 @@ _SECOND = 1_000_000_000
 
 @app.command(
     epilog="Example: stretto diagnose /tmp/dumps, with nccl_trace_rank_0, nccl_trace_rank_1, ... in it "
-    "(TORCH_FR_DUMP_TEMP_FILE=/tmp/dumps/nccl_trace_rank_ makes NCCL's watchdog write them there)"
+    "(TORCH_FR_DUMP_TEMP_FILE=/tmp/dumps/nccl_trace_rank_ makes NCCL's watchdog write them there), "
+    "or: stretto diagnose runs/mine/hang"
 )
 def diagnose(
     dumps: Annotated[Path, typer.Argument(help="A folder with one dump for each rank.")],
@@ -35,8 +36,8 @@ def diagnose(
 ) -> None:
     """Say which rank a hung job waits for, from its ranks' flight-recorder dumps.
 
-    Reads what torch's flight recorder writes (pickle or JSON; NCCL or gloo). A pickle is read as plain data:
-    nothing in it is run.
+    Reads what torch's flight recorder writes (pickle or JSON; NCCL or gloo), and what a run of `stretto
+    train` leaves in its folder when ranks wait in vain. A pickle is read as plain data: nothing in it is run.
 
     Names calls that differ between ranks, the ranks that are missing in a collective, who waits for whom,
     through sends and receives too, and ranks without a dump. The exit code is 1 where something is stuck, 0

@@ -17,6 +17,8 @@ import stretto.run.train.job as job_module
 from stretto.engine.checkpoint.folder import checkpoints
 from stretto.engine.checkpoint.load import verify
 from stretto.run.config import TrainConfig
+from stretto.run.diagnose.dump import read_dumps
+from stretto.run.diagnose.hang import diagnose
 from stretto.run.launch.local import RankFailed, RanksStopped
 from stretto.run.train.job import exit_code, run_job
 from tiny_job import job
@@ -86,6 +88,13 @@ def test_a_rank_that_hangs_is_named_by_the_ranks_that_wait(
     assert "in step 3" in error.failure.message
     assert "gloo" not in error.failure.message
     assert "train.timeout_s" in (error.failure.hint or "")
+    diagnosis = diagnose(read_dumps(config.run.folder / "hang"), world=len(layout) * 2)
+    assert diagnosis.verdict == "missing"
+    assert rank in diagnosis.culprits
+    assert rank in diagnosis.absent
+    if layout == ("layout.pp=2",):  # it waits for a message, and is through with its collectives
+        assert not diagnosis.missing
+        assert {wait.call.group.name for wait in diagnosis.waits} == {"pipeline"}
 
 
 @pytest.mark.parametrize("layout", [(), PP2_DP2, ("layout.tp=2",)])

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +25,26 @@ from stretto.engine.pipeline.versions import WeightVersions
 from stretto.program.action import Action, Kind
 from stretto.program.checks.residency import USES
 from stretto.program.lower import send_releases
-from stretto.program.messages import needed_by
+from stretto.program.messages import channel_of, needed_by
 from stretto.program.program import Program
+
+_WAIT_FOR = "the wait for "  # a message that was sent
+
+
+class Awaited(NamedTuple):
+    """A message that an action waits for: with which pipeline rank, and whether it is sent or received."""
+
+    peer: int
+    sends: bool
 
 
 class PipelineError(RuntimeError):
-    """A rank failed in the middle of a step: at which action, and why."""
+    """A rank failed in the middle of a step: at which action, and why.
+
+    awaited: the message that the action waits for; None: it waits for none.
+    """
+
+    awaited: Awaited | None = None
 
 
 def error_text(error: Exception) -> str:
@@ -138,7 +152,9 @@ class Executor:
                     recorder.record(self.labels[at], call, self.waits[at])
         except Exception as error:
             what = f"pipeline rank {self.rank} at {self.labels[at]}"
-            raise PipelineError(f"{what}: {error_text(error)}") from error
+            failed = PipelineError(f"{what}: {error_text(error)}")
+            failed.awaited = self._awaited(self.labels[at])
+            raise failed from error
         finally:
             live.clear()
 
@@ -230,7 +246,18 @@ class Executor:
 
     def _release(self, send: Action) -> None:
         assert self._exchange is not None
-        self._add(self._exchange.release(send), f"the wait for {send}")
+        self._add(self._exchange.release(send), f"{_WAIT_FOR}{send}")
+
+    def _awaited(self, label: str) -> Awaited | None:
+        """The message that the call with this label waits for."""
+        for action in self.program.orders[self.rank]:
+            message = action if label == f"{_WAIT_FOR}{action}" else None
+            if label == str(action):
+                message = needed_by(self.program, action)
+            if message is not None:
+                source, target, _ = channel_of(self.program, message)
+                return Awaited(target if source == self.rank else source, sends=source == self.rank)
+        return None
 
     def _add(self, call: Call, label: str, wait: Call | None = None) -> None:
         self.calls.append(call)

@@ -174,6 +174,8 @@ class _Findings:
 
     def __init__(self, present: Mapping[int, RankDump], world: int) -> None:
         self._present, self._world = present, world
+        # these wait in a call that is on record as open, so that none of their others has failed
+        self._inside = {rank for rank, dump in present.items() if not all(call.done for call in dump.calls)}
         self.mismatches = list[Mismatch]()
         self.missing = list[Missing]()
         self.stalled = list[Stalled]()
@@ -200,7 +202,9 @@ class _Findings:
         for number in sorted(at):
             each = at[number]
             unfinished = {
-                rank: stuck for rank, mine in each.items() if (stuck := _open(mine, newest[rank] == number))
+                rank: stuck
+                for rank, mine in each.items()
+                if (stuck := _open(mine, newest[rank] == number and rank not in self._inside))
             }
             if not unfinished:
                 continue

@@ -20,6 +20,7 @@ from stretto.run.data.prepare import check_vocabulary, prepare_data
 from stretto.run.data.token_folder import TokenFolder
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.assemble import assemble
+from stretto.run.train.hang_record import HANG, hang_record
 from stretto.run.train.loop import process_group, start_run
 from stretto.run.train.position import TextPosition, find_checkpoint, go_on
 from stretto.run.train.resume import check_fits
@@ -44,6 +45,8 @@ def train_rank(
         check_vocabulary(config, folder)
         job = job_of(config, vocab=folder.index.vocab)
         mesh = Mesh(job.layout, device, timeout)
+        pipeline = job.layout.group(mesh.rank, "pp")
+        cleanup.enter_context(hang_record(config.run.folder / HANG, pipeline))
         notes = list[str]()
         saved = find_checkpoint(config, notes.append)
         if saved is not None:
