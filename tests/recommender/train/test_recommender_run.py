@@ -73,14 +73,14 @@ def spoil_after(session: Any) -> None:
 
 
 def keep_samples(session: Any, path: str) -> None:
-    read = session._source.batch
+    read = session._training.source.batch
 
     def batch(first: int, count: int, part: tuple[int, int]) -> Any:
         with open(f"{path}.{session.rank}", "a", encoding="utf-8") as file:
             file.write(json.dumps([first + part[0], first + part[1]]) + "\n")
         return read(first, count, part)
 
-    session._source.batch = batch
+    session._training.source.batch = batch
 
 
 def keep_notes(session: Any, path: str) -> None:

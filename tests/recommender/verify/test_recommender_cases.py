@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from stretto.errors import StrettoError
 from stretto.recommender.config.load import parse_config
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements, check_placements, physical_tables
 from stretto.recommender.planner.uniform import uniform
+from stretto.recommender.tables.ids import hash as hash_module
+from stretto.recommender.tables.ids.hash import HashIds, lowest
+from stretto.recommender.tables.splitmix import owner
 from stretto.recommender.verify.cases import Case, cases_from_file, configured_case
-from stretto.recommender.verify.every import AllCases, draw, small
+from stretto.recommender.verify.every import KINDS, AllCases, draw, small
 from stretto.recommender.verify.job import VerifyJob, verify
 
 _JOB = """
@@ -158,3 +165,78 @@ def test_drawn_samples_have_what_data_may_lack() -> None:
     (fixed,) = draw(features=tables, numbers=4, samples=7, count=1, kind="fixed", seed=1)
     assert fixed.ids.hot is not None
     assert set(fixed.ids.hot) == {1, 2, 3}
+
+
+def rows_of(config: RecommenderConfig, older: int = 0) -> list[list[list[int]]]:
+    """By hash table and kind of samples: the ids with rows after the steps of a proof.
+
+    Args:
+        older: how much older than `max_age` ids get.
+    """
+    tables, size = config.table_specs(), config.batch.global_size
+    held = list[list[list[int]]]()
+    for number, spec in enumerate(tables):
+        if spec.ids != "hash":
+            continue
+        held.append([])
+        for kind in KINDS:
+            ids = HashIds(replace(spec, max_age=None if spec.max_age is None else spec.max_age + older))
+            drawn = draw(features=tables, numbers=4, samples=size, count=3, kind=kind, seed=KINDS.index(kind))
+            for step, batch in enumerate(drawn):
+                ids.evict(step)
+                ids.rows(batch.ids.ids.split(batch.ids.counts())[number], step)
+            state = ids.state()
+            held[-1].append(state["ids"][state["rows"] >= 0].tolist())
+    return held
+
+
+Lowest = Callable[[Sequence[Tensor], int, Any], Tensor]
+
+
+def in_order(order: Sequence[int]) -> Lowest:
+    return lambda keys, k, group: lowest([keys[at] for at in order], k, group)
+
+
+def newest(keys: Sequence[Tensor], k: int, group: Any) -> Tensor:
+    return ~lowest(keys, len(keys[0]) - k, group)
+
+
+def of_each_shard(keys: Sequence[Tensor], k: int, group: Any) -> Tensor:
+    """As if each of two shards evicted half of them."""
+    gone = torch.zeros(len(keys[0]), dtype=torch.bool)
+    for part in (0, 1):
+        shard = torch.nonzero(owner(keys[-1], 2) == part).flatten()
+        gone[shard] = lowest([key[shard] for key in keys], min(k // 2, len(shard)), group)
+    return gone
+
+
+WRONG: dict[str, Lowest] = {
+    **{f"order {order}": in_order(order) for order in permutations(range(3)) if order != (0, 1, 2)},
+    "newest": newest,
+    "each shard by itself": of_each_shard,
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("policy", ["least-frequent", "age"])
+def test_all_cases_evict_among_equals(monkeypatch: pytest.MonkeyPatch, ranks: int, policy: str) -> None:
+    """Any other choice of what to evict leaves other ids, under either policy."""
+    config = small(job(), ranks)
+    right = rows_of(config)
+    tables = [spec for spec in config.table_specs() if spec.ids == "hash"]
+    for name, wrong in WRONG.items():
+        monkeypatch.setattr(hash_module, "lowest", wrong)
+        held = rows_of(config)
+        assert any(
+            ours != theirs
+            for spec, ours, theirs in zip(tables, held, right, strict=True)
+            if spec.evict == policy
+        ), name
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_all_cases_evict_by_age_alone(ranks: int) -> None:
+    config = small(job(), ranks)
+    aged = [spec.max_age is not None for spec in config.table_specs() if spec.ids == "hash"]
+    differ = [ours != theirs for ours, theirs in zip(rows_of(config, 1), rows_of(config), strict=True)]
+    assert differ == aged

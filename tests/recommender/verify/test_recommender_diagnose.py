@@ -8,18 +8,25 @@ from typing import Any
 import pytest
 
 from stretto.prove.compare import Comparison
+from stretto.recommender.placement import TableSpec
 from stretto.recommender.verify.diagnose import Evidence, WrongShard, diagnose
 
 _TABLES = ("C1", "C2")
 _ALL = (*_TABLES, "top.0.weight", "top.0.bias")
+_FEATURES = (
+    TableSpec(name="C1", rows=9, dim=4, ids="hash"),
+    TableSpec(name="C2", rows=9, dim=4),
+    TableSpec(name="C3", rows=9, dim=4, ids="quotient-remainder"),
+)
 
 
 def compared(ratios: dict[str, float] | None = None, residual: float = 0.0) -> Comparison:
     """Parameters that are so many times the reference; others are equal."""
     wrong = ratios or {}
-    every = {name: wrong.get(name, 1.0) for name in _ALL}
-    errors = {name: max(abs(every[name] - 1.0), residual) if name in wrong else 0.0 for name in _ALL}
-    left = {name: residual if name in wrong else 0.0 for name in _ALL}
+    names = dict.fromkeys((*_ALL, *wrong))
+    every = {name: wrong.get(name, 1.0) for name in names}
+    errors = {name: max(abs(every[name] - 1.0), residual) if name in wrong else 0.0 for name in names}
+    left = {name: residual if name in wrong else 0.0 for name in names}
     return Comparison(errors, every, left)
 
 
@@ -28,6 +35,7 @@ def seen(**changes: Any) -> Evidence:
     equal = Evidence(
         ranks=2,
         tables=_TABLES,
+        features=_FEATURES,
         copied=["C2"],
         by_columns=["C1"],
         initial=[],
@@ -71,8 +79,55 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "(only part 1 of 2 of C1, on rank 1)",
     ),
     (
-        {"gradients": compared({"top.0.weight": 0.6}, 0.2)},
+        {"gradients": compared({"top.0.weight": 0.5}, 0.2)},
         "the gradient of top.0.weight differs: it is not summed over all ranks",
+    ),
+    (
+        {"gradients": compared({"top.0.weight": 0.6}, 0.2)},
+        "the gradient of top.0.weight differs in direction: the backward of the dense networks differs",
+    ),
+    (
+        {"gradients": compared({"top.0.weight": 20.0, "top.0.bias": 20.0}), "clipped": 0.05},
+        "the gradient of every dense parameter is 20 times the reference: the inverse of the factor that "
+        "clips, so the gradients of dense networks are not clipped",
+    ),
+    (
+        {"weights": compared({"C1": 1.1}), "moves": compared({"C1": 20.0}), "clipped": 0.05, "states": None},
+        "gradients are equal, but the rows of C1 are updated by more, by the inverse of the factor that "
+        "clips: the gradients of tables are not clipped",
+    ),
+    (
+        {"gradients": compared({"C1": 1.0 + 1e-7})},
+        "the gradient of C1 is 1.0000001 times the reference: wrong gradient scale",
+    ),
+    (
+        {
+            "gradients": compared({"C3.quotient": 0.9}, 0.1),
+            "tables": (*_TABLES, "C3.quotient"),
+            "duplicates_lost": ["C3.quotient"],
+        },
+        "the gradient of C3.quotient differs in direction, and only quotient-remainder tables do: the "
+        "gradient of each factor is that of the vector times the other factor",
+    ),
+    (
+        {"loss": 0.71, "vectors": compared({"C3": 1.1})},
+        "the loss is 1.014285714 times the reference: only what quotient-remainder tables return is wrong, "
+        "C3: ids are split, or their two vectors are combined, in another way",
+    ),
+    (
+        {"loss": 0.71, "vectors": compared({"C1": 1.1})},
+        "the loss is 1.014285714 times the reference: only what hash tables return is wrong, C1: ids have "
+        "other rows, or are admitted or evicted at another time",
+    ),
+    (
+        {"loss": 0.71, "vectors": compared({"C2": 1.1})},
+        "the loss is 1.014285714 times the reference: what C2 returns is wrong: other rows are looked up, or "
+        "sums are wrong",
+    ),
+    (
+        {"loss": 0.71, "vectors": compared()},
+        "the loss is 1.014285714 times the reference, of equal vectors from all tables: the dense networks "
+        "or the mean over the batch differ",
     ),
     ({"loss": 1.4}, "the loss is 2 times the reference: it is no mean over the global batch"),
     (

@@ -154,6 +154,7 @@ class Recommender:
         updates: steps made, including those before a resume.
         recorded: with `record`, the tables' gradients of the last step: for each shard its local rows [u]
             and their gradient [u, width].
+        looked_up: with `record`, the pooled vectors of the last step, [samples, features, dim].
     """
 
     def __init__(
@@ -178,6 +179,7 @@ class Recommender:
         self.updates = 0
         self.factor = 1.0
         self.recorded = list[tuple[LocalShard, Tensor, Tensor]]()
+        self.looked_up: Tensor | None = None
 
     @classmethod
     def build(
@@ -258,6 +260,8 @@ class Recommender:
         lookups.answer()
         x = self.net.bottom(batch.dense) if overlap else None
         vectors = lookups.vectors().requires_grad_()
+        if self.record:
+            self.looked_up = vectors.detach().clone()
         x = self.net.bottom(batch.dense) if x is None else x
         if coming is not None:
             coming.send_rows()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -13,19 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.engine.optim.rate import Rate
-from stretto.recommender.clicks.batch import ClickBatch, ClickSource
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements
-from stretto.recommender.train.clicks import ClickData, open_clicks, rank_slice
+from stretto.recommender.train.clicks import ClickData, open_clicks
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.evaluate import Evaluation
 from stretto.recommender.train.placement import to_json
 from stretto.recommender.train.position import save_run
 from stretto.recommender.train.report import ClickEval, ClickStep, placement_table
+from stretto.recommender.train.step import TrainingStep
 from stretto.run.launch.failure import TrainingFailed
 from stretto.run.launch.stop import StopRequest
-from stretto.run.train.loop import Outcome, Position, StepReport, TrainingLoop, agree
+from stretto.run.train.loop import Outcome, Position, TrainingLoop
 from stretto.run.train.metrics import Metrics
 
 _WINDOW = 50  # steps of the median speed
@@ -64,26 +63,21 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
     ) -> None:
         super().__init__(config, position, saved, metrics)
         self.recommender = recommender
-        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._data = data
         self._placements = placements
-        self._device = device
-        self._ratio = Rate(config.optim.rate.settings(), 1.0, config.train.steps)
         self._speeds = deque[float](maxlen=_WINDOW)
-        self._part = rank_slice(config.batch.global_size, self.rank, self.world)
-        self._source: ClickSource = open_clicks(config, data, "train")
+        self._training = TrainingStep(config, recommender, open_clicks(config, data, "train"), device)
         self._warned_of_second_epoch = False
         self._evaluation = Evaluation(config, data, recommender) if config.eval.every else None
         self._quality: ClickEval | None = None
         self._fullest: float | None = None
-        self._reader: ThreadPoolExecutor | None = None
-        self._coming: tuple[int, Future[ClickBatch] | ClickBatch] | None = None
 
     def run(self, stop: StopRequest) -> ClickOutcome:
         """Train to the last step, or to the step at which a rank was asked to stop; then save."""
         # synthetic clicks need no prefetching: computing them would only compete with the step for its core
         with ThreadPoolExecutor(1) as pool:
-            self._reader = pool if self._data.path is not None else None
+            self._training.reader = pool if self._data.path is not None else None
             stopped = self.train(stop)
         return ClickOutcome(
             step=self.position.step,
@@ -102,13 +96,10 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
         position = self.position
         size = self.config.batch.global_size
         self._warn_of_second_epoch(position.samples + size)
-        batch = self._read(position.samples)
-        last = position.step + 1 == self.config.train.steps
-        following = None if last else self._read(position.samples + size)
-        ratio = self._ratio(position.step)
-        self.recommender.factor = ratio
-        result = self.recommender.step(batch, following)
-        loss, stopping = self._agree(result.loss_sum, f"step {position.step + 1}", stop)
+        trained = self._training.run(step=position.step, seen=position.samples, stop=stop)
+        for rank in trained.agreed.bad_microbatches:
+            raise TrainingFailed(f"step {position.step + 1}: the loss on rank {rank} is not finite")
+        self._fullest, loss = trained.agreed.memory_gib, trained.agreed.loss
         position.step += 1
         position.samples += size
         position.loss = loss
@@ -119,64 +110,27 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
             record = ClickStep(
                 step=position.step,
                 loss=loss,
-                grad_norm=result.norm,
-                lr=optim.dense.lr * ratio,
-                lr_tables=optim.tables.lr * ratio,
+                grad_norm=trained.norm,
+                lr=optim.dense.lr * trained.ratio,
+                lr_tables=optim.tables.lr * trained.ratio,
                 samples=position.samples,
-                epoch=position.samples / len(self._source),
+                epoch=position.samples / self._training.epoch,
                 samples_per_s=size / seconds,
                 step_time_s=seconds,
                 memory_gib=self._fullest,
             )
             self.metrics.step(record)
-        return stopping
+        return trained.agreed.stop
 
     def _warn_of_second_epoch(self, samples: int) -> None:
         """Warns once when a step takes training samples that were seen before."""
-        if samples > len(self._source) and not self._warned_of_second_epoch:
+        if samples > self._training.epoch and not self._warned_of_second_epoch:
             self._warned_of_second_epoch = True
             self.note(
-                f"warning: step {self.position.step + 1} begins a second epoch of {len(self._source):,} "
+                f"warning: step {self.position.step + 1} begins a second epoch of {self._training.epoch:,} "
                 "training samples; click models overfit from here on (the one-epoch phenomenon, Zhang et al. "
                 "2022): trust the held-out logloss (eval.every), not the training loss"
             )
-
-    def _read(self, first: int) -> ClickBatch:
-        """This rank's samples of the global batch that starts at sample `first`; prefetches the next batch if
-        samples are read from files.
-        """
-        coming, self._coming = self._coming, None
-        pending = coming[1] if coming is not None and coming[0] == first else self._take(first)
-        batch = pending.result() if isinstance(pending, Future) else pending
-        if self._reader is not None:
-            after = first + self.config.batch.global_size
-            self._coming = after, self._reader.submit(self._take, after)
-        else:
-            self._coming = first, batch
-        return batch
-
-    def _take(self, first: int) -> ClickBatch:
-        return self._source.batch(first, self.config.batch.global_size, self._part)
-
-    def _agree(self, loss: torch.Tensor, where: str, stop: StopRequest) -> tuple[float, bool]:
-        """The loss of the global batch and whether to stop, the same on every rank.
-
-        Raises:
-            TrainingFailed: a loss is not finite; on all ranks, naming the step and the rank.
-        """
-        total, finite = float(loss), bool(loss.isfinite())
-        on_gpu = self._device.type == "cuda"
-        report = StepReport(
-            loss=total if finite else 0.0,
-            bad_microbatch=None if finite else 0,
-            stop=stop.signal is not None,
-            memory_gib=torch.cuda.max_memory_allocated(self._device) / 2**30 if on_gpu else 0.0,
-        )
-        agreed = agree(report, self._device)
-        for rank in agreed.bad_microbatches:
-            raise TrainingFailed(f"{where}: the loss on rank {rank} is not finite")
-        self._fullest = agreed.memory_gib
-        return agreed.loss, agreed.stop
 
     def evaluate(self) -> ClickEval:
         """Quality on the first `eval.batches` global batches of the held-out samples."""

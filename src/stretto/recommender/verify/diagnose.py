@@ -16,7 +16,7 @@ from torch import Tensor
 from stretto.engine.parallel.control import gather_json
 from stretto.prove.compare import NOTHING, Comparison, relative
 from stretto.prove.diagnose import SAME, TOLERANCE, Verdict, above, listing
-from stretto.recommender.placement import Placements
+from stretto.recommender.placement import Placements, TableSpec, physical_tables
 from stretto.recommender.verify.local_shards import Compared, ShardRows
 from stretto.recommender.verify.reference import Snapshot
 
@@ -89,11 +89,16 @@ class Evidence:
 
     ranks: their number.
     tables: names of the stored tables; all else is dense.
+    features: the table of each feature.
     copied, by_columns: replicated tables, and tables split by columns.
     initial: tables whose initial values differ.
-    gradients: of tables and dense parameters; None where the step did not record them, as in training.
+    vectors: what is looked up and pooled, by feature; None where the step did not record it.
+    gradients: of tables and dense parameters, before clipping; None where the step did not record them, as
+        in training.
     norm, reference_norm: None where it is not computed.
+    clipped: the factor by which the reference's gradients are clipped.
     copied_square: the share of replicated tables in the reference's squared norm.
+    moves: by how much the step has changed the rows of tables, those of hash tables left out.
     duplicates_lost: tables where only rows looked up more than once are wrong.
     local_statistic: tables whose row statistic covers each shard's columns only.
     shards: shards whose rows differ.
@@ -102,17 +107,21 @@ class Evidence:
 
     ranks: int
     tables: Collection[str]
+    features: Sequence[TableSpec] = ()
     copied: Collection[str]
     by_columns: Collection[str]
     initial: Sequence[str]
     loss: float
     reference_loss: float
+    vectors: Comparison | None = None
     gradients: Comparison | None
     norm: float | None
     reference_norm: float
+    clipped: float = 1.0
     copied_square: float
     weights: Comparison
     states: Comparison | None
+    moves: Comparison | None = None
     predict: float
     duplicates_lost: Sequence[str] = ()
     local_statistic: Sequence[str] = ()
@@ -146,7 +155,34 @@ def _loss(evidence: Evidence) -> str:
     for factor, words in ((evidence.ranks, "times"), (1 / evidence.ranks, "of")):
         if evidence.ranks > 1 and abs(ratio / factor - 1.0) < SAME:
             return f"the loss is {ratio:.6g} {words} the reference: it is no mean over the global batch"
-    return f"the loss is {ratio:.10g} times the reference: other rows are looked up, or sums are wrong"
+    said = f"the loss is {ratio:.10g} times the reference"
+    if evidence.vectors is None:
+        return f"{said}: other rows are looked up, or sums are wrong"
+    wrong = above(evidence.vectors.errors)
+    if not wrong:
+        return (
+            f"{said}, of equal vectors from all tables: the dense networks or the mean over the batch differ"
+        )
+    return f"{said}: {_vectors(wrong, evidence.features)}"
+
+
+def _vectors(wrong: list[str], features: Sequence[TableSpec]) -> str:
+    """Why the pooled vectors of some features are wrong."""
+    kinds = {
+        "quotient-remainder tables": [spec.name for spec in features if spec.ids == "quotient-remainder"],
+        "hash tables": [spec.name for spec in features if spec.ids == "hash"],
+        "tables pooled by their mean": [spec.name for spec in features if spec.pooling == "mean"],
+    }
+    causes = (
+        "ids are split, or their two vectors are combined, in another way",
+        "ids have other rows, or are admitted or evicted at another time",
+        "sums are divided by another number of ids",
+    )
+    for (kind, names), cause in zip(kinds.items(), causes, strict=True):
+        if set(wrong) <= set(names) and len(names) < len(features):
+            return f"only what {kind} return is wrong, {listing(wrong)}: {cause}"
+    whose = _some(wrong, [spec.name for spec in features], "table")
+    return f"what {whose} returns is wrong: other rows are looked up, or sums are wrong"
 
 
 def _gradients(wrong: list[str], evidence: Evidence, comparison: Comparison) -> str:
@@ -162,20 +198,48 @@ def _gradients(wrong: list[str], evidence: Evidence, comparison: Comparison) -> 
     middle = sorted(ratios)[len(ratios) // 2]
     scaled = all(abs(ratio / middle - 1.0) < SAME for ratio in ratios) if middle else False
     if scaled and max(comparison.residuals[name] for name in wrong) <= SAME:
-        return f"{where} is {middle:.6g} times the reference: {_scale(middle, evidence)}"
+        whose = "dense networks" if not tables else "tables" if not dense else "all"
+        return f"{where} is {times(middle)} times the reference: {_scale(middle, evidence, whose)}"
+    if not dense and set(tables) <= _factors(evidence.features):
+        return (
+            f"{where} differs in direction, and only quotient-remainder tables do: the gradient of each "
+            "factor is that of the vector times the other factor"
+        )
     if tables and not dense and evidence.duplicates_lost and set(tables) <= set(evidence.duplicates_lost):
         return (
             f"{where} differs only in rows that were looked up more than once: lookups of one row are lost, "
             "not summed"
         )
     if dense and not tables:
-        return f"{where} differs: it is not summed over all ranks"
+        # of what ranks hold, the ratio is that of the mean
+        apart = all(abs(comparison.ratios[name] * evidence.ranks - 1.0) < SAME for name in dense)
+        if evidence.ranks > 1 and apart:
+            return f"{where} differs: it is not summed over all ranks"
+        return f"{where} differs in direction: the backward of the dense networks differs"
     return f"{where} differs in direction: gradients go to other rows, or some ranks' are missing" + _where(
         evidence, tables
     )
 
 
-def _scale(ratio: float, evidence: Evidence) -> str:
+def _factors(features: Sequence[TableSpec]) -> set[str]:
+    """The stored tables of quotient-remainder tables."""
+    return {
+        stored.name
+        for spec in features
+        if spec.ids == "quotient-remainder"
+        for stored in physical_tables([spec])
+    }
+
+
+def times(ratio: float) -> str:
+    """The ratio in as many digits as tell it from 1."""
+    digits = next((n for n in range(6, 17) if f"{ratio:.{n}g}" != "1"), 17)
+    return f"{ratio:.{digits}g}"
+
+
+def _scale(ratio: float, evidence: Evidence, whose: str) -> str:
+    if evidence.clipped < 1.0 and abs(ratio * evidence.clipped - 1.0) < SAME:
+        return f"the inverse of the factor that clips, so the gradients of {whose} are not clipped"
     if evidence.ranks > 1 and abs(ratio / evidence.ranks - 1.0) < SAME:
         return (
             f"scaled by the number of ranks ({evidence.ranks}), as losses that are means of each rank's "
@@ -188,16 +252,30 @@ def _scale(ratio: float, evidence: Evidence) -> str:
 
 def _norm(evidence: Evidence, norm: float) -> str:
     ratio = norm / evidence.reference_norm if evidence.reference_norm else 1.0
-    words = f"gradients are equal but their norm is {ratio:.6g} times the reference, so clipping is wrong"
-    times = (
+    words = f"gradients are equal but their norm is {times(ratio)} times the reference, so clipping is wrong"
+    count = (
         1.0 + (norm**2 - evidence.reference_norm**2) / evidence.copied_square
         if evidence.copied_square
         else 1.0
     )
-    if abs(times - round(times)) < SAME and round(times) in (0, *range(2, evidence.ranks + 1)):
-        counted = f"counted {round(times)} times" if times > 1 else "not counted"
+    if abs(count - round(count)) < SAME and round(count) in (0, *range(2, evidence.ranks + 1)):
+        counted = f"counted {round(count)} times" if count > 1 else "not counted"
         return f"{words}: tables that every rank copies are {counted}"
     return f"{words}: a shard is left out, or counted more than once"
+
+
+def _unclipped(states: Sequence[str], tables: Sequence[str], evidence: Evidence) -> bool:
+    """Whether a first step has changed tables and their states as gradients do that are not clipped."""
+    if evidence.clipped >= 1.0 or not tables:
+        return False
+    if states and evidence.states is not None:
+        factors = [evidence.states.ratios[name] for name in states]
+        powers = (1 / evidence.clipped, evidence.clipped**-2)
+        return all(any(abs(factor / power - 1.0) < SAME for power in powers) for factor in factors)
+    if evidence.moves is None:
+        return False
+    ratios = [evidence.moves.ratios[name] for name in tables if name in evidence.moves.ratios]
+    return bool(ratios) and all(abs(ratio * evidence.clipped - 1.0) < SAME for ratio in ratios)
 
 
 def _update(states: list[str], weights: list[str], evidence: Evidence) -> str:
@@ -205,6 +283,11 @@ def _update(states: list[str], weights: list[str], evidence: Evidence) -> str:
     dense = [name for name in weights if name not in evidence.tables]
     equal = "gradients are equal, but " if evidence.gradients is not None else "without gradients being kept "
     owners = [name.rpartition(".")[0] for name in states]
+    if _unclipped(states, tables, evidence):
+        return (
+            f"{equal}the rows of {listing(tables)} are updated by more, by the inverse of the factor that "
+            "clips: the gradients of tables are not clipped"
+        )
     if states and evidence.local_statistic and set(owners) <= set(evidence.local_statistic):
         return (
             f"{equal}the row statistic of {listing(owners)} is that of each shard's own columns: it is not "

@@ -1,4 +1,4 @@
-"""AllCases placement on a number of ranks with every optimiser, on small tables of every kind.
+"""Every placement on a number of ranks with every optimiser, on small tables of every kind.
 
 Each placement is combined with each pair of a table and a dense optimiser. The remaining options (kinds of
 samples, overlap, clipping, interaction) rotate, so that each value meets each placement and each optimiser.
@@ -67,10 +67,12 @@ def _batch(
 
 
 def _ids(spec: TableSpec, n: int, generator: Generator) -> Tensor:
-    """Skewed ids, half of them from the first eighth; beyond 32 bits, and beyond 40 for hash tables."""
-    rank = torch.rand(n, generator=generator, dtype=torch.float64) ** 3
+    """Skewed ids, half of them from the first eighth, beyond 32 bits; of hash tables uniform from twice as
+    many as are drawn, beyond 40 bits: a third of them come once in two steps, so that evictions meet ties.
+    """
     if spec.ids == "hash":
-        return (rank * 2 * spec.rows).long() * (2**40 + 15)
+        return torch.randint(0, 2 * n + 1, (n,), generator=generator) * (2**40 + 15)
+    rank = torch.rand(n, generator=generator, dtype=torch.float64) ** 3
     laps = torch.randint(0, 2**40 // spec.rows, (n,), generator=generator)
     return (rank * spec.rows).long() + laps * spec.rows
 
@@ -82,16 +84,27 @@ _STEP = 7
 _MIXES = 4
 _CACHE = 0.3  # share of rows: large tables evict rows, the caches of small ones must grow
 _CLIP = 0.05  # below every gradient norm here
-_TABLES: tuple[dict[str, Any], ...] = (
-    {"rows": 300},
-    {"rows": 90, "pooling": "mean"},
-    {"rows": 1},  # fewer rows than parts
-    {"rows": 40, "ids": "quotient-remainder", "divisor": 7},
-    {"rows": 30, "ids": "quotient-remainder", "pooling": "mean"},
-    {"rows": 12, "ids": "hash", "admit": 2, "evict_every": 2, "pooling": "mean"},
-    {"rows": 10, "ids": "hash", "evict": "age", "max_age": 1, "evict_every": 2},
-    {"rows": 3},
-)
+
+
+def _tables(ranks: int) -> list[TableConfig]:
+    """Tables of every kind. Hash tables have so few rows that both policies evict among ids that are equal in
+    what they look at first, and keep some of them; but for one from which ids go by their age alone.
+    """
+    hashed: list[dict[str, Any]] = [
+        {"rows": 4 * ranks, "evict_every": 2},
+        {"rows": 2 * ranks, "evict_every": 2, "admit": 2, "pooling": "mean"},
+        {"rows": 40 * ranks, "evict_every": 1, "evict": "age", "max_age": 1},  # by age, before there are many
+        {"rows": 4 * ranks, "evict_every": 2, "evict": "age"},
+    ]
+    others: list[dict[str, Any]] = [
+        {"rows": 300},
+        {"rows": 90, "pooling": "mean"},
+        {"rows": 1},  # fewer rows than parts
+        {"rows": 40, "ids": "quotient-remainder", "divisor": 7},
+        {"rows": 30, "ids": "quotient-remainder", "pooling": "mean"},
+        {"rows": 3},
+    ]
+    return [TableConfig(**table) for table in others] + [TableConfig(ids="hash", **one) for one in hashed]
 
 
 def small(config: RecommenderConfig, ranks: int) -> RecommenderConfig:
@@ -99,9 +112,7 @@ def small(config: RecommenderConfig, ranks: int) -> RecommenderConfig:
     optimiser settings are kept.
     """
     dim = max(5, ranks)  # 5 columns do not divide evenly
-    model = RecommenderModel(
-        family="dlrm", dense=4, bottom=[6, dim], top=[7, 1], tables=[TableConfig(**one) for one in _TABLES]
-    )
+    model = RecommenderModel(family="dlrm", dense=4, bottom=[6, dim], top=[7, 1], tables=_tables(ranks))
     batch = config.batch.model_copy(update={"global_size": 5 * ranks + 1})
     layout = config.layout.model_copy(update={"ranks": ranks})
     return config.model_copy(update={"model": model, "batch": batch, "layout": layout})

@@ -114,22 +114,20 @@ def _rank(
     if on_rank is not None:
         on_rank()
     try:
-        references = References(config, proposal.features, steps, _data(proposal, steps))
+        references = References(config, proposal.features, steps, _data(proposal))
         progress: Any = None if quiet else Progress(len(proposal.cases))
         return prove(references, proposal.cases, folder, progress)
     finally:
         dist.destroy_process_group()
 
 
-def _data(proposal: VerifyJob, steps: int) -> Any:
-    """The first batches of the job's training samples, one more than steps."""
+def _data(proposal: VerifyJob) -> Any:
+    """The job's training samples."""
     if proposal.clicks is None:
         return None
     from stretto.recommender.train.clicks import open_clicks
 
-    size = proposal.config.batch.global_size
-    source = open_clicks(proposal.config, proposal.clicks, "train")
-    return [source.batch(step * size, size) for step in range(steps + 1)]
+    return open_clicks(proposal.config, proposal.clicks, "train")
 
 
 def _check_memory(proposal: VerifyJob, ranks: int, steps: int) -> None:

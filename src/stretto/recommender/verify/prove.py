@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import nan
 from pathlib import Path
 
 import torch
@@ -14,11 +17,12 @@ from torch import Tensor
 from stretto.engine.parallel.control import gather_json
 from stretto.prove.compare import NOTHING, Comparison, Pairs, compare_pairs, relative
 from stretto.prove.diagnose import TOLERANCE
-from stretto.recommender.clicks.batch import ClickBatch
+from stretto.recommender.clicks.batch import ClickBatch, ClickSource
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import TableSpec, physical_tables
 from stretto.recommender.train.clicks import rank_slice
 from stretto.recommender.train.engine import Recommender
+from stretto.recommender.train.step import TrainedStep, TrainingStep
 from stretto.recommender.verify.cases import Case
 from stretto.recommender.verify.diagnose import (
     Evidence,
@@ -37,7 +41,7 @@ from stretto.recommender.verify.local_shards import (
     pairs_by_name,
     shard_rows,
 )
-from stretto.recommender.verify.reference import Reference, Snapshot, known_ids, rate_of
+from stretto.recommender.verify.reference import Reference, Snapshot, known_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +49,31 @@ class ReferenceRun:
     """The training steps of the reference, in one process.
 
     Attributes:
-        batches, probe: the training batches, and the batch that is scored after each step.
+        samples: what is trained on; the batch after the last step's is scored after each step.
+        probe: that batch.
         known: for each hash table, the ids of its rows.
         initial: the tables before the first step.
     """
 
-    batches: Sequence[ClickBatch]
+    samples: ClickSource
     probe: ClickBatch
     known: dict[str, Tensor]
     initial: dict[str, Tensor]
     snapshots: Sequence[Snapshot]
+
+
+class Drawn:
+    """Batches of one size as a source of samples."""
+
+    def __init__(self, batches: Sequence[ClickBatch]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return sum(batch.samples for batch in self._batches)
+
+    def batch(self, first: int, count: int, part: tuple[int, int] | None = None) -> ClickBatch:
+        whole = self._batches[first // count]
+        return whole if part is None else whole.part(*part)
 
 
 class References:
@@ -62,7 +81,7 @@ class References:
 
     Args:
         features: one table for each.
-        data: the job's first batches, of which the last is only scored; None: all samples are random.
+        data: the job's samples; None: all samples are random.
     """
 
     def __init__(
@@ -70,7 +89,7 @@ class References:
         config: RecommenderConfig,
         features: Sequence[TableSpec],
         steps: int,
-        data: Sequence[ClickBatch] | None = None,
+        data: ClickSource | None = None,
     ) -> None:
         self.config = config
         self.features = features
@@ -81,31 +100,32 @@ class References:
     def of(self, case: Case) -> ReferenceRun:
         """The run that a case must equal."""
         if case.reference not in self._runs:
-            batches = self._batches(case)
+            samples, size = self._samples(case), self.config.batch.global_size
+            *steps, probe = batches = [samples.batch(at * size, size) for at in range(self.steps + 1)]
             reference = Reference(case.apply(self.config, self.features), self.features, batches)
             initial = {name: table.values.clone() for name, table in reference.tables.items()}
-            *steps, probe = batches
             snapshots = [reference.step(number, batch, probe) for number, batch in enumerate(steps)]
             known = known_ids(self.features, batches)
             self._runs[case.reference] = ReferenceRun(
-                batches=steps, probe=probe, known=known, initial=initial, snapshots=snapshots
+                samples=samples, probe=probe, known=known, initial=initial, snapshots=snapshots
             )
         return self._runs[case.reference]
 
-    def _batches(self, case: Case) -> Sequence[ClickBatch]:
+    def _samples(self, case: Case) -> ClickSource:
         if case.samples == "data":
             assert self._data is not None
             return self._data
         numbers, size = self.config.model.numbers, self.config.batch.global_size
         seed = self.config.train.seed + KINDS.index(case.samples)
-        return draw(
+        drawn = draw(
             features=self.features,
             numbers=numbers,
             samples=size,
-            count=self.steps + 1,
+            count=self.steps + 2,  # training reads one batch ahead
             kind=case.samples,
             seed=seed,
         )
+        return Drawn(drawn)
 
 
 def prove(
@@ -131,8 +151,10 @@ def prove(
 
 
 class Proof:
-    """One case. Every other step records the tables' gradients, which makes the update two-phase; the others
-    update as in training.
+    """One case, trained twice by the steps of training. The first time all is compared after every step, and
+    the tables' gradients are recorded, which makes the update two-phase. The second time nothing is looked at
+    between steps, for reading a table waits for what updates it: losses and norms as they come, everything
+    else once, after the last step.
     """
 
     def __init__(self, references: References, case: Case, folder: Path) -> None:
@@ -145,29 +167,66 @@ class Proof:
 
     def verdict(self) -> TableVerdict:
         """The verdict over all steps up to the first that differs. Collective."""
+        verdicts = self._read_steps(record=True)
+        if verdicts[-1].equal:
+            verdicts.append(self._unread_steps())
+            if not verdicts[-1].equal:
+                again = self._read_steps(record=False)  # as in training, but for the reading
+                verdicts = verdicts if again[-1].equal else again
+        return _worst(verdicts)
+
+    def _read_steps(self, record: bool) -> list[TableVerdict]:
+        """A verdict after each step, up to the first that differs: later ones would only follow from it."""
+        verdicts = list[TableVerdict]()
+        with self._training(record=record) as (recommender, training):
+            self._initial = self._compare_initial(recommender, shard_rows(recommender, self.trained.known))
+            for number in range(len(self.trained.snapshots)):
+                trained = self._step(training, number)
+                verdicts.append(self._verdict(self._evidence(recommender, number, trained)))
+                if not verdicts[-1].equal:
+                    break
+        return verdicts
+
+    def _unread_steps(self) -> TableVerdict:
+        """The verdict on steps between which nothing is read."""
+        with self._training(record=False) as (recommender, training):
+            steps = [self._step(training, number) for number in range(len(self.trained.snapshots))]
+            verdict = self._verdict(self._evidence(recommender, len(steps) - 1, steps[-1]))
+        pairs = list(zip(steps, self.trained.snapshots, strict=True))
+        losses = [relative(_loss_of(trained), expected.loss) for trained, expected in pairs]
+        norms = [relative(t.norm, expected.norm) for t, expected in pairs if t.norm is not None]
+        verdict = replace(verdict, loss_error=max(losses), norm_error=max(norms, default=None))
+        if verdict.equal:
+            return verdict
+        wrong = next((n for n, loss in enumerate(losses, 1) if not loss <= TOLERANCE), None)
+        where = "after the last step" if wrong is None else f"from step {wrong} on"
+        return replace(
+            verdict,
+            diagnosis=f"equal when tables are read after every step, but different {where} when nothing is "
+            "read in between: rows or weights are used before they are updated",
+        )
+
+    @contextmanager
+    def _training(self, record: bool) -> Generator[tuple[Recommender, TrainingStep]]:
+        """This rank of the job from the beginning; where nothing is recorded, it reads samples ahead."""
         recommender = Recommender.build(
             self.config,
             self.references.features,
             self.case.placements,
             "cpu",
-            record=True,
+            record=record,
             folder=self._folder,
         )
-        verdicts = list[TableVerdict]()
+        training = TrainingStep(self.config, recommender, self.trained.samples, torch.device("cpu"))
         try:
-            shards = shard_rows(recommender, self.trained.known)
-            self._initial = self._compare_initial(recommender, shards)
-            parts = [batch.part(*self._slice(batch)) for batch in self.trained.batches]
-            for number, (part, expected) in enumerate(zip(parts, self.trained.snapshots, strict=True)):
-                following = parts[number + 1] if number + 1 < len(parts) else None
-                recommender.record = number % 2 == 0
-                evidence = self._step(recommender, number, part, following, expected)
-                verdicts.append(self._verdict(evidence))
-                if not verdicts[-1].equal:  # later differences would only follow from this one
-                    break
+            with ThreadPoolExecutor(1) as pool:
+                training.reader = None if record else pool
+                yield recommender, training
         finally:
             recommender.close()
-        return _worst(verdicts)
+
+    def _step(self, training: TrainingStep, number: int) -> TrainedStep:
+        return training.run(step=number, seen=number * self.config.batch.global_size)
 
     def _slice(self, batch: ClickBatch) -> tuple[int, int]:
         return rank_slice(batch.samples, _rank(), self.case.ranks)
@@ -182,22 +241,14 @@ class Proof:
         wrong = [name for name, error in errors.items() if not error <= TOLERANCE]
         return wrong, _wrong(compared, self.case.placements)
 
-    def _step(
-        self,
-        recommender: Recommender,
-        number: int,
-        part: ClickBatch,
-        following: ClickBatch | None,
-        expected: Snapshot,
-    ) -> Evidence:
-        recommender.factor = rate_of(self.config).ratio(number)
-        result = recommender.step(part, following)
-        loss = float(_sum_over_ranks(result.loss_sum.double().reshape(1)))
+    def _evidence(self, recommender: Recommender, number: int, trained: TrainedStep) -> Evidence:
+        """What a step shows, the last one that was made."""
+        expected = self.trained.snapshots[number]
         shards = shard_rows(recommender, self.trained.known)
         recorded, gradients = list[Compared](), None
         if recommender.record:
             recorded = list(compare_gradients(recommender, shards, expected.gradients))
-            gradients = self._gradients(recommender, recorded, result.norm, expected)
+            gradients = self._gradients(recommender, recorded, trained.norm, expected)
         values, states = compare_rows(recommender, shards, expected.tables, expected.states)
         pairs: dict[str, Pairs] = pairs_by_name(values, self.stored)
         for name, parameter in recommender.net.named_parameters():
@@ -212,17 +263,21 @@ class Proof:
         return Evidence(
             ranks=self.case.ranks,
             tables=self.stored,
+            features=self.references.features,
             copied=copied,
             by_columns=self._of_split("column"),
             initial=self._initial[0],
-            loss=loss,
+            loss=_loss_of(trained),
             reference_loss=expected.loss,
+            vectors=self._looked_up(recommender, expected),
             gradients=gradients,
-            norm=result.norm if clipping else None,
+            norm=trained.norm if clipping else None,
             reference_norm=expected.norm,
+            clipped=expected.clipped,
             copied_square=sum(float(expected.gradients[name].square().sum()) for name in copied),
             weights=weights,
             states=kept,
+            moves=self._moves(values, shards, number),
             predict=self._predicted(recommender, expected),
             duplicates_lost=duplicates_lost(wrong_rows, shards, expected.lookups),
             local_statistic=local_statistic(states, shards, placed, self._before(number), expected)
@@ -230,6 +285,34 @@ class Proof:
             else (),
             shards=self._initial[1] or _wrong([*recorded, *values, *states], placed),
         )
+
+    def _looked_up(self, recommender: Recommender, expected: Snapshot) -> Comparison | None:
+        """Compares what was looked up, by feature; None where the step did not record it."""
+        if recommender.looked_up is None:
+            return None
+        start, stop = self._slice(self.trained.probe)
+        pairs = {
+            spec.name: [(recommender.looked_up[:, at].double(), expected.vectors[start:stop, at])]
+            for at, spec in enumerate(self.references.features)
+            if stop > start
+        }
+        pairs = {spec.name: pairs.get(spec.name, []) for spec in self.references.features}
+        largest = float(expected.vectors.abs().max()) or 1.0
+        return compare_pairs(pairs, dict.fromkeys(pairs, largest))
+
+    def _moves(
+        self, values: Sequence[Compared], shards: Sequence[ShardRows], number: int
+    ) -> Comparison | None:
+        """Compares by how much a step has changed the rows of tables, those of hash tables left out."""
+        before = self.trained.snapshots[number - 1].tables if number else self.trained.initial
+        by_number = {one.shard.number: one for one in shards}
+        names = [name for name in self.stored if name not in self.trained.known]
+        pairs: dict[str, Pairs] = {name: [] for name in names}
+        for one in values:
+            if one.name in pairs and one.ours.numel():
+                then = by_number[one.shard.number].of_table(before[one.name])
+                pairs[one.name].append((one.ours - then, one.reference - then))
+        return compare_pairs(pairs, dict.fromkeys(names, 1.0)) if names else None
 
     def _of_split(self, split: str) -> list[str]:
         return [name for name, placed in self.case.placements.items() if placed.split == split]
@@ -316,10 +399,9 @@ def _worst(verdicts: Sequence[TableVerdict]) -> TableVerdict:
     )
 
 
-def _sum_over_ranks(value: Tensor) -> Tensor:
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(value)
-    return value
+def _loss_of(trained: TrainedStep) -> float:
+    """Of the global batch; not a number where it is not finite on a rank."""
+    return nan if trained.agreed.bad_microbatches else trained.agreed.loss
 
 
 def _rank() -> int:

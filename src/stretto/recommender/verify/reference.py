@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.engine.optim.build import build_optimizer
-from stretto.engine.optim.rate import Rate
 from stretto.prove.compare import scales_of
 from stretto.recommender.clicks.batch import ClickBatch
 from stretto.recommender.config.schema import RecommenderConfig
@@ -25,6 +24,7 @@ from stretto.recommender.placement import TableSpec, divisor_of, physical_tables
 from stretto.recommender.tables.ids.quotient import initial_rows_of_table
 from stretto.recommender.tables.initial import initial_rows
 from stretto.recommender.tables.jagged import Jagged
+from stretto.recommender.train.step import rate_of
 
 
 @dataclass
@@ -176,6 +176,7 @@ class Snapshot:
         clipped: the factor that clipping applies to gradients.
         tables, states, dense: after the update; states by NAME.STATE.
         lookups: [rows] of each table, how often each row was looked up.
+        vectors: [samples, features, dim], what is looked up and pooled.
         logits: of the probe, after the update.
     """
 
@@ -187,6 +188,7 @@ class Snapshot:
     states: dict[str, Tensor]
     dense: dict[str, Tensor]
     lookups: dict[str, Tensor]
+    vectors: Tensor
     logits: Tensor
 
     @cached_property
@@ -261,7 +263,8 @@ class Reference:
         self._count(number, batch.ids)
         leaves = {name: visible_values(t, self.rule).requires_grad_() for name, t in self.tables.items()}
         lookups = {name: torch.zeros(len(t.values), dtype=torch.float64) for name, t in self.tables.items()}
-        logits = self._logits(batch, leaves, lookups)
+        vectors = self._pooled(batch, leaves, lookups)
+        logits = self.net(batch.dense.double(), vectors)
         loss = F.binary_cross_entropy_with_logits(logits, batch.labels.double())
         loss.backward()
         gradients = {name: _or_zero(leaf) for name, leaf in leaves.items()}
@@ -272,7 +275,7 @@ class Reference:
         self._update(number, gradients, lookups, clipped)
         with torch.no_grad():
             seen = {name: visible_values(t, self.rule) for name, t in self.tables.items()}
-            probed = self._logits(probe, seen, None)
+            probed = self.net(probe.dense.double(), self._pooled(probe, seen, None))
         return Snapshot(
             loss=float(loss.detach()),
             norm=norm,
@@ -284,6 +287,7 @@ class Reference:
             },
             dense={name: p.detach().clone() for name, p in self.net.named_parameters()},
             lookups=lookups,
+            vectors=vectors.detach(),
             logits=probed,
         )
 
@@ -305,9 +309,10 @@ class Reference:
                 for state in table.states.values():
                     state[rows] = 0.0
 
-    def _logits(
+    def _pooled(
         self, batch: ClickBatch, tables: Mapping[str, Tensor], lookups: dict[str, Tensor] | None
     ) -> Tensor:
+        """[samples, features, dim]; counts the lookups."""
         ids, pooled = batch.ids, list[Tensor]()
         counts = ids.counts()
         weights = [None] * len(counts) if ids.weights is None else ids.weights.double().split(counts)
@@ -315,7 +320,7 @@ class Reference:
             spec = self.features[number]
             vectors = self._vectors(spec, values, tables, lookups)
             pooled.append(pool(vectors, ids.lengths[number], weights[number], spec))
-        return self.net(batch.dense.double(), torch.stack(pooled, 1))
+        return torch.stack(pooled, 1)
 
     def _vectors(
         self, spec: TableSpec, ids: Tensor, tables: Mapping[str, Tensor], lookups: dict[str, Tensor] | None
@@ -371,11 +376,6 @@ def known_ids(features: Sequence[TableSpec], batches: Sequence[ClickBatch]) -> d
             values = [batch.ids.ids.split(batch.ids.counts())[number] for batch in batches]
             known[spec.name] = torch.unique(torch.cat(values))
     return known
-
-
-def rate_of(config: RecommenderConfig) -> Rate:
-    """The schedule of both learning rates, with a peak of 1."""
-    return Rate(config.optim.rate.settings(), 1.0, config.train.steps)
 
 
 def _stored(features: Sequence[TableSpec]) -> list[tuple[TableSpec, TableSpec]]:
