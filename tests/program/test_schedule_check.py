@@ -62,6 +62,7 @@ def test_reductions_of_tied_parameters_in_two_orders():
         (program((0,), 1, "0B0 0F0"), "rank 0 action 0 is 0B0, before 0F0 on the same rank"),
         (program((0,), 1, "0F0 0W0 0I0"), "rank 0 action 1 is 0W0, before 0I0 on the same rank"),
         (program((0,), 1, "0F0 0B0 0I0 0W0"), "rank 0 action 2 is 0I0, but 0B0 does that work already"),
+        (program((0,), 1, "0F0 0I0 0W0 0B0"), "rank 0 action 3 is 0B0, but 0I0 does that work already"),
         (program((0,), 1, "0F1 0B1"), "rank 0 action 0 is 0F1, but microbatches are 0 to 0"),
         (program((0,), 1, "1F0 1B0"), "rank 0 action 0 is 1F0, but stages are 0 to 0"),
         (program((2,), 1, "0F0 0B0"), "placement is (2,), must name ranks 0 to 0"),

@@ -134,6 +134,22 @@ def test_several_tensors_and_varying_shapes():
     on_ranks(2, several, 2)
 
 
+class Deaf(Block):
+    """Makes a bias of its own."""
+
+    def forward(self, x: Tensor, mask: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return super().forward(x, mask, x.mean(dim=1, keepdim=True))
+
+
+def test_an_input_that_is_not_used_has_no_gradient():
+    def layers() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [Start(), *(Deaf(True) for _ in range(4)), End()]
+
+    for name in ("interleaved", "zb-v"):  # two stages, cut between two of the deaf
+        equal(layers, schedule(name, 1, 3), False, name)
+
+
 class Join(nn.Module):
     """A layer with one input more."""
 

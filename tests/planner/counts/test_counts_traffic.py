@@ -79,6 +79,13 @@ def test_ulysses_exchanges_heads_for_positions() -> None:
     assert traffic == {("cp", "all-to-all", phase): 4 * WHOLE // 2 for phase in "FI"}
 
 
+def test_ulysses_repeats_key_heads_for_more_ranks() -> None:
+    """Two key heads for four ranks: k and v travel as four heads each, half of q's eight."""
+    how = replace(HOW, tp=1, cp=4, context="ulysses")
+    traffic = sizes(block_traffic(replace(GPT, family="llama", kv_heads=2), how))
+    assert traffic == {("cp", "all-to-all", phase): 3 * WHOLE // 4 for phase in "FI"}
+
+
 def test_copies_of_tokens_go_to_their_experts_and_back() -> None:
     moe = replace(GPT, moe=ExpertShape(experts=8, top_k=2, balance=0.0))
     traffic = sizes(block_traffic(moe, replace(HOW, tp=1, ep=4, expert_tp=1)))

@@ -12,11 +12,13 @@ from stretto.program import names, schedule
 from stretto.program.action import Kind
 from stretto.run.config import TrainConfig
 from stretto.run.config.job import job_of
+from stretto.run.data.dataset import Samples
 from stretto.run.data.prepare import prepare_data
 from stretto.run.data.token_folder import TokenFolder
 from stretto.run.train.banner import banner
 from stretto.run.train.metrics import read_lines
 from stretto.run.train.optimizer import scales, update_numbers
+from stretto.run.verify.reference import build_reference
 from tiny_job import LLAMA, job
 from train_runs import at_step, losses, same, send_self, spoil_a_weight, tensors, train
 
@@ -145,6 +147,25 @@ def test_synchronous_schedules_train_alike_and_evaluate(folder: Path) -> None:
         saved = tensors(config, 3)
         assert saved.keys() == weights.keys()
         assert all((saved[key] - weights[key]).abs().max() < 1e-9 for key in weights)
+
+
+def test_evaluation_is_of_the_held_out_samples(folder: Path) -> None:
+    """After an update that all but changes nothing: the loss of the initial model on the first of them."""
+    words = ("train.dtype=float64", "train.steps=1", "optim.lr=1e-12", "eval.every=1", "eval.batches=1")
+    config = llama(folder, "held", *words, "data.split=8,2,0", "optim.rate.warmup=0")
+    train(config)
+    samples = Samples(
+        TokenFolder(prepare_data(config, quiet=True).path),
+        "valid",
+        config.data.sequence,
+        ratio=config.data.split,
+        shuffle=False,
+    )
+    inputs, targets = samples.batch(range(config.batch.global_size))
+    model, _ = build_reference(job_of(config), config.train.seed)
+    wanted = float(model.loss(model(inputs), targets).detach()) / targets.numel()
+    (row,) = read_lines(config.run.folder / "eval.jsonl")
+    assert row["loss"] == pytest.approx(wanted, rel=1e-9)
 
 
 def test_update_numbers_are_where_every_stage_applies_a_microbatch() -> None:
