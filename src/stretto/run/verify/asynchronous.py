@@ -20,7 +20,14 @@ from stretto.run.train.replica import Replica
 from stretto.run.verify.cases import describe
 from stretto.run.verify.reference import Snapshot, Trial, build_reference
 from stretto.run.verify.step import TrialStep, loss_of, wrongly_held
-from stretto.run.verify.unread import Fresh, only_unread, run_steps, same_bits_late, with_wrong_use
+from stretto.run.verify.unread import (
+    Fresh,
+    only_unread,
+    run_steps,
+    same_bits_late,
+    with_wrong_use,
+    wrong_use_verdict,
+)
 from stretto.spec.flops import layer_names
 from stretto.spec.job import Job
 
@@ -160,6 +167,8 @@ def prove_asynchronous(fresh: Fresh, trial: Trial, delays: Delays, steps: int, r
         )
         again = verdict.equal and trial.twice
         return same_bits_late(verdict, ran, fresh, trial, reference) if again else verdict
+    if ran.broken:
+        return replace(wrong_use_verdict(describe(job), ran), updates=updates, tolerance=tolerance)
     with fresh() as replica:
         verdict = _observe(
             replica, trial, delays=delays, reference=reference, tolerance=tolerance, replay=replay

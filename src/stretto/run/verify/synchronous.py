@@ -28,6 +28,7 @@ from stretto.run.verify.unread import (
     run_steps,
     same_bits_late,
     with_wrong_use,
+    wrong_use_verdict,
 )
 
 
@@ -39,7 +40,7 @@ def prove_synchronous(fresh: Fresh, trial: Trial, reference: Sequence[Snapshot])
     """
     unread, verdict = reference[:-1], None
     with fresh() as replica:
-        wrong = wrongly_held(replica, reference[0].weights)
+        job, wrong = replica.job, wrongly_held(replica, reference[0].weights)
         ran = run_steps(replica, trial, unread, late=not trial.twice)
         if ran.equal(TOLERANCE):
             last = observe(replica, trial, reference, wrong, first=len(unread), scaled=True)
@@ -47,6 +48,8 @@ def prove_synchronous(fresh: Fresh, trial: Trial, reference: Sequence[Snapshot])
     if verdict is not None:
         again = verdict.equal and trial.twice
         return same_bits_late(verdict, ran, fresh, trial, unread) if again else verdict
+    if ran.broken:
+        return wrong_use_verdict(describe(job), ran)
     with fresh() as replica:
         verdict = observe(replica, trial, unread, wrong)
     if verdict.equal:

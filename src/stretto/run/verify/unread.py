@@ -137,6 +137,23 @@ def same_bits_late(
 _WHEN_LATE = "equal where messages arrive at once; where they are late,"
 
 
+def wrong_use_verdict(layout: str, ran: Ran) -> Verdict:
+    """The verdict on steps that use messages wrongly. They are not made again: without `late_messages` ranks
+    might wait for each other for ever.
+    """
+    nothing = Verdict(
+        layout=layout,
+        loss_error=float("inf"),
+        grad_error=None,
+        worst_gradient=None,
+        norm_error=None,
+        weight_error=float("inf"),
+        worst_weight="-",
+        diagnosis=None,
+    )
+    return _with_errors(nothing, ran, ran.wrong_use or "")
+
+
 def only_unread(verdict: Verdict, ran: Ran) -> Verdict:
     """The verdict on steps that are equal when each is read, and differ as they `ran`."""
     if ran.late:
