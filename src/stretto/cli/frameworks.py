@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from stretto.run.config.schema import JobConfig, TrainConfig
     from stretto.run.frameworks.mapping import Framework, Reading
 
-NAMES = ("megatron", "torchtitan", "deepspeed")  # of the registry, which help should not import
+NAMES = ("megatron", "nemo", "torchtitan", "deepspeed")  # of the registry, which help should not import
 TABLES = "torchrec"  # for recommenders
 _KNOWN = f"{', '.join(NAMES)}; {TABLES} for a recommender"
 _ROWS = 5  # layouts beside the one that is run today

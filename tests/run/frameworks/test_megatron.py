@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -193,6 +195,22 @@ def test_what_megatron_lacks_is_refused_by_name(changes: dict[str, Any], said: s
 )
 def test_equal_stages_are_written_once(stages: list[str], text: str) -> None:
     assert shortened(stages) == text
+
+
+@pytest.mark.parametrize("name", ["llama", "uneven", "latent"])
+def test_megatron_core_reads_a_layout_as_the_same_stages(name: str) -> None:
+    """By Megatron-Core's own parser, in a process of its own since its import changes torch."""
+    python = os.environ.get("MEGATRON_PYTHON", sys.executable)
+    there = "import megatron.core.transformer.pipeline_parallel_layer_layout as m; "
+    done = subprocess.run([python, "-c", there], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip("megatron-core is not installed (or name a Python that has it in MEGATRON_PYTHON)")
+    job = JOBS[name]
+    text = settings_of(MEGATRON, Choices(choices_of(job).values))[0]["pipeline-model-parallel-layout"]
+    code = f"{there}print([len(s) for s in m.PipelineParallelLayerLayout.parse_str_to_list({text!r})])"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    depth = job.layout.pp * (job.options.get("chunks") or 1)
+    assert done.stdout.split("\n")[-2] == str([len(stage) for stage in job.stages(depth)])
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ from stretto.errors import StrettoError, nearest
 from stretto.run.frameworks.deepspeed import DEEPSPEED
 from stretto.run.frameworks.mapping import Framework
 from stretto.run.frameworks.megatron.framework import MEGATRON
+from stretto.run.frameworks.nemo import NEMO
 from stretto.run.frameworks.torchtitan import TORCHTITAN
 
-FRAMEWORKS: dict[str, Framework] = {one.name: one for one in (MEGATRON, TORCHTITAN, DEEPSPEED)}
+FRAMEWORKS: dict[str, Framework] = {one.name: one for one in (MEGATRON, NEMO, TORCHTITAN, DEEPSPEED)}
 
 
 def framework(name: str) -> Framework:
