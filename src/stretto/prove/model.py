@@ -261,7 +261,7 @@ class _Proof:
             tied=self.names.tied,
             gradients=_compared(gradients, expected.gradients),
             weights=_compared(whole, expected.weights),
-            states=_compared(self._states(), expected.states, by_kind=True) if expected.states else None,
+            states=self._compared_states(expected),
             buffers=_compared(buffers, expected.buffers) if expected.buffers else None,
             ours=gradients,
             expected=expected.gradients,
@@ -306,6 +306,13 @@ class _Proof:
             if entry.key in values:
                 whole.setdefault(entry.name, []).append(entry.whole(values[entry.key]))
         return whole
+
+    def _compared_states(self, expected: Snapshot) -> Comparison | None:
+        """None where no rank's optimizers have states that can be compared. Collective."""
+        states = self._states()
+        if not any(gather_json(bool(states))) or not expected.states:
+            return None
+        return _compared(states, expected.states, by_kind=True)
 
     def _states(self) -> Whole:
         """The optimizers' states, made whole; of parameters that ranks share, where all of them have them.
