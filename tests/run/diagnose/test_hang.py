@@ -115,6 +115,7 @@ class Rank:
 
     def __init__(self, rank: int, groups: dict[str, tuple[str, list[int]]], first: int = 0) -> None:
         self.rank, self.groups, self.first = rank, groups, first
+        self.status = dict[str, dict[str, int]]()
         self.entries = list[dict[str, Any]]()
         self.numbers = dict[tuple[str, bool], int]()
 
@@ -159,7 +160,7 @@ class Rank:
                 name: {"name": name, "desc": about, "ranks": str(ranks)}
                 for name, (about, ranks) in mine.items()
             },
-            "pg_status": {},
+            "pg_status": self.status,
             "entries": self.entries,
         }
 
@@ -284,6 +285,30 @@ def test_what_the_recorder_has_overwritten_counts_as_done(tmp_path: Path) -> Non
     found = found_in(ranks, tmp_path)
     assert [wait.call.group.about for wait in found.waits] == ["default_pg"] * 4  # of 0 and 1, for 2 and 3
     assert found.absent == found.culprits == (2, 3)
+
+
+def test_ends_of_messages_that_were_overwritten_are_not_paired(tmp_path: Path) -> None:
+    """Rank 0 has forgotten its first receives; the one that is open is not for rank 1's first send."""
+    ranks = job(PIPE, 4)
+    for _ in range(3):
+        ranks[1].call("5", "send 1->0")
+    ranks[0].first = 100
+    ranks[0].call("5", "recv 0<-1", "started", number=4)
+    found = found_in(ranks, tmp_path)
+    assert [(wait.rank, wait.target) for wait in found.waits] == [(0, 1)]
+
+
+def test_a_group_whose_calls_were_overwritten_is_counted_by_torch(tmp_path: Path) -> None:
+    """Rank 0 has come to the call that rank 1 is in: its group says so, though the record has lost it."""
+    groups = {"0": ("default_pg", [0, 1]), "7": ("quiet", [0, 1])}
+    for enqueued, culprits in ((1, ()), (0, (0,))):
+        ranks = job(groups, 2)
+        ranks[0].first = 100
+        ranks[0].status = {"7": {"last_enqueued_collective": enqueued}}
+        ranks[1].call("7", "all_reduce", "started")
+        for rank in ranks:
+            rank.call("0", "all_reduce", number=60)
+        assert found_in(ranks, tmp_path).culprits == culprits
 
 
 # ---------------------------------------------------------------------- the command
