@@ -345,11 +345,12 @@ def test_the_bound_of_partial_recomputation_counts_the_kinds_that_are_repeated(n
 def test_what_bounds_do_not_see_of_a_schedule_is_learnt_from_its_replays() -> None:
     wanted = task()
     exact = Exact(wanted)
-    before = exact.excess("v-min")
-    candidate = Candidate(_AT, ScheduleChoice("v-min"), DataParallel(mode="ddp"), Saving())
+    one, two = (ScheduleChoice("hanayo", (("waves", waves),)) for waves in (1, 2))
+    before = exact.excess(one)
+    candidate = Candidate(replace(_AT, layout=Layout(pp=2)), one, DataParallel(mode="ddp"), Saving())
     ratio = exact.seconds(candidate) / exact.bounds.candidate(candidate, candidate.job(wanted))
-    assert exact.excess("v-min") == pytest.approx((before + ratio) / 2)
-    assert exact.excess("1f1b") == before
+    assert exact.excess(one) == exact.excess(two) == pytest.approx((before + ratio) / 2) != before
+    assert exact.excess(ScheduleChoice("1f1b")) == before
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,8 @@ _NEAR = 1.3  # layouts whose estimate exceeds the best known time by more are li
 # While a pass dives: how much longer than its bound a candidate is expected to take of which a schedule with
 # its saving, a schedule, or a parallelism is known; and the delays of what is not tried at once.
 _OPEN = (1.01, 1.06, 1.25)
-_EXPENSIVE = 1.06  # programs that are expensive to make
-_DOUBTFUL = 1.08  # candidates that may not fit
+_EXPENSIVE = 1.08  # programs that are expensive to make
+_DOUBTFUL = 0.16  # what may not fit, times the share of such candidates that turned out not to
 _KNOWN = 1.15  # variants of what is accepted
 _PROMISING = 1.05  # expected times over that of the best up to which a dive goes on
 _LATER = 1.001  # a key is renewed when it has grown by more
@@ -125,6 +125,7 @@ class BranchAndBound:
         self._added: set[Candidate] = set()
         self._accepted: set[Candidate] = set()
         self._costs: list[float] = []  # of the best of each family
+        self._doubted = 8, 1  # candidates that might not fit, and how many did not: at first a guess
         self._safe = inf  # the least cost of what fits safely
 
     def go(self) -> None:
@@ -226,13 +227,14 @@ class BranchAndBound:
             return 1.0
         if isinstance(node, Parallelism):
             return _OPEN[2]
-        delay = self.exact.excess(node.schedule.name)
+        delay = self.exact.excess(node.schedule)
         if not entry_of(node.schedule.name).early:
             delay *= _EXPENSIVE
         if isinstance(node, _Scheduled):
             return delay * _OPEN[1 - node.saved]
         if self._is_doubtful(node):
-            delay *= _DOUBTFUL
+            doubted, refused = self._doubted
+            delay *= 1.0 + _DOUBTFUL * refused / doubted
         return delay * (_KNOWN if node.family in self.families else 1.0)
 
     def _is_doubtful(self, candidate: Candidate) -> bool:
@@ -407,9 +409,13 @@ class BranchAndBound:
             self.left = min(self.left, least)
             self.cut_short = True
             return
-        if self._is_doubtful(candidate) and not self.exact.fit(candidate).likely:
-            self._refuse(candidate, least)
-            return
+        if self._is_doubtful(candidate):
+            likely = self.exact.fit(candidate).likely
+            doubted, refused = self._doubted
+            self._doubted = doubted + 1, refused + (not likely)
+            if not likely:
+                self._refuse(candidate, least)
+                return
         if self.progress and len(self.exact.times) % 20 == 0:
             self.progress(len(self.exact.times), len(self.exact.fits), len(self.families))
         seconds = self.exact.seconds(candidate)

@@ -33,7 +33,8 @@ class Exact:
         self.times = dict[Candidate, Estimate]()  # without memory
         self.fits = dict[Candidate, Fit]()
         self._makespans = dict[tuple[Parallelism, ScheduleChoice, Saving], float]()
-        self._excess = dict[str, tuple[int, float]]()  # by schedule: number of ratios, and their mean
+        # by schedule and its options: number of ratios of exact times to bounds, and their mean
+        self._excess = dict[str, dict[ScheduleChoice, tuple[int, float]]]()
         self._pace = {"replay": _SECONDS_PER_ACTION, "memory": _SECONDS_PER_ACTION}
 
     def bound(self, candidate: Candidate, job: Job) -> float:
@@ -52,9 +53,10 @@ class Exact:
             self.times[candidate] = self._replay(candidate)
             self._note("replay", perf_counter() - started, self._actions(candidate))
             bound = self.bounds.candidate(candidate, candidate.job(self.task))
-            count, mean = self._excess.get(candidate.schedule.name, (1, _EXCESS))
+            alike = self._excess.setdefault(candidate.schedule.name, {})
+            count, mean = alike.get(candidate.schedule, (1, _EXCESS))
             ratio = self.times[candidate].seconds / bound
-            self._excess[candidate.schedule.name] = count + 1, mean + (ratio - mean) / (count + 1)
+            alike[candidate.schedule] = count + 1, mean + (ratio - mean) / (count + 1)
         return self.times[candidate].seconds
 
     def fit(self, candidate: Candidate) -> Fit:
@@ -66,11 +68,15 @@ class Exact:
             self._note("memory", perf_counter() - started, self._actions(candidate, short=True))
         return self.fits[candidate]
 
-    def excess(self, schedule: str) -> float:
-        """The usual ratio of exact times to bounds, from the replays of a schedule so far: in some schedules
-        ranks wait for each other more than in others, which bounds do not see.
+    def excess(self, choice: ScheduleChoice) -> float:
+        """The usual ratio of exact times to bounds, from the replays of a schedule so far; of options that
+        were not replayed, the least of the schedule. In some schedules ranks wait for each other more than
+        in others, which bounds do not see.
         """
-        return self._excess.get(schedule, (1, _EXCESS))[1]
+        alike = self._excess.get(choice.name, {})
+        if choice in alike:
+            return alike[choice][1]
+        return min((mean for _, mean in alike.values()), default=_EXCESS)
 
     def expected_seconds(self, candidate: Candidate) -> float:
         """About how long it takes to compute what is not known yet of a candidate's time and memory."""
