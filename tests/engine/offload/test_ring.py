@@ -107,6 +107,19 @@ def test_a_read_waits_for_the_write_of_the_same_block(tmp_path: Path, monkeypatc
     ring.close()
 
 
+def test_memory_is_reused_only_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ring = Ring(tmp_path, "block", slots=1, threads=4)
+    want = filled(ring, 2)
+    ring.drain()
+    slow(monkeypatch, "write", 0.1)
+    ring.fetch(0).add_(1)
+    ring.put(0)
+    assert torch.equal(ring.fetch(1)[:5000], want[1][:5000])
+    ring.release(1)
+    assert torch.equal(ring.fetch(0)[:5000], want[0] + 1)
+    ring.close()
+
+
 def test_reads_ahead_and_writes_behind_run_beside_the_caller(ring: Ring, monkeypatch: pytest.MonkeyPatch):
     filled(ring, 6)
     ring.drain()
