@@ -52,6 +52,15 @@ def test_what_runs_today_is_priced_and_something_faster_is_found(
     assert " 1. " in text.split("what would be faster:")[1]
 
 
+def test_a_job_that_does_not_fit_is_a_no(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = SIZES.replace("--hidden-size 768", "--hidden-size 24576")
+    monkeypatch.setattr("sys.stdin", io.StringIO(large))
+    assert run(["predict", "--from", "megatron", "-", "--cluster", "h100:8", "--seconds", "1"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

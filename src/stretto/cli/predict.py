@@ -112,6 +112,7 @@ def predict(
 
         record = {"rows": [facts(made.today, {})], **priced_facts(made), "error": None}
         report(record, as_json, priced_text)
+        _say_whether_it_fits(made.today)
         return
     if seconds is not None:
         raise StrettoError("--seconds is for --from", hint="without it nothing is searched")
@@ -138,7 +139,12 @@ def predict(
 
     result, defaults = _one(arguments, model, cluster, memory)
     report({"rows": [facts(result, defaults)], "error": None}, as_json, lambda to: show(to, result, defaults))
-    if result.memory is not None and result.memory.verdict == "does not fit":
+    _say_whether_it_fits(result)
+
+
+def _say_whether_it_fits(made: Estimate) -> None:
+    """Leave with exit code 1 where the layout does not fit."""
+    if made.memory is not None and made.memory.verdict == "does not fit":
         raise say_no()
 
 
