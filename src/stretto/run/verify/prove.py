@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from stretto.engine.parallel.late import late_messages
 from stretto.engine.parallel.mesh import Mesh
 from stretto.prove.diagnose import Verdict, routed
 from stretto.prove.outputs import beside_positions, first_difference, recorded, row_factors
@@ -142,7 +143,8 @@ def _located(verdict: Verdict, job: Job, trial: Trial) -> Verdict:
     """Run the first step again, to name the first module whose output differs. Collective."""
     with _assembled(job, trial) as replica:
         padding, reference = replica.split.padded > replica.split.length, None
-        with recorded(modules_of(replica)) as ours, suppress(TrainingFailed):
+        # late: steps that use messages wrongly might hang as they come
+        with late_messages(trial.seed), recorded(modules_of(replica)) as ours, suppress(TrainingFailed):
             TrialStep(replica, trial).make(0)
         if replica.mesh.rank == 0:
             model, keys = build_reference(job, trial.seed)
