@@ -104,8 +104,10 @@ def states_of(entries: Sequence[Entry], optimizers: Sequence[torch.optim.Optimiz
 def tensors_beside(entry: Entry, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """The states of a parameter that lie as it does, by key."""
     for optimizer in optimizers:
-        if entry.tensor in optimizer.state:
-            kept: Mapping[str, Any] = optimizer.state[entry.tensor]
+        # ZeroRedundancyOptimizer keeps those of its share in an optimizer of its own
+        held_by: Mapping[Any, Any] = getattr(optimizer, "optim", optimizer).state
+        if entry.tensor in held_by:
+            kept: Mapping[str, Any] = held_by[entry.tensor]
             tensors = {key: value for key, value in sorted(kept.items()) if isinstance(value, Tensor)}
             return {key: one for key, one in tensors.items() if one.shape == entry.tensor.shape}
     return {}
