@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from plain_models import (
@@ -521,6 +522,13 @@ def no_module() -> Report:
     return prove(plain, lambda model: "model", batch(), unclipped, loss=loss)
 
 
+def flattened() -> Report:
+    def build(model: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+    return prove(plain, build, batch(), unclipped, loss=loss)
+
+
 def wrong_mesh() -> Report:
     return prove(plain, same, batch(), unclipped, loss=loss, mesh={"dp": 3})
 
@@ -537,6 +545,7 @@ def wrong_reduction() -> Report:
         (unnamed, "the parallel model's parameter words.weight is not in the plain model"),
         (incomplete, "no rank holds embed.weight of the plain model, nor 12 more"),
         (no_module, "parallel() returned str, in which there is no module"),
+        (flattened, "FullyShardedDataParallel flattens its parameters"),
         (wrong_mesh, "mesh is dp=3, and there are 2 ranks"),
         (wrong_reduction, "reduction is 'meen'"),
     ],

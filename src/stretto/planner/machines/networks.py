@@ -79,10 +79,9 @@ class Network:
         usual, of the generation that is named.
         """
         if self.rate is None:
-            speeds = [
-                _GENERATIONS.get(kind.removeprefix("InfiniBand ")) for kind in (kind, cluster.outer.kind)
-            ]
-            old, new = speeds[1], speeds[0]
+            new, old = (
+                _GENERATIONS.get(name.removeprefix("InfiniBand ")) for name in (kind, cluster.outer.kind)
+            )
             return cluster.outer.bandwidth * new / old if old and new else None
         if self.cards is not None:
             return self.cards * self.rate / cluster.node
@@ -133,9 +132,7 @@ def parse_network(text: str) -> Network | None:
     cards = int(counted[1]) if counted else None
     each = _GENERATIONS[generation] * GBIT if generation is not None else None
     if speed is None:
-        short = re.search(
-            r"\b(?:hdr|ndr|xdr)(\d{2,3})\b", words, re.IGNORECASE
-        )  # HDR100, NDR200: split cards
+        short = _SPLIT.search(words)
         rate = float(short[1]) * GBIT if short else each if cards else None
         return Network(kind, cards, rate, "device" if short else None)
     rate = float(speed["number"].replace(",", "")) * _unit(speed["unit"])

@@ -18,7 +18,7 @@ from stretto.run.train.speed import expert_report
 from stretto.run.train.step import StepResult, TrainingStep
 from stretto.run.verify.reference import Batch, Snapshot, Trial
 
-SCALE = 2.0**10  # of the loss where a proof takes the way of float16: a power of two changes no bit
+SCALE = 2.0**10  # of the loss, to exercise the path of float16: a power of two changes no bit
 
 
 class TrialSamples:
