@@ -54,7 +54,11 @@ def test_a_recommenders_config_says_its_optimiser(capsys: pytest.CaptureFixture[
     ("command", "said", "hint"),
     [
         (["config", "configs/dlrm.yaml"], "tables.placement is auto", "stretto plan configs/dlrm.yaml"),
-        (["config", "configs/quickstart.yaml"], "torchrec is for recommenders", "megatron, torchtitan"),
+        (
+            ["config", "configs/quickstart.yaml"],
+            "torchrec is for recommenders",
+            "megatron, nemo, torchtitan, deepspeed",
+        ),
         (["plan", "configs/quickstart.yaml", "--cluster", "h100:8"], "torchrec is for recomm", "megatron"),
         (
             ["config", "configs/dlrm.yaml", "tables.placement=table", "optim.tables.name=split_sgd"],
