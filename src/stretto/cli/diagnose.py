@@ -219,12 +219,12 @@ def _mismatch(mismatch: Mismatch) -> Iterator[str]:
 
 def _last(diagnosis: Diagnosis, rank: int) -> str:
     if rank not in diagnosis.last:
-        return f"  rank {rank} waits for nobody that its dump shows: it has no dump, or none with calls"
+        return f"  rank {rank} is not seen waiting for another: it has no dump, or none with calls"
     call = diagnosis.last[rank]
     newest = max(other.created_ns for other in diagnosis.last.values())
     ago = (newest - call.created_ns) / _SECOND
     since = f", {ago:.1f} s before the newest call of any rank" if ago >= 0.1 else ""
-    return f"  rank {rank} waits for nobody; its last call was {call}{_at(call)}{since}"
+    return f"  rank {rank} waits for no other rank; its last call was {call}{_at(call)}{since}"
 
 
 def _chain(chain: Sequence[Wait]) -> str:

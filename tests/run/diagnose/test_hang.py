@@ -50,7 +50,7 @@ def test_a_rank_that_does_not_come(hung: Path, form: str) -> None:
     assert {(wait.rank, wait.target) for wait in found.waits} == {(0, 2), (1, 2), (3, 2)}
     said = text(found)
     assert "rank 2 is missing in all_reduce #3 of default_pg: ranks 0, 1, 3 wait in it" in said
-    assert "rank 2 waits for nobody; its last call was all_reduce #2 of default_pg" in said
+    assert "rank 2 waits for no other rank; its last call was all_reduce #2 of default_pg" in said
     assert ("at hung_jobs.py:" in said) == (form == "pickle")  # torch writes no code lines as JSON
 
 
@@ -197,7 +197,10 @@ def test_a_pipeline_waits_for_its_last_stage(tmp_path: Path) -> None:
     assert [wait.target for wait in found.chain(0)] == [1, 2, 3]
     said = text(found)
     assert "rank 0 -> rank 1: receive from rank 1 in mesh_pp [8], at train.py:" in said
-    assert "rank 3 waits for nobody; its last call was receive from rank 2 in mesh_pp, at train.py:" in said
+    assert (
+        "rank 3 waits for no other rank; its last call was receive from rank 2 in mesh_pp, at train.py:"
+        in said
+    )
 
 
 def test_groups_of_one_name_and_other_ranks_are_others(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -13,14 +13,12 @@ from torch import Tensor
 import stretto.engine.parallel.data.gradients as gradients_module
 import stretto.engine.parallel.data.reduction as reduction_module
 import stretto.engine.parallel.data.sharded as sharded_module
-import stretto.run.verify.prove as prove_module
+from planted_faults import Planted, prove_planted
 from stretto.engine.parallel.data.gradients import GradientBuffer
 from stretto.engine.parallel.data.reduction import ShardGroups
 from stretto.engine.parallel.data.unit import Unit
 from stretto.prove.diagnose import TOLERANCE, Verdict
-from stretto.run.verify.cases import describe
-from stretto.run.verify.job import verify
-from tiny_job import LLAMA, Changes, changes, job, name_of, varied
+from tiny_job import LLAMA, changes, job, name_of
 
 STRICT = TOLERANCE * 1e3  # a planted fault is far above rounding
 
@@ -122,12 +120,6 @@ def count_copies_of_shards(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-class Planted(NamedTuple):
-    fault: Callable[[pytest.MonkeyPatch], None]
-    case: Changes
-    says: tuple[str, ...]
-
-
 FOUR = changes(tp=1, dp=4, pp=1, schedule="1f1b")
 ALL = [
     Planted(
@@ -210,35 +202,15 @@ ALL = [
 ]
 
 
-def plant_in_turn() -> None:
-    """On a rank: each proof has its own fault."""
-    right, turns = prove_module._prove, iter(ALL)
-
-    def faulty(*arguments: Any) -> Verdict:
-        planted = next(turns)
-        with pytest.MonkeyPatch.context() as patch:
-            planted.fault(patch)
-            return right(*arguments)
-
-    prove_module._prove = faulty
-
-
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[Verdict]:
     config = job(tmp_path_factory.mktemp("faults"), model=LLAMA)
-    cases = [varied(config, planted.case) for planted in ALL]
-    proved = verify(config, cases, on_rank=plant_in_turn)
-    assert [verdict.layout for verdict in proved] == [describe(case) for case in cases]
-    assert all(verdict.same_as is None for verdict in proved)
-    return proved
+    return prove_planted(config, __name__)
 
 
 @pytest.mark.parametrize("at", range(len(ALL)), ids=[f"{name_of(p.case)}-{p.fault.__name__}" for p in ALL])
 def test_each_fault_is_named(verdicts: list[Verdict], at: int) -> None:
-    verdict, planted = verdicts[at], ALL[at]
-    assert not verdict.equal
-    assert verdict.diagnosis is not None
-    for words in planted.says:
-        assert words in verdict.diagnosis
+    verdict = verdicts[at]
+    ALL[at].check(verdict)
     errors = (verdict.loss_error, verdict.grad_error, verdict.norm_error, verdict.weight_error)
     assert max(e for e in errors if e is not None) > STRICT

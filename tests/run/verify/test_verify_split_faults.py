@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -15,16 +15,14 @@ from torch import Tensor
 import stretto.engine.parallel.data.reduction as reduction_module
 import stretto.engine.parallel.data.sharded as sharded_module
 import stretto.engine.pipeline.pipeline as pipeline_module
-import stretto.run.verify.prove as prove_module
+from planted_faults import Planted, prove_planted
 from stretto.engine.parallel.data.reduction import ShardGroups
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.styles import Positions
 from stretto.layout.shards import ShardSizes
 from stretto.prove.diagnose import TOLERANCE, Verdict
 from stretto.run.train.replica import Replica
-from stretto.run.verify.cases import describe
-from stretto.run.verify.job import verify
-from tiny_job import LLAMA, Changes, changes, job, name_of, varied
+from tiny_job import LLAMA, changes, job, name_of
 
 STRICT = TOLERANCE * 1e3  # a planted fault is far above rounding
 JOB = ("model.moe.experts=4", "model.moe.shared_ffn=32", "data.sequence=15", "model.positions=15")
@@ -85,12 +83,6 @@ def show_the_padding(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Replica, "share", share)
 
 
-class Planted(NamedTuple):
-    fault: Callable[[pytest.MonkeyPatch], None]
-    case: Changes
-    says: tuple[str, ...]
-
-
 ALL = [
     Planted(
         forget_the_sums,
@@ -149,35 +141,15 @@ ALL = [
 ]
 
 
-def plant_in_turn() -> None:
-    """On a rank: each proof has its own fault."""
-    right, turns = prove_module._prove, iter(ALL)
-
-    def faulty(*arguments: Any) -> Verdict:
-        planted = next(turns)
-        with pytest.MonkeyPatch.context() as patch:
-            planted.fault(patch)
-            return right(*arguments)
-
-    prove_module._prove = faulty
-
-
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[Verdict]:
     config = job(tmp_path_factory.mktemp("faults"), *JOB, model=LLAMA)
-    cases = [varied(config, planted.case) for planted in ALL]
-    proved = verify(config, cases, on_rank=plant_in_turn)
-    assert [verdict.layout for verdict in proved] == [describe(case) for case in cases]
-    return proved
+    return prove_planted(config, __name__)
 
 
 @pytest.mark.parametrize("at", range(len(ALL)), ids=[name_of(planted.case) for planted in ALL])
 def test_each_fault_is_named(verdicts: list[Verdict], at: int) -> None:
-    verdict, planted = verdicts[at], ALL[at]
-    assert verdict.same_as is None
-    assert not verdict.equal
-    assert verdict.diagnosis is not None
-    for words in planted.says:
-        assert words in verdict.diagnosis
+    verdict = verdicts[at]
+    ALL[at].check(verdict)
     errors = (verdict.loss_error, verdict.grad_error, verdict.norm_error)
     assert max(e for e in errors if e is not None) > STRICT

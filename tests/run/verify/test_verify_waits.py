@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -14,15 +14,14 @@ from torch import Tensor
 import stretto.engine.parallel.late as late_module
 import stretto.run.train.batches as batches_module
 import stretto.run.train.replica as replica_module
-import stretto.run.verify.prove as prove_module
+from planted_faults import Planted, prove_planted
 from stretto.engine.parallel.data.layer_gather import LayerGather
 from stretto.engine.parallel.data.unit import Unit
 from stretto.engine.pipeline.exchange import Exchange, Transfer
 from stretto.prove.diagnose import Verdict
 from stretto.run.train.batches import Batches
-from stretto.run.verify.cases import describe
 from stretto.run.verify.job import verify
-from tiny_job import GPT, Changes, changes, job, varied
+from tiny_job import GPT, changes, job, varied
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 
@@ -109,70 +108,46 @@ def clip_before_unscaling(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-class Planted(NamedTuple):
-    fault: Fault
-    case: Changes
-    says: str
-
-
 ALL = [
     Planted(
         layers_do_not_wait,
         changes(dp=4, mode="zero2"),
-        "is not finite while the allgather over ranks 0, 1, 2, 3 that engine.parallel.data.unit._spread "
-        "starts is still in flight: something is used before it has arrived",
+        (
+            "is not finite while the allgather over ranks 0, 1, 2, 3 that engine.parallel.data.unit._spread "
+            "starts is still in flight: something is used before it has arrived",
+        ),
     ),
     Planted(
         gather_a_stale_shard,
         changes(dp=4, mode="zero3", shard_parameters=2),
-        "that engine.parallel.data.unit._bring starts uses memory of another one in flight",
+        ("that engine.parallel.data.unit._bring starts uses memory of another one in flight",),
     ),
-    Planted(do_not_wait_for_messages, changes(dp=2, pp=2, schedule="1f1b"), "exchange.receive starts"),
+    Planted(do_not_wait_for_messages, changes(dp=2, pp=2, schedule="1f1b"), ("exchange.receive starts",)),
     Planted(
         overwrite_what_is_sent,
         changes(dp=2, pp=2, schedule="gpipe"),
-        "send starts is in flight while what it sends is overwritten",
+        ("send starts is in flight while what it sends is overwritten",),
     ),
-    Planted(share_a_slot, changes(pp=4, schedule="gpipe"), "uses memory of another one in flight"),
-    Planted(dropout_of_the_first_replica, changes(dp=4), "wrong data or a wrong forward"),
-    Planted(count_own_tokens, changes(dp=2, cp=2), "the loss is 2 times the reference"),
+    Planted(share_a_slot, changes(pp=4, schedule="gpipe"), ("uses memory of another one in flight",)),
+    Planted(dropout_of_the_first_replica, changes(dp=4), ("wrong data or a wrong forward",)),
+    Planted(count_own_tokens, changes(dp=2, cp=2), ("the loss is 2 times the reference",)),
     Planted(
         clip_before_unscaling,
         changes(dp=2, tp=2),
-        "with a loss scale of 1024, as in float16: gradients and norm are equal but the updated",
+        ("with a loss scale of 1024, as in float16: gradients and norm are equal but the updated",),
     ),
 ]
-
-
-def plant_in_turn() -> None:
-    """On a rank: each proof has its own fault."""
-    right, turns = prove_module._prove, iter(ALL)
-
-    def faulty(*arguments: Any) -> Verdict:
-        planted = next(turns)
-        with pytest.MonkeyPatch.context() as patch:
-            planted.fault(patch)
-            return right(*arguments)
-
-    prove_module._prove = faulty
 
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[Verdict]:
     config = job(tmp_path_factory.mktemp("waits"), model=GPT)
-    cases = [varied(config, planted.case) for planted in ALL]
-    proved = verify(config, cases, on_rank=plant_in_turn)
-    assert [verdict.layout for verdict in proved] == [describe(case) for case in cases]
-    assert all(verdict.same_as is None for verdict in proved)
-    return proved
+    return prove_planted(config, __name__)
 
 
 @pytest.mark.parametrize("at", range(len(ALL)), ids=[p.fault.__name__ for p in ALL])
 def test_each_fault_is_seen(verdicts: list[Verdict], at: int) -> None:
-    verdict, planted = verdicts[at], ALL[at]
-    assert not verdict.equal
-    assert verdict.diagnosis is not None
-    assert planted.says in verdict.diagnosis
+    ALL[at].check(verdicts[at])
 
 
 def test_steps_come_to_the_same_bits_with_messages_late(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 A collective ends when all ranks of its group have come to it, a message when both of its ranks have. So a
 call that has not ended makes its rank wait for those that have not come; following the waits leads to the
-ranks that wait for nobody, or round in a circle. Calls of one number in a group that differ explain a hang
+ranks that wait for no other, or round in a circle. Calls of one number in a group that differ explain a hang
 before any wait does, since from there on the ranks talk at cross purposes.
 """
 
@@ -80,7 +80,7 @@ class Diagnosis:
 
     world: ranks of the job, as far as the dumps tell.
     absent: ranks without a dump.
-    culprits: the ranks that others wait for, directly or through others, and that wait for nobody.
+    culprits: the ranks that others wait for, directly or through others, and that wait for no other.
     circle: ranks that wait for each other, the first again at the end; () where there is none.
     last: the newest call of each rank.
     """
@@ -230,7 +230,7 @@ class _Findings:
         late = [rank for rank in members if newest.get(rank, number) < number]
         silent = [rank for rank in members if rank not in self._present]
         if late or silent:
-            # one without a dump may have come, so it is blamed only where nobody else is
+            # one without a dump may have come, so it is blamed only where no other is
             blamed = tuple(late or silent)
             self.missing.append(
                 Missing(

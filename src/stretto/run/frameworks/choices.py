@@ -23,7 +23,7 @@ from stretto.spec.job import Job, Recompute
 from stretto.spec.optimiser import Optimiser, RateSchedule
 from stretto.spec.shape import ModelShape
 
-# fields of a job that nobody chooses: facts of the machine, and ways of other frameworks, for predictions
+# fields of a job that are no choices: facts of the machine, and ways of other frameworks, for predictions
 NOT_CHOSEN = frozenset({"world", "devices", "one_memory", "framework", "fused_loss", "offset"})
 
 # names that a config has for fields of a job, where they are not those of a section
@@ -102,8 +102,8 @@ class Choices:
 
     Attributes:
         values: of every name in `NAMES` that has been decided.
-        open: names that nobody has decided yet, and that a run needs; `values` has their defaults.
-        unsaid: names that nobody has decided and that a framework may leave at its own defaults.
+        open: undecided names that a run needs; `values` has their defaults.
+        unsaid: undecided names that a framework may leave at its own defaults.
     """
 
     values: Mapping[str, Any] = field(repr=False)

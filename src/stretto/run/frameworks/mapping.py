@@ -27,7 +27,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Open:
-    """The value of a setting that nobody has decided yet: a framework writes a place to fill in.
+    """The value of an undecided setting: a framework writes a place to fill in.
 
     Attributes:
         choice: the name of ours.

@@ -44,7 +44,7 @@ class Unknown(StrettoError):
 
 
 def unknown_in(word: str) -> str | None:
-    """What nobody knows in an expanded word: the name of a variable, or a command."""
+    """What is unknown in an expanded word: the name of a variable, or a command."""
     start = word.find(_MARK)
     return None if start < 0 else word[start + 1 : word.index(_MARK, start + 1)]
 

@@ -20,7 +20,7 @@ FUNCTION = "planned"  # what `--config` of torchtitan then names
 
 
 def render(settings: Settings, notes: Sequence[str]) -> str:
-    """A module with the config function `planned`. What nobody has decided yet stops it with a message."""
+    """A module with the config function `planned`. An undecided value stops it with a message."""
     module = settings["model.name"]
     sizes = settings.get("model.sizes")
     csv = settings.get(_CSV)
@@ -46,7 +46,7 @@ _USE = (
 )
 _FILL_IN = '''
 def fill_in(choice: str, example: object) -> NoReturn:
-    """Stop at what nobody has decided yet."""
+    """Stop at an undecided value."""
     raise SystemExit(f"{__file__}: fill in {choice}, such as {example}")
 '''
 _SCHEDULE_FILE = '''

@@ -94,7 +94,7 @@ def read_arguments(words: Sequence[str], source: str, priced: Mapping[str, objec
     """The arguments of a command line by their names; of those given twice the last, as argparse takes it.
 
     Args:
-        priced: names whose values matter: of others a value that nobody knows is fine.
+        priced: names whose values matter; the others may have unknown values.
 
     Raises:
         StrettoError: a word that is no argument, or a value that it does not take.
