@@ -14,8 +14,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from stretto import Layout
-from stretto.engine.models.attention import make_explicit
 from stretto.engine.models.build import build
+from stretto.engine.models.causal import make_explicit
 from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import parallelize

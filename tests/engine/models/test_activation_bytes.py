@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from half_models import to_halves
 from ranks import on_ranks
 from stretto import Layout
-from stretto.engine.models.attention import make_explicit
 from stretto.engine.models.build import build
+from stretto.engine.models.causal import make_explicit
 from stretto.engine.models.language import LanguageModel
 from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.expert.auxiliary import Auxiliary, bind_auxiliary

@@ -4,13 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.engine.models.attention import (
-    CausalAttention,
-    causal_probabilities,
-    make_explicit,
-    merge_heads,
-    split_heads,
-)
+from stretto.engine.models.attention import merge_heads, split_heads
+from stretto.engine.models.causal import CausalAttention, causal_probabilities, make_explicit
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])

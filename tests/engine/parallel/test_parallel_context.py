@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from closeness import check_close
 from ranks import on_ranks
-from stretto.engine.models.attention import CausalAttention
+from stretto.engine.models.causal import CausalAttention
 from stretto.engine.parallel.context.style import ContextAttention
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.styles import SplitDropout

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from half_models import KEEP, to_halves
 from ranks import on_ranks
-from stretto.engine.models.attention import make_explicit
 from stretto.engine.models.build import build
+from stretto.engine.models.causal import make_explicit
 from stretto.engine.models.language import IGNORED, LanguageModel
 from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.expert.auxiliary import Auxiliary, bind_auxiliary

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ranks import on_ranks
-from stretto.engine.models.attention import CausalAttention
+from stretto.engine.models.causal import CausalAttention
 from stretto.engine.parallel.context import ring as ring_attention
 from stretto.engine.parallel.context.kernels import TILE, DropoutMask, Efficient, Flash, Kernel, kernel_for
 from stretto.engine.parallel.context.ring import Ring, add_block

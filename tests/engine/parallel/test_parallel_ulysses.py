@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ranks import on_ranks
-from stretto.engine.models.attention import CausalAttention
+from stretto.engine.models.causal import CausalAttention
 from stretto.engine.parallel.context.style import ContextAttention, RingAttention, UlyssesAttention
 from stretto.engine.parallel.context.ulysses import HeadShare, in_order, in_zigzag
 from stretto.engine.parallel.mesh import Mesh

@@ -1,16 +1,15 @@
-"""Causal self-attention: the linears around it, rotary positions (Su et al. 2021, RoFormer, section 3.2), and
-softmax(q k^T / sqrt(d)) v.
+"""Causal self-attention: the linears around softmax(q k^T) v, and rotary positions (Su et al. 2021, RoFormer,
+section 3.2).
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stretto.engine.models.causal import CausalAttention
 from stretto.spec.shape import ModelShape
 
 
@@ -73,11 +72,6 @@ def _tables_for(x: Tensor, theta: float) -> tuple[Tensor, Tensor]:
     return cos[:length], sin[:length]
 
 
-def dropout(probability: float) -> nn.Module:
-    """Dropout, or the identity where its probability is 0."""
-    return nn.Dropout(probability) if probability > 0.0 else nn.Identity()
-
-
 def split_heads(qkv: Tensor, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Cut features [b, s, (heads + 2 kv_heads) head_dim], ordered [q; k; v], into heads.
 
@@ -115,95 +109,3 @@ class SelfAttention(nn.Module):
     def with_positions(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys with their positions, for models that encode these in the attention."""
         return q, k
-
-
-class CausalAttention(nn.Module):
-    """softmax(q k^T / sqrt(d)) v, where a position sees itself and all positions before it.
-
-    The fused kernels do not store probabilities, and draw dropout inside, where no other layout could repeat
-    it. So with dropout, or if `explicit`, the probabilities are computed explicitly.
-    """
-
-    def __init__(self, probability: float, explicit: bool = False) -> None:
-        super().__init__()
-        self.drop = dropout(probability)
-        self.explicit = explicit
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [b, heads, s, d], k and v [b, kv_heads, s, d] to [b, heads, s, d].
-
-        Query head i uses key head i // (heads / kv_heads) (Ainslie et al. 2023, section 2.2).
-        """
-        dropping = self.training and not isinstance(self.drop, nn.Identity)
-        if self.explicit or dropping:
-            return weigh(self.drop(causal_probabilities(q, k)), v)
-        grouped = k.shape[1] < q.shape[1]
-        q, v = by_position(q), separate(v, q)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-
-
-def make_explicit(model: nn.Module) -> None:
-    """Let all attention in `model` store its probabilities, as the published memory formulas assume."""
-    for module in model.modules():
-        if isinstance(module, CausalAttention):
-            module.explicit = True
-
-
-def causal_probabilities(q: Tensor, k: Tensor) -> Tensor:
-    """Attention probabilities [b, heads, s, s] of q [b, heads, s, d] and k [b, kv_heads, s, d]."""
-    scores = _by_key_head(q, k) @ k.contiguous().transpose(-2, -1)
-    return cast(Tensor, _CausalSoftmax.apply(scores.view(*q.shape[:-1], k.shape[-2]), q.shape[-1] ** -0.5))
-
-
-def weigh(probabilities: Tensor, v: Tensor) -> Tensor:
-    """Sums [b, heads, s, d] of values [b, kv_heads, s, d], weighted by probabilities [b, heads, s, s]."""
-    sums = _by_key_head(probabilities, v) @ v.contiguous()
-    return sums.view(*probabilities.shape[:-1], v.shape[-1])
-
-
-def by_position(q: Tensor) -> Tensor:
-    """q [b, heads, s, d] with positions outermost in memory. The fused kernels save their result and lay it
-    out like q, so `merge_heads` then need not copy it.
-    """
-    return q if q.stride(1) <= q.stride(2) else q.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def separate(v: Tensor, q: Tensor) -> Tensor:
-    """v, copied if it alone would keep the fused product of q, k and v alive for the backward: rotary queries
-    and keys are new tensors, v is a view of the product.
-    """
-    if torch.compiler.is_compiling():  # the compiler decides what is saved
-        return v
-    alone = v.untyped_storage()._cdata != q.untyped_storage()._cdata
-    return v.contiguous() if alone and v.requires_grad else v
-
-
-def _by_key_head(x: Tensor, k: Tensor) -> Tensor:
-    """[b, heads, s, n] to [b, kv_heads, heads / kv_heads s, n]: the rows of all heads that share a
-    key head.
-    """
-    return x.contiguous().view(x.shape[0], k.shape[1], -1, x.shape[-1])
-
-
-class _CausalSoftmax(torch.autograd.Function):
-    """Causal softmax(scale * scores) [..., s, s]; saves only its result for the backward, in the
-    scores' type.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, scale: float) -> Tensor:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        exact = torch.float64 if scores.dtype == torch.float64 else torch.float32
-        scaled = scores * scale if scores.dtype == exact else scores.to(exact).mul_(scale)
-        scaled.masked_fill_(later, float("-inf"))
-        probabilities = scaled.softmax(-1)
-        del scaled
-        ctx.scale = scale
-        ctx.save_for_backward(probabilities := probabilities.to(scores.dtype))
-        return probabilities
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        (p,) = ctx.saved_tensors
-        weighted = grads[0] * p
-        return weighted.sub_(p * weighted.sum(-1, keepdim=True)).mul_(ctx.scale), None

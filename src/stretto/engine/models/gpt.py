@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.engine.models.attention import SelfAttention, dropout
+from stretto.engine.models.attention import SelfAttention
+from stretto.engine.models.causal import dropout
 from stretto.engine.models.language import Head, LanguageModel, PreNormBlock
 from stretto.engine.models.moe import feed_forward
 from stretto.errors import StrettoError

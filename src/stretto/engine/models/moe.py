@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.engine.models.attention import dropout
+from stretto.engine.models.causal import dropout
 from stretto.errors import StrettoError
 from stretto.spec.experts import ExpertShape
 from stretto.spec.shape import ModelShape

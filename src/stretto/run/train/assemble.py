@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from stretto.engine.models.attention import make_explicit
 from stretto.engine.models.build import build
+from stretto.engine.models.causal import make_explicit
 from stretto.engine.models.language import LanguageModel
 from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.models.weights import initial_values

@@ -1,0 +1,168 @@
+"""Causal attention, softmax(q k^T) v, as all model families need it: windows, soft-capped scores, sinks."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def dropout(probability: float) -> nn.Module:
+    """Dropout, or the identity where its probability is 0."""
+    return nn.Dropout(probability) if probability > 0.0 else nn.Identity()
+
+
+class CausalAttention(nn.Module):
+    """softmax(scale q k^T) v, where a position sees itself and the positions before it.
+
+    The fused kernels do not store probabilities, and draw dropout inside, where no other layout could repeat
+    it. So with dropout, or if `explicit`, the probabilities are computed explicitly.
+
+    Args:
+        probability: of dropping an attention probability in training.
+        explicit: store the probabilities, as the published memory formulas assume.
+        window: how many positions a query sees, itself among them; None: all (Beltagy et al. 2020,
+            Longformer, section 3.1).
+        softcap: scores become softcap tanh(scores / softcap) (Gemma 2, section 2; Bello et al. 2016, section
+            5.1); None: they stay.
+        scale: of the scores; None: 1 / sqrt(d).
+    """
+
+    def __init__(
+        self,
+        probability: float,
+        explicit: bool = False,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.drop = dropout(probability)
+        self.explicit = explicit
+        self.window = window
+        self.softcap = softcap
+        self.scale = scale
+
+    def extra_repr(self) -> str:
+        options = {"window": self.window, "softcap": self.softcap, "scale": self.scale}
+        return ", ".join(f"{name}={value:g}" for name, value in options.items() if value is not None)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """q [b, heads, n, d], k [b, kv_heads, m, d] and v [b, kv_heads, m, dv] to [b, heads, n, dv].
+
+        The queries are those of the last n of the m positions. Query head i uses key head
+        i // (heads / kv_heads) (Ainslie et al. 2023, section 2.2).
+
+        Args:
+            sinks: [heads], one more score in each softmax, whose value is zero (Xiao et al. 2023, section
+                3.2, "learnable sink token"; gpt-oss).
+        """
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        n, m = q.shape[2], k.shape[2]
+        window = None if self.window is None or self.window >= m else self.window
+        dropping = self.training and not isinstance(self.drop, nn.Identity)
+        if self.explicit or dropping or self.softcap is not None or sinks is not None:
+            p = causal_probabilities(q, k, scale=scale, window=window, softcap=self.softcap, sinks=sinks)
+            return weigh(self.drop(p), v)
+        grouped = k.shape[1] < q.shape[1]
+        q, v = by_position(q), separate(v, q)
+        if n == m and window is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        mask = None if n == 1 and window is None else visible(n, m, window, q.device)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def make_explicit(model: nn.Module) -> None:
+    """Let all attention in `model` store its probabilities, as the published memory formulas assume."""
+    for module in model.modules():
+        if isinstance(module, CausalAttention):
+            module.explicit = True
+
+
+def visible(n: int, m: int, window: int | None, device: torch.device) -> Tensor:
+    """Which of m positions the last n of them see: bool [n, m]."""
+    seen = torch.ones(n, m, dtype=torch.bool, device=device).tril_(m - n)
+    return seen if window is None else seen.triu_(m - n - window + 1)
+
+
+def causal_probabilities(
+    q: Tensor,
+    k: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention probabilities [b, heads, n, m] of q [b, heads, n, d] and k [b, kv_heads, m, d]; the arguments
+    are those of `CausalAttention`.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = (_by_key_head(q, k) @ k.contiguous().transpose(-2, -1)).view(*q.shape[:-1], k.shape[-2])
+    if softcap is not None:
+        scores, scale = torch.tanh(scores * (scale / softcap)), softcap
+    return cast(Tensor, _CausalSoftmax.apply(scores, scale, window, sinks))
+
+
+def weigh(probabilities: Tensor, v: Tensor) -> Tensor:
+    """Sums [b, heads, n, d] of values [b, kv_heads, m, d], weighted by probabilities [b, heads, n, m]."""
+    sums = _by_key_head(probabilities, v) @ v.contiguous()
+    return sums.view(*probabilities.shape[:-1], v.shape[-1])
+
+
+def by_position(q: Tensor) -> Tensor:
+    """q [b, heads, s, d] with positions outermost in memory. The fused kernels save their result and lay it
+    out like q, so `merge_heads` then need not copy it.
+    """
+    return q if q.stride(1) <= q.stride(2) else q.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def separate(v: Tensor, q: Tensor) -> Tensor:
+    """v, copied if it alone would keep the fused product of q, k and v alive for the backward: rotary queries
+    and keys are new tensors, v is a view of the product.
+    """
+    if torch.compiler.is_compiling():  # the compiler decides what is saved
+        return v
+    alone = v.untyped_storage()._cdata != q.untyped_storage()._cdata
+    return v.contiguous() if alone and v.requires_grad else v
+
+
+def _by_key_head(x: Tensor, k: Tensor) -> Tensor:
+    """[b, heads, s, n] to [b, kv_heads, heads / kv_heads s, n]: the rows of all heads that share a
+    key head.
+    """
+    return x.contiguous().view(x.shape[0], k.shape[1], -1, x.shape[-1])
+
+
+class _CausalSoftmax(torch.autograd.Function):
+    """Causal softmax(scale * scores) [b, heads, n, m] beside sinks; saves only its result for the backward,
+    in the scores' type, and the sinks' probabilities.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, scale: float, window: int | None, sinks: Tensor | None) -> Tensor:
+        hidden = visible(*scores.shape[-2:], window, scores.device).logical_not_()
+        exact = torch.float64 if scores.dtype == torch.float64 else torch.float32
+        scaled = scores * scale if scores.dtype == exact else scores.to(exact).mul_(scale)
+        scaled.masked_fill_(hidden, float("-inf"))
+        if sinks is None:
+            probabilities, beside = scaled.softmax(-1), None
+        else:
+            sink = sinks.to(exact).view(-1, 1).expand(scaled.shape[:-1])
+            total = torch.logaddexp(scaled.logsumexp(-1), sink)
+            probabilities, beside = scaled.sub_(total.unsqueeze(-1)).exp_(), (sink - total).exp_()
+        del scaled
+        ctx.scale = scale
+        ctx.save_for_backward(probabilities := probabilities.to(scores.dtype), beside, sinks)
+        return probabilities
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, Tensor | None]:
+        p, beside, sinks = ctx.saved_tensors
+        weighted = grads[0] * p
+        through = weighted.sum(-1, keepdim=True)
+        d_sinks = None if sinks is None else (beside * through.squeeze(-1)).sum((0, 2)).neg_().to(sinks.dtype)
+        return weighted.sub_(p * through).mul_(ctx.scale), None, None, d_sinks
