@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.engine.checkpoint.export import read_whole
+from stretto.engine.checkpoint.read import read_whole
 from stretto.run.config import TrainConfig
 from stretto.run.data.prepare import prepare_data
 from stretto.run.launch.local import prepare, run_ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stretto.cli.main import run
-from stretto.engine.checkpoint.export import export_huggingface
+from stretto.engine.checkpoint.huggingface.exporting import export_huggingface
 from tiny_job import LLAMA, job, job_file
 from train_runs import tensors, train
 

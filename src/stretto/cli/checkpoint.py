@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from stretto.cli.output import Json, command_app, report, say_no
+from stretto.cli.output import Json, byte_progress, command_app, report, say_no
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from stretto.run.train.imported import Imported
 
 app = command_app(help="List, verify, export and import checkpoints.", no_args_is_help=True)
 
@@ -40,7 +42,9 @@ def verify(path: _Run, as_json: Json = False) -> None:
         raise say_no()
 
 
-@app.command(epilog="Example: stretto checkpoint export runs/quickstart --out exported")
+@app.command(
+    epilog="Example: stretto checkpoint export runs/quickstart --out exported --dtype bfloat16 --shard-gb 2"
+)
 def export(
     path: _Run,
     out: Annotated[Path, typer.Option(metavar="PATH", help="The folder to write; with --table, the file.")],
@@ -54,11 +58,20 @@ def export(
         str | None,
         typer.Option(metavar="NAME", help="With --table: export this optimizer state of it instead."),
     ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Type of the exported weights; by default as in the checkpoint."),
+    ] = None,
+    shard_gb: Annotated[
+        float, typer.Option(min=0.001, help="Most of a file, in 10^9 bytes; a larger model is several files.")
+    ] = 5.0,
     as_json: Json = False,
 ) -> None:
-    """Write the model for Hugging Face (config.json and safetensors), or one embedding table.
+    """Write a model as Hugging Face's libraries load it, or one embedding table.
 
-    Of a run, the newest checkpoint is exported.
+    The folder gets config.json, safetensors files, and the run's tokenizer, chat template and generation
+    settings: AutoModelForCausalLM and AutoTokenizer load it. Of a run, the newest checkpoint is exported,
+    whatever layout wrote it; one tensor at a time is in memory.
     """
     if state is not None and table is None:
         raise StrettoError("--state without --table", hint="name the table whose state it is")
@@ -66,9 +79,14 @@ def export(
     if table is not None:
         _export_table(one, table, out, state, as_json)
         return
-    from stretto.engine.checkpoint.export import export_huggingface
+    import torch
 
-    files = [str(file) for file in export_huggingface(one, out)]
+    from stretto.run.train.exported import export_model
+
+    with byte_progress("export") as progress:
+        kind: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
+        written = export_model(one, out, int(shard_gb * 1e9), kind, progress)
+    files = [str(file) for file in written]
     facts = {"checkpoints": [{"path": str(one), "ok": True}], "ok": True, "path": str(out), "files": files}
     report(facts, as_json, lambda console: console.print(f"{one} written to {out}:", *files, sep="\n  "))
 
@@ -98,18 +116,53 @@ def _export_table(one: Path, table: str, out: Path, state: str | None, as_json: 
     )
 
 
-@app.command("import", epilog="Example: stretto checkpoint import gpt2 --out runs/gpt2")
+@app.command("import", epilog="Example: stretto checkpoint import Llama-3.1-8B --out runs/llama")
 def import_model(
-    source: Annotated[Path, typer.Argument(metavar="DIR", help="A folder with config.json and safetensors.")],
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="A folder with config.json, safetensors files and a tokenizer."),
+    ],
     out: Annotated[Path, typer.Option(metavar="RUN", help="The run folder to make.")],
     as_json: Json = False,
 ) -> None:
-    """Make a run whose checkpoint of step 0 is a model of Hugging Face (GPT-2 or Llama)."""
-    from stretto.engine.checkpoint.export import import_huggingface
+    """Make a run of a published model: GPT-2, Llama, Mixtral.
 
-    made = import_huggingface(source, out)
-    facts = {"checkpoints": [{"path": str(made), "ok": True}], "ok": True, "path": str(made)}
-    report(facts, as_json, lambda console: console.print(f"{source} imported as {made}"))
+    RUN gets the weights as the checkpoint of step 0, the tokenizer, and a config.yaml that trains on from
+    them. One tensor at a time is in memory.
+    """
+    from stretto.run.train.imported import import_model
+
+    with byte_progress("import") as progress:
+        made = import_model(source, out, progress)
+    facts = {
+        "checkpoints": [{"path": str(made.checkpoint), "ok": True}],
+        "ok": True,
+        "path": str(made.checkpoint),
+        "config": str(made.config),
+        "family": made.shape.family,
+        "parameters": made.parameters,
+        "bytes": made.bytes,
+        "dtype": made.dtype,
+        "tokenizer": None if made.tokenizer is None else str(made.tokenizer),
+        "notes": made.notes,
+        "next": made.next,
+    }
+    report(facts, as_json, lambda console: _print_import(console, source, made))
+
+
+def _print_import(console: Console, source: Path, made: Imported) -> None:
+    from stretto.engine.checkpoint.files import size_text
+
+    said = [
+        f"{source}: {made.shape.family}, {made.parameters / 1e6:,.4g} M parameters, {size_text(made.bytes)} "
+        f"in {made.dtype}",
+        f"  {made.checkpoint}  weights of step 0",
+        f"  {made.config}  the model, and a start for fine-tuning",
+        *([] if made.tokenizer is None else [f"  {made.tokenizer}"]),
+        *(f"note: {note}" for note in made.notes),
+        f"next:\n  {made.next}",
+    ]
+    console.print(*said, sep="\n", markup=False, highlight=False, soft_wrap=True)
 
 
 def _named(path: Path) -> list[Path]:

@@ -248,6 +248,21 @@ def stage_progress(
 
 
 @contextmanager
+def byte_progress(label: str) -> Generator[Callable[[int, int], None] | None]:
+    """A bar on stderr where that is a terminal; what it yields takes the bytes done, and all there are."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress("{task.description}", *columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label)
+        yield lambda done, total: bar.update(task, completed=done, total=max(total, 1))
+
+
+@contextmanager
 def watching() -> Generator[Callable[[int, int, int], None] | None]:
     """Show the search's progress where stderr is a terminal."""
     if not sys.stderr.isatty():

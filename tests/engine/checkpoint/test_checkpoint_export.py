@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.engine.checkpoint.export import export_huggingface, import_huggingface, read_whole, shape_of
+from stretto.engine.checkpoint.huggingface.exporting import export_huggingface
+from stretto.engine.checkpoint.huggingface.importing import import_huggingface
+from stretto.engine.checkpoint.read import read_whole, shape_of
 from stretto.engine.checkpoint.save import save
 from stretto.engine.models.build import build
 from stretto.engine.models.weights import initialise
@@ -70,7 +72,7 @@ def test_exports_load_in_transformers_and_import_again(tmp_path: Path, family: s
     back = import_huggingface(out, tmp_path / "new")
     assert back == tmp_path / "new" / "checkpoints" / "step-00000000"
     weights, loaded = read_whole(back)
-    assert shape_of(back, loaded) == SHAPES[family]
+    assert shape_of(back, loaded.meta) == SHAPES[family]
     want = dict(model.named_parameters())
     assert weights.keys() == want.keys()
     assert all(torch.equal(w, want[n]) for n, w in weights.items())

@@ -14,7 +14,9 @@ from model_shapes import EXPERTS, SHAPES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stretto.engine.checkpoint.export import export_huggingface, import_huggingface, read_whole, shape_of
+from stretto.engine.checkpoint.huggingface.exporting import export_huggingface
+from stretto.engine.checkpoint.huggingface.importing import import_huggingface
+from stretto.engine.checkpoint.read import read_whole, shape_of
 from stretto.engine.checkpoint.save import save
 from stretto.engine.models import LanguageModel, build, initialise
 from stretto.engine.models.huggingface import (
@@ -239,7 +241,7 @@ def test_expert_blocks_survive_a_round_trip_through_a_checkpoint(tmp_path: Path)
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
     back, loaded = read_whole(import_huggingface(tmp_path / "out", tmp_path / "again"))
     assert all(torch.equal(back[name], weight) for name, weight in weights.items())
-    assert shape_of(tmp_path, loaded) == shape
+    assert shape_of(tmp_path, loaded.meta) == shape
 
 
 @pytest.mark.parametrize("name", ["llama-experts", "gpt-experts", "gpt-capacity"])

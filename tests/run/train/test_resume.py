@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stretto.engine.checkpoint.export import read_whole
+from stretto.engine.checkpoint.read import read_whole
 from stretto.errors import StrettoError
 from stretto.run.config import TrainConfig
 from stretto.run.train.job import free_name, run_job

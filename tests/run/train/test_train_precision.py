@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from stretto.engine.checkpoint.export import read_whole
+from stretto.engine.checkpoint.read import read_whole
 from stretto.engine.models.weights import initial_values
 from stretto.run.train.metrics import read_lines
 from tiny_job import job

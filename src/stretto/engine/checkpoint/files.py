@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from stretto.errors import StrettoError
+
 BLOCK = 1 << 22  # bytes at a time: enough for full disk speed, few enough for the CPU's cache
 PRIVATE = 0o600  # mode of files in a checkpoint
 MAX_JSON = 1 << 28  # bytes; a larger manifest or index is refused before it is read
@@ -88,6 +90,23 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_room(folder: Path, needed: int, what: str) -> None:
+    """Check that a folder, which need not exist yet, can be made and has room for `needed` bytes.
+
+    Raises:
+        StrettoError: its place is a file, or its disk has too little room for `what`.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise StrettoError(f"{there} is a file", hint="name another folder")
+    usage = shutil.disk_usage(there)
+    if usage.total and needed > usage.free:  # some file systems tell no sizes
+        raise StrettoError(
+            f"{what} needs {size_text(needed)}, and {there} has {size_text(usage.free)} free",
+            hint="make room, or name a folder on another disk",
+        )
 
 
 def remove(path: Path) -> None:

@@ -20,6 +20,7 @@ from stretto.run.data.prepare import check_vocabulary, prepare_data
 from stretto.run.data.token_folder import TokenFolder
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.assemble import assemble
+from stretto.run.train.companions import TOKENIZER, copy_companions, run_folder
 from stretto.run.train.hang_record import HANG, hang_record
 from stretto.run.train.loop import process_group, start_run
 from stretto.run.train.position import TextPosition, find_checkpoint, go_on
@@ -59,7 +60,7 @@ def train_rank(
         metrics = start_run(
             config,
             position.step,
-            lambda run: _keep_tokenizer(folder.path / "tokenizer.json", run / "tokenizer.json"),
+            lambda run: _keep_companions(folder.path, saved, run),
             cleanup,
             notes=notes,
             quiet=quiet,
@@ -79,8 +80,14 @@ def _open_data(config: TrainConfig) -> TokenFolder:
     return prepare_data(config)
 
 
-def _keep_tokenizer(source: Path, target: Path) -> None:
-    """Copy to a file beside the target, then rename: an interrupted run leaves the old file or the new."""
-    beside = target.with_name(target.name + ".new")
-    shutil.copyfile(source, beside)
-    beside.replace(target)
+def _keep_companions(tokens: Path, saved: Path | None, run: Path) -> None:
+    """Keep in the run what its text needs: the tokenizer of its tokens, and from the run that it starts from
+    a chat template and generation settings.
+
+    The tokenizer is copied to a file beside, then renamed: an interrupted run leaves the old one or the new.
+    """
+    beside = run / f"{TOKENIZER}.new"
+    shutil.copyfile(tokens / TOKENIZER, beside)
+    beside.replace(run / TOKENIZER)
+    if saved is not None and (start := run_folder(saved)).resolve() != run.resolve():
+        copy_companions(start, run)

@@ -1,0 +1,172 @@
+"""A checkpoint's model to a folder that `transformers` loads, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.engine.checkpoint.files import check_room
+from stretto.engine.checkpoint.huggingface.folder import CONFIG, MAP, WEIGHTS, in_files, write_json
+from stretto.engine.checkpoint.huggingface.importing import Progress
+from stretto.engine.checkpoint.read import StoredTensors, shape_of
+from stretto.engine.checkpoint.storage import Entry, dtype_name, write_tensors
+from stretto.engine.models.huggingface import Rule, config_to_huggingface, rules, to_huggingface
+from stretto.errors import StrettoError
+
+SHARD_BYTES = 5 * 10**9  # a larger model is written as several files, as by transformers
+PUBLIC = 0o666  # file mode before the umask: exports are meant to be shared
+PARTIAL = ".partial"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """One tensor to write: which one of those that a rule splits ours into; no rule: zeros."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    rule: Rule | None
+    index: int
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def export_huggingface(
+    path: str | Path,
+    out: str | Path,
+    shard_bytes: int = SHARD_BYTES,
+    *,
+    dtype: torch.dtype | None = None,
+    config: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> list[Path]:
+    """Write the model of a checkpoint so that `transformers` loads it with `from_pretrained(out)`. One of the
+    tensors at a time is in memory. Neither optimiser nor tokeniser is written.
+
+    Args:
+        shard_bytes: most bytes of a file, except of one that holds a single larger tensor.
+        dtype: of the weights; None: as in the checkpoint.
+        config: further fields of config.json, such as `eos_token_id`.
+        progress: called with the bytes written so far, and with all that there are.
+
+    Returns:
+        The files written.
+
+    Raises:
+        StrettoError: a damaged checkpoint, a model without a counterpart there, a folder with an export, or
+            no room.
+    """
+    out = Path(out)
+    if taken := [name for name in (CONFIG, WEIGHTS, MAP) if (out / name).exists()]:
+        raise StrettoError(f"{out} already holds {taken[0]}", hint="export to a new folder")
+    with StoredTensors(path) as stored:
+        shape = shape_of(path, stored.meta)
+        parts = _parts(stored, list(rules(shape)), _shapes(stored, path), dtype)
+        described = {**config_to_huggingface(shape), **(config or {}), "dtype": _main_dtype(parts)}
+        total = sum(part.bytes for part in parts)
+        check_room(out, total, f"the model in {path}")
+        out.mkdir(parents=True, exist_ok=True)
+        files = list(_files(parts, shard_bytes))
+        many = len(files)
+        names = [f"model-{i:05d}-of-{many:05d}.safetensors" for i in range(1, many + 1)]
+        names = [WEIGHTS] if many == 1 else names
+        source = _Source(stored, total, progress)
+        try:
+            for name, file in zip(names, files, strict=True):
+                (out / (name + PARTIAL)).unlink(missing_ok=True)
+                entries = [source.entry(part) for part in file]
+                write_tensors(out / (name + PARTIAL), entries, {"format": "pt"}, PUBLIC)
+        except BaseException:
+            for name in names:
+                (out / (name + PARTIAL)).unlink(missing_ok=True)
+            raise
+    for name in names:
+        (out / (name + PARTIAL)).rename(out / name)
+    if many > 1:
+        weight_map = {part.name: name for name, file in zip(names, files, strict=True) for part in file}
+        write_json(out / MAP, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        names.append(MAP)
+    write_json(out / CONFIG, described)
+    return [out / name for name in [*names, CONFIG]]
+
+
+class _Source:
+    """The tensors to write, in the order of the rules, so that each of ours is read once."""
+
+    def __init__(self, stored: StoredTensors, total: int, progress: Progress | None) -> None:
+        self._stored, self._total = stored, total
+        self._progress = progress
+        self._split: tuple[str, list[Tensor]] = ("", [])
+        self._done = 0
+
+    def entry(self, part: _Part) -> Entry:
+        """The tensor as `write_tensors` takes it."""
+        return Entry(part.name, dtype_name(part.dtype), part.shape, lambda: self._get(part))
+
+    def _get(self, part: _Part) -> Tensor:
+        self._done += part.bytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+        if part.rule is None:
+            return torch.zeros(part.shape, dtype=part.dtype)
+        if self._split[0] != part.rule.ours:
+            self._split = ("", [])  # free the one before first
+            whole = self._stored.read(part.rule.ours)
+            self._split = (part.rule.ours, part.rule.split(whole))
+        return self._split[1][part.index].to(part.dtype)
+
+
+def _shapes(stored: StoredTensors, path: str | Path) -> dict[str, Tensor]:
+    """The tensors that the exported files have, by name, on the meta device."""
+    shape = shape_of(path, stored.meta)
+    empty = {
+        name: torch.empty(saved.shape, dtype=getattr(torch, saved.dtype), device="meta")
+        for name, saved in stored.saved.items()
+    }
+    return to_huggingface(empty, shape)
+
+
+def _parts(
+    stored: StoredTensors, mapping: list[Rule], theirs: Mapping[str, Tensor], dtype: torch.dtype | None
+) -> list[_Part]:
+    full = in_files([name for rule in mapping for name in rule.theirs], set(theirs))
+    parts = list[_Part]()
+
+    def add(name: str, rule: Rule | None, index: int) -> None:
+        kind, shape = dtype or theirs[name].dtype, tuple(theirs[name].shape)
+        parts.append(_Part(name=name, dtype=kind, shape=shape, rule=rule, index=index))
+
+    for rule in mapping:
+        for i, name in enumerate(rule.theirs):
+            add(full[name], rule, i)
+    ruled = {part.name for part in parts}
+    for name in [name for name in theirs if name not in ruled]:
+        add(name, None, 0)  # a bias that GPT-2 always has there, of a model without any
+    return parts
+
+
+def _main_dtype(parts: list[_Part]) -> str:
+    sizes: dict[torch.dtype, int] = {}
+    for part in parts:
+        sizes[part.dtype] = sizes.get(part.dtype, 0) + part.bytes
+    return dtype_name(max(sizes, key=lambda dtype: sizes[dtype]))
+
+
+def _files(parts: list[_Part], limit: int) -> Iterator[list[_Part]]:
+    """The parts of each file."""
+    file, size = list[_Part](), 0
+    for part in parts:
+        if file and size + part.bytes > limit:
+            yield file
+            file, size = list[_Part](), 0
+        file.append(part)
+        size += part.bytes
+    yield file

@@ -1,0 +1,169 @@
+"""A folder of config.json and safetensors files: which tensors it holds, and each of them on request."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from stretto.engine.checkpoint.files import MAX_JSON, safe_name, size_text
+from stretto.engine.checkpoint.index import DTYPES
+from stretto.errors import StrettoError
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+MAP = "model.safetensors.index.json"
+_TYPES: dict[str, torch.dtype] = {short: getattr(torch, name) for name, (short, _) in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class PublishedTensor:
+    """What a file's header says of a tensor."""
+
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class PublishedWeights:
+    """The tensors of all safetensors files of a folder. Opening reads the headers, which say names, types and
+    sizes; `read` maps a tensor.
+
+    Raises:
+        StrettoError: a file is missing or damaged, or the index does not match the files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors: dict[str, PublishedTensor] = {}
+        self._files: dict[str, Any] = {}
+        self._open = ExitStack()
+        placed = _weight_map(folder)
+        try:
+            for name in sorted(set(placed.values())) or [WEIGHTS]:
+                self._add(name)
+            for name, file in placed.items():
+                if self.tensors.get(name) is None or self.tensors[name].file != file:
+                    raise StrettoError(
+                        f"{folder / MAP} says that {name} is in {file}, which does not hold it",
+                        hint="fetch the folder again",
+                    )
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> PublishedWeights:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unmap the files; tensors that were read stay valid."""
+        self._files.clear()
+        self._open.close()
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, as a view of the mapped file that is not to be written to."""
+        file = self.tensors[name].file
+        try:
+            return cast(Tensor, self._files[file].get_tensor(name))
+        except SafetensorError as error:
+            raise _damaged(self.folder / file, error) from None
+
+    def _add(self, name: str) -> None:
+        path = self.folder / name
+        if not path.is_file():
+            raise StrettoError(
+                f"{path} is not there",
+                hint="only safetensors files are read: formats that hold Python objects run code when loaded",
+            )
+        try:
+            file: Any = self._open.enter_context(safe_open(path, framework="pt"))
+            self._files[name] = file
+            for key in file.keys():  # noqa: SIM118
+                view = file.get_slice(key)
+                if key in self.tensors:
+                    raise StrettoError(f"{key} is in {self.tensors[key].file} and in {name}")
+                kind = view.get_dtype()
+                if kind not in _TYPES:
+                    raise StrettoError(f"{path}: {key} has type {kind}, which torch has no counterpart of")
+                self.tensors[key] = PublishedTensor(name, _TYPES[kind], tuple(view.get_shape()))
+        except SafetensorError as error:
+            raise _damaged(path, error) from None
+        except OSError as error:
+            raise StrettoError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _damaged(path: Path, error: Exception) -> StrettoError:
+    return StrettoError(f"{path} is damaged: {error}", hint="fetch it again")
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """The file of each tensor by the folder's index; empty where all are in one file."""
+    if (folder / WEIGHTS).is_file() or not (folder / MAP).is_file():
+        return {}
+    placed = read_json(folder, MAP).get("weight_map")
+    if not isinstance(placed, dict):
+        raise StrettoError(f"{folder / MAP} has no weight_map")
+    for file in cast("dict[str, Any]", placed).values():
+        if not isinstance(file, str) or not safe_name(file):
+            raise StrettoError(f"{folder / MAP} names the file {file!r}", hint="a plain name in this folder")
+    return cast("dict[str, str]", placed)
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """A JSON object in the folder.
+
+    Raises:
+        StrettoError: no such file, too large a one, or none of JSON.
+    """
+    path = folder / name
+    if not path.is_file():
+        hint = "name a folder with config.json and safetensors files"
+        if not folder.exists() and len(folder.parts) == 2 and not folder.is_absolute():
+            hint = f"to fetch a published model first: hf download {folder} --local-dir {folder.name}"
+        raise StrettoError(f"{path} is not there", hint=hint)
+    if (size := path.stat().st_size) > MAX_JSON:
+        raise StrettoError(f"{path} has {size_text(size)}, too much for a {name}")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise StrettoError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise StrettoError(f"{path} is not an object")
+    return cast("dict[str, Any]", value)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON object as Hugging Face's libraries lay it out."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def in_files(names: list[str], files: set[str]) -> dict[str, str]:
+    """The names of tensors as files have them: the body's first part ("model.", "transformer.") is there in
+    some and not in others.
+
+    Args:
+        names: of tensors, without it.
+        files: the names in the files.
+
+    Returns:
+        By name; one that is not in the files is left out.
+    """
+    prefixes = [""]
+    for name in names[:1]:  # of the embedding
+        ends = [file.removesuffix(name) for file in files if file.endswith("." + name)]
+        prefixes = sorted(ends, key=len)[:1] + prefixes
+    return {name: p + name for name in names for p in prefixes[::-1] if p + name in files}

@@ -1,0 +1,189 @@
+"""A model of Hugging Face to a checkpoint of step 0, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.engine.checkpoint.files import check_room
+from stretto.engine.checkpoint.folder import checkpoints
+from stretto.engine.checkpoint.huggingface.folder import CONFIG, PublishedWeights, in_files, read_json
+from stretto.engine.checkpoint.read import MODEL
+from stretto.engine.checkpoint.save import save
+from stretto.engine.checkpoint.shards import Streamed
+from stretto.engine.checkpoint.storage import dtype_name
+from stretto.engine.models.huggingface import Rule, from_huggingface, rules, shape_from_huggingface
+from stretto.errors import StrettoError
+from stretto.spec.shape import shape_to_record
+
+HEAD = "lm_head.weight"
+_COMPARED = 1 << 22  # elements at a time, of a head that must equal the embedding
+
+Progress = Callable[[int, int], object]  # bytes written so far, of all
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One of our tensors: its rule, the names in the files, and what comes of them."""
+
+    rule: Rule
+    names: list[str]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Importing:
+    """A folder's model, opened and checked against its config.json; no weight has been read yet.
+
+    Attributes:
+        config: the parsed config.json.
+        shape: of the model.
+        parameters: their number.
+        bytes: of the checkpoint.
+        dtypes: bytes of each type, such as {"bfloat16": 16060522496}.
+
+    Raises:
+        StrettoError: not such a folder, a damaged file, a model that cannot be built here, or weights that
+            are missing, unknown or of another size than config.json says.
+    """
+
+    def __init__(self, source: Path) -> None:
+        self.source = source
+        self.config = read_json(source, CONFIG)
+        self.shape = shape_from_huggingface(self.config)
+        self._weights = PublishedWeights(source)
+        try:
+            self._parts = self._matched()
+        except BaseException:
+            self.close()
+            raise
+        self.parameters = sum(torch.Size(part.shape).numel() for part in self._parts)
+        self.bytes = sum(part.bytes for part in self._parts)
+        self.dtypes: dict[str, int] = {}
+        for part in self._parts:
+            name = dtype_name(part.dtype)
+            self.dtypes[name] = self.dtypes.get(name, 0) + part.bytes
+
+    def __enter__(self) -> Importing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unmap the files."""
+        self._weights.close()
+
+    @property
+    def dtype(self) -> str:
+        """The type of most weights."""
+        return max(self.dtypes, key=lambda name: self.dtypes[name])
+
+    def _matched(self) -> list[_Part]:
+        """A part for every parameter, after a check of all names, types and sizes."""
+        tensors = self._weights.tensors
+        if self.shape.layers > len(tensors):  # before anything is counted layer by layer
+            raise StrettoError(
+                f"{self.source / CONFIG} says {self.shape.layers} layers, but the files hold {len(tensors)} "
+                "tensors",
+                hint="config.json and weights are of different models, or files are missing",
+            )
+        for name, tensor in tensors.items():
+            if not tensor.dtype.is_floating_point:
+                raise StrettoError(
+                    f"weight {name!r} in {tensor.file} has type {dtype_name(tensor.dtype)}",
+                    hint="import the original weights, in bfloat16, float16 or float32",
+                )
+        tied = {HEAD} if self.shape.tied else set[str]()
+        empty = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in tensors.items()
+            if name not in tied
+        }
+        joined = from_huggingface(empty, self.shape)
+        mapping = list(rules(self.shape))
+        names = in_files([name for rule in mapping for name in rule.theirs], set(tensors))
+        parts = list[_Part]()
+        for rule in mapping:
+            if lacking := [name for name in rule.theirs if name not in names]:
+                raise StrettoError(f"weight {lacking[0]!r} is missing")
+            ours = joined[rule.ours]
+            parts.append(_Part(rule, [names[n] for n in rule.theirs], ours.dtype, tuple(ours.shape)))
+        return parts
+
+    def check_head(self) -> None:
+        """Check that a head in the files equals the embedding that it is tied to, bit for bit."""
+        if not self.shape.tied or HEAD not in self._weights.tensors:
+            return
+        embedding = next(part for part in self._parts if part.rule.ours == "embed.tok.weight")
+        ours, theirs = self._weights.read(embedding.names[0]), self._weights.read(HEAD)
+        same = ours.shape == theirs.shape and ours.dtype == theirs.dtype
+        pairs = zip(ours.reshape(-1).split(_COMPARED), theirs.reshape(-1).split(_COMPARED), strict=False)
+        if not same or not all(torch.equal(a, b) for a, b in pairs):
+            raise StrettoError(
+                f"weight {HEAD!r} differs from the embedding, but the model's head is tied to it",
+                hint='"tie_word_embeddings": false in config.json',
+            )
+
+    def check_place(self, run: Path) -> None:
+        """Check that `run` has no checkpoints, and that its disk has room.
+
+        Raises:
+            StrettoError: it has; or it has not.
+        """
+        folder = run / "checkpoints"
+        if checkpoints(folder):
+            raise StrettoError(f"{folder} already holds checkpoints", hint="import into a new run folder")
+        check_room(folder, self.bytes, f"the model in {self.source}")
+
+    def write(self, run: Path, meta: dict[str, Any] | None = None, progress: Progress | None = None) -> Path:
+        """Write `run`/checkpoints/step-00000000; one of the tensors at a time is in memory. Until it is
+        complete there is no checkpoint.
+
+        Args:
+            meta: what the checkpoint's `meta` has beside `model` and `imported`.
+            progress: called with the bytes written so far, and with all that there are.
+
+        Returns:
+            The checkpoint's path.
+        """
+        done = 0
+
+        def read(part: _Part) -> Tensor:
+            nonlocal done
+            whole = part.rule.join([self._weights.read(name) for name in part.names])
+            done += part.bytes
+            if progress is not None:
+                progress(done, self.bytes)
+            return whole
+
+        tensors = {
+            MODEL + part.rule.ours: Streamed(
+                part.shape, part.dtype, {(0,) * len(part.shape): (part.shape, lambda p=part: read(p))}
+            )
+            for part in self._parts
+        }
+        facts = {"model": shape_to_record(self.shape), "imported": self.source.resolve().name}
+        return save(run / "checkpoints", 0, tensors, facts | (meta or {}))
+
+
+def import_huggingface(source: str | Path, run: str | Path) -> Path:
+    """Make `run`/checkpoints/step-00000000 from a folder with config.json and safetensors files. It holds
+    only the model, in the files' dtype; its `meta` has `model` and `imported`.
+
+    Raises:
+        StrettoError: as `Importing`, or a run that has checkpoints or no room.
+    """
+    with Importing(Path(source)) as model:
+        model.check_place(Path(run))
+        model.check_head()
+        return model.write(Path(run))

@@ -1,0 +1,132 @@
+"""The tensors of a checkpoint in one process, each whole, whatever layout wrote them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from stretto.engine.checkpoint.files import DamageError, plain_file
+from stretto.engine.checkpoint.index import DTYPES, SavedPiece, SavedTensor, piece_key
+from stretto.engine.checkpoint.load import Loaded, load, tensor_index
+from stretto.engine.checkpoint.manifest import read_manifest
+from stretto.engine.parallel.fragment import Placed
+from stretto.errors import StrettoError
+from stretto.spec.shape import ModelShape, shape_from_record
+
+MODEL = "model."  # first part of the names of parameters in a checkpoint
+
+
+class StoredTensors:
+    """Reads the tensors whose names begin with `prefix` one at a time, by their names without it.
+
+    One that lies in a file as a whole is a view of the mapped file; of any other, only its pieces are read.
+
+        with StoredTensors(path) as stored:
+            stored.read("embed.tok.weight")
+
+    Attributes:
+        saved: dtype, shape and pieces by name.
+        meta: of the checkpoint.
+
+    Raises:
+        StrettoError: no checkpoint there, a damaged manifest or index, or no such tensors.
+    """
+
+    def __init__(self, path: str | Path, prefix: str = MODEL) -> None:
+        self.path = Path(path)
+        self.saved: dict[str, SavedTensor] = {
+            name.removeprefix(prefix): saved
+            for name, saved in tensor_index(self.path).items()
+            if name.startswith(prefix)
+        }
+        if not self.saved:
+            raise StrettoError(f"checkpoint {path} holds no tensors named {prefix}...")
+        self.meta = read_manifest(self.path).meta
+        self._prefix = prefix
+        self._files: dict[str, Any] = {}
+        self._open = ExitStack()
+
+    def __enter__(self) -> StoredTensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.clear()
+        self._open.close()
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor on the CPU, in its stored dtype; it is not to be written to.
+
+        Raises:
+            StrettoError: a file of it is damaged.
+        """
+        saved = self.saved[name]
+        if len(saved.pieces) == 1:
+            return self._piece(name, saved, saved.pieces[0])
+        whole = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
+        for piece in saved.pieces:
+            box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))
+            whole[box] = self._piece(name, saved, piece)
+        return whole
+
+    def _piece(self, name: str, saved: SavedTensor, piece: SavedPiece) -> Tensor:
+        key = piece_key(self._prefix + name, saved.shape, piece.offsets, piece.sizes)
+        try:
+            tensor: Tensor = self._file(piece.file).get_tensor(key)
+            if tuple(tensor.shape) != piece.sizes or tensor.dtype != getattr(torch, saved.dtype):
+                wanted = f"{DTYPES[saved.dtype][0]} of shape {list(piece.sizes)}"
+                raise DamageError(f"{key} is not {wanted}, as in the index")
+        except Exception as error:  # the library's own errors, and a key that is not there
+            raise StrettoError(
+                f"checkpoint {self.path} is damaged: file {piece.file}: {error}",
+                hint="use an older one: `stretto checkpoint list`",
+            ) from None
+        return tensor
+
+    def _file(self, name: str) -> Any:
+        if name not in self._files:
+            opened = safe_open(plain_file(self.path, name), framework="pt")
+            self._files[name] = self._open.enter_context(opened)
+        return self._files[name]
+
+
+def read_whole(path: str | Path, prefix: str = MODEL) -> tuple[dict[str, Tensor], Loaded]:
+    """All tensors whose names begin with `prefix` in memory, by their names without it, on the CPU in their
+    stored dtype; every byte of the checkpoint is verified.
+
+    Raises:
+        StrettoError: no checkpoint there, a damaged one, or one without such tensors.
+    """
+    index = tensor_index(path)
+    whole = {
+        name: torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
+        for name, saved in index.items()
+        if name.startswith(prefix)
+    }
+    if not whole:
+        raise StrettoError(f"checkpoint {path} holds no tensors named {prefix}...")
+    places = {name: (tensor, Placed.whole(name, tuple(tensor.shape))) for name, tensor in whole.items()}
+    loaded = load(path, places, ignore=[name for name in index if name not in whole])
+    return {name.removeprefix(prefix): tensor for name, tensor in whole.items()}, loaded
+
+
+def shape_of(path: str | Path, meta: dict[str, Any]) -> ModelShape:
+    """The shape in a checkpoint's `meta["model"]`.
+
+    Raises:
+        StrettoError: there is none.
+    """
+    sizes = meta.get("model")
+    try:
+        if isinstance(sizes, dict):
+            return shape_from_record(sizes)
+    except TypeError:
+        pass
+    raise StrettoError(
+        f"checkpoint {path} has no sizes of its model",
+        hint="only this library's models can be exported; read other tensors with `read_whole`",
+    )

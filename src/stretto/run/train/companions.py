@@ -1,0 +1,95 @@
+"""The small files that a published model has beside its weights: its tokenizer, chat template and generation
+settings. They lie in the folder of a run, go along into a run that starts from it, and into an export.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from stretto.engine.checkpoint.huggingface.folder import read_json, write_json
+from stretto.run.data.tokenizer import Tokenizer
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+GENERATION = "generation_config.json"
+# beside these, all of which transformers reads: templates of their own files, and older lists of tokens
+_FILES = (TOKENIZER_CONFIG, GENERATION, "chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
+_FOLDER = "additional_chat_templates"
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def run_folder(checkpoint: Path) -> Path:
+    """The folder that keeps what belongs to a checkpoint: the first of it and those around it that has a
+    tokenizer; else its run's.
+    """
+    around = (checkpoint, *checkpoint.parents[:2])
+    return next((folder for folder in around if (folder / TOKENIZER).is_file()), around[-1])
+
+
+def copy_companions(source: Path, target: Path) -> list[Path]:
+    """Copy what `source` has and `target` lacks, without the tokenizer itself; returns the copies."""
+    copies = list[Path]()
+    templates = (path.relative_to(source) for path in sorted((source / _FOLDER).glob("*.jinja")))
+    for name in (*_FILES, *map(str, templates)):
+        if (source / name).is_file() and not (target / name).exists():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, target / name)
+            copies.append(target / name)
+    return copies
+
+
+def write_generation(target: Path, config: dict[str, Any]) -> list[Path]:
+    """Write a generation_config.json with the special tokens of a config.json, as transformers derives it,
+    unless there is one already.
+    """
+    ids = {name: config[name] for name in _IDS if config.get(name) is not None}
+    if (target / GENERATION).exists() or not ids:
+        return []
+    write_json(target / GENERATION, {"_from_model_config": True, **ids})
+    return [target / GENERATION]
+
+
+def special_ids(run: Path) -> dict[str, Any]:
+    """The ids of special tokens that an exported config.json of this run has; None where there is no such
+    token, so that transformers does not fall back on its class's own.
+    """
+    if (run / GENERATION).is_file():
+        generation = read_json(run, GENERATION)
+        return {name: generation.get(name) for name in _IDS}
+    end = Tokenizer.load(run / TOKENIZER).endoftext if (run / TOKENIZER).is_file() else None
+    return {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+
+
+def export_companions(run: Path, out: Path, positions: int) -> list[Path]:
+    """Write the tokenizer of a run and what belongs to it so that `AutoTokenizer` loads it; returns the files
+    written, none where the run has no tokenizer.
+
+    Args:
+        positions: most tokens of context.
+    """
+    if not (run / TOKENIZER).is_file():
+        return []
+    shutil.copyfile(run / TOKENIZER, out / TOKENIZER)
+    files = [out / TOKENIZER, *copy_companions(run, out)]
+    files += write_generation(out, special_ids(run))
+    if not (out / TOKENIZER_CONFIG).exists():
+        end = _end_of_text(run / TOKENIZER)
+        described = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": end,
+            "model_max_length": positions,
+            "clean_up_tokenization_spaces": False,
+        }
+        write_json(out / TOKENIZER_CONFIG, described)
+        files.append(out / TOKENIZER_CONFIG)
+    return files
+
+
+def _end_of_text(path: Path) -> str | None:
+    """How texts spell the tokenizer's end of text."""
+    end = Tokenizer.load(path).endoftext
+    added: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")).get("added_tokens") or []
+    return next((token["content"] for token in added if token["id"] == end), None)

@@ -1,0 +1,193 @@
+"""A published model as a run: its weights as a checkpoint, its tokenizer, and a config to go on with."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import join
+from typing import Any
+
+import yaml
+
+from stretto.engine.checkpoint.folder import step_name
+from stretto.engine.checkpoint.huggingface.importing import Importing, Progress
+from stretto.errors import StrettoError
+from stretto.run.config.required import REQUIRED
+from stretto.run.config.schema import TrainConfig
+from stretto.run.config.source import CoreDumper
+from stretto.run.config.written import model_section
+from stretto.run.data.prepare import LEAST_USED
+from stretto.run.data.tokenizer import SMALLEST_VOCAB, Tokenizer
+from stretto.run.train.companions import TOKENIZER, copy_companions, write_generation
+from stretto.spec.shape import ModelShape
+
+CONFIG = "config.yaml"
+_SEQUENCE = 2048  # tokens of a sample, where the model takes more
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported:
+    """What an import made.
+
+    Attributes:
+        dtype: of most weights.
+        parameters: their number.
+        notes: what of the folder was not taken, or was changed; a sentence each.
+        next: the command that trains the model.
+    """
+
+    checkpoint: Path
+    config: Path
+    shape: ModelShape
+    dtype: str
+    bytes: int
+    parameters: int
+    tokenizer: Path | None
+    notes: list[str]
+    next: str
+
+
+def import_model(source: Path, run: Path, progress: Progress | None = None) -> Imported:
+    """Make a run of a folder with config.json, safetensors files and, mostly, a tokenizer.json.
+
+    Everything is checked before anything is written; the checkpoint appears when all is complete.
+
+    Args:
+        progress: called with the bytes written so far, and with all that there are.
+
+    Raises:
+        StrettoError: as `Importing`; the run's folder has a run already, or too little room.
+    """
+    with Importing(source) as model:
+        model.check_place(run)
+        if (run / "metrics.jsonl").exists():
+            raise StrettoError(f"{run} already holds a run", hint="import into a new run folder")
+        model.check_head()
+        notes = list[str]()
+        tokenizer = _tokenizer(source, model.shape, notes)
+        text = config_text(model, run, tokenizer)
+        meta = {} if tokenizer is None else {"tokenizer": tokenizer.fingerprint}
+        with _undone(run) as made:
+            made += [run / CONFIG]
+            (run / CONFIG).write_text(text, encoding="utf-8")
+            if tokenizer is not None:
+                made += [run / TOKENIZER]
+                shutil.copyfile(source / TOKENIZER, run / TOKENIZER)
+            made += copy_companions(source, run)
+            made += write_generation(run, model.config)
+            checkpoint = model.write(run, meta, progress)
+        return Imported(
+            checkpoint=checkpoint,
+            config=run / CONFIG,
+            shape=model.shape,
+            dtype=model.dtype,
+            bytes=model.bytes,
+            parameters=model.parameters,
+            tokenizer=None if tokenizer is None else run / TOKENIZER,
+            notes=notes,
+            next=join(["stretto", "train", str(run / CONFIG), "data.source=python-stdlib"]),
+        )
+
+
+@contextmanager
+def _undone(run: Path) -> Generator[list[Path]]:
+    """Make the run's folder; if the work in it fails, remove the files named in the list."""
+    made = list[Path]()
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        yield made
+    except BaseException:
+        for path in made:
+            path.unlink(missing_ok=True)
+        for folder in (run / "checkpoints", run):
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+        raise
+
+
+def _tokenizer(source: Path, shape: ModelShape, notes: list[str]) -> Tokenizer | None:
+    """The folder's tokenizer, if it can be used here; a note if not."""
+    if not (source / TOKENIZER).is_file():
+        notes.append(f"{source} has no {TOKENIZER}: name the model's own as data.tokenizer before training")
+        return None
+    try:
+        tokenizer = Tokenizer.load(source / TOKENIZER)
+    except StrettoError as error:
+        notes.append(f"the tokenizer is left out: {error.message}; data.tokenizer names another")
+        return None
+    if not LEAST_USED * shape.vocab <= tokenizer.vocab_size <= shape.vocab:
+        notes.append(
+            f"the tokenizer has {tokenizer.vocab_size} entries and the model {shape.vocab} rows: training "
+            "refuses them, and data.tokenizer names another"
+        )
+    return tokenizer
+
+
+def config_text(model: Importing, run: Path, tokenizer: Tokenizer | None) -> str:
+    """The config of a run that goes on from the import: YAML with comments.
+
+    Raises:
+        StrettoError: training has no such model.
+    """
+    shape = model.shape
+    section = model_section(shape)
+    sequence = min(shape.sequence, _SEQUENCE)
+    data: dict[str, Any] = {"source": REQUIRED, "sequence": sequence}
+    if tokenizer is None:
+        data["vocab"] = max(SMALLEST_VOCAB, shape.vocab)
+    else:
+        data["tokenizer"] = str(run / TOKENIZER)
+    values: dict[str, dict[str, Any]] = {
+        "model": section,
+        "data": data,
+        "layout": {"tp": 1, "dp": 1, "pp": 1},
+        "batch": {"global_size": 8, "micro_size": 1},
+        "optim": {"lr": 2e-5, "weight_decay": 0.0},
+        "train": {"steps": 100, "dtype": model.dtype},
+        "checkpoint": {"resume": str(run / "checkpoints" / step_name(0))},
+        "sample": {"tokens": 0},
+        "run": {"name": f"{run.resolve().name}-tuned", "dir": str(run.parent)},
+    }
+    plain = {**values, "data": {name: value for name, value in data.items() if value != REQUIRED}}
+    config = TrainConfig.model_validate(plain)
+    assert config.shape() == shape, "the config describes another model"
+    head = [
+        f"{shape.family}, {model.parameters / 1e6:,.4g} M parameters in {model.dtype}, imported from "
+        f"{model.source}.",
+        "The model is exactly that of its config.json; the other sections are a start for fine-tuning.",
+        "Every field: stretto config --reference",
+    ]
+    lines = [f"# {line}" for line in head]
+    comments = {name: text.format(positions=shape.sequence) for name, text in _COMMENTS.items()}
+    at = ""
+    for line in _dump(values).splitlines():
+        name = line.strip().partition(":")[0]
+        at = name if not line.startswith(" ") else at
+        about = comments.get(f"{at}.{name}")
+        lines.append(line if about is None else f"{line}  # {about}")
+    return "\n".join(lines) + "\n"
+
+
+_COMMENTS = {
+    "data.source": "text, JSONL or Parquet files, or a token folder; python-stdlib: Python's own source",
+    "data.sequence": "tokens of a sample; the model takes up to {positions}",
+    "data.tokenizer": "the model's own",
+    "data.vocab": "no tokenizer came with the model: name its own as data.tokenizer",
+    "layout.tp": "ranks that split every layer",
+    "layout.dp": "replicas with samples of their own",
+    "layout.pp": "ranks that split the layers among them",
+    "batch.global_size": "samples of an update, over all ranks",
+    "batch.micro_size": "samples at once on a rank: more is faster while memory lasts",
+    "optim.lr": "peak learning rate; 1e-5 to 5e-5 is usual for fine-tuning",
+    "train.steps": "updates in the whole run",
+    "train.dtype": "as the files; the optimiser keeps float32 weights beside 16-bit ones",
+    "checkpoint.resume": "the imported weights",
+    "sample.tokens": "64 writes a sample at the end, in one process",
+}
+
+
+def _dump(values: dict[str, Any]) -> str:
+    return yaml.dump(values, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=1000)
