@@ -14,6 +14,7 @@ from stretto.program.program import Program
 from stretto.program.schedules.traits import is_searched
 from stretto.spec.attention import AttentionKernel, ContextKind
 from stretto.spec.data_parallel import BUCKET_BYTES, DataParallel, Precision
+from stretto.spec.finetune import Trained
 from stretto.spec.framework import STRETTO, Framework
 from stretto.spec.optimiser import Optimiser
 from stretto.spec.program import ProgramKey, build_program, complete, short_step, shortened, stages_of
@@ -61,6 +62,7 @@ class Job:
         vocab_multiple: each rank's share of the vocabulary is padded to a multiple of this.
         bucket: bytes of weights at which a unit of reduction is full.
         one_memory: host and device share one memory, as on a CPU.
+        trained: which parameters the optimiser updates; all others are frozen.
     """
 
     shape: ModelShape
@@ -87,6 +89,7 @@ class Job:
     vocab_multiple: int = 1
     bucket: int = BUCKET_BYTES
     one_memory: bool = False
+    trained: Trained = field(default_factory=Trained)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sequence", self.sequence or self.shape.sequence)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stretto.errors import Problem, StrettoError
+from stretto.errors import Problem, StrettoError, nearest
 from stretto.spec.data_parallel import KEEP, MODES, SHARDS, Precision
 from stretto.spec.job import Job, Rule, either, nearest_values
 from stretto.spec.parameters import kept, parameter_shapes
@@ -189,6 +189,20 @@ def _sides(shape: ModelShape, tp: int) -> dict[str, int]:
     }
 
 
+def _freeze(job: Job) -> Iterator[Problem]:
+    """Every pattern freezes something, and something is left to train."""
+    if not job.trained.freeze:
+        return
+    names = list(parameter_shapes(job.shape))
+    for pattern in job.trained.unmatched(names):
+        near = nearest(pattern, names)
+        fix = f"did you mean {near}?" if near else "patterns are like embed.* or blocks.0.*"
+        yield Problem("finetune.freeze", pattern, "it matches no parameter of the model", fix)
+    if not any(map(job.trained, names)):
+        rule = "it leaves no parameter to train"
+        yield Problem("finetune.freeze", list(job.trained.freeze), rule, "freeze fewer, such as embed.*")
+
+
 STATE_RULES: tuple[Rule, ...] = (
     _shard_modes,
     _shard_sizes,
@@ -198,4 +212,5 @@ STATE_RULES: tuple[Rule, ...] = (
     _precision,
     _keep,
     _eight_bits,
+    _freeze,
 )

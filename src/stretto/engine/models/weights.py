@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stretto.engine.models.language import LanguageModel
 from stretto.errors import StrettoError, nearest
+from stretto.spec.finetune import Trained
 from stretto.spec.shape import ModelShape
 
 STD = 0.02
@@ -44,6 +45,12 @@ def initialise(model: LanguageModel, seed: int) -> None:
     for name, parameter in model.named_parameters():
         assert not parameter.is_meta, f"{name} is on the meta device: call to_empty first"
         parameter.copy_(initial_values(name, tuple(parameter.shape), seed, model.shape))
+
+
+def freeze(model: LanguageModel, trained: Trained) -> None:
+    """Let autograd compute no gradients of the parameters that are not trained."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained(name))
 
 
 def check_weights(weights: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from stretto.engine.offload.ring import Ring
 from stretto.engine.offload.scratch import Scratch
+from stretto.engine.offload.tensor_files import away
 
 
 @dataclass(kw_only=True)
@@ -26,6 +29,18 @@ class _Shard:
     host: Tensor | None = None
     here: Tensor | None = None
     event: torch.cuda.Event | None = None
+
+
+class _Part:
+    """Elements [start, stop) of a tensor in a store's files."""
+
+    def __init__(self, store: ShardStore, key: int, span: tuple[int, int]) -> None:
+        self._store = weakref.ref(store)
+        self._key, self._span = key, span
+
+    def look(self, change: bool) -> Tensor | None:
+        store = self._store()
+        return None if store is None else store.look(self._key, change)[slice(*self._span)]
 
 
 class ShardStore:
@@ -47,6 +62,9 @@ class ShardStore:
         self._shards = dict[int, _Shard]()
         self._side: torch.cuda.Stream | None = None
         self._scratch: Scratch | None = None
+        self._parts = list[_Part]()
+        self._looked: tuple[int, Tensor] | None = None
+        self._changed = False
         self.ring: Ring | None = None
         if path is not None:
             self._scratch = Scratch(path, rank)
@@ -70,6 +88,7 @@ class ShardStore:
 
     def start_fetch(self, key: int) -> None:
         """Start copying a tensor from its file to host memory, or from host memory to the device."""
+        self._let_look_go()
         shard = self._shards[key]
         if self.ring is not None and shard.host is None:
             self.ring.start_fetch(key)
@@ -82,6 +101,7 @@ class ShardStore:
         Raises:
             OffloadError: reading the tensor failed, or a preceding write did.
         """
+        self._let_look_go()
         shard = self._shards[key]
         if shard.here is None:
             if shard.host is None:
@@ -95,6 +115,7 @@ class ShardStore:
 
     def blank(self, key: int) -> Tensor:
         """As `fetch`, but uninitialised: the caller overwrites the whole tensor."""
+        self._let_look_go()
         shard = self._shards[key]
         if shard.here is None:
             if shard.host is None:
@@ -121,6 +142,35 @@ class ShardStore:
     def release(self, key: int) -> None:
         """End the use of an unmodified tensor."""
         self._let_go(key, self._shards[key], changed=False)
+
+    def parts(self, key: int, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Elements [start, stop) of a flat tensor as checkpoints read and write them while it is not in use:
+        views of host memory, or tensors that are away (`tensor_files.at_hand`).
+        """
+        shard = self._shards[key]
+        if shard.host is not None:
+            return [shard.host[start:stop] for start, stop in spans]
+        made = [_Part(self, key, span) for span in spans]
+        self._parts += made  # alive as long as the store
+        sizes = [torch.empty(stop - start, dtype=shard.dtype, device="meta") for start, stop in spans]
+        return [away(size, part) for size, part in zip(sizes, made, strict=True)]
+
+    def look(self, key: int, change: bool) -> Tensor:
+        """The values of a tensor in a file, until the next call for another tensor or any use of the store.
+        `change`: the caller modifies them.
+        """
+        if self._looked is None or self._looked[0] != key:
+            self._let_look_go()
+            self._looked = key, self._view(self._files.fetch(key), self._shards[key])
+        self._changed |= change
+        return self._looked[1]
+
+    def _let_look_go(self) -> None:
+        """End the access that `look` started, writing the tensor back if it was modified."""
+        if self._looked is not None:
+            key, self._looked = self._looked[0], None
+            (self._files.put if self._changed else self._files.release)(key)
+            self._changed = False
 
     def close(self) -> None:
         """Remove the files and the tensors stored in them."""

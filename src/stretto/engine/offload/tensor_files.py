@@ -6,6 +6,7 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -98,7 +99,24 @@ def _no_value(dtype: torch.dtype) -> Tensor:
     return torch.full((), torch.iinfo(dtype).max if dtype != torch.bool else True, dtype=dtype)
 
 
-_AWAY = weakref.WeakValueDictionary[int, "_Place"]()
+class Away(Protocol):
+    """Where the values of a tensor are while it is away."""
+
+    def look(self, change: bool) -> Tensor | None:
+        """The values in memory, until the next call for another group; None if their files are gone."""
+        ...
+
+
+_AWAY = weakref.WeakValueDictionary[int, Away]()
+
+
+def away(tensor: Tensor, place: Away) -> Tensor:
+    """A tensor of the same shape without memory, whose values `at_hand` finds at `place`. The caller keeps
+    the place alive.
+    """
+    nothing = _no_value(tensor.dtype)
+    _AWAY[nothing.data_ptr()] = place
+    return nothing.expand(tensor.shape)
 
 
 class _Place:
@@ -108,6 +126,10 @@ class _Place:
         self.files = weakref.ref(files)
         self.key = key
         self.index = index
+
+    def look(self, change: bool) -> Tensor | None:
+        files = self.files()
+        return None if files is None else files.look(self.key, self.index, change)
 
 
 class TensorFiles:
@@ -239,10 +261,9 @@ def at_hand(tensor: Tensor, change: bool = False) -> Tensor:
         OffloadError: reading the tensor failed.
     """
     place = _AWAY.get(mark(tensor))
-    files = place.files() if place is not None else None
-    if place is None or files is None:
+    part = None if place is None else place.look(change)
+    if part is None:
         return tensor
-    part = files.look(place.key, place.index, change)
     if part.shape != tensor.shape:
         raise StrettoError(
             f"a part of shape {list(tensor.shape)} of a tensor of shape {list(part.shape)} is in a file",

@@ -192,7 +192,7 @@ class SharedGradients:
             # the sum of a stage's copies must not include it again
             if len(here) > 1 or self.program.copies > 1:
                 self.late[id(parameter)] = parameter
-            if group is not None:
+            if group is not None and parameter.requires_grad:
                 sums.append((parameter, group))
         return sums
 

@@ -18,6 +18,7 @@ from stretto.planner.counts.activations import ELEMENT_BYTES
 from stretto.planner.counts.rank_parameters import Parameter
 from stretto.program.program import Program
 from stretto.spec.data_parallel import BUCKET_BYTES, Offload
+from stretto.spec.finetune import Trained, adjusted
 from stretto.spec.job import Job
 from stretto.spec.optimiser import OptimiserName
 from stretto.spec.parameters import kept
@@ -48,6 +49,7 @@ class StateConfig:
         bucket: bytes of weights at which a unit is full.
         offload, offload_parameters: where states, and this rank's part of the weights, are.
         one_memory: host and device share one memory, as on a CPU.
+        trained: which parameters have gradients and states.
     """
 
     mode: Mode = "ddp"
@@ -71,6 +73,7 @@ class StateConfig:
     offload: Offload = "none"
     offload_parameters: Offload = "none"
     one_memory: bool = False
+    trained: Trained = field(default_factory=Trained)
 
     @classmethod
     def of(cls, job: Job, program: Program) -> StateConfig:
@@ -96,11 +99,13 @@ class StateConfig:
             offload=dp.offload,
             offload_parameters=dp.offload_parameters,
             one_memory=job.one_memory,
+            trained=job.trained,
         )
 
     def weight(self, parameter: Parameter) -> int:
         """Bytes of an element of this parameter."""
-        return 4 if self.element == 2 and kept(parameter.name, self.keep) else self.element
+        wide = adjusted(parameter.name) or kept(parameter.name, self.keep)
+        return 4 if self.element == 2 and wide else self.element
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +143,7 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class StateUnit:
-    """Parameters that are reduced, updated and gathered together.
+    """Parameters that are reduced, updated and gathered together; of frozen ones only the weights are held.
 
     Attributes:
         layers: for each parameter, the layers of the model that use it.
@@ -168,6 +173,11 @@ class StateUnit:
         """The layer whose backward makes the unit's last gradient."""
         return min(min(users) for users in self.layers)
 
+    @cached_property
+    def frozen(self) -> bool:
+        """Whether the parameters are not trained."""
+        return not self.state_config.trained(self.parameters[0].name)
+
     @property
     def expert(self) -> bool:
         return self.parameters[0].expert
@@ -181,7 +191,11 @@ class StateUnit:
     def sizes(self) -> ShardSizes:
         """Over how many of them parameters, gradients and states are sharded."""
         sizes = self.state_config.sizes
-        return sizes.for_copies(self.copies) if self.expert else sizes
+        sizes = sizes.for_copies(self.copies) if self.expert else sizes
+        if not self.frozen:
+            return sizes
+        split = 1 if adjusted(self.parameters[0].name) else sizes.parameters
+        return ShardSizes(split, split, split)
 
     @cached_property
     def size(self) -> int:
@@ -193,7 +207,8 @@ class StateUnit:
     @property
     def apart(self) -> bool:
         """Whether the optimiser updates masters instead of the weights themselves."""
-        return (self.element == 2 and not self._wide) or self.state_config.offload != "none"
+        narrow = self.element == 2 and not self._wide
+        return not self.frozen and (narrow or self.state_config.offload != "none")
 
     @property
     def _wide(self) -> bool:
@@ -208,6 +223,8 @@ class StateUnit:
     @property
     def gradients(self) -> int:
         """Bytes of gradients that are held all the time."""
+        if self.frozen:
+            return 0
         kept = self._gradient * self.size // (1 if self.state_config.lasting else self.sizes.gradients)
         return kept + (self.element * self.size if self.state_config.copied and self.element == 2 else 0)
 
@@ -225,7 +242,7 @@ class StateUnit:
     @property
     def states(self) -> int:
         """Bytes of this rank's optimiser states."""
-        return sum(self._state(parameter, here) for parameter, here in self._fragments())
+        return 0 if self.frozen else sum(self._state(p, here) for p, here in self._fragments())
 
     @cached_property
     def lasting(self) -> StateBytes:
@@ -259,12 +276,13 @@ class StateUnit:
         """Bytes of the whole gradient from the first backward of a step to its reduction, unless it lasts or
         is reduced with each microbatch.
         """
-        return 0 if self.each or self.state_config.lasting or self.sizes.gradients == 1 else self.whole
+        kept = self.frozen or self.each or self.state_config.lasting or self.sizes.gradients == 1
+        return 0 if kept else self.whole
 
     @property
     def each(self) -> bool:
         """Whether the gradient of every microbatch is reduced by itself."""
-        return self.state_config.each and self.sizes.gradients > 1
+        return not self.frozen and self.state_config.each and self.sizes.gradients > 1
 
     @cached_property
     def flying(self) -> int:
@@ -277,7 +295,7 @@ class StateUnit:
     @cached_property
     def whole(self) -> int:
         """Bytes of the whole gradient."""
-        return self._gradient * self.size
+        return 0 if self.frozen else self._gradient * self.size
 
     @property
     def arriving(self) -> int:
@@ -296,6 +314,8 @@ class StateUnit:
         """Bytes of the update's temporaries: gradients in the masters' type where it differs, and whole
         update directions for optimisers that need all of a tensor before they step (LAMB, Adafactor, Muon).
         """
+        if self.frozen:
+            return 0
         start, stop = self._span
         wholly = self.state_config.optimiser in ("lamb", "adafactor", "muon")
         cast = self._gradient != self._master and not self._remainders
@@ -318,7 +338,7 @@ class StateUnit:
         """The elements [start, stop) whose states this rank has."""
         state_config = self.state_config
         number = state_config.expert_copy if self.expert else state_config.copy
-        if state_config.mode == "server" and number:
+        if state_config.mode == "server" and number and not self.frozen:
             return 0, 0
         return self.sizes.span(self.size, number, self.copies, 3)
 
@@ -354,9 +374,10 @@ def cut_units(
 ) -> list[StateUnit]:
     """The parameters of one stage in units, the last first, as a backward completes them.
 
-    A unit has parameters of one type with the same copies. Where parameters are sharded, or gradients are
-    reduced with each microbatch, a unit also stays within one layer. A unit of sharded parameters is all of
-    its layer; any other is closed when it is full. A parameter is never split between units.
+    A unit has parameters of one type with the same copies, all trained or all frozen; the frozen ones come
+    last. Where parameters are sharded, or gradients are reduced with each microbatch, a unit also stays
+    within one layer. A unit of sharded parameters is all of its layer; any other is closed when it is full. A
+    parameter is never split between units.
 
     Args:
         layers: number and parameters of each layer of the stage; layers may share parameters.
@@ -369,12 +390,14 @@ def cut_units(
     open_units, closed = dict[object, list[str]](), list[list[str]]()
     split = state_config.sizes.parameters > 1
     by_layer = split or (state_config.each and state_config.sizes.gradients > 1)
-    for name, (parameter, using) in reversed(users.items()):
+    backwards = list(reversed(users.items()))
+    for name, (parameter, using) in sorted(backwards, key=lambda item: not state_config.trained(item[0])):
         if name in alone:
             closed.append([name])
             continue
         layer = using[-1] if by_layer else None
-        key = parameter.expert, state_config.weight(parameter), layer
+        frozen = not state_config.trained(name)
+        key = frozen, adjusted(name), parameter.expert, state_config.weight(parameter), layer
         names = open_units.setdefault(key, [])
         names.append(name)
         size = state_config.weight(parameter) * sum(users[n][0].elements for n in names)

@@ -42,7 +42,7 @@ def once_a_step(unit: StateUnit) -> Iterator[Call]:
     """Reductions of a unit's gradient after all microbatches, or what is left of them at the end where each
     microbatch is reduced.
     """
-    if unit.copies == 1:
+    if unit.copies == 1 or unit.frozen:
         return
     if unit.state_config.mode == "server":
         yield Call("gather", 4, unit.whole)
@@ -57,6 +57,8 @@ def once_a_step(unit: StateUnit) -> Iterator[Call]:
 
 def published(unit: StateUnit) -> Iterator[Call]:
     """Updated weights, to all ranks that hold them between steps."""
+    if unit.frozen:
+        return
     counts = unit.sizes.levels(unit.copies)
     shard = unit.element * unit.size // counts[0]
     if unit.state_config.mode == "server" and unit.copies > 1:
@@ -199,7 +201,7 @@ class LayerGathers:
 def _name(unit: StateUnit) -> str:
     """A key of a unit, equal only for the same unit of another stage."""
     first = unit.parameters[0]
-    return f"{first.name} {unit.expert} {unit.element}"
+    return f"{first.name} {unit.expert} {unit.element} {unit.frozen}"
 
 
 def stage_gathers(stages: Mapping[int, StageUnits], order: Sequence[Action]) -> Iterator[StateUnit]:

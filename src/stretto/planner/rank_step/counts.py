@@ -368,6 +368,8 @@ class _Counting:
         """
         sums = Counter[tuple[tuple[int, ...], int]]()
         for unit in self.units:
+            if unit.frozen:
+                continue
             span, start = self._span(unit), 0
             bytes_of = unit.whole // unit.size
             for parameter in unit.parameters:
@@ -426,6 +428,8 @@ class _Counting:
         if len(holders) < 2 or self.coordinates["pp"] not in holders:
             return
         for unit in units:
+            if unit.frozen:
+                continue
             low, high = self._span(unit)
             if unpadded:
                 high = max(low, min(high, unit.parameters[0].elements))

@@ -31,6 +31,7 @@ from stretto.program.action import Action, Kind
 from stretto.program.program import Program
 from stretto.program.schedules.traits import is_searched
 from stretto.spec.data_parallel import DataParallel
+from stretto.spec.finetune import Trained
 from stretto.spec.flops import Recompute as Mode
 from stretto.spec.job import Job
 from stretto.spec.program import stages_of
@@ -373,18 +374,21 @@ def memory_budget(device: Device, reserve: float | None) -> float:
 
 def _elements(job: Job, stages: Sequence[range]) -> Elements:
     """Parameters of these stages; a tied one is counted once."""
-    return _elements_of(job.shape, tuple(stages), Shares.of(ComputeConfig.of(job)))
+    return _elements_of(job.shape, tuple(stages), Shares.of(ComputeConfig.of(job)), job.trained)
 
 
 @lru_cache(maxsize=16384)
-def _elements_of(shape: ModelShape, stages: tuple[range, ...], shares: Shares) -> Elements:
+def _elements_of(shape: ModelShape, stages: tuple[range, ...], shares: Shares, trained: Trained) -> Elements:
+    if trained.freeze:  # blocks of one kind may differ in what is frozen
+        layers = tuple(sorted({layer for stage in stages for layer in stage}))
+        return stage_elements(shape, layers, shares, trained)
     ends = {layer for stage in stages for layer in stage if layer in (0, shape.layers + 1)}
-    total = stage_elements(shape, tuple(sorted(ends)), shares)
+    total = stage_elements(shape, tuple(sorted(ends)), shares, trained)
     for stage in stages:
         for (kind, _), count in zip(shape.kinds(), shape.block_counts(stage), strict=True):
             if count:
-                each = stage_elements(shape, (_first_of_kind(shape, kind),), shares)
-                total = Elements(total.dense + count * each.dense, total.expert + count * each.expert)
+                each = stage_elements(shape, (_first_of_kind(shape, kind),), shares, trained)
+                total = sum([each] * count, total)
     return total
 
 
@@ -406,10 +410,13 @@ def _states(job: Job, stages: Sequence[range]) -> int:
     lasting = 0 if away else means + (4 if half else 0)
     total = 0.0
     experts = job.layout.size("expert_dp") if job.shape.moe else 1
-    for count, copies in ((elements.dense, job.copies), (elements.expert, experts)):
+    for count, frozen, copies in (
+        (elements.dense, elements.frozen_dense, job.copies),
+        (elements.expert, elements.frozen_expert, experts),
+    ):
         sizes = job.dp.sizes(job.copies).for_copies(copies)
         here = 0 if job.dp.offload_parameters != "none" else weight / sizes.parameters
-        total += count * (here + gradient / sizes.gradients + lasting / sizes.states)
+        total += frozen * here + count * (here + gradient / sizes.gradients + lasting / sizes.states)
     return int(total)
 
 
@@ -417,4 +424,5 @@ def _gathered(job: Job, stage: range) -> int:
     """Bytes of a stage's weights where they are gathered stage by stage."""
     if job.dp.gathers(job.layout.pp) != "stage" or job.dp.sizes(job.copies).parameters == 1:
         return 0
-    return ELEMENT_BYTES[job.precision.dtype] * _elements(job, (stage,)).dense
+    elements = _elements(job, (stage,))
+    return ELEMENT_BYTES[job.precision.dtype] * (elements.dense + elements.frozen_dense)

@@ -4,6 +4,7 @@ offloaded states.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -15,6 +16,7 @@ from stretto.planner.counts.rank_parameters import Shares, layer_parameters
 from stretto.planner.machines.cluster import Cluster, Collective, Group, group_of
 from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.operators import pass_seconds
+from stretto.spec.finetune import EVERYTHING, Trained
 from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
@@ -24,10 +26,22 @@ _NORM = 12  # bytes of its gradient, for norm, scale and clip
 
 @dataclass(frozen=True)
 class Elements:
-    """Parameters of a stage on one rank, before data-parallel ranks shard them."""
+    """Parameters of a stage on one rank, before data-parallel ranks shard them: those that are trained, and
+    frozen ones.
+    """
 
     dense: int
     expert: int
+    frozen_dense: int = 0
+    frozen_expert: int = 0
+
+    def __add__(self, other: Elements) -> Elements:
+        return Elements(
+            self.dense + other.dense,
+            self.expert + other.expert,
+            self.frozen_dense + other.frozen_dense,
+            self.frozen_expert + other.frozen_expert,
+        )
 
 
 @dataclass(frozen=True)
@@ -48,20 +62,26 @@ class DataTime:
 
 
 @lru_cache(maxsize=4096)
-def stage_elements(shape: ModelShape, layers: tuple[int, ...], shares: Shares) -> Elements:
+def stage_elements(
+    shape: ModelShape, layers: tuple[int, ...], shares: Shares, trained: Trained = EVERYTHING
+) -> Elements:
     """The parameters of these layers; a tied one is counted once."""
     parameters = {p.name: p for layer in layers for p in layer_parameters(shape, layer, shares)}
-    expert = sum(p.elements for p in parameters.values() if p.expert)
-    return Elements(sum(p.elements for p in parameters.values()) - expert, expert)
+    counts = Counter[tuple[bool, bool]]()
+    for parameter in parameters.values():
+        counts[trained(parameter.name), parameter.expert] += parameter.elements
+    return Elements(counts[True, False], counts[True, True], counts[False, False], counts[False, True])
 
 
 def data_time(job: Job, assumptions: Assumptions, cluster: Cluster, layers: range) -> DataTime:
     """The data-parallel times of the stage with these layers."""
-    alike, sharding = _alike(job.shape, layers), _Sharding.of(job)
+    alike = tuple(layers) if job.trained.freeze else _alike(job.shape, layers)
+    sharding = _Sharding.of(job)
     time = _data_time(
         shape=job.shape,
         layers=alike,
         shares=Shares.of(ComputeConfig.of(job)),
+        trained=job.trained,
         layout=job.layout,
         sharding=sharding,
         cluster=cluster,
@@ -110,19 +130,25 @@ def _data_time(
     shape: ModelShape,
     layers: tuple[int, ...],
     shares: Shares,
+    trained: Trained,
     layout: Layout,
     sharding: _Sharding,
     cluster: Cluster,
 ) -> DataTime:
-    elements = stage_elements(shape, layers, shares)
+    elements = stage_elements(shape, layers, shares, trained)
     dense, expert = group_of(layout, "cp-dp", cluster.node), group_of(layout, "expert_dp", cluster.node)
     reduce = gather = held = 0.0
-    for count, group in ((elements.dense, dense), (elements.expert, expert)):
+    for count, frozen, group in (
+        (elements.dense, elements.frozen_dense, dense),
+        (elements.expert, elements.frozen_expert, expert),
+    ):
+        sizes = sharding.sizes.for_copies(group.ranks)
+        moved = count + (frozen if sharding.mode == "zero3" else 0)
+        if moved:
+            gather += _gather(cluster, sharding, moved * sharding.weight, group, sizes)
         if not count:
             continue
-        sizes = sharding.sizes.for_copies(group.ranks)
         reduce += _reduce(cluster, sharding, count * sharding.gradient, group, sizes)
-        gather += _gather(cluster, sharding, count * sharding.weight, group, sizes)
         held += count / sizes.states
     extra = 2 if sharding.weight == 2 else 0
     passes = _ADAM + _NORM + sharding.gradient + extra

@@ -12,6 +12,7 @@ from stretto.program.text import read_program
 from stretto.run.config.run_checks import beside
 from stretto.run.config.schema import TrainConfig
 from stretto.spec.data_parallel import DataParallel, Precision
+from stretto.spec.finetune import Trained
 from stretto.spec.job import Job, Recompute
 
 
@@ -55,6 +56,7 @@ def job_of(
         vocab_multiple=config.train.vocab_multiple,
         bucket=int(config.train.bucket_mib * 2**20),
         one_memory=config.train.device == "cpu",
+        trained=Trained(freeze=tuple(config.finetune.freeze)),
     )
 
 

@@ -15,7 +15,7 @@ from stretto.layout.layout import ORDER, Layout
 from stretto.program import PLAIN
 from stretto.run.config.model import ModelConfig
 from stretto.run.config.section import JobSection, Section
-from stretto.run.config.states import DataParallelConfig, PrecisionConfig
+from stretto.run.config.states import DataParallelConfig, FinetuneConfig, PrecisionConfig
 from stretto.spec.attention import AttentionKernel, ContextKind
 from stretto.spec.data_parallel import Dtype
 from stretto.spec.job import VOCAB_MULTIPLE, RecomputeMode
@@ -436,6 +436,7 @@ class TrainConfig(JobSection):
     layout: LayoutConfig = Field(default_factory=LayoutConfig)
     dp: DataParallelConfig = Field(default_factory=DataParallelConfig)
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
+    finetune: FinetuneConfig = Field(default_factory=FinetuneConfig)
     recompute: RecomputeConfig = Field(default_factory=RecomputeConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     batch: BatchConfig = Field(default_factory=BatchConfig)

@@ -58,6 +58,17 @@ class DataParallelConfig(Section):
     )
 
 
+class FinetuneConfig(Section):
+    """Which parameters are trained."""
+
+    freeze: list[str] = Field(
+        default_factory=list[str],
+        examples=['["embed.*", "blocks.0.*"]'],
+        description="Patterns of names of parameters that are not trained, which then have no gradient and "
+        "no optimiser state; `*` stands for any text.",
+    )
+
+
 class PrecisionConfig(Section):
     """Types that `train.dtype` leaves open, with weights in 16 bits."""
 

@@ -12,7 +12,7 @@ from stretto.engine.models.build import build
 from stretto.engine.models.causal import make_explicit
 from stretto.engine.models.language import LanguageModel
 from stretto.engine.models.sharding import sharding_plan
-from stretto.engine.models.weights import initial_values
+from stretto.engine.models.weights import freeze, initial_values
 from stretto.engine.optim.norm import GradientNorm
 from stretto.engine.optim.scale import LossScale
 from stretto.engine.parallel.data.sharded import ShardedStates
@@ -131,6 +131,7 @@ def _plain_model(setup: _Setup) -> LanguageModel:
     """The model of one process, on the meta device, with the kernels and the dropout of the job."""
     with torch.device("meta"):
         model = build(setup.job.shape)
+    freeze(model, setup.job.trained)
     key_dropout(model, setup.keys)
     lean_norms(model)
     if setup.job.attention == "explicit":
@@ -212,7 +213,12 @@ def _connect(
         model.loss,
         cut=stages.layers,
         ties=stages.ties,
-        partial=[PartialGradient(parameters[n], shared) for n in parameters for shared in table[n].shared],
+        partial=[
+            PartialGradient(p, shared)
+            for n, p in parameters.items()
+            if p.requires_grad
+            for shared in table[n].shared
+        ],
         boundary=Boundary((job.micro_batch, len(setup.split.shard), job.shape.hidden), stream),
         before_forward=before_forward if job.shape.dropout or job.shape.moe is not None else None,
         weights=states,

@@ -137,9 +137,13 @@ MODEL, OPTIM = "model.", "optim."
 
 
 def tensors_of(replica: Replica) -> Tensors:
-    """Parameters, in the precision of the optimiser, and its states, to be written from or read into."""
+    """Parameters, in the precision of the optimiser if it updates them, and its states, to be written from or
+    read into.
+    """
     tensors = dict[str, tuple[Tensor, Placed]]()
     replica.optimizer.ensure_states()
+    for fragment in replica.states.frozen:
+        tensors[MODEL + fragment.name] = (fragment.parameter.detach(), fragment.counted)
     owners = (owner for sharded in replica.optimizer.sharded for owner in sharded.owners())
     for optimizer, fragment in owners:
         tensors[MODEL + fragment.name] = (fragment.parameter.detach(), fragment.counted)

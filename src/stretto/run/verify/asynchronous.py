@@ -79,7 +79,8 @@ def run_delayed(job: Job, trial: Trial, delays: Delays) -> list[Snapshot]:
     """
     model, keys = build_reference(job, trial.seed)
     masters = dict(model.named_parameters())
-    optimizer, rate = build_optimizer(masters.items(), job.optimiser), trial.rate(job)
+    learning = [(name, master) for name, master in masters.items() if master.requires_grad]
+    optimizer, rate = build_optimizer(learning, job.optimiser), trial.rate(job)
     late = _late(masters, job, delays.by_stage)
     size, unit = job.micro_batch, job.micro_batch * job.layout.dp
     snapshots = list[Snapshot]()
@@ -90,7 +91,10 @@ def run_delayed(job: Job, trial: Trial, delays: Delays) -> list[Snapshot]:
         history: list[Weights] = [_copied(masters)]
         for update, start in enumerate(range(0, m, delays.group)):
             used = {name: history[max(0, update - late[name])][name] for name in masters}
-            leaves: Weights = {name: weight.clone().requires_grad_() for name, weight in used.items()}
+            leaves: Weights = {
+                name: weight.clone().requires_grad_(masters[name].requires_grad)
+                for name, weight in used.items()
+            }
             rows = range(start * unit, min(start + delays.group, m) * unit)
             tokens = int((targets[rows.start : rows.stop] != IGNORED).sum())
             for row in rows[::size]:

@@ -32,7 +32,6 @@ from stretto.run.verify.reference import (
 from stretto.run.verify.step import TrialStep
 from stretto.run.verify.synchronous import prove_synchronous
 from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape
 
 
 def modules_of(replica: Replica) -> list[tuple[str, nn.Module]]:
@@ -60,7 +59,7 @@ def prove(
         trial: the same on every rank.
         report: called on rank 0 after each case.
     """
-    references, verdicts = References(cases[0].shape, trial), list[Verdict]()
+    references, verdicts = References(trial), list[Verdict]()
     known = dict[object, Verdict]()
     for case in cases:
         key = (describe_layout(case), content(case.program()))
@@ -78,8 +77,8 @@ def prove(
 class References:
     """What one process computes, on all ranks; each run once and kept. Collective."""
 
-    def __init__(self, shape: ModelShape, trial: Trial) -> None:
-        self.shape, self.trial = shape, trial
+    def __init__(self, trial: Trial) -> None:
+        self.trial = trial
         self._plain: list[Snapshot] | None = None
         self._delayed: dict[object, list[Snapshot]] = {}
 
@@ -87,7 +86,7 @@ class References:
         """Of synchronous schedules, whatever the layout."""
         if self._plain is None:
             snapshots = run_reference(job, self.trial) if _first() else None
-            self._plain = share_all(snapshots, self.shape, len(self.trial.batches))
+            self._plain = share_all(snapshots, job, len(self.trial.batches))
         return self._plain
 
     def delayed(self, job: Job, delays: Delays, steps: int) -> list[Snapshot]:
@@ -96,7 +95,7 @@ class References:
         if key not in self._delayed:
             trial = replace(self.trial, batches=self.trial.batches[:steps])
             snapshots = run_delayed(job, trial, delays) if _first() else None
-            self._delayed[key] = share_all(snapshots, self.shape, steps, gradients=False)
+            self._delayed[key] = share_all(snapshots, job, steps, gradients=False)
         return self._delayed[key]
 
 

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from stretto.engine.models.build import build
 from stretto.engine.models.language import IGNORED, LanguageModel
-from stretto.engine.models.weights import initialise
+from stretto.engine.models.weights import freeze, initialise
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.rate import Rate
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.fp8 import enable_fp8
 from stretto.prove.compare import scales_of, share
 from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, int64 [global batch, sequence]
 
@@ -77,6 +76,7 @@ def build_reference(job: Job, seed: int) -> tuple[LanguageModel, DropoutKeys]:
         seed: of both.
     """
     model = build(job.shape)
+    freeze(model, job.trained)
     initialise(model, seed)
     model = model.double()
     model.tie()
@@ -91,7 +91,8 @@ def run_reference(job: Job, trial: Trial) -> list[Snapshot]:
     """Train the plain model in float64 for a few steps."""
     model, keys = build_reference(job, trial.seed)
     named = list(model.named_parameters())
-    optimizer, rate = build_optimizer(named, job.optimiser), trial.rate(job)
+    learning = [(name, p) for name, p in named if p.requires_grad]
+    optimizer, rate = build_optimizer(learning, job.optimiser), trial.rate(job)
     snapshots, size = list[Snapshot](), job.micro_batch
     for step, (inputs, targets) in enumerate(trial.batches):
         tokens = int((targets != IGNORED).sum())
@@ -104,7 +105,7 @@ def run_reference(job: Job, trial: Trial) -> list[Snapshot]:
             loss.backward()
             total += loss.detach()
         gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
-        norm = torch.nn.utils.clip_grad_norm_([p for _, p in named], job.optimiser.clip or float("inf"))
+        norm = torch.nn.utils.clip_grad_norm_([p for _, p in learning], job.optimiser.clip or float("inf"))
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
         optimizer.step()
@@ -115,22 +116,23 @@ def run_reference(job: Job, trial: Trial) -> list[Snapshot]:
 
 
 def share_all(
-    snapshots: list[Snapshot] | None, shape: ModelShape, steps: int, gradients: bool = True
+    snapshots: list[Snapshot] | None, job: Job, steps: int, gradients: bool = True
 ) -> list[Snapshot]:
     """Bring rank 0's snapshots to all ranks. Collective over the default group.
 
     Args:
+        job: whose model they are of.
         gradients: whether the snapshots have them.
     """
     with torch.device("meta"):
-        plain = dict(build(shape).named_parameters())
+        plain = dict(build(job.shape).named_parameters())
     shared = list[Snapshot]()
     for step in range(steps):
         mine = snapshots[step] if snapshots is not None else None
         one = Snapshot(share(mine and mine.loss, ()), share(mine and mine.norm, ()), {}, {})
         for name, parameter in plain.items():
             size = tuple(parameter.shape)
-            if gradients:
+            if gradients and job.trained(name):
                 one.gradients[name] = share(mine and mine.gradients[name], size)
             one.weights[name] = share(mine and mine.weights[name], size)
         shared.append(one)

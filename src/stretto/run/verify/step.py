@@ -17,6 +17,7 @@ from stretto.run.train.replica import Replica
 from stretto.run.train.speed import expert_report
 from stretto.run.train.step import StepResult, TrainingStep
 from stretto.run.verify.reference import Batch, Snapshot, Trial
+from stretto.spec.finetune import adjusted
 
 SCALE = 2.0**10  # of the loss, to exercise the path of float16: a power of two changes no bit
 
@@ -129,14 +130,28 @@ class Held:
 
 def wrongly_held(replica: Replica, reference: Mapping[str, Tensor]) -> dict[str, str]:
     """What is wrong with who holds and counts what: of the optimisers' values, once in each copy of the
-    states, and of the weights, once in each copy of them. Collective.
+    states, of the weights, once in each copy of them, and of what checkpoints write of frozen weights, once
+    in each copy of their shards. Collective.
     """
-    masters = masters_of(replica)
-    states = misplaced(masters.tensors, masters.places, reference, lambda over: copies_of(replica, over)[1])
-    weights = misplaced(
-        replica.parameters, replica.places, reference, lambda over: copies_of(replica, over)[0]
-    )
-    return {**weights, **states}
+    masters, frozen = masters_of(replica), Held({}, {})
+    for fragment in replica.states.frozen:
+        frozen.add(fragment, fragment.parameter)
+    trained = {name: weight for name, weight in reference.items() if replica.job.trained(name)}
+    sharded = {n: weight for n, weight in reference.items() if n not in trained and not adjusted(n)}
+
+    def copies(over: str) -> int:
+        return copies_of(replica, over)[0]
+
+    return {
+        **misplaced(replica.parameters, replica.places, reference, copies),
+        **misplaced(
+            frozen.tensors,
+            frozen.places,
+            sharded,
+            lambda over: copies(over) // replica.states.sizes.for_copies(copies(over)).parameters,
+        ),
+        **misplaced(masters.tensors, masters.places, trained, lambda over: copies_of(replica, over)[1]),
+    }
 
 
 def copies_of(replica: Replica, over: str) -> tuple[int, int]:

@@ -200,7 +200,8 @@ def _experts(replica: Replica, reference: Snapshot) -> list[str]:
 
 def _square(expected: Snapshot, names: Sequence[str]) -> float:
     """The part of these parameters in the squared norm."""
-    return sum(float(expected.gradients[name].square().sum()) for name in names) / float(expected.norm) ** 2
+    squares = (expected.gradients[name].square().sum() for name in names if name in expected.gradients)
+    return sum(map(float, squares)) / float(expected.norm) ** 2
 
 
 def _verdict(layout: str, seen: Evidence) -> Verdict:

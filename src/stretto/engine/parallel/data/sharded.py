@@ -18,11 +18,12 @@ from stretto.engine.offload.shard_store import ShardStore
 from stretto.engine.parallel.data.gradients import BUCKET_BYTES, GradientBuffer, cut_units
 from stretto.engine.parallel.data.layer_gather import LayerGather
 from stretto.engine.parallel.data.reduction import ShardGroups, shard_groups
-from stretto.engine.parallel.data.stage_weights import SHARED, trained_parameters
+from stretto.engine.parallel.data.stage_weights import SHARED, frozen_parameters, trained_parameters
 from stretto.engine.parallel.data.unit import Unit
 from stretto.engine.parallel.fragment import Fragment, Placed
 from stretto.engine.parallel.mesh import Mesh
 from stretto.spec.data_parallel import DataParallel
+from stretto.spec.finetune import adjusted
 
 
 class ShardedStates:
@@ -33,6 +34,9 @@ class ShardedStates:
         places: where each lies in the plain model.
 
     Attributes:
+        units: of each stage, those of frozen parameters after the others.
+        fragments: what the optimiser updates.
+        frozen: this rank's part of the frozen parameters, which checkpoints hold too.
         stage_update: applies the reduced gradients of a stage, for asynchronous schedules; to be set before
             the pipeline is made.
     """
@@ -82,6 +86,7 @@ class ShardedStates:
         self.units = dict[int, list[Unit]]()
         self.buffers = dict[int, GradientBuffer]()
         self.fragments: list[Fragment] = []
+        self.frozen: list[Fragment] = []
         self._names = {id(p): name for name, p in self.parameters.items()}
         self._hooks = dict[int, LayerGather]()
         self._numbered = dict[int, Unit]()
@@ -106,6 +111,9 @@ class ShardedStates:
         assert mesh is self.mesh
         for stage, parameters in trained_parameters(stages, shared).items():
             self.buffer(stage, parameters, stages.get(stage, ()), separate)
+        for stage, parameters in frozen_parameters(stages, shared).items():
+            layers = stages.get(stage, ())
+            self.units.setdefault(stage, []).extend(self._units(parameters, layers, separate))
         self.watch(stages)
 
     def buffer(
@@ -123,6 +131,16 @@ class ShardedStates:
             layers: of the stage, in order.
             alone: by id, parameters that each get a separate unit, since other stages share them.
         """
+        self.units[stage] = units = self._units(parameters, layers, alone)
+        self.buffers[stage] = GradientBuffer(
+            units, layers, self._gradient_type, self._each_microbatch, self._keep_gradients
+        )
+        return self.buffers[stage]
+
+    def _units(
+        self, parameters: Sequence[nn.Parameter], layers: Sequence[nn.Module], alone: frozenset[int]
+    ) -> list[Unit]:
+        """New units of a stage's parameters, with memory for the weights; see `buffer`."""
         # memory that is allocated and freed within a step goes layer by layer, to keep the peak low
         by_layer = self.sizes.parameters > 1 or (self._each_microbatch and self.sizes.gradients > 1)
         layer_of = {id(p): at for at, layer in enumerate(layers) for p in layer.parameters()}
@@ -132,23 +150,20 @@ class ShardedStates:
 
         def key(parameter: nn.Parameter) -> object:
             layer = layer_of.get(id(parameter)) if by_layer else None
-            return over(parameter), parameter.dtype, layer
+            return over(parameter), parameter.dtype, layer, adjusted(self._names[id(parameter)])
 
         def make(members: list[nn.Parameter]) -> Unit:
             groups = self.groups[over(members[0])]
+            if adjusted(self._names[id(members[0])]):
+                return Unit(members)
             return Unit(members, groups, self._master, self.dp.offload != "none", self.dp.mode == "server")
 
         most = sys.maxsize if self.sizes.parameters > 1 else self._bucket_bytes
         units = cut_units(parameters, make, key, most, alone)
-        first = sum(map(len, self.units.values()))
-        for number, unit in enumerate(units, first):
+        for number, unit in enumerate(units, len(self._numbered)):
             unit.allocate(self._store, number)
             self._numbered[number] = unit
-        self.units[stage] = units
-        self.buffers[stage] = GradientBuffer(
-            units, layers, self._gradient_type, self._each_microbatch, self._keep_gradients
-        )
-        return self.buffers[stage]
+        return units
 
     def watch(self, stages: Mapping[int, Sequence[nn.Module]]) -> None:
         """Hook the layers of all stages, to wait for their weights and gather sharded ones."""
@@ -179,19 +194,26 @@ class ShardedStates:
                 follows.
             elsewhere: by id, parameters whose first copy is on another rank.
         """
-        for stage, units in self.units.items():
-            for unit, gradient in zip(units, self.buffers[stage].gradients, strict=True):
-                unit.begin()
-                names = [self._names[id(p)] for p in unit.parameters]
-                if values is not None:
-                    unit.load([values(name) for name in names])
-                away = [id(p) in elsewhere for p in unit.parameters]
-                places = [self.places[name] for name in names]
-                fragments = unit.fragments(names, places, away, unit.number)
+        for unit in self._all():
+            if unit.frozen:
+                self.frozen += self._begin(unit, values, elsewhere)
+        for buffer in self.buffers.values():
+            for gradient in buffer.gradients:
+                fragments = self._begin(gradient.unit, values, elsewhere)
                 for at, fragment in enumerate(fragments):
                     fragment.gradient = gradient.part_of(at)
                 self.fragments += fragments
                 yield from fragments
+
+    def _begin(
+        self, unit: Unit, values: Callable[[str], Tensor] | None, elsewhere: frozenset[int]
+    ) -> list[Fragment]:
+        unit.begin()
+        names = [self._names[id(p)] for p in unit.parameters]
+        if values is not None:
+            unit.load([values(name) for name in names])
+        away = [id(p) in elsewhere for p in unit.parameters]
+        return unit.fragments(names, [self.places[name] for name in names], away, unit.number)
 
     def local_values(self, name: str, full: Tensor) -> Tensor:
         """This rank's part of a plain tensor, including padding, on the CPU."""
@@ -257,7 +279,8 @@ class ShardedStates:
     def renew(self, stage: int) -> None:
         """Move a stage's weights to new memory with the same values."""
         for unit in self.units[stage]:
-            unit.renew()
+            if not unit.frozen:
+                unit.renew()
 
     def from_server(self, number: Tensor) -> Tensor:
         """A scalar of the server's, broadcast to all ranks; in other modes unchanged, since all

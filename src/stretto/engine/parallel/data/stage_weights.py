@@ -91,14 +91,27 @@ def trained_parameters(
     stages: Mapping[int, Sequence[nn.Module]], shared: Sequence[nn.Parameter]
 ) -> dict[int, list[nn.Parameter]]:
     """The parameters to train of each stage, each once and in model order; those in `shared` under SHARED."""
+    return _parameters(stages, shared, trained=True)
+
+
+def frozen_parameters(
+    stages: Mapping[int, Sequence[nn.Module]], shared: Sequence[nn.Parameter]
+) -> dict[int, list[nn.Parameter]]:
+    """As `trained_parameters`, the parameters that are not trained."""
+    return _parameters(stages, shared, trained=False)
+
+
+def _parameters(
+    stages: Mapping[int, Sequence[nn.Module]], shared: Sequence[nn.Parameter], trained: bool
+) -> dict[int, list[nn.Parameter]]:
     elsewhere = {id(p) for p in shared}
-    trained = dict[int, list[nn.Parameter]]()
+    chosen = dict[int, list[nn.Parameter]]()
     for stage, layers in stages.items():
-        unique = {id(p): p for layer in layers for p in layer.parameters()}
-        trained[stage] = [p for p in unique.values() if p.requires_grad and id(p) not in elsewhere]
-    if shared:
-        trained[SHARED] = list(shared)
-    return trained
+        unique = {id(p): p for layer in layers for p in layer.parameters() if id(p) not in elsewhere}
+        chosen[stage] = [p for p in unique.values() if p.requires_grad is trained]
+    if several := [p for p in shared if p.requires_grad is trained]:
+        chosen[SHARED] = several
+    return chosen
 
 
 class ReplicatedWeights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from stretto.engine.offload.shard_store import ShardStore
 from stretto.engine.parallel.collectives import Pending, start_gather_into
 from stretto.engine.parallel.data.reduction import ShardGroups
 from stretto.engine.parallel.fragment import Fragment, Placed
-from stretto.layout.shards import padded
+from stretto.layout.shards import ShardSizes, padded
 
 
 class Unit:
@@ -25,8 +26,10 @@ class Unit:
             since nothing is split and there are no masters.
         shard: this rank's part of the weights, which stays allocated; a view of `flat` where that is all of
             them; None where it is in a store.
-        held: what the optimiser updates: for each parameter its elements in this rank's part, a view of
-            `shard` where that has the optimiser's dtype; the parameters themselves where nothing is split.
+        held: what the optimiser updates, and checkpoints hold: for each parameter its elements in this rank's
+            part, a view of `shard` where that has the optimiser's dtype; the parameters themselves where
+            nothing is split.
+        frozen: the parameters are not trained: no part of the unit is a gradient, a master or a state.
     """
 
     def __init__(
@@ -39,19 +42,26 @@ class Unit:
     ) -> None:
         """
         Args:
-            parameters: of one dtype on one device, in the order in which the backward makes their gradients.
+            parameters: of one dtype on one device, in the order in which the backward makes their gradients;
+                all trained or all frozen. Of frozen ones only the weights are split, and the arguments below
+                are ignored.
             master: dtype that the optimiser works in; by default that of the parameters.
             host: the optimiser works in host memory, and masters are there.
             server: the first of the copies alone has states.
         """
         self.parameters = list(parameters)
         self.groups = groups or ShardGroups()
-        self.server = server and self.groups.copies > 1
         first = self.parameters[0]
+        self.frozen = not first.requires_grad
+        if self.frozen:
+            self.groups = _of_weights(self.groups)
+            master, host = None, False
+        self.server = server and self.groups.copies > 1 and not self.frozen
         self.dtype, self.device = first.dtype, first.device
         self.starts, at = list[int](), 0
         for parameter in self.parameters:
             assert parameter.dtype == self.dtype, "a unit has one type"
+            assert parameter.requires_grad is not self.frozen, "a unit is trained or frozen"
             self.starts.append(at)
             at += parameter.numel()
         self.size = padded(at, self.groups.sizes.states)
@@ -112,7 +122,7 @@ class Unit:
         low, high = self.groups.span(self.size, 1)
         self.shard = self.flat.new_zeros(high - low) if self.split else self.flat
         if store is not None and self.split:
-            self._apart, self.store = True, store
+            self._apart, self.store = not self.frozen, store
             store.add(number, self.shard)
             self.shard = None
         self.release()
@@ -122,6 +132,9 @@ class Unit:
         if self.plain:
             return
         start, stop = self.state_span
+        if self.store is not None and self.frozen:
+            self._hold(self.store.parts(self.number, [self._local(at) for at in range(len(self.starts))]))
+            return
         if self._apart:
             device = torch.device("cpu") if self._host else self.device
             pin = self._host and self.device.type == "cuda"
@@ -130,10 +143,10 @@ class Unit:
             assert self.shard is not None
             low = self.groups.span(self.size, 1)[0]
             part = self.shard[start - low : stop - low]
-        self.held = [
-            nn.Parameter(elements, parameter.requires_grad)
-            for elements, parameter in zip(self._parts(part, (start, stop)), self.parameters, strict=True)
-        ]
+        self._hold(self._parts(part, (start, stop)))
+
+    def _hold(self, parts: Sequence[Tensor]) -> None:
+        self.held = [nn.Parameter(part, not self.frozen) for part in parts]
 
     def _parts(self, flat: Tensor, span: tuple[int, int]) -> list[Tensor]:
         """Of each parameter the elements inside the span, which `flat` covers."""
@@ -141,9 +154,16 @@ class Unit:
 
     def part(self, flat: Tensor, span: tuple[int, int], at: int) -> Tensor:
         """Of one parameter the elements inside the span, which `flat` covers."""
+        return flat[slice(*self._local(at, span))]
+
+    def _local(self, at: int, span: tuple[int, int] | None = None) -> tuple[int, int]:
+        """Where a parameter's elements inside a span of the unit begin and end in it; by default in the span
+        that this rank's optimiser updates.
+        """
+        span = span or self.state_span
         low, high = self.inside(at, span)
         begin = self.starts[at] + low - span[0] if high > low else 0
-        return flat[begin : begin + high - low]
+        return begin, begin + high - low
 
     @torch.no_grad()
     def load(self, values: Sequence[Tensor]) -> None:
@@ -299,3 +319,9 @@ class Unit:
                 )
             )
         return fragments
+
+
+def _of_weights(groups: ShardGroups) -> ShardGroups:
+    """The same groups where nothing but the weights is split."""
+    split = groups.sizes.parameters
+    return replace(groups, sizes=ShardSizes(split, split, split), levels=(groups.levels[0], None, None, None))

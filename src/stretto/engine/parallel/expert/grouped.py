@@ -140,7 +140,7 @@ class _Product:
     """The deferred weight gradient of one product."""
 
     call: _Call
-    x: Tensor
+    x: Tensor | None  # None: the weight is frozen, and the bias is not
     dy: Tensor
 
     def start(self) -> None:
@@ -157,7 +157,7 @@ class _GroupedFunction(torch.autograd.Function):
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         x, weight = x.to(dtype), weight.to(dtype)
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         added = bias.to(dtype) if bias is not None and call.biased else None
         with torch.autocast(kind, enabled=False):
             return grouped_linear(x, weight, added, call.groups)
@@ -174,7 +174,7 @@ class _GroupedFunction(torch.autograd.Function):
         elif call.layer.queue is None:
             call.layer.add_weight_gradient(call, x, dy)
         else:
-            call.layer.queue.append(_Product(call, x.detach(), dy))
+            call.layer.queue.append(_Product(call, None if x is None else x.detach(), dy))
         return dx, None, None, None
 
 
@@ -197,12 +197,12 @@ class GroupedLayer(Fused):
         shift = None if bias is None else call.parameter(bias)
         return cast(Tensor, _GroupedFunction.apply(x, call.parameter(weight), shift, call))
 
-    def add_weight_gradient(self, call: _Call, x: Tensor, dy: Tensor) -> None:
+    def add_weight_gradient(self, call: _Call, x: Tensor | None, dy: Tensor) -> None:
         """Accumulate a product's weight and bias gradients. `on_gradient` is called even if there are no
         rows, since gradient buckets count the calls.
         """
         weight = call.parameter(call.weight)
-        if weight.requires_grad:
+        if x is not None and weight.requires_grad:
             add_grouped_weight_gradient(_gradient(weight), dy, x, call.groups)
             self._report(weight)
         bias = None if call.bias is None else call.parameter(call.bias)

@@ -98,7 +98,7 @@ class Product:
     """The deferred weight gradient of one product."""
 
     layer: FusedLinear
-    x: Tensor
+    x: Tensor | None  # None: the weight is frozen, and the bias is not
     dy: Tensor
 
     def start(self) -> None:
@@ -121,7 +121,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx.layer = layer
         x, weight, bias = operands(x, weight, bias)
         y = layer.multiply(x, weight, bias)
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return y if layer.output_group is None else all_sum(y, layer.output_group)
 
     @staticmethod
@@ -141,7 +141,7 @@ class _LinearFunction(torch.autograd.Function):
             layer.add_weight_gradient(x, dy)
         else:
             # detached: x's graph would keep everything before it alive
-            layer.queue.append(Product(layer, x.detach(), dy))
+            layer.queue.append(Product(layer, None if x is None else x.detach(), dy))
         if work is not None:
             work.wait()
         return dx, None, None, None
@@ -181,14 +181,14 @@ class FusedLinear(Fused):
         run = input_gradient if self.products is None else self.products.input_gradient
         return run(dy, weight)
 
-    def add_weight_gradient(self, x: Tensor, dy: Tensor) -> None:
-        """Accumulate the weight and bias gradients. x [..., in], dy [..., out]."""
-        if x.dim() != 2:
-            x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    def add_weight_gradient(self, x: Tensor | None, dy: Tensor) -> None:
+        """Accumulate the weight and bias gradients. x [..., in], None for a frozen weight; dy [..., out]."""
+        if dy.dim() != 2:
+            x, dy = None if x is None else x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         weight = self.weight
         bias = self.bias
         report = self.on_gradient
-        if weight.requires_grad:
+        if x is not None and weight.requires_grad:
             weight.grad = add_weight_gradient(weight.grad, dy, x, gradient_dtype(weight))
             if report is not None:
                 report(weight)
@@ -322,7 +322,7 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: GatherLinear) -> Tensor:
         x, weight, bias = operands(x, weight, bias)
         ctx.layer = layer
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         pieces, work = start_gather(x, layer.group)
         work.wait()
         y = layer.multiply(layer.arranged(pieces), weight, bias)
@@ -335,7 +335,9 @@ class _Gathered(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         layer: GatherLinear = ctx.layer
         t, needs = layer.group.size(), ctx.needs_input_grad
-        rest = _GatheredProduct(layer, x.detach(), grads[0]) if needs[1] or needs[2] else None
+        rest = None
+        if needs[1] or needs[2]:
+            rest = _GatheredProduct(layer, None if x is None else x.detach(), grads[0])
         if rest is not None and layer.queue is None:
             rest.start()
         dy: Tensor = grads[0]
@@ -360,17 +362,17 @@ class _Gathered(torch.autograd.Function):
 
 @dataclass
 class _GatheredProduct:
-    """The deferred weight gradient of a product whose input must be gathered again (a frozen weight needs no
-    gather).
+    """The deferred weight gradient of a product whose input must be gathered again, unless the weight is
+    frozen.
     """
 
     layer: GatherLinear
-    x: Tensor
+    x: Tensor | None
     dy: Tensor
     gathering: tuple[Tensor, Pending] | None = None
 
     def start(self) -> None:
-        if self.layer.weight.requires_grad:
+        if self.x is not None:
             self.gathering = start_regather(self.x, self.layer.group)
 
     def finish(self) -> None:
@@ -399,9 +401,9 @@ class ScatterLinear(SequenceLinear):
         y = cast(Tensor, _Scattered.apply(x, self.weight, self))
         return y if self.bias is None else y + self.bias
 
-    def add_weight_gradient(self, x: Tensor, dy: Tensor) -> None:
+    def add_weight_gradient(self, x: Tensor | None, dy: Tensor) -> None:
         """Accumulate the weight gradient. x as in `forward`, dy of all tokens in the product's order."""
-        super().add_weight_gradient(self.arranged(x), dy)
+        super().add_weight_gradient(None if x is None else self.arranged(x), dy)
 
     def arranged(self, x: Tensor) -> Tensor:
         """The input in the order in which the product is computed."""
@@ -416,7 +418,7 @@ class _Scattered(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: ScatterLinear) -> Tensor:
         x, weight, _ = operands(x, weight, None)
         ctx.layer = layer
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         product = layer.multiply(layer.arranged(x), weight, None)
         y, work = start_scatter_sum(
             product if product.dim() > 3 else cut(product, layer.group.size(), 1), layer.group

@@ -1,0 +1,41 @@
+"""Which parameters training changes; the others are frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Which parameters the optimiser updates, by their names in the plain model. A frozen one has no
+    gradient, no optimiser state and no master.
+
+    Attributes:
+        freeze: patterns of names of frozen parameters; `*` stands for any text.
+    """
+
+    freeze: tuple[str, ...] = ()
+
+    def __call__(self, name: str) -> bool:
+        """Whether the optimiser updates this parameter."""
+        if adjusted(name):
+            return False
+        return not any(fnmatchcase(name, pattern) for pattern in self.freeze)
+
+    def unmatched(self, names: Iterable[str]) -> list[str]:
+        """Patterns that match none of these names."""
+        known = list(names)
+        return [p for p in self.freeze if not any(fnmatchcase(name, p) for name in known)]
+
+
+EVERYTHING = Trained()
+
+
+def adjusted(name: str) -> bool:
+    """Whether a parameter is set by a rule of its own after each step, without a gradient: the correction of
+    expert scores (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2). Every rank keeps it whole, in float32 at
+    least.
+    """
+    return name.endswith("router.correction")
