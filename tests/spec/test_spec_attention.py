@@ -155,8 +155,7 @@ def test_a_record_leaves_out_defaults() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("deepseek-v3", "latent attention"),
-        ("qwen3-8b", "a norm of queries and keys"),
+        ("olmo2-7b", "one norm of queries and keys over all heads"),
         ("nemotron4-15b", "relu2"),
         ("smollm3-3b", "every fourth block without positions"),
     ],

@@ -1,15 +1,86 @@
-"""What attention of a model has beside heads: norms, biases, a window, latent keys and values."""
+"""What attention of a model has beside heads: norms, biases, a window, latent keys and values, and rotary
+positions beyond those of training.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import log
 from typing import Literal
 
-from stretto.errors import Problem
+from stretto.errors import Problem, nearest
 
 HeadNorm = Literal["head", "all"]
 AttentionKernel = Literal["flash", "explicit"]
 ContextKind = Literal["ring", "ulysses"]
+RopeType = Literal["linear", "dynamic", "yarn", "llama3"]
+ROPE_TYPES: tuple[RopeType, ...] = ("linear", "dynamic", "yarn", "llama3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary positions reach beyond those of the first training.
+
+    type: `linear`: positions divided by `factor`; `dynamic`: a base that grows with the length (NTK);
+        `yarn`: Peng et al. 2023, arXiv 2309.00071, section 3; `llama3`: Llama 3.1, frequencies below
+        `low_freq_factor` turns divided by `factor`, those above `high_freq_factor` kept.
+    factor: of the longer context.
+    original_positions: of the first training; of all types but `linear`.
+    low_freq_factor, high_freq_factor: turns within the original positions; llama3.
+    beta_fast, beta_slow: the same for yarn.
+    truncate: yarn's bounds are rounded to whole features.
+    attention_factor: of queries and keys; yarn; None: 0.1 ln(factor) + 1, or as the next two say.
+    mscale, mscale_all_dim: DeepSeek's weights of that logarithm, for queries and keys and for all scores.
+    """
+
+    type: RopeType
+    factor: float
+    original_positions: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.type not in ROPE_TYPES:
+            near = nearest(str(self.type), ROPE_TYPES)
+            hint = f"did you mean {near!r}?" if near else None
+            raise Problem("type", self.type, f"it must be one of {', '.join(ROPE_TYPES)}", hint)
+        if not 1.0 <= self.factor < float("inf"):
+            raise Problem("factor", self.factor, "it must be 1 or more", "8 is Llama 3.1's")
+        if self.type != "linear" and (self.original_positions is None or self.original_positions < 1):
+            rule = f"it must be above 0, since type is {self.type}"
+            raise Problem("original_positions", self.original_positions, rule, "8192 is Llama 3.1's")
+        if not 0.0 < self.low_freq_factor < self.high_freq_factor < float("inf"):
+            rule = f"it must be above 0 and below high_freq_factor, which is {self.high_freq_factor}"
+            raise Problem("low_freq_factor", self.low_freq_factor, rule, "1 and 4 are Llama 3.1's")
+        if not 0.0 < self.beta_slow <= self.beta_fast < float("inf"):
+            rule = f"it must be above 0 and at most beta_fast, which is {self.beta_fast}"
+            raise Problem("beta_slow", self.beta_slow, rule, "32 and 1 are usual")
+
+    @property
+    def magnitude(self) -> float:
+        """By which rotated queries and keys are multiplied each; 1 for all types but yarn."""
+        if self.type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return _stretch(self.factor, self.mscale) / _stretch(self.factor, self.mscale_all_dim)
+        return _stretch(self.factor, 1.0)
+
+    @property
+    def score_factor(self) -> float:
+        """By which latent attention multiplies its scores beside `magnitude` (DeepSeek-V3's code)."""
+        return _stretch(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+
+def _stretch(factor: float, weight: float) -> float:
+    return 0.1 * weight * log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
 @dataclass(frozen=True)
@@ -37,24 +108,39 @@ class LatentShape:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """What attention has beside heads. Nothing of it can be built yet, but all of it can be planned.
+    """What attention has beside heads.
 
     norm: queries and keys have a norm each, over a `head`'s features or over `all` heads'.
     qkv_bias: biases of queries, keys and values; None: where all linears have them.
-    sinks: a number a head that takes part in the softmax (gpt-oss, arXiv 2508.10925).
+    proj_bias: bias of the projection into the residual stream; None: where all linears have them.
+    sinks: a number for each head that takes part in the softmax (gpt-oss, arXiv 2508.10925).
     window: positions that a block sees, itself among them; None: all that came before.
     full_every: every n-th block sees all, though there is a window; 0: none does.
     latent: keys and values come from a narrow vector.
+    softcap: scores are cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118, section 2).
+    query_scale: scores are divided by its root; None: by that of the head's features.
+    local_theta: base of the rotary frequencies, unscaled, in blocks with a window (Gemma 3, arXiv 2503.19786,
+        section 2); None: that of the others.
+    interleaved: rotary positions turn pairs of neighbouring features (2i, 2i + 1); otherwise (i, i + d/2).
     """
 
     norm: HeadNorm | None = None
     qkv_bias: bool | None = None
+    proj_bias: bool | None = None
     sinks: bool = False
     window: int | None = None
     full_every: int = 0
     latent: LatentShape | None = None
+    softcap: float | None = None
+    query_scale: float | None = None
+    local_theta: float | None = None
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("softcap", "query_scale", "local_theta"):
+            value: float | None = getattr(self, name)
+            if value is not None and not 0.0 < value < float("inf"):
+                raise Problem(name, value, "it must be above 0", "null: none")
         if self.norm not in (None, "head", "all"):
             raise Problem("norm", self.norm, "it must be head or all")
         if self.window is not None and self.window < 1:
@@ -70,6 +156,3 @@ class AttentionShape:
         if not causal:
             return float(window)
         return window - window * window / (2 * sequence)
-
-
-PLAIN = AttentionShape()

@@ -10,6 +10,7 @@ from stretto.errors import Problem, nearest
 
 Score = Literal["softmax", "sigmoid"]
 Drop = Literal["probs", "position"]
+GroupScore = Literal["max", "top2"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,14 @@ class ExpertShape:
     dense_layers: so many leading blocks have a plain MLP of the model's `ffn` instead.
     every: of the others only every n-th block, counted from the first of all, has experts.
     router_bias: the router has a number for each expert beside its weights.
+    correction: the choice of experts, not their weights, adds a number for each expert to the scores, which
+        has no gradient (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    correction_rate: after each step, the number of an expert with less than the mean load grows by so much,
+        that of one with more falls by it; 0: never.
+    groups: of equally many neighbouring experts; a token's experts come from its `top_groups` best ones
+        (DeepSeek-V2, arXiv 2405.04434, section 2.2.2).
+    group_score: of a group: its best expert's (`max`), or the sum of its two best ones' (`top2`).
+    scale: by which the weights of routed experts are multiplied.
     shared_gate: the shared expert's output is weighed by a gate of the token.
     """
 
@@ -50,9 +59,15 @@ class ExpertShape:
     every: int = 1
     router_bias: bool = False
     shared_gate: bool = False
+    correction: bool = False
+    correction_rate: float = 0.0
+    groups: int = 1
+    top_groups: int = 1
+    group_score: GroupScore = "max"
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("experts", "top_k", "every"):
+        for name in ("experts", "top_k", "every", "groups", "top_groups"):
             _whole(name, getattr(self, name), 1)
         for name in ("shared_ffn", "dense_layers"):
             _whole(name, getattr(self, name), 0)
@@ -65,16 +80,40 @@ class ExpertShape:
         for name, value, allowed in (
             ("score", self.score, ("softmax", "sigmoid")),
             ("drop", self.drop, ("probs", "position")),
+            ("group_score", self.group_score, ("max", "top2")),
         ):
             if value not in allowed:
                 near = nearest(str(value), allowed)
                 hint = f"did you mean {near!r}?" if near else None
                 raise Problem(name, value, f"it must be one of {', '.join(allowed)}", hint)
-        for name, value in (("balance", self.balance), ("z", self.z)):
+        self._check_groups()
+        if not 0.0 < self.scale < float("inf"):
+            raise Problem("scale", self.scale, "it must be above 0", "1.0 leaves weights as they are")
+        for name, value in (
+            ("balance", self.balance),
+            ("z", self.z),
+            ("correction_rate", self.correction_rate),
+        ):
             if not 0.0 <= value < float("inf"):
                 raise Problem(name, value, "it must be 0 or more", "0 switches it off")
         if self.capacity is not None and not 0.0 < self.capacity < float("inf"):
             raise Problem("capacity", self.capacity, "it must be above 0", "1.25 is usual")
+
+    def _check_groups(self) -> None:
+        if self.experts % self.groups:
+            fits = min(
+                (n for n in range(1, self.experts + 1) if self.experts % n == 0),
+                key=lambda n: abs(n - self.groups),
+            )
+            rule = f"it must divide experts, which is {self.experts}"
+            raise Problem("groups", self.groups, rule, f"nearest: groups: {fits}")
+        if self.top_groups > self.groups:
+            rule = f"there are {self.groups} groups"
+            raise Problem("top_groups", self.top_groups, rule, f"at most top_groups: {self.groups}")
+        within = self.experts // self.groups * self.top_groups
+        if self.top_k > within:
+            rule = f"{self.top_groups} groups have {within} experts"
+            raise Problem("top_k", self.top_k, rule, f"at most top_k: {within}, or more top_groups")
 
     def capacity_of(self, tokens: int) -> int | None:
         """Most tokens of a sequence of `tokens` that an expert takes; None: all."""

@@ -35,7 +35,7 @@ def _mean(shape: ModelShape, count: Callable[[ModelShape], float]) -> float:
 
 def _attention(kind: ModelShape, sequence: int, causal: bool) -> float:
     """Scores, and their product with the values, of the positions that one is scored against."""
-    return 2.0 * kind.heads * (kind.head_dim + kind.value_dim) * kind.special.seen(sequence, causal)
+    return 2.0 * kind.heads * (kind.head_dim + kind.value_dim) * kind.attention.seen(sequence, causal)
 
 
 def _block(kind: ModelShape, sequence: int, causal: bool) -> float:

@@ -73,19 +73,22 @@ def parameter_shapes(shape: ModelShape) -> dict[str, Sizes]:
 def embedding_shapes(shape: ModelShape) -> dict[str, Sizes]:
     """Parameters of the embedding layer."""
     shapes: dict[str, Sizes] = {"tok.weight": (shape.vocab, shape.hidden)}
-    if shape.family == "gpt":
+    if not shape.rotary:
         shapes["pos.weight"] = (shape.sequence, shape.hidden)
     return shapes
 
 
 def block_shapes(shape: ModelShape) -> dict[str, Sizes]:
     """Parameters of one block; where blocks are of several kinds, ask with `shape.block(index)`."""
+    after = shape.block_norms == "sandwich"
     return {
         **_norm("norm1", shape),
         **(_attention(shape) if shape.latent is None else _latent(shape, shape.latent)),
-        **_linear("attn.proj", shape.hidden, shape.heads * shape.value_dim, shape.bias),
+        **_linear("attn.proj", shape.hidden, shape.heads * shape.value_dim, shape.proj_bias),
+        **(_norm("norm1_post", shape) if after else {}),
         **_norm("norm2", shape),
         **(_mlp("mlp", shape, shape.ffn) if shape.moe is None else _moe(shape, shape.moe)),
+        **(_norm("norm2_post", shape) if after else {}),
     }
 
 
@@ -106,13 +109,12 @@ def head_shapes(shape: ModelShape) -> dict[str, Sizes]:
 
 def _attention(shape: ModelShape) -> dict[str, Sizes]:
     """What stands before softmax(q k^T) v."""
-    shapes = _linear("attn.qkv", shape.attention_width + 2 * shape.kv_width, shape.hidden, shape.qkv_bias)
-    if shape.special.norm is not None:
-        whole = shape.special.norm == "all"
+    shapes: dict[str, Sizes] = {"attn.sinks": (shape.heads,)} if shape.attention.sinks else {}
+    shapes |= _linear("attn.qkv", shape.attention_width + 2 * shape.kv_width, shape.hidden, shape.qkv_bias)
+    if shape.attention.norm is not None:
+        whole = shape.attention.norm == "all"
         shapes["attn.q_norm.weight"] = (shape.attention_width if whole else shape.head_dim,)
         shapes["attn.k_norm.weight"] = (shape.kv_width if whole else shape.head_dim,)
-    if shape.special.sinks:
-        shapes["attn.sinks"] = (shape.heads,)
     return shapes
 
 
@@ -138,6 +140,7 @@ def _moe(shape: ModelShape, moe: ExpertShape) -> dict[str, Sizes]:
     return {
         "mlp.router.gate.weight": (moe.experts, shape.hidden),
         **({"mlp.router.gate.bias": (moe.experts,)} if moe.router_bias else {}),
+        **({"mlp.router.correction": (moe.experts,)} if moe.correction else {}),
         **expert_shapes(shape),
         **(_mlp("mlp.shared", shape, moe.shared_ffn) if moe.shared_ffn else {}),
         **({"mlp.shared_gate.weight": (1, shape.hidden)} if moe.shared_gate else {}),
@@ -165,8 +168,7 @@ def _linear(name: str, rows: int, columns: int, bias: bool) -> dict[str, Sizes]:
 
 def _norm(name: str, shape: ModelShape) -> dict[str, Sizes]:
     gain: dict[str, Sizes] = {f"{name}.weight": (shape.hidden,)}
-    shifted = shape.norm == "layer" and (shape.bias or shape.family == "llama")  # RMSNorm has no bias
-    return {**gain, f"{name}.bias": (shape.hidden,)} if shifted else gain
+    return {**gain, f"{name}.bias": (shape.hidden,)} if shape.norm_bias else gain
 
 
 def _elements(shapes: dict[str, Sizes]) -> int:

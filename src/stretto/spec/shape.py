@@ -1,4 +1,4 @@
-"""A shape to and from plain values, as checkpoints keep it."""
+"""The shape of a decoder-only transformer: everything that decides what it computes, as plain values."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from functools import lru_cache
 from typing import Any, Literal, TypeVar, cast
 
 from stretto.errors import Problem, StrettoError, nearest
-from stretto.spec.attention import PLAIN, AttentionShape, LatentShape
+from stretto.spec.attention import AttentionShape, LatentShape, RopeScaling
 from stretto.spec.experts import ExpertShape
+from stretto.spec.families import FAMILIES, USUAL, Family
 
 T = TypeVar("T")
-Family = Literal["gpt", "llama"]
-FAMILIES: tuple[Family, ...] = ("gpt", "llama")
-Mlp = Literal["gelu", "relu2", "swiglu"]
-MLPS: tuple[Mlp, ...] = ("gelu", "relu2", "swiglu")
-Norm = Literal["layer", "rms"]
-NORMS: tuple[Norm, ...] = ("layer", "rms")
+Mlp = Literal["gelu", "relu2", "swiglu", "geglu", "swiglu_clamped"]
+MLPS: tuple[Mlp, ...] = ("gelu", "relu2", "swiglu", "geglu", "swiglu_clamped")
+Norm = Literal["layer", "rms", "rms1p"]
+NORMS: tuple[Norm, ...] = ("layer", "rms", "rms1p")
+BlockNorms = Literal["pre", "sandwich"]
+BLOCK_NORMS: tuple[BlockNorms, ...] = ("pre", "sandwich")
+PositionEmbedding = Literal["learned", "rotary"]
+POSITION_EMBEDDINGS: tuple[PositionEmbedding, ...] = ("learned", "rotary")
 
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "sequence")
 
@@ -26,33 +29,55 @@ _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "
 class ModelShape:
     """A decoder-only transformer.
 
-    `gpt` is GPT-2: learned positions, LayerNorm before each half of a block, GELU, dropout, tied head.
-    `llama` is Llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention, no dropout.
-    Models that differ from both, by the last four fields or by blocks of different kinds, can be planned and
-    not yet built: see `unbuilt`.
-    What is left out or None takes the family's usual value, so every field of a built shape is filled in.
+    `family` is a name for usual values (`spec/families.py`): what is left out or None takes them, so every
+    field of a built shape is filled in. Models with something in `unbuilt` can be planned and not yet built.
     `dataclasses.replace` keeps what is already filled in: with a new `hidden`, set `ffn` and `head_dim` too.
+
+    kv_heads: heads of keys and values; equal to `heads` unless attention is grouped-query.
+    head_dim: features of a head; hidden / heads unless set.
+    ffn: inner width of the MLP.
+    vocab: entries of the tokeniser, without padding.
+    sequence: most positions that the model sees at once.
+    tied: head and token embedding share one weight.
+    dropout: one probability for embedding, attention and residual dropout; of learned positions only.
+    rope_theta: base of the rotary frequencies.
+    rope: how they are scaled; None: not at all.
+    bias: biases in linear layers, and in LayerNorm.
+    moe: experts in place of the MLP, in every block unless they say else; None: none.
+    attention: what attention has beside heads.
+    mlp: `relu2` is the square of relu, without a gate; `swiglu` and `geglu` have a gate, of silu and of GELU
+        in its tanh form; `swiglu_clamped` is gpt-oss's, with bounds (arXiv 2508.10925, section 2).
+    norm: `rms1p` multiplies by 1 + weight (Gemma); a layer norm beside rotary positions has a bias.
+    block_norms: `pre`: attention and MLP have a norm before them; `sandwich`: one after them too (Gemma 2).
+    embedding_scale: by which the token embedding is multiplied; 1.0: nothing.
+    logit_softcap: logits are cap * tanh(logit / cap); 0.0: as they are.
+    beyond: what else the model does, in words; it changes no size and hardly a cost.
     """
 
     family: Family
     layers: int
     hidden: int
     heads: int
-    kv_heads: int  # heads of keys and values; equal to `heads` unless attention is grouped-query
-    head_dim: int  # hidden / heads unless given
-    ffn: int  # inner width of the MLP: gpt 4*hidden, llama 8/3*hidden rounded up to a multiple of 256
-    vocab: int  # entries of the tokeniser, without padding
-    sequence: int  # most positions the model sees at once
-    tied: bool  # head and token embedding share one weight: gpt yes, llama no
-    dropout: float  # one probability for embedding, attention and residual dropout; gpt only
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    sequence: int
+    tied: bool
+    dropout: float
     norm_eps: float
-    rope_theta: float  # base of the rotary frequencies; llama only
-    bias: bool  # biases in linear layers, and in LayerNorm: gpt yes, llama no
-    moe: ExpertShape | None  # experts in place of the MLP, in every block unless they say else
-    attention: AttentionShape | None  # what attention has beside heads
-    mlp: Mlp  # gpt gelu, llama swiglu; relu2 is the square of relu, without a gate
-    norm: Norm  # gpt layer, llama rms; a layer norm of the llama family has a bias
-    beyond: tuple[str, ...]  # what else the model does, in words; it changes no size and hardly a cost
+    position_embedding: PositionEmbedding
+    rope_theta: float
+    rope: RopeScaling | None
+    bias: bool
+    moe: ExpertShape | None
+    attention: AttentionShape
+    mlp: Mlp
+    norm: Norm
+    block_norms: BlockNorms
+    embedding_scale: float
+    logit_softcap: float
+    beyond: tuple[str, ...]
 
     def __init__(
         self,
@@ -69,43 +94,58 @@ class ModelShape:
         tied: bool | None = None,
         dropout: float = 0.0,
         norm_eps: float = 1e-5,
+        position_embedding: PositionEmbedding | None = None,
         rope_theta: float = 10000.0,
+        rope: RopeScaling | None = None,
         bias: bool | None = None,
         moe: ExpertShape | None = None,
         attention: AttentionShape | None = None,
         mlp: Mlp | None = None,
         norm: Norm | None = None,
+        block_norms: BlockNorms | None = None,
+        embedding_scale: float | None = None,
+        logit_softcap: float | None = None,
         beyond: tuple[str, ...] = (),
     ) -> None:
         """Fill in what was left out, and check.
 
         Raises:
-            StrettoError: a size is no positive whole number, sizes do not divide, or do not fit the family.
+            StrettoError: a size is no positive whole number, sizes do not divide, or do not fit each other.
         """
         _check_choice("family", family, FAMILIES)
         _check_size("hidden", hidden)
         _check_size("heads", heads)
-        gpt = family == "gpt"
+        usual = USUAL[family].values(hidden)
+        if head_dim is None:
+            head_dim = usual.get("head_dim") or _default_head_dim(hidden, heads)
+        chosen = {
+            "ffn": ffn,
+            "tied": tied,
+            "position_embedding": position_embedding,
+            "bias": bias,
+            "attention": attention,
+            "mlp": mlp,
+            "norm": norm,
+            "block_norms": block_norms,
+            "embedding_scale": embedding_scale,
+            "logit_softcap": logit_softcap,
+        }
         filled = {
             "family": family,
             "layers": layers,
             "hidden": hidden,
             "heads": heads,
             "kv_heads": heads if kv_heads is None else kv_heads,
-            "head_dim": _default_head_dim(hidden, heads) if head_dim is None else head_dim,
-            "ffn": _default_ffn(family, hidden) if ffn is None else ffn,
+            "head_dim": head_dim,
             "vocab": vocab,
             "sequence": sequence,
-            "tied": gpt if tied is None else tied,
             "dropout": dropout,
             "norm_eps": norm_eps,
             "rope_theta": rope_theta,
-            "bias": gpt if bias is None else bias,
+            "rope": rope,
             "moe": moe,
-            "attention": None if attention == PLAIN else attention,
-            "mlp": mlp or ("gelu" if gpt else "swiglu"),
-            "norm": norm or ("layer" if gpt else "rms"),
             "beyond": beyond,
+            **{name: usual[name] if value is None else value for name, value in chosen.items()},
         }
         for name, value in filled.items():
             object.__setattr__(self, name, value)
@@ -115,24 +155,46 @@ class ModelShape:
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP has a gate beside its up projection (SwiGLU)."""
-        return self.mlp == "swiglu"
+        """Whether the MLP has a gate beside its up projection."""
+        return self.mlp in ("swiglu", "geglu", "swiglu_clamped")
 
     @property
     def qkv_bias(self) -> bool:
         """Whether queries, keys and values have biases."""
-        special = self.special.qkv_bias
+        special = self.attention.qkv_bias
         return self.bias if special is None else special
 
     @property
-    def special(self) -> AttentionShape:
-        """What attention has beside heads, nothing where nothing was said."""
-        return self.attention or PLAIN
+    def proj_bias(self) -> bool:
+        """Whether the projection of attention into the residual stream has a bias."""
+        special = self.attention.proj_bias
+        return self.bias if special is None else special
+
+    @property
+    def norm_bias(self) -> bool:
+        """Whether the norms of the residual stream have biases."""
+        return self.norm == "layer" and (self.bias or self.rotary)
+
+    @property
+    def rotary(self) -> bool:
+        """Whether attention turns queries and keys by their positions."""
+        return self.position_embedding == "rotary"
+
+    @property
+    def rope_dim(self) -> int:
+        """Features of a head that are turned by position."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def attention_scale(self) -> float:
+        """By which attention multiplies its scores before the softmax."""
+        scale = (self.attention.query_scale or self.head_dim) ** -0.5
+        return scale if self.latent is None or self.rope is None else scale * self.rope.score_factor
 
     @property
     def latent(self) -> LatentShape | None:
         """The narrow vectors of latent attention."""
-        return self.special.latent
+        return self.attention.latent
 
     @property
     def value_dim(self) -> int:
@@ -187,23 +249,27 @@ def check_built(shape: ModelShape) -> None:
     if shape.unbuilt:
         raise StrettoError(
             f"this model has {', '.join(shape.unbuilt)}: it can be planned, not yet built",
-            hint="train a model of the gpt or the llama family, with or without experts: `stretto catalogue "
-            "NAME` says whether a model trains here",
+            hint="`stretto catalogue NAME` says whether a model trains here",
         )
 
 
 @lru_cache(maxsize=4096)
 def _block(shape: ModelShape, index: int) -> ModelShape:
-    attention, moe = shape.special, shape.moe
+    attention, moe = shape.attention, shape.moe
+    theta, rope = shape.rope_theta, shape.rope
     if attention.window is not None and attention.full_every:
         whole = (index + 1) % attention.full_every == 0
         attention = replace(attention, window=None if whole else attention.window, full_every=0)
+    if attention.local_theta is not None:
+        if attention.window is not None:
+            theta, rope = attention.local_theta, None
+        attention = replace(attention, local_theta=None)
     if moe is not None and (moe.dense_layers or moe.every > 1):
         experts = index >= moe.dense_layers and (index + 1) % moe.every == 0
         moe = replace(moe, dense_layers=0, every=1) if experts else None
-    if attention == shape.special and moe == shape.moe:
+    if attention == shape.attention and moe == shape.moe:
         return shape
-    return replace(shape, attention=attention, moe=moe)
+    return replace(shape, attention=attention, moe=moe, rope_theta=theta, rope=rope)
 
 
 @lru_cache(maxsize=256)
@@ -226,23 +292,19 @@ def _block_counts(shape: ModelShape, layers: range) -> tuple[int, ...]:
 
 
 def _unbuilt(shape: ModelShape) -> list[str]:
-    attention = shape.special
-    moe = shape.moe
-    gpt = shape.family == "gpt"
     said = [
-        ("latent attention", attention.latent is not None),
-        (f"a norm of queries and keys, over {attention.norm}", attention.norm is not None),
-        ("biases of queries, keys and values alone", shape.qkv_bias != shape.bias),
-        ("attention sinks", attention.sinks),
-        (f"a window of {attention.window} positions", attention.window is not None),
-        (f"an MLP of kind {shape.mlp}", shape.mlp != ("gelu" if gpt else "swiglu")),
-        (f"a norm of kind {shape.norm}", shape.norm != ("layer" if gpt else "rms")),
+        ("one norm of queries and keys over all heads", shape.attention.norm == "all"),
+        ("an MLP of kind relu2", shape.mlp == "relu2"),
+        ("layer norms beside rotary positions", shape.norm == "layer" and shape.rotary),
+        ("latent attention", shape.latent is not None),
     ]
+    moe = shape.moe
     if moe is not None:
         said += [
-            ("blocks with and without experts", moe.dense_layers > 0 or moe.every > 1),
             ("biases of the router", moe.router_bias),
             ("a gate of the shared expert", moe.shared_gate),
+            ("groups of experts", moe.groups > 1),
+            ("a correction of the router's scores", moe.correction),
         ]
     return [words for words, there in said if there]
 
@@ -257,12 +319,6 @@ def _default_head_dim(hidden: int, heads: int) -> int:
             f"hidden: {fits}, another number of heads, or head_dim set by hand",
         )
     return hidden // heads
-
-
-def _default_ffn(family: Family, hidden: int) -> int:
-    if family == "gpt":
-        return 4 * hidden
-    return -(-8 * hidden // (3 * 256)) * 256
 
 
 def _nearest_multiple(value: int, of: int) -> int:
@@ -293,30 +349,52 @@ def _check(shape: ModelShape) -> None:
         raise Problem("norm_eps", shape.norm_eps, "it must be above 0", "1e-5 is usual")
     _check_choice("mlp", shape.mlp, MLPS)
     _check_choice("norm", shape.norm, NORMS)
+    _check_choice("block_norms", shape.block_norms, BLOCK_NORMS)
+    _check_choice("position_embedding", shape.position_embedding, POSITION_EMBEDDINGS)
+    if not 0.0 < shape.embedding_scale < float("inf"):
+        raise Problem("embedding_scale", shape.embedding_scale, "it must be above 0", "1.0 changes nothing")
+    if not 0.0 <= shape.logit_softcap < float("inf"):
+        raise Problem("logit_softcap", shape.logit_softcap, "it must be 0 or more", "0.0: none")
     latent = shape.latent
     if latent is not None and latent.rope_dim >= shape.head_dim:
         rule = f"it must be below head_dim, which is {shape.head_dim} and holds it"
         raise Problem("rope_dim", latent.rope_dim, rule, f"head_dim: {latent.rope_dim + 128}")
-    if shape.family == "llama":
-        _check_llama(shape)
+    if shape.rotary:
+        _check_rotary(shape)
 
 
-def _check_llama(shape: ModelShape) -> None:
-    if shape.head_dim % 2:
+def _check_rotary(shape: ModelShape) -> None:
+    if shape.rope_dim % 2:
+        name = "head_dim" if shape.latent is None else "rope_dim"
         rule = "it must be even: rotary positions turn pairs of features"
-        raise Problem("head_dim", shape.head_dim, rule, f"nearest: head_dim: {shape.head_dim + 1}")
+        raise Problem(name, shape.rope_dim, rule, f"nearest: {name}: {shape.rope_dim + 1}")
     if shape.dropout:
-        raise Problem("dropout", shape.dropout, "the llama family has none", "dropout: 0, or family: gpt")
+        raise Problem(
+            "dropout", shape.dropout, "models with rotary positions have none", "dropout: 0, or family: gpt"
+        )
     if shape.rope_theta <= 0.0:
         raise Problem("rope_theta", shape.rope_theta, "it must be above 0", "10000 is usual")
 
 
-_LATER = ("attention", "mlp", "norm", "beyond")  # written only where they are not the family's usual
+# written only where they are not the family's usual
+_LATER = (
+    "position_embedding",
+    "rope",
+    "attention",
+    "mlp",
+    "norm",
+    "block_norms",
+    "embedding_scale",
+    "logit_softcap",
+    "beyond",
+)
 
 
 def shape_to_record(shape: ModelShape) -> dict[str, Any]:
     """The fields of the shape, in values that JSON has."""
-    usual = ModelShape(family=shape.family, layers=1, hidden=2, heads=1, vocab=1, sequence=1)
+    usual = ModelShape(
+        family=shape.family, layers=1, hidden=shape.hidden, heads=1, head_dim=256, vocab=1, sequence=1
+    )
     same = {name for name in _LATER if getattr(shape, name) == getattr(usual, name)}
     return {name: value for name, value in asdict(shape).items() if name not in same}
 
@@ -330,7 +408,13 @@ def shape_from_record(sizes: Mapping[str, Any]) -> ModelShape:
     """
     experts, attention = sizes.get("moe"), sizes.get("attention")
     moe = ExpertShape(**experts) if isinstance(experts, Mapping) else None
-    fields: dict[str, Any] = {**sizes, "moe": moe, "beyond": tuple(sizes.get("beyond", ()))}
+    rope = sizes.get("rope")
+    fields: dict[str, Any] = {
+        **sizes,
+        "moe": moe,
+        "rope": RopeScaling(**rope) if isinstance(rope, Mapping) else None,
+        "beyond": tuple(sizes.get("beyond", ())),
+    }
     if isinstance(attention, Mapping):
         special = dict(cast(Mapping[str, Any], attention))
         latent = special.pop("latent", None)

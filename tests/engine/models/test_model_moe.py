@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stretto.engine.models import LanguageModel, build, initial_values, initialise
 from stretto.engine.models.generate import stream
+from stretto.engine.models.mlp import MLP
 from stretto.engine.models.moe import MoE, feed_forward
 from stretto.spec.experts import ExpertShape
 from stretto.spec.parameters import count_parameters, parameter_shapes
@@ -292,7 +293,7 @@ def test_without_experts_there_is_no_auxiliary_loss() -> None:
     model = made(SHAPES["gpt"])
     model(some_ids(model.shape))
     assert model.auxiliary().item() == 0
-    assert type(feed_forward(model.shape, lambda _: nn.Identity())) is nn.Identity
+    assert type(feed_forward(model.shape)) is MLP
 
 
 @ALL

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stretto.engine.models.attention import Rotary
+from stretto.engine.models.rotary import Rotary
 
 
 @settings(deadline=None, max_examples=30)

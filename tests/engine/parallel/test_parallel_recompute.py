@@ -16,7 +16,7 @@ from ranks import on_ranks
 from stretto import Layout
 from stretto.engine.models.build import build
 from stretto.engine.models.causal import make_explicit
-from stretto.engine.models.gpt import Block
+from stretto.engine.models.language import Block
 from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import parallelize

@@ -49,8 +49,8 @@ def test_a_legal_job_passes() -> None:
         ("layout.order=tp-xp", "order 'tp-xp' names unknown axis 'xp'", None),
         ("layout.dp=3", "batch.global_size is 32: it must be a multiple of", "36 or 24"),
         (
-            "model.preset=qwen3-8b",
-            "model.preset is qwen3-8b: the model has a norm of queries and keys, over head, which can",
+            "model.preset=olmo2-7b",
+            "model.preset is olmo2-7b: the model has one norm of queries and keys over all heads",
             "model.preset=llama3-8b",
         ),
         ("layout.stages=[1]", "layout.stages is [1]: they add up to 1, the model has", "layout.stages=["),
@@ -58,7 +58,11 @@ def test_a_legal_job_passes() -> None:
         ("layout.pp=2 layout.stages=[2,2,2]", "there are 3 counts and the schedule has 2 stages", "null"),
         ("schedule.file=nowhere.csv", "schedule.file is nowhere.csv: it cannot be read: No such file", None),
         ("model.hidden=65", "model.hidden is 65: it must be a multiple of heads, which is 4", "64"),
-        ("model.family=llama model.dropout=0.1", "model.dropout is 0.1: the llama family has none", None),
+        (
+            "model.family=llama model.dropout=0.1",
+            "model.dropout is 0.1: models with rotary positions have none",
+            None,
+        ),
         ("model.positions=64", "data.sequence is 128: the model has 64 positions", "data.sequence=64"),
         ("model.vocab=300", "model.vocab is 300: the tokenizer may have data.vocab=4096", "model.vocab=4096"),
         ("schedule.name=2f2b", "not one of", None),

@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from stretto.engine.models.gpt import GPT
 from stretto.engine.models.language import LanguageModel
-from stretto.engine.models.llama import Llama
-from stretto.spec.shape import Family, ModelShape, check_built
-
-_MODELS: dict[Family, Callable[[ModelShape], LanguageModel]] = {
-    "gpt": GPT,
-    "llama": Llama,
-}
+from stretto.spec.shape import ModelShape, check_built
 
 
 def build(shape: ModelShape) -> LanguageModel:
@@ -24,4 +15,4 @@ def build(shape: ModelShape) -> LanguageModel:
         StrettoError: the shape has parts that can be planned but not yet built.
     """
     check_built(shape)
-    return _MODELS[shape.family](shape)
+    return LanguageModel(shape)

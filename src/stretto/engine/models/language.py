@@ -1,4 +1,6 @@
-"""The parts that all language models share: a chain of embedding, blocks and head, and a loss."""
+"""Language models in one process, the specification that every layout must equal: a chain of embedding,
+blocks and head, and a loss.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.engine.models.moe import MoE
+from stretto.engine.models.attention import SelfAttention
+from stretto.engine.models.causal import dropout
+from stretto.engine.models.moe import MoE, feed_forward
+from stretto.engine.models.norms import norm
+from stretto.errors import StrettoError
 from stretto.spec.shape import ModelShape
 
 IGNORED = -100  # target of a token that the loss ignores
@@ -17,20 +23,61 @@ def added(x: Tensor, y: Tensor) -> Tensor:
     return x + (y.to(x.dtype) if y.element_size() > x.element_size() else y)
 
 
-class PreNormBlock(nn.Module):
-    """Attention and MLP, each applied to the normalised residual stream and added to it."""
+class Embedding(nn.Module):
+    """Token embedding, which may be scaled, plus a learned embedding of the position where attention encodes
+    none.
+    """
 
-    def __init__(self, norm1: nn.Module, attn: nn.Module, norm2: nn.Module, mlp: nn.Module) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.norm1 = norm1
-        self.attn = attn
-        self.norm2 = norm2
-        self.mlp = mlp
+        self.scale = shape.embedding_scale
+        self.tok = nn.Embedding(shape.vocab, shape.hidden)
+        self.pos = None if shape.rotary else nn.Embedding(shape.sequence, shape.hidden)
+        self.drop = dropout(shape.dropout)
+        self.positions: Tensor | None = None  # of the tokens in the output of `tok`; None: 0, 1, 2, ...
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Token ids [b, s] to [b, s, hidden]."""
+        x = self.tok(ids)
+        if self.scale != 1.0:  # rounded to the weights' type, as published models were trained
+            x = x * torch.full((), self.scale, dtype=x.dtype, device=x.device)
+        return x if self.pos is None else self.drop(x + self._position(self.pos, ids))
+
+    def _position(self, pos: nn.Embedding, ids: Tensor) -> Tensor:
+        """The embedding of positions, [s, hidden]."""
+        positions, last = self.positions, pos.num_embeddings - 1
+        if positions is not None:  # positions after the last are padding
+            return pos(positions.clamp(max=last))
+        length = ids.shape[1]
+        if length > last + 1:
+            raise StrettoError(
+                f"{length} tokens in a row, but the model has {last + 1} positions",
+                hint="cut the input, or build the model with a larger sequence",
+            )
+        return pos(torch.arange(length, device=ids.device))
+
+
+class Block(nn.Module):
+    """Attention, then an MLP or experts, each applied to the normalised residual stream and added to it; with
+    "sandwich" norms each is normalised once more before it is added.
+    """
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        after = shape.block_norms == "sandwich"
+        self.norm1 = norm(shape, shape.hidden)
+        self.attn = SelfAttention(shape)
+        self.norm1_post = norm(shape, shape.hidden) if after else None
+        self.norm2 = norm(shape, shape.hidden)
+        self.mlp = feed_forward(shape)
+        self.norm2_post = norm(shape, shape.hidden) if after else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, hidden] to [b, s, hidden]."""
-        x = added(x, self.attn(self.norm1(x)))
-        return added(x, self.mlp(self.norm2(x)))
+        y = self.attn(self.norm1(x))
+        x = added(x, y if self.norm1_post is None else self.norm1_post(y))
+        y = self.mlp(self.norm2(x))
+        return added(x, y if self.norm2_post is None else self.norm2_post(y))
 
 
 class CrossEntropy(nn.Module):
@@ -47,27 +94,29 @@ class CrossEntropy(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm and the projection to logits."""
+    """The last norm and the projection to logits, which may be bounded."""
 
-    def __init__(self, shape: ModelShape, norm: nn.Module) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.norm = norm
+        self.softcap = shape.logit_softcap
+        self.norm = norm(shape, shape.hidden)
         self.out = nn.Linear(shape.hidden, shape.vocab, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, hidden] to logits [b, s, vocab]."""
-        return self.out(self.norm(x))
+        logits = self.out(self.norm(x))
+        return logits if not self.softcap else torch.tanh(logits / self.softcap) * self.softcap
 
 
 class LanguageModel(nn.Module):
     """A decoder as a chain of layers, each from one tensor to one tensor: embed, blocks.0, ..., head."""
 
-    def __init__(self, shape: ModelShape, embed: nn.Module, blocks: list[nn.Module], head: Head) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
-        self.embed = embed
-        self.blocks = nn.ModuleList(blocks)
-        self.head = head
+        self.embed = Embedding(shape)
+        self.blocks = nn.ModuleList(Block(shape.block(i)) for i in range(shape.layers))
+        self.head = Head(shape)
         self.loss = CrossEntropy()
         self.tie()
 

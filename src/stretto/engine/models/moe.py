@@ -4,7 +4,7 @@ specification that every layout must equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import sqrt
 from typing import Any, NamedTuple
@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.engine.models.causal import dropout
+from stretto.engine.models.mlp import MLP, activate
 from stretto.errors import StrettoError
 from stretto.spec.experts import ExpertShape
-from stretto.spec.shape import ModelShape
+from stretto.spec.shape import Mlp, ModelShape
 
 
 class Choice(NamedTuple):
@@ -127,7 +128,7 @@ class Experts(nn.Module):
         super().__init__()
         moe, width = moe_of(shape), shape.expert_ffn
         self.experts = moe.experts  # number held here
-        self.gated = shape.gated
+        self.kind: Mlp = shape.mlp
         self.into = "gate_up" if shape.gated else "up"
         rows = 2 * width if shape.gated else width
         self._add(self.into, rows, shape.hidden, shape.bias)
@@ -144,13 +145,8 @@ class Experts(nn.Module):
         return torch.cat(outputs)
 
     def activation(self, y: Tensor) -> Tensor:
-        """The activation between the linears: GELU in its tanh form (GPT), or silu(gate) * up of
-        y = [gate; up] (Llama).
-        """
-        if not self.gated:
-            return F.gelu(y, approximate="tanh")
-        gate, up = y.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        """The activation function between the linears, of y [..., width] or [gate; up]."""
+        return activate(y, self.kind)
 
     def _add(self, name: str, rows: int, columns: int, bias: bool) -> None:
         """Add the parameters of one linear of all experts, with the initial values of nn.Linear."""
@@ -221,14 +217,14 @@ class MoE(nn.Module):
         return {**self.__dict__, "auxiliary": self.auxiliary.detach()}
 
 
-def feed_forward(shape: ModelShape, mlp: Callable[[ModelShape], nn.Module]) -> nn.Module:
-    """A block's second half: the family's `mlp`, or experts in its place if the shape has any. The shared
-    expert has no dropout, since dropout applies to the sum over all experts.
+def feed_forward(shape: ModelShape) -> nn.Module:
+    """A block's second half: an MLP, or experts in its place if the shape has any. The shared expert has no
+    dropout, since dropout applies to the sum over all experts.
     """
     if shape.moe is None:
-        return mlp(shape)
+        return MLP(shape)
     width = shape.moe.shared_ffn
-    return MoE(shape, mlp(replace(shape, ffn=width, dropout=0.0)) if width else None)
+    return MoE(shape, MLP(replace(shape, ffn=width, dropout=0.0)) if width else None)
 
 
 def moe_of(shape: ModelShape) -> ExpertShape:

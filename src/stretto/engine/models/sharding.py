@@ -17,18 +17,32 @@ from stretto.engine.parallel.styles import (
     Vocabulary,
     VocabularyLoss,
 )
+from stretto.spec.experts import ExpertShape
 from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
 
 def sharding_plan(job: Job) -> dict[str, Style]:
     """Style of every module of the model that `build(job.shape)` makes, on the job's layout."""
-    shape = job.shape
-    return {
-        **_common(job),
-        **(_gpt(job) if shape.family == "gpt" else _llama(job)),
-        **(_mlp(job) if shape.moe is None else _experts(job)),
+    shape, sp = job.shape, _sequence_parallel(job)
+    multiple = job.vocab_multiple
+    plan: dict[str, Style] = {
+        "embed.tok": Vocabulary(multiple, sequence=sp),
+        "head.norm": Replicate(sequence=sp),
+        "head.out": Vocabulary(multiple, sequence=sp),
+        "loss": VocabularyLoss(shape.vocab, multiple),
+        "embed.drop": _dropout(job),
     }
+    if not shape.rotary:
+        plan |= {
+            "embed": Positions(job.sequence, sequence=sp, sharded=True),
+            "embed.pos": Replicate(sequence=sp),
+        }
+    if len(shape.kinds()) == 1:
+        return plan | _block("blocks.*", job, shape.block(0))
+    for i in range(shape.layers):
+        plan |= _block(f"blocks.{i}", job, shape.block(i))
+    return plan
 
 
 def _sequence_parallel(job: Job) -> bool:
@@ -36,56 +50,54 @@ def _sequence_parallel(job: Job) -> bool:
     return job.sequence_parallel and job.layout.tp > 1
 
 
-def _common(job: Job) -> dict[str, Style]:
-    shape = job.shape
-    d = shape.head_dim
-    multiple = job.vocab_multiple
-    sp = _sequence_parallel(job)
+def _dropout(job: Job) -> Style:
+    """Of dropout of the residual stream."""
+    return SplitDropout(sequence=(1, job.sequence, _sequence_parallel(job)))
+
+
+def _block(name: str, job: Job, shape: ModelShape) -> dict[str, Style]:
+    """Styles of the modules of blocks that match `name` and are all like `shape`."""
+    norms = ["norm1", "norm2"]
+    if shape.block_norms == "sandwich":
+        norms += ["norm1_post", "norm2_post"]
+    parts = {
+        **{norm: Replicate(sequence=_sequence_parallel(job)) for norm in norms},
+        **_attention(job, shape),
+        **(_mlp(job, shape) if shape.moe is None else _experts(job, shape, shape.moe)),
+    }
+    return {f"{name}.{part}": style for part, style in parts.items()}
+
+
+def _attention(job: Job, shape: ModelShape) -> dict[str, Style]:
+    d, sp = shape.head_dim, _sequence_parallel(job)
     fused = ((shape.heads, d), (shape.kv_heads, d), (shape.kv_heads, d))
-    return {
-        "embed.tok": Vocabulary(multiple, sequence=sp),
-        "blocks.*.norm1": Replicate(sequence=sp),
-        "blocks.*.attn": Heads(),
-        "blocks.*.attn.qkv": Column(segments=fused, sequence=sp),
-        "blocks.*.attn.core": ContextAttention(job.context, job.sequence),
-        "blocks.*.attn.core.drop": SplitDropout(heads=(1, shape.heads)),
-        "blocks.*.attn.proj": Row(sequence=sp),
-        "blocks.*.norm2": Replicate(sequence=sp),
-        "head.norm": Replicate(sequence=sp),
-        "head.out": Vocabulary(multiple, sequence=sp),
-        "loss": VocabularyLoss(shape.vocab, multiple),
+    styles: dict[str, Style] = {
+        "attn": Heads(),
+        "attn.qkv": Column(segments=fused, sequence=sp),
+        "attn.core": ContextAttention(job.context, job.sequence),
+        "attn.core.drop": SplitDropout(heads=(1, shape.heads)),
+        "attn.proj": Row(sequence=sp),
+        "attn.drop": _dropout(job),
     }
+    if shape.attention.norm is not None:  # of this rank's heads alone, so that gradients are summed
+        styles |= dict.fromkeys(("attn.q_norm", "attn.k_norm"), Replicate(sequence=True))
+    if shape.rotary:
+        styles["attn.rotary"] = Positions(job.sequence, sp)
+    return styles
 
 
-def _gpt(job: Job) -> dict[str, Style]:
+def _mlp(job: Job, shape: ModelShape) -> dict[str, Style]:
+    return {**_linears("mlp", shape, shape.ffn, _sequence_parallel(job)), "mlp.drop": _dropout(job)}
+
+
+def _experts(job: Job, shape: ModelShape, moe: ExpertShape) -> dict[str, Style]:
     sp = _sequence_parallel(job)
-    along = SplitDropout(sequence=(1, job.sequence, sp))
     return {
-        "embed": Positions(job.sequence, sequence=sp, sharded=True),
-        "embed.pos": Replicate(sequence=sp),
-        "embed.drop": along,
-        "blocks.*.attn.drop": along,
-        "blocks.*.mlp.drop": along,
-    }
-
-
-def _llama(job: Job) -> dict[str, Style]:
-    return {"blocks.*.attn.rotary": Positions(job.sequence, _sequence_parallel(job))}
-
-
-def _mlp(job: Job) -> dict[str, Style]:
-    return _linears("blocks.*.mlp", job.shape, job.shape.ffn, _sequence_parallel(job))
-
-
-def _experts(job: Job) -> dict[str, Style]:
-    shape, sp = job.shape, _sequence_parallel(job)
-    moe = shape.moe
-    assert moe is not None
-    return {
-        "blocks.*.mlp": ExpertParallel(job.sequence, sequence=sp),
-        "blocks.*.mlp.router": Replicate(sequence=True),  # tp ranks route different tokens
-        "blocks.*.mlp.experts": ExpertWeights(job.layout.size("expert_tp")),
-        **(_linears("blocks.*.mlp.shared", shape, moe.shared_ffn, sp) if moe.shared_ffn else {}),
+        "mlp": ExpertParallel(job.sequence, sequence=sp),
+        "mlp.router": Replicate(sequence=True),  # tp ranks route different tokens
+        "mlp.experts": ExpertWeights(job.layout.size("expert_tp")),
+        "mlp.drop": _dropout(job),
+        **(_linears("mlp.shared", shape, moe.shared_ffn, sp) if moe.shared_ffn else {}),
     }
 
 

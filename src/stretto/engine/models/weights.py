@@ -21,10 +21,12 @@ def initial_values(name: str, shape: tuple[int, ...], seed: int, model_shape: Mo
     """Initial values of a whole parameter of the plain model, float32, on the CPU. They are a function of
     seed and name, and so the same under every layout.
 
-    Norm gains are 1, biases 0, all other values normal with std 0.02; projections into the residual stream
-    are scaled by 1/sqrt(2 layers) (Radford et al. 2019, section 2.3).
+    Norm gains are 1 (weights of `rms1p` 0), biases 0, all other values normal with std 0.02;
+    projections into the residual stream are scaled by 1/sqrt(2 layers) (Radford et al. 2019, section 2.3).
     """
-    if name.endswith("bias"):
+    if name.endswith(("bias", "attn.sinks", "mlp.router.correction")):
+        return torch.zeros(shape, device="cpu")
+    if len(shape) == 1 and model_shape.norm == "rms1p" and not name.endswith("down_norm.weight"):
         return torch.zeros(shape, device="cpu")
     if len(shape) == 1:
         return torch.ones(shape, device="cpu")

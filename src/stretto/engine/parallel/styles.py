@@ -351,6 +351,8 @@ class Positions(Style):
         if not split.whole or split.padded > self.length:
             positions = split.shard if self.sharded else split.positions
             module.positions = positions.to(mesh.device)  # pyright: ignore[reportAttributeAccessIssue]
+        if hasattr(module, "length"):
+            setattr(module, "length", self.length)  # noqa: B010
         return module
 
 

@@ -235,7 +235,7 @@ def embedding_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
     saved = list[Saved]()
     if how.tp > 1:
         saved.append(Saved("embed.tok ids", 9 * how.tokens, _formula(9, "sb", _over(how, False))))
-    if shape.family == "gpt":
+    if not shape.rotary:
         over = _over(how, how.sequence_parallel)
         saved.append(Saved("embed.pos ids", 8 * how.shard // how.batch, _formula(8, "s", over)))
     if shape.dropout:
@@ -260,7 +260,7 @@ def published_formula(shape: ModelShape, how: ComputeConfig) -> Published | None
     """
     usual = shape.kv_heads == shape.heads and shape.ffn == 4 * shape.hidden
     usual = usual and shape.attention_width == shape.hidden and shape.moe is None
-    if shape.family != "gpt" or not shape.dropout or not usual or how.framework.operators != CORE:
+    if shape.rotary or not shape.dropout or not usual or how.framework.operators != CORE:
         return None
     if how.element != 2 or how.cp > 1:
         return None
@@ -340,7 +340,7 @@ def _before_heads(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
         yield Saved(
             "attn latent vectors", e * how.tokens * wide, f"{e}sb(2r+d)" + (f"/{over}" if over else "")
         )
-    if shape.special.norm is not None:
+    if shape.attention.norm is not None:
         width = shape.attention_width // how.tp + how.kv_heads(shape) * shape.head_dim
         yield Saved("attn norms input", e * how.tokens * width, _formula(e, "sb(a+k)d", _over(how, True)))
 

@@ -152,7 +152,7 @@ def _embedding(shape: ModelShape, how: ComputeConfig) -> LayerMemory:
     kept = [Part(name=s.name, bytes=s.bytes) for s in embedding_saved(shape, how)]
     whole = how.element * how.tokens * shape.hidden
     forward = 2 * whole + (size.residual if size.gathered else 0) if how.tp > 1 else size.residual
-    forward = max(forward, 2 * size.residual if shape.family == "gpt" else 0)
+    forward = max(forward, 2 * size.residual if not shape.rotary else 0)
     backward = size.residual + 2 * size.gathered
     if size.halves:  # the gradient in the type in which it is accumulated
         backward += how.statistic * how.tokens * shape.hidden

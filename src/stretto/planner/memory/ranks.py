@@ -414,7 +414,7 @@ def _releases(program: Program, rank: int) -> dict[Action, list[Action]]:
 
 def _tables(job: MemoryJob) -> int:
     """Bytes of the sines and cosines of rotary positions."""
-    if job.shape.family != "llama":
+    if not job.shape.rotary:
         return 0
     length = 1 << (job.how.sequence - 1).bit_length()
-    return job.how.element * length * job.shape.head_dim
+    return job.how.element * length * job.shape.rope_dim

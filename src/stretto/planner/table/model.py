@@ -148,7 +148,7 @@ def _changed(cells: Cells, base: ModelShape, sizes: dict[str, Any], sequence: in
         sizes.setdefault("kv_heads", heads if base.kv_heads == base.heads else base.kv_heads)
         sizes.setdefault("ffn", base.ffn * hidden // base.hidden)
         sizes.setdefault("head_dim", max(2, hidden // heads))
-    if base.family == "gpt" or sequence > base.sequence:
+    if not base.rotary or sequence > base.sequence:
         sizes["sequence"] = sequence
     return replace(base, **sizes, moe=_experts(cells, base.moe, sizes.get("ffn", base.ffn)))
 

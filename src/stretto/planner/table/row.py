@@ -127,7 +127,7 @@ def read_row(
     machine = sized_cluster(row, machine, layout.world)
     software = software_of(row, machine.device, sequence, planned)
     early = software.early and not planned
-    if early and model.family == "gpt" and shape is None and not model.dropout:
+    if early and not model.rotary and shape is None and not model.dropout:
         model = replace(model, dropout=row.value_or("dropout", _DROPOUT, "of GPT with that software"))
     schedule, options = _schedule(row, model)
     global_batch, micro_batch = _batch(row, layout, sequence, int(options.get("chunks", 1)))

@@ -21,7 +21,7 @@ from stretto.planner.time.operators import (
     pass_seconds,
     unscaled,
 )
-from stretto.spec.attention import PLAIN
+from stretto.spec.attention import AttentionShape
 from stretto.spec.flops import attention_flops, block_flops, recomputed_flops
 from stretto.spec.framework import Operator
 from stretto.spec.parameters import block_shapes
@@ -282,9 +282,9 @@ def _core(
         seconds /= speed
     if shape.latent is not None:  # values are narrower than queries and keys
         seconds *= (shape.head_dim + shape.value_dim) / (2 * shape.head_dim)
-    if shape.special.window is not None:
-        whole = PLAIN.seen(keys, causal)
-        seconds *= min(1.0, shape.special.seen(keys, causal) / whole)
+    if shape.attention.window is not None:
+        whole = AttentionShape().seen(keys, causal)
+        seconds *= min(1.0, shape.attention.seen(keys, causal) / whole)
     return seconds
 
 
@@ -323,7 +323,7 @@ def _between(shape: ModelShape, how: ComputeConfig, device: Device) -> tuple[flo
     else:
         forward += pass_seconds(device, "gelu", 2 * wide)
         back += pass_seconds(device, "gelu", 3 * wide)
-    if shape.family == "llama":
+    if shape.rotary:
         turned = e * how.tokens * (shape.attention_width + shape.kv_width) / how.tp
         forward += pass_seconds(device, "rope", 2 * turned)
         back += pass_seconds(device, "rope", 2 * turned)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.engine.models.attention import Rotary
+from stretto.engine.models.rotary import Rotary
 from stretto.engine.parallel.tensor import matmul
 from stretto.engine.parallel.tensor.norm import LeanLayerNorm
 from stretto.planner.machines.device import Precision

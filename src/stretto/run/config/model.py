@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -10,9 +10,205 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from stretto.errors import Problem, StrettoError, UnknownName
 from stretto.run.config.section import Section
-from stretto.spec.experts import ExpertShape
+from stretto.spec.attention import AttentionShape, HeadNorm, LatentShape, RopeScaling, RopeType
+from stretto.spec.experts import Drop, ExpertShape, GroupScore, Score
+from stretto.spec.families import USUAL, Family
 from stretto.spec.presets import preset
-from stretto.spec.shape import Family, ModelShape, fields_of
+from stretto.spec.shape import BlockNorms, Mlp, ModelShape, Norm, PositionEmbedding, fields_of
+
+
+class LatentConfig(Section):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434); by default that of the preset, else of the
+    family, if any.
+    """
+
+    kv_rank: int | None = Field(
+        default=None,
+        ge=0,
+        description="Width of the vector that keys and values come from, 0: no latent attention; null: the "
+        "preset's, else the family's.",
+    )
+    rope_dim: int | None = Field(
+        default=None,
+        gt=0,
+        description="Features of a head that are turned by position, part of `model.head_dim`; null: the "
+        "preset's, else the family's.",
+    )
+    value_dim: int | None = Field(
+        default=None,
+        gt=0,
+        description="Features of a head's values; null: the preset's, else the family's.",
+    )
+    q_rank: int | None = Field(
+        default=None,
+        ge=0,
+        description="Width of the vector that queries come from, 0: none, they come from the residual "
+        "stream; null: the preset's, else the family's.",
+    )
+
+    def shape(self, known: LatentShape | None) -> LatentShape | None:
+        """The sizes, laid over known ones; None: no latent attention."""
+        sizes: dict[str, Any] = self.model_dump(exclude_none=True)
+        if not sizes or self.kv_rank == 0:
+            return None if sizes else known
+        if sizes.get("q_rank") == 0:
+            sizes["q_rank"] = None
+        base: dict[str, Any] = {} if known is None else asdict(known)
+        missing = [name for name in ("kv_rank", "rope_dim", "value_dim") if name not in {**base, **sizes}]
+        if missing:
+            raise Problem(missing[0], None, "latent attention needs it", "512, 64 and 128 are DeepSeek's")
+        return LatentShape(**{**base, **sizes})
+
+
+class AttentionConfig(Section):
+    """What attention has beside heads; by default what the preset has, else the family."""
+
+    norm: Literal["none"] | HeadNorm | None = Field(
+        default=None,
+        description="A norm of queries and of keys, over each `head`'s features or over `all` heads'; null: "
+        "the preset's, else the family's.",
+    )
+    qkv_bias: bool | None = Field(
+        default=None,
+        description="Biases of queries, keys and values; null: the preset's, else the family's, else "
+        "`model.bias`.",
+    )
+    proj_bias: bool | None = Field(
+        default=None,
+        description="Bias of the projection into the residual stream; null: the preset's, else `model.bias`.",
+    )
+    sinks: bool | None = Field(
+        default=None,
+        description="A number for each head that takes part in the softmax (gpt-oss); null: the preset's, "
+        "else the family's.",
+    )
+    window: int | None = Field(
+        default=None,
+        ge=0,
+        description="Positions that a token sees, itself among them, 0: all before it; null: the preset's, "
+        "else the family's.",
+    )
+    full_every: int | None = Field(
+        default=None,
+        ge=0,
+        description="Every n-th block has no window, 0: all have it; null: the preset's, else the family's.",
+    )
+    softcap: float | None = Field(
+        default=None,
+        ge=0,
+        description="Scores are `softcap tanh(score / softcap)`, 0: as they are; null: the preset's, else "
+        "the family's.",
+    )
+    query_scale: float | None = Field(
+        default=None,
+        ge=0,
+        description="Scores are divided by its root, 0: by that of `head_dim`; null: the preset's, else "
+        "`head_dim`.",
+    )
+    local_theta: float | None = Field(
+        default=None,
+        ge=0,
+        description="Base of the rotary frequencies, unscaled, in blocks with a window (Gemma 3), 0: that of "
+        "the others; null: the preset's, else the family's.",
+    )
+    interleaved: bool | None = Field(
+        default=None,
+        description="Rotary positions turn pairs of neighbouring features, otherwise of the halves of a "
+        "head; null: the preset's, else the family's.",
+    )
+    latent: LatentConfig = Field(default_factory=LatentConfig)
+
+    def shape(self, known: AttentionShape) -> AttentionShape:
+        """The fields laid over known ones.
+
+        Raises:
+            StrettoError: sizes that do not fit each other.
+        """
+        fields: dict[str, Any] = self.model_dump(exclude_none=True, exclude={"latent"})
+        for name in ("window", "softcap", "query_scale", "local_theta"):
+            if fields.get(name) == 0:
+                fields[name] = None
+        if fields.get("norm") == "none":
+            fields["norm"] = None
+        try:
+            latent = self.latent.shape(known.latent)
+        except StrettoError as error:
+            raise error.within("attention.latent") from None
+        try:
+            return replace(known, **fields, latent=latent)
+        except StrettoError as error:
+            raise error.within("attention") from None
+
+
+class RopeConfig(Section):
+    """How rotary positions reach beyond those of the first training; by default as in the preset."""
+
+    type: Literal["none"] | RopeType | None = Field(
+        default=None,
+        description="`linear`, `dynamic` (NTK), `yarn`, `llama3` (Llama 3.1), or `none`; null: the preset's, "
+        "else none.",
+    )
+    factor: float | None = Field(
+        default=None, ge=1, description="Of the longer context; null: the preset's, else 1."
+    )
+    original_positions: int | None = Field(
+        default=None, gt=0, description="Positions of the first training; null: the preset's."
+    )
+    low_freq_factor: float | None = Field(
+        default=None,
+        gt=0,
+        description="`llama3`: frequencies of fewer turns within the original positions are divided by "
+        "`factor`; null: the preset's, else 1.",
+    )
+    high_freq_factor: float | None = Field(
+        default=None, gt=0, description="`llama3`: those of more turns are kept; null: the preset's, else 4."
+    )
+    beta_fast: float | None = Field(
+        default=None,
+        gt=0,
+        description="`yarn`: frequencies of more turns are kept; null: the preset's, else 32.",
+    )
+    beta_slow: float | None = Field(
+        default=None,
+        gt=0,
+        description="`yarn`: those of fewer turns are divided by `factor`; null: the preset's, else 1.",
+    )
+    truncate: bool | None = Field(
+        default=None,
+        description="`yarn`: both bounds are rounded to whole features; null: the preset's, else true.",
+    )
+    attention_factor: float | None = Field(
+        default=None,
+        gt=0,
+        description="`yarn`: by which queries and keys are multiplied; null: the preset's, else "
+        "`0.1 ln(factor) + 1`, or by the next two.",
+    )
+    mscale: float | None = Field(
+        default=None,
+        ge=0,
+        description="`yarn`: DeepSeek's weight of that logarithm for queries and keys; null: the preset's.",
+    )
+    mscale_all_dim: float | None = Field(
+        default=None, ge=0, description="`yarn`: the same for all scores; null: the preset's."
+    )
+
+    def shape(self, known: RopeScaling | None) -> RopeScaling | None:
+        """The fields laid over known ones; None: positions as in the first training.
+
+        Raises:
+            StrettoError: fields that do not fit each other.
+        """
+        fields: dict[str, Any] = self.model_dump(exclude_none=True)
+        if not fields or self.type == "none":
+            return None if fields else known
+        base: dict[str, Any] = {"factor": 1.0} if known is None else asdict(known)
+        if "type" not in {**base, **fields}:
+            name, value = next(iter(fields.items()))
+            raise Problem(f"rope.{name}", value, "nothing is scaled without a type", "model.rope.type=llama3")
+        try:
+            return RopeScaling(**{**base, **fields})
+        except StrettoError as error:
+            raise error.within("rope") from None
 
 
 class ExpertConfig(Section):
@@ -33,7 +229,7 @@ class ExpertConfig(Section):
         description="Inner width of a shared expert that every token goes to, 0: none; null: the preset's, "
         "else 0.",
     )
-    score: Literal["softmax", "sigmoid"] | None = Field(
+    score: Score | None = Field(
         default=None,
         description="How the router's logits become scores; null: the preset's, else `softmax`.",
     )
@@ -59,10 +255,61 @@ class ExpertConfig(Section):
         description="In training an expert takes at most `capacity tokens top_k / experts` tokens of a "
         "sample, rounded up, the rest skip it; null: the preset's, else all are taken.",
     )
-    drop: Literal["probs", "position"] | None = Field(
+    drop: Drop | None = Field(
         default=None,
         description="Which tokens an overloaded expert keeps, those with the largest weights or the "
         "first; null: the preset's, else `probs`.",
+    )
+    dense_layers: int | None = Field(
+        default=None,
+        ge=0,
+        description="So many leading blocks have a plain MLP instead; null: the preset's, else the family's.",
+    )
+    every: int | None = Field(
+        default=None,
+        gt=0,
+        description="Of the others only every n-th block, counted from the first of all, has experts; null: "
+        "the preset's, else 1.",
+    )
+    router_bias: bool | None = Field(
+        default=None,
+        description="The router's linear has a bias (gpt-oss); null: the preset's, else the family's.",
+    )
+    shared_gate: bool | None = Field(
+        default=None,
+        description="The shared expert's output is weighed by a gate of the token (Qwen2-MoE); null: the "
+        "preset's, else the family's.",
+    )
+    correction: bool | None = Field(
+        default=None,
+        description="The choice of experts, not their weights, adds a number for each expert to the scores, "
+        "which has no gradient (DeepSeek-V3); null: the preset's, else the family's.",
+    )
+    correction_rate: float | None = Field(
+        default=None,
+        ge=0,
+        description="By which the number of an expert with less than the mean load grows after each step, "
+        "and that of one with more falls, 0: never; null: the preset's, else 0.",
+    )
+    groups: int | None = Field(
+        default=None,
+        gt=0,
+        description="Groups of neighbouring experts (DeepSeek-V2); null: the preset's, else 1.",
+    )
+    top_groups: int | None = Field(
+        default=None,
+        gt=0,
+        description="Groups that a token's experts come from; null: the preset's, else 1.",
+    )
+    group_score: GroupScore | None = Field(
+        default=None,
+        description="A group's score: that of its best expert, or the sum of the two best; null: the "
+        "preset's, else the family's.",
+    )
+    scale: float | None = Field(
+        default=None,
+        gt=0,
+        description="By which the weights of routed experts are multiplied; null: the preset's, else 1.",
     )
 
     @field_validator("top_k")
@@ -76,8 +323,9 @@ class ExpertConfig(Section):
             )
         return value
 
-    def shape(self, known: ExpertShape | None = None) -> ExpertShape | None:
-        """The experts' sizes, laid over those of a preset; None where there are no experts.
+    def shape(self, family: Family, known: ExpertShape | None = None) -> ExpertShape | None:
+        """The experts' sizes, laid over those of a preset, else of the family; None where there are no
+        experts.
 
         Raises:
             StrettoError: sizes that do not fit each other, or sizes of experts that there are none of.
@@ -89,7 +337,7 @@ class ExpertConfig(Section):
                 fix = f"model.moe.experts=8, or model.moe.{name}=null"
                 raise Problem(f"moe.{name}", value, "the model has no experts", fix)
             return None
-        base: dict[str, Any] = {} if known is None else asdict(known)
+        base: dict[str, Any] = dict(USUAL[family].experts) if known is None else asdict(known)
         try:
             return ExpertShape(**{**base, **sizes})
         except StrettoError as error:
@@ -106,8 +354,9 @@ class ModelConfig(Section):
     )
     family: Family | None = Field(
         default=None,
-        description="`gpt`: GPT-2 (learned positions, LayerNorm, GELU, dropout). "
-        "`llama`: Llama (rotary positions, RMSNorm, SwiGLU, grouped-query attention).",
+        description="The usual values of all other fields. `gpt`: GPT-2 (learned positions, LayerNorm, GELU, "
+        "dropout). `llama`: Llama (rotary positions, RMSNorm, SwiGLU, grouped-query attention). The others "
+        "are in docs/models.md.",
     )
     layers: int | None = Field(default=None, gt=0, description="Transformer blocks.")
     hidden: int | None = Field(default=None, gt=0, description="Features of the residual stream.")
@@ -121,8 +370,8 @@ class ModelConfig(Section):
     ffn: int | None = Field(
         default=None,
         gt=0,
-        description="Inner width of the MLP; null: gpt `4 hidden`, llama `8/3 hidden` rounded up to a "
-        "multiple of 256.",
+        description="Inner width of the MLP; null: the family's ratio to `hidden`, as gpt `4 hidden` and "
+        "llama `8/3 hidden` rounded up to a multiple of 256.",
     )
     vocab: int | None = Field(
         default=None, gt=0, description="Entries of the embedding; null: those of the data's tokenizer."
@@ -134,21 +383,58 @@ class ModelConfig(Section):
         default=None,
         ge=0,
         lt=1,
-        description="Probability of dropout on embedding, attention and residual; gpt only; null: 0.",
+        description="Probability of dropout on embedding, attention and residual; with learned positions "
+        "only; null: 0.",
     )
     tied: bool | None = Field(
-        default=None, description="Head and embedding share one weight; null: gpt true, llama false."
+        default=None,
+        description="Head and embedding share one weight; null: the family's, as gpt true, llama false.",
     )
     bias: bool | None = Field(
-        default=None, description="Biases in linear layers and LayerNorm; null: gpt true, llama false."
+        default=None,
+        description="Biases in linear layers and LayerNorm; null: the family's, as gpt true, llama false.",
     )
     norm_eps: float | None = Field(
         default=None, gt=0, description="Added to the variance in LayerNorm and RMSNorm; null: 1e-5."
     )
     rope_theta: float | None = Field(
-        default=None, gt=0, description="Base of the rotary frequencies; llama only; null: 10000."
+        default=None, gt=0, description="Base of the rotary frequencies; null: the preset's, else 10000."
+    )
+    position_embedding: PositionEmbedding | None = Field(
+        default=None,
+        description="Positions are `learned` and added to the embedding, or `rotary`, in the attention; "
+        "null: the family's.",
+    )
+    mlp: Mlp | None = Field(
+        default=None,
+        description="Activation of the MLP: `gelu`, or with a gate `swiglu`, `geglu` (Gemma) or "
+        "`swiglu_clamped` (gpt-oss); null: the family's.",
+    )
+    norm: Norm | None = Field(
+        default=None,
+        description="`layer`: LayerNorm; `rms`: RMSNorm; `rms1p`: RMSNorm times 1 + weight (Gemma); null: "
+        "the family's.",
+    )
+    block_norms: BlockNorms | None = Field(
+        default=None,
+        description="Norms before attention and MLP (`pre`), or before and after (`sandwich`, Gemma); null: "
+        "the family's.",
+    )
+    embedding_scale: float | None = Field(
+        default=None,
+        gt=0,
+        description="By which the token embedding is multiplied; null: the preset's, else the family's, as "
+        "gemma2 `sqrt(hidden)`.",
+    )
+    logit_softcap: float | None = Field(
+        default=None,
+        ge=0,
+        description="Logits are `cap tanh(logit / cap)`, 0: as they are; null: the preset's, else the "
+        "family's.",
     )
 
+    attention: AttentionConfig = Field(default_factory=AttentionConfig)
+    rope: RopeConfig = Field(default_factory=RopeConfig)
     moe: ExpertConfig = Field(default_factory=ExpertConfig)
 
     @field_validator("preset")
@@ -183,7 +469,8 @@ class ModelConfig(Section):
     @property
     def _configured(self) -> dict[str, Any]:
         """What the config sets, under the names that ModelShape has."""
-        sizes = self.model_dump(exclude={"preset", "positions", "moe"}, exclude_none=True)
+        parts = {"attention", "rope", "moe"}
+        sizes = self.model_dump(exclude={"preset", "positions", *parts}, exclude_none=True)
         return sizes if self.positions is None else {**sizes, "sequence": self.positions}
 
     def shape(self, vocab: int, sequence: int) -> ModelShape:
@@ -196,20 +483,48 @@ class ModelConfig(Section):
         """
         sizes = self._configured
         if self.preset is None:
-            filled: dict[str, Any] = {"vocab": vocab, "sequence": sequence, **sizes, "moe": self.moe.shape()}
-            return ModelShape(**filled)
+            assert self.family is not None  # checked above
+            usual = USUAL[self.family].shape.get("attention", AttentionShape())
+            filled: dict[str, Any] = {"vocab": vocab, "sequence": sequence, **sizes}
+            return ModelShape(**filled, **self._parts(self.family, usual, None, None))
         known = preset(self.preset)
-        base: dict[str, Any] = {**fields_of(known), "moe": self.moe.shape(known.moe)}
+        base = fields_of(known) | self._parts(known.family, known.attention, known.rope, known.moe)
         for name, follows in _FOLLOW.items():
             if name in sizes:
                 base |= dict.fromkeys(follows)
         base |= {"vocab": vocab, **sizes}
         return ModelShape(**base)
 
+    def _parts(
+        self,
+        family: Family,
+        attention: AttentionShape,
+        rope: RopeScaling | None,
+        experts: ExpertShape | None,
+    ) -> dict[str, Any]:
+        """Attention, scaled positions and experts, laid over known ones."""
+        return {
+            "attention": self.attention.shape(attention),
+            "rope": self.rope.shape(rope),
+            "moe": self.moe.shape(family, experts),
+        }
+
 
 # what a preset's changed size makes void, so that it takes the family's usual value again
 _FOLLOW = {
-    "family": ("head_dim", "ffn", "kv_heads", "tied", "bias", "mlp", "norm"),
-    "hidden": ("head_dim", "ffn"),
+    "family": (
+        "head_dim",
+        "ffn",
+        "kv_heads",
+        "tied",
+        "bias",
+        "position_embedding",
+        "mlp",
+        "norm",
+        "block_norms",
+        "embedding_scale",
+        "logit_softcap",
+    ),
+    "hidden": ("head_dim", "ffn", "embedding_scale"),
     "heads": ("head_dim", "kv_heads"),
 }

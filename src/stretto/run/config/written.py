@@ -11,10 +11,13 @@ from pydantic import ValidationError
 from stretto.errors import StrettoError
 from stretto.program.schedules.traits import updates_within
 from stretto.run.config.job import job_of
-from stretto.run.config.model import ModelConfig
+from stretto.run.config.model import AttentionConfig, ExpertConfig, ModelConfig, RopeConfig
 from stretto.run.config.required import FIELDS, explain_marks, lay_marks
 from stretto.run.config.schema import ScheduleConfig, TrainConfig
+from stretto.run.config.section import Section
 from stretto.run.config.source import CoreDumper
+from stretto.spec.attention import AttentionShape
+from stretto.spec.families import USUAL
 from stretto.spec.job import Job
 from stretto.spec.presets import PRESETS, preset
 from stretto.spec.rules import problems
@@ -120,22 +123,35 @@ def _model(shape: ModelShape) -> dict[str, Any]:
     for name in PRESETS:
         if preset(name) == shape:
             return {"preset": name, "vocab": shape.vocab}
-    sizes = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "dropout", "tied")
-    fields = {name: getattr(shape, name) for name in (*sizes, "bias", "norm_eps")}
-    if shape.family == "llama":
-        fields["rope_theta"] = shape.rope_theta
-    if shape.moe is not None:
-        known = (
-            "experts",
-            "top_k",
-            "ffn",
-            "shared_ffn",
-            "score",
-            "normalise",
-            "balance",
-            "z",
-            "capacity",
-            "drop",
-        )
-        fields["moe"] = {name: getattr(shape.moe, name) for name in known}
-    return {**fields, "positions": shape.sequence}
+    names = [name for name in ModelConfig.model_fields if name not in ("preset", "positions", *_PARTS)]
+    fields = {name: getattr(shape, name) for name in names}
+    if not shape.rotary:
+        del fields["rope_theta"]
+    usual = USUAL[shape.family]
+    attention = usual.shape.get("attention", AttentionShape())
+    parts = {
+        "attention": _changes(shape.attention, attention, AttentionConfig),
+        "rope": {} if shape.rope is None else _changes(shape.rope, None, RopeConfig),
+        "moe": {} if shape.moe is None else _changes(shape.moe, None, ExpertConfig),
+    }
+    return {**fields, "positions": shape.sequence, **{name: part for name, part in parts.items() if part}}
+
+
+_PARTS = ("attention", "rope", "moe")
+_OFF: dict[str, Any] = {"norm": "none", "window": 0, "softcap": 0, "query_scale": 0, "local_theta": 0}
+
+
+def _changes(part: Any, usual: Any, section: type[Section]) -> dict[str, Any]:
+    """The fields of a part of a shape as its section of a config has them; all, or the unusual ones."""
+    changes: dict[str, Any] = {}
+    for name in section.model_fields:
+        value, known = getattr(part, name), getattr(usual, name, None)
+        if value == known:
+            continue
+        if name == "latent":
+            changes[name] = (
+                {"kv_rank": 0} if value is None else {**asdict(value), "q_rank": value.q_rank or 0}
+            )
+        elif value is not None or usual is not None:
+            changes[name] = _OFF.get(name) if value is None else value
+    return changes

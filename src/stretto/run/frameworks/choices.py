@@ -128,7 +128,9 @@ def choices_of(job: Job, config: TrainConfig | None = None) -> Choices:
         values |= {".".join(path): _at(config, path) for path, _ in fields_of(TrainConfig)}
     values |= {name: _at(job, path) for name, path in PATHS.items()}
     special = ("shape", "attention")  # None where attention has nothing beside heads
-    values |= {name: _at(job.shape.special, path[2:]) for name, path in PATHS.items() if path[:2] == special}
+    values |= {
+        name: _at(job.shape.attention, path[2:]) for name, path in PATHS.items() if path[:2] == special
+    }
     values["train.bucket_mib"] = job.bucket / 2**20
     if job.custom_program is not None:
         values["schedule.file"] = job.custom_program if config is None else config.schedule.file

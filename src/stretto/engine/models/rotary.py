@@ -1,0 +1,152 @@
+"""Rotary positions (Su et al. 2021, RoFormer, section 3.2), and how they are scaled to contexts longer than
+those of the first training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, floor, log, tau
+
+import torch
+from torch import Tensor, nn
+
+from stretto.spec.attention import RopeScaling
+from stretto.spec.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Angles:
+    """What the angles of rotary positions depend on.
+
+    length: tokens of a sample, on which the frequencies of `dynamic` scaling depend.
+    """
+
+    dim: int
+    theta: float
+    scaling: RopeScaling | None = None
+    length: int = 0
+
+    def frequencies(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Radians per position of every pair of features, [dim / 2]; theta^(-2i / dim) unless scaled."""
+        dim, theta = self.dim, self.theta
+        scaling = self.scaling
+        even = torch.arange(0, dim, 2, device=device, dtype=dtype)
+        original = 0 if scaling is None else scaling.original_positions or 0
+        if scaling is not None and scaling.type == "dynamic":
+            stretch = scaling.factor * max(self.length, original) / original - (scaling.factor - 1)
+            return 1.0 / (theta * stretch ** (dim / (dim - 2))) ** (even / dim)
+        plain = 1.0 / theta ** (even / dim)
+        if scaling is None:
+            return plain
+        if scaling.type == "linear":
+            return plain / scaling.factor
+        if scaling.type == "llama3":
+            turns = original * plain / tau  # within the original positions
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        else:
+            kept = 1.0 - _yarn_ramp(dim, theta, scaling, even)
+        return plain * kept + plain / scaling.factor * (1.0 - kept)
+
+
+class Rotary(nn.Module):
+    """Rotates pairs of features by angles that grow with the position: (i, i + d/2), the half-split order of
+    published weights, or neighbours (2i, 2i + 1) where `interleaved`.
+
+    Holds no tensors: its tables are made at first use, so it needs no care when a model leaves the meta
+    device.
+
+    Attributes:
+        positions: of the s rows, int64; None: 0 to s - 1.
+        length: tokens of the whole samples, of which `positions` are a part; `dynamic` scaling depends on it.
+    """
+
+    def __init__(
+        self, dim: int, theta: float, scaling: RopeScaling | None = None, interleaved: bool = False
+    ) -> None:
+        super().__init__()
+        self.dim = dim
+        self.theta = theta
+        self.scaling = scaling
+        self.interleaved = interleaved
+        self.positions: Tensor | None = None
+        self.length: int | None = None
+        self._rows: tuple[object, tuple[Tensor, Tensor]] | None = None  # of the tables, at `positions`
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> Rotary:
+        """That of a block."""
+        return cls(shape.rope_dim, shape.rope_theta, shape.rope, shape.attention.interleaved)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [b, heads, s, dim], rotated by its positions."""
+        at = self.positions
+        cos, sin = self._tables(x) if at is None else self._tables_at(x, at)
+        if not self.interleaved:
+            first, second = x.chunk(2, dim=-1)
+            return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
+
+    def _tables(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The tables for x; cached between calls unless x is a traced or fake tensor."""
+        length = x.shape[-2]
+        whole = self._whole(length)
+        if torch.compiler.is_compiling() or type(x) is not Tensor:
+            return rotary_tables(length, self._angles(whole), x.device, x.dtype)
+        rows = 1 << (length - 1).bit_length()  # so that generation needs no new table each token
+        cos, sin = _cached_tables(rows, self._angles(whole), x.device, x.dtype)
+        return cos[:length], sin[:length]
+
+    def _tables_at(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The tables' rows at these positions."""
+        key = (id(positions), x.dtype, x.device)
+        if self._rows is None or self._rows[0] != key:
+            length = int(positions.max()) + 1
+            whole = self._whole(self.length or length)
+            cos, sin = _cached_tables(length, self._angles(whole), x.device, x.dtype)
+            self._rows = key, (cos[positions], sin[positions])
+        return self._rows[1]
+
+    def _angles(self, length: int) -> Angles:
+        return Angles(self.dim, self.theta, self.scaling, length)
+
+    def _whole(self, length: int) -> int:
+        """The length that the frequencies depend on; 0: they depend on none."""
+        return length if self.scaling is not None and self.scaling.type == "dynamic" else 0
+
+    def extra_repr(self) -> str:
+        scaled = "" if self.scaling is None else f", {self.scaling.type} x {self.scaling.factor:g}"
+        return f"{self.dim}, theta={self.theta:g}{scaled}"
+
+
+def rotary_tables(
+    rows: int, angles: Angles, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * frequency for positions 0 to rows - 1, each [rows, dim / 2], rounded to
+    `dtype` only at the end.
+    """
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    with torch.inference_mode(False), torch.no_grad():
+        positions = torch.arange(rows, device=device, dtype=exact)
+        turned = torch.outer(positions, angles.frequencies(device, exact))
+        magnitude = 1.0 if angles.scaling is None else angles.scaling.magnitude
+        return (turned.cos() * magnitude).to(dtype), (turned.sin() * magnitude).to(dtype)
+
+
+_cached_tables = lru_cache(maxsize=8)(rotary_tables)  # all layers of a model share one entry or two
+
+
+def _yarn_ramp(dim: int, theta: float, scaling: RopeScaling, even: Tensor) -> Tensor:
+    """From 0, a frequency that is kept, to 1, one that is divided by the factor; [dim / 2]."""
+
+    def feature(turns: float) -> float:
+        """The pair that makes so many turns within the original positions."""
+        return dim * log((scaling.original_positions or 1) / (turns * tau)) / (2 * log(theta))
+
+    low, high = feature(scaling.beta_fast), feature(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = floor(low), ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    return ((even / 2 - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
