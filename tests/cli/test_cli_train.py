@@ -177,8 +177,12 @@ def test_json_is_one_object_and_a_second_run_takes_a_new_name(
     first = next(i for i, line in enumerate(banner) if line.startswith("gpt of 35"))
     assert "on 4 ranks (tp2 pp2), 1f1b; 6 steps of 8 x 16 tokens in 8 microbatches of 1" in banner[first]
     assert "vocabulary 300; results in" in banner[first + 1]
-    assert banner[first + 2] == "stages: 0 embed..blocks.0 | 1 blocks.1..head"
-    assert banner[first + 3].startswith("predicted: ")
+    train, valid, test = banner[first + 2].split(", ")
+    assert train.startswith("splits: train 7.1")
+    assert valid.startswith("valid 377 tokens (evaluations read the first 128; ")
+    assert test == "test 8 tokens"
+    assert banner[first + 3] == "stages: 0 embed..blocks.0 | 1 blocks.1..head"
+    assert banner[first + 4].startswith("predicted: ")
     assert "what it writes now:" in err
     assert "run folder: " in err
     prediction = json.loads((runs / "tiny" / "prediction.json").read_text(encoding="utf-8"))

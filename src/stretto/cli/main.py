@@ -29,6 +29,7 @@ COMMANDS = (
     "verify",
     "prove",
     "compare",
+    "evaluate",
     "generate",
     "layout",
     "schedule",

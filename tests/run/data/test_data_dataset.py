@@ -6,8 +6,9 @@ import pytest
 import torch
 from test_data_indexed import make
 
+from stretto.engine.models.language import IGNORED
 from stretto.errors import StrettoError
-from stretto.run.data.dataset import Samples
+from stretto.run.data.dataset import Samples, WholeSplit
 from stretto.run.data.token_folder import TokenFolder
 
 
@@ -91,3 +92,25 @@ def test_wrong_names_and_lengths(folder: TokenFolder):
         Samples(folder, "train", 0)
     with pytest.raises(StrettoError, match="'1,2'"):
         Samples(folder, "train", 8, ratio="1,2")
+
+
+@pytest.mark.parametrize(("split", "sequence"), [("valid", 33), ("test", 9), ("test", 200), ("all", 64)])
+def test_a_whole_split_has_every_token_once(folder: TokenFolder, split: str, sequence: int) -> None:
+    samples = WholeSplit(folder, split, sequence)
+    inputs, targets = samples.batch(range(len(samples) + 3))
+    counted = targets != IGNORED
+    stream = folder.tokens[samples.range.start : samples.range.stop].astype("int64")
+    assert targets[counted].tolist() == stream[1:].tolist()
+    assert inputs[counted].tolist() == stream[:-1].tolist()
+    assert (inputs[~counted] == folder.index.endoftext).all()
+    assert counted[: len(samples)].any(1).all()
+    assert not counted[len(samples) :].any()
+    some = samples.targets(2)
+    assert folder.tokens[some.start : some.stop].tolist() == targets[:2][counted[:2]].tolist()
+
+
+def test_a_split_without_a_token_to_predict(folder: TokenFolder) -> None:
+    with pytest.raises(StrettoError, match=r"the test split \(data.split=9,1,0\) of the 10000 tokens"):
+        WholeSplit(folder, "test", 8, ratio="9,1,0")
+    with pytest.raises(StrettoError, match="allowed are train, valid, test, all"):
+        WholeSplit(folder, "tset", 8)

@@ -5,11 +5,12 @@ import sys
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from stretto.errors import StrettoError
 from stretto.run.data import readers
@@ -104,3 +105,20 @@ def test_files_that_are_no_tokenizer(tmp_path: Path):
         (tmp_path / "tokenizer.json").write_bytes(content)
         with pytest.raises(StrettoError, match="not a tokenizer file"):
             Tokenizer.load(tmp_path)
+
+
+@given(st.text())
+def test_bytes_of_text_are_counted_by_token(text: str) -> None:
+    ids = np.array([*TRAINED.encode(text), TRAINED.endoftext])
+    assert TRAINED.text_bytes(ids) == len(text.encode())
+
+
+def test_bytes_of_tokens_that_are_no_bytes() -> None:
+    """Words and spaces, as of SentencePiece."""
+    inner = tokenizers.Tokenizer(models.WordLevel({"<eos>": 0, "▁né": 1, "▁bc": 2}, unk_token="<eos>"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    inner.decoder = decoders.Metaspace()
+    inner.add_special_tokens(["<eos>"])
+    tokenizer = Tokenizer(inner)
+    assert tokenizer.token_bytes is None
+    assert tokenizer.text_bytes(np.array([1, 2, 0])) == len("né bc".encode())

@@ -54,7 +54,7 @@ def test_a_line_for_every_step_with_the_promised_keys(tmp_path: Path) -> None:
 def test_numbers_that_json_has_not(tmp_path: Path) -> None:
     with Metrics(tmp_path, steps=2, out=io.StringIO()) as metrics:
         metrics.step(record(1, loss=math.nan, grad_norm=math.inf, lr=-math.inf))
-        metrics.evaluation(EvalRecord(1, 1e6, 10, 0.1))
+        metrics.evaluation(EvalRecord(step=1, loss=1e6, tokens=10, seconds=0.1))
     row = lines(tmp_path / "metrics.jsonl")[0]
     assert (row["loss"], row["grad_norm"], row["lr"]) == ("NaN", "Infinity", "-Infinity")
     assert math.isnan(float(row["loss"]))
@@ -73,7 +73,7 @@ def test_resume_drops_later_lines_and_a_partial_one(tmp_path: Path) -> None:
     with Metrics(tmp_path, steps=9, out=io.StringIO()) as metrics:
         for step in range(1, 7):
             metrics.step(record(step))
-            metrics.evaluation(EvalRecord(step, 5.0, 10, 0.1))
+            metrics.evaluation(EvalRecord(step=step, loss=5.0, tokens=10, seconds=0.1))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "lo')  # died while writing
     with Metrics(tmp_path, steps=9, start=4, out=io.StringIO()) as metrics:
@@ -106,7 +106,7 @@ def test_plain_lines(tmp_path: Path) -> None:
         for step in range(1, 26):
             metrics.step(record(step, mfu=0.1234, bubble=0.25) if step == 10 else record(step))
             if step == 20:
-                metrics.evaluation(EvalRecord(20, math.log(50), 10, 0.1))
+                metrics.evaluation(EvalRecord(step=20, loss=math.log(50), tokens=10, seconds=0.1))
         metrics.note("saved [bold]checkpoint[/bold]")
     plain = "grad_norm 1.234 | lr 3.0e-04 | tokens/s 12345"
     assert out.getvalue().splitlines() == [
@@ -150,7 +150,7 @@ def test_tensorboard_has_the_numbers(tmp_path: Path) -> None:
     with Metrics(tmp_path, steps=30, every=10, tensorboard=True, out=io.StringIO()) as metrics:
         for step in range(1, 31):
             metrics.step(record(step))
-        metrics.evaluation(EvalRecord(30, 2.0, 10, 0.1))
+        metrics.evaluation(EvalRecord(step=30, loss=2.0, tokens=10, seconds=0.1))
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     losses = [(event.step, event.value) for event in board.Scalars("train/loss")]
     assert losses == [(s, pytest.approx(8 - s / 100)) for s in (1, 10, 20, 30)]

@@ -16,11 +16,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from stretto.engine.models.language import IGNORED
 from stretto.errors import StrettoError, nearest
 from stretto.run.data.permutation import Permutation
 from stretto.run.data.token_folder import TokenFolder
 
 SPLITS = ("train", "valid", "test")
+ALL = "all"
+"""The whole stream as one split, for text that a model is only evaluated on."""
 _HINT = 'three numbers for train, valid and test, as in "949,50,1"'
 
 
@@ -124,16 +127,8 @@ class Samples:
         Raises:
             StrettoError: no such split, malformed ratio, fewer than `sequence + 1` tokens.
         """
-        if split not in SPLITS:
-            near = nearest(split, SPLITS)
-            raise StrettoError(
-                f"split {split!r}: allowed are {', '.join(SPLITS)}",
-                hint=f"did you mean {near}?" if near else None,
-            )
-        if sequence < 1:
-            raise StrettoError(
-                f"sequence {sequence}: must be at least 1", hint="the usual lengths are 128 to 8192"
-            )
+        check_split(split, SPLITS)
+        _check_sequence(sequence)
         self.folder = folder
         self.split = split
         self.sequence = sequence
@@ -169,6 +164,76 @@ class Samples:
     def _ids(self, indices: Sequence[int]) -> NDArray[np.int64]:
         within = np.arange(self.sequence + 1)
         return self.folder.tokens[self.starts(indices)[:, None] + within].astype(np.int64)
+
+
+class WholeSplit:
+    """Every token of a split in the order of the stream, for evaluation: each but the first is a target once.
+
+    Sample k is the window [k * sequence, (k + 1) * sequence + 1) of the split. The last may be shorter, and
+    samples from `len` on are empty: positions without a token have the target `IGNORED`, which losses leave
+    out, and the end of text as input.
+    """
+
+    def __init__(self, folder: TokenFolder, split: str, sequence: int, *, ratio: str = "949,50,1") -> None:
+        """Take `split` ("train", "valid", "test", or "all" of the stream) of `folder` cut by `ratio`;
+        `sequence` in tokens.
+
+        Raises:
+            StrettoError: no such split, malformed ratio, no token to predict.
+        """
+        check_split(split, (*SPLITS, ALL))
+        _check_sequence(sequence)
+        self.folder = folder
+        self.split = split
+        self.sequence = sequence
+        whole = range(folder.index.tokens)
+        offsets = cast(Sequence[int], folder.offsets)
+        self.range = whole if split == ALL else split_tokens(offsets, ratio)[split]
+        if len(self.range) < 2:
+            part = "" if split == ALL else f"the {split} split (data.split={ratio}) of "
+            why = "is empty" if not self.range else "has one token, and nothing before it to predict it from"
+            fix = "give more text" if split == ALL else "name another split, or give more text"
+            raise StrettoError(f"{part}the {folder.index.tokens} tokens of {folder.path} {why}", hint=fix)
+
+    def __len__(self) -> int:
+        """Samples, the last of which may be incomplete."""
+        return -(-(len(self.range) - 1) // self.sequence)
+
+    def targets(self, samples: int) -> range:
+        """The tokens of the folder that the first `samples` samples predict."""
+        first = self.range.start + 1
+        return range(first, min(first + samples * self.sequence, self.range.stop))
+
+    def batch(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs, and targets shifted by one token: two int64 tensors [len(indices), sequence] on the CPU."""
+        size = (len(indices), self.sequence)
+        inputs = torch.full(size, self.folder.index.endoftext, dtype=torch.int64)
+        targets = torch.full(size, IGNORED, dtype=torch.int64)
+        for row, index in enumerate(indices):
+            start = self.range.start + index * self.sequence
+            ids = self.folder.tokens[start : min(start + self.sequence + 1, self.range.stop)]
+            if len(ids) > 1:
+                window = torch.from_numpy(ids.astype(np.int64))
+                inputs[row, : len(ids) - 1] = window[:-1]
+                targets[row, : len(ids) - 1] = window[1:]
+        return inputs, targets
+
+
+def check_split(split: str, allowed: Sequence[str]) -> None:
+    """Raise StrettoError for a split that there is none of."""
+    if split not in allowed:
+        near = nearest(split, allowed)
+        raise StrettoError(
+            f"split {split!r}: allowed are {', '.join(allowed)}",
+            hint=f"did you mean {near}?" if near else None,
+        )
+
+
+def _check_sequence(sequence: int) -> None:
+    if sequence < 1:
+        raise StrettoError(
+            f"sequence {sequence}: must be at least 1", hint="the usual lengths are 128 to 8192"
+        )
 
 
 def _too_short(folder: TokenFolder, split: str, tokens: int, sequence: int, ratio: str) -> StrettoError:

@@ -75,11 +75,12 @@ def check_vocabulary(config: TrainConfig, folder: TokenFolder | None = None) -> 
 
 
 def check_samples(config: TrainConfig, folder: TokenFolder) -> None:
-    """Raise StrettoError if a split that the run reads is shorter than one sample."""
-    from stretto.run.data.dataset import Samples
+    """Raise StrettoError if the training text is shorter than one sample, or there is none to evaluate on."""
+    from stretto.run.data.dataset import Samples, WholeSplit
 
-    for split in ("train", "valid") if config.eval.every else ("train",):
-        Samples(folder, split, config.data.sequence, config.train.seed, ratio=config.data.split)
+    Samples(folder, "train", config.data.sequence, config.train.seed, ratio=config.data.split)
+    if config.eval.every:
+        WholeSplit(folder, "valid", config.data.sequence, ratio=config.data.split)
 
 
 class BuildBar:

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -178,6 +179,7 @@ def _check(index: Index, path: Path) -> None:
 CHECKED_WHOLE = 1 << 28
 """Opening checks every byte of files smaller than this, and the first and last chunk of larger ones."""
 _BUFFERED = 1 << 16
+_COUNTED = 1 << 22  # tokens whose bytes are counted at a time
 
 
 class TokenFolder:
@@ -250,6 +252,22 @@ class TokenFolder:
                 hint="build the folder again",
             )
         return tokenizer
+
+    def text_bytes(self, tokens: range) -> int | None:
+        """Bytes in UTF-8 of the text of these tokens; None where the folder has no tokenizer.
+
+        Raises:
+            StrettoError: as `tokenizer`.
+        """
+        if TOKENIZER not in self.index.files:
+            return None
+        tokenizer = self.tokenizer()
+        if tokenizer.token_bytes is not None:
+            cuts = [*range(tokens.start, tokens.stop, _COUNTED), tokens.stop]
+        else:  # decoded document by document, as other tokenizers treat the first token in a way of its own
+            first, last = np.searchsorted(self.offsets, (tokens.start, tokens.stop), "right")
+            cuts = [tokens.start, *map(int, self.offsets[first:last]), tokens.stop]
+        return sum(tokenizer.text_bytes(self.tokens[a:b]) for a, b in pairwise(cuts) if a < b)
 
     def _check(self, name: str, which: Iterable[int] | None) -> None:
         look: dict[str, Callable[[int, bytes], None]] = {

@@ -9,9 +9,12 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from stretto.errors import StrettoError
@@ -109,6 +112,29 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; special tokens are left out."""
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    @cached_property
+    def token_bytes(self) -> NDArray[np.int64] | None:
+        """Bytes of text that each id stands for, int64 [vocab_size], special tokens none; None where tokens
+        are not sequences of bytes, as of a tokenizer that is no byte-level BPE.
+        """
+        if not isinstance(self._inner.decoder, decoders.ByteLevel):
+            return None
+        sizes = np.zeros(self.vocab_size, np.int64)
+        special = self._inner.get_added_tokens_decoder()
+        for token, id_ in self._inner.get_vocab(with_added_tokens=True).items():
+            # byte-level tokens are spelt with one character a byte
+            added = special.get(id_)
+            sizes[id_] = len(token) if added is None else 0 if added.special else len(token.encode())
+        return sizes
+
+    def text_bytes(self, ids: NDArray[np.integer]) -> int:
+        """Bytes of the text of token ids in UTF-8. Where tokens are not sequences of bytes the ids are
+        decoded together, so they should be of whole documents or long.
+        """
+        if (sizes := self.token_bytes) is not None:
+            return int(np.bincount(ids, minlength=len(sizes)) @ sizes)
+        return len(self.decode(ids.tolist()).encode())
 
 
 def check_vocab(vocab: int) -> None:

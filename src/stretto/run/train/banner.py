@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 from stretto.program.action import Kind
 from stretto.program.program import Program
 from stretto.run.config.schema import TrainConfig
+from stretto.run.data.dataset import split_tokens
 from stretto.run.data.token_folder import TokenFolder
 from stretto.spec.job import Job
 from stretto.spec.parameters import count_parameters
 
 
 def banner(config: TrainConfig, job: Job, folder: TokenFolder) -> str:
-    """Three lines: the model and its layout, the text and the results, the stages."""
+    """The model and its layout, the text and the results, the splits of the text, the stages: a line each."""
     shape, program = job.shape, job.program()
     source = config.data.source if isinstance(config.data.source, str) else ", ".join(config.data.source)
     layout, micro = job.layout, _count(program.microbatches, "microbatch", "es")
@@ -25,9 +29,23 @@ def banner(config: TrainConfig, job: Job, folder: TokenFolder) -> str:
             + (f", {_count(updates, 'update')} of the weights a step" if updates else ""),
             f"text: {source}, {_short(folder.index.tokens)} tokens, vocabulary {folder.index.vocab}; "
             f"results in {config.run.folder} (metrics.jsonl, checkpoints/)",
+            _splits(config, job, folder),
             _stages(job, program),
         ]
     )
+
+
+def _splits(config: TrainConfig, job: Job, folder: TokenFolder) -> str:
+    """The tokens of each split, and what evaluations read, whose loss is not of the text trained on."""
+    ranges = split_tokens(cast(Sequence[int], folder.offsets), config.data.split)
+    sizes = {name: len(tokens) for name, tokens in ranges.items()}
+    shown = [f"{name} {_short(size)} tokens" for name, size in sizes.items() if size]
+    if config.eval.every is not None and sizes["valid"]:
+        first = min(sizes["valid"], config.eval.batches * job.global_batch * job.sequence)
+        some = "all" if first == sizes["valid"] else f"the first {_short(first)}"
+        note = f" (evaluations read {some}; easier or harder text than training's moves their loss)"
+        shown = [part + note if part.startswith("valid") else part for part in shown]
+    return f"splits: {', '.join(shown)}"
 
 
 def _features(job: Job) -> list[str]:

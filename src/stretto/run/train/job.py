@@ -56,6 +56,7 @@ class Kind(ABC, Generic[C]):
     """The steps of a job that depend on the kind of model: before its ranks start, and on them."""
 
     preload: tuple[str, ...]  # what every rank imports
+    trains = True  # it makes a run's checkpoints
 
     @abstractmethod
     def ranks(self, config: C) -> int:
@@ -123,7 +124,8 @@ def _join(kind: Kind[C], config: C, quiet: bool) -> Result:
     """As one rank of torchrun's."""
     world = int(os.environ["WORLD_SIZE"])
     kind.check(config, world, _devices(config, world))
-    _check_fresh(config)
+    if kind.trains:
+        _check_fresh(config)
     from stretto.run.launch.failure import cause_first
 
     with StopRequest() as stop, cause_first(stop):

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from math import exp, isfinite, isnan
+from math import exp, isfinite, isnan, log
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
@@ -95,23 +95,40 @@ class StepRecord:
         return asdict(self)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EvalRecord:
-    """One evaluation on the held-out split, after `step` updates."""
+    """One evaluation, after `step` updates.
+
+    split: the part of the text: valid in training.
+    text_bytes: of the tokens' text in UTF-8; None where it is not known.
+    data: the text, where it is not the run's.
+    """
 
     step: int
     loss: float  # mean over its tokens, nats
     tokens: int  # evaluated this time, unlike the cumulative `tokens` of a step
     seconds: float
+    split: str = "valid"
+    text_bytes: int | None = None
+    data: str | None = None
 
     @property
     def perplexity(self) -> float:
         """exp(loss); infinite where that is too large for a float."""
         return exp(self.loss) if self.loss < 700 or isnan(self.loss) else float("inf")
 
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits for a byte of the text coded by the model's probabilities, which compares models of different
+        tokenizers; None where the text is not known."""
+        if not self.text_bytes:
+            return None
+        return self.loss * self.tokens / (log(2) * self.text_bytes)
+
     def facts(self) -> dict[str, Any]:
-        """The record with its perplexity, as written to the file."""
-        return {"step": self.step, "loss": self.loss, "perplexity": self.perplexity} | asdict(self)
+        """The record with its perplexity and bits per byte, as written to the file."""
+        means = {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+        return {"step": self.step, "split": self.split, "loss": self.loss} | means | asdict(self)
 
 
 def json_line(facts: Mapping[str, Any]) -> str:
@@ -197,9 +214,9 @@ class Board:
     def evaluation(self, record: AnyEval) -> None:
         self._scalars("eval", record.step, record.facts())
 
-    def _scalars(self, group: str, step: int, facts: dict[str, float | None]) -> None:
+    def _scalars(self, group: str, step: int, facts: dict[str, Any]) -> None:
         for name, value in facts.items():
-            if name != "step" and value is not None:
+            if name != "step" and isinstance(value, int | float):
                 self._writer.add_scalar(f"{group}/{name}", value, step)
 
     def flush(self) -> None:

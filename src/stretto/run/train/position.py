@@ -120,9 +120,7 @@ def go_on(
     """
     meta = check_fits(path, config, replica.shape, folder)
     if "step" not in meta:
-        tensors = {name: place for name, place in tensors_of(replica).items() if name.startswith(MODEL)}
-        load(path, tensors, ignore=[OPTIM], check=config.checkpoint.resume != "auto")
-        replica.refresh()
+        load_weights(replica, path, check=config.checkpoint.resume != "auto")
         report(f"starting from the weights of {path}")
         return TextPosition()
     weight_updates = meta.get("updates", meta["step"])  # older checkpoints are of one update a step
@@ -142,6 +140,20 @@ def go_on(
         loss=meta.get("loss"),
         weight_updates=weight_updates,
     )
+
+
+def load_weights(replica: Replica, path: Path, check: bool = True) -> None:
+    """Fill the replica's weights from a checkpoint of any layout, and nothing of its optimisers. Collective.
+
+    Args:
+        check: read every byte first; not needed after `find_checkpoint`.
+
+    Raises:
+        StrettoError: damaged, or of another model.
+    """
+    tensors = {name: place for name, place in tensors_of(replica).items() if name.startswith(MODEL)}
+    load(path, tensors, ignore=[OPTIM], check=check)
+    replica.refresh()
 
 
 def _text(config: TrainConfig, folder: TokenFolder) -> dict[str, int]:

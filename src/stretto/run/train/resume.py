@@ -65,6 +65,17 @@ def check_fits(path: Path, config: TrainConfig, shape: ModelShape, folder: Token
     Raises:
         StrettoError: it is not.
     """
+    meta = check_model(path, shape, folder)
+    _check_optimizer(path, meta, config)
+    return meta
+
+
+def check_model(path: Path, shape: ModelShape, folder: TokenFolder) -> dict[str, Any]:
+    """The checkpoint's facts, if it is of this model and tokenizer.
+
+    Raises:
+        StrettoError: it is not.
+    """
     meta = read_manifest(path).meta
     _check_tokenizer(path, meta, folder)
     sizes = meta.get("model")
@@ -74,7 +85,6 @@ def check_fits(path: Path, config: TrainConfig, shape: ModelShape, folder: Token
         ours = wanted[name]
         if theirs != ours:
             raise another_model(path, name, theirs, ours)
-    _check_optimizer(path, meta, config)
     return meta
 
 

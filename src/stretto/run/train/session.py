@@ -9,12 +9,13 @@ from pathlib import Path
 from stretto.engine.optim.rate import Rate
 from stretto.engine.pipeline import Recorder
 from stretto.run.config.schema import TrainConfig
-from stretto.run.data.dataset import Samples
+from stretto.run.data.dataset import Samples, WholeSplit
 from stretto.run.data.token_folder import TokenFolder
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train import trace
+from stretto.run.train.evaluate import Evaluation
 from stretto.run.train.loop import Outcome, TrainingLoop
-from stretto.run.train.metrics import EvalRecord, Metrics
+from stretto.run.train.metrics import Metrics
 from stretto.run.train.position import TextPosition, save_run
 from stretto.run.train.prediction import Forecast
 from stretto.run.train.replica import Replica
@@ -62,8 +63,10 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         sequence = replica.job.sequence
         seed = config.train.seed
         self._samples = Samples(folder, "train", sequence, seed, ratio=split)
-        self._held_out = (
-            Samples(folder, "valid", sequence, seed, ratio=split, shuffle=False)
+        self._evaluation = (
+            Evaluation(
+                self._training, WholeSplit(folder, "valid", sequence, ratio=split), config.eval.batches
+            )
             if config.eval.every
             else None
         )
@@ -149,23 +152,13 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
             self.note(f"traced step {self.position.step}: {report.trace}, {report.page}\n{why}{report.text}")
 
     def evaluate(self) -> float:
-        """Loss on the first `eval.batches` global batches of the held-out split."""
-        assert self._held_out is not None
-        started = time.perf_counter()
-        total = 0.0
-        count = 0.0
-        for batch in range(self.config.eval.batches):
-            first = batch * self.replica.job.global_batch
-            (inputs, targets), counts = self._training.batches.take(self._held_out, first, keyed=False)
-            tokens = sum(counts)
-            losses = self.replica.pipeline.evaluate(inputs, targets)
-            agreed = self._training.agree(losses, f"evaluation after step {self.position.step}")
-            self._speed.fullest = agreed.memory_gib
-            total += agreed.loss
-            count += tokens
-        record = EvalRecord(self.position.step, total / count, int(count), time.perf_counter() - started)
+        """Loss on the first `eval.batches` global batches of the held-out split, or all of a smaller one."""
+        assert self._evaluation is not None
+        record = self._evaluation.run(self.position.step)
+        assert record is not None, "no stop is asked for"
+        self._speed.fullest = self._evaluation.memory_gib
         if self.metrics is not None:
-            self.metrics.evaluation(record)
+            self.metrics.evaluation(replace(record, text_bytes=self._evaluation.text_bytes))
         return record.loss
 
     def _write_checkpoint(self) -> Path:

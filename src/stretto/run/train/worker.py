@@ -42,7 +42,7 @@ def train_rank(
         device = cleanup.enter_context(process_group(config))
         timeout = timedelta(seconds=config.train.timeout_s)
         torch.manual_seed(config.train.seed)  # its state is in checkpoints, for layers of users
-        folder = TokenFolder(tokens) if tokens is not None else _open_data(config)
+        folder = TokenFolder(tokens) if tokens is not None else open_data(config)
         check_vocabulary(config, folder)
         job = job_of(config, vocab=folder.index.vocab)
         mesh = Mesh(job.layout, device, timeout)
@@ -72,7 +72,7 @@ def train_rank(
         return asdict(outcome)
 
 
-def _open_data(config: TrainConfig) -> TokenFolder:
+def open_data(config: TrainConfig) -> TokenFolder:
     """One rank of each machine builds the token folder if need be; then all open it."""
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         prepare_data(config)

@@ -1,0 +1,1 @@
+"""Trained models on text or samples that they were not trained on."""

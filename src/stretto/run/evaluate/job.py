@@ -1,0 +1,230 @@
+"""A language model's loss on a whole split, under any layout: checks, text, ranks."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from stretto.errors import StrettoError
+from stretto.run.config.check import check
+from stretto.run.config.schema import (
+    CheckpointConfig,
+    EvalConfig,
+    MetricsConfig,
+    OptimConfig,
+    RecomputeConfig,
+    TrainConfig,
+)
+from stretto.run.data.dataset import ALL, WholeSplit
+from stretto.run.data.prepare import prepare_data
+from stretto.run.data.token_folder import TOKENIZER, TokenFolder, is_token_folder
+from stretto.run.evaluate.trained import Trained
+from stretto.run.launch.stop import StopRequest
+from stretto.run.train.job import PRELOAD, Kind, Result, run_kind
+from stretto.run.train.resume import check_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is to be evaluated.
+
+    Attributes:
+        split: train, valid, test, or all of the text.
+        data: the text as the user named it, where it is not the run's.
+        limit: global batches; None: the whole split.
+    """
+
+    trained: Trained
+    split: str = "test"
+    data: str | None = None
+    limit: int | None = None
+
+
+def evaluation_config(config: TrainConfig, request: Request) -> TrainConfig:
+    """The config of an evaluation from the one of training: the same model, layout and types, the text
+    requested, and nothing that only training needs.
+
+    Raises:
+        StrettoError: no text or no tokenizer is named.
+    """
+    trained, data = request.trained, config.data
+    if request.data is not None:
+        data = data.model_copy(update={"source": request.data})
+    elif "data.source" in config.required:
+        raise StrettoError(
+            "the config names no text yet: data.source is REQUIRED", hint="name it with --data"
+        )
+    sources = [data.source] if isinstance(data.source, str) else data.source
+    if not any(is_token_folder(Path(one).expanduser()) for one in sources):
+        data = data.model_copy(update={"tokenizer": _tokenizer(data.tokenizer, request)})
+    model = config.model
+    if model.positions is None and "sequence" in trained.sizes:
+        model = model.model_copy(update={"positions": trained.sizes["sequence"]})
+    folder = trained.folder.absolute()
+    # frozen weights have neither gradients nor masters; a job must train something, and a norm is small
+    tied = trained.sizes.get("tied", True)
+    freeze = ["embed.*", "blocks.*", *([] if tied else ["head.out.*"])]
+    update = {
+        "finetune": config.finetune.model_copy(update={"freeze": freeze}),
+        "data": data,
+        "model": model,
+        # an optimiser without states, since none is used
+        "optim": OptimConfig(name="sgd", weight_decay=0.0, clip=None),
+        "recompute": RecomputeConfig(),
+        "eval": EvalConfig(),
+        "checkpoint": CheckpointConfig(resume=str(trained.checkpoint)),
+        "metrics": MetricsConfig(),
+        "run": config.run.model_copy(update={"dir": str(folder.parent), "name": folder.name}),
+    }
+    return config.model_copy(update=update).marking(())
+
+
+def _tokenizer(configured: str | None, request: Request) -> str | None:
+    """The tokenizer of the text: the config's, else the one that the run keeps. The run's own text needs none
+    where training made it: its tokens are in the cache.
+    """
+    beside = request.trained.folder / TOKENIZER
+    trained_on_text = "tokenizer" in request.trained.meta
+    if request.data is None and trained_on_text:
+        return configured
+    if beside.is_file() and (trained_on_text or configured is None):
+        return str(beside)
+    if configured is None:
+        raise StrettoError(
+            f"there is no {beside}, and the config names no tokenizer",
+            hint="name the model's with data.tokenizer=FILE",
+        )
+    return configured
+
+
+def run_evaluation(config: TrainConfig, request: Request, quiet: bool = False, port: int = 0) -> Result:
+    """Evaluate, as one rank under torchrun, else on local ranks that this process starts. The outcome has
+    `stopped`, and unless it is true what `EvalRecord.facts` has, and `memory_gib`.
+
+    Args:
+        config: as `evaluation_config` makes it.
+
+    Raises:
+        StrettoError: bad input; what can be known without ranks, before any is started.
+        RankFailed: a rank failed.
+    """
+    return run_kind(_Evaluation(request), config, quiet, port)
+
+
+class _Evaluation(Kind[TrainConfig]):
+    preload = PRELOAD
+    trains = False
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    def ranks(self, config: TrainConfig) -> int:
+        return config.layout.to_layout().world
+
+    def check(self, config: TrainConfig, world: int | None, devices: int | None) -> None:
+        check(config, world=world, devices=devices)
+
+    def prepare(self, config: TrainConfig, stop: StopRequest) -> TokenFolder:
+        folder = prepare_data(config, stop)
+        _check_tokens(config, self._request, folder)
+        return folder
+
+    def agree(self, config: TrainConfig, data: TokenFolder) -> None:
+        pass  # `prepare` has checked it, for torchrun too
+
+    def say(self, config: TrainConfig, data: TokenFolder, quiet: bool) -> None:
+        trained, split = self._request.trained, _split(config, self._request, data)
+        source = config.data.source if isinstance(config.data.source, str) else ", ".join(config.data.source)
+        part = "all" if split.split == ALL else f"the {split.split} split"
+        limit = self._request.limit
+        some = "" if limit is None else f", of them at most {limit * config.batch.global_size:,} sequences"
+        print(
+            f"evaluate step {trained.step} of {trained.folder} on {part} of {source}: "
+            f"{len(split.range):,} of {data.index.tokens:,} tokens in sequences of {split.sequence}{some}; "
+            f"{config.train.dtype}, {config.layout.to_layout().describe()}",
+            file=sys.stderr if quiet else sys.stdout,
+            flush=True,
+        )
+
+    def local(self, config: TrainConfig, data: TokenFolder, quiet: bool) -> tuple[Any, ...]:
+        return local_rank, config, self._request, quiet, data.path
+
+    def join(self, config: TrainConfig, stop: StopRequest, quiet: bool) -> dict[str, Any]:
+        return _evaluate_rank(config, self._request, stop, quiet)
+
+
+def _split(config: TrainConfig, request: Request, folder: TokenFolder) -> WholeSplit:
+    return WholeSplit(folder, request.split, config.data.sequence, ratio=config.data.split)
+
+
+def _check_tokens(config: TrainConfig, request: Request, folder: TokenFolder) -> None:
+    """Raise StrettoError unless the text was tokenised as the model's was, and has the split."""
+    checkpoint, theirs = request.trained.checkpoint, request.trained.meta.get("tokenizer")
+    if theirs is not None and theirs != folder.index.tokenizer:
+        keeps = request.trained.folder / TOKENIZER
+        raise StrettoError(
+            f"the tokens of {folder.path} are not of the tokenizer that {checkpoint} was trained with",
+            hint=f"name the text itself with --data, and {keeps} encodes it"
+            if keeps.is_file()
+            else "name the text itself, and the model's tokenizer.json with data.tokenizer=FILE",
+        )
+    rows = request.trained.sizes.get("vocab")
+    if isinstance(rows, int) and folder.index.vocab > rows:
+        raise StrettoError(
+            f"the tokenizer of {folder.path} has {folder.index.vocab} entries, and {checkpoint} has an "
+            f"embedding of {rows}",
+            hint="name the model's tokenizer.json with data.tokenizer=FILE",
+        )
+    check_model(checkpoint, config.shape(folder.index.vocab), folder)
+    _split(config, request, folder)
+
+
+def local_rank(config: TrainConfig, request: Request, quiet: bool, tokens: Path) -> dict[str, Any]:
+    """One rank of this machine."""
+    with StopRequest() as stop:
+        return _evaluate_rank(config, request, stop, quiet, tokens)
+
+
+def _evaluate_rank(
+    config: TrainConfig, request: Request, stop: StopRequest, quiet: bool, tokens: Path | None = None
+) -> dict[str, Any]:
+    """Evaluate as one rank of the job that RANK and WORLD_SIZE describe."""
+    import torch.distributed as dist
+
+    from stretto.engine.optim.rate import Rate
+    from stretto.engine.parallel.mesh import Mesh
+    from stretto.run.config.job import job_of
+    from stretto.run.evaluate.progress import PassBar
+    from stretto.run.train.assemble import assemble
+    from stretto.run.train.evaluate import Evaluation
+    from stretto.run.train.loop import process_group
+    from stretto.run.train.position import load_weights
+    from stretto.run.train.step import TrainingStep
+    from stretto.run.train.worker import open_data
+
+    with ExitStack() as cleanup:
+        device = cleanup.enter_context(process_group(config))
+        folder = TokenFolder(tokens) if tokens is not None else open_data(config)
+        job = job_of(config, vocab=folder.index.vocab)
+        mesh = Mesh(job.layout, device, timedelta(seconds=config.train.timeout_s))
+        replica = assemble(job, mesh, seed=config.train.seed, fresh=False)
+        cleanup.callback(replica.close)
+        load_weights(replica, request.trained.checkpoint)
+        step = TrainingStep(replica, Rate.of(job.optimiser, 1))
+        evaluation = Evaluation(step, _split(config, request, folder), request.limit)
+        bar = cleanup.enter_context(PassBar("evaluate", evaluation.batches, quiet or mesh.rank > 0))
+
+        def show(batches: int, losses: float, tokens: int) -> None:
+            bar.show(batches, f"loss {losses / tokens:.4f} on {tokens:,} tokens")
+
+        record = evaluation.run(request.trained.step, stop, show)
+        dist.barrier()
+        if record is None:
+            return {"stopped": True}
+        bytes_ = evaluation.text_bytes if mesh.rank == 0 else None
+        record = replace(record, text_bytes=bytes_, data=request.data)
+        return {"stopped": False, "memory_gib": evaluation.memory_gib, **record.facts()}

@@ -1,0 +1,220 @@
+"""`stretto evaluate`: every token of a split, the same loss under every layout as of the plain model."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from stretto.cli.main import run
+from stretto.engine.checkpoint.read import read_whole, shape_of
+from stretto.engine.models.build import build
+from stretto.engine.models.language import LanguageModel
+from stretto.run.config import TrainConfig
+from stretto.run.data.prepare import prepare_data
+from stretto.run.data.token_folder import TokenFolder
+from stretto.run.train.metrics import read_lines
+from tiny_job import GPT, LLAMA, MOE, job, write_text
+from train_runs import train
+
+SPLIT = "data.split=60,20,20"
+EVAL = ("eval.every=3", "eval.batches=1000")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained run of each kind of model."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    for name, model in (("gpt", GPT), ("llama", LLAMA), ("moe", MOE)):
+        train(config_of(folder, name, model))
+    return folder
+
+
+def config_of(folder: Path, name: str, model: str) -> TrainConfig:
+    words = (SPLIT, *EVAL, "train.steps=3", "train.dtype=float64", f"run.name={name}")
+    return job(folder, *words, model=model)
+
+
+def evaluated(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    assert run(["evaluate", *map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def tokens_of(config: TrainConfig) -> TokenFolder:
+    return TokenFolder(prepare_data(config, quiet=True).path)
+
+
+def plain_model(checkpoint: Path) -> LanguageModel:
+    weights, loaded = read_whole(checkpoint)
+    model = build(shape_of(checkpoint, loaded.meta)).double()
+    model.load_state_dict(weights, strict=False)  # a tied head is not saved
+    return model.eval()
+
+
+def plain_loss(checkpoint: Path, ids: Sequence[int], sequence: int) -> tuple[float, int]:
+    """Mean loss of the plain model on every id but the first, in windows; and their number."""
+    model, total = plain_model(checkpoint), 0.0
+    with torch.no_grad():
+        for start in range(0, len(ids) - 1, sequence):
+            window = torch.tensor(ids[start : start + sequence + 1], dtype=torch.int64)
+            logits = model(window[None, :-1])[0]
+            total += float(F.cross_entropy(logits, window[1:], reduction="sum"))
+    return total / (len(ids) - 1), len(ids) - 1
+
+
+LAYOUTS = {
+    "gpt": [
+        ("layout.dp=1",),
+        ("layout.tp=2", "layout.sequence_parallel=true"),
+        ("layout.dp=2", "dp.mode=server"),
+        ("layout.pp=2", "schedule.name=dualpipe", "batch.micro_size=2"),
+    ],
+    "llama": [
+        ("layout.cp=2",),
+        ("layout.dp=2", "dp.mode=zero3"),
+        ("layout.pp=2", "schedule.name=interleaved", "schedule.chunks=2"),
+        ("layout.pp=2", "schedule.name=pipedream"),
+    ],
+    "moe": [("layout.dp=2", "layout.ep=2"), ("layout.tp=2", "layout.ep=2", "layout.expert_tp=1")],
+}
+
+
+@pytest.mark.parametrize(("name", "model"), [("gpt", GPT), ("llama", LLAMA), ("moe", MOE)])
+def test_every_layout_gives_the_loss_of_the_plain_model(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str, model: str
+) -> None:
+    config = config_of(folder, name, model)
+    text = tokens_of(config)
+    start, stop = 0.8 * text.index.tokens, text.index.tokens
+    ids = text.tokens[round(start) :].tolist()
+    assert abs(stop - len(ids) - start) < 1, "one document is cut where the ratio says"
+    wanted, count = plain_loss(config.run.folder / "checkpoints" / "step-00000003", ids, config.data.sequence)
+    assert count % config.data.sequence
+    assert -(-count // config.data.sequence) % config.batch.global_size, "the last batch is incomplete"
+    for layout in LAYOUTS[name]:
+        facts = evaluated(capsys, config.run.folder, *layout)
+        assert (facts["tokens"], facts["split"], facts["step"]) == (count, "test", 3), layout
+        assert facts["loss"] == pytest.approx(wanted, rel=1e-12), layout
+        assert facts["perplexity"] == pytest.approx(math.exp(wanted))
+
+
+def test_float32_is_bitwise_the_same_where_microbatches_are(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, single = folder / "runs", "train.dtype=float32"
+    plain = evaluated(capsys, runs / "llama", single)["loss"]
+    for layout in (("layout.dp=2",), ("layout.dp=2", "dp.mode=zero3"), ("layout.pp=2",)):
+        assert evaluated(capsys, runs / "llama", single, *layout)["loss"] == plain
+    assert evaluated(capsys, runs / "llama", single, "layout.tp=2")["loss"] == pytest.approx(plain, rel=1e-6)
+    half = evaluated(capsys, runs / "llama", "train.dtype=bfloat16", "layout.dp=2")["loss"]
+    assert half == pytest.approx(plain, rel=1e-2)
+
+
+def test_training_evaluates_by_the_same_path(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`eval.batches` beyond the split does not read it twice."""
+    config = config_of(folder, "gpt", GPT)
+    trained = next(read_lines(config.run.folder / "eval.jsonl"))
+    assert trained["split"] == "valid"
+    facts = evaluated(capsys, config.run.folder, "--split", "valid")
+    assert {key: facts[key] for key in ("loss", "tokens", "text_bytes")} == {
+        key: trained[key] for key in ("loss", "tokens", "text_bytes")
+    }
+    assert list(read_lines(config.run.folder / "eval.jsonl"))[-1]["split"] == "valid"
+    first = evaluated(capsys, config.run.folder, "--split", "valid", "--limit", 1)
+    assert first["tokens"] == config.batch.global_size * config.data.sequence
+    model, text = plain_model(Path(facts["checkpoint"])), tokens_of(config)
+    start = round(0.6 * text.index.tokens)
+    ids = torch.from_numpy(text.tokens[start : start + first["tokens"] + 1].astype("int64"))
+    windows = [w.view(-1, config.data.sequence) for w in (ids[:-1], ids[1:])]
+    with torch.no_grad():
+        wanted = float(model.loss(model(windows[0]), windows[1])) / first["tokens"]
+    assert first["loss"] == pytest.approx(wanted, rel=1e-12)
+
+
+def test_other_text_is_encoded_by_the_runs_tokenizer(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = folder / "other.txt"
+    other.write_text("abc dëf, again: 中.\n" * 9, encoding="utf-8")
+    facts = evaluated(capsys, folder / "runs" / "llama", "--data", other)
+    assert (facts["split"], facts["data"]) == ("all", str(other))
+    # all but the first token, which is one character of one byte
+    assert facts["text_bytes"] == len(other.read_bytes()) - 1
+    bits = facts["loss"] * facts["tokens"] / math.log(2)
+    assert facts["bits_per_byte"] == pytest.approx(bits / facts["text_bytes"])
+    assert run(["data", "build", str(other), "--out", str(folder / "other"), "--vocab", "260"]) == 0
+    assert run(["evaluate", str(folder / "runs" / "llama"), "--data", str(folder / "other")]) == 2
+    said = capsys.readouterr().err
+    assert "are not of the tokenizer that" in said
+    assert f"{folder / 'runs' / 'llama' / 'tokenizer.json'} encodes it" in said
+
+
+def test_an_imported_model_needs_no_training(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_folder, imported = folder / "runs" / "llama", folder / "imported"
+    assert run(["checkpoint", "export", str(run_folder), "--out", str(folder / "exported")]) == 0
+    assert run(["checkpoint", "import", str(folder / "exported"), "--out", str(imported)]) == 0
+    assert run(["evaluate", str(imported)]) == 2
+    said = capsys.readouterr().err
+    assert "data.source is REQUIRED" in said
+    assert "name it with --data" in said
+    text = folder / "text.txt"
+    facts = evaluated(capsys, imported, "--data", text, "--split", "test", SPLIT, "train.dtype=float64")
+    assert facts["step"] == 0
+    assert facts["loss"] == pytest.approx(evaluated(capsys, run_folder)["loss"], rel=1e-12)
+    assert list(read_lines(imported / "eval.jsonl"))[-1]["loss"] == facts["loss"]
+
+
+def test_a_checkpoint_outside_a_run_is_evaluated_and_nothing_is_written(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "step-00000003").symlink_to(folder / "runs" / "gpt" / "checkpoints" / "step-00000003")
+    facts = evaluated(capsys, tmp_path / "step-00000003", "--limit", 1)
+    assert facts["written"] is None
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000003"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--split", "tests"), "split 'tests': allowed are train, valid, test, all"),
+        (("data.split=9,1,0",), "the test split (data.split=9,1,0) of the"),
+        (("--checkpoint", "2"), "--checkpoint 2: "),
+        (("data.sequence=32",), "data.sequence is 32: the model has 16 positions"),
+        (("--data", "nowhere.txt"), "data.source is nowhere.txt: there is no such file or folder"),
+        (("model.hidden=64",), "is of another model: its hidden is 32, the config's is 64"),
+        (("hidden",), "config hidden does not exist"),
+        (("layout.tp=2", "hidden"), "hidden is neither a config after the run's name nor an override"),
+        (("layout.tp=3",), "heads"),
+    ],
+)
+def test_what_cannot_be_evaluated_says_why(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+) -> None:
+    assert run(["evaluate", str(folder / "runs" / "gpt"), *words]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("error: ") == 1
+
+
+def test_a_folder_without_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["evaluate", str(tmp_path)]) == 2
+    assert "no checkpoint there" in capsys.readouterr().err
+    file = write_text(tmp_path / "text.txt", 10)
+    assert run(["evaluate", str(file)]) == 2
+    assert "is a file" in capsys.readouterr().err
+
+
+def test_the_lines_for_people(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["evaluate", str(folder / "runs" / "gpt"), "--limit", "2"]) == 0
+    first, numbers, rest = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"evaluate step 3 of {folder / 'runs' / 'gpt'} on the test split of ")
+    assert "at most 16 sequences" in first
+    assert [part.split()[0] for part in numbers.split(" | ")] == ["loss", "perplexity", "bits/byte"]
+    assert rest.startswith("256 tokens in ")
+    assert rest.endswith(f"added to {folder / 'runs' / 'gpt' / 'eval.jsonl'}")
