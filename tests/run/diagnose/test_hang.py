@@ -13,10 +13,10 @@ import pytest
 
 from stretto.cli import main
 from stretto.cli.diagnose import lines
+from stretto.engine.checkpoint.plain_pickle import read_pickle
 from stretto.errors import StrettoError
 from stretto.run.diagnose.dump import read_dumps
 from stretto.run.diagnose.hang import Diagnosis, diagnose
-from stretto.run.diagnose.plain_pickle import read_pickle
 from stretto.run.launch.local import run_ranks
 
 

@@ -61,6 +61,7 @@ from stretto.engine.checkpoint.index import (
     write_index,
 )
 from stretto.engine.parallel.control import CollectiveError, error_of_rank
+from stretto.errors import StrettoError
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ class Writer(StorageWriter):
     def _write(self, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         try:
             file = write_tensors(self.folder / name, [_entry(item, planner) for item in items])
-        except OSError:
+        except (OSError, StrettoError):  # the latter of a source that a streamed tensor comes from
             raise
         except Exception as error:  # as an exception that can be sent between ranks
             raise CollectiveError(f"{name}: {type(error).__name__}: {error}") from error

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stretto.engine.checkpoint.plain_pickle import LARGEST, read_pickle
 from stretto.errors import StrettoError
-from stretto.run.diagnose.plain_pickle import LARGEST, read_pickle
 
 _FILE = re.compile(r"(\d+)(\.(json|pickle|pkl|bin|pt))?$")
 _SEND = re.compile(r"send (\d+)->(\d+)$")

@@ -11,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from stretto.engine.checkpoint.plain_pickle import read_pickle
 from stretto.engine.pipeline.executor import Awaited, PipelineError
 from stretto.errors import StrettoError
-from stretto.run.diagnose.plain_pickle import read_pickle
 from stretto.run.launch.failure import peer_failure
 
 HANG = "hang"  # the folder inside that of the run

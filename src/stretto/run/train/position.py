@@ -102,7 +102,7 @@ def report_resumed(
     report(f"resumed from {path} at step {meta['step']}")
     if changed is not None:
         report(f"warning: {changed} differ from the checkpoint's; samples go on by number in the new data")
-    if meta["seed"] != config.train.seed:
+    if meta.get("seed", config.train.seed) != config.train.seed:
         report(
             f"warning: train.seed is {config.train.seed}, the run began with {meta['seed']}: another order"
         )
@@ -113,7 +113,8 @@ def go_on(
 ) -> TextPosition:
     """Fill the replica from a checkpoint, whatever layout wrote it. Collective.
 
-    One that was imported has weights only: training starts with them at step 0.
+    One that was imported may have weights only: training starts with them at step 0. One with an optimiser's
+    states goes on from its step, with the first samples.
 
     Raises:
         StrettoError: damaged, or of another model or tokenizer.
@@ -131,7 +132,8 @@ def go_on(
     if replica.loss_scale is not None and meta.get("loss_scale"):
         replica.loss_scale.load(meta["loss_scale"])
     set_random_state(loaded.per_rank, replica.mesh.device)
-    warn = meta["text"] != _text(config, folder)
+    text = _text(config, folder)
+    warn = meta.get("text", text) != text  # of an imported run it is not known
     report_resumed(config, path, meta, report, "the text or data.sequence" if warn else None)
     return TextPosition(
         step=meta["step"],

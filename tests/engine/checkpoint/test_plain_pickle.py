@@ -7,14 +7,14 @@ import os
 import pickle
 import random
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stretto.engine.checkpoint.plain_pickle import Name, Record, read_pickle
 from stretto.errors import StrettoError
-from stretto.run.diagnose import plain_pickle
-from stretto.run.diagnose.plain_pickle import read_pickle
 
 SHARED = ["shared", 1]
 PLAIN = {
@@ -58,7 +58,7 @@ def test_nothing_is_run(protocol: int, tmp_path: Path) -> None:
     planted = tmp_path / "planted"
     code = f"open({str(planted)!r}, 'w').close()"
     for evil in (
-        Evil((os.system, (f"touch {planted}",))),
+        Evil((os.mkdir, (str(planted),))),
         Evil((eval, (code,))),
         Evil((exec, (code,))),
         Path("x"),
@@ -72,6 +72,47 @@ def test_nothing_is_run(protocol: int, tmp_path: Path) -> None:
         with pytest.raises(StrettoError, match="more than plain data: it has"):
             read_pickle(data)
     assert not planted.exists()
+
+
+@dataclass
+class Pair:
+    first: Any
+    second: Any
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_listed_names_are_noted_and_nothing_is_made(protocol: int) -> None:
+    """A class whose constructor and functions would be noticed is read without any of them being called."""
+    names = {f"{__name__}.Pair", f"{__name__}.Evil", "posix.mkdir", "builtins.eval"}
+    names |= {"__builtin__.eval"}  # its name in the protocols before 3
+    both = pickle.dumps({"pair": Pair(Pair, (1, 2)), "evil": Evil((os.mkdir, ("/",)))}, protocol)
+    back = read_pickle(both, names)
+    pair, evil = back["pair"], back["evil"]
+    assert (type(pair), pair.name, pair.arguments) == (Record, f"{__name__}.Pair", ())
+    assert pair.state == {"first": Name(f"{__name__}.Pair"), "second": (1, 2)}
+    assert (evil.name, evil.arguments, evil.state) == ("posix.mkdir", ("/",), None)
+    with pytest.raises(StrettoError, match=r"it names '\w+.mkdir', which could run code"):
+        read_pickle(both, names - {"posix.mkdir"})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"Na}b.",  # BUILD of what is no object
+        b"}}b.",
+        b"N)R.",  # a call of nothing
+        b"X\x01\0\0\0x)R.",
+        b"cx\ny\nNR.",  # arguments that are no tuple
+        b"cx\ny\n.",  # a name that is not listed
+        b"\x8c\x01xN\x93.",  # a name that is no text
+        b"\x93.",
+        b"Q.",
+        b"cy\nx\n)R)}b.",
+    ],
+)
+def test_objects_that_do_not_hold_together_are_refused(data: bytes) -> None:
+    with pytest.raises(StrettoError):
+        read_pickle(data, {"y.x"})
 
 
 @pytest.mark.parametrize(
@@ -121,16 +162,15 @@ def test_broken_pickles_are_refused(data: bytes) -> None:
         read_pickle(data)
 
 
-def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits() -> None:
     assert read_pickle(b"Nr\xff\xff\xff\x7f.") is None  # a memo of 2**31 places, of which one is used
     nested = b"(" * 100 + b"l" * 100 + b"."
     with pytest.raises(StrettoError, match="more than 64 containers"):
         read_pickle(nested)
     deep = read_pickle(b"]" * 100_000 + b"a" * 99_999 + b".")  # nothing walks down it
     del deep
-    monkeypatch.setattr(plain_pickle, "LARGEST", 10)
     with pytest.raises(StrettoError, match="11 bytes, at most 10"):
-        read_pickle(b"N" * 11)
+        read_pickle(b"N" * 11, largest=10)
 
 
 def test_damaged_pickles_are_plain_or_refused() -> None:

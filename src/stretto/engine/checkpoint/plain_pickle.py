@@ -1,22 +1,26 @@
-"""Pickles that hold plain data only, read without Python's unpickler.
+"""Pickles read as plain data, without Python's unpickler.
 
-An unpickler looks up and calls whatever the file names, so a dump from somebody else's machine could run
+An unpickler looks up and calls whatever the file names, so a file from somebody else's machine could run
 code. This one walks the opcodes and knows those of dicts, lists, tuples, text, bytes, numbers, booleans and
-None; a file with any other is refused. Nothing in it can name, import or call anything, and no opcode
-allocates more than the file is long.
+None. Where a reader expects objects it lists the names that may occur: each becomes a `Record`, which only
+notes the name and what the object would have been made of. Nothing is ever imported, looked up or called,
+anything else is refused, and no opcode allocates more than the file is long.
 """
 
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from stretto.errors import StrettoError
 
 LARGEST = 256 * 2**20  # bytes of a file
 DEEPEST = 64  # containers open at the same time
+LONGEST_NAME = 80  # characters of a refused name that are shown
 
+T = TypeVar("T")
 _Stack = list[Any]
 _IGNORED = frozenset({"PROTO", "FRAME"})
 _INTEGERS = frozenset({"BININT", "BININT1", "BININT2", "INT", "LONG", "LONG1", "LONG4"})
@@ -27,21 +31,44 @@ _EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, 
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _PUT = frozenset({"BINPUT", "LONG_BINPUT", "PUT"})
 _GET = frozenset({"BINGET", "LONG_BINGET", "GET"})
+_OBJECTS = frozenset({"GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD", "BINPERSID"})
 
 
-def read_pickle(data: bytes) -> Any:
+@dataclass(frozen=True)
+class Name:
+    """A name in a pickle, such as "torch.float32": text, of which nothing was looked up."""
+
+    text: str
+
+
+@dataclass(eq=False, slots=True)
+class Record:
+    """An object in a pickle as it is noted there: equal only to itself, since nothing of it is known.
+
+    name: of the class or function that would make it; "" for a reference to something outside the pickle.
+    arguments: what that would be called with.
+    state: what would be put into it afterwards.
+    """
+
+    name: str
+    arguments: Any
+    state: Any = None
+
+
+def read_pickle(data: bytes, names: Collection[str] = (), largest: int = LARGEST) -> Any:
     """The plain data in a pickle.
+
+    Args:
+        names: of classes, functions and constants that may occur in it; what is made with them is a `Record`.
+        largest: bytes; more are refused.
 
     Raises:
         StrettoError: the bytes are no pickle, hold something other than plain data, or are too large or
             nested too deeply.
     """
-    if len(data) > LARGEST:
-        raise StrettoError(
-            f"{len(data):,} bytes, at most {LARGEST:,} are read",
-            hint="record fewer calls: TORCH_FR_BUFFER_SIZE",
-        )
-    machine = _Machine()
+    if len(data) > largest:
+        raise StrettoError(f"{len(data):,} bytes, at most {largest:,} are read")
+    machine = _Machine(names)
     try:
         for opcode, argument, _ in pickletools.genops(data):
             if opcode.name == "STOP":
@@ -57,7 +84,8 @@ def read_pickle(data: bytes) -> Any:
 class _Machine:
     """The stack of values, the values put aside for later use, and where each open container begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
         self._stack = _Stack()
         self._marks = list[int]()
         self._memo = dict[int, Any]()
@@ -88,8 +116,35 @@ class _Machine:
             if len(self._marks) == DEEPEST:
                 raise StrettoError(f"more than {DEEPEST} containers are nested in the pickle")
             self._marks.append(len(stack))
+        elif name in _OBJECTS and self._names:
+            self._note(name, argument)
         else:
             self._fill(name)
+
+    def _note(self, opcode: str, argument: Any) -> None:
+        """The opcodes that would look up, make or change an object: what they say is noted."""
+        stack = self._stack
+        if opcode == "GLOBAL":
+            stack.append(self._name(".".join(argument.split(" ", 1))))
+        elif opcode == "STACK_GLOBAL":
+            module, name = _of(str, stack.pop(-2)), _of(str, stack.pop())
+            stack.append(self._name(f"{module}.{name}"))
+        elif opcode == "BINPERSID":
+            stack.append(Record("", stack.pop()))
+        elif opcode == "BUILD":
+            state = stack.pop()
+            _of(Record, stack[-1]).state = state
+        else:
+            arguments = _of(tuple, stack.pop())
+            stack.append(Record(_of(Name, stack.pop()).text, arguments))
+
+    def _name(self, text: str) -> Name:
+        if text not in self._names:
+            raise StrettoError(
+                f"the pickle is more than plain data: it names {text[:LONGEST_NAME]!r}, which could run code",
+                hint="no such file of torch has that; do not load it elsewhere either",
+            )
+        return Name(text)
 
     def _replace(self, count: int, make: Callable[[_Stack], Any]) -> None:
         """Make one value of the last `count`."""
@@ -113,7 +168,7 @@ class _Machine:
         else:
             raise StrettoError(
                 f"the pickle is more than plain data: it has {name}, which could run code",
-                hint="no dump of torch has that; do not load the file elsewhere either",
+                hint="no such file of torch has that; do not load it elsewhere either",
             )
 
     def _since_mark(self) -> _Stack:
@@ -125,12 +180,12 @@ class _Machine:
 
 def _pairs(items: _Stack) -> dict[Any, Any]:
     """Keys and values by turns; a key that holds others is refused, as hashing it may never end."""
-    if any(type(key) not in (str, int) for key in items[::2]):
+    if any(type(key) not in (str, int, Record) for key in items[::2]):
         raise TypeError("a key that is neither text nor a number")
     return dict(zip(items[::2], items[1::2], strict=True))
 
 
-def _of(kind: type, value: Any) -> Any:
+def _of(kind: type[T], value: Any) -> T:
     if type(value) is not kind:
         raise TypeError(f"a {type(value).__name__} where a {kind.__name__} is filled")
     return value
