@@ -337,6 +337,17 @@ class CheckpointConfig(Section):
     )
 
 
+class WeightsConfig(CheckpointConfig):
+    """Checkpoints on disk, to resume from."""
+
+    may_differ: list[str] = Field(
+        default_factory=list[str],
+        examples=["[rope_theta, rope]"],
+        description="Fields of `model` that may differ from the checkpoint's, as where the context is "
+        "extended; without, training refuses weights of a model that computes something else.",
+    )
+
+
 class ReportConfig(Section):
     """What is reported during the run. `metrics.jsonl` has every step."""
 
@@ -443,7 +454,7 @@ class TrainConfig(JobSection):
     optim: OptimConfig = Field(default_factory=OptimConfig)
     train: RunTimeConfig = Field(default_factory=RunTimeConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    checkpoint: WeightsConfig = Field(default_factory=WeightsConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     sample: SampleConfig = Field(default_factory=SampleConfig)
     run: RunConfig = Field(default_factory=RunConfig)
