@@ -138,9 +138,9 @@ def _latent(shape: ModelShape, latent: LatentShape) -> dict[str, Sizes]:
 
 def _moe(shape: ModelShape, moe: ExpertShape) -> dict[str, Sizes]:
     return {
+        **({"mlp.router.correction": (moe.experts,)} if moe.correction else {}),
         "mlp.router.gate.weight": (moe.experts, shape.hidden),
         **({"mlp.router.gate.bias": (moe.experts,)} if moe.router_bias else {}),
-        **({"mlp.router.correction": (moe.experts,)} if moe.correction else {}),
         **expert_shapes(shape),
         **(_mlp("mlp.shared", shape, moe.shared_ffn) if moe.shared_ffn else {}),
         **({"mlp.shared_gate.weight": (1, shape.hidden)} if moe.shared_gate else {}),

@@ -296,16 +296,9 @@ def _unbuilt(shape: ModelShape) -> list[str]:
         ("one norm of queries and keys over all heads", shape.attention.norm == "all"),
         ("an MLP of kind relu2", shape.mlp == "relu2"),
         ("layer norms beside rotary positions", shape.norm == "layer" and shape.rotary),
-        ("latent attention", shape.latent is not None),
+        ("sinks beside latent attention", shape.latent is not None and shape.attention.sinks),
+        ("norms of heads beside latent attention", shape.latent is not None and shape.attention.norm),
     ]
-    moe = shape.moe
-    if moe is not None:
-        said += [
-            ("biases of the router", moe.router_bias),
-            ("a gate of the shared expert", moe.shared_gate),
-            ("groups of experts", moe.groups > 1),
-            ("a correction of the router's scores", moe.correction),
-        ]
     return [words for words, there in said if there]
 
 
@@ -359,6 +352,9 @@ def _check(shape: ModelShape) -> None:
     if latent is not None and latent.rope_dim >= shape.head_dim:
         rule = f"it must be below head_dim, which is {shape.head_dim} and holds it"
         raise Problem("rope_dim", latent.rope_dim, rule, f"head_dim: {latent.rope_dim + 128}")
+    if latent is not None and shape.kv_heads != shape.heads:
+        rule = "latent attention makes keys and values of every head"
+        raise Problem("kv_heads", shape.kv_heads, rule, f"kv_heads: {shape.heads}")
     if shape.rotary:
         _check_rotary(shape)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stretto.spec.attention import AttentionShape, LatentShape
 from stretto.spec.experts import ExpertShape
 from stretto.spec.shape import ModelShape
 
@@ -81,5 +82,58 @@ EXPERTS = {
         sequence=24,
         bias=False,
         moe=ExpertShape(experts=4, score="sigmoid", capacity=0.5, drop="position"),
+    ),
+}
+
+# and what the families of published models add to them
+ROUTERS = {
+    "deepseek-v3": ModelShape(
+        family="deepseek_v3",
+        layers=3,
+        hidden=32,
+        heads=4,
+        head_dim=10,
+        ffn=40,
+        vocab=51,
+        sequence=24,
+        attention=AttentionShape(
+            latent=LatentShape(kv_rank=6, rope_dim=4, value_dim=5, q_rank=9), interleaved=True
+        ),
+        moe=ExpertShape(
+            experts=8,
+            ffn=12,
+            shared_ffn=16,
+            score="sigmoid",
+            correction=True,
+            groups=4,
+            top_groups=2,
+            group_score="top2",
+            scale=2.5,
+            dense_layers=1,
+            top_k=3,
+        ),
+    ),
+    "qwen2-moe": ModelShape(
+        family="qwen2_moe",
+        layers=2,
+        hidden=32,
+        heads=4,
+        ffn=40,
+        vocab=51,
+        sequence=24,
+        moe=ExpertShape(experts=4, ffn=12, shared_ffn=16, shared_gate=True, normalise=False, every=2),
+    ),
+    "gpt-oss": ModelShape(
+        family="gpt_oss",
+        layers=2,
+        hidden=32,
+        heads=4,
+        kv_heads=2,
+        head_dim=6,
+        ffn=12,
+        vocab=51,
+        sequence=24,
+        attention=AttentionShape(sinks=True, window=5, full_every=2),
+        moe=ExpertShape(experts=4, router_bias=True),
     ),
 }

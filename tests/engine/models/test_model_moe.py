@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from model_shapes import EXPERTS, SHAPES
+from model_shapes import EXPERTS, ROUTERS, SHAPES
 from torch import Tensor, nn
 
 from stretto.engine.models import LanguageModel, build, initial_values, initialise
@@ -21,7 +21,8 @@ from stretto.spec.experts import ExpertShape
 from stretto.spec.parameters import count_parameters, parameter_shapes
 from stretto.spec.shape import ModelShape
 
-ALL = pytest.mark.parametrize("shape", EXPERTS.values(), ids=EXPERTS)
+EVERY = {**EXPERTS, **ROUTERS}
+ALL = pytest.mark.parametrize("shape", EVERY.values(), ids=EVERY)
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "sigmoid": {"score": "sigmoid", "normalise": False, "z": 0.01},
@@ -243,6 +244,9 @@ def test_active_parameters_are_those_that_one_token_uses(shape: ModelShape) -> N
     touched = 0
     model(torch.zeros(1, 1, dtype=torch.int64)).sum().backward()
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:  # a correction, of which each token meets every number
+            touched += parameter.numel()
+            continue
         assert parameter.grad is not None
         per_expert = ".experts." in name
         used = (parameter.grad != 0).flatten(1).any(1).sum().item() if per_expert else len(parameter)
@@ -261,6 +265,9 @@ def test_gradients_are_those_of_finite_differences(shape: ModelShape) -> None:
     loss().backward()
     generator = torch.Generator().manual_seed(2)
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            assert name.endswith("router.correction")
+            continue
         way = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         assert parameter.grad is not None
         with torch.no_grad():

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stretto.engine.models.moe import Router
-from stretto.spec.experts import Drop, ExpertShape, Score
+from stretto.engine.models.moe import Router, correct
+from stretto.spec.experts import Drop, ExpertShape, GroupScore, Score
 from stretto.spec.shape import ModelShape
 
 FEW = settings(max_examples=60, deadline=None)
@@ -74,6 +74,69 @@ def test_routing_does_not_depend_on_the_batch(sizes: tuple[int, int, int], score
     for part in (slice(0, cut), slice(cut, 12)):
         for all_of_it, results in zip(whole, one.choose(logits[:, part]), strict=True):
             assert torch.equal(all_of_it[:, part], results)
+
+
+@FEW
+@given(
+    seed=SEEDS,
+    score=SCORES,
+    group_score=st.sampled_from(["max", "top2"]),
+    top_groups=st.integers(1, 4),
+    k=st.integers(1, 3),
+    correction=st.booleans(),
+)
+def test_choices_within_groups_by_definition(
+    seed: int, score: Score, group_score: GroupScore, top_groups: int, k: int, correction: bool
+) -> None:
+    """Four groups of three experts."""
+    logits = 2 * numbers(seed, 2, 5, 12)
+    moe = ExpertShape(
+        experts=12,
+        top_k=k,
+        score=score,
+        groups=4,
+        top_groups=top_groups,
+        group_score=group_score,
+        correction=correction,
+        scale=1.7,
+    )
+    one = router(moe).double()
+    shifts = [0.0] * 12
+    if one.correction is not None:
+        one.correction.copy_(numbers(seed + 1, 12) - 1)  # most below minus the score
+        shifts = one.correction.tolist()
+    results = one.choose(logits)
+    raw = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
+    for token, chosen, weights in zip(
+        raw.flatten(0, 1).tolist(),
+        results.experts.flatten(0, 1).tolist(),
+        results.weights.flatten(0, 1).tolist(),
+        strict=True,
+    ):
+        ranked = [a + b for a, b in zip(token, shifts, strict=True)]
+        groups = [sorted(ranked[at : at + 3], reverse=True) for at in range(0, 12, 3)]
+        worth = [group[0] if group_score == "max" else group[0] + group[1] for group in groups]
+        best = sorted(range(4), key=lambda g: -worth[g])[:top_groups]
+        inside = [e for e in range(12) if e // 3 in best]
+        assert chosen == sorted(inside, key=lambda e: -ranked[e])[:k]
+        assert weights == pytest.approx([1.7 * token[e] / sum(token[c] for c in chosen) for e in chosen])
+
+
+def test_a_correction_has_no_gradient() -> None:
+    one = router(ExpertShape(experts=4, score="sigmoid", correction=True))
+    one.choose(one.logits(torch.randn(2, 3, 8))).weights.sum().backward()
+    assert one.correction is not None
+    assert one.correction.grad is None
+    assert not one.correction.requires_grad
+    assert one.gate.weight.grad is not None
+
+
+def test_a_correction_moves_against_the_load() -> None:
+    correction = torch.tensor([0.5, 0.5, 0.5, 0.5])
+    correct(correction, torch.tensor([9.0, 5.0, 4.999999999, 1.0], dtype=torch.float64), 0.125)
+    assert correction.tolist() == [0.375, 0.5, 0.5, 0.625]
+    correct(correction, torch.tensor([3, 2, 1, 1]), 0.125)  # a mean of 7/4
+    assert correction.tolist() == [0.25, 0.375, 0.625, 0.75]
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])

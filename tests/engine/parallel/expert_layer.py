@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto import Layout
-from stretto.engine.models import gpt, llama
-from stretto.engine.models.moe import MoE
+from stretto.engine.models.moe import MoE, feed_forward
 from stretto.engine.parallel.expert.experts import ExpertParallel, ExpertWeights
 from stretto.engine.parallel.styles import Column, Replicate, Row, SplitDropout, Style
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
@@ -48,7 +47,17 @@ def other(shape: ModelShape, **fields: Any) -> ModelShape:
 
 
 TIGHT = other(LLAMA, capacity=0.5, drop="position", score="sigmoid")
-SHARED = other(LLAMA, shared_ffn=12, capacity=1.1, top_k=1)
+SHARED = other(
+    LLAMA,
+    shared_ffn=12,
+    shared_gate=True,
+    capacity=1.1,
+    top_k=1,
+    router_bias=True,
+    groups=2,
+    top_groups=1,
+    scale=1.5,
+)
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,8 @@ def plan_of(case: Case) -> dict[str, Style]:
         blocks = ((moe.shared_ffn, 1),) * (2 if case.shape.gated else 1)
         plan[f"mlp.shared.{up}"] = Column(segments=blocks, sequence=sp)
         plan["mlp.shared.down"] = Row(sequence=sp)
+    if moe.shared_gate:
+        plan["mlp.shared_gate"] = Replicate(sequence=sp)
     return plan
 
 
@@ -85,12 +96,9 @@ class Layer(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        assert shape.moe is not None
-        shared = None
-        if shape.moe.shared_ffn:
-            inner = replace(shape, ffn=shape.moe.shared_ffn, dropout=0.0, moe=None)
-            shared = llama.MLP(inner) if shape.gated else gpt.MLP(inner)
-        self.mlp = MoE(shape, shared)
+        mlp = feed_forward(shape)
+        assert isinstance(mlp, MoE)
+        self.mlp = mlp
 
 
 def plain_layer(shape: ModelShape) -> Layer:

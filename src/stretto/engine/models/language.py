@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from stretto.engine.models.attention import SelfAttention
 from stretto.engine.models.causal import dropout
+from stretto.engine.models.latent import LatentAttention
 from stretto.engine.models.moe import MoE, feed_forward
 from stretto.engine.models.norms import norm
 from stretto.errors import StrettoError
@@ -66,7 +67,7 @@ class Block(nn.Module):
         super().__init__()
         after = shape.block_norms == "sandwich"
         self.norm1 = norm(shape, shape.hidden)
-        self.attn = SelfAttention(shape)
+        self.attn = SelfAttention(shape) if shape.latent is None else LatentAttention(shape)
         self.norm1_post = norm(shape, shape.hidden) if after else None
         self.norm2 = norm(shape, shape.hidden)
         self.mlp = feed_forward(shape)

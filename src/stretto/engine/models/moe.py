@@ -31,12 +31,18 @@ class Choice(NamedTuple):
 class Router(nn.Module):
     """Routes every token to `top_k` experts. All methods treat tokens independently, except for `keep`, which
     takes whole sequences.
+
+    Attributes:
+        correction: added to the experts' scores for the choice alone, [experts]; no gradient reaches it, and
+            training moves it by `correct` after each step. None: scores decide.
     """
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.moe = moe_of(shape)
-        self.gate = nn.Linear(shape.hidden, self.moe.experts, bias=False)
+        self.gate = nn.Linear(shape.hidden, self.moe.experts, bias=self.moe.router_bias)
+        zeros = torch.zeros(self.moe.experts, dtype=torch.float32)
+        self.correction = nn.Parameter(zeros, requires_grad=False) if self.moe.correction else None
 
     @property
     def limited(self) -> bool:
@@ -49,20 +55,47 @@ class Router(nn.Module):
         """[..., hidden] to [..., experts], in float32, or in float64 if x is."""
         exact = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.to(exact), self.gate.weight.to(exact))
+            bias = self.gate.bias.to(exact) if self.moe.router_bias else None
+            return F.linear(x.to(exact), self.gate.weight.to(exact), bias)
 
     def choose(self, logits: Tensor) -> Choice:
-        """The `top_k` experts with the largest logits, and the weights of their outputs. Scores are
-        normalised in log space, so that they sum to 1 even where some underflow.
+        """The `top_k` experts that `preference` ranks first, and the weights of their outputs, which know
+        nothing of the correction. Scores are normalised in log space, so that they sum to 1 even where some
+        underflow.
         """
         logarithms = logits if self.moe.score == "softmax" else F.logsigmoid(logits)
-        experts = logits.detach().topk(self.moe.top_k, dim=-1).indices
+        experts = self.preference(logits).topk(self.moe.top_k, dim=-1).indices
         chosen, scores = logarithms.gather(-1, experts), logarithms.softmax(-1)
         if self.moe.normalise:
             weights = chosen.softmax(-1)
         else:
             weights = chosen.exp() if self.moe.score == "sigmoid" else scores.gather(-1, experts)
-        return Choice(experts, weights, scores)
+        return Choice(experts, weights if self.moe.scale == 1.0 else weights * self.moe.scale, scores)
+
+    @torch.no_grad()
+    def preference(self, logits: Tensor) -> Tensor:
+        """What ranks the experts of each token, [..., experts]: their scores plus `correction`, -inf outside
+        the token's best groups (DeepSeek-V2, arXiv 2405.04434, section 2.2.2; DeepSeek-V3, arXiv 2412.19437,
+        section 2.1.2).
+
+        DeepSeek's published inference code has -inf there too. Its first code for `transformers`, and the one
+        for V2 still, has 0 instead: that is the same for positive scores, but with a correction below minus
+        the score an expert of another group would come before one of the best groups.
+        """
+        moe = self.moe
+        # logits rank experts and groups' best experts as their scores do, and keep apart what scores round
+        ranked = logits
+        if self.correction is not None or (moe.groups > moe.top_groups and moe.group_score == "top2"):
+            ranked = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
+        if self.correction is not None:
+            ranked = ranked + self.correction
+        if moe.groups == moe.top_groups:
+            return ranked
+        members = ranked.unflatten(-1, (moe.groups, -1))
+        best = members.amax(-1) if moe.group_score == "max" else members.topk(2, dim=-1).values.sum(-1)
+        taken = best.topk(moe.top_groups, dim=-1).indices
+        others = torch.ones_like(best, dtype=torch.bool).scatter(-1, taken, False)
+        return members.masked_fill(others[..., None], float("-inf")).flatten(-2)
 
     @torch.no_grad()
     def keep(self, experts: Tensor, weights: Tensor) -> Tensor:
@@ -118,9 +151,9 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts, each an MLP of the family; their parameters are stacked.
+    """The routed experts, each an MLP as other blocks have; their parameters are stacked.
 
-    Llama: gate_up [E, 2 f, h], down [E, h, f]; GPT: up [E, f, h], down [E, h, f]. With biases also
+    With a gate: gate_up [E, 2 f, h], down [E, h, f]; without: up [E, f, h], down [E, h, f]. With biases also
     gate_up_bias [E, 2 f] or up_bias [E, f], and down_bias [E, h].
     """
 
@@ -170,31 +203,40 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Takes the place of a block's MLP: the weighted sum of a token's experts, plus the shared expert if any.
 
-    A choice dropped for its expert's capacity adds nothing, and the weights of the others stay the same.
+    A choice dropped for its expert's capacity adds nothing, and the weights of the others stay the same. A
+    `shared_gate` multiplies the shared expert's output by the sigmoid of one number a token (Qwen2-MoE).
     """
 
     def __init__(self, shape: ModelShape, shared: nn.Module | None = None) -> None:
         super().__init__()
+        gated = shared is not None and moe_of(shape).shared_gate
         self.router = Router(shape)
         self.experts = Experts(shape)
         self.shared = shared
+        self.shared_gate = nn.Linear(shape.hidden, 1, bias=False) if gated else None
         self.drop = dropout(shape.dropout)
         self.auxiliary = torch.zeros((), device="cpu")
+        self.load = torch.zeros(moe_of(shape).experts, dtype=torch.int64, device="cpu")
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, hidden] to [b, s, hidden]. Sets `auxiliary` to balance loss plus z-loss, summed over tokens
-        like the cross-entropy; 0 in evaluation.
+        like the cross-entropy, 0 in evaluation; in training also `load` [experts], int64, to how often each
+        expert was chosen.
         """
         logits = self.router.logits(x)
         choice = self.router.choose(logits)
         self.auxiliary = self._losses(logits, choice) if self.training else logits.new_zeros(())
         kept = self.router.keep(choice.experts, choice.weights) if self.router.limited else None
         y = self._mix(x.flatten(0, 1), choice, kept).view_as(x)
-        return self.drop(y if self.shared is None else y + self.shared(x))
+        if self.shared is not None:
+            shared = self.shared(x)
+            y = y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
+        return self.drop(y)
 
     def _losses(self, logits: Tensor, choice: Choice) -> Tensor:
         router = self.router
         counts, mass = router.counts(choice.experts), router.mass(choice.scores)
+        self.load = counts.sum(0)
         return router.balance(counts, mass, logits.shape[1]) + router.z(logits)
 
     def _mix(self, x: Tensor, choice: Choice, kept: Tensor | None) -> Tensor:
@@ -215,6 +257,21 @@ class MoE(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """The state without the last forward's graph, which cannot be copied."""
         return {**self.__dict__, "auxiliary": self.auxiliary.detach()}
+
+
+@torch.no_grad()
+def correct(correction: Tensor, load: Tensor, rate: float) -> None:
+    """After a step, move the number that the choice of experts adds to their scores, in place: up by `rate`
+    where an expert had less than the mean load, down where it had more (DeepSeek-V3, arXiv 2412.19437,
+    section 2.1.2; Wang et al. 2024, arXiv 2408.15664, algorithm 1).
+
+    Args:
+        correction: [experts].
+        load: how often each expert was chosen in the whole step, before any choice is dropped; [experts].
+    """
+    choices = load.round().long()  # whole numbers, which ranks may have added up from parts
+    below = choices.sum() - len(choices) * choices
+    correction.add_(below.sign().to(correction.dtype), alpha=rate)
 
 
 def feed_forward(shape: ModelShape) -> nn.Module:

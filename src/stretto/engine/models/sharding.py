@@ -12,11 +12,14 @@ from stretto.engine.parallel.styles import (
     Positions,
     Replicate,
     Row,
+    Shared,
     SplitDropout,
     Style,
     Vocabulary,
     VocabularyLoss,
+    WholeLinear,
 )
+from stretto.spec.attention import LatentShape
 from stretto.spec.experts import ExpertShape
 from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
@@ -62,7 +65,7 @@ def _block(name: str, job: Job, shape: ModelShape) -> dict[str, Style]:
         norms += ["norm1_post", "norm2_post"]
     parts = {
         **{norm: Replicate(sequence=_sequence_parallel(job)) for norm in norms},
-        **_attention(job, shape),
+        **(_attention(job, shape) if shape.latent is None else _latent(job, shape, shape.latent)),
         **(_mlp(job, shape) if shape.moe is None else _experts(job, shape, shape.moe)),
     }
     return {f"{name}.{part}": style for part, style in parts.items()}
@@ -71,19 +74,43 @@ def _block(name: str, job: Job, shape: ModelShape) -> dict[str, Style]:
 def _attention(job: Job, shape: ModelShape) -> dict[str, Style]:
     d, sp = shape.head_dim, _sequence_parallel(job)
     fused = ((shape.heads, d), (shape.kv_heads, d), (shape.kv_heads, d))
-    styles: dict[str, Style] = {
-        "attn": Heads(),
-        "attn.qkv": Column(segments=fused, sequence=sp),
-        "attn.core": ContextAttention(job.context, job.sequence),
-        "attn.core.drop": SplitDropout(heads=(1, shape.heads)),
-        "attn.proj": Row(sequence=sp),
-        "attn.drop": _dropout(job),
-    }
+    styles = {**_heads(job, shape), "attn.qkv": Column(segments=fused, sequence=sp)}
     if shape.attention.norm is not None:  # of this rank's heads alone, so that gradients are summed
         styles |= dict.fromkeys(("attn.q_norm", "attn.k_norm"), Replicate(sequence=True))
     if shape.rotary:
         styles["attn.rotary"] = Positions(job.sequence, sp)
     return styles
+
+
+def _heads(job: Job, shape: ModelShape) -> dict[str, Style]:
+    """Of softmax(q k^T) v, each rank with some of the heads, and of what follows."""
+    return {
+        "attn": Heads(),
+        "attn.core": ContextAttention(job.context, job.sequence),
+        "attn.core.drop": SplitDropout(heads=(1, shape.heads)),
+        "attn.proj": Row(sequence=_sequence_parallel(job)),
+        "attn.drop": _dropout(job),
+    }
+
+
+def _latent(job: Job, shape: ModelShape, latent: LatentShape) -> dict[str, Style]:
+    """The linears to narrow vectors are whole on every rank. Under sequence parallelism each rank makes the
+    narrow vectors of its own tokens, and these are gathered for the linears to heads: fewer bytes than the
+    tokens themselves, and no rank repeats another's product.
+    """
+    sp = _sequence_parallel(job)
+    rows = shape.head_dim - latent.rope_dim + latent.value_dim
+    narrow = ["attn.kv_down"] if latent.q_rank is None else ["attn.kv_down", "attn.q_down"]
+    queries = "attn.q" if latent.q_rank is None else "attn.q_up"
+    return {
+        **_heads(job, shape),
+        **{name: WholeLinear(sequence=sp) for name in narrow},
+        **{f"{name}_norm": Replicate(sequence=sp) for name in narrow},
+        queries: Column(segments=((shape.heads, shape.head_dim),), sequence=sp),
+        "attn.kv_up": Column(segments=((shape.heads, rows),), sequence=sp),
+        "attn.shared_key": Shared(sequence=sp),
+        "attn.rotary": Positions(job.sequence, sp),
+    }
 
 
 def _mlp(job: Job, shape: ModelShape) -> dict[str, Style]:
@@ -98,6 +125,7 @@ def _experts(job: Job, shape: ModelShape, moe: ExpertShape) -> dict[str, Style]:
         "mlp.experts": ExpertWeights(job.layout.size("expert_tp")),
         "mlp.drop": _dropout(job),
         **(_linears("mlp.shared", shape, moe.shared_ffn, sp) if moe.shared_ffn else {}),
+        **({"mlp.shared_gate": Replicate(sequence=sp)} if moe.shared_ffn and moe.shared_gate else {}),
     }
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from stretto.engine.parallel.tensor.dropout import Cut, KeyedDropout
-from stretto.engine.parallel.tensor.linear import GatherLinear, ParallelLinear, ScatterLinear
+from stretto.engine.parallel.tensor.linear import GatherLinear, ParallelLinear, ScatterLinear, ToHeads
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.parallel.tensor.vocabulary import VocabCrossEntropy, VocabEmbedding
 from stretto.errors import StrettoError
@@ -98,7 +98,9 @@ class Style(ABC):
 
 def _linear(module: nn.Module, name: str) -> nn.Linear:
     if not isinstance(module, nn.Linear):
-        raise StrettoError(f"{name} is {type(module).__name__}", hint="Column and Row styles take nn.Linear")
+        raise StrettoError(
+            f"{name} is {type(module).__name__}", hint="Column, Row and WholeLinear styles take nn.Linear"
+        )
     _replaceable(name, module, nn.Linear)
     return module
 
@@ -147,10 +149,20 @@ class Replicate(Style):
     sequence: bool = False
 
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
-        return {n: Part(dim=None, partial=self.sequence) for n, _ in module.named_parameters()}
+        return {
+            n: Part(dim=None, partial=self.sequence and p.requires_grad) for n, p in module.named_parameters()
+        }
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         return module
+
+
+@dataclass(frozen=True)
+class WholeLinear(Replicate):
+    """An nn.Linear with Replicate style that accumulates its gradients in place, as split ones do."""
+
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        return ParallelLinear(*_weight_and_bias(_linear(module, "WholeLinear")))
 
 
 @dataclass(frozen=True)
@@ -269,7 +281,9 @@ class VocabularyLoss(Style):
 
 @dataclass(frozen=True)
 class Heads(Style):
-    """An attention module whose `heads` and `kv_heads` become the numbers of heads held locally."""
+    """An attention module whose `heads` and `kv_heads` become the numbers of heads held locally; its `sinks`,
+    if it has any, are split like its query heads.
+    """
 
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
         heads = getattr(module, "heads", None)
@@ -278,8 +292,9 @@ class Heads(Style):
                 f"{name} ({type(module).__name__}) has no heads and kv_heads",
                 hint="Heads style is for attention modules that read self.heads and self.kv_heads",
             )
-        even(f"{name}.heads", heads, index, tp)  # key heads may be copied, query heads may not
-        return {}
+        mine = even(f"{name}.heads", heads, index, tp)  # key heads may be copied, query heads may not
+        parameters = (leaf for leaf, _ in module.named_parameters(recurse=False))
+        return {leaf: Part(dim=0, runs=(mine,)) for leaf in parameters if leaf == "sinks"}
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         tp = mesh.size("tp")
@@ -287,6 +302,24 @@ class Heads(Style):
             count = getattr(module, attribute)
             setattr(module, attribute, count // tp if count >= tp else 1)
         return module
+
+
+@dataclass(frozen=True)
+class Shared(Style):
+    """An nn.Identity through which all ranks' heads get the same tensor [b, s, n], whose gradients are summed
+    over the ranks. With `sequence` each rank has its part of the tokens before, and all of them after.
+    """
+
+    sequence: bool = False
+
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+        if type(module) is not nn.Identity:
+            raise StrettoError(f"{name} is {type(module).__name__}", hint="Shared style takes nn.Identity")
+        return {}
+
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        group = mesh.group("tp")
+        return module if group is None else ToHeads(group, self.sequence)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def block_traffic(shape: ModelShape, how: ComputeConfig, cp_index: int | None = 
     """
     core = tuple(_core(shape, how, cp_index))
     mlp = tuple(_mlp(shape, how))
-    rest = (*_linears(how, shape.hidden), *mlp)
+    rest = (*_attention_linears(shape, how), *mlp)
     again = (*core, *rest) if how.recompute == "full" else ()
     if how.repeats("core_attn"):
         again = core
@@ -115,6 +115,22 @@ def _linears(how: ComputeConfig, hidden: int) -> Iterator[Message]:
     yield from _out_of(how, hidden)
 
 
+def _attention_linears(shape: ModelShape, how: ComputeConfig) -> Iterator[Message]:
+    """Traffic of the linears around attention. Of latent attention those to narrow vectors are whole on every
+    rank and communicate nothing; narrow vectors go into those to heads, and the key of all heads to these.
+    """
+    latent = shape.latent
+    if latent is None:
+        yield from _linears(how, shape.hidden)
+        return
+    yield from _into(how, latent.q_rank or shape.hidden)
+    yield from _into(how, latent.kv_rank)
+    for message in _into(how, latent.rope_dim):  # no product, so nothing is gathered for its weights
+        if message.phase != "W":
+            yield message
+    yield from _out_of(how, shape.hidden)
+
+
 def _mlp(shape: ModelShape, how: ComputeConfig) -> Iterable[Message]:
     """Traffic of a block's dense MLP or mixture of experts."""
     return _linears(how, shape.hidden) if shape.moe is None else _experts(shape, how)
@@ -136,15 +152,17 @@ def _core(shape: ModelShape, how: ComputeConfig, cp_index: int | None) -> Iterat
     if how.cp == 1:
         return
     keys = how.kv_heads(shape)
+    both = shape.head_dim + shape.value_dim  # a head's key and value
     if how.context == "ring":
-        yield from _ring(how, keys * shape.head_dim, cp_index)
+        yield from _ring(how, keys * both, cp_index)
         return
     heads = shape.heads // how.tp
     copied = lcm(keys, how.cp)  # heads are repeated until every rank gets whole ones
-    position = how.element * how.tokens * shape.head_dim
+    there = how.element * how.tokens * (heads * shape.head_dim + copied * both)
+    back = how.element * how.tokens * heads * shape.value_dim
     for phase in ("F", "I"):
-        yield Message(axis="cp", kind="all-to-all", size=position * (heads + 2 * copied), phase=phase)
-        yield Message(axis="cp", kind="all-to-all", size=position * heads, phase=phase)
+        yield Message(axis="cp", kind="all-to-all", size=there, phase=phase)
+        yield Message(axis="cp", kind="all-to-all", size=back, phase=phase)
 
 
 def _ring(how: ComputeConfig, width: int, cp_index: int | None) -> Iterator[Message]:
@@ -152,7 +170,7 @@ def _ring(how: ComputeConfig, width: int, cp_index: int | None) -> Iterator[Mess
     gradients. A rank behind the owner of a block attends to half of its positions only, so only that half is
     sent there.
     """
-    half = how.tokens * width  # elements of keys and values of half of the positions
+    half = how.tokens // 2 * width  # elements of keys and values of half of the positions
     c = how.cp
     if cp_index is None:
         blocks, gradients = (c - 1, 0), (c - 1, 0)

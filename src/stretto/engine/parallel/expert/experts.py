@@ -144,7 +144,7 @@ def even_parts(x: Tensor, parts: int, fill: int | float) -> Tensor:
     return x if not missing else torch.cat([x, x.new_full((x.shape[0], missing, *x.shape[2:]), fill)], 1)
 
 
-CHILDREN = ("router", "experts", "shared", "drop")
+CHILDREN = ("router", "experts", "shared", "shared_gate", "drop")
 
 
 @dataclass(frozen=True)
@@ -186,13 +186,14 @@ class Tokens:
 class ParallelMoE(Reporting):
     """A mixture of experts on one of several ranks. A forward leaves no state on the module.
 
-    The children `router`, `experts`, `shared` and `drop` are the plain module's, so that a sharding plan
-    applies to them.
+    The children `router`, `experts`, `shared`, `shared_gate` and `drop` are the plain module's, so that a
+    sharding plan applies to them.
     """
 
     router: Any
     experts: Any
     shared: Any  # None: there is none
+    shared_gate: Any  # likewise
     drop: Any
 
     def __init__(self, plain: nn.Module, tokens: Tokens, samples: Samples, ranks: ExpertRanks) -> None:
@@ -225,7 +226,8 @@ class ParallelMoE(Reporting):
         if self.training and torch.is_grad_enabled():
             y = self._report(y, logits, choice, dispatch)
         if self.shared is not None:
-            y = y + self.shared(x)
+            shared = self.shared(x)
+            y = y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
         return y if self.drop is None else self.drop(y)
 
     def _kept(self, choice: Any) -> Tensor | None:

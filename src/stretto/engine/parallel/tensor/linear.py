@@ -26,7 +26,9 @@ from torch.distributed import ProcessGroup
 from stretto.engine.parallel.collectives import (
     Pending,
     all_sum,
+    copy_to,
     cut,
+    gather_from,
     join,
     start_gather,
     start_regather,
@@ -382,6 +384,18 @@ class _GatheredProduct:
             work.wait()
             x = self.layer.arranged(pieces)
         self.layer.add_weight_gradient(x, self.dy)
+
+
+class ToHeads(nn.Module):
+    """What every rank's features use as it is: x [b, s, n], or with `sequence` the gathered x [b, s/t, n]."""
+
+    def __init__(self, group: ProcessGroup, sequence: bool) -> None:
+        super().__init__()
+        self.group, self.sequence = group, sequence
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Gives [b, s, n]."""
+        return gather_from(x, self.group, 1) if self.sequence else copy_to(x, self.group)
 
 
 class ScatterLinear(SequenceLinear):
