@@ -49,9 +49,7 @@ def expert_report(replica: Replica, tokens: float) -> ExpertReport | None:
     if moe is None:
         return None
     auxiliary = replica.auxiliary
-    loads = torch.zeros(replica.shape.layers, moe.experts, dtype=torch.float64, device=replica.mesh.device)
-    for name, load in auxiliary.loads.items():
-        loads[int(name.split(".")[1])] += load  # blocks.3.mlp
+    loads = auxiliary.table(replica.shape.layers, moe.experts)
     facts = torch.cat([auxiliary.losses.sum()[None], auxiliary.dropped[None], loads.flatten()])
     if replica.mesh.layout.world > 1:
         dist.all_reduce(facts)

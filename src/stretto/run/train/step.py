@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.engine.models.moe import correct
 from stretto.engine.optim.rate import Rate
 from stretto.engine.pipeline import Recorder
 from stretto.run.launch.failure import TrainingFailed
@@ -23,6 +24,7 @@ from stretto.run.train.loop import StepAgreement, StepReport, agree
 from stretto.run.train.optimizer import scales, update_numbers
 from stretto.run.train.replica import Replica
 from stretto.run.train.speed import peak_memory
+from stretto.spec.finetune import adjusted
 
 T = TypeVar("T")
 _LONGEST_NAME = 200  # characters of a parameter name in a message
@@ -79,7 +81,7 @@ class TrainingStep:
         stop: StopRequest | None = None,
         recorder: Recorder | None = None,
     ) -> StepResult:
-        """One global batch: forward and backward, agree, update. Collective over all ranks.
+        """One global batch: forward and backward, agree, update, correct. Collective over all ranks.
 
         Args:
             step: its number from 0, by which the learning rate is set.
@@ -101,6 +103,8 @@ class TrainingStep:
         agreed = timed(trace.AGREEMENT, lambda: self.agree(losses, where, stop, updated=replica.asynchronous))
         norm = None if replica.asynchronous else timed(trace.UPDATE, lambda: self.update(rate, where))
         skipped = norm is not None and not isfinite(norm)
+        if not skipped:
+            self.correct()
         return StepResult(
             loss=agreed.loss / tokens,
             tokens=int(tokens),
@@ -129,6 +133,18 @@ class TrainingStep:
         raise TrainingFailed(
             f"{where}: the gradient norm is {norm}{smallest}; first bad gradient: {place or 'on no rank'}"
         )
+
+    def correct(self) -> None:
+        """Move the corrections of the experts' scores by the step's loads. Collective over all ranks."""
+        replica, moe = self.replica, self.replica.shape.moe
+        if moe is None or not moe.correction or not moe.correction_rate:
+            return
+        loads = replica.auxiliary.table(replica.shape.layers, moe.experts)
+        if self.mesh.layout.world > 1:
+            dist.all_reduce(loads)
+        for name, parameter in replica.parameters.items():
+            if adjusted(name):
+                correct(parameter, loads[int(name.split(".")[1])], moe.correction_rate)
 
     def _tell(self, text: str) -> None:
         if self._note is not None:

@@ -18,7 +18,7 @@ from stretto.prove.diagnose import Verdict
 from stretto.run.launch.failure import TrainingFailed
 from stretto.run.train.replica import Replica
 from stretto.run.verify.cases import describe
-from stretto.run.verify.reference import Snapshot, Trial, build_reference
+from stretto.run.verify.reference import Loads, Snapshot, Trial, build_reference
 from stretto.run.verify.step import TrialStep, loss_of, wrongly_held
 from stretto.run.verify.unread import (
     Fresh,
@@ -89,6 +89,7 @@ def run_delayed(job: Job, trial: Trial, delays: Delays) -> list[Snapshot]:
         total = torch.zeros((), dtype=torch.float64)
         m = len(inputs) // unit
         history: list[Weights] = [_copied(masters)]
+        loads = Loads(model)
         for update, start in enumerate(range(0, m, delays.group)):
             used = {name: history[max(0, update - late[name])][name] for name in masters}
             leaves: Weights = {
@@ -104,6 +105,7 @@ def run_delayed(job: Job, trial: Trial, delays: Delays) -> list[Snapshot]:
                 loss = loss + model.auxiliary()
                 (loss / tokens).backward()
                 total += loss.detach()
+                loads.add()
             for name, master in masters.items():
                 master.grad = leaves[name].grad
             for group in optimizer.param_groups:
@@ -112,8 +114,10 @@ def run_delayed(job: Job, trial: Trial, delays: Delays) -> list[Snapshot]:
             history.append(_copied(masters))
             if (old := update - max(delays.by_stage)) >= 0:
                 history[old] = {}  # no later update looks there
+        loads.correct()
         loss = total / int((targets != IGNORED).sum())
-        snapshots.append(Snapshot(loss, torch.full((), torch.nan, dtype=torch.float64), {}, history[-1]))
+        nothing = torch.full((), torch.nan, dtype=torch.float64)
+        snapshots.append(Snapshot(loss, nothing, {}, _copied(masters)))
     return snapshots
 
 

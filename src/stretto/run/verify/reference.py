@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stretto.engine.models.build import build
 from stretto.engine.models.language import IGNORED, LanguageModel
+from stretto.engine.models.moe import MoE, correct
 from stretto.engine.models.weights import freeze, initialise
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.rate import Rate
@@ -97,6 +98,7 @@ def run_reference(job: Job, trial: Trial) -> list[Snapshot]:
     for step, (inputs, targets) in enumerate(trial.batches):
         tokens = int((targets != IGNORED).sum())
         total = torch.zeros((), dtype=torch.float64)
+        loads = Loads(model)
         for start in range(0, len(inputs), size):
             first = step * job.global_batch + start
             keys.samples = range(first, first + size)
@@ -104,15 +106,37 @@ def run_reference(job: Job, trial: Trial) -> list[Snapshot]:
             loss = (loss + model.auxiliary()) / tokens
             loss.backward()
             total += loss.detach()
+            loads.add()
         gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
         norm = torch.nn.utils.clip_grad_norm_([p for _, p in learning], job.optimiser.clip or float("inf"))
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
         optimizer.step()
         optimizer.zero_grad()
+        loads.correct()
         weights = {name: p.detach().clone() for name, p in named}
         snapshots.append(Snapshot(total, norm.detach(), gradients, weights))
     return snapshots
+
+
+class Loads:
+    """How often experts of the plain model are chosen in a step, by which their corrections move after it."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._layers = [m for m in model.modules() if isinstance(m, MoE)]
+        self._sums = [torch.zeros_like(layer.load) for layer in self._layers]
+
+    def add(self) -> None:
+        """Count the last forward."""
+        for total, layer in zip(self._sums, self._layers, strict=True):
+            total += layer.load
+
+    def correct(self) -> None:
+        """End the step."""
+        for load, layer in zip(self._sums, self._layers, strict=True):
+            router = layer.router
+            if router.correction is not None:
+                correct(router.correction, load, router.moe.correction_rate)
 
 
 def share_all(

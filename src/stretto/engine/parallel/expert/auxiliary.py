@@ -49,6 +49,13 @@ class Auxiliary:
         load = load.double()
         self.loads[name] = self.loads[name] + load if name in self.loads else load
 
+    def table(self, layers: int, experts: int) -> Tensor:
+        """`loads` of this step by block, zero where this rank has none: [layers, experts]."""
+        table = torch.zeros(layers, experts, dtype=torch.float64, device=self._device)
+        for name, load in self.loads.items():
+            table[int(name.split(".")[1])] += load  # blocks.3.mlp
+        return table
+
 
 class Reporting(nn.Module):
     """A layer with auxiliary losses.
