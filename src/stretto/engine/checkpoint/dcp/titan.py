@@ -221,7 +221,8 @@ def _check(shape: ModelShape) -> None:
         (name, getattr(shape, name), (usual,)) for name, usual in _BLOCKS.items()
     ]
     values += [(f"attention.{n}", getattr(shape.attention, n), usual) for n, usual in _ATTENTION.items()]
-    latent, moe, rope = shape.latent is not None, shape.moe, shape.rope
+    latent = shape.latent is not None
+    moe, rope = shape.moe, shape.rope
     scalings = (None, "yarn") if latent else (None,) if shape.attention.norm else (None, "llama3")
     values.append(("rope.type", rope and rope.type, scalings))
     if latent:
