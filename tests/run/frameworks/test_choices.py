@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
 from stretto.run.config.section import fields_of
 from stretto.run.frameworks.choices import NAMES, NOT_CHOSEN, PATHS, choices_of, job_from
+from stretto.spec.attention import RopeScaling
 from stretto.spec.job import Job
 from stretto.spec.presets import PRESETS, preset
 
@@ -29,8 +31,9 @@ def leaves(value: object, path: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
 
 
 def test_every_field_of_a_job_is_a_choice() -> None:
-    """Of a model that has all kinds of parts: experts, and latent attention."""
-    fields = leaves(Job(shape=preset("deepseek-v3")))
+    """Of a model that has all kinds of parts: experts, latent attention, and scaled positions."""
+    yarn = RopeScaling(type="yarn", factor=40.0, original_positions=4096)
+    fields = leaves(Job(shape=replace(preset("deepseek-v3"), rope=yarn)))
     options = {path for path in PATHS.values() if path[0] == "options"}
     assert fields - {("options",), ("layout", "expert_tp")} == set(PATHS.values()) - options
 

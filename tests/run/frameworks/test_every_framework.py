@@ -17,7 +17,7 @@ from stretto.run.config.section import find
 from stretto.run.frameworks.choices import NAMES, RUN_DEFAULTS, Choices, choices_of
 from stretto.run.frameworks.mapping import Framework, settings_of, unmapped
 from stretto.run.frameworks.registry import FRAMEWORKS
-from stretto.spec.attention import AttentionShape
+from stretto.spec.attention import AttentionShape, RopeScaling
 from stretto.spec.data_parallel import DataParallel, Precision
 from stretto.spec.experts import ExpertShape
 from stretto.spec.job import Job, Recompute
@@ -39,12 +39,18 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "schedule.chunks": (2,),
     "model.family": ("gpt", "llama"),
     "model.beyond": (("a clamped gate",),),
-    "model.mlp": ("gelu", "relu2", "swiglu"),
-    "model.norm": ("layer", "rms"),
+    "model.mlp": ("gelu", "relu2", "swiglu", "geglu", "swiglu_clamped"),
+    "model.norm": ("layer", "rms", "rms1p"),
+    "model.position_embedding": ("learned", "rotary"),
+    "model.block_norms": ("pre", "sandwich"),
+    "model.rope.type": ("linear", "dynamic", "yarn", "llama3"),
+    "model.moe.group_score": ("max", "top2"),
     "model.moe.score": ("softmax", "sigmoid"),
     "model.moe.drop": ("position", "probs"),
     "model.attention.norm": ("head", "all"),
     "model.attention.qkv_bias": (True, False),
+    "model.attention.proj_bias": (True, False),
+    "finetune.freeze": (("blocks.*",),),
     "precision.keep": (("blocks.*",),),
     "optim.betas": ((0.8, 0.95), (0.9, 0.9)),
     "optim.no_decay": (("blocks.*",),),
@@ -55,6 +61,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "data.text_field": ("content",),
     "dp.path": ("/scratch",),
     "checkpoint.resume": ("auto", "runs/other"),
+    "checkpoint.may_differ": (["rope"],),
     "run.name": ("other",),
     "run.dir": ("elsewhere",),
     "sample.prompt": ("Once",),
@@ -64,7 +71,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
 
 
 # choices that tell whether a model has a part, whose other choices say nothing without it
-PARTS = ("model.moe.experts", "model.attention.latent.kv_rank")
+PARTS = ("model.moe.experts", "model.attention.latent.kv_rank", "model.rope.type")
 # choices that mean something with certain values of another only: a framework may refuse that one
 WITH = {
     "optim.momentum": "optim.name",
@@ -99,9 +106,22 @@ def bases() -> Iterator[Choices]:
     moe = ExpertShape(experts=8, capacity=1.5, shared_ffn=1024)
     windowed = AttentionShape(window=128, full_every=2)
     shape = replace(preset("mixtral-8x7b"), moe=moe, attention=windowed)
+    scaled = RopeScaling(type="llama3", factor=8.0, original_positions=8192)
+    yarn = RopeScaling(type="yarn", factor=40.0, original_positions=4096, mscale=1.0, mscale_all_dim=1.0)
+    grouped = replace(
+        preset("deepseek-v3").moe or moe,
+        correction=True,
+        groups=8,
+        top_groups=4,
+        group_score="top2",
+        scale=2.5,
+    )
+    stretched = replace(preset("deepseek-v3"), rope=yarn, moe=grouped)
     rest = [
         replace(experts, shape=shape, dp=DataParallel(mode="zero1")),
         replace(experts, shape=preset("deepseek-v3")),
+        replace(experts, shape=stretched),
+        replace(llama, shape=replace(preset("llama3-8b"), rope=scaled)),
         replace(plain, layout=Layout(), optimiser=Optimiser(name="sgd", momentum=0.9)),
         replace(plain, layout=Layout(dp=8), dp=DataParallel(mode="zero3"), recompute=Recompute("full")),
         replace(plain, layout=Layout(dp=2, cp=2), context="ulysses", precision=experts.precision),

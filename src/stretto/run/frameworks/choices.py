@@ -16,9 +16,10 @@ from stretto.program.program import Program
 from stretto.run.config.required import FIELDS
 from stretto.run.config.schema import ScheduleConfig, TrainConfig
 from stretto.run.config.section import fields_of
-from stretto.spec.attention import AttentionShape, LatentShape
+from stretto.spec.attention import AttentionShape, LatentShape, RopeScaling
 from stretto.spec.data_parallel import DataParallel, Precision
 from stretto.spec.experts import ExpertShape
+from stretto.spec.finetune import Trained
 from stretto.spec.job import Job, Recompute
 from stretto.spec.optimiser import Optimiser, RateSchedule
 from stretto.spec.shape import ModelShape
@@ -45,8 +46,10 @@ _JOB = {
 _SECTIONS: Mapping[tuple[str, ...], tuple[str, type[Any]]] = {
     ("shape",): ("model", ModelShape),
     ("shape", "moe"): ("model.moe", ExpertShape),
+    ("shape", "rope"): ("model.rope", RopeScaling),
     ("shape", "attention"): ("model.attention", AttentionShape),
     ("shape", "attention", "latent"): ("model.attention.latent", LatentShape),
+    ("trained",): ("finetune", Trained),
     ("layout",): ("layout", Layout),
     ("recompute",): ("recompute", Recompute),
     ("dp",): ("dp", DataParallel),
@@ -57,6 +60,7 @@ _SECTIONS: Mapping[tuple[str, ...], tuple[str, type[Any]]] = {
 # sections that a model may lack, and the choice that tells
 _PRESENT: Mapping[tuple[str, ...], str] = {
     ("shape", "moe"): "experts",
+    ("shape", "rope"): "type",
     ("shape", "attention", "latent"): "kv_rank",
 }
 _RENAMED = {"model.sequence": "model.positions", "precision.dtype": "train.dtype"}
@@ -127,10 +131,6 @@ def choices_of(job: Job, config: TrainConfig | None = None) -> Choices:
     if config is not None:
         values |= {".".join(path): _at(config, path) for path, _ in fields_of(TrainConfig)}
     values |= {name: _at(job, path) for name, path in PATHS.items()}
-    special = ("shape", "attention")  # None where attention has nothing beside heads
-    values |= {
-        name: _at(job.shape.attention, path[2:]) for name, path in PATHS.items() if path[:2] == special
-    }
     values["train.bucket_mib"] = job.bucket / 2**20
     if job.custom_program is not None:
         values["schedule.file"] = job.custom_program if config is None else config.schedule.file

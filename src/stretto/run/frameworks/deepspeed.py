@@ -433,13 +433,14 @@ def _read_recompute(settings: Settings) -> Mapping[str, Any]:
 def _note_model(choices: Choices) -> Iterator[str]:
     kernel = {"flash": "sdpa", "explicit": "eager"}[choices["train.attention"]]
     yield f'in the script: {model_words(choices.job.shape)}, with attn_implementation="{kernel}"'
+    yield from (f"in the script: requires_grad is off for {one}" for one in choices["finetune.freeze"])
     yield f"in the script: samples of {choices['data.sequence']} tokens"
 
 
 _MODEL = tuple(name for name in NAMES if name.startswith("model."))
 
 _REPORTS = (
-    *under("checkpoint", "every keep resume"),
+    *under("checkpoint", "every keep resume may_differ"),
     *under("metrics", "every tensorboard peak_tflops trace"),
     *under("sample", "prompt tokens temperature top_k"),
     *under("run", "name dir"),
@@ -537,7 +538,11 @@ RULES = (
         notes=_note_recompute,
     ),
     only("recompute.memory_gib", [None], "DeepSpeed chooses no blocks by memory"),
-    Rule(choices=(*_MODEL, "train.attention", "data.sequence"), write=lambda _: {}, notes=_note_model),
+    Rule(
+        choices=(*_MODEL, "finetune.freeze", "train.attention", "data.sequence"),
+        write=lambda _: {},
+        notes=_note_model,
+    ),
     aside("padding of the vocabulary is up to the script's model", "train.vocab_multiple"),
     aside(
         "the training script's",

@@ -7,8 +7,8 @@ for is refused by name where it would change the job (`only`), and listed where 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -20,7 +20,7 @@ from stretto.run.frameworks.choices import NAMES, RUN_DEFAULTS, Choices, choices
 from stretto.spec.job import Job
 from stretto.spec.presets import PRESETS, preset
 from stretto.spec.rules import problems
-from stretto.spec.shape import ModelShape
+from stretto.spec.shape import ModelShape, fields_of
 
 Settings = Mapping[str, Any]
 
@@ -235,6 +235,17 @@ def aside(why: str, *choices: str) -> Rule:
     return Rule(choices=choices, write=lambda _: {}, notes=notes)
 
 
+def rule(
+    choices: Sequence[str],
+    settings: Sequence[str],
+    write: Callable[[Choices], Settings],
+    read: Callable[[Settings], Mapping[str, Any]] | None,
+    notes: Callable[[Choices], Iterable[str]] = lambda _: (),
+) -> Rule:
+    """A rule of functions of its own."""
+    return Rule(choices=tuple(choices), settings=tuple(settings), write=write, read=read, notes=notes)
+
+
 def refused(choice: str, value: Any, instead: str, allowed: Iterable[Any]) -> Problem:
     """The error of a choice that a framework does not have.
 
@@ -270,8 +281,22 @@ def model_words(shape: ModelShape) -> str:
         return name
     sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "bias")
     words = [f"{size}={getattr(shape, size)}" for size in sizes]
-    moe = [] if shape.moe is None else [f"experts={shape.moe.experts}", f"top_k={shape.moe.top_k}"]
-    return f"{shape.family} with {', '.join([*words, *moe])}"
+    usual = ModelShape(family=shape.family, **{size: getattr(shape, size) for size in (*sizes, "sequence")})
+    rest = [name for name in fields_of(shape) if name not in ("sequence", *sizes)]
+    words += [word for name in rest for word in _differing(name, getattr(shape, name), getattr(usual, name))]
+    return f"{shape.family} with {', '.join(words)}"
+
+
+def _differing(name: str, value: Any, usual: Any) -> Iterator[str]:
+    """What of a field is not usual; field by field where it is a shape of its own."""
+    if value == usual:
+        return
+    if not is_dataclass(value):
+        yield f"{name}={shown(value)}"
+        return
+    for one in fields(value):
+        default = one.default if usual is None else getattr(usual, one.name)
+        yield from _differing(f"{name}.{one.name}", getattr(value, one.name), default)
 
 
 # ------------------------------------------------------------------ both directions

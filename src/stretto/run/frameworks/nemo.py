@@ -32,6 +32,8 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "microbatch-group-size-per-virtual-pipeline-stage": ("model.microbatch_group_size_per_vp_stage",),
     "num-virtual-stages-per-pipeline-rank": ("model.virtual_pipeline_model_parallel_size",),
     "swiglu": ("model.gated_linear_unit",),
+    "apply-layernorm-1p": ("model.layernorm_zero_centered_gamma",),
+    "use-rope-scaling": ("model.rope_scaling",),
     "use-tp-pp-dp-mapping": ("dist.use_tp_pp_dp_mapping",),
     "distributed-timeout-minutes": ("dist.distributed_timeout_minutes",),
     "ddp-bucket-size": ("ddp.bucket_size",),

@@ -371,6 +371,7 @@ _AROUND = (
     *under("sample", "prompt tokens temperature top_k"),
     *under("run", "name dir"),
     "checkpoint.resume",
+    "checkpoint.may_differ",
 )
 RULES = (
     Rule(
@@ -464,6 +465,7 @@ RULES = (
         read=_read_recompute,
     ),
     only("recompute.memory_gib", [None], "torchtitan chooses no blocks by memory"),
+    only("finetune.freeze", [()], "torchtitan freezes no weights by their names"),
     same("debug.seed", "train.seed"),
     Rule(
         choices=under("checkpoint", "every keep"),

@@ -13,7 +13,7 @@ from typing import Any
 from stretto.run.frameworks.choices import PATHS
 from stretto.run.frameworks.mapping import Framework, Rule, Settings
 from stretto.run.frameworks.megatron.arguments import VERSION, unpriced, unread
-from stretto.run.frameworks.megatron.model import MODEL, family_of
+from stretto.run.frameworks.megatron.model import MODEL, positions_of
 from stretto.run.frameworks.megatron.ranks import RANKS
 from stretto.run.frameworks.megatron.script import parse, render
 from stretto.run.frameworks.megatron.training import TRAINING
@@ -52,7 +52,7 @@ def as_run(job: Job, settings: Settings) -> Job:
 
 def remarks(settings: Settings) -> Iterator[str]:
     """What the price of these arguments leaves out."""
-    if family_of(settings) == "llama" and settings.get("hidden-dropout", 0.1):
+    if positions_of(settings) == "rotary" and settings.get("hidden-dropout", 0.1):
         yield "dropout is left out: models with rotary positions have none here (--hidden-dropout 0)"
     if settings.get("recompute-method") == "uniform" and settings.get("recompute-num-layers", 1) > 1:
         yield "each block's input is taken to be kept, not that of each --recompute-num-layers"

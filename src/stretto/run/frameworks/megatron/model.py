@@ -2,38 +2,99 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from stretto.errors import StrettoError
 from stretto.run.frameworks.choices import Choices
-from stretto.run.frameworks.mapping import Rule, Settings, flag, refused, same
+from stretto.run.frameworks.mapping import Rule, Settings, flag, only, refused, rule, same
+from stretto.run.frameworks.megatron.experts import EXPERTS, ffn_of
+from stretto.spec.attention import RopeScaling
 from stretto.spec.presets import preset
 
 # entries of tokenizers that come without --vocab-size; others are looked up by the model's name
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
-_POSITIONS = {"rope": "llama", "learned_absolute": "gpt"}
+_POSITIONS = {"rope": "rotary", "learned_absolute": "learned"}
+_FAMILIES = {"rotary": "llama", "learned": "gpt"}
+_ROPE = "model.rope"
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_positions": 8192}
 
 
 # ------------------------------------------------------------------ family: positions, MLP, norm, biases
 
 
-def _write_family(choices: Choices) -> Settings:
-    rotary = choices["model.family"] == "llama"
+def _family_notes(choices: Choices) -> Iterable[str]:
+    yield f"model.family={choices['model.family']}: a name for usual values, which are written one by one"
+
+
+def _write_positions(choices: Choices) -> Settings:
+    rotary = choices["model.position_embedding"] == "rotary"
     base = {"rotary-base": int(choices["model.rope_theta"])} if rotary else {}
     return {"position-embedding-type": "rope" if rotary else "learned_absolute", **base}
 
 
-def _read_family(settings: Settings) -> Mapping[str, Any]:
+def _read_positions(settings: Settings) -> Mapping[str, Any]:
+    kind = positions_of(settings)
     return {
-        "model.family": family_of(settings),
+        "model.family": _FAMILIES[kind],
+        "model.position_embedding": kind,
         "model.rope_theta": float(settings.get("rotary-base", 10000)),
     }
 
 
-def family_of(settings: Settings) -> str:
-    """Which family's positions the arguments choose.
+def _write_rope(choices: Choices) -> Settings:
+    """Scaled rotary positions: Llama 3.1's with its usual bounds, and yarn of latent attention."""
+    kind = choices[f"{_ROPE}.type"]
+    if kind is None:
+        return {}
+    instead = "Megatron-LM scales rotary positions as Llama 3.1, and those of latent attention by yarn"
+    if kind == "llama3":
+        for name, usual in _LLAMA3.items():
+            if choices[f"{_ROPE}.{name}"] != usual:
+                raise refused(f"{_ROPE}.{name}", choices[f"{_ROPE}.{name}"], instead, (usual,))
+        return {"use-rope-scaling": True, "rope-scaling-factor": choices[f"{_ROPE}.factor"]}
+    if kind != "yarn" or choices[f"{_LATENT}.kv_rank"] is None:
+        raise refused(f"{_ROPE}.type", kind, instead, ("llama3",))
+    fixed = {
+        "original_positions": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": True,
+        "attention_factor": None,
+    }
+    for name, usual in fixed.items():
+        if choices[f"{_ROPE}.{name}"] != usual:
+            raise refused(f"{_ROPE}.{name}", choices[f"{_ROPE}.{name}"], instead, (usual,))
+    return {
+        "rope-type": "yarn",
+        "rotary-scaling-factor": choices[f"{_ROPE}.factor"],
+        "mscale": 1.0 if choices[f"{_ROPE}.mscale"] is None else choices[f"{_ROPE}.mscale"],
+        "mscale-all-dim": choices[f"{_ROPE}.mscale_all_dim"] or 0.0,
+    }
+
+
+def _read_rope(settings: Settings) -> Mapping[str, Any]:
+    if "use-rope-scaling" in settings:
+        values = {"type": "llama3", "factor": settings.get("rope-scaling-factor", 8.0), **_LLAMA3}
+    elif "multi-latent-attention" in settings and settings.get("rope-type", "yarn") == "yarn":
+        factor = settings.get("rotary-scaling-factor", 1.0)
+        if factor == 1.0:
+            return {}
+        values = {
+            "type": "yarn",
+            "factor": factor,
+            "original_positions": 4096,
+            "mscale": settings.get("mscale", 1.0),
+            "mscale_all_dim": settings.get("mscale-all-dim", 0.0),
+        }
+    else:
+        return {}
+    return {f"{_ROPE}.{name}": value for name, value in values.items()}
+
+
+def positions_of(settings: Settings) -> str:
+    """Which kind of positions the arguments choose: learned or rotary.
 
     Raises:
         StrettoError: positions of a kind that has no costs here.
@@ -54,7 +115,10 @@ def _write_mlp(choices: Choices) -> Settings:
         "relu2": {"squared-relu": True},
         "gelu": {},
     }
-    return kinds[choices["model.mlp"]]
+    kind = choices["model.mlp"]
+    if kind not in kinds:
+        raise refused("model.mlp", kind, "Megatron-LM's arguments have no such gate", kinds)
+    return kinds[kind]
 
 
 def _read_mlp(settings: Settings) -> Mapping[str, Any]:
@@ -68,14 +132,12 @@ def _write_ffn(choices: Choices) -> Settings:
 
 
 def _read_ffn(settings: Settings) -> Mapping[str, Any]:
-    hidden = settings["hidden-size"]
-    usual = int(4 * hidden * 2 / 3 / 64) * 64 if "swiglu" in settings else 4 * hidden
-    return {"model.ffn": settings.get("ffn-hidden-size", usual)}
+    return {"model.ffn": ffn_of(settings)}
 
 
 def _write_bias(choices: Choices) -> Settings:
     bias, of_norm = choices["model.bias"], choices["model.norm"] == "layer"
-    if not bias and of_norm and choices["model.family"] == "gpt":
+    if not bias and of_norm and choices["model.position_embedding"] == "learned":
         instead = "Megatron-LM's LayerNorm always has a bias"
         raise refused("model.bias", False, instead, (True,))
     return {} if bias else {"disable-bias-linear": True}
@@ -83,6 +145,26 @@ def _write_bias(choices: Choices) -> Settings:
 
 def _read_bias(settings: Settings) -> Mapping[str, Any]:
     return {"model.bias": "disable-bias-linear" not in settings}
+
+
+def _write_norm(choices: Choices) -> Settings:
+    kind = choices["model.norm"]
+    gain = {"apply-layernorm-1p": True} if kind == "rms1p" else {}
+    return {"normalization": "LayerNorm" if kind == "layer" else "RMSNorm", **gain}
+
+
+def _read_norm(settings: Settings) -> Mapping[str, Any]:
+    if settings.get("normalization", "LayerNorm") != "RMSNorm":
+        return {"model.norm": "layer"}
+    return {"model.norm": "rms1p" if "apply-layernorm-1p" in settings else "rms"}
+
+
+def _write_proj_bias(choices: Choices) -> Settings:
+    chosen, bias = choices["model.attention.proj_bias"], choices["model.bias"]
+    if chosen not in (None, bias):
+        instead = "Megatron-LM's projection has a bias where all linear layers have one"
+        raise refused("model.attention.proj_bias", chosen, instead, (bias,))
+    return {}
 
 
 def _write_qkv_bias(choices: Choices) -> Settings:
@@ -106,7 +188,7 @@ def _write_dropout(choices: Choices) -> Settings:
 
 
 def _read_dropout(settings: Settings) -> Mapping[str, Any]:
-    rotary = family_of(settings) == "llama"
+    rotary = positions_of(settings) == "rotary"
     return {"model.dropout": 0.0 if rotary else settings.get("hidden-dropout", 0.1)}
 
 
@@ -231,221 +313,21 @@ def _read_window(settings: Settings) -> Mapping[str, Any]:
     return {"model.attention.window": int(left) + 1, "model.attention.full_every": int(every)}
 
 
-# ------------------------------------------------------------------ experts
-
-
-def _write_experts(choices: Choices) -> Settings:
-    if choices["model.moe.experts"] is None:
-        return {}
-    shared, ffn = choices["model.moe.shared_ffn"], choices["model.moe.ffn"]
-    return {
-        "num-experts": choices["model.moe.experts"],
-        "moe-router-topk": choices["model.moe.top_k"],
-        "moe-ffn-hidden-size": choices["model.ffn"] if ffn is None else ffn,
-        **({"moe-shared-expert-intermediate-size": shared} if shared else {}),
-        **({"moe-shared-expert-gate": True} if choices["model.moe.shared_gate"] else {}),
-        "moe-grouped-gemm": True,
-        "moe-token-dispatcher-type": "alltoall",
-    }
-
-
-def _read_experts(settings: Settings) -> Mapping[str, Any]:
-    if not settings.get("num-experts"):
-        return {}
-    width = settings.get("moe-ffn-hidden-size")
-    return {
-        "model.moe.experts": settings["num-experts"],
-        "model.moe.top_k": settings.get("moe-router-topk", 2),
-        "model.moe.ffn": None if width == _read_ffn(settings)["model.ffn"] else width,
-        "model.moe.shared_ffn": settings.get("moe-shared-expert-intermediate-size", 0),
-        "model.moe.shared_gate": "moe-shared-expert-gate" in settings,
-    }
-
-
-def _write_scores(choices: Choices) -> Settings:
-    """How logits become weights: the softmax of the chosen ones, or of all before the choice."""
-    if choices["model.moe.experts"] is None:
-        return {}
-    score, normalise = choices["model.moe.score"], choices["model.moe.normalise"]
-    one = choices["model.moe.top_k"] == 1
-    if score == "sigmoid":
-        if not normalise and not one:
-            instead = "with sigmoid scores Megatron-LM always normalises the weights of several experts"
-            raise refused("model.moe.normalise", False, instead, (True,))
-        return {"moe-router-score-function": "sigmoid"}
-    if normalise and one:
-        instead = "the normalised weight of a single expert is always 1, so Megatron-LM does not offer it"
-        raise refused("model.moe.normalise", True, instead, (False,))
-    before = {} if normalise else {"moe-router-pre-softmax": True}
-    return {"moe-router-score-function": "softmax", **before}
-
-
-def _read_scores(settings: Settings) -> Mapping[str, Any]:
-    if not settings.get("num-experts"):
-        return {}
-    score = settings.get("moe-router-score-function", "softmax")
-    one = settings.get("moe-router-topk", 2) == 1
-    whole = not one if score == "sigmoid" else "moe-router-pre-softmax" not in settings
-    return {"model.moe.score": score, "model.moe.normalise": whole}
-
-
-def _write_losses(choices: Choices) -> Settings:
-    if choices["model.moe.experts"] is None:
-        return {}
-    balance, z = choices["model.moe.balance"], choices["model.moe.z"]
-    kind = "seq_aux_loss" if balance else "none"  # of each sequence, as ours
-    return {
-        "moe-router-load-balancing-type": [kind],
-        **({"moe-aux-loss-coeff": [balance]} if balance else {}),
-        **({"moe-z-loss-coeff": z} if z else {}),
-    }
-
-
-def _read_losses(settings: Settings) -> Mapping[str, Any]:
-    if not settings.get("num-experts"):
-        return {}
-    kinds = settings.get("moe-router-load-balancing-type", ["aux_loss"])
-    if "sinkhorn" in kinds:
-        raise StrettoError(
-            "--moe-router-load-balancing-type is sinkhorn, which is not priced",
-            hint="what is: aux_loss, seq_aux_loss, global_aux_loss, none",
-        )
-    balance = 0.0 if kinds == ["none"] else settings.get("moe-aux-loss-coeff", [0.0])[0]
-    return {"model.moe.balance": balance, "model.moe.z": settings.get("moe-z-loss-coeff", 0.0)}
-
-
-def _write_capacity(choices: Choices) -> Settings:
-    capacity, drop = choices["model.moe.capacity"], choices["model.moe.drop"]
-    if capacity is None:
-        return {} if drop != "position" else {"moe-token-drop-policy": drop}
-    return {"moe-expert-capacity-factor": capacity, "moe-token-drop-policy": drop}
-
-
-def _read_capacity(settings: Settings) -> Mapping[str, Any]:
-    if not settings.get("num-experts"):
-        return {}
-    factor = settings.get("moe-expert-capacity-factor")
-    return {
-        "model.moe.capacity": factor if factor is not None and factor > 0 else None,
-        "model.moe.drop": settings.get("moe-token-drop-policy", "probs"),
-    }
-
-
-def _capacity_notes(choices: Choices) -> Iterable[str]:
-    if choices["model.moe.capacity"] is not None:
-        yield "model.moe.capacity: of each sequence here, of a rank's whole microbatch in Megatron-LM"
-
-
-def _write_which(choices: Choices) -> Settings:
-    """Which blocks have experts, as a list of ones and zeros."""
-    if choices["model.moe.experts"] is None:
-        return {}
-    layers, dense = choices["model.layers"], choices["model.moe.dense_layers"]
-    every = choices["model.moe.every"]
-    if not dense and every == 1:
-        return {}
-    if every == 1:
-        return {"moe-layer-freq": f"([0]*{dense}+[1]*{layers - dense})"}
-    there = [int(i >= dense and (i + 1) % every == 0) for i in range(layers)]
-    return {"moe-layer-freq": f"({there})".replace(" ", "")}
-
-
-def _read_which(settings: Settings) -> Mapping[str, Any]:
-    text = settings.get("moe-layer-freq")
-    if not settings.get("num-experts") or text is None:
-        return {}
-    there = _pattern(text, settings["num-layers"])
-    first = there.index(1) if 1 in there else len(there)
-    for every in range(1, len(there) + 1):
-        for dense in (0, first):
-            if there == [int(i >= dense and (i + 1) % every == 0) for i in range(len(there))]:
-                return {"model.moe.dense_layers": dense, "model.moe.every": every}
-    raise StrettoError(
-        f"--moe-layer-freq {text}: such a pattern of blocks is not priced",
-        hint="what is: leading blocks without experts, and of the others every n-th",
-    )
-
-
-def _pattern(text: str, layers: int) -> list[int]:
-    """The blocks with experts of a number n (each n-th from the first on), or of a list such as
-    "([0]*3+[1]*58)".
-    """
-    if text.strip().isdecimal():
-        every = int(text)
-        return [int(i % every == 0) for i in range(layers)]
-    try:
-        there = _listed(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError):
-        there = []
-    if len(there) != layers or not set(there) <= {0, 1}:
-        raise StrettoError(
-            f"--moe-layer-freq {text!r} gives no 0 or 1 for each of {layers} layers",
-            hint=f"as in ([0]*1+[1]*{layers - 1})",
-        )
-    return there
-
-
-def _listed(node: ast.expr) -> list[int]:
-    """The value of an expression of lists of numbers, `+` and `*`."""
-    match node:
-        case ast.List(elts=items):
-            return [_number(item) for item in items]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _listed(left) + _listed(right)
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            times = _number(right)
-            if times > 10_000:
-                raise ValueError(times)
-            return _listed(left) * times
-        case _:
-            raise ValueError(node)
-
-
-def _number(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    raise ValueError(node)
-
-
-def _write_router_bias(choices: Choices) -> Settings:
-    """A bias that is learnt comes with those of all linears; one that only balances, with sigmoid scores."""
-    if not choices["model.moe.router_bias"]:
-        return {}
-    if choices["model.moe.score"] == "sigmoid":
-        return {"moe-router-enable-expert-bias": True}
-    if not choices["model.bias"]:
-        instead = "Megatron-LM's router has a bias where all linear layers have one"
-        raise refused("model.moe.router_bias", True, instead, (False,))
-    return {}
-
-
-def _read_router_bias(settings: Settings) -> Mapping[str, Any]:
-    if not settings.get("num-experts"):
-        return {}
-    bias = "moe-router-enable-expert-bias" in settings or "disable-bias-linear" not in settings
-    return {"model.moe.router_bias": bias}
-
-
 def _beyond_notes(choices: Choices) -> Iterable[str]:
     for words in choices["model.beyond"]:
         yield f"the model also has {words}: no size depends on it, and no argument is written for it"
 
 
-def _rule(choices: Sequence[str], settings: Sequence[str], write: Any, read: Any, notes: Any = None) -> Rule:
-    more = {} if notes is None else {"notes": notes}
-    return Rule(choices=tuple(choices), settings=tuple(settings), write=write, read=read, **more)
-
-
 MODEL: tuple[Rule, ...] = (
     same("num-layers", "model.layers"),
     same("hidden-size", "model.hidden"),
-    _rule(
+    rule(
         ("model.heads", "model.kv_heads"),
         ("num-attention-heads", "group-query-attention", "num-query-groups"),
         _write_heads,
         _read_heads,
     ),
-    _rule(
+    rule(
         ("model.head_dim", *(f"{_LATENT}.{name}" for name in ("kv_rank", "rope_dim", "value_dim", "q_rank"))),
         (
             "kv-channels",
@@ -459,9 +341,9 @@ MODEL: tuple[Rule, ...] = (
         _write_latent,
         _read_latent,
     ),
-    _rule(("model.ffn",), ("ffn-hidden-size",), _write_ffn, _read_ffn),
-    _rule(("model.mlp",), ("swiglu", "squared-relu"), _write_mlp, _read_mlp),
-    _rule(
+    rule(("model.ffn",), ("ffn-hidden-size",), _write_ffn, _read_ffn),
+    rule(("model.mlp",), ("swiglu", "squared-relu"), _write_mlp, _read_mlp),
+    rule(
         ("model.vocab", "data.tokenizer"),
         ("tokenizer-type", "tokenizer-model", "vocab-size", "padded-vocab-size"),
         _write_vocabulary,
@@ -469,67 +351,48 @@ MODEL: tuple[Rule, ...] = (
     ),
     same("max-position-embeddings", "model.positions"),
     flag("untie-embeddings-and-output-weights", "model.tied", when=False),
-    _rule(("model.dropout",), ("hidden-dropout", "attention-dropout"), _write_dropout, _read_dropout),
+    rule(("model.dropout",), ("hidden-dropout", "attention-dropout"), _write_dropout, _read_dropout),
     same("norm-epsilon", "model.norm_eps", usual=1e-5),
-    _rule(
-        ("model.family", "model.rope_theta"),
+    Rule(choices=("model.family",), write=lambda _: {}, notes=_family_notes),
+    rule(
+        ("model.position_embedding", "model.rope_theta"),
         ("position-embedding-type", "use-rotary-position-embeddings", "rotary-base"),
-        _write_family,
-        _read_family,
+        _write_positions,
+        _read_positions,
     ),
-    _rule(("model.bias",), ("disable-bias-linear",), _write_bias, _read_bias),
-    same(
-        "normalization",
-        "model.norm",
-        usual="LayerNorm",
-        to=lambda norm: "RMSNorm" if norm == "rms" else "LayerNorm",
-        back=lambda norm: "rms" if norm == "RMSNorm" else "layer",
+    rule(
+        tuple(f"{_ROPE}.{one.name}" for one in fields(RopeScaling)),
+        (
+            "use-rope-scaling",
+            "rope-scaling-factor",
+            "rope-type",
+            "rotary-scaling-factor",
+            "mscale",
+            "mscale-all-dim",
+        ),
+        _write_rope,
+        _read_rope,
     ),
+    flag("rotary-interleaved", "model.attention.interleaved"),
+    only("model.block_norms", ("pre",), "Megatron-LM's arguments have no norms after attention and MLP"),
+    only("model.embedding_scale", (1.0,), "Megatron-LM's arguments have no scale of the embedding"),
+    only("model.logit_softcap", (0.0,), "Megatron-LM's arguments have no bound of the logits"),
+    only("model.attention.softcap", (None,), "Megatron-LM's arguments have no bound of the scores"),
+    only("model.attention.query_scale", (None,), "Megatron-LM divides scores by the root of a head's width"),
+    only("model.attention.local_theta", (None,), "Megatron-LM has one base of rotary frequencies"),
+    only("finetune.freeze", ((),), "Megatron-LM's arguments freeze no weights"),
+    rule(("model.attention.proj_bias",), (), _write_proj_bias, None),
+    rule(("model.bias",), ("disable-bias-linear",), _write_bias, _read_bias),
+    rule(("model.norm",), ("normalization", "apply-layernorm-1p"), _write_norm, _read_norm),
     Rule(choices=("model.beyond",), write=lambda _: {}, notes=_beyond_notes),
-    _rule(("model.attention.norm",), ("qk-layernorm",), _write_head_norm, _read_head_norm),
-    _rule(("model.attention.qkv_bias",), ("add-qkv-bias",), _write_qkv_bias, _read_qkv_bias),
-    _rule(("model.attention.sinks",), ("softmax-type",), _write_sinks, _read_sinks),
-    _rule(
+    rule(("model.attention.norm",), ("qk-layernorm",), _write_head_norm, _read_head_norm),
+    rule(("model.attention.qkv_bias",), ("add-qkv-bias",), _write_qkv_bias, _read_qkv_bias),
+    rule(("model.attention.sinks",), ("softmax-type",), _write_sinks, _read_sinks),
+    rule(
         ("model.attention.window", "model.attention.full_every"),
         ("window-size", "window-attn-skip-freq"),
         _write_window,
         _read_window,
     ),
-    _rule(
-        tuple(f"model.moe.{name}" for name in ("experts", "top_k", "ffn", "shared_ffn", "shared_gate")),
-        (
-            "num-experts",
-            "moe-router-topk",
-            "moe-ffn-hidden-size",
-            "moe-shared-expert-gate",
-            "moe-shared-expert-intermediate-size",
-            "moe-grouped-gemm",
-            "moe-token-dispatcher-type",
-        ),
-        _write_experts,
-        _read_experts,
-    ),
-    _rule(
-        ("model.moe.score", "model.moe.normalise"),
-        ("moe-router-score-function", "moe-router-pre-softmax"),
-        _write_scores,
-        _read_scores,
-    ),
-    _rule(
-        ("model.moe.balance", "model.moe.z"),
-        ("moe-router-load-balancing-type", "moe-aux-loss-coeff", "moe-z-loss-coeff"),
-        _write_losses,
-        _read_losses,
-    ),
-    _rule(
-        ("model.moe.capacity", "model.moe.drop"),
-        ("moe-expert-capacity-factor", "moe-token-drop-policy"),
-        _write_capacity,
-        _read_capacity,
-        _capacity_notes,
-    ),
-    _rule(("model.moe.dense_layers", "model.moe.every"), ("moe-layer-freq",), _write_which, _read_which),
-    _rule(
-        ("model.moe.router_bias",), ("moe-router-enable-expert-bias",), _write_router_bias, _read_router_bias
-    ),
+    *EXPERTS,
 )

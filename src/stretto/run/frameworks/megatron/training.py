@@ -319,6 +319,7 @@ TRAINING: tuple[Rule, ...] = (
     ),
     same("log-interval", "metrics.every"),
     aside("Megatron-LM deletes no checkpoints", "checkpoint.keep"),
+    aside("Megatron-LM compares no fields of the model", "checkpoint.may_differ"),
     aside("Megatron-LM reads its own indexed files", "data.vocab", "data.text_field", "data.cache"),
     aside("set OMP_NUM_THREADS", "train.threads"),
     aside("Megatron-LM computes no such figure", "metrics.peak_tflops"),
