@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from stretto.spec.lora import is_adapter
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -14,15 +16,22 @@ class Trained:
 
     Attributes:
         freeze: patterns of names of frozen parameters; `*` stands for any text.
+        adapters: all parameters but those of low-rank adapters are frozen.
     """
 
     freeze: tuple[str, ...] = ()
+    adapters: bool = False
 
     def __call__(self, name: str) -> bool:
         """Whether the optimiser updates this parameter."""
-        if adjusted(name):
+        if adjusted(name) or (self.adapters and not is_adapter(name)):
             return False
         return not any(fnmatchcase(name, pattern) for pattern in self.freeze)
+
+    @property
+    def everything(self) -> bool:
+        """Whether nothing is frozen."""
+        return not self.freeze and not self.adapters
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """Patterns that match none of these names."""

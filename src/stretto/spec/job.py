@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from stretto.errors import Problem
@@ -93,6 +93,8 @@ class Job:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sequence", self.sequence or self.shape.sequence)
+        if self.shape.lora is not None:
+            object.__setattr__(self, "trained", replace(self.trained, adapters=True))
 
     @property
     def microbatches(self) -> int | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import groupby
 from math import prod
 
 from stretto.spec.attention import LatentShape
 from stretto.spec.experts import ExpertShape
+from stretto.spec.lora import PROJECTIONS, LoraShape, projection_rows
 from stretto.spec.shape import ModelShape
 
 Sizes = tuple[int, ...]
@@ -81,7 +83,7 @@ def embedding_shapes(shape: ModelShape) -> dict[str, Sizes]:
 def block_shapes(shape: ModelShape) -> dict[str, Sizes]:
     """Parameters of one block; where blocks are of several kinds, ask with `shape.block(index)`."""
     after = shape.block_norms == "sandwich"
-    return {
+    shapes = {
         **_norm("norm1", shape),
         **(_attention(shape) if shape.latent is None else _latent(shape, shape.latent)),
         **_linear("attn.proj", shape.hidden, shape.heads * shape.value_dim, shape.proj_bias),
@@ -90,6 +92,22 @@ def block_shapes(shape: ModelShape) -> dict[str, Sizes]:
         **(_mlp("mlp", shape, shape.ffn) if shape.moe is None else _moe(shape, shape.moe)),
         **(_norm("norm2_post", shape) if after else {}),
     }
+    return shapes if shape.lora is None else _adapted(shapes, shape, shape.lora)
+
+
+def _adapted(shapes: dict[str, Sizes], shape: ModelShape, lora: LoraShape) -> dict[str, Sizes]:
+    """Parameters of a block with those of the adapters, each after its linear's."""
+    every: dict[str, Sizes] = {}
+    for module, names in groupby(shapes, key=lambda name: name.rpartition(".")[0]):
+        every |= {name: shapes[name] for name in names}
+        if adapted := lora.adapted(module):
+            rows, columns = shapes[f"{module}.weight"]
+            sizes = zip(PROJECTIONS[module], projection_rows(module, rows, shape.kv_width), strict=True)
+            for projection, size in sizes:
+                if projection in adapted:
+                    every[f"{module}.lora.{projection}.A.weight"] = (lora.rank, columns)
+                    every[f"{module}.lora.{projection}.B.weight"] = (size, lora.rank)
+    return every
 
 
 def expert_shapes(shape: ModelShape) -> dict[str, Sizes]:

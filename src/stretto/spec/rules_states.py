@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from stretto.errors import Problem, StrettoError, nearest
 from stretto.spec.data_parallel import KEEP, MODES, SHARDS, Precision
 from stretto.spec.job import Job, Rule, either, nearest_values
-from stretto.spec.parameters import kept, parameter_shapes
+from stretto.spec.lora import PROJECTIONS
+from stretto.spec.parameters import block_shapes, kept, parameter_shapes
 from stretto.spec.shape import ModelShape
 
 _SHARDED = ("zero1", "zero2", "zero3")
@@ -191,7 +192,7 @@ def _sides(shape: ModelShape, tp: int) -> dict[str, int]:
 
 def _freeze(job: Job) -> Iterator[Problem]:
     """Every pattern freezes something, and something is left to train."""
-    if not job.trained.freeze:
+    if job.trained.everything:
         return
     names = list(parameter_shapes(job.shape))
     for pattern in job.trained.unmatched(names):
@@ -201,6 +202,21 @@ def _freeze(job: Job) -> Iterator[Problem]:
     if not any(map(job.trained, names)):
         rule = "it leaves no parameter to train"
         yield Problem("finetune.freeze", list(job.trained.freeze), rule, "freeze fewer, such as embed.*")
+
+
+def _adapters(job: Job) -> Iterator[Problem]:
+    """Every target is a linear of some block."""
+    shape, lora = job.shape, job.shape.lora
+    if lora is None:
+        return
+    modules = {name.rpartition(".")[0] for kind, _ in shape.kinds() for name in block_shapes(kind)}
+    for target in lora.unmatched(modules):
+        names = dict.fromkeys(name for module in sorted(modules) for name in PROJECTIONS.get(module, ()))
+        rule = "no block of the model has it" + ("; routed experts take no adapters" if shape.moe else "")
+        yield Problem("lora.targets", target, rule, f"of {', '.join(names)}")
+    if job.precision.fp8 != "none":
+        rule = "linears with adapters have no products in 8 bits"
+        yield Problem("precision.fp8", job.precision.fp8, rule, "precision.fp8=none, or lora.rank=null")
 
 
 STATE_RULES: tuple[Rule, ...] = (
@@ -213,4 +229,5 @@ STATE_RULES: tuple[Rule, ...] = (
     _keep,
     _eight_bits,
     _freeze,
+    _adapters,
 )

@@ -11,6 +11,7 @@ from stretto.errors import Problem, StrettoError, nearest
 from stretto.spec.attention import AttentionShape, LatentShape, RopeScaling
 from stretto.spec.experts import ExpertShape
 from stretto.spec.families import FAMILIES, USUAL, Family
+from stretto.spec.lora import LoraShape
 
 T = TypeVar("T")
 Mlp = Literal["gelu", "relu2", "swiglu", "geglu", "swiglu_clamped"]
@@ -51,6 +52,7 @@ class ModelShape:
     block_norms: `pre`: attention and MLP have a norm before them; `sandwich`: one after them too (Gemma 2).
     embedding_scale: by which the token embedding is multiplied; 1.0: nothing.
     logit_softcap: logits are cap * tanh(logit / cap); 0.0: as they are.
+    lora: low-rank adapters beside linears; None: none.
     beyond: what else the model does, in words; it changes no size and hardly a cost.
     """
 
@@ -77,6 +79,7 @@ class ModelShape:
     block_norms: BlockNorms
     embedding_scale: float
     logit_softcap: float
+    lora: LoraShape | None
     beyond: tuple[str, ...]
 
     def __init__(
@@ -105,6 +108,7 @@ class ModelShape:
         block_norms: BlockNorms | None = None,
         embedding_scale: float | None = None,
         logit_softcap: float | None = None,
+        lora: LoraShape | None = None,
         beyond: tuple[str, ...] = (),
     ) -> None:
         """Fill in what was left out, and check.
@@ -144,6 +148,7 @@ class ModelShape:
             "rope_theta": rope_theta,
             "rope": rope,
             "moe": moe,
+            "lora": lora,
             "beyond": beyond,
             **{name: usual[name] if value is None else value for name, value in chosen.items()},
         }
@@ -157,6 +162,11 @@ class ModelShape:
     def gated(self) -> bool:
         """Whether the MLP has a gate beside its up projection."""
         return self.mlp in ("swiglu", "geglu", "swiglu_clamped")
+
+    @property
+    def drops(self) -> bool:
+        """Whether training drops anything at random."""
+        return self.dropout > 0.0 or (self.lora is not None and self.lora.dropout > 0.0)
 
     @property
     def qkv_bias(self) -> bool:
@@ -382,6 +392,7 @@ _LATER = (
     "block_norms",
     "embedding_scale",
     "logit_softcap",
+    "lora",
     "beyond",
 )
 
@@ -411,6 +422,9 @@ def shape_from_record(sizes: Mapping[str, Any]) -> ModelShape:
         "rope": RopeScaling(**rope) if isinstance(rope, Mapping) else None,
         "beyond": tuple(sizes.get("beyond", ())),
     }
+    if isinstance(lora := sizes.get("lora"), Mapping):
+        adapters = dict(cast(Mapping[str, Any], lora))
+        fields["lora"] = LoraShape(targets=tuple(adapters.pop("targets")), **adapters)
     if isinstance(attention, Mapping):
         special = dict(cast(Mapping[str, Any], attention))
         latent = special.pop("latent", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stretto.engine.models.language import LanguageModel
+from stretto.engine.models.lora import add_adapters
 from stretto.spec.shape import ModelShape, check_built
 
 
@@ -15,4 +16,8 @@ def build(shape: ModelShape) -> LanguageModel:
         StrettoError: the shape has parts that can be planned but not yet built.
     """
     check_built(shape)
-    return LanguageModel(shape)
+    model = LanguageModel(shape)
+    if shape.lora is not None:
+        for i, block in enumerate(model.blocks):
+            add_adapters(block, shape.block(i), shape.lora)
+    return model

@@ -4,6 +4,9 @@ sequence (Korthikanti et al. 2022, section 4.2.2), and by experts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from stretto.engine.parallel.adapters import adapter_styles
 from stretto.engine.parallel.context.style import ContextAttention
 from stretto.engine.parallel.expert.experts import ExpertParallel, ExpertWeights
 from stretto.engine.parallel.styles import (
@@ -22,6 +25,8 @@ from stretto.engine.parallel.styles import (
 from stretto.spec.attention import LatentShape
 from stretto.spec.experts import ExpertShape
 from stretto.spec.job import Job
+from stretto.spec.lora import PROJECTIONS, LoraShape
+from stretto.spec.parameters import block_shapes
 from stretto.spec.shape import ModelShape
 
 
@@ -68,7 +73,25 @@ def _block(name: str, job: Job, shape: ModelShape) -> dict[str, Style]:
         **(_attention(job, shape) if shape.latent is None else _latent(job, shape, shape.latent)),
         **(_mlp(job, shape) if shape.moe is None else _experts(job, shape, shape.moe)),
     }
+    if shape.lora is not None:
+        parts |= _adapters(parts, job, shape, shape.lora)
     return {f"{name}.{part}": style for part, style in parts.items()}
+
+
+def _adapters(parts: Mapping[str, Style], job: Job, shape: ModelShape, lora: LoraShape) -> dict[str, Style]:
+    """Styles of the linears of a block that are split and have adapters, and of these."""
+    styles, sizes = dict[str, Style](), block_shapes(shape)
+    for name, style in parts.items():
+        if isinstance(style, Column | Row) and (adapted := lora.adapted(name)):
+            inside = adapter_styles(
+                style,
+                projections=PROJECTIONS[name],
+                adapted=adapted,
+                columns=sizes[f"{name}.weight"][1],
+                tokens=(1, job.sequence, style.sequence),
+            )
+            styles |= {f"{name}.{part}".rstrip("."): one for part, one in inside.items()}
+    return styles
 
 
 def _attention(job: Job, shape: ModelShape) -> dict[str, Style]:
@@ -130,10 +153,13 @@ def _experts(job: Job, shape: ModelShape, moe: ExpertShape) -> dict[str, Style]:
 
 
 def _linears(mlp: str, shape: ModelShape, width: int, sp: bool) -> dict[str, Style]:
-    """The two linears of an MLP of that inner width; between them, tokens may be in any order."""
+    """The two linears of an MLP of that inner width; between them, tokens may be in any order, but for the
+    masks of adapters.
+    """
+    ordered = shape.lora is not None and shape.lora.dropout > 0.0
     first: dict[str, Style] = (
-        {f"{mlp}.gate_up": Column(segments=((width, 1), (width, 1)), sequence=sp, ordered=False)}
+        {f"{mlp}.gate_up": Column(segments=((width, 1), (width, 1)), sequence=sp, ordered=ordered)}
         if shape.gated
-        else {f"{mlp}.up": Column(sequence=sp, ordered=False)}
+        else {f"{mlp}.up": Column(sequence=sp, ordered=ordered)}
     )
-    return {**first, f"{mlp}.down": Row(sequence=sp, ordered=False)}
+    return {**first, f"{mlp}.down": Row(sequence=sp, ordered=ordered)}

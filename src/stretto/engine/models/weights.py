@@ -11,6 +11,7 @@ from torch import Tensor
 from stretto.engine.models.language import LanguageModel
 from stretto.errors import StrettoError, nearest
 from stretto.spec.finetune import Trained
+from stretto.spec.lora import is_adapter
 from stretto.spec.shape import ModelShape
 
 STD = 0.02
@@ -22,8 +23,15 @@ def initial_values(name: str, shape: tuple[int, ...], seed: int, model_shape: Mo
     seed and name, and so the same under every layout.
 
     Norm gains are 1 (weights of `rms1p` 0), biases 0, all other values normal with std 0.02;
-    projections into the residual stream are scaled by 1/sqrt(2 layers) (Radford et al. 2019, section 2.3).
+    projections into the residual stream are scaled by 1/sqrt(2 layers) (Radford et al. 2019, section 2.3). Of
+    adapters B is 0, and A uniform as PEFT draws it: within 1/sqrt(in).
     """
+    if is_adapter(name):
+        if name.endswith(".B.weight"):
+            return torch.zeros(shape, device="cpu")
+        bound = shape[1] ** -0.5
+        values = torch.empty(shape, device="cpu")
+        return values.uniform_(-bound, bound, generator=seeded_generator(seed, name))
     if name.endswith(("bias", "attn.sinks", "mlp.router.correction")):
         return torch.zeros(shape, device="cpu")
     if len(shape) == 1 and model_shape.norm == "rms1p" and not name.endswith("down_norm.weight"):

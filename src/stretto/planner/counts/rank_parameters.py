@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from stretto.planner.counts.activations import ComputeConfig, vocabulary_rows
+from stretto.spec.lora import is_adapter
 from stretto.spec.parameters import block_shapes, embedding_shapes, head_shapes
 from stretto.spec.shape import ModelShape
 
@@ -94,6 +95,8 @@ def _parameter(layer: str, name: str, sizes: tuple[int, ...], shape: ModelShape,
 
 def _dense(name: str, sizes: tuple[int, ...], shape: ModelShape, shares: Shares) -> int:
     whole, tp = prod(sizes), shares.tp
+    if is_adapter(name):
+        return _factor(name, sizes, shape, tp)
     if name in ("tok.weight", "out.weight"):
         return vocabulary_rows(shape, tp, shares.vocab_multiple) * shape.hidden
     if name.startswith("attn.qkv"):
@@ -106,6 +109,19 @@ def _dense(name: str, sizes: tuple[int, ...], shape: ModelShape, shares: Shares)
     if name.startswith("mlp.") and "router" not in name and "shared_gate" not in name:
         return whole // tp
     return whole
+
+
+def _factor(name: str, sizes: tuple[int, ...], shape: ModelShape, tp: int) -> int:
+    """Elements of a factor of an adapter: beside a linear split by output features B is split, beside one
+    split by input features A.
+    """
+    module, _, inside = name.partition(".lora.")
+    projection, factor, *_ = inside.split(".")
+    if module.endswith("_down") or (factor == "A") != (module in _INTO_RESIDUAL):
+        return prod(sizes)
+    if module == "attn.qkv" and projection != "q_proj":
+        return max(shape.kv_heads // tp, 1) * shape.head_dim * sizes[1]
+    return prod(sizes) // tp
 
 
 def _expert(name: str, sizes: tuple[int, ...], shares: Shares) -> int:

@@ -24,6 +24,7 @@ from stretto.planner.time.operators import (
 from stretto.spec.attention import AttentionShape
 from stretto.spec.flops import attention_flops, block_flops, recomputed_flops
 from stretto.spec.framework import Operator
+from stretto.spec.lora import is_adapter
 from stretto.spec.parameters import block_shapes
 from stretto.spec.shape import ModelShape
 
@@ -175,7 +176,7 @@ def _attention_linears(shape: ModelShape, how: ComputeConfig) -> list[tuple[int,
     """
     linears: list[tuple[int, int]] = []
     for name, sizes in block_shapes(shape).items():
-        if name.startswith("attn.") and len(sizes) == 2:
+        if name.startswith("attn.") and len(sizes) == 2 and not is_adapter(name):
             rows, columns = sizes
             if name.startswith("attn.proj"):
                 columns //= how.tp

@@ -6,6 +6,7 @@ The reference in `docs/config.md` is made from this file.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
@@ -15,7 +16,7 @@ from stretto.layout.layout import ORDER, Layout
 from stretto.program import PLAIN
 from stretto.run.config.model import ModelConfig
 from stretto.run.config.section import JobSection, Section
-from stretto.run.config.states import DataParallelConfig, FinetuneConfig, PrecisionConfig
+from stretto.run.config.states import DataParallelConfig, FinetuneConfig, LoraConfig, PrecisionConfig
 from stretto.spec.attention import AttentionKernel, ContextKind
 from stretto.spec.data_parallel import Dtype
 from stretto.spec.job import VOCAB_MULTIPLE, RecomputeMode
@@ -448,6 +449,7 @@ class TrainConfig(JobSection):
     dp: DataParallelConfig = Field(default_factory=DataParallelConfig)
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     finetune: FinetuneConfig = Field(default_factory=FinetuneConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
     recompute: RecomputeConfig = Field(default_factory=RecomputeConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     batch: BatchConfig = Field(default_factory=BatchConfig)
@@ -470,7 +472,9 @@ class TrainConfig(JobSection):
         Raises:
             StrettoError: sizes that do not fit each other.
         """
-        return self.model.shape(vocab or self._likely_vocab, self.data.sequence)
+        shape = self.model.shape(vocab or self._likely_vocab, self.data.sequence)
+        lora = self.lora.shape()
+        return shape if lora is None else replace(shape, lora=lora)
 
     @property
     def _likely_vocab(self) -> int:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Self
 
+from pydantic import Field, model_validator
+
+from stretto.errors import StrettoError
 from stretto.layout.shards import Mode
 from stretto.run.config.section import Section
 from stretto.spec.data_parallel import KEEP, Fp8, GatherChoice, GradientType, Offload, ReduceChoice
+from stretto.spec.lora import EVERY_LINEAR, LoraShape
 
 
 class DataParallelConfig(Section):
@@ -67,6 +71,48 @@ class FinetuneConfig(Section):
         description="Patterns of names of parameters that are not trained, which then have no gradient and "
         "no optimiser state; `*` stands for any text.",
     )
+
+
+class LoraConfig(Section):
+    """Low-rank adapters beside the linears of blocks (Hu et al. 2021); all other parameters are frozen."""
+
+    rank: int | None = Field(default=None, gt=0, description="Rank of the adapters; null: none.")
+    alpha: float | None = Field(
+        default=None, gt=0, description="An adapter adds `alpha / rank` B A x; null: `rank`."
+    )
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Probability of dropout on the input of A.")
+    targets: list[str] = Field(
+        default_factory=lambda: [EVERY_LINEAR],
+        min_length=1,
+        examples=['["q_proj", "v_proj"]'],
+        description="Linears with adapters: names as in PEFT, names of modules here with `*` for any text "
+        "(`attn.*`), or `all-linear`.",
+    )
+    rslora: bool = Field(
+        default=False,
+        description="The factor is `alpha / sqrt(rank)` (Kalajdzievski 2023); PEFT's `use_rslora`.",
+    )
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        self.shape()  # which looks for the targets
+        fields = LoraConfig.model_fields.items()
+        usual = {name: field.get_default(call_default_factory=True) for name, field in fields}
+        if self.rank is None and self.model_dump() != usual:
+            raise StrettoError("has no rank, so that there are no adapters", hint="lora.rank=8")
+        return self
+
+    def shape(self) -> LoraShape | None:
+        """The adapters; None without a rank."""
+        if self.rank is None:
+            return None
+        return LoraShape(
+            rank=self.rank,
+            alpha=self.rank if self.alpha is None else self.alpha,
+            dropout=self.dropout,
+            targets=tuple(self.targets),
+            rslora=self.rslora,
+        )
 
 
 class PrecisionConfig(Section):

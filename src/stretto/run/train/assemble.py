@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,10 @@ from stretto.run.train.optimizer import ReplicaOptimizer
 from stretto.run.train.replica import Replica
 from stretto.spec.data_parallel import Precision
 from stretto.spec.job import Job
+from stretto.spec.lora import is_adapter
 from stretto.spec.reduction import reduction
+
+Fresh = bool | Literal["adapters"]
 
 DTYPES = {
     "float32": torch.float32,
@@ -82,14 +86,15 @@ class _Stages:
     parameters: dict[str, nn.Parameter]
 
 
-def assemble(job: Job, mesh: Mesh, *, seed: int, fresh: bool = True) -> Replica:
+def assemble(job: Job, mesh: Mesh, *, seed: int, fresh: Fresh = True) -> Replica:
     """Build this rank's replica: plain model, sharding, stages, weights, optimiser. Collective over all
     ranks.
 
     Args:
         job: a legal one, whose model has the tokenizer's vocabulary.
         seed: of initial values and dropout.
-        fresh: initialise the parameters; False where a checkpoint fills them.
+        fresh: initialise the parameters; False where a checkpoint fills them, "adapters" where it fills all
+            but these.
     """
     setup = _Setup(
         job=job,
@@ -220,13 +225,13 @@ def _connect(
             for shared in table[n].shared
         ],
         boundary=Boundary((job.micro_batch, len(setup.split.shard), job.shape.hidden), stream),
-        before_forward=before_forward if job.shape.dropout or job.shape.moe is not None else None,
+        before_forward=before_forward if job.shape.drops or job.shape.moe is not None else None,
         weights=states,
     )
 
 
 def _begin_optimizer(
-    setup: _Setup, optimizer: ReplicaOptimizer, pipeline: Pipeline, elsewhere: frozenset[int], fresh: bool
+    setup: _Setup, optimizer: ReplicaOptimizer, pipeline: Pipeline, elsewhere: frozenset[int], fresh: Fresh
 ) -> None:
     """Initialise the weights, and make the optimiser over the fragments that this rank updates.
 
@@ -235,6 +240,8 @@ def _begin_optimizer(
     """
 
     def values(name: str, size: tuple[int, ...]) -> Tensor:
+        if fresh == "adapters" and not is_adapter(name):
+            return torch.zeros(()).expand(size)
         return initial_values(name, size, setup.seed, setup.job.shape)
 
     optimizer.begin(values if fresh else None, elsewhere, bool(setup.program.versions))

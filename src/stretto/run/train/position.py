@@ -23,7 +23,8 @@ from stretto.run.train.replica import (
     set_random_state,
     tensors_of,
 )
-from stretto.run.train.resume import check_fits, none_at, place_of
+from stretto.run.train.resume import check_fits, is_base, none_at, place_of
+from stretto.spec.lora import is_adapter
 from stretto.spec.shape import shape_to_record
 
 Report = Callable[[str], object]
@@ -113,15 +114,17 @@ def go_on(
 ) -> TextPosition:
     """Fill the replica from a checkpoint, whatever layout wrote it. Collective.
 
-    One that was imported may have weights only: training starts with them at step 0. One with an optimiser's
+    One that was imported may have weights only: training starts with them at step 0, and so it does with the
+    base of new adapters. One with an optimiser's
     states goes on from its step, with the first samples.
 
     Raises:
         StrettoError: damaged, or of another model or tokenizer.
     """
     meta = check_fits(path, config, replica.shape, folder)
-    if "step" not in meta:
-        load_weights(replica, path, check=config.checkpoint.resume != "auto")
+    base = is_base(meta, replica.shape)
+    if "step" not in meta or base:
+        load_weights(replica, path, check=config.checkpoint.resume != "auto", adapters=not base)
         report(f"starting from the weights of {path}")
         return TextPosition()
     weight_updates = meta.get("updates", meta["step"])  # older checkpoints are of one update a step
@@ -144,16 +147,21 @@ def go_on(
     )
 
 
-def load_weights(replica: Replica, path: Path, check: bool = True) -> None:
+def load_weights(replica: Replica, path: Path, check: bool = True, adapters: bool = True) -> None:
     """Fill the replica's weights from a checkpoint of any layout, and nothing of its optimisers. Collective.
 
     Args:
         check: read every byte first; not needed after `find_checkpoint`.
+        adapters: those of adapters too; else they keep their values.
 
     Raises:
         StrettoError: damaged, or of another model.
     """
-    tensors = {name: place for name, place in tensors_of(replica).items() if name.startswith(MODEL)}
+    tensors = {
+        name: place
+        for name, place in tensors_of(replica).items()
+        if name.startswith(MODEL) and (adapters or not is_adapter(name))
+    }
     load(path, tensors, ignore=[OPTIM], check=check)
     replica.refresh()
 

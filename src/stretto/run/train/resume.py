@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ MAY_DIFFER: Mapping[str, str] = {
     "dropout": "acts in training only, and may change between two stages of it",
     "sequence": "limits the context; of learned positions it is a size, and compared",
     "beyond": "says what a model does that is planned and never built",
+    "lora.dropout": "acts in training only",
     "moe.balance": "weighs a loss of training",
     "moe.z": "weighs a loss of training",
     "moe.capacity": "drops tokens in training only",
@@ -89,8 +90,16 @@ def check_fits(path: Path, config: TrainConfig, shape: ModelShape, folder: Token
         StrettoError: it is not.
     """
     meta = check_model(path, shape, folder, config.checkpoint.may_differ)
-    _check_optimizer(path, meta, config)
+    if not is_base(meta, shape):
+        _check_optimizer(path, meta, config)
     return meta
+
+
+def is_base(meta: Mapping[str, Any], shape: ModelShape) -> bool:
+    """Whether the checkpoint is the base of a model with adapters: training starts with its weights, and with
+    new adapters.
+    """
+    return shape.lora is not None and (meta.get("model") or {}).get("lora") is None
 
 
 def check_model(
@@ -120,6 +129,8 @@ def _check_model(path: Path, record: object, shape: ModelShape, allowed: Sequenc
         raise StrettoError(
             f"checkpoint {path} does not say what model it is of", hint="use another checkpoint"
         ) from None
+    if theirs.lora is None:
+        shape = replace(shape, lora=None)  # new adapters beside it change nothing
     known = {_CONFIG_NAMES.get(name, name) for flat in (_flat(theirs), _flat(shape)) for name in flat}
     if unknown := [name for name in allowed if not any(_within(one, name) for one in known)]:
         near = nearest(unknown[0], known)
@@ -190,6 +201,8 @@ def _within(name: str, part: str) -> bool:
 def _fix(difference: Difference) -> str:
     """The override that gives the config's model the checkpoint's value."""
     name, value = difference.name, difference.theirs
+    if _within(name, "lora"):
+        return f"{name}={list(value) if isinstance(value, tuple) else value}".replace("'", '"')
     if value is None:
         absent = [fix for part, fix in _NONE.items() if _within(name, part)]
         return f"model.{absent[0] if absent else f'{name}=null'}"
@@ -233,6 +246,9 @@ def _check_optimizer(path: Path, meta: Mapping[str, Any], config: TrainConfig) -
     if not same or (ours.name == "sgd" and bool(theirs["momentum"]) != bool(ours.momentum)):
         field = "momentum" if same else "name"
         raise another_optimiser(path, f"optim.{field}", theirs[field], getattr(ours, field))
+    frozen = meta["config"].get("finetune", {}).get("freeze", [])
+    if "step" in meta and frozen != config.finetune.freeze:
+        raise another_optimiser(path, "finetune.freeze", frozen, config.finetune.freeze)
 
 
 def _check_tokenizer(path: Path, meta: Mapping[str, Any], folder: TokenFolder) -> None:

@@ -24,7 +24,7 @@ from stretto.run.train.companions import TOKENIZER, copy_companions, run_folder
 from stretto.run.train.hang_record import HANG, hang_record
 from stretto.run.train.loop import process_group, start_run
 from stretto.run.train.position import TextPosition, find_checkpoint, go_on
-from stretto.run.train.resume import check_fits
+from stretto.run.train.resume import check_fits, is_base
 from stretto.run.train.session import Session
 
 
@@ -49,10 +49,11 @@ def train_rank(
         pipeline = job.layout.group(mesh.rank, "pp")
         cleanup.enter_context(hang_record(config.run.folder / HANG, pipeline))
         notes = list[str]()
-        saved = find_checkpoint(config, notes.append)
+        saved, base = find_checkpoint(config, notes.append), False
         if saved is not None:
-            check_fits(saved, config, job.shape, folder)
-        replica = assemble(job, mesh, seed=config.train.seed, fresh=saved is None)
+            base = is_base(check_fits(saved, config, job.shape, folder), job.shape)
+        fresh = "adapters" if saved is not None and base else saved is None
+        replica = assemble(job, mesh, seed=config.train.seed, fresh=fresh)
         cleanup.callback(replica.close)
         position = TextPosition()
         if saved is not None:

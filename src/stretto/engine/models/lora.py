@@ -1,0 +1,78 @@
+"""Low-rank adapters beside linears (Hu et al. 2021, "LoRA")."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from stretto.engine.models.causal import dropout
+from stretto.spec.lora import PROJECTIONS, LoraShape, projection_rows
+from stretto.spec.shape import ModelShape
+
+
+class Adapter(nn.Module):
+    """B A x, with A [rank, in] and B [out, rank]."""
+
+    def __init__(self, lora: LoraShape, columns: int, rows: int) -> None:
+        super().__init__()
+        self.scale = lora.scale
+        self.drop = dropout(lora.dropout)
+        self.A = nn.Linear(columns, lora.rank, bias=False)
+        self.B = nn.Linear(lora.rank, rows, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] to scale B A x [..., out]."""
+        return self.B(self.A(self.drop(x)) * self.scale)  # scaled where it is narrow
+
+
+class Adapters(nn.Module):
+    """The adapters of one linear, each a child by the name of its projection.
+
+    Attributes:
+        projections: all projections of the linear, in the order of its output features.
+        rows: the output features of each that are held here, fewer under tensor parallelism.
+    """
+
+    def __init__(self, lora: LoraShape, name: str, linear: nn.Linear, kv_rows: int) -> None:
+        """
+        Args:
+            name: of the linear in its block.
+            kv_rows: features of all keys.
+        """
+        super().__init__()
+        self.projections = PROJECTIONS[name]
+        self.rows = projection_rows(name, linear.out_features, kv_rows)
+        adapted = lora.adapted(name)
+        for projection, rows in zip(self.projections, self.rows, strict=True):
+            if projection in adapted:
+                self.add_module(projection, Adapter(lora, linear.in_features, rows))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """The linear's input x [..., in] and output y [..., out] to its output with adapters."""
+        parts = [
+            part if (adapter := self._modules.get(name)) is None else part + adapter(x)
+            for name, part in zip(self.projections, y.split(list(self.rows), -1), strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+class AdaptedLinear(nn.Linear):
+    """An nn.Linear with adapters."""
+
+    lora: Adapters
+
+    def forward(self, input: Tensor) -> Tensor:
+        """x [..., in] to [..., out]."""
+        return self.lora(input, super().forward(input))
+
+
+def add_adapters(block: nn.Module, shape: ModelShape, lora: LoraShape) -> None:
+    """Give the linears of a block their adapters, in place. Names of parameters stay.
+
+    Args:
+        shape: of this block.
+    """
+    for name, linear in list(block.named_modules()):
+        if type(linear) is nn.Linear and lora.adapted(name):
+            linear.lora = Adapters(lora, name, linear, shape.kv_width)
+            linear.__class__ = AdaptedLinear

@@ -1,0 +1,130 @@
+"""Linears with low-rank adapters (Hu et al. 2021, "LoRA") that tensor-parallel ranks split.
+
+An adapter adds B A x. Beside a linear split by output features, B is split like the linear, and every rank
+has the whole A; beside one split by input features, A is split like the linear, and every rank has the whole
+B. The styles of these factors are the linear's own: what ranks exchange for an adapter is what they exchange
+for the linear, as narrow as the adapter's rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor, nn
+
+from stretto.engine.parallel.styles import Column, Part, Row, SplitDropout, Style
+from stretto.engine.parallel.tensor.linear import GatherLinear, ParallelLinear, ScatterLinear
+from stretto.errors import StrettoError
+
+if TYPE_CHECKING:
+    from stretto.engine.parallel.mesh import Mesh
+
+Tokens = tuple[int, int, bool]  # dimension, tokens of a sample, whether they are split over tp too
+ADAPTERS = "lora"  # the child that has a linear's adapters
+
+
+class _Adapted(nn.Module):
+    """Mixed into a linear's class."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the linear, with what its adapters add."""
+        return getattr(self, ADAPTERS)(x, super().forward(x))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _AdaptedParallel(_Adapted, ParallelLinear):
+    pass
+
+
+class _AdaptedGather(_Adapted, GatherLinear):
+    pass
+
+
+class _AdaptedScatter(_Adapted, ScatterLinear):
+    pass
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    ParallelLinear: _AdaptedParallel,
+    GatherLinear: _AdaptedGather,
+    ScatterLinear: _AdaptedScatter,
+}
+
+
+@dataclass(frozen=True)
+class Adapted(Style):
+    """A linear of style `base` whose child `lora` has a forward (x, y) that adds the adapters' part to its
+    output y, and `rows`, the output features of each of its projections.
+    """
+
+    base: Column | Row
+
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+        return self.base.parts(name, _bare(name, module), index, tp)
+
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        bare, adapters = _bare("Adapted", module), module.get_submodule(ADAPTERS)
+        linear = self.base.swap(bare, mesh)
+        linear.__class__ = _CLASSES[type(linear)]
+        if isinstance(self.base, Column):  # one run for each projection
+            part = self.base.parts("Adapted", bare, mesh.index("tp"), mesh.size("tp"))["weight"]
+            cast(Any, adapters).rows = tuple(run.size for run in part.runs)
+        linear.add_module(ADAPTERS, adapters)
+        return linear
+
+
+@dataclass(frozen=True)
+class WholeFactor(Style):
+    """A factor of an adapter that every rank has whole. With `sequence` each rank applies it to its own
+    tokens, so that its gradients are summed over the ranks.
+    """
+
+    sequence: bool = False
+
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+        return {"weight": Part(dim=None, partial=self.sequence)}
+
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        assert isinstance(module, nn.Linear)
+        return ParallelLinear(cast(nn.Parameter, module.weight), None)
+
+
+def adapter_styles(
+    base: Column | Row, projections: Sequence[str], adapted: Sequence[str], columns: int, tokens: Tokens
+) -> dict[str, Style]:
+    """Styles of a linear and its adapters, by their names in the linear ("" is the linear itself).
+
+    Args:
+        base: the linear's style.
+        projections, adapted: its projections, and those of them with adapters.
+        columns: its input features.
+        tokens: how those of a sample are split beside the linears (`SplitDropout.sequence`).
+    """
+    styles: dict[str, Style] = {"": Adapted(base)}
+    for at, name in enumerate(projections):
+        if name not in adapted:
+            continue
+        if isinstance(base, Column):
+            whole, split = "A", "B"
+            factor = replace(base, segments=base.segments[at : at + 1])
+            drop = SplitDropout(sequence=tokens)
+        else:
+            whole, split = "B", "A"
+            factor = base
+            drop = SplitDropout(heads=(2, columns), sequence=(*tokens[:2], False))
+        styles |= {
+            f"{ADAPTERS}.{name}.{whole}": WholeFactor(base.sequence),
+            f"{ADAPTERS}.{name}.{split}": factor,
+            f"{ADAPTERS}.{name}.drop": drop,
+        }
+    return styles
+
+
+def _bare(name: str, module: nn.Module) -> nn.Linear:
+    """A linear without its adapters, of the same parameters."""
+    if not isinstance(module, nn.Linear):
+        raise StrettoError(f"{name} is {type(module).__name__}", hint="Adapted style takes nn.Linear")
+    bare = nn.Linear(module.in_features, module.out_features, device="meta")
+    bare.weight, bare.bias = module.weight, module.bias
+    return bare.train(module.training)
