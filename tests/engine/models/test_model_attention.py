@@ -8,6 +8,10 @@ from stretto.engine.models.attention import merge_heads, split_heads
 from stretto.engine.models.causal import CausalAttention, causal_probabilities, make_explicit
 
 
+def probabilities(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return causal_probabilities(q, k, CausalAttention(0.0).scores(q.shape[-1]))
+
+
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_explicit_attention_equals_fused(kv_heads: int):
     q = torch.randn(2, 4, 9, 6, dtype=torch.float64)
@@ -30,12 +34,12 @@ def test_dropout_falls_on_the_probabilities():
     core.drop = Watch()
     q, k, v = torch.randn(3, 2, 4, 5, 6)
     assert torch.equal(core(q, k, v), torch.zeros(2, 4, 5, 6))
-    assert torch.equal(seen[0], causal_probabilities(q, k))
+    assert torch.equal(seen[0], probabilities(q, k))
 
 
 def test_probabilities_are_causal_and_sum_to_one():
     q, k = torch.randn(2, 1, 2, 5, 4)
-    p = causal_probabilities(q, k)
+    p = probabilities(q, k)
     torch.testing.assert_close(p.sum(-1), torch.ones(1, 2, 5))
     assert (p.triu(1) == 0).all()
 
@@ -69,7 +73,7 @@ def test_explicit_gradients_equal_fused(kv_heads: int, training: bool):
 
 def test_the_gradient_of_causal_softmax():
     q, k = torch.randn(2, 1, 2, 4, 3, dtype=torch.float64)
-    assert torch.autograd.gradcheck(causal_probabilities, (q.requires_grad_(), k.requires_grad_()))
+    assert torch.autograd.gradcheck(probabilities, (q.requires_grad_(), k.requires_grad_()))
 
 
 def test_all_attention_of_a_model_is_made_explicit():
@@ -80,9 +84,9 @@ def test_all_attention_of_a_model_is_made_explicit():
 
 def test_probabilities_have_the_computing_type():
     q, k = torch.randn(2, 1, 2, 5, 4).bfloat16().requires_grad_()
-    p = causal_probabilities(q, k)
+    p = probabilities(q, k)
     assert p.dtype is torch.bfloat16
-    torch.testing.assert_close(p.float(), causal_probabilities(q.float(), k.float()), rtol=0.02, atol=1e-3)
+    torch.testing.assert_close(p.float(), probabilities(q.float(), k.float()), rtol=0.02, atol=1e-3)
 
 
 @pytest.mark.parametrize("by_heads", [True, False])

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from closeness import check_close
+from stretto.engine.models.attention import merge_heads
 from stretto.engine.models.causal import CausalAttention
+from stretto.engine.parallel.recompute import recompute
 
 
 @dataclass(frozen=True)
@@ -136,3 +138,88 @@ def test_attention_is_the_formula_for_any_shape(
             explicit=explicit,
         )
     )
+
+
+LONG = 3 * 64 + 5  # more than one tile of every kernel
+LONG_CASES = [
+    Case(LONG, LONG, 4, 2),
+    Case(LONG, LONG, 4, 2, window=40),
+    Case(LONG, LONG, 4, 2, window=90, sinks=True),
+    Case(LONG, LONG, 4, 2, softcap=3.0),
+    Case(LONG, LONG, 4, 2, window=40, softcap=3.0, sinks=True),
+    Case(LONG, LONG, 4, 2, sinks=True),
+    Case(LONG, LONG, 4, 4, d=6, dv=4),
+    Case(70, LONG, 4, 2, window=80, sinks=True),
+]
+
+
+@pytest.mark.parametrize("case", LONG_CASES, ids=str)
+def test_attention_over_many_tiles_is_the_formula(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("case", LONG_CASES, ids=str)
+def test_nothing_quadratic_is_kept_for_the_backward(case: Case) -> None:
+    """q, k, v, the output, and a number for each query and head; a tile of scores at most while computing."""
+    inputs = [x.detach().requires_grad_() for x in case.inputs()]
+    kept = dict[int, int]()
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = case.core()(*inputs)
+    a_number_each = 2 * case.heads * case.n * y.element_size()
+    assert sum(kept.values()) <= sum(x.nbytes for x in inputs) + y.nbytes + a_number_each
+
+
+@pytest.mark.parametrize("case", [*CASES, *LONG_CASES], ids=str)
+def test_the_output_is_merged_without_a_copy(case: Case) -> None:
+    y = case.core()(*case.inputs())
+    assert merge_heads(y).untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+
+
+def test_keys_before_the_window_get_no_gradient() -> None:
+    case = Case(2, 30, window=5)
+    inputs = case.inputs()
+    case.core()(*inputs).sum().backward()
+    for x in inputs[1:]:
+        assert x.grad is not None
+        assert not x.grad[:, :, :24].any()
+        assert x.grad[:, :, 24:].any(-1).all()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.sinks], ids=str)
+def test_recomputed_attention_has_the_same_gradients(case: Case) -> None:
+    inputs = case.inputs()
+    plain, again = case.core(), case.core()
+    recompute(again)
+    dy = torch.randn_like(y := plain(*inputs))
+    ours = again(*inputs)
+    assert torch.equal(ours, y)
+    for mine, other in zip(
+        torch.autograd.grad(ours, inputs, dy), torch.autograd.grad(y, inputs, dy), strict=True
+    ):
+        assert torch.equal(mine, other)
+
+
+def test_under_autocast_attention_runs_in_16_bits() -> None:
+    for case in (Case(9, 9, window=4, sinks=True), Case(9, 9, softcap=2.0), Case(5, 9), Case(9, 9, dv=3)):
+        inputs = [x.detach().float().requires_grad_() for x in case.inputs()]
+        with torch.autocast("cpu", torch.bfloat16):
+            y = case.core()(*inputs)
+        assert y.dtype == torch.bfloat16, case
+        y.sum().backward()
+        assert all(x.grad is not None and x.grad.dtype == torch.float32 for x in inputs)
+        exact = formula(case, *(x.detach().double() for x in inputs))
+        assert float((y.detach() - exact).abs().max()) < 0.03 * float(exact.abs().max())
+
+
+def test_frozen_sinks_get_no_gradient() -> None:
+    case = Case(9, 9, window=4, sinks=True)
+    inputs = case.inputs()
+    inputs[3] = inputs[3].detach()
+    case.core()(*inputs).sum().backward()
+    assert inputs[3].grad is None
+    assert inputs[0].grad is not None

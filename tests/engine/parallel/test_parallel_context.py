@@ -33,6 +33,11 @@ class Case:
     p: float = 0.0
     dtype: torch.dtype = torch.float64
     explicit: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    sinks: bool = False
+    dv: int = 8  # features of a value; a key has 8
     dropout_first: bool = False  # which of the two styles swaps first
 
     @property
@@ -41,7 +46,7 @@ class Case:
 
 
 def core_of(case: Case) -> CausalAttention:
-    core = CausalAttention(0.0)
+    core = CausalAttention(0.0, window=case.window, softcap=case.softcap, scale=case.scale)
     if case.p:
         keys = DropoutKeys(3)
         keys.samples = range(11, 11 + case.batch)
@@ -65,10 +70,10 @@ def swapped(case: Case, mesh: Mesh) -> nn.Module:
 def inputs(case: Case) -> list[Tensor]:
     """q, k, v and the output's gradient as [b, heads, s, d] views of what linears give, whole."""
     torch.manual_seed(case.length + case.batch)
-    heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
+    shapes = ((case.heads, 8), (case.kv_heads, 8), (case.kv_heads, case.dv), (case.heads, case.dv))
     return [
-        torch.randn(case.batch, case.length, h, 8, dtype=torch.float64).to(case.dtype).transpose(1, 2)
-        for h in heads
+        torch.randn(case.batch, case.length, h, d, dtype=torch.float64).to(case.dtype).transpose(1, 2)
+        for h, d in shapes
     ]
 
 
@@ -85,7 +90,7 @@ def cancelling(case: Case, q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> dict[
     The softmax of one score is 1 whatever the score, so the score's gradient, dy v - dy y, is zero but for
     rounding; each of the two terms is at most |dy| |v|.
     """
-    if case.length > 1:
+    if case.length > 1 and case.window != 1:
         return {}
     dy_size, v_size, q_size, k_size = (float(x.detach().norm(dim=-1).max()) for x in (dy, v, q, k))
     score = 2 * dy_size * v_size / q.shape[-1] ** 0.5
@@ -94,35 +99,42 @@ def cancelling(case: Case, q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> dict[
 
 def check(case: Case, mesh: Mesh, padding: bool = True) -> None:
     q, k, v, dy = (x.requires_grad_() for x in inputs(case))
-    plain = core_of(case)(q, k, v)
+    sinks = torch.linspace(-1.0, 2.0, case.heads, dtype=case.dtype).requires_grad_() if case.sinks else None
+    plain = core_of(case)(q, k, v, sinks)
     split = SequenceSplit.of(mesh, case.length, padding)
     module = swapped(case, mesh)
     # what stands in padding is of no consequence, as long as its output gets no gradient
     local = [share(x.detach(), split, mesh, 7.0).requires_grad_() for x in (q, k, v)]
+    tp, at = mesh.size("tp"), mesh.index("tp")
+    my_sinks = None if sinks is None else sinks.detach().chunk(tp)[at].clone().requires_grad_()
     with torch.no_grad():
-        first = module(*local)  # as recomputation does it
-    ours = module(*local)
+        first = module(*local, my_sinks)  # as recomputation does it
+    ours = module(*local, my_sinks)
     assert torch.equal(ours, first), case
     assert ours.dtype == case.dtype
     assert ours.isfinite().all(), case
     ours.backward(share(dy.detach(), split, mesh, 0.0))
-    grads = torch.autograd.grad(plain, [q, k, v], dy)
+    grads = torch.autograd.grad(plain, [q, k, v, *([] if sinks is None else [sinks])], dy)
     real = split.positions < case.length
     check_close(
         ours * real[:, None], share(plain.detach(), split, mesh, 0.0), case.tolerance, f"output of {case}"
     )
     terms = cancelling(case, q, k, v, dy)
-    shared = case.kv_heads < mesh.size("tp")
-    for name, x, whole in zip("qkv", local, grads, strict=True):
+    shared = case.kv_heads < tp
+    for name, x, whole in zip("qkv", local, grads[:3], strict=True):
         assert x.grad is not None
         assert not x.grad[:, :, ~real].any(), f"padding of {name} has a gradient: {case}"
         if shared and name != "q":  # a part of the gradient each
-            torch.distributed.all_reduce(x.grad, group=mesh.split("tp", mesh.size("tp") // case.kv_heads))
+            torch.distributed.all_reduce(x.grad, group=mesh.split("tp", tp // case.kv_heads))
         wanted = share(whole, split, mesh, 0.0)
         assert x.grad.dtype == wanted.dtype
         check_close(
             x.grad, wanted, case.tolerance, f"gradient of {name} of {case}", terms=terms.get(name, 0.0)
         )
+    if my_sinks is not None:  # each rank has the part of its queries, or of its heads
+        assert my_sinks.grad is not None
+        torch.distributed.all_reduce(my_sinks.grad, group=mesh.group("cp"))
+        check_close(my_sinks.grad, grads[3].chunk(tp)[at], case.tolerance, f"gradient of sinks of {case}")
 
 
 def cases(cp: int, tp: int) -> Iterator[Case]:
@@ -142,10 +154,30 @@ def cases(cp: int, tp: int) -> Iterator[Case]:
             yield replace(case, dtype=dtype, length=96)
 
 
+def family_cases(cp: int, tp: int) -> Iterator[Case]:
+    """What families add: windows below, at and above a rank's half of positions, its positions, and the
+    sequence; soft-capped scores, scales, sinks, and values narrower than keys.
+    """
+    half, length = 5, 2 * cp * 5
+    ulysses = ("ulysses",) if 4 // tp % cp == 0 else ()
+    for method in ("ring", *ulysses):
+        for window in (1, half - 1, half, half + 1, 2 * half - 1, 2 * half + 1, length - 2, length, 10**6):
+            yield Case(method, length - 3, 4, 2, 2, window=window, sinks=window % 2 == 0)
+        yield Case(method, length - 1, 4, 1, window=7, softcap=2.0, scale=0.4)
+        yield Case(method, length, 4, 2, softcap=3.0, sinks=True)
+        yield Case(method, length - 3, 4, 4, 2, dv=6, scale=0.3)
+        yield Case(method, length - 3, 4, 2, 2, dv=12, window=half, sinks=True, softcap=5.0)
+        yield Case(method, length - 3, 4, 2, window=half, p=0.4)
+        yield Case(method, length - 3, 4, 2, window=half + 2, p=0.4, sinks=True, softcap=2.0)
+        yield Case(method, length - 3, 4, 2, window=half + 2, explicit=True, sinks=True)
+        for dtype in (torch.float32, torch.bfloat16):
+            yield Case(method, 96, 4, 2, window=17, sinks=True, dtype=dtype)
+
+
 def every_case(tp: int, cp: int) -> int:
     mesh = Mesh(Layout(tp=tp, cp=cp))
     done = 0
-    for case in cases(cp, tp):
+    for case in (*cases(cp, tp), *family_cases(cp, tp)):
         check(case, mesh)
         done += 1
     # tiles of explicit attention that do not divide, longer than one

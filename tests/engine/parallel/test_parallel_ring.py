@@ -1,6 +1,4 @@
-"""Attention in blocks: kernels beside the formula, blocks that add up, rounds that cover each score once;
-what is kept and what is sent.
-"""
+"""Attention in rounds that cover each visible score once; what is kept and what is sent."""
 
 from __future__ import annotations
 
@@ -14,188 +12,57 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ranks import on_ranks
+from stretto.engine.kernels import Scores
 from stretto.engine.models.causal import CausalAttention
 from stretto.engine.parallel.context import ring as ring_attention
-from stretto.engine.parallel.context.kernels import TILE, DropoutMask, Efficient, Flash, Kernel, kernel_for
-from stretto.engine.parallel.context.ring import Ring, add_block
+from stretto.engine.parallel.context.ring import Ring
 from stretto.engine.parallel.context.style import ContextAttention
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor.sequence import zigzag
 from stretto.engine.parallel.traffic import traffic
 from stretto.layout.layout import Layout
 
-
-def formula(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, factors: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Attention as it is written, and the log-sum-exp of its scores."""
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    scores = q @ k.transpose(2, 3) / q.shape[-1] ** 0.5
-    if causal:
-        scores = scores + torch.full(scores.shape[-2:], float("-inf")).to(scores).triu(1)
-    p = scores.softmax(-1)
-    return (p if factors is None else p * factors) @ v, scores.logsumexp(-1)
-
-
-def strided(heads: int, n: int, batch: int, dtype: torch.dtype) -> Tensor:
-    """[b, heads, n, 8] as attention gets it: a view of wider rows."""
-    wide = torch.randn(batch, n + 3, heads + 2, 8, dtype=torch.float64).to(dtype)
-    return wide[:, 2 : n + 2, 1 : heads + 1].transpose(1, 2)
-
-
-def close(ours: Tensor, plain: Tensor, tolerance: float) -> None:
-    plain = plain.detach()
-    scale = float(plain.abs().max()) or 1.0
-    assert float((ours.detach().double() - plain).abs().max()) <= tolerance * scale
-
-
-TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "n", "m", "causal"),
-    [(4, 4, 7, 7, True), (4, 2, 5, 9, False), (6, 1, 40, 40, True), (2, 2, 1, 3, False), (4, 2, 1, 1, True)],
-)
-def test_kernels_are_the_formula(
-    dtype: torch.dtype, explicit: bool, heads: int, kv_heads: int, n: int, m: int, causal: bool
-) -> None:
-    torch.manual_seed(n)
-    q, k, v = strided(heads, n, 2, dtype), strided(kv_heads, m, 2, dtype), strided(kv_heads, m, 2, dtype)
-    exact = [x.double().requires_grad_() for x in (q, k, v)]
-    y, lse = formula(exact[0], exact[1], exact[2], causal)
-    kernel = kernel_for(q, explicit)
-    ours, our_lse = kernel.forward(q, k, v, causal)
-    close(ours, y, TOLERANCE[dtype])
-    close(our_lse, lse, TOLERANCE[dtype])
-    dy = strided(heads, n, 2, dtype)
-    grads = torch.autograd.grad(y, exact, dy.double())
-    for ours_d, plain in zip(
-        kernel.backward(dy, q, k, v, ours.to(dtype), our_lse, causal), grads, strict=True
-    ):
-        assert ours_d.shape == plain.shape
-        close(ours_d, plain, 3 * TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize(("kernel", "dtype"), [(Flash(), torch.bfloat16), (Efficient(), torch.float32)])
-def test_cuda_kernels_get_valid_arguments(kernel: Kernel, dtype: torch.dtype) -> None:
-    """Their arguments and shapes only, on the meta device."""
-    q, k, v = (torch.empty(2, n, h, 64, dtype=dtype, device="meta") for n, h in ((48, 8), (40, 2), (40, 2)))
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    y, lse = kernel.forward(q, k, v, False)
-    assert (y.shape, y.dtype) == (q.shape, dtype)
-    assert (lse.shape, lse.dtype) == (q.shape[:-1], torch.float32)
-    grads = kernel.backward(torch.empty_like(y), q, k, v, y, lse, False)
-    assert [(x.shape, x.dtype) for x in grads] == [(x.shape, dtype) for x in (q, k, v)]
-
-
-@given(st.integers(1, 6), st.integers(1, 6), st.booleans(), st.booleans())
-@settings(deadline=None, max_examples=30)
-def test_attention_over_blocks_adds_up(n: int, cut: int, explicit: bool, grouped: bool) -> None:
-    torch.manual_seed(n)
-    m = cut + 3
-    q, k, v = (torch.randn(2, h, s, 8).double() for h, s in ((4, n), (2, m), (2, m)))
-    if not grouped:
-        k, v = (t.repeat_interleave(2, 1) for t in (k, v))
-    exact = [x.clone().requires_grad_() for x in (q, k, v)]
-    whole, whole_lse = formula(exact[0], exact[1], exact[2], False)
-    kernel = kernel_for(q, explicit)
-    blocks = [slice(0, cut), slice(cut, m)]
-    y, lse = kernel.forward(q, k[:, :, blocks[0]], v[:, :, blocks[0]], False)
-    add_block(y, lse, *kernel.forward(q, k[:, :, blocks[1]], v[:, :, blocks[1]], False))
-    close(y, whole, 1e-13)
-    close(lse, whole_lse, 1e-13)
-    dy = torch.randn_like(q)
-    parts = [kernel.backward(dy, q, k[:, :, b], v[:, :, b], y, lse, False) for b in blocks]
-    dq, dk, dv = torch.autograd.grad(whole, exact, dy)
-    close(parts[0][0] + parts[1][0], dq, 1e-13)
-    close(torch.cat([p[1] for p in parts], 2), dk, 1e-13)
-    close(torch.cat([p[2] for p in parts], 2), dv, 1e-13)
-
-
-def test_scores_far_apart_overflow_nothing() -> None:
-    q = torch.full((1, 1, 2, 8), 20.0)  # scores of +-1131, and exp overflows at 89
-    k = torch.cat([-q, q], 2)
-    v = torch.arange(4.0).repeat_interleave(8).reshape(1, 1, 4, 8)
-    for order in ([0, 2], [2, 0]):
-        for explicit in (False, True):
-            kernel = kernel_for(q, explicit)
-            parts = [kernel.forward(q, k[:, :, i : i + 2], v[:, :, i : i + 2], False) for i in order]
-            (y, lse), other = parts
-            add_block(y, lse, *other)
-            close(y, torch.full_like(y, 2.5).double(), 1e-4)  # the log-sum-exp has float32's 24 bits
-
-
-@pytest.mark.parametrize(("n", "kv_heads"), [(3, 1), (TILE + 9, 2)])
-def test_dropout_in_a_block_is_dropout_of_its_probabilities(n: int, kv_heads: int) -> None:
-    torch.manual_seed(n)
-    q, k, v = (torch.randn(2, h, n, 8).double().requires_grad_() for h in (2, kv_heads, kv_heads))
-    dropout = DropoutMask(torch.rand(2, 2, n, n) < 0.7, 1 / 0.7)
-    y, lse = formula(q, k, v, True, dropout.mask.double() * dropout.scale)
-    kernel = kernel_for(q, dropout=dropout)
-    with torch.no_grad():
-        ours, our_lse = kernel.forward(q, k, v, True)
-        close(ours, y, 1e-13)
-        close(our_lse, lse, 1e-13)
-        dy = torch.randn_like(y)
-        grads = kernel.backward(dy, q, k, v, ours, our_lse, True)
-    for one, plain in zip(grads, torch.autograd.grad(y, [q, k, v], dy), strict=True):
-        close(one, plain, 1e-13)
-
-
-def scores(kernel: Kernel, n: int, causal: bool) -> int:
-    """How many scores the written-out kernel forms."""
-    made = 0
-    plain = torch.Tensor.logsumexp
-
-    def count(x: Tensor, dim: int) -> Tensor:
-        nonlocal made
-        made += x.numel()
-        return plain(x, dim)
-
-    x = torch.randn(1, 1, n, 8)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "logsumexp", count)
-        kernel.forward(x, x, x, causal)
-    return made
-
-
-def test_scores_above_the_diagonal_are_not_computed() -> None:
-    n = 8 * TILE
-    kernel = kernel_for(torch.empty(1, 1, 1, 8), explicit=True)
-    assert scores(kernel, n, causal=False) == n * n
-    assert scores(kernel, n, causal=True) == n * (n + TILE) // 2
-
-
 # ---------------------------------------------------------------------- the rounds
 
 
-def ring(index: int, size: int) -> Ring:
-    return Ring(None, index, size)  # type: ignore[arg-type]  # nothing is sent
+def ring(index: int, size: int, window: int | None = None) -> Ring:
+    no_group: Any = None  # nothing is sent
+    return Ring(group=no_group, index=index, size=size, scores=Scores(1.0, window=window))
 
 
-@given(st.integers(2, 7), st.integers(1, 4))
+@given(st.integers(2, 7), st.integers(1, 4), st.none() | st.integers(1, 60))
 @settings(deadline=None)
-def test_rounds_cover_each_causal_score_once_and_cost_the_same(size: int, chunk: int) -> None:
+def test_rounds_cover_each_visible_score_once(size: int, chunk: int, window: int | None) -> None:
     n, s = 2 * chunk, 2 * chunk * size
     seen = torch.zeros(s, s, dtype=torch.int64)
     for index in range(size):
         mine, work = zigzag(s, size, index), list[int]()
-        for step, here in enumerate(ring(index, size).rounds(n)):
+        for step, here in enumerate(ring(index, size, window).rounds(n)):
             assert here.owner == (index + step) % size
-            assert here.causal == (step == 0)
-            queries, keys = mine[here.queries], zigzag(s, size, here.owner)[here.keys]
-            pairs = torch.ones(len(queries), len(keys), dtype=torch.int64)
-            if here.causal:
-                pairs.tril_()
-            seen[queries[:, None], keys[None]] += pairs
+            pairs = torch.zeros(n, n, dtype=torch.int64)
+            for piece in here.pieces:
+                part = pairs[piece.queries, piece.keys]
+                visible = piece.band.mask(*part.shape, torch.device("cpu"))
+                assert part.numel(), "a piece without scores"
+                assert visible.any(1).all(), "a query that sees no key"
+                part += visible
+            assert pairs[here.queries, here.keys].sum() == pairs.sum(), "keys that are not sent"
+            seen[mine[:, None], zigzag(s, size, here.owner)[None]] += pairs
             work.append(int(pairs.sum()))
-        assert work == [n * (n + 1) // 2, *[n * n // 2] * (size - 1)]
-    assert torch.equal(seen, torch.ones(s, s, dtype=torch.int64).tril())
+        if window is None or window >= s:
+            assert work == [n * (n + 1) // 2, *[n * n // 2] * (size - 1)], "ranks wait for each other"
+    visible = torch.ones(s, s, dtype=torch.int64).tril()
+    assert torch.equal(seen, visible if window is None else visible.triu(1 - window))
 
 
-@dataclass(frozen=True)
+def test_blocks_out_of_the_window_are_computed_by_nobody() -> None:
+    n, size = 8, 4
+    for index in range(size):
+        owners = {here.owner for here in ring(index, size, window=3).rounds(n) if here.pieces}
+        assert owners == {index, index - 1, index + 1} & set(range(size)), "halves that touch"
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecordingRing(Ring):
     """A ring that records its messages instead of sending them."""
 
@@ -211,7 +78,7 @@ class RecordingRing(Ring):
 
 def test_the_next_block_is_sent_while_one_is_used() -> None:
     no_group: Any = None
-    middle = RecordingRing(no_group, 1, 4)
+    middle = RecordingRing(group=no_group, index=1, size=4, scores=Scores(1.0))
     for block, here in zip(middle.blocks(torch.zeros(4, 2)), middle.rounds(4), strict=True):
         middle.log.append(f"use {len(block)} of {here.owner}")
     assert middle.log == [
@@ -224,7 +91,7 @@ def test_the_next_block_is_sent_while_one_is_used() -> None:
 
 def test_ring_backward_overlaps_compute_with_every_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     no_group: Any = None
-    last = RecordingRing(no_group, 2, 3)
+    last = RecordingRing(group=no_group, index=2, size=3, scores=Scores(1.0))
 
     class Nothing:
         def backward(self, q: Tensor, k: Tensor, **_: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -233,7 +100,7 @@ def test_ring_backward_overlaps_compute_with_every_transfer(monkeypatch: pytest.
 
     monkeypatch.setattr(ring_attention, "kernel_for", lambda *_: Nothing())
     q = torch.zeros(1, 1, 4, 8)
-    ring_attention.Backward(q, q, torch.zeros(4, 2, 1, 1, 8), q, q[..., 0], last, None).run()
+    ring_attention.Backward(q, q, torch.zeros(4, 1, 1, 16), q, q[..., 0], last, None).run()
     keys, gradients = "start 4 for 2", "start 2 for 4"
     assert last.log == [
         *(keys, "2 x 2", "wait"),  # below the diagonal of its own block

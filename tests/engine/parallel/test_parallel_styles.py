@@ -177,6 +177,13 @@ def test_heads_become_local_numbers(heads, kv, tp, local):
     assert (module.heads, module.kv_heads) == local
 
 
+def test_sinks_are_split_like_query_heads():
+    module = Attention(8, 2)
+    module.sinks = nn.Parameter(torch.zeros(8))
+    parts = [Heads().parts("attn", module, index, 4) for index in range(4)]
+    assert parts == [{"sinks": Part(dim=0, runs=(Run(2 * index, 2),))} for index in range(4)]
+
+
 def test_query_heads_are_never_copied():
     with pytest.raises(StrettoError, match=r"attn\.heads: size 2 does not divide over tp=4"):
         Heads().parts("attn", Attention(2, 2), 0, 4)

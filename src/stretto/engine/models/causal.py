@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stretto.engine.kernels import Band, Scores, add_sinks, kernel_for, rows, sinks_gradient
+
 
 def dropout(probability: float) -> nn.Module:
     """Dropout, or the identity where its probability is 0."""
@@ -60,19 +62,22 @@ class CausalAttention(nn.Module):
             sinks: [heads], one more score in each softmax, whose value is zero (Xiao et al. 2023, section
                 3.2, "learnable sink token"; gpt-oss).
         """
-        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        n, m = q.shape[2], k.shape[2]
-        window = None if self.window is None or self.window >= m else self.window
         dropping = self.training and not isinstance(self.drop, nn.Identity)
-        if self.explicit or dropping or self.softcap is not None or sinks is not None:
-            p = causal_probabilities(q, k, scale=scale, window=window, softcap=self.softcap, sinks=sinks)
-            return weigh(self.drop(p), v)
+        scores = self.scores(q.shape[-1])
+        if self.explicit or dropping:
+            return weigh(self.drop(causal_probabilities(q, k, scores, sinks)), v)
+        n, m = q.shape[2], k.shape[2]
+        causal = n == m and (self.window is None or self.window >= m)
+        narrow = v.shape[-1] != q.shape[-1] and q.device.type == "cpu"  # torch's fused kernel takes no such v
+        if not causal or self.softcap is not None or sinks is not None or narrow:
+            return _attend(q, k, v, sinks, scores)
         grouped = k.shape[1] < q.shape[1]
         q, v = by_position(q), separate(v, q)
-        if n == m and window is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-        mask = None if n == 1 and window is None else visible(n, m, window, q.device)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scores.scale, enable_gqa=grouped)
+
+    def scores(self, d: int) -> Scores:
+        """How scores are made, with keys of d features."""
+        return Scores(d**-0.5 if self.scale is None else self.scale, self.softcap, self.window)
 
 
 def make_explicit(model: nn.Module) -> None:
@@ -82,29 +87,13 @@ def make_explicit(model: nn.Module) -> None:
             module.explicit = True
 
 
-def visible(n: int, m: int, window: int | None, device: torch.device) -> Tensor:
-    """Which of m positions the last n of them see: bool [n, m]."""
-    seen = torch.ones(n, m, dtype=torch.bool, device=device).tril_(m - n)
-    return seen if window is None else seen.triu_(m - n - window + 1)
-
-
-def causal_probabilities(
-    q: Tensor,
-    k: Tensor,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attention probabilities [b, heads, n, m] of q [b, heads, n, d] and k [b, kv_heads, m, d]; the arguments
-    are those of `CausalAttention`.
-    """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = (_by_key_head(q, k) @ k.contiguous().transpose(-2, -1)).view(*q.shape[:-1], k.shape[-2])
-    if softcap is not None:
-        scores, scale = torch.tanh(scores * (scale / softcap)), softcap
-    return cast(Tensor, _CausalSoftmax.apply(scores, scale, window, sinks))
+def causal_probabilities(q: Tensor, k: Tensor, scores: Scores, sinks: Tensor | None = None) -> Tensor:
+    """Attention probabilities [b, heads, n, m] of q [b, heads, n, d] and k [b, kv_heads, m, d]."""
+    products = (_by_key_head(q, k) @ k.contiguous().transpose(-2, -1)).view(*q.shape[:-1], k.shape[-2])
+    scale = scores.scale
+    if scores.softcap is not None:
+        products, scale = torch.tanh(products * (scale / scores.softcap)), scores.softcap
+    return cast(Tensor, _CausalSoftmax.apply(products, scale, scores.window, sinks))
 
 
 def weigh(probabilities: Tensor, v: Tensor) -> Tensor:
@@ -130,6 +119,43 @@ def separate(v: Tensor, q: Tensor) -> Tensor:
     return v.contiguous() if alone and v.requires_grad else v
 
 
+def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scores: Scores) -> Tensor:
+    """What `CausalAttention` computes, without the keys that are out of every query's sight."""
+    first = 0 if scores.window is None else max(0, k.shape[2] - q.shape[2] - scores.window + 1)
+    if first:
+        k, v = k[:, :, first:], v[:, :, first:]
+    kind = q.device.type
+    if not torch.is_autocast_enabled(kind):
+        return cast(Tensor, _Attention.apply(q, k, separate(v, q), sinks, scores))
+    q, k, v = (t.to(torch.get_autocast_dtype(kind)) for t in (q, k, v))
+    with torch.autocast(kind, enabled=False):
+        return cast(Tensor, _Attention.apply(q, k, v, sinks, scores))
+
+
+class _Attention(torch.autograd.Function):
+    """Causal attention by a kernel; saves q, k, v, the output, and the log-sum-exp of the scores."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scores: Scores) -> Tensor:
+        ctx.scores, ctx.band = scores, Band(k.shape[2] - q.shape[2], scores.window)
+        q = by_position(rows(q))
+        k, v = rows(k), rows(v)
+        y, lse = kernel_for(q, v, scores).forward(q, k, v, ctx.band)
+        if sinks is not None:
+            y, lse = add_sinks(y, lse, sinks)
+        y = by_position(y.to(q.dtype))
+        ctx.save_for_backward(q, k, v, y, lse, sinks)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        q, k, v, y, lse, sinks = ctx.saved_tensors
+        dy = rows(grads[0])
+        dq, dk, dv = kernel_for(q, v, ctx.scores).backward(dy=dy, q=q, k=k, v=v, y=y, lse=lse, band=ctx.band)
+        d_sinks = sinks_gradient(dy, y, lse, sinks) if ctx.needs_input_grad[3] else None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None
+
+
 def _by_key_head(x: Tensor, k: Tensor) -> Tensor:
     """[b, heads, s, n] to [b, kv_heads, heads / kv_heads s, n]: the rows of all heads that share a
     key head.
@@ -144,7 +170,8 @@ class _CausalSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, scale: float, window: int | None, sinks: Tensor | None) -> Tensor:
-        hidden = visible(*scores.shape[-2:], window, scores.device).logical_not_()
+        n, m = scores.shape[-2:]
+        hidden = Band(m - n, window).mask(n, m, scores.device).logical_not_()
         exact = torch.float64 if scores.dtype == torch.float64 else torch.float32
         scaled = scores * scale if scores.dtype == exact else scores.to(exact).mul_(scale)
         scaled.masked_fill_(hidden, float("-inf"))

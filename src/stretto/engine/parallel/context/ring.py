@@ -4,7 +4,8 @@ rank attends to the block it currently holds.
 With positions in zigzag order (`tensor/sequence.py`), a rank holds a lower and an upper half of positions,
 and needs no mask for another rank's block: all queries see the lower keys of an earlier rank, and the upper
 queries see all keys of a later rank. Either way half of the scores are computed, so all ranks have equal work
-in every round.
+in every round. With a window, each pair of halves is a round's piece of its own, and pieces without visible
+scores are left out.
 
 Blocks travel to the previous rank, so that the ranks that need only a block's lower keys receive it last.
 From there on only half of the block is sent: a quarter less traffic than with whole blocks.
@@ -21,41 +22,55 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, Work
 
-from stretto.engine.parallel.context.kernels import DropoutMask, exact_type, kernel_for
+from stretto.engine.kernels import (
+    Band,
+    DropoutMask,
+    Scores,
+    add_block,
+    add_sinks,
+    exact_type,
+    kernel_for,
+    rows,
+    sinks_gradient,
+)
 
 
-def add_block(y: Tensor, lse: Tensor, block_y: Tensor, block_lse: Tensor) -> None:
-    """Combine a block's output [b, heads, n, d] and log-sum-exp [b, heads, n] with those of other blocks, in
-    place.
-    """
-    both = torch.logaddexp(lse, block_lse)
-    y.mul_((lse - both).exp_().unsqueeze(-1))
-    y.addcmul_(block_y.to(y.dtype), (block_lse - both).exp_().unsqueeze(-1))
-    lse.copy_(both)
+@dataclass(frozen=True)
+class Piece:
+    """Some of a rank's queries and of the keys in another rank's block, and which of them see which."""
+
+    queries: slice
+    keys: slice
+    band: Band
 
 
 @dataclass(frozen=True)
 class Round:
-    """A rank's attention, with some of its queries, to some of the keys in the block of `owner`."""
+    """A rank's attention to the keys in the block of `owner`.
+
+    queries, keys: that hold those of all pieces; of the keys, no others are sent here.
+    """
 
     owner: int
     queries: slice
     keys: slice
-    causal: bool
+    pieces: tuple[Piece, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ring:
     """This rank's place among those that share a sequence.
 
     Args:
         group: of these ranks; messages go to neighbours in it.
+        scores: how they are made; a window counts positions of the whole sequence.
         explicit: compute attention without fused kernels.
     """
 
     group: ProcessGroup
     index: int
     size: int
+    scores: Scores
     explicit: bool = False
 
     def rounds(self, n: int) -> list[Round]:
@@ -64,11 +79,28 @@ class Ring:
 
     def _round(self, owner: int, n: int) -> Round:
         whole = slice(0, n)
-        lower = slice(0, n // 2)
-        upper = slice(n // 2, n)
+        lower, upper = slice(0, n // 2), slice(n // 2, n)
+        window = self.scores.window
+        if window is not None and window >= n * self.size:
+            window = None
         if owner == self.index:
-            return Round(owner, whole, whole, causal=True)
-        return Round(owner, *((whole, lower) if owner < self.index else (upper, whole)), causal=False)
+            return Round(owner, whole, whole, tuple(self._pieces(owner, n, window)))
+        queries, keys = (whole, lower) if owner < self.index else (upper, whole)
+        if window is None:
+            return Round(owner, queries, keys, (Piece(queries, keys, Band(n * self.size)),))
+        return Round(owner, queries, keys, tuple(self._pieces(owner, n, window)))
+
+    def _pieces(self, owner: int, n: int, window: int | None) -> Iterator[Piece]:
+        """What queries of this rank see of a block of n keys, by pairs of halves."""
+        half, last = n // 2, 2 * self.size - 1
+        mine, theirs = (self.index, last - self.index), (owner, last - owner)
+        for i, j in ((1, 0), (0, 0), (1, 1)):  # lower queries see no upper keys
+            band = Band((mine[i] - theirs[j]) * half, window)
+            if (seen := band.trim(half, half)) is not None:
+                queries, keys = (
+                    slice(x.start + at * half, x.stop + at * half) for x, at in zip(seen, (i, j), strict=True)
+                )
+                yield Piece(queries, keys, band.at(*seen))
 
     def blocks(self, local: Tensor) -> Iterator[Tensor]:
         """Every rank's block, as much of it as is needed here, in the order of `rounds`. The next one is
@@ -109,58 +141,84 @@ class Ring:
         )
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, ring: Ring, masks: list[DropoutMask] | None = None) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ring: Ring,
+    masks: list[DropoutMask] | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """This rank's rows of causal attention over the whole sequence.
 
     Args:
-        q: [b, heads, n, d], k and v [b, kv_heads, n, d]: this rank's positions in zigzag order.
+        q: [b, heads, n, d], k [b, kv_heads, n, d] and v [b, kv_heads, n, dv]: this rank's positions in
+            zigzag order.
         masks: dropout's mask of the probabilities in every round; None: no dropout.
+        sinks: [heads], as of `CausalAttention`.
 
     Returns:
-        [b, heads, n, d], in memory [b, n, heads, d].
+        [b, heads, n, dv], in memory [b, n, heads, dv].
     """
-    return cast(Tensor, _RingAttention.apply(q, k, v, ring, masks))
+    return cast(Tensor, _RingAttention.apply(q, k, v, ring, masks, sinks))
 
 
 class _RingAttention(torch.autograd.Function):
-    """Saves this rank's q, k, v and output, the log-sum-exp, and the dropout masks."""
+    """Saves this rank's q, k, v and output, the log-sum-exp, the sinks, and the dropout masks."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, masks: list[DropoutMask] | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ring: Ring,
+        masks: list[DropoutMask] | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         local = _pack(k, v)
         y, lse = _forward(q, local, ring, masks)
+        if sinks is not None:
+            y, lse = add_sinks(y, lse, sinks)
+        y = y.to(q.dtype)
         ctx.ring, ctx.scale = ring, masks[0].scale if masks else 1.0
         # k and v in the same storage as q cost nothing to save. Otherwise save the message: v may be a view
         # that keeps a fused product of all three alive.
         ctx.saves_message = not _share_storage(q, k, v)
-        keys_and_values = (local,) if ctx.saves_message else (k, v)
-        ctx.save_for_backward(q, y, lse, *keys_and_values, *(m.mask for m in masks or ()))
+        keys_and_values = (local, None) if ctx.saves_message else (k, v)
+        ctx.save_for_backward(q, y, lse, sinks, *keys_and_values, *(m.mask for m in masks or ()))
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q, y, lse, *rest = ctx.saved_tensors
-        local = rest[0] if ctx.saves_message else _pack(rest[0], rest[1])
-        masks = [DropoutMask(mask, ctx.scale) for mask in rest[1 if ctx.saves_message else 2 :]] or None
-        dy: Tensor = grads[0]
-        if dy.stride(-1) != 1:
-            dy = dy.contiguous()
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        q, y, lse, sinks, k, v, *kept = ctx.saved_tensors
+        local = k if ctx.saves_message else _pack(k, v)
+        masks = [DropoutMask(mask, ctx.scale) for mask in kept] or None
+        dy = rows(grads[0])
         backward = Backward(dy=dy, q=q, local=local, y=y, lse=lse, ring=ctx.ring, masks=masks)
-        return (*backward.run(), None, None)
+        d_sinks = sinks_gradient(dy, y, lse, sinks) if ctx.needs_input_grad[5] else None
+        return (*backward.run(), None, None, d_sinks)
 
 
 def _forward(q: Tensor, local: Tensor, ring: Ring, masks: list[DropoutMask] | None) -> tuple[Tensor, Tensor]:
-    y = lse = q  # until the first round
-    for step, (here, block) in enumerate(zip(ring.rounds(q.shape[2]), ring.blocks(local), strict=True)):
-        rows, kernel = here.queries, kernel_for(q, ring.explicit, masks[step] if masks else None)
-        part, part_lse = kernel.forward(q[:, :, rows], *_unpack(block), here.causal)
-        if here.causal:
-            y, lse = part.to(exact_type(q.dtype)), part_lse
-        else:
-            add_block(y[:, :, rows], lse[:, :, rows], part, part_lse)
-    return y.to(q.dtype), lse
+    b, heads, n, d = q.shape
+    y = q.new_zeros(b, n, heads, local.shape[-1] - d, dtype=exact_type(q.dtype)).transpose(1, 2)
+    lse = y.new_full((b, heads, n), float("-inf"))
+    for step, (here, block) in enumerate(zip(ring.rounds(n), ring.blocks(local), strict=True)):
+        for piece in here.pieces:
+            at = piece.queries
+            k, v = _unpack(block[piece.keys], d)
+            kernel = kernel_for(q, v, ring.scores, ring.explicit, _mask(masks, step, here, piece))
+            add_block(y[:, :, at], lse[:, :, at], *kernel.forward(q[:, :, at], k, v, piece.band))
+    return y, lse
+
+
+def _mask(masks: list[DropoutMask] | None, step: int, here: Round, piece: Piece) -> DropoutMask | None:
+    """Dropout's mask of a piece of a round."""
+    if masks is None:
+        return None
+    first, queries = here.queries.start, piece.queries
+    return masks[step].at(slice(queries.start - first, queries.stop - first), piece.keys)
 
 
 def _share_storage(*tensors: Tensor) -> bool:
@@ -172,8 +230,8 @@ class Backward:
     """One backward. Keys and values circulate once more; their gradients follow one round behind, and each
     rank adds its part.
 
-    The causal block of this rank's keys is computed in parts: the square below the diagonal while the first
-    keys arrive, the two triangles while the last gradients do.
+    Of this rank's keys, the square below the diagonal is computed while the first keys arrive, the two
+    triangles while the last gradients do.
     """
 
     def __init__(
@@ -200,28 +258,27 @@ class Backward:
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v."""
-        lower, upper = slice(0, self.n // 2), slice(self.n // 2, self.n)
         rounds = self.ring.rounds(self.n)
         work, coming = list[Work](), self.d_local
         for step, block in enumerate(self.ring.blocks(self.local)):
             here = rounds[step]
-            if here.causal:
-                self._within(upper, lower, causal=False)
+            if step == 0:
+                self._within(here, diagonal=False)
                 continue
-            grads = self._add_dq(here.queries, block, here.causal, self.masks[step] if self.masks else None)
+            grads = [(piece.keys, self._add_dq(step, here, piece, block)) for piece in here.pieces]
             for one in work:
                 one.wait()
             # in the second round no other rank has added to the block's gradient yet
             going = coming if step > 1 else self._gradient_of(here.owner).zero_()
-            _add(going[here.keys], grads)
+            for keys, parts in grads:
+                self._add(going[keys], parts)
             coming = self._gradient_of(rounds[(step + 1) % len(rounds)].owner)
             work = self.ring.pass_on(going, coming)
-        self._within(lower, lower, causal=True)
-        self._within(upper, upper, causal=True)
+        self._within(rounds[0], diagonal=True)
         for one in work:
             one.wait()
         self.d_local[: coming.shape[0]] += coming
-        dk, dv = _unpack(self.d_local.to(self.local.dtype))
+        dk, dv = _unpack(self.d_local.to(self.local.dtype), self.q.shape[-1])
         return self.dq.to(self.q.dtype), dk, dv
 
     def _gradient_of(self, owner: int) -> Tensor:
@@ -231,36 +288,34 @@ class Backward:
         n = self.n if owner else self.n // 2
         return self.d_local.new_empty(n, *self.d_local.shape[1:])
 
-    def _within(self, rows: slice, keys: slice, causal: bool) -> None:
-        """A part of the block of this rank's keys."""
-        mask = self.masks[0].at(rows, keys) if self.masks else None
-        _add(self.d_local[keys], self._add_dq(rows, self.local[keys], causal, mask))
+    def _within(self, here: Round, diagonal: bool) -> None:
+        """The pieces of this rank's keys, on the diagonal or off it."""
+        for piece in here.pieces:
+            if (piece.band.shift == 0) == diagonal:
+                self._add(self.d_local[piece.keys], self._add_dq(0, here, piece, self.local))
 
-    def _add_dq(
-        self, rows: slice, block: Tensor, causal: bool, mask: DropoutMask | None
-    ) -> tuple[Tensor, Tensor]:
+    def _add_dq(self, step: int, here: Round, piece: Piece, block: Tensor) -> tuple[Tensor, Tensor]:
         """Add to dq what some queries get from a block; returns the gradients of its keys and values."""
-        dy, q, y, lse = (x[:, :, rows] for x in (self.dy, self.q, self.y, self.lse))
-        kernel = kernel_for(self.q, self.ring.explicit, mask)
-        k, v = _unpack(block)
-        dq, dk, dv = kernel.backward(dy=dy, q=q, k=k, v=v, y=y, lse=lse, causal=causal)
-        self.dq[:, :, rows] += dq
+        dy, q, y, lse = (x[:, :, piece.queries] for x in (self.dy, self.q, self.y, self.lse))
+        k, v = _unpack(block[piece.keys], q.shape[-1])
+        kernel = kernel_for(q, v, self.ring.scores, self.ring.explicit, _mask(self.masks, step, here, piece))
+        dq, dk, dv = kernel.backward(dy=dy, q=q, k=k, v=v, y=y, lse=lse, band=piece.band)
+        self.dq[:, :, piece.queries] += dq
         return dk, dv
+
+    def _add(self, block: Tensor, parts: tuple[Tensor, Tensor]) -> None:
+        """Add to a message, in place, what is [b, kv_heads, n, d] for keys and for values."""
+        for into, part in zip(_unpack(block, self.q.shape[-1]), parts, strict=True):
+            into += part
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
-    """Keys and values [b, kv_heads, n, d] as one message [n, 2, b, kv_heads, d], in which any range of
-    positions is contiguous.
+    """Keys [b, kv_heads, n, d] and values [b, kv_heads, n, dv] as one message [n, b, kv_heads, d + dv], in
+    which any range of positions is contiguous.
     """
-    return torch.stack([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], 1)
+    return torch.cat([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], -1)
 
 
-def _unpack(block: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values as views [b, kv_heads, n, d] of a message."""
-    return block[:, 0].permute(1, 2, 0, 3), block[:, 1].permute(1, 2, 0, 3)
-
-
-def _add(block: Tensor, parts: tuple[Tensor, Tensor]) -> None:
-    """Add to a message, in place, what is [b, kv_heads, n, d] for keys and for values."""
-    for into, part in zip(_unpack(block), parts, strict=True):
-        into += part
+def _unpack(block: Tensor, d: int) -> tuple[Tensor, Tensor]:
+    """Keys and values as views [b, kv_heads, n, ...] of a message, with keys of d features."""
+    return block[..., :d].permute(1, 2, 0, 3), block[..., d:].permute(1, 2, 0, 3)

@@ -4,6 +4,7 @@ that replace the plain attention core.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from stretto.engine.parallel.context.kernels import DropoutMask
+from stretto.engine.kernels import DropoutMask, Scores, rows
 from stretto.engine.parallel.context.ring import Ring, attend
 from stretto.engine.parallel.context.ulysses import to_heads, to_positions
 from stretto.engine.parallel.styles import Part, Style
@@ -29,7 +30,7 @@ METHODS = ("ring", "ulysses")
 class ContextAttention(Style):
     """Causal attention over a sequence whose positions are spread over the cp ranks in zigzag order.
 
-    The module takes q [b, heads, s, d], k and v [b, kv_heads, s, d], and has its dropout, if any, as `drop`.
+    The module is `CausalAttention`, or one with its arguments and its `drop`, `explicit` and `scores`.
 
     Args:
         method: "ring", keys and values circulate; or "ulysses", ranks exchange positions for heads.
@@ -49,11 +50,12 @@ class ContextAttention(Style):
             )
 
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
-        if not hasattr(module, "drop"):
-            raise StrettoError(
-                f"{name} ({type(module).__name__}) has no drop",
-                hint="ContextAttention style is for CausalAttention and cores with its interface",
-            )
+        for attribute in ("drop", "explicit", "scores"):
+            if not hasattr(module, attribute):
+                raise StrettoError(
+                    f"{name} ({type(module).__name__}) has no {attribute}",
+                    hint="ContextAttention style is for CausalAttention and cores with its interface",
+                )
         return {}
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
@@ -111,19 +113,28 @@ class RingAttention(_Attention):
 
     def __init__(self, core: nn.Module, group: ProcessGroup | None, index: int, cp: int, length: int) -> None:
         super().__init__(core, group, index, cp, length)
-        self.explicit = bool(getattr(core, "explicit", False))
+        self.explicit = bool(core.explicit)
+        self.scores = cast("Callable[[int], Scores]", core.scores)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [b, heads, n, d], k and v [b, kv_heads, n, d] of this rank's positions to [b, heads, n, d]."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """q [b, heads, n, d], k [b, kv_heads, n, d] and v [b, kv_heads, n, dv] of this rank's positions, and
+        the sinks of these heads, if any, to [b, heads, n, dv].
+        """
         self._check(q.shape[2])
         assert self.group is not None
-        ring = Ring(self.group, self.index, self.cp, self.explicit)
-        kind = q.device.type
+        ring = Ring(
+            group=self.group,
+            index=self.index,
+            size=self.cp,
+            scores=self.scores(q.shape[-1]),
+            explicit=self.explicit,
+        )
+        kind, masks = q.device.type, self._masks(q, ring)
         if not torch.is_autocast_enabled(kind):
-            return attend(_rows(q), _rows(k), _rows(v), ring, self._masks(q, ring))
+            return attend(rows(q), rows(k), rows(v), ring, masks=masks, sinks=sinks)
         q, k, v = (t.to(torch.get_autocast_dtype(kind)) for t in (q, k, v))
         with torch.autocast(kind, enabled=False):
-            return attend(_rows(q), _rows(k), _rows(v), ring, self._masks(q, ring))
+            return attend(rows(q), rows(k), rows(v), ring, masks=masks, sinks=sinks)
 
     def _masks(self, q: Tensor, ring: Ring) -> list[DropoutMask] | None:
         """Dropout's mask for each round; None if nothing is dropped."""
@@ -153,19 +164,22 @@ class UlyssesAttention(_Attention):
     @property
     def explicit(self) -> bool:
         """Whether the core computes attention without fused kernels."""
-        return bool(getattr(self.core, "explicit", False))
+        return bool(self.core.explicit)
 
     @explicit.setter
     def explicit(self, value: bool) -> None:
         setattr(self.core, "explicit", value)  # noqa: B010
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [b, heads, n, d], k and v [b, kv_heads, n, d] of this rank's positions to [b, heads, n, d]."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """q [b, heads, n, d], k [b, kv_heads, n, d] and v [b, kv_heads, n, dv] of this rank's positions, and
+        the sinks of these heads, if any, to [b, heads, n, dv].
+        """
         self._check(q.shape[2])
         self._set_dropout(q)
         if self.group is None:
-            return self.core(q, k, v)
-        y = self.core(*to_heads(q, k, v, self.group, self.cp))
+            return self.core(q, k, v, sinks)
+        mine = None if sinks is None else sinks.chunk(self.cp)[self.index]
+        y = self.core(*to_heads(q, k, v, self.group, self.cp), mine)
         return to_positions(y, self.group, self.cp)
 
     def _set_dropout(self, q: Tensor) -> None:
@@ -185,12 +199,7 @@ class UlyssesAttention(_Attention):
                 positions = torch.arange(padded)
                 cuts += [Cut(2, self.length, positions), Cut(3, self.length, positions)]
             drop = KeyedDropout(drop.p, drop.name, drop.keys, cuts).train(drop.training)
-        self.core.drop = drop  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x with the features of a position contiguous, as the kernels require."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+        self.core.drop = drop
 
 
 __all__ = ["METHODS", "ContextAttention", "RingAttention", "UlyssesAttention"]

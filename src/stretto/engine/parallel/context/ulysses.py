@@ -58,7 +58,7 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, cp: int) -> t
     """Exchange this rank's positions of all heads for all positions of this rank's heads.
 
     Args:
-        q: [b, heads, n, d], k and v [b, kv_heads, n, d], positions in zigzag order.
+        q: [b, heads, n, d], k [b, kv_heads, n, d] and v [b, kv_heads, n, dv], positions in zigzag order.
 
     Returns:
         q [b, heads / cp, cp n, d], and k and v with the key heads that belong to those, positions in natural
@@ -80,16 +80,22 @@ class _ToHeads(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.share, ctx.group = share, group
         k, v = (t.repeat_interleave(share.copies, 1) if share.copies > 1 else t for t in (k, v))
-        going = torch.cat([t.unflatten(1, (share.cp, -1)) for t in (q, k, v)], 2)  # [b, cp, width, n, d]
-        coming = _exchange(going.permute(1, 0, 3, 2, 4), group)  # [cp, b, n, width, d]
-        return in_order(coming).transpose(1, 2).split(share.widths, 1)
+        ctx.shapes = [(heads, t.shape[-1]) for heads, t in zip(share.widths, (q, k, v), strict=True)]
+        going = [t.unflatten(1, (share.cp, -1)).permute(1, 0, 3, 2, 4).flatten(3) for t in (q, k, v)]
+        coming = _exchange(torch.cat(going, -1), group)  # [cp, b, n, width]
+        parts = in_order(coming).split([heads * d for heads, d in ctx.shapes], -1)
+        return tuple(t.unflatten(-1, s).transpose(1, 2) for t, s in zip(parts, ctx.shapes, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, Tensor, None, None]:
         share: HeadShare = ctx.share
-        going = torch.cat(grads, 1).transpose(1, 2)  # [b, cp n, width, d]
+        going = torch.cat([t.transpose(1, 2).flatten(2) for t in grads], -1)  # [b, cp n, width]
         coming = _exchange(in_zigzag(going, share.cp), ctx.group)
-        dq, dk, dv = (part.permute(1, 0, 3, 2, 4).flatten(1, 2) for part in coming.split(share.widths, 3))
+        parts = coming.split([heads * d for heads, d in ctx.shapes], -1)
+        dq, dk, dv = (
+            t.unflatten(-1, s).permute(1, 0, 3, 2, 4).flatten(1, 2)
+            for t, s in zip(parts, ctx.shapes, strict=True)
+        )
         if share.copies > 1:
             dk, dv = (t.unflatten(1, (-1, share.copies)).sum(2) for t in (dk, dv))
         return dq, dk, dv, None, None

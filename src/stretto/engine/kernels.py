@@ -1,0 +1,491 @@
+"""Attention of some queries to some keys: fused kernels, and the formula written out for dropout, soft-capped
+scores, and where no fused kernel applies. Plain attention and the rounds of a ring share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 64  # queries of a fused kernel with a window
+TILE = 64  # queries of the formula written out, at most; on accelerators 4 times as many
+_SCORES = 1 << 18  # of a tile: 1 MiB in float32, which stays in a core's second-level cache
+_aten: Any = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Band:
+    """Which keys queries see: query i sees key j where 0 <= i + shift - j < window.
+
+    Args:
+        shift: how many positions the first query is after the first key; 0 for causal attention of as many
+            queries as keys.
+        window: None for all keys up to the query's position.
+    """
+
+    shift: int = 0
+    window: int | None = None
+
+    def full(self, n: int, m: int) -> bool:
+        """Whether all of n queries see all of m keys."""
+        return self.shift >= m - 1 and (self.window is None or self.shift + n - 1 < self.window)
+
+    def triangle(self, n: int, m: int) -> bool:
+        """Whether these are as many queries as keys, and each query sees its key and those before it."""
+        return self.shift == 0 and n == m and (self.window is None or self.window >= n)
+
+    def keys(self, queries: slice, m: int) -> slice:
+        """Those of m keys that any of these queries sees."""
+        first = 0 if self.window is None else queries.start + self.shift - self.window + 1
+        return slice(min(max(first, 0), m), min(max(queries.stop + self.shift, 0), m))
+
+    def trim(self, n: int, m: int) -> tuple[slice, slice] | None:
+        """Those of n queries and m keys with any partner among the others; None if there is no such pair."""
+        last = n if self.window is None else min(n, m - 1 + self.window - self.shift)
+        queries = slice(max(0, -self.shift), last)
+        keys = self.keys(queries, m) if queries.start < queries.stop else slice(0, 0)
+        return (queries, keys) if keys.start < keys.stop else None
+
+    def at(self, queries: slice, keys: slice) -> Band:
+        """The band of some of the queries and keys."""
+        return Band(self.shift + queries.start - keys.start, self.window)
+
+    def mask(self, n: int, m: int, device: torch.device) -> Tensor:
+        """bool [n, m]: whether a query sees a key."""
+        seen = torch.ones(n, m, dtype=torch.bool, device=device).tril_(self.shift)
+        return seen if self.window is None else seen.triu_(self.shift - self.window + 1)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How scores are made of the products of queries and keys; see `CausalAttention`."""
+
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+
+
+class Kernel(Protocol):
+    """Attention to one block of keys, forward and backward. Each query must see at least one of the keys."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
+        """q [b, heads, n, d], k [b, kv_heads, m, d] and v [b, kv_heads, m, dv] to the output for this block
+        [b, heads, n, dv] and the log-sum-exp of its scores [b, heads, n] (float32; float64 for float64).
+        """
+        ...
+
+    def backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, band: Band
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """This block's part of the gradients of q, k and v; y and lse are those of all blocks together."""
+        ...
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """Torch's tiled attention on CPUs: any strides, any floating type, grouped heads; values as wide as keys.
+
+    The kernel computes the scores that a mask hides too. So a window goes through blocks of queries, each
+    against the keys that any of them sees.
+    """
+
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
+        blocks = list(_blocks(q, k, band))
+        if len(blocks) == 1:
+            return self._forward(q, k, v, *blocks[0][2:])
+        y = torch.zeros_like(q, dtype=exact_type(q.dtype))
+        lse = y.new_full(q.shape[:-1], float("-inf"))
+        for queries, keys, causal, mask in blocks:
+            part = self._forward(q[:, :, queries], k[:, :, keys], v[:, :, keys], causal, mask)
+            if mask is not None:  # all that these queries see
+                y[:, :, queries], lse[:, :, queries] = part
+            else:
+                add_block(y[:, :, queries], lse[:, :, queries], *part)
+        return y, lse
+
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=mask, scale=self.scale
+        )
+
+    def backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, band: Band
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        blocks, sums = list(_blocks(q, k, band)), list[Tensor]()
+        if len(blocks) > 1:
+            sums = [torch.zeros_like(t, dtype=exact_type(q.dtype)) for t in (q, k, v)]
+        for queries, keys, causal, mask in blocks:
+            at, of = (slice(None), slice(None), queries), (slice(None), slice(None), keys)
+            parts = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                dy[at],
+                q[at],
+                k[of],
+                v[of],
+                y[at],
+                lse[at],
+                0.0,
+                causal,
+                attn_mask=mask,
+                scale=self.scale,
+            )
+            if not sums:
+                return parts
+            for total, part, where in zip(sums, parts, (at, of, of), strict=True):
+                total[where] += part
+        return sums[0], sums[1], sums[2]
+
+
+def _blocks(q: Tensor, k: Tensor, band: Band) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
+    """Queries, keys, whether the kernel's own causal mask holds between them, and else what to add to their
+    scores, if anything: 0 or -inf.
+    """
+    n, m = q.shape[2], k.shape[2]
+    before, whole = m - n, slice(0, n)  # keys before the first query's
+    if band.full(n, m):
+        yield whole, slice(0, m), False, None
+        return
+    if band.shift == before >= 0 and (band.window is None or band.window >= m):
+        yield whole, slice(before, m), True, None
+        if before:
+            yield whole, slice(0, before), False, None
+        return
+    last, mask = None, None
+    for start in range(0, n, BLOCK):
+        rows = slice(start, min(start + BLOCK, n))
+        keys = band.keys(rows, m)
+        here = band.at(rows, keys), rows.stop - rows.start, keys.stop - keys.start
+        if here != last:  # one mask serves all blocks but those at the ends
+            last, hidden = here, here[0].mask(here[1], here[2], q.device).logical_not_()
+            mask = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, float("-inf"))[None, None]
+        yield rows, keys, False, mask
+
+
+@dataclass(frozen=True)
+class Flash:
+    """FlashAttention on CUDA: 16-bit types, grouped heads, windows; values as wide as keys."""
+
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
+        n, m = q.shape[2], k.shape[2]
+        if band.full(n, m) or band.triangle(n, m):
+            causal = not band.full(n, m)
+            return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=self.scale)[:2]
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        y, lse = _aten._flash_attention_forward(
+            q, k, v, None, None, n, m, 0.0, False, False, scale=self.scale, **_sides(n, m, band)
+        )[:2]
+        return y.transpose(1, 2), lse
+
+    def backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, band: Band
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        n, m = q.shape[2], k.shape[2]
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout's random state
+        lse, none = lse.contiguous(), (None, None, n, m, 0.0)
+        if band.full(n, m) or band.triangle(n, m):
+            causal = not band.full(n, m)
+            return _aten._scaled_dot_product_flash_attention_backward(
+                dy, q, k, v, y, lse, *none, causal, unused, unused, scale=self.scale
+            )
+        turned = [t.transpose(1, 2) for t in (dy, q, k, v, y)]
+        grads = _aten._flash_attention_backward(
+            *turned, lse, *none, False, unused, unused, scale=self.scale, **_sides(n, m, band)
+        )
+        dq, dk, dv = (t.transpose(1, 2) for t in grads)
+        return dq, dk, dv
+
+
+def _sides(n: int, m: int, band: Band) -> dict[str, int]:
+    """The band as FlashAttention takes it: how many keys a query sees before and after the one that is as far
+    from the last key as the query from the last query; -1 for all.
+    """
+    after = band.shift - (m - n)
+    before = -1 if band.window is None else band.window - 1 - after
+    return {"window_size_left": before, "window_size_right": -1 if band.shift >= m - 1 else after}
+
+
+@dataclass(frozen=True)
+class Efficient:
+    """Memory-efficient attention on CUDA, which takes float32 too and values of another width than keys, but
+    no grouped heads. Other bands than full and triangular ones go to the formula written out.
+    """
+
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
+        if not self._takes(q, k, band):
+            return Explicit(Scores(self.scale)).forward(q, k, v, band)
+        causal = not band.full(q.shape[2], k.shape[2])
+        k, v = (_repeat_heads(t, q.shape[1]) for t in (k, v))
+        y, lse = _aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, causal, scale=self.scale
+        )[:2]
+        return y, lse[..., : q.shape[2]]
+
+    def backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, band: Band
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not self._takes(q, k, band):
+            written_out = Explicit(Scores(self.scale))
+            return written_out.backward(dy=dy, q=q, k=k, v=v, y=y, lse=lse, band=band)
+        causal = not band.full(q.shape[2], k.shape[2])
+        lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))  # the kernel's alignment
+        unused = torch.empty((), dtype=torch.int64, device=q.device)
+        wide = (_repeat_heads(t, q.shape[1]) for t in (k, v))
+        dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+            dy,
+            q,
+            *wide,
+            None,
+            y,
+            lse,
+            unused,
+            unused,
+            0.0,
+            [True, True, True, False],
+            causal,
+            scale=self.scale,
+        )
+        return dq, _sum_heads(dk, k.shape[1]), _sum_heads(dv, k.shape[1])
+
+    def _takes(self, q: Tensor, k: Tensor, band: Band) -> bool:
+        n, m = q.shape[2], k.shape[2]
+        return band.full(n, m) or band.triangle(n, m)
+
+
+def _repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """[b, kv_heads, m, d] with each key head repeated for all of its query heads."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _sum_heads(x: Tensor, kv_heads: int) -> Tensor:
+    """Gradients of repeated heads, summed for each key head."""
+    return x if x.shape[1] == kv_heads else x.unflatten(1, (kv_heads, -1)).sum(2)
+
+
+@dataclass(frozen=True)
+class DropoutMask:
+    """Which attention probabilities dropout keeps.
+
+    mask: bool [b, heads, queries, keys].
+    scale: by which the kept ones are multiplied.
+    """
+
+    mask: Tensor
+    scale: float
+
+    def at(self, queries: slice, keys: slice) -> DropoutMask:
+        """The mask of some queries and keys."""
+        return DropoutMask(self.mask[:, :, queries, keys], self.scale)
+
+    def factors(self, queries: slice, keys: slice, dtype: torch.dtype) -> Tensor:
+        """What the probabilities of these queries and keys are multiplied by: 0 or the scale."""
+        return self.mask[:, :, queries, keys].to(dtype).mul_(self.scale)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Queries `queries`, which see no keys but `keys`, of a range of the key heads of all samples."""
+
+    queries: slice
+    keys: slice
+    heads: slice
+
+
+@dataclass(frozen=True)
+class Explicit:
+    """The formula written out, for any device and type, soft-capped scores, and dropout. It goes through
+    tiles of queries, so that only one tile's scores are in memory, and skips keys that a tile does not see.
+    """
+
+    scores: Scores
+    dropout: DropoutMask | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
+        b, heads, n, _ = q.shape
+        exact, cap = exact_type(q.dtype), self.scores.softcap or 1.0
+        y = q.new_empty(b, n, heads, v.shape[-1], dtype=exact).transpose(1, 2)
+        lse = q.new_empty(b, heads, n, dtype=exact)
+        scaled, v3 = self._scaled(k.flatten(0, 1)), v.flatten(0, 1).contiguous()
+        for queries, tiles in _tiles(q, k, band):
+            q3 = _grouped(q[:, :, queries], k)
+            sums, totals = list[Tensor](), list[Tensor]()
+            for at in tiles:
+                p = _hide(self._scores(q3[at.heads], scaled[at.heads, at.keys]), at, band)
+                largest = p.amax(-1, keepdim=True).mul_(cap)
+                total = torch.add(-largest, p, alpha=cap, out=p).exp_().sum(-1, keepdim=True)
+                if self.dropout is not None:
+                    p.mul_(_factors(self.dropout, at, k, exact))
+                values = v3[at.heads, at.keys]
+                if p.dtype == v.dtype:
+                    sums.append((p @ values).div_(total))
+                else:  # probabilities fit into any type
+                    sums.append(p.div_(total).to(v.dtype) @ values)
+                totals.append(total.log_().add_(largest))
+            y[:, :, queries] = _ungrouped(sums, q[:, :, queries])
+            lse[:, :, queries] = _ungrouped(totals, q[:, :, queries]).squeeze(-1)
+        return y, lse
+
+    def backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, band: Band
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As derived by Dao et al. 2022, appendix B.2."""
+        exact, kind = lse.dtype, q.dtype
+        cap = self.scores.softcap or 1.0
+        dq = torch.empty_like(q, dtype=exact)
+        k3, v3 = k.flatten(0, 1).contiguous(), v.flatten(0, 1).contiguous()
+        dk, dv = (torch.zeros_like(t, dtype=exact) for t in (k3, v3))
+        scaled = self._scaled(k3)
+        for queries, tiles in _tiles(q, k, band):
+            q3, dy3 = _grouped(q[:, :, queries], k), _grouped(dy[:, :, queries].to(kind), k)
+            # subtracted by the softmax's backward; dropout does not change it
+            through = (dy[:, :, queries].to(exact) * y[:, :, queries]).sum(-1, keepdim=True)
+            through, minus_lse = _grouped(through, k), _grouped(-lse[:, :, queries].unsqueeze(-1), k)
+            sums = list[Tensor]()
+            for at in tiles:
+                of = at.heads
+                keys = (of, at.keys)
+                s = self._scores(q3[of], scaled[keys])
+                p = _hide(torch.add(minus_lse[of], s, alpha=cap), at, band).exp_()
+                dp = (dy3[of] @ v3[keys].transpose(1, 2)).to(exact)
+                passed = p
+                if self.dropout is not None:
+                    factors = _factors(self.dropout, at, k, exact)
+                    passed, dp = p * factors, dp.mul_(factors)
+                dv[keys] += passed.to(kind).transpose(1, 2) @ dy3[of]
+                ds = dp.sub_(through[of]).mul_(p)
+                if self.scores.softcap is not None:  # the derivative of tanh is 1 - tanh^2
+                    ds.addcmul_(ds * s, s, value=-1.0)
+                ds = ds.to(kind)
+                sums.append(ds @ k3[keys])
+                dk[keys] += ds.transpose(1, 2) @ q3[of]
+            dq[:, :, queries] = _ungrouped(sums, q[:, :, queries])
+        scale = self.scores.scale
+        return dq.mul_(scale), dk.mul_(scale).view(k.shape), dv.view(v.shape)
+
+    def _scaled(self, k: Tensor) -> Tensor:
+        """Keys with the factor of the scores, unless it would be rounded to 16 bits."""
+        return (k * self._factor if k.dtype == exact_type(k.dtype) else k).contiguous()
+
+    def _scores(self, q: Tensor, scaled: Tensor) -> Tensor:
+        """Scores of a tile in the exact type; capped ones before they are multiplied by the cap."""
+        s = q @ scaled.transpose(1, 2)
+        if s.dtype != exact_type(q.dtype):
+            s = s.to(exact_type(q.dtype)).mul_(self._factor)
+        return s if self.scores.softcap is None else s.tanh_()
+
+    @property
+    def _factor(self) -> float:
+        return self.scores.scale / (self.scores.softcap or 1.0)
+
+
+def _tiles(q: Tensor, k: Tensor, band: Band) -> Iterator[tuple[slice, list[_Tile]]]:
+    """Tiles that cover what the queries see: for each tile's queries, those of the different heads."""
+    n, m = q.shape[2], k.shape[2]
+    count = k.shape[0] * k.shape[1]
+    group = q.shape[1] // k.shape[1]
+    on_cpu = q.device.type == "cpu"
+    step, most = (TILE, _SCORES) if on_cpu else (4 * TILE, 64 * _SCORES)  # a launch takes time, too
+    for start in range(0, n, step):
+        queries = slice(start, min(start + step, n))
+        keys = band.keys(queries, m)
+        size = group * (queries.stop - queries.start) * (keys.stop - keys.start)
+        heads = min(max(most // size, 1), count)
+        yield queries, [_Tile(queries, keys, slice(h, min(h + heads, count))) for h in range(0, count, heads)]
+
+
+def _hide(scores: Tensor, at: _Tile, band: Band) -> Tensor:
+    """-inf for what the queries of a tile do not see, in place; most keys are seen by all of them."""
+    n, m = at.queries.stop - at.queries.start, at.keys.stop - at.keys.start
+    here, by_query = band.at(at.queries, at.keys), scores.unflatten(1, (-1, n))
+    after = min(max(here.shift + 1, 0), m)  # from here on keys are hidden from some
+    before = 0 if here.window is None else min(max(n + here.shift - here.window, 0), m)
+    if after <= before:
+        after, before = 0, 0
+    for keys in (slice(0, before), slice(after, m)):
+        if keys.start < keys.stop:
+            hidden = here.at(slice(0, n), keys).mask(n, keys.stop - keys.start, scores.device).logical_not_()
+            by_query[..., keys].masked_fill_(hidden, float("-inf"))
+    return scores
+
+
+def _factors(dropout: DropoutMask, at: _Tile, k: Tensor, dtype: torch.dtype) -> Tensor:
+    """What dropout multiplies the probabilities of a tile by."""
+    factors = dropout.factors(at.queries, at.keys, dtype)
+    return factors.unflatten(1, (k.shape[1], -1)).flatten(2, 3).flatten(0, 1)[at.heads]
+
+
+def _grouped(x: Tensor, k: Tensor) -> Tensor:
+    """[b, heads, n, d] to [b kv_heads, heads / kv_heads n, d]: the queries of a key head in one matrix."""
+    return x.reshape(x.shape[0] * k.shape[1], -1, x.shape[-1])
+
+
+def _ungrouped(parts: list[Tensor], q: Tensor) -> Tensor:
+    """Back to [b, heads, n, d], with q's b, heads and n, from ranges of key heads."""
+    x = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return x.view(*q.shape[:3], x.shape[-1])
+
+
+def rows(x: Tensor) -> Tensor:
+    """x with the features of a position contiguous, as the kernels require."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def exact_type(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scores and of sums over blocks."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def add_block(y: Tensor, lse: Tensor, block_y: Tensor, block_lse: Tensor) -> None:
+    """Combine a block's output [b, heads, n, dv] and log-sum-exp [b, heads, n] with those of other blocks, in
+    place.
+    """
+    both = torch.logaddexp(lse, block_lse)
+    y.mul_((lse - both).exp_().unsqueeze(-1))
+    y.addcmul_(block_y.to(y.dtype), (block_lse - both).exp_().unsqueeze(-1))
+    lse.copy_(both)
+
+
+def add_sinks(y: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Output [b, heads, n, dv] and log-sum-exp [b, heads, n] with one more score for each head [heads], whose
+    value is zero. With these, a kernel's backward is right as it is.
+    """
+    with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype).view(-1, 1))
+    return y * (lse - with_sinks).exp_().unsqueeze(-1).to(y.dtype), with_sinks
+
+
+def sinks_gradient(dy: Tensor, y: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Gradient [heads] of the sinks; y and lse are those of `add_sinks`."""
+    p = (sinks.to(lse.dtype).view(-1, 1) - lse).exp_()
+    through = (dy.to(lse.dtype) * y).sum(-1)
+    return p.mul_(through).sum((0, 2)).neg_().to(sinks.dtype)
+
+
+def kernel_for(
+    q: Tensor, v: Tensor, scores: Scores, explicit: bool = False, dropout: DropoutMask | None = None
+) -> Kernel:
+    """The fastest kernel for queries and values like these; the formula written out with `explicit` or
+    dropout.
+    """
+    if explicit or dropout is not None or scores.softcap is not None or not q.is_floating_point():
+        return Explicit(scores, dropout)
+    d, equal = q.shape[-1], q.shape[-1] == v.shape[-1]
+    if q.device.type == "cpu" and equal:  # padding the values takes longer than the formula in tiles
+        return Cpu(scores.scale)
+    if q.device.type == "cuda" and d % 8 == 0 and v.shape[-1] % 8 == 0:
+        half = q.dtype in (torch.float16, torch.bfloat16)
+        if half and equal and d <= 256:
+            return Flash(scores.scale)
+        if half or q.dtype == torch.float32:
+            return Efficient(scores.scale)
+    return Explicit(scores, dropout)
