@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from stretto.cli import data_clicks
+from stretto.cli import data_clicks, data_show
 from stretto.cli.output import Json, command_app, report, stage_progress
 from stretto.errors import StrettoError
 
@@ -22,9 +22,13 @@ app = command_app(
 )
 app.command(epilog=data_clicks.CLICKS_EXAMPLE)(data_clicks.clicks)
 app.command(epilog=data_clicks.SYNTH_EXAMPLE)(data_clicks.synth_clicks)
+app.command(epilog=data_show.EXAMPLE)(data_show.show)
 
 
-@app.command(epilog="Example: stretto data build texts/ notes.jsonl --out tokens --vocab 8192")
+@app.command(
+    epilog="Examples: stretto data build texts/ notes.jsonl --out tokens --vocab 8192; "
+    "stretto data build chats.jsonl --tokenizer MODEL_DIR --chat assistant --out chats"
+)
 def build(
     sources: Annotated[
         list[str],
@@ -41,23 +45,43 @@ def build(
         typer.Option(metavar="N", help="Vocabulary size of the tokenizer to train.  [default: 4096]"),
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Use this tokenizer.json instead of training one.")
+        Path | None,
+        typer.Option(
+            metavar="FILE|DIR", help="Use this tokenizer.json, or a model's folder, instead of training one."
+        ),
     ] = None,
     text_field: Annotated[
         str, typer.Option(metavar="NAME", help="The field of JSONL and Parquet rows that holds the text.")
     ] = "text",
+    chat: Annotated[
+        Literal["assistant", "all"] | None,
+        typer.Option(
+            help="The rows are conversations; train on the tokens of the assistant, or on all.",
+            show_default=False,
+        ),
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|NAME", help="With --chat: another Jinja template than the tokenizer's default."
+        ),
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace the tokens of another source in DIR.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Tokenise text into a folder for `data.source` of a config.
+    """Tokenise text or conversations into a folder for `data.source` of a config.
 
     A folder that is there already, from the same files and settings, is kept.
     """
     from stretto.run.data.build import DEFAULT_VOCAB
     from stretto.run.data.build import build as build_folder
 
+    if chat is None and chat_template is not None:
+        raise StrettoError(
+            "--chat-template without --chat", hint="--chat assistant says that the rows are conversations"
+        )
     if tokenizer is not None and vocab is not None:
         raise StrettoError(
             f"--vocab {vocab} with --tokenizer {tokenizer}: the tokenizer has its own vocabulary",
@@ -70,6 +94,8 @@ def build(
             vocab=DEFAULT_VOCAB if vocab is None else vocab,
             tokenizer=tokenizer,
             text_field=text_field,
+            chat=chat,
+            chat_template=chat_template,
             replace=force,
             progress=progress,
         )
@@ -104,7 +130,11 @@ def _click_info(path: Path, verify: bool, as_json: bool) -> None:
     data_clicks.show(folder, as_json, **({"verified": True} if verify else {}))
 
 
-_LABELS = {"skipped": "files skipped", "blank": "blank documents"}  # of facts whose name is not clear
+_LABELS = {  # of facts whose name is not clear
+    "skipped": "files skipped",
+    "blank": "blank documents",
+    "trained": "tokens trained on",
+}
 
 
 def _show(folder: TokenFolder, as_json: bool, **more: Any) -> None:
@@ -122,6 +152,8 @@ def _show(folder: TokenFolder, as_json: bool, **more: Any) -> None:
         "tokenizer": index.tokenizer,
         **more,
     }
+    if index.trained is not None:
+        facts = {"documents": index.documents, "tokens": index.tokens, "trained": index.trained} | facts
 
     def table(console: Console) -> None:
         from rich.table import Table

@@ -76,7 +76,7 @@ def test_the_same_files_elsewhere_give_the_same_tokens(source: Path, tmp_path: P
 
 def test_batch_and_piece_sizes_do_not_show(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     whole = build(source, tmp_path / "a", vocab=300)
-    monkeypatch.setattr(building, "_BATCH_CHARACTERS", 1000)
+    monkeypatch.setattr("stretto.run.data.tokenizer._BATCH_CHARACTERS", 1000)
     monkeypatch.setattr("stretto.run.data.readers.PIECE", 800)
     monkeypatch.setattr(indexed, "_BUFFERED", 2)
     parts = build(source, tmp_path / "b", vocab=300, tokenizer=tmp_path / "a")

@@ -147,7 +147,9 @@ def rewrite(path: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 2}, "format version 2; this stretto reads version 1"),
+        ({"version": 3}, "format version 3; this stretto reads versions 1 and 2"),
+        ({"version": 2}, "'trained' is not int"),
+        ({"version": 2, "trained": 3}, "'trained'"),
         ({"version": "1"}, "format version 1"),
         ({"format": "other"}, "format 'other', not 'stretto-tokens'"),
         ({"dtype": "float32"}, "dtype 'float32'; allowed are uint16, uint32"),

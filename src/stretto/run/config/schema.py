@@ -42,13 +42,34 @@ class DataConfig(Section):
     )
     tokenizer: str | None = Field(
         default=None,
-        description="A `tokenizer.json`; null: a byte-level BPE is trained on the source once and kept.",
+        description="A `tokenizer.json` or its folder; null: a byte-level BPE is trained on the source "
+        "once and kept.",
     )
     vocab: int = Field(
         default=4096, ge=257, description="Entries of the tokenizer that is trained when none is given."
     )
     text_field: str = Field(
         default="text", min_length=1, description="The field of JSONL and Parquet that holds the text."
+    )
+    chat: Literal["assistant", "all"] | None = Field(
+        default=None,
+        description="The rows of JSONL or Parquet are conversations: `messages` with roles, or `prompt` and "
+        "`completion`. The loss counts the tokens of the `assistant`, or `all`. null: the source is text.",
+    )
+    chat_template: str | None = Field(
+        default=None,
+        description="With `chat`: a file with a Jinja template, or the name of one of the tokenizer's; null: "
+        "the tokenizer's own.",
+    )
+    packing: bool | None = Field(
+        default=None,
+        description="Whether documents fill samples one after another; else each sample is one document, "
+        "padded or cut to `sequence`. null: true for text, false for conversations.",
+    )
+    too_long: Literal["truncate", "drop"] = Field(
+        default="truncate",
+        description="Without packing, what becomes of documents longer than `sequence`: the end is cut off, "
+        "or they are left out.",
     )
     split: str = Field(
         default="949,50,1",

@@ -5,18 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.errors import StrettoError
+from stretto.run.data.chat import Conversations
+from stretto.run.data.conversation import TrainOn
 from stretto.run.data.corpus import Corpus, Source, find_corpus
-from stretto.run.data.readers import Piece
 from stretto.run.data.token_folder import (
-    DOCUMENTS,
-    INDEX,
-    TOKENIZER,
-    TOKENS,
+    FILES,
     VERSION,
     TokenFolder,
     TokenWriter,
@@ -24,14 +22,13 @@ from stretto.run.data.token_folder import (
     open_if_current,
     read_index,
 )
-from stretto.run.data.tokenizer import Tokenizer, check_vocab
+from stretto.run.data.tokenizer import Tokenizer, check_vocab, in_batches
 
 DEFAULT_VOCAB = 4096
 TRAINING_CHARACTERS = 8_000_000
 """Enough text for the merges of a few ten thousand tokens to settle; training takes about 2 s on 2 cores."""
 _RECIPE = 1
 """Incremented when the same source would give other tokens than before."""
-_BATCH_CHARACTERS = 2 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +59,8 @@ def build(
     vocab: int = DEFAULT_VOCAB,
     tokenizer: Source | None = None,
     text_field: str = "text",
+    chat: TrainOn | None = None,
+    chat_template: str | None = None,
     replace: bool = False,
     progress: Report | None = None,
 ) -> TokenFolder:
@@ -73,6 +72,10 @@ def build(
     `tokenizer.json`; `vocab` is then ignored. With `replace`, tokens of another source at `out` are
     overwritten. Several processes may build the same folder at once.
 
+    With `chat` the rows of the source are conversations, and the folder has a mask of the tokens to train on:
+    those of the assistant, or all. They are rendered by the tokenizer's chat template; `chat_template` names
+    a file with another, or one of several (see `ChatTemplate.find`).
+
     Raises:
         StrettoError: bad source, text, tokenizer or vocabulary; `out` holds other files, or the tokens of
             another source without `replace`.
@@ -82,8 +85,9 @@ def build(
         return TokenFolder(Path(sources[0]).expanduser())
     check_vocab(vocab)
     ready = Tokenizer.load(tokenizer) if tokenizer is not None else None
+    conversations = Conversations.load(tokenizer, chat, chat_template)
     corpus = find_corpus(sources, text_field)
-    key = _key(corpus, ready.fingerprint if ready else f"bpe {vocab}")
+    key = _key(corpus, ready.fingerprint if ready else f"bpe {vocab}", conversations)
     target = (
         Path(out).expanduser()
         if out is not None
@@ -97,8 +101,18 @@ def build(
     report = progress or (lambda _: None)
     chosen = ready or _train(corpus, vocab, report)
     try:
-        with TokenWriter(target, chosen, key=key, source=[str(s) for s in sources]) as writer:
-            _encode(corpus, chosen, writer, report)
+        with TokenWriter(
+            target,
+            chosen,
+            key=key,
+            source=[str(s) for s in sources],
+            masked=conversations is not None,
+            config=None if conversations is None else conversations.config_bytes(),
+        ) as writer:
+            if conversations is None:
+                _encode(corpus, chosen, writer, report)
+            else:
+                _encode_conversations(conversations, corpus, chosen, writer, report)
             writer.commit()
     except OSError as error:
         raise StrettoError(
@@ -107,10 +121,11 @@ def build(
     return TokenFolder(target)
 
 
-def _key(corpus: Corpus, tokenizer: str) -> str:
+def _key(corpus: Corpus, tokenizer: str, conversations: Conversations | None) -> str:
     """Fingerprint of the files (path, size, modification time) and of the settings."""
     files = [(str(file.path.resolve()), file.name, file.size, file.mtime_ns) for file in corpus.files]
-    facts = json.dumps([VERSION, _RECIPE, tokenizer, corpus.text_field, TRAINING_CHARACTERS, files])
+    more = [] if conversations is None else [conversations.facts]
+    facts = json.dumps([VERSION, _RECIPE, tokenizer, corpus.text_field, TRAINING_CHARACTERS, files, *more])
     return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
 
@@ -120,7 +135,7 @@ def _check_target(target: Path) -> None:
         return
     if not target.is_dir():
         raise StrettoError(f"{target}: is a file", hint="name a new directory")
-    others = {entry.name for entry in target.iterdir()} - {INDEX, TOKENS, DOCUMENTS, TOKENIZER}
+    others = {entry.name for entry in target.iterdir()} - {*FILES}
     if others:
         raise StrettoError(
             f"{target}: holds other files ({min(others)}), which a build would remove",
@@ -149,7 +164,7 @@ def _train(corpus: Corpus, vocab: int, report: Report) -> Tokenizer:
 def _encode(corpus: Corpus, tokenizer: Tokenizer, writer: TokenWriter, report: Report) -> None:
     """Encode all documents into `writer`."""
     characters = 0
-    for batch in _batches(corpus.pieces()):
+    for batch in in_batches(corpus.pieces(), lambda piece: len(piece.text)):
         texts = [piece.text for piece in batch]
         for piece, ids in zip(batch, tokenizer.encode_batch(texts), strict=True):
             writer.add(ids, piece.ends)
@@ -170,15 +185,30 @@ def _encode(corpus: Corpus, tokenizer: Tokenizer, writer: TokenWriter, report: R
     writer.skipped, writer.blank = corpus.skipped, corpus.blank
 
 
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in batches of bounded size, each large enough for all threads."""
-    batch: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.text) + 64
-        if size >= _BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def _encode_conversations(
+    conversations: Conversations, corpus: Corpus, tokenizer: Tokenizer, writer: TokenWriter, report: Report
+) -> None:
+    """Encode all conversations into `writer`; those with nothing to train on are counted as blank."""
+    characters = 0
+    for batch in conversations.encoded(corpus, tokenizer):
+        for one in batch:
+            if any(one.trained[1:]):  # the first token is never predicted
+                writer.add_masked(one.ids, one.trained)
+            else:
+                writer.blank += 1
+            characters += one.characters
+        report(
+            Progress(
+                stage="encode",
+                characters=min(characters, corpus.size),  # a template may repeat what it renders
+                total=corpus.size,
+                documents=writer.documents,
+                tokens=writer.tokens,
+            )
+        )
+    if not writer.documents:
+        raise StrettoError(
+            f"data source has no conversation with a token to train on ({writer.blank} without)",
+            hint="the messages of the assistant are trained on; data.chat=all trains on all tokens",
+        )
+    writer.skipped = corpus.skipped

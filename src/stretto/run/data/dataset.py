@@ -1,6 +1,7 @@
-"""Samples for a language model: windows of one split's token stream, in an order computed from a seed.
+"""Samples for a language model: windows of one split's token stream or single documents, in an order computed
+from a seed.
 
-Sample k of an epoch is the window [p * sequence, (p + 1) * sequence + 1) of the split, p = permutation(seed,
+Of windows, sample k of an epoch is [p * sequence, (p + 1) * sequence + 1) of the split, p = permutation(seed,
 epoch)(k): the last token of a window is the first of the next, so every token but the first is predicted
 exactly once an epoch (fewer than `sequence` tokens at the end of the split are left out).
 """
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from stretto.engine.models.language import IGNORED
 from stretto.errors import StrettoError, nearest
+from stretto.run.config.schema import DataConfig
 from stretto.run.data.permutation import Permutation
 from stretto.run.data.token_folder import TokenFolder
 
@@ -105,12 +107,44 @@ def indices_after(
     return range(first, first + micro_batch)
 
 
-class Samples:
-    """The samples of one split of a token folder, by index; it keeps no position.
+class Ordered:
+    """Samples of one split of a token folder, by index; it keeps no position.
 
     Index k is sample k % len of epoch k // len; each epoch has an order of its own, a pure function of (seed,
     epoch). With `shuffle=False` every epoch is in the order of the stream.
     """
+
+    whole = False  # whether the split may be all of the stream
+
+    def __init__(
+        self, folder: TokenFolder, split: str, sequence: int, seed: int, *, ratio: str, shuffle: bool
+    ) -> None:
+        check_split(split, (*SPLITS, ALL) if self.whole else SPLITS)
+        _check_sequence(sequence)
+        self.folder = folder
+        self.split = split
+        self.sequence = sequence
+        self.seed = seed
+        self.shuffle = shuffle
+        self.range = _range_of(folder, split, ratio)
+        self._length = 0
+
+    def __len__(self) -> int:
+        """Samples in an epoch."""
+        return self._length
+
+    def positions(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        """Numbers of the samples within the stream: int64 [len(indices)]."""
+        epochs, positions = np.divmod(np.asarray(indices, dtype=np.int64), self._length)
+        assert (epochs >= 0).all(), "sample indices start at 0"
+        for epoch in np.unique(epochs) if self.shuffle else ():
+            here = epochs == epoch
+            positions[here] = Permutation(self._length, self.seed, int(epoch))(positions[here])
+        return positions
+
+
+class Samples(Ordered):
+    """Windows of the stream of one split, whatever documents they cross."""
 
     def __init__(
         self,
@@ -127,43 +161,171 @@ class Samples:
         Raises:
             StrettoError: no such split, malformed ratio, fewer than `sequence + 1` tokens.
         """
-        check_split(split, SPLITS)
-        _check_sequence(sequence)
-        self.folder = folder
-        self.split = split
-        self.sequence = sequence
-        self.seed = seed
-        self.shuffle = shuffle
-        self.range = split_tokens(cast(Sequence[int], folder.offsets), ratio)[split]
+        super().__init__(folder, split, sequence, seed, ratio=ratio, shuffle=shuffle)
         self._length = (len(self.range) - 1) // sequence
         if self._length < 1:
             raise _too_short(folder, split, len(self.range), sequence, ratio)
 
-    def __len__(self) -> int:
-        """Samples in an epoch."""
-        return self._length
-
     def starts(self, indices: Sequence[int]) -> NDArray[np.int64]:
         """First tokens of the samples within the folder: int64 [len(indices)]."""
-        epochs, positions = np.divmod(np.asarray(indices, dtype=np.int64), self._length)
-        assert (epochs >= 0).all(), "sample indices start at 0"
-        for epoch in np.unique(epochs) if self.shuffle else ():
-            here = epochs == epoch
-            positions[here] = Permutation(self._length, self.seed, int(epoch))(positions[here])
-        return self.range.start + positions * self.sequence
+        return self.range.start + self.positions(indices) * self.sequence
 
     def sample(self, index: int) -> NDArray[np.int64]:
         """Token ids of sample `index`: int64 [sequence + 1]."""
-        return self._ids([index])[0]
+        return self.folder.tokens[self._at([index])][0].astype(np.int64)
 
     def batch(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs, and targets shifted by one token: two int64 tensors [len(indices), sequence] on the CPU."""
-        ids = self._ids(indices)
-        return torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(ids[:, 1:].copy())
+        """Inputs, and targets shifted by one token, -100 where the folder's mask says so: two int64 tensors
+        [len(indices), sequence] on the CPU.
+        """
+        at = self._at(indices)
+        ids = self.folder.tokens[at].astype(np.int64)
+        inputs, targets = ids[:, :-1].copy(), ids[:, 1:].copy()
+        if self.folder.mask is not None:
+            targets[self.folder.mask[at[:, 1:]] == 0] = IGNORED
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
 
-    def _ids(self, indices: Sequence[int]) -> NDArray[np.int64]:
-        within = np.arange(self.sequence + 1)
-        return self.folder.tokens[self.starts(indices)[:, None] + within].astype(np.int64)
+    def _at(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        return self.starts(indices)[:, None] + np.arange(self.sequence + 1)
+
+
+class Documents(Ordered):
+    """Single documents, such as conversations: each sample is one, padded or cut to `sequence`.
+
+    A document belongs to the split in which it begins. One without a target in its first `sequence + 1`
+    tokens is left out.
+
+    Attributes:
+        total: documents that begin in the split.
+        too_long: those of more than `sequence + 1` tokens, which are cut off or left out.
+        untrained: those that are left out because they have no target.
+    """
+
+    def __init__(
+        self,
+        folder: TokenFolder,
+        split: str,
+        sequence: int,
+        seed: int = 0,
+        *,
+        ratio: str = "949,50,1",
+        shuffle: bool = True,
+        drop: bool = False,
+    ) -> None:
+        """Take `split` of `folder` cut by `ratio`; `drop` leaves out what is too long.
+
+        Raises:
+            StrettoError: no such split, malformed ratio, no document in the split that can be trained on.
+        """
+        super().__init__(folder, split, sequence, seed, ratio=ratio, shuffle=shuffle)
+        first, last = np.searchsorted(folder.offsets[:-1], [self.range.start, self.range.stop])
+        starts, lengths = folder.offsets[first:last], np.diff(folder.offsets[first : last + 1])
+        long = lengths > sequence + 1
+        self._drop = drop
+        kept = ~long if drop else np.ones(len(lengths), dtype=bool)
+        trained = _has_target(folder, starts, np.minimum(lengths, sequence + 1))
+        self.total, self.too_long = len(lengths), int(long.sum())
+        self.untrained = int((kept & ~trained).sum())
+        chosen = kept & trained
+        self._starts, self._lengths = starts[chosen], np.minimum(lengths[chosen], sequence + 1)
+        self._length = len(self._starts)
+        if self._length < 1:
+            raise self._none(ratio)
+
+    def batch(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs, padded with the end of text, and targets shifted by one token, -100 where the mask says so
+        and on padding: two int64 tensors [len(indices), sequence] on the CPU.
+        """
+        size = (len(indices), self.sequence)
+        inputs = np.full(size, self.folder.index.endoftext, dtype=np.int64)
+        targets = np.full(size, IGNORED, dtype=np.int64)
+        for row, document in enumerate(self.positions(indices)):
+            start, length = int(self._starts[document]), int(self._lengths[document])
+            ids = self.folder.tokens[start : start + length].astype(np.int64)
+            following = ids[1:].copy()
+            if self.folder.mask is not None:
+                following[self.folder.mask[start + 1 : start + length] == 0] = IGNORED
+            inputs[row, : length - 1], targets[row, : length - 1] = ids[:-1], following
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
+
+    def describe(self) -> str:
+        """Such as `train: 950 documents; 12 longer than 512 tokens are cut off`."""
+        does = "are left out" if self._drop else "are cut off"
+        parts = [f"{self.split}: {self.total} documents"]
+        if self.too_long:
+            parts.append(f"{self.too_long} longer than {self.sequence} tokens {does}")
+        if self.untrained:
+            parts.append(f"{self.untrained} with nothing to train on in these are left out")
+        return "; ".join(parts)
+
+    def _none(self, ratio: str) -> StrettoError:
+        if not self.total:
+            return StrettoError(
+                f"{self.split} split of {self.folder.path}: no document of {self.folder.index.documents}",
+                hint=f"give {self.split} a larger share of the split {ratio!r}, or more data",
+            )
+        return StrettoError(
+            f"{self.split} split of {self.folder.path}: of {self.total} documents {self.too_long} are longer"
+            f" than sequence {self.sequence}, and no other has a token to train on",
+            hint="use a longer data.sequence, or data.too_long=truncate",
+        )
+
+
+_SUMMED = 1 << 14  # documents whose masks are read together
+
+
+def _has_target(
+    folder: TokenFolder, starts: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Whether documents have a token after their first that counts; bool [len(starts)]."""
+    if folder.mask is None:
+        return lengths > 1
+    counts = list[NDArray[np.int64]]()
+    for block in range(0, len(starts), _SUMMED):
+        first, length = starts[block : block + _SUMMED], lengths[block : block + _SUMMED]
+        base = int(first[0])
+        mask = np.append(folder.mask[base : int(first[-1] + length[-1])], np.uint8(0))
+        edges = np.stack([first + 1, first + length], axis=1) - base
+        sums = np.add.reduceat(mask, edges.ravel(), dtype=np.int64)[::2]
+        counts.append(np.where(length > 1, sums, 0))  # of an empty range reduceat gives one element
+    return np.concatenate([np.zeros(0, dtype=np.int64), *counts]) > 0
+
+
+def samples_of(
+    folder: TokenFolder, data: DataConfig, split: str, seed: int, shuffle: bool = True
+) -> Samples | Documents:
+    """The samples of a split as a config has them: windows of the stream, or single documents.
+
+    Raises:
+        StrettoError: the split is too short, or conversations are configured and the folder holds text.
+    """
+    if _packs(folder, data):
+        return Samples(folder, split, data.sequence, seed, ratio=data.split, shuffle=shuffle)
+    drop = data.too_long == "drop"
+    return Documents(folder, split, data.sequence, seed, ratio=data.split, shuffle=shuffle, drop=drop)
+
+
+def whole_split_of(folder: TokenFolder, data: DataConfig, split: str) -> WholeSplit | WholeDocuments:
+    """As `samples_of`, each sample once, for evaluation; the split may be "all".
+
+    Raises:
+        StrettoError: the split has nothing to predict, or conversations are configured and the folder holds
+            text.
+    """
+    if _packs(folder, data):
+        return WholeSplit(folder, split, data.sequence, ratio=data.split)
+    drop = data.too_long == "drop"
+    return WholeDocuments(folder, split, data.sequence, ratio=data.split, shuffle=False, drop=drop)
+
+
+def _packs(folder: TokenFolder, data: DataConfig) -> bool:
+    """Whether samples are windows of the stream."""
+    if data.chat is not None and folder.mask is None:
+        raise StrettoError(
+            f"{folder.path}: holds the tokens of text, but data.chat is {data.chat}",
+            hint="build it with stretto data build --chat, or name the conversations as data.source",
+        )
+    return folder.mask is None if data.packing is None else data.packing
 
 
 class WholeSplit:
@@ -186,9 +348,7 @@ class WholeSplit:
         self.folder = folder
         self.split = split
         self.sequence = sequence
-        whole = range(folder.index.tokens)
-        offsets = cast(Sequence[int], folder.offsets)
-        self.range = whole if split == ALL else split_tokens(offsets, ratio)[split]
+        self.range = _range_of(folder, split, ratio)
         if len(self.range) < 2:
             part = "" if split == ALL else f"the {split} split (data.split={ratio}) of "
             why = "is empty" if not self.range else "has one token, and nothing before it to predict it from"
@@ -199,8 +359,10 @@ class WholeSplit:
         """Samples, the last of which may be incomplete."""
         return -(-(len(self.range) - 1) // self.sequence)
 
-    def targets(self, samples: int) -> range:
-        """The tokens of the folder that the first `samples` samples predict."""
+    def targets(self, samples: int) -> range | None:
+        """The tokens of the folder that the first `samples` samples predict; None where a mask chooses."""
+        if self.folder.mask is not None:
+            return None
         first = self.range.start + 1
         return range(first, min(first + samples * self.sequence, self.range.stop))
 
@@ -216,7 +378,36 @@ class WholeSplit:
                 window = torch.from_numpy(ids.astype(np.int64))
                 inputs[row, : len(ids) - 1] = window[:-1]
                 targets[row, : len(ids) - 1] = window[1:]
+                if self.folder.mask is not None:
+                    mask = torch.from_numpy(self.folder.mask[start + 1 : start + len(ids)] == 0)
+                    targets[row, : len(ids) - 1][mask] = IGNORED
         return inputs, targets
+
+
+class WholeDocuments(Documents):
+    """Every document of a split once in the order of the stream, for evaluation; samples from `len` on are
+    empty, as those of `WholeSplit`.
+    """
+
+    whole = True
+
+    def targets(self, samples: int) -> range | None:
+        """None: some tokens of a document may be cut off or not count."""
+        return None
+
+    def batch(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Documents.batch`."""
+        there = [index for index in indices if index < len(self)]
+        inputs, targets = super().batch(there)
+        missing = (len(indices) - len(there), self.sequence)
+        pads = torch.full(missing, self.folder.index.endoftext), torch.full(missing, IGNORED)
+        return torch.cat([inputs, pads[0]]), torch.cat([targets, pads[1]])
+
+
+def _range_of(folder: TokenFolder, split: str, ratio: str) -> range:
+    """The tokens of a split, or of the whole stream."""
+    offsets = cast(Sequence[int], folder.offsets)
+    return range(folder.index.tokens) if split == ALL else split_tokens(offsets, ratio)[split]
 
 
 def check_split(split: str, allowed: Sequence[str]) -> None:

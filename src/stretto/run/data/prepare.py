@@ -34,6 +34,8 @@ def prepare_data(config: TrainConfig, stop: StopRequest | None = None, quiet: bo
             vocab=data.vocab,
             tokenizer=data.tokenizer,
             text_field=data.text_field,
+            chat=data.chat,
+            chat_template=data.chat_template,
             progress=lambda at: bar.show(
                 at.stage, at.characters, at.total, f"{at.total / 1e6:.1f} M characters"
             ),
@@ -75,12 +77,22 @@ def check_vocabulary(config: TrainConfig, folder: TokenFolder | None = None) -> 
 
 
 def check_samples(config: TrainConfig, folder: TokenFolder) -> None:
-    """Raise StrettoError if the training text is shorter than one sample, or there is none to evaluate on."""
-    from stretto.run.data.dataset import Samples, WholeSplit
+    """Raise StrettoError if there is not one sample to train on, or none to evaluate on."""
+    describe_samples(config, folder)
 
-    Samples(folder, "train", config.data.sequence, config.train.seed, ratio=config.data.split)
-    if config.eval.every:
-        WholeSplit(folder, "valid", config.data.sequence, ratio=config.data.split)
+
+def describe_samples(config: TrainConfig, folder: TokenFolder) -> list[str]:
+    """A line for each split that the run reads, where samples are single documents: how many there are, and
+    what is cut off or left out.
+
+    Raises:
+        StrettoError: a split has not one sample.
+    """
+    from stretto.run.data.dataset import Documents, samples_of, whole_split_of
+
+    train = samples_of(folder, config.data, "train", config.train.seed)
+    samples = [train, whole_split_of(folder, config.data, "valid")] if config.eval.every else [train]
+    return [one.describe() for one in samples if isinstance(one, Documents)]
 
 
 class BuildBar:

@@ -161,47 +161,90 @@ def _pieces(name: str, blocks: Iterable[str]) -> Iterator[Piece]:
         yield Piece(name, "", ends=True, blank=True)
 
 
+def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a `.jsonl` (also `.jsonl.gz`) or `.parquet` file, and where each is, for messages. Empty
+    lines are left out.
+
+    Raises:
+        StrettoError: another kind of file; not readable; a line that is no JSON object or not valid Unicode.
+    """
+    suffixes = [s.lower() for s in path.suffixes]
+    if suffixes[-1:] == [".parquet"]:
+        yield from _parquet_rows(path)
+        return
+    if ".jsonl" not in suffixes[-2:]:
+        raise StrettoError(
+            f"{path}: conversations are read from .jsonl, .jsonl.gz and .parquet files",
+            hint="write one JSON object a line into a .jsonl file",
+        )
+    for number, text in _lines(path):
+        if text.strip():
+            where = f"{path}, line {number}"
+            row = _object(text, where, "messages")
+            if "\\u" in text:  # only an escape can spell half a surrogate pair
+                _check_unicode(json.dumps(row, ensure_ascii=False), where)
+            yield where, row
+
+
 def _read_jsonl(path: Path, name: str, field: str) -> Iterator[Piece]:
+    for number, text in _lines(path):
+        content = _field(text, field, f"{path}, line {number}") if text.strip() else ""
+        yield from _pieces(f"{name}:{number}", [content])
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a file of UTF-8 text, from 1."""
     offset = 0
     with opened(path) as file:
         for number, line in enumerate(file, 1):
             try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 raise _undecodable(path, offset, line, error.start) from None
             offset += len(line)
-            content = _field(text, field, f"{path}, line {number}") if text.strip() else ""
-            yield from _pieces(f"{name}:{number}", [content])
 
 
-def _field(line: str, field: str, where: str) -> str:
-    """The text in one JSON line."""
+def _object(line: str, where: str, field: str) -> dict[str, Any]:
+    """The JSON object in a line."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise StrettoError(f"{where}: not JSON ({error})", hint="write one JSON object a line") from None
     if not isinstance(row, dict):
-        raise StrettoError(
-            f"{where}: a JSON {type(row).__name__}, not an object", hint=f'{{"{field}": "..."}}'
-        )
-    value = cast(dict[str, Any], row).get(field)
+        raise StrettoError(f"{where}: a JSON {type(row).__name__}, not an object", hint=f'{{"{field}": ...}}')
+    return cast(dict[str, Any], row)
+
+
+def _field(line: str, field: str, where: str) -> str:
+    """The text in one JSON line."""
+    row = _object(line, where, field)
+    value = row.get(field)
     if not isinstance(value, str):
-        raise _no_field(where, field, cast(dict[str, Any], row))
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise EncodingError(
-                f"{where}: field {field!r} holds half a surrogate pair at character {error.start}",
-                hint="write the line again from valid Unicode text",
-            ) from None
+        raise _no_field(where, field, row)
+    _check_unicode(value, f"{where}: field {field!r}")
     return value
+
+
+def _check_unicode(text: str, what: str) -> None:
+    """Check text from JSON, whose escapes can spell what is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise EncodingError(
+            f"{what} holds half a surrogate pair at character {error.start}",
+            hint="write the line again from valid Unicode text",
+        ) from None
 
 
 def _no_field(where: str, field: str, row: Iterable[str]) -> StrettoError:
     columns = list(row)
     if field in columns:
         return StrettoError(f"{where}: field {field!r} is not text", hint=_text_field("NAME"))
+    if "messages" in columns:
+        return StrettoError(
+            f"{where}: no field {field!r}, but messages",
+            hint="conversations: say data.chat=assistant in a config, or --chat assistant",
+        )
     close = nearest(field, columns) or (columns[0] if columns else None)
     hint = f"fields are {', '.join(columns[:8])}: {_text_field(close)}" if close else "it is empty"
     return StrettoError(f"{where}: no field {field!r}", hint=hint)
@@ -210,6 +253,15 @@ def _no_field(where: str, field: str, row: Iterable[str]) -> StrettoError:
 def _text_field(name: str) -> str:
     """How a config and a command name the field of the text."""
     return f"say data.text_field={name} in a config, or --text-field {name}"
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    number = 0
+    with opened_parquet(path) as file:
+        for batch in file.iter_batches(batch_size=256):
+            for row in cast(list[dict[str, Any]], batch.to_pylist()):
+                number += 1
+                yield f"{path}, row {number}", row
 
 
 def _read_parquet(path: Path, name: str, field: str) -> Iterator[Piece]:

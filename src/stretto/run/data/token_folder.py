@@ -1,9 +1,11 @@
 """A token folder: the tokens of a corpus in one flat file, its document boundaries, and its metadata.
 
-tokens.bin      ids, little endian, uint16 where the vocabulary has at most 65536 tokens, else uint32
-documents.bin   int64, little endian: the first token of each document, then the number of tokens
-tokenizer.json  the tokenizer that made them
-index.json      counts, sizes, checksums (see Index)
+tokens.bin             ids, little endian, uint16 where the vocabulary has at most 65536 tokens, else uint32
+documents.bin          int64, little endian: the first token of each document, then the number of tokens
+mask.bin               uint8, only of conversations: 1 where the loss counts the token, else 0
+tokenizer.json         the tokenizer that made them
+tokenizer_config.json  the chat template that rendered them, if one did, and its special tokens
+index.json             counts, sizes, checksums (see Index)
 """
 
 from __future__ import annotations
@@ -25,14 +27,18 @@ from numpy.typing import NDArray
 from stretto.errors import StrettoError
 from stretto.run.data.checksum import CHUNK, FileSums, SummedFile, check_chunks, check_size
 from stretto.run.data.commit import PartialFolder
-from stretto.run.data.tokenizer import Tokenizer
+from stretto.run.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
 
 FORMAT = "stretto-tokens"
 VERSION = 1
+MASKED_VERSION = 2
+"""Of folders with a mask, which readers of version 1 would train on without it."""
 INDEX = "index.json"
 TOKENS = "tokens.bin"
 DOCUMENTS = "documents.bin"
+MASK = "mask.bin"
 TOKENIZER = "tokenizer.json"
+FILES = (INDEX, TOKENS, DOCUMENTS, MASK, TOKENIZER, TOKENIZER_CONFIG)
 ITEM_BYTES = {"uint16": 2, "uint32": 4}
 _BIGGEST_CHUNK = 1 << 30
 _REBUILD = "build the folder again"
@@ -45,8 +51,9 @@ class Index:
     `dtype` is uint16 or uint32, `tokens` and `documents` are counts, all ids are below `vocab`, `endoftext`
     is the id that ends each document, `tokenizer` the fingerprint of the tokenizer, `key` the fingerprint of
     source and settings, `source` as the user named it, `skipped` the number of skipped files, `blank` the
-    number of documents left out because they were blank; `files` has the checksums of each file per `chunk`
-    bytes.
+    number of documents left out because they were blank, or conversations with nothing to train on; `files`
+    has the checksums of each file per `chunk` bytes. `trained` counts the tokens that the mask selects; None:
+    there is no mask, all count.
     """
 
     dtype: str
@@ -61,10 +68,14 @@ class Index:
     chunk: int
     files: dict[str, FileSums]
     blank: int = 0
+    trained: int | None = None
 
     def to_bytes(self) -> bytes:
         """The file's content; `crc32` covers all other fields."""
-        body: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        version = VERSION if self.trained is None else MASKED_VERSION
+        body: dict[str, Any] = {"format": FORMAT, "version": version, **asdict(self)}
+        if self.trained is None:
+            del body["trained"]
         return (json.dumps({**body, "crc32": _crc32(body)}, indent=1) + "\n").encode()
 
 
@@ -113,9 +124,10 @@ def parse_index(data: bytes, path: Path) -> Index:
             f"{path}: format {str(body['format'])[:80]!r}, not {FORMAT!r}", hint="name a token folder"
         )
     version = body.get("version")
-    if type(version) is not int or version != VERSION:
+    if type(version) is not int or version not in (VERSION, MASKED_VERSION):
         raise StrettoError(
-            f"{path}: format version {str(version)[:80]}; this stretto reads version {VERSION}",
+            f"{path}: format version {str(version)[:80]}; this stretto reads versions {VERSION} and"
+            f" {MASKED_VERSION}",
             hint=f"{_REBUILD}, or use the stretto that wrote it",
         )
     if body.pop("crc32", None) != _crc32(body):
@@ -149,7 +161,8 @@ def _from_body(body: Mapping[str, Any], path: Path) -> Index:
         name: take(name, int) for name in ("tokens", "documents", "vocab", "endoftext", "skipped", "chunk")
     }
     blank = take("blank", int) if "blank" in body else 0  # folders of earlier versions lack it
-    return Index(**text, **counts, source=source, files=files, blank=blank)
+    trained = take("trained", int) if body["version"] == MASKED_VERSION else None
+    return Index(**text, **counts, source=source, files=files, blank=blank, trained=trained)
 
 
 def _check(index: Index, path: Path) -> None:
@@ -165,9 +178,15 @@ def _check(index: Index, path: Path) -> None:
         "tokens": index.tokens > 0,
         "documents": 0 < index.documents <= index.tokens,
         "chunk": 0 < index.chunk <= _BIGGEST_CHUNK and index.chunk % 8 == 0,
-        "files": {TOKENS, DOCUMENTS} <= index.files.keys() <= {TOKENS, DOCUMENTS, TOKENIZER},
+        "files": {TOKENS, DOCUMENTS} <= index.files.keys() <= {*FILES} - {INDEX},
+        "trained": (index.trained is not None) == (MASK in index.files)
+        and 0 < (1 if index.trained is None else index.trained) <= index.tokens,
     }
-    sizes = {TOKENS: index.tokens * ITEM_BYTES[index.dtype], DOCUMENTS: (index.documents + 1) * 8}
+    sizes = {
+        TOKENS: index.tokens * ITEM_BYTES[index.dtype],
+        DOCUMENTS: (index.documents + 1) * 8,
+        MASK: index.tokens,
+    }
     for name, sums in index.files.items() if rules["chunk"] and rules["files"] else ():
         rules[f"files.{name}.bytes"] = sums.bytes == sizes.get(name, sums.bytes) and sums.bytes >= 0
         rules[f"files.{name}.crc32"] = len(sums.crc32) == -(-sums.bytes // index.chunk)
@@ -186,7 +205,8 @@ class TokenFolder:
     """An open token folder, mapped into memory.
 
     `tokens` [index.tokens] and `offsets` [index.documents + 1] are read-only maps; document i is
-    `tokens[offsets[i]:offsets[i + 1]]` and ends with `index.endoftext`.
+    `tokens[offsets[i]:offsets[i + 1]]`, and a document of text ends with `index.endoftext`. `mask`
+    [index.tokens] is 1 where the loss counts a token, or None where it counts all.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -201,6 +221,7 @@ class TokenFolder:
             check_size(self.path / name, sums)
         self.tokens: NDArray[np.uint16 | np.uint32] = self._map(TOKENS, f"<u{self._item}")
         self.offsets: NDArray[np.int64] = self._map(DOCUMENTS, "<i8")
+        self.mask: NDArray[np.uint8] | None = self._map(MASK, "u1") if MASK in self.index.files else None
         for name, sums in self.index.files.items():
             self._check(name, None if sums.bytes < CHECKED_WHOLE else {0, len(sums.crc32) - 1})
         if (int(self.offsets[0]), int(self.offsets[-1])) != (0, self.index.tokens):
@@ -273,6 +294,7 @@ class TokenFolder:
         look: dict[str, Callable[[int, bytes], None]] = {
             TOKENS: self._check_ids,
             DOCUMENTS: self._check_offsets,
+            MASK: self._check_mask,
         }
         check_chunks(self.path / name, self.index.files[name], self.index.chunk, which, look.get(name))
 
@@ -283,6 +305,15 @@ class TokenFolder:
             raise StrettoError(
                 f"{self.path / TOKENS}: token {start // self._item + at} is {ids[at]},"
                 f" outside the vocabulary of {self.index.vocab}",
+                hint="build the folder again",
+            )
+
+    def _check_mask(self, start: int, data: bytes) -> None:
+        values = np.frombuffer(data, dtype="u1")
+        if int(values.max()) > 1:
+            at = int(np.argmax(values > 1))
+            raise StrettoError(
+                f"{self.path / MASK}: token {start + at} has mask {values[at]}; 0 and 1 are allowed",
                 hint="build the folder again",
             )
 
@@ -315,8 +346,12 @@ class TokenWriter:
         key: str = "",
         source: Sequence[str] = (),
         chunk: int = CHUNK,
+        masked: bool = False,
+        config: bytes | None = None,
     ) -> None:
+        """Write at `path`; `masked`: with a mask; `config`: the content of `tokenizer_config.json`."""
         self.tokens = 0
+        self.trained = 0
         self.documents = 0
         self.skipped = 0
         self.blank = 0
@@ -324,6 +359,9 @@ class TokenWriter:
         self._key = key
         self._source = list(source)
         self._chunk = chunk
+        self._config = config
+        self._masked = masked
+        self._mask: SummedFile | None = None
         self._dtype = np.dtype(dtype_for(tokenizer.vocab_size)).newbyteorder("<")
         self._partial = PartialFolder(path)
         self._starts: list[int] = []
@@ -334,6 +372,8 @@ class TokenWriter:
             folder = stack.enter_context(self._partial).path
             self._tokens = stack.enter_context(SummedFile(folder / TOKENS, self._chunk))
             self._offsets = stack.enter_context(SummedFile(folder / DOCUMENTS, self._chunk))
+            if self._masked:
+                self._mask = stack.enter_context(SummedFile(folder / MASK, self._chunk))
             self._stack = stack.pop_all()
         return self
 
@@ -348,17 +388,36 @@ class TokenWriter:
         Raises:
             StrettoError: an id outside the tokenizer's vocabulary.
         """
+        self._start_document()
+        self._within = not ends
+        array = np.asarray(ids, dtype=np.int64)
+        self._write(np.append(array, self._tokenizer.endoftext) if ends else array)
+
+    def add_masked(self, ids: Sequence[int], mask: Sequence[bool]) -> None:
+        """Append a whole document with the mask of its tokens, as they are.
+
+        Raises:
+            StrettoError: an id outside the tokenizer's vocabulary.
+        """
+        assert self._mask is not None, "the folder has no mask"
+        assert len(ids) == len(mask) > 0
+        self._start_document()
+        self._write(np.asarray(ids, dtype=np.int64))
+        values = np.asarray(mask, dtype=np.uint8)
+        self._mask.write(values.tobytes())
+        self.trained += int(values.sum())
+
+    def _start_document(self) -> None:
         if not self._within:
             self._starts.append(self.tokens)
             self.documents += 1
-        self._within = not ends
-        array = np.asarray(ids, dtype=np.int64)
+
+    def _write(self, array: NDArray[np.int64]) -> None:
         if len(array) and not 0 <= int(array.min()) <= int(array.max()) < self._tokenizer.vocab_size:
             raise StrettoError(
                 f"token ids {array.min()} to {array.max()}: the vocabulary has {self._tokenizer.vocab_size}",
                 hint="the tokenizer does not belong to these ids",
             )
-        array = np.append(array, self._tokenizer.endoftext) if ends else array
         self._tokens.write(array.astype(self._dtype).tobytes())
         self.tokens += len(array)
         if len(self._starts) >= _BUFFERED:
@@ -375,7 +434,11 @@ class TokenWriter:
         self._starts.append(self.tokens)
         self._write_starts()
         files = {TOKENS: self._tokens.close(), DOCUMENTS: self._offsets.close()}
-        files[TOKENIZER] = self._save_tokenizer()
+        if self._mask is not None:
+            files[MASK] = self._mask.close()
+        files[TOKENIZER] = self._save(TOKENIZER, self._tokenizer.to_bytes())
+        if self._config is not None:
+            files[TOKENIZER_CONFIG] = self._save(TOKENIZER_CONFIG, self._config)
         index = Index(
             dtype=self._dtype.name,
             tokens=self.tokens,
@@ -389,15 +452,16 @@ class TokenWriter:
             blank=self.blank,
             chunk=self._chunk,
             files=files,
+            trained=self.trained if self._masked else None,
         )
         with SummedFile(self._partial.path / INDEX) as file:
             file.write(index.to_bytes())
             file.close()
         self._partial.commit(lambda there: bool(self._key) and open_if_current(there, self._key) is not None)
 
-    def _save_tokenizer(self) -> FileSums:
-        with SummedFile(self._partial.path / TOKENIZER, self._chunk) as file:
-            file.write(self._tokenizer.to_bytes())
+    def _save(self, name: str, data: bytes) -> FileSums:
+        with SummedFile(self._partial.path / name, self._chunk) as file:
+            file.write(data)
             return file.close()
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import tokenizers
@@ -19,11 +20,16 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from stretto.errors import StrettoError
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"
+_BATCH_CHARACTERS = 2 << 20
 SMALLEST_VOCAB = 257
 """256 bytes and the end of text."""
 # Names of the token between documents in other families, best known first.
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "[SEP]")
+
+
+T = TypeVar("T")
 
 
 class Tokenizer:
@@ -109,9 +115,31 @@ class Tokenizer:
             encoding.ids for encoding in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         ]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; special tokens are left out."""
-        return self._inner.decode([int(i) for i in ids], skip_special_tokens=True)
+    def encode_templated(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Token ids of each text, and the span of characters of each token. Special tokens that the texts
+        spell become single ids, as chat templates write them; no others are added.
+        """
+        self._inner.encode_special_tokens = False
+        try:
+            encodings = self._inner.encode_batch(list(texts), add_special_tokens=False)
+        finally:
+            self._inner.encode_special_tokens = True
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
+
+    @cached_property
+    def begin(self) -> list[int]:
+        """What the tokenizer itself puts before a text, such as Llama's begin of text; often nothing."""
+        plain, whole = self.encode("a"), self._inner.encode("a", add_special_tokens=True).ids
+        at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+        return whole[:at]
+
+    def text_of(self, token: int) -> str:
+        """A special token as texts spell it."""
+        return self._inner.id_to_token(token) or ""
+
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """Text of token ids; special tokens are left out unless `special`."""
+        return self._inner.decode([int(i) for i in ids], skip_special_tokens=not special)
 
     @cached_property
     def token_bytes(self) -> NDArray[np.int64] | None:
@@ -135,6 +163,24 @@ class Tokenizer:
         if (sizes := self.token_bytes) is not None:
             return int(np.bincount(ids, minlength=len(sizes)) @ sizes)
         return len(self.decode(ids.tolist()).encode())
+
+
+def in_batches(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
+    """Items with texts in batches of bounded size, each large enough for all threads.
+
+    Args:
+        length: of an item's text.
+    """
+    batch: list[T] = []
+    size = 0
+    for item in items:
+        batch.append(item)
+        size += length(item) + 64
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def check_vocab(vocab: int) -> None:

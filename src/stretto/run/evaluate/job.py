@@ -19,7 +19,7 @@ from stretto.run.config.schema import (
     RecomputeConfig,
     TrainConfig,
 )
-from stretto.run.data.dataset import ALL, WholeSplit
+from stretto.run.data.dataset import ALL, WholeDocuments, WholeSplit, whole_split_of
 from stretto.run.data.prepare import prepare_data
 from stretto.run.data.token_folder import TOKENIZER, TokenFolder, is_token_folder
 from stretto.run.evaluate.trained import Trained
@@ -157,8 +157,8 @@ class _Evaluation(Kind[TrainConfig]):
         return _evaluate_rank(config, self._request, stop, quiet)
 
 
-def _split(config: TrainConfig, request: Request, folder: TokenFolder) -> WholeSplit:
-    return WholeSplit(folder, request.split, config.data.sequence, ratio=config.data.split)
+def _split(config: TrainConfig, request: Request, folder: TokenFolder) -> WholeSplit | WholeDocuments:
+    return whole_split_of(folder, config.data, request.split)
 
 
 def _check_tokens(config: TrainConfig, request: Request, folder: TokenFolder) -> None:

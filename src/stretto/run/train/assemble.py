@@ -57,8 +57,8 @@ def dtype_of(precision: Precision, name: str) -> torch.dtype:
 class _Setup:
     """What every step of building a replica reads.
 
-    samples, scales: of each microbatch, written by the replica before a step; the pipeline reads them before
-        each forward.
+    samples, auxiliary_scales: of each microbatch, written by the replica before a step; the pipeline reads
+        them before each forward.
     """
 
     job: Job
@@ -69,7 +69,7 @@ class _Setup:
     auxiliary: Auxiliary
     split: SequenceSplit
     samples: list[range] = field(default_factory=list[range])
-    scales: list[float] = field(default_factory=list[float])
+    auxiliary_scales: list[float] = field(default_factory=list[float])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ def assemble(job: Job, mesh: Mesh, *, seed: int, fresh: Fresh = True) -> Replica
         samples=setup.samples,
         split=setup.split,
         auxiliary=setup.auxiliary,
-        scales=setup.scales,
+        auxiliary_scales=setup.auxiliary_scales,
         loss_scale=loss_scale(job.precision),
     )
 
@@ -208,7 +208,7 @@ def _connect(
 
     def before_forward(microbatch: int) -> None:
         setup.keys.samples = setup.samples[microbatch]
-        setup.auxiliary.scale = setup.scales[microbatch]
+        setup.auxiliary.scale = setup.auxiliary_scales[microbatch]
 
     stream = dtype_of(job.precision, "embed.tok.weight")  # the embedding's type is the residual stream's
     return Pipeline(

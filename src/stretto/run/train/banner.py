@@ -27,7 +27,8 @@ def banner(config: TrainConfig, job: Job, folder: TokenFolder) -> str:
             f"{', '.join([program.name, *_features(job)])}; {config.train.steps} "
             f"steps of {job.global_batch} x {job.sequence} tokens in {micro} of {job.micro_batch}"
             + (f", {_count(updates, 'update')} of the weights a step" if updates else ""),
-            f"text: {source}, {_short(folder.index.tokens)} tokens, vocabulary {folder.index.vocab}; "
+            f"text: {source}, {_short(folder.index.tokens)} tokens{_trained(folder)}, "
+            f"vocabulary {folder.index.vocab}; "
             f"results in {config.run.folder} (metrics.jsonl, checkpoints/)",
             _splits(config, job, folder),
             _stages(job, program),
@@ -46,6 +47,12 @@ def _splits(config: TrainConfig, job: Job, folder: TokenFolder) -> str:
         note = f" (evaluations read {some}; easier or harder text than training's moves their loss)"
         shown = [part + note if part.startswith("valid") else part for part in shown]
     return f"splits: {', '.join(shown)}"
+
+
+def _trained(folder: TokenFolder) -> str:
+    """How many of the tokens the loss counts, where it does not count all."""
+    trained = folder.index.trained
+    return "" if trained is None else f", {_short(trained)} of them trained on"
 
 
 def _features(job: Job) -> list[str]:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from stretto.engine.checkpoint.huggingface.folder import read_json, write_json
-from stretto.run.data.tokenizer import Tokenizer
+from stretto.run.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
 
 TOKENIZER = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION = "generation_config.json"
 # beside these, all of which transformers reads: templates of their own files, and older lists of tokens
-_FILES = (TOKENIZER_CONFIG, GENERATION, "chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
+_FILES = (TOKENIZER_CONFIG, GENERATION, CHAT_TEMPLATE, "special_tokens_map.json", "added_tokens.json")
 _FOLDER = "additional_chat_templates"
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 

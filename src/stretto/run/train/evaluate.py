@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from functools import cached_property
 
-from stretto.run.data.dataset import WholeSplit
+from stretto.errors import StrettoError
+from stretto.run.data.dataset import WholeDocuments, WholeSplit
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.metrics import EvalRecord
 from stretto.run.train.step import TrainingStep
@@ -28,7 +29,9 @@ class Evaluation:
         limit: global batches; None: the whole split.
     """
 
-    def __init__(self, step: TrainingStep, split: WholeSplit, limit: int | None = None) -> None:
+    def __init__(
+        self, step: TrainingStep, split: WholeSplit | WholeDocuments, limit: int | None = None
+    ) -> None:
         self._step, self._split = step, split
         self._size = step.replica.job.global_batch
         whole = -(-len(split) // self._size)
@@ -37,8 +40,11 @@ class Evaluation:
 
     @cached_property
     def text_bytes(self) -> int | None:
-        """Bytes in UTF-8 of the text that is predicted; None where its tokenizer is not known."""
-        return self._split.folder.text_bytes(self._split.targets(self.batches * self._size))
+        """Bytes in UTF-8 of the text that is predicted; None where its tokenizer is not known, or only some
+        of the tokens count.
+        """
+        targets = self._split.targets(self.batches * self._size)
+        return None if targets is None else self._split.folder.text_bytes(targets)
 
     def run(
         self, after: int, stop: StopRequest | None = None, progress: Progress | None = None
@@ -62,6 +68,11 @@ class Evaluation:
             tokens += int(sum(counts))
             if progress is not None:
                 progress(batch + 1, total, tokens)
+        if not tokens:
+            raise StrettoError(
+                f"the samples of the {self._split.split} split have no token that the loss counts",
+                hint="raise eval.batches, or give the split a larger share of data.split",
+            )
         return EvalRecord(
             step=after,
             loss=total / tokens,

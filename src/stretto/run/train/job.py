@@ -16,7 +16,7 @@ from stretto.run.config.check import check
 from stretto.run.config.job import job_of
 from stretto.run.config.required import check_required
 from stretto.run.config.schema import JobConfig, TrainConfig
-from stretto.run.data.prepare import check_samples, check_vocabulary, prepare_data
+from stretto.run.data.prepare import check_samples, check_vocabulary, describe_samples, prepare_data
 from stretto.run.launch.local import RanksStopped, check_port, check_ranks, prepare, run_ranks
 from stretto.run.launch.slurm import SAVED
 from stretto.run.launch.stop import Stopped, StopRequest
@@ -208,8 +208,8 @@ def local_rank(config: TrainConfig, quiet: bool, tokens: Path) -> dict[str, Any]
 
 def _say_first(config: TrainConfig, folder: TokenFolder, quiet: bool) -> None:
     job = job_of(config, vocab=folder.index.vocab)
-    text = f"{banner(config, job, folder)}\n{first_line(job, config.train)}"
-    print(text, file=sys.stderr if quiet else sys.stdout, flush=True)
+    lines = [banner(config, job, folder), *describe_samples(config, folder), first_line(job, config.train)]
+    print("\n".join(lines), file=sys.stderr if quiet else sys.stdout, flush=True)
 
 
 def _check_fresh(config: JobConfig) -> None:

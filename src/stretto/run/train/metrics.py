@@ -70,10 +70,10 @@ class StepRecord:
     """One training step of the whole job; None stands for what is not known on this machine."""
 
     step: int  # updates made, this one included: the first step is 1
-    loss: float  # mean over the tokens of the global batch, nats
+    loss: float  # mean over the tokens of the global batch that the loss counts, nats
     grad_norm: float | None  # over all parameters, before clipping; None where a step has several updates
     lr: float
-    tokens: int  # trained on since the first step of the run, over all ranks: cumulative
+    tokens: int  # processed since the first step of the run, over all ranks: cumulative
     tokens_per_s: float  # of the whole job in this step
     step_time_s: float
     mfu: float | None = None  # model FLOP/s over the peak of all devices, 0 to 1
@@ -84,6 +84,7 @@ class StepRecord:
     expert_loss: float | None = None  # balance and z-loss of experts, mean over tokens; not in `loss`
     expert_dropped: float | None = None  # part of the choices beyond an expert's capacity, 0 to 1
     expert_busiest: float | None = None  # load of the busiest expert over the average of its layer
+    targets: int | None = None  # of `tokens`, those that the loss counted; None: all, nothing is masked
 
     @property
     def speed(self) -> float:
@@ -106,7 +107,7 @@ class EvalRecord:
 
     step: int
     loss: float  # mean over its tokens, nats
-    tokens: int  # evaluated this time, unlike the cumulative `tokens` of a step
+    tokens: int  # with a target, evaluated this time, unlike the cumulative `tokens` of a step
     seconds: float
     split: str = "valid"
     text_bytes: int | None = None
@@ -262,6 +263,8 @@ def step_line(record: StepRecord, steps: int) -> str:
         f"lr {record.lr:.1e}",
         f"tokens/s {number(record.tokens_per_s, 0)}",
     ]
+    if record.targets is not None:
+        parts.append(f"targets {percent(record.targets / record.tokens)}")
     if record.mfu is not None:
         parts.append(f"mfu {percent(record.mfu)}")
     if record.memory_gib is not None:

@@ -35,6 +35,7 @@ class TextPosition(Position):
     """How far a language model's run is."""
 
     tokens: int = 0
+    targets: int = 0  # of the tokens, those that the loss counted
     weight_updates: int = 0  # as many as steps, or more where a step updates the weights several times
 
 
@@ -44,6 +45,7 @@ def save_run(config: TrainConfig, replica: Replica, folder: TokenFolder, positio
         "step": position.step,
         "samples": position.samples,
         "tokens": position.tokens,
+        "targets": position.targets,
         "loss": position.loss,
         "updates": position.weight_updates,
         "seed": config.train.seed,
@@ -142,6 +144,7 @@ def go_on(
         step=meta["step"],
         samples=meta["samples"],
         tokens=meta["tokens"],
+        targets=meta.get("targets", meta["tokens"]),  # older checkpoints are of text without a mask
         loss=meta.get("loss"),
         weight_updates=weight_updates,
     )
@@ -166,7 +169,10 @@ def load_weights(replica: Replica, path: Path, check: bool = True, adapters: boo
     replica.refresh()
 
 
-def _text(config: TrainConfig, folder: TokenFolder) -> dict[str, int]:
+def _text(config: TrainConfig, folder: TokenFolder) -> dict[str, Any]:
     """What identifies a stream of samples, independent of its path."""
-    index = folder.index
-    return {"tokens": index.tokens, "documents": index.documents, "sequence": config.data.sequence}
+    index, data = folder.index, config.data
+    text = {"tokens": index.tokens, "documents": index.documents, "sequence": data.sequence}
+    if index.trained is None and data.packing is not False:
+        return text
+    return {**text, "trained": index.trained, "packing": data.packing, "too_long": data.too_long}

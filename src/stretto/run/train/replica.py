@@ -19,7 +19,7 @@ from stretto.engine.parallel.fragment import Fragment, Placed
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.pipeline import Pipeline, Recorder
-from stretto.run.train.optimizer import ReplicaOptimizer
+from stretto.run.train.optimizer import ReplicaOptimizer, scales, update_numbers
 from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
@@ -35,7 +35,7 @@ class Replica:
     samples: of each microbatch, set before the step: what dropout depends on.
     split: which positions of a sample this rank holds.
     auxiliary: losses that layers add to the step's, and their statistics.
-    scales: gradients of the microbatches' losses, set by `step`.
+    auxiliary_scales: gradients of the losses that layers add in each microbatch, set by `step`.
     loss_scale: with float16, the factor of the loss.
     """
 
@@ -50,7 +50,7 @@ class Replica:
     samples: list[range]
     split: SequenceSplit
     auxiliary: Auxiliary
-    scales: list[float]
+    auxiliary_scales: list[float]
     loss_scale: LossScale | None = None
 
     @property
@@ -67,10 +67,13 @@ class Replica:
     ) -> Tensor | None:
         """Forward and backward of one batch, each microbatch as `share` gives it; see `Pipeline.step`."""
         self.auxiliary.reset()
+        job, program = self.job, self.pipeline.program
         factor = 1.0 if self.loss_scale is None else self.loss_scale.value
-        scales = scale if isinstance(scale, Sequence) else [scale] * len(inputs)
-        self.scales[:] = [one * factor for one in scales]
-        return self.pipeline.step(inputs, targets, self.scales, recorder)
+        of_losses = scale if isinstance(scale, Sequence) else [scale] * len(inputs)
+        # experts are balanced over all tokens, whether or not the loss counts them
+        tokens = [float(job.micro_batch * job.sequence * job.layout.dp)] * len(inputs)
+        self.auxiliary_scales[:] = [one * factor for one in scales(update_numbers(program), tokens)]
+        return self.pipeline.step(inputs, targets, [one * factor for one in of_losses], recorder)
 
     def share(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's positions of samples [b, s] and their targets; padding has no target."""

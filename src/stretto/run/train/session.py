@@ -9,7 +9,7 @@ from pathlib import Path
 from stretto.engine.optim.rate import Rate
 from stretto.engine.pipeline import Recorder
 from stretto.run.config.schema import TrainConfig
-from stretto.run.data.dataset import Samples, WholeSplit
+from stretto.run.data.dataset import samples_of, whole_split_of
 from stretto.run.data.token_folder import TokenFolder
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train import trace
@@ -59,14 +59,10 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         self._traced = position.step + min(config.metrics.trace, left) if config.metrics.trace else 0
         self._speed = Speed(replica, config.metrics.peak_tflops)
         self._forecast = None if metrics is None else Forecast(replica.job, config)
-        split = config.data.split
-        sequence = replica.job.sequence
         seed = config.train.seed
-        self._samples = Samples(folder, "train", sequence, seed, ratio=split)
+        self._samples = samples_of(folder, config.data, "train", seed)
         self._evaluation = (
-            Evaluation(
-                self._training, WholeSplit(folder, "valid", sequence, ratio=split), config.eval.batches
-            )
+            Evaluation(self._training, whole_split_of(folder, config.data, "valid"), config.eval.batches)
             if config.eval.every
             else None
         )
@@ -97,6 +93,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         position.weight_updates += done.updates
         position.samples += self.replica.job.global_batch
         position.tokens += done.tokens
+        position.targets += done.targets
         position.loss = done.loss
         seconds = time.perf_counter() - started
         if recorder is not None:
@@ -112,6 +109,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
             norm=done.norm,
             rate=done.rate,
             seen=self.position.tokens,
+            targets=self.position.targets,
             tokens=done.tokens,
             seconds=seconds,
         )

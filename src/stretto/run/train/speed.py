@@ -43,7 +43,7 @@ def expert_report(replica: Replica, tokens: float) -> ExpertReport | None:
     Collective.
 
     Args:
-        tokens: of the global batch, those that count.
+        tokens: of the global batch.
     """
     moe = replica.shape.moe
     if moe is None:
@@ -100,9 +100,20 @@ class Speed:
         return median(self._recent) if self._recent else None
 
     def record(
-        self, step: int, loss: float, norm: float | None, rate: float, seen: int, tokens: int, seconds: float
+        self,
+        *,
+        step: int,
+        loss: float,
+        norm: float | None,
+        rate: float,
+        seen: int,
+        targets: int,
+        tokens: int,
+        seconds: float,
     ) -> StepRecord:
-        """The record of one step of `tokens` tokens in `seconds`."""
+        """The record of one step of `tokens` tokens in `seconds`; `seen` tokens and `targets` since the start
+        of the run.
+        """
         speed = tokens / seconds
         self._recent.append(speed)
         mfu = self._flops * speed / (self._ranks * self._peak * 1e12) if self._peak else None
@@ -112,6 +123,7 @@ class Speed:
             grad_norm=norm,
             lr=rate,
             tokens=seen,
+            targets=None if targets == seen else targets,
             tokens_per_s=speed,
             step_time_s=seconds,
             mfu=mfu,

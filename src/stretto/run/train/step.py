@@ -40,8 +40,10 @@ class StepResult:
     """What a step has done, the same on every rank.
 
     Attributes:
-        loss: mean over the tokens of the global batch, without what layers add (`Replica.auxiliary`).
-        tokens: of the global batch, those that have a target.
+        loss: mean over the targets of the global batch, without what layers add (`Replica.auxiliary`); 0
+            where it has none.
+        tokens: of the global batch.
+        targets: tokens that the loss counts, fewer where data are masked or padded.
         norm: of the gradients before clipping; not finite where they overflowed and nothing was updated; None
             for an asynchronous schedule.
         updates: of the weights.
@@ -51,6 +53,7 @@ class StepResult:
 
     loss: float
     tokens: int
+    targets: int
     rate: float
     norm: float | None
     updates: int
@@ -95,10 +98,11 @@ class TrainingStep:
         replica, timed = self.replica, _untimed if recorder is None else recorder.timed
         where, rate = f"step {step + 1}", self._rate(step)
         (inputs, targets), counts = timed(trace.BATCH, lambda: self.batches.take(samples, seen, keyed=True))
-        tokens = sum(counts)
+        # of all ranks: a mean over means would weigh the tokens of ranks with few targets more
+        counted = sum(counts)
         replica.set_rate(rate)
         # an asynchronous schedule updates within the step, each time by the mean over that update's tokens
-        scale = scales(self._update_numbers, counts) if replica.asynchronous else 1.0 / tokens
+        scale = scales(self._update_numbers, counts) if replica.asynchronous else 1.0 / (counted or 1.0)
         losses = replica.step(inputs, targets, scale, recorder)
         agreed = timed(trace.AGREEMENT, lambda: self.agree(losses, where, stop, updated=replica.asynchronous))
         norm = None if replica.asynchronous else timed(trace.UPDATE, lambda: self.update(rate, where))
@@ -106,8 +110,9 @@ class TrainingStep:
         if not skipped:
             self.correct()
         return StepResult(
-            loss=agreed.loss / tokens,
-            tokens=int(tokens),
+            loss=agreed.loss / (counted or 1.0),
+            tokens=replica.job.global_batch * replica.job.sequence,
+            targets=int(counted),
             rate=rate,
             norm=norm,
             updates=0 if skipped else max(self._update_numbers) + 1,

@@ -20,7 +20,13 @@ from stretto.run.data.prepare import check_vocabulary, prepare_data
 from stretto.run.data.token_folder import TokenFolder
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.assemble import assemble
-from stretto.run.train.companions import TOKENIZER, copy_companions, run_folder
+from stretto.run.train.companions import (
+    CHAT_TEMPLATE,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    copy_companions,
+    run_folder,
+)
 from stretto.run.train.hang_record import HANG, hang_record
 from stretto.run.train.loop import process_group, start_run
 from stretto.run.train.position import TextPosition, find_checkpoint, go_on
@@ -82,13 +88,17 @@ def open_data(config: TrainConfig) -> TokenFolder:
 
 
 def _keep_companions(tokens: Path, saved: Path | None, run: Path) -> None:
-    """Keep in the run what its text needs: the tokenizer of its tokens, and from the run that it starts from
-    a chat template and generation settings.
+    """Keep in the run what its text needs: the tokenizer of its tokens, with the chat template that rendered
+    them; and from the run that it starts from generation settings, and a template where the tokens have none.
 
-    The tokenizer is copied to a file beside, then renamed: an interrupted run leaves the old one or the new.
+    Files are copied to one beside, then renamed: an interrupted run leaves the old one or the new.
     """
-    beside = run / f"{TOKENIZER}.new"
-    shutil.copyfile(tokens / TOKENIZER, beside)
-    beside.replace(run / TOKENIZER)
+    for name in (TOKENIZER, TOKENIZER_CONFIG):
+        if (tokens / name).is_file():
+            beside = run / f"{name}.new"
+            shutil.copyfile(tokens / name, beside)
+            beside.replace(run / name)
     if saved is not None and (start := run_folder(saved)).resolve() != run.resolve():
         copy_companions(start, run)
+    if (tokens / TOKENIZER_CONFIG).is_file():
+        (run / CHAT_TEMPLATE).unlink(missing_ok=True)  # it would come before the one in the config

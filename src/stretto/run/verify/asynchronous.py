@@ -88,6 +88,7 @@ def run_delayed(job: Job, trial: Trial, delays: Delays) -> list[Snapshot]:
         first = step * len(inputs)
         total = torch.zeros((), dtype=torch.float64)
         m = len(inputs) // unit
+        all_counted = int((targets != IGNORED).sum()) or 1
         history: list[Weights] = [_copied(masters)]
         loads = Loads(model)
         for update, start in enumerate(range(0, m, delays.group)):
@@ -97,14 +98,15 @@ def run_delayed(job: Job, trial: Trial, delays: Delays) -> list[Snapshot]:
                 for name, weight in used.items()
             }
             rows = range(start * unit, min(start + delays.group, m) * unit)
-            tokens = int((targets[rows.start : rows.stop] != IGNORED).sum())
+            counted = int((targets[rows.start : rows.stop] != IGNORED).sum()) or 1
+            tokens = len(rows) * inputs.shape[1]
             for row in rows[::size]:
                 keys.samples = range(first + row, first + row + size)
                 here = slice(row, row + size)
                 loss = model.loss(functional_call(model, leaves, (inputs[here],)), targets[here])
-                loss = loss + model.auxiliary()
-                (loss / tokens).backward()
-                total += loss.detach()
+                auxiliary = model.auxiliary()
+                (loss / counted + auxiliary / tokens).backward()
+                total += loss.detach() / all_counted + auxiliary.detach() / inputs.numel()
                 loads.add()
             for name, master in masters.items():
                 master.grad = leaves[name].grad
@@ -115,9 +117,8 @@ def run_delayed(job: Job, trial: Trial, delays: Delays) -> list[Snapshot]:
             if (old := update - max(delays.by_stage)) >= 0:
                 history[old] = {}  # no later update looks there
         loads.correct()
-        loss = total / int((targets != IGNORED).sum())
         nothing = torch.full((), torch.nan, dtype=torch.float64)
-        snapshots.append(Snapshot(loss, nothing, {}, _copied(masters)))
+        snapshots.append(Snapshot(total, nothing, {}, _copied(masters)))
     return snapshots
 
 

@@ -97,12 +97,10 @@ def _rank(
 
 def batches(config: TrainConfig, folder: Path, steps: int) -> list[tuple[Tensor, Tensor]]:
     """The first global batches of the training split: what `stretto train` sees."""
-    from stretto.run.data.dataset import Samples
+    from stretto.run.data.dataset import samples_of
     from stretto.run.data.token_folder import TokenFolder
 
-    samples = Samples(
-        TokenFolder(folder), "train", config.data.sequence, config.train.seed, ratio=config.data.split
-    )
+    samples = samples_of(TokenFolder(folder), config.data, "train", config.train.seed)
     size = config.batch.global_size
     return [samples.batch(range(step * size, (step + 1) * size)) for step in range(steps)]
 

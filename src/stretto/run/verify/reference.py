@@ -96,14 +96,14 @@ def run_reference(job: Job, trial: Trial) -> list[Snapshot]:
     optimizer, rate = build_optimizer(learning, job.optimiser), trial.rate(job)
     snapshots, size = list[Snapshot](), job.micro_batch
     for step, (inputs, targets) in enumerate(trial.batches):
-        tokens = int((targets != IGNORED).sum())
+        counted = int((targets != IGNORED).sum()) or 1
         total = torch.zeros((), dtype=torch.float64)
         loads = Loads(model)
         for start in range(0, len(inputs), size):
             first = step * job.global_batch + start
             keys.samples = range(first, first + size)
             loss = model.loss(model(inputs[start : start + size]), targets[start : start + size])
-            loss = (loss + model.auxiliary()) / tokens
+            loss = loss / counted + model.auxiliary() / inputs.numel()
             loss.backward()
             total += loss.detach()
             loads.add()

@@ -1,0 +1,104 @@
+"""Conversations as tokens with a mask: which of them the loss counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from stretto.errors import StrettoError
+from stretto.run.data.chat_template import ChatTemplate, Rendered
+from stretto.run.data.conversation import Completion, TrainOn, complete, mark, parse_row
+from stretto.run.data.corpus import Corpus, Source
+from stretto.run.data.readers import read_rows
+from stretto.run.data.tokenizer import Tokenizer, in_batches
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The tokens of a conversation, whether each is trained on, and the length of its text."""
+
+    ids: list[int]
+    trained: list[bool]
+    characters: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversations:
+    """How rows of conversations become tokens.
+
+    Attributes:
+        place: of the tokenizer.
+        template: None: the tokenizer has none, which suffices for prompts and completions.
+    """
+
+    place: Path
+    train_on: TrainOn
+    template: ChatTemplate | None
+
+    @classmethod
+    def load(
+        cls, tokenizer: Source | None, train_on: TrainOn | None, choice: str | None
+    ) -> Conversations | None:
+        """The settings; None for text, where `train_on` is None.
+
+        Args:
+            choice: of the template, as `ChatTemplate.find` takes it.
+
+        Raises:
+            StrettoError: no tokenizer is named, or the template cannot be read.
+        """
+        if train_on is None:
+            return None
+        if tokenizer is None:
+            raise StrettoError(
+                "conversations need the tokenizer of the model, with its chat template",
+                hint="name its folder: data.tokenizer=DIR in a config, or --tokenizer DIR",
+            )
+        place = Path(tokenizer).expanduser()
+        return cls(place=place, train_on=train_on, template=ChatTemplate.find(place, choice))
+
+    @property
+    def facts(self) -> list[str]:
+        """All that decides tokens and masks, beside tokenizer and files."""
+        return ["chat", self.train_on, "" if self.template is None else self.template.facts]
+
+    def config_bytes(self) -> bytes | None:
+        """The `tokenizer_config.json` to keep with the tokens."""
+        return None if self.template is None else self.template.config_bytes()
+
+    def encoded(self, corpus: Corpus, tokenizer: Tokenizer) -> Iterator[list[Encoded]]:
+        """All rows of the corpus, in batches.
+
+        Raises:
+            StrettoError: a row that is no conversation, or that the template refuses.
+        """
+        special = {} if self.template is None else self.template.special_tokens
+        begin = "".join(tokenizer.text_of(token) for token in tokenizer.begin)
+        end = special.get("eos_token") or tokenizer.text_of(tokenizer.endoftext)
+        for batch in in_batches(self._rendered(corpus, begin, end), lambda one: len(one.text)):
+            tokens = tokenizer.encode_templated([one.text for one in batch])
+            yield [
+                Encoded(ids, _trained(spans, one), len(one.text))
+                for one, (ids, spans) in zip(batch, tokens, strict=True)
+            ]
+
+    def _rendered(self, corpus: Corpus, begin: str, end: str) -> Iterator[Rendered]:
+        for file in corpus.files:
+            for where, content in read_rows(file.path):
+                row = parse_row(content, where)
+                if isinstance(row, Completion):
+                    yield complete(row, self.train_on, begin, end)
+                else:
+                    yield mark(row, self.template or ChatTemplate.load(self.place), self.train_on)
+
+
+def _trained(spans: Sequence[tuple[int, int]], rendered: Rendered) -> list[bool]:
+    """Which tokens are trained on: those with a character in a span that is. An empty token has none."""
+    edges = np.array(spans, dtype=np.int64).reshape(-1, 2)
+    mask = np.zeros(len(edges), dtype=bool)
+    for start, stop in rendered.spans:
+        mask |= (edges[:, 0] < stop) & (edges[:, 1] > start)
+    return mask.tolist()

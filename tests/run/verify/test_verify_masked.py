@@ -1,0 +1,108 @@
+"""Conversations under any layout: microbatches and replicas with different numbers of targets, also none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from chats import chat, tokenizer_folder, write_chats
+from stretto.engine.models.language import IGNORED
+from stretto.run.config.schema import TrainConfig
+from stretto.run.data.prepare import describe_samples, prepare_data
+from stretto.run.train.batches import Batches
+from stretto.run.train.metrics import StepRecord, step_line
+from stretto.run.verify.cases import configured_job, vary
+from stretto.run.verify.job import batches, verify
+from tiny_job import LLAMA, changes, job, varied
+from train_runs import train
+
+MOE = (
+    "{family: llama, layers: 2, hidden: 32, heads: 4, ffn: 32, "
+    "moe: {experts: 4, shared_ffn: 16, balance: 0.1, z: 0.001}}"
+)
+LAYOUTS = [
+    changes(tp=1, dp=2, pp=2, schedule="1f1b"),
+    changes(tp=1, dp=2, pp=1, cp=2, schedule="1f1b"),
+]
+
+
+def config_of(folder: Path, *overrides: str, model: str = LLAMA) -> TrainConfig:
+    if not (folder / "chats.jsonl").exists():
+        write_chats(folder / "chats.jsonl", [chat(1 + i % 3, f"question {i}") for i in range(40)])
+        tokenizer_folder(folder / "tokenizer", "llama3")
+    return job(
+        folder,
+        f"data.source={folder / 'chats.jsonl'}",
+        f"data.tokenizer={folder / 'tokenizer'}",
+        "data.chat=assistant",
+        *overrides,
+        model=model,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("masked")
+
+
+def count_on_each_replica() -> None:
+    """Each replica divides by its own targets, and the replicas are averaged: the usual mistake."""
+
+    def own(self: Batches, targets: list[Tensor]) -> list[float]:
+        count = torch.stack([(t != IGNORED).sum() for t in targets]).double()
+        return (count * self.mesh.size("dp")).tolist()
+
+    Batches._count = own
+
+
+def test_layouts_agree_on_masked_samples_some_without_a_target(folder: Path) -> None:
+    config = config_of(folder, "data.packing=true")
+    ((_, targets), *_) = batches(config, prepare_data(config, quiet=True).path, 1)
+    counts = (targets != IGNORED).sum(1).tolist()
+    assert 0 in counts
+    assert len(set(counts)) > 2
+    verdicts = verify(config, [varied(config, case) for case in LAYOUTS])
+    assert [verdict.diagnosis for verdict in verdicts] == [None] * len(LAYOUTS)
+
+
+def test_experts_are_balanced_over_all_tokens(folder: Path) -> None:
+    config = config_of(folder, "data.sequence=96", model=MOE)
+    cases = [changes(tp=1, dp=2, pp=1, schedule="1f1b", ep=2), changes(tp=1, dp=1, pp=2, schedule="1f1b")]
+    verdicts = verify(config, [varied(config, case) for case in cases])
+    assert [verdict.diagnosis for verdict in verdicts] == [None, None]
+
+
+def test_a_count_on_each_replica_is_caught(folder: Path) -> None:
+    config = config_of(folder, "data.sequence=96")
+    case = varied(config, changes(tp=1, dp=2, pp=1, schedule="1f1b"))
+    (verdict,) = verify(config, [case], on_rank=count_on_each_replica)
+    assert not verdict.equal
+    assert max(verdict.loss_error, verdict.grad_error or 0.0) > 1e-4
+
+
+def test_a_server_counts_the_targets_of_all(folder: Path) -> None:
+    config = config_of(folder, "data.sequence=96", "dp.mode=server", "layout.dp=2")
+    (verdict,) = verify(config, [vary(configured_job(config))])
+    assert verdict.diagnosis is None
+
+
+def test_a_run_reports_tokens_and_those_that_count(folder: Path) -> None:
+    config = config_of(
+        folder, "data.sequence=96", "layout.dp=2", "eval.every=3", "run.name=told", "eval.batches=1"
+    )
+    outcome = train(config)
+    steps = [json.loads(line) for line in (config.run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps[-1]["tokens"] == 6 * 8 * 96
+    assert 0 < steps[-1]["targets"] < 0.8 * steps[-1]["tokens"]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert outcome["loss"] == steps[-1]["loss"]
+    assert "| targets " in step_line(StepRecord(**steps[-1]), 6)
+    told = describe_samples(config, prepare_data(config, quiet=True))
+    assert [line.split(":")[0] for line in told] == ["train", "valid"]
+    assert "longer than 96 tokens are cut off" in told[0]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (config.run.folder / name).exists()
