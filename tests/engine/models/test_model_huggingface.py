@@ -19,14 +19,10 @@ from stretto.engine.checkpoint.huggingface.importing import import_huggingface
 from stretto.engine.checkpoint.read import read_whole, shape_of
 from stretto.engine.checkpoint.save import save
 from stretto.engine.models import LanguageModel, build, initialise
-from stretto.engine.models.huggingface import (
-    config_to_huggingface,
-    from_huggingface,
-    shape_from_huggingface,
-    to_huggingface,
-)
+from stretto.engine.models.huggingface import from_huggingface, to_huggingface
 from stretto.engine.parallel.fragment import Placed
 from stretto.errors import StrettoError
+from stretto.spec.huggingface import config_to_huggingface, differences, shape_from_huggingface
 from stretto.spec.parameters import count_parameters
 from stretto.spec.presets import preset
 from stretto.spec.shape import ModelShape, shape_to_record
@@ -145,8 +141,6 @@ def test_loss_and_gradients_equal_transformers(shape: ModelShape):
 def test_there_and_back(shape: ModelShape):
     weights = dict(randomised(shape).named_parameters())
     there = to_huggingface(weights, shape)
-    if shape.family == "gpt" and not shape.bias:
-        there = {name: w for name, w in there.items() if not name.endswith("bias")}
     assert all(tensor.is_contiguous() for tensor in there.values())
     back = from_huggingface(there, shape)
     assert list(back) == list(weights)
@@ -192,7 +186,7 @@ def test_weights_that_do_not_fit_are_named():
     lacking = {name: w for name, w in full.items() if name != "lm_head.weight"}
     with pytest.raises(StrettoError, match=r"'lm_head\.weight' is missing"):
         from_huggingface(lacking, shape)
-    with pytest.raises(StrettoError, match=r"'layers\.2\.mlp\.up_proj\.weight' has no place"):
+    with pytest.raises(StrettoError, match=r"'model\.layers\.2\.mlp\.up_proj\.weight' has no place"):
         from_huggingface(full | {"model.layers.2.mlp.up_proj.weight": torch.ones(1)}, shape)
     with pytest.raises(StrettoError, match=r"k_proj.weight' is \[64, 64\], but \[16, 64\]"):
         from_huggingface(full | {"model.layers.0.self_attn.k_proj.weight": torch.ones(64, 64)}, shape)
@@ -206,7 +200,7 @@ def test_an_untied_head_is_exported():
 
 
 @pytest.mark.parametrize("change", [{"kv_heads": 2}, {"head_dim": 16}])
-def test_shapes_that_gpt2_cannot_have(change: dict[str, int]):
+def test_shapes_that_gpt2_cannot_have(change: dict[str, Any]):
     shape = ModelShape(family="gpt", layers=1, hidden=32, heads=4, vocab=9, sequence=8, **change)
     with pytest.raises(StrettoError, match=next(iter(change))):
         to_huggingface(dict(build(shape).named_parameters()), shape)
@@ -223,7 +217,7 @@ def test_expert_weights_have_the_names_of_published_files(tmp_path: Path):
     assert all(torch.equal(saved[name], weight) for name, weight in written.items())
     assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in written
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
-    assert shape_from_huggingface(config) == shape
+    assert not differences(shape_from_huggingface(config), shape)
     (tmp_path / "ours").mkdir()
     save_file(written, tmp_path / "ours" / "model.safetensors", {"format": "pt"})
     (tmp_path / "ours" / "config.json").write_text(json.dumps(config_to_huggingface(shape)))
@@ -241,15 +235,15 @@ def test_expert_blocks_survive_a_round_trip_through_a_checkpoint(tmp_path: Path)
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
     back, loaded = read_whole(import_huggingface(tmp_path / "out", tmp_path / "again"))
     assert all(torch.equal(back[name], weight) for name, weight in weights.items())
-    assert shape_of(tmp_path, loaded.meta) == shape
+    assert not differences(shape_of(tmp_path, loaded.meta), shape)
 
 
 @pytest.mark.parametrize("name", ["llama-experts", "gpt-experts", "gpt-capacity"])
 def test_experts_that_mixtral_cannot_have(name: str):
     shape = EXPERTS[name]
-    with pytest.raises(StrettoError, match="no counterpart in MixtralForCausalLM"):
+    with pytest.raises(StrettoError, match="no counterpart in"):
         to_huggingface(dict(build(shape).named_parameters()), shape)
-    with pytest.raises(StrettoError, match="no counterpart in MixtralForCausalLM"):
+    with pytest.raises(StrettoError, match="no counterpart in"):
         config_to_huggingface(shape)
 
 

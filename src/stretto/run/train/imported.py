@@ -66,7 +66,7 @@ def import_model(source: Path, run: Path, progress: Progress | None = None) -> I
         if (run / "metrics.jsonl").exists():
             raise StrettoError(f"{run} already holds a run", hint="import into a new run folder")
         model.check_head()
-        notes = list[str]()
+        notes = list(model.notes)
         tokenizer = _tokenizer(source, model.shape, notes)
         text = config_text(model, run, tokenizer)
         meta = {} if tokenizer is None else {"tokenizer": tokenizer.fingerprint}

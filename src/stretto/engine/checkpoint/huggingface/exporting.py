@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from stretto.engine.checkpoint.files import check_room
-from stretto.engine.checkpoint.huggingface.folder import CONFIG, MAP, WEIGHTS, in_files, write_json
+from stretto.engine.checkpoint.huggingface.folder import CONFIG, MAP, WEIGHTS, write_json
 from stretto.engine.checkpoint.huggingface.importing import Progress
 from stretto.engine.checkpoint.read import StoredTensors, shape_of
 from stretto.engine.checkpoint.storage import Entry, dtype_name, write_tensors
-from stretto.engine.models.huggingface import Rule, config_to_huggingface, rules, to_huggingface
+from stretto.engine.models.huggingface import Rule, rules, to_huggingface
 from stretto.errors import StrettoError
+from stretto.spec.huggingface import config_to_huggingface
 
 SHARD_BYTES = 5 * 10**9  # a larger model is written as several files, as by transformers
 PUBLIC = 0o666  # file mode before the umask: exports are meant to be shared
@@ -26,12 +27,12 @@ PARTIAL = ".partial"
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """One tensor to write: which one of those that a rule splits ours into; no rule: zeros."""
+    """One tensor to write: which one of those that a rule splits ours into."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    rule: Rule | None
+    rule: Rule
     index: int
 
     @property
@@ -115,8 +116,6 @@ class _Source:
         self._done += part.bytes
         if self._progress is not None:
             self._progress(self._done, self._total)
-        if part.rule is None:
-            return torch.zeros(part.shape, dtype=part.dtype)
         if self._split[0] != part.rule.ours:
             self._split = ("", [])  # free the one before first
             whole = self._stored.read(part.rule.ours)
@@ -137,20 +136,17 @@ def _shapes(stored: StoredTensors, path: str | Path) -> dict[str, Tensor]:
 def _parts(
     stored: StoredTensors, mapping: list[Rule], theirs: Mapping[str, Tensor], dtype: torch.dtype | None
 ) -> list[_Part]:
-    full = in_files([name for rule in mapping for name in rule.theirs], set(theirs))
-    parts = list[_Part]()
-
-    def add(name: str, rule: Rule | None, index: int) -> None:
-        kind, shape = dtype or theirs[name].dtype, tuple(theirs[name].shape)
-        parts.append(_Part(name=name, dtype=kind, shape=shape, rule=rule, index=index))
-
-    for rule in mapping:
-        for i, name in enumerate(rule.theirs):
-            add(full[name], rule, i)
-    ruled = {part.name for part in parts}
-    for name in [name for name in theirs if name not in ruled]:
-        add(name, None, 0)  # a bias that GPT-2 always has there, of a model without any
-    return parts
+    return [
+        _Part(
+            name=name,
+            dtype=dtype or theirs[name].dtype,
+            shape=tuple(theirs[name].shape),
+            rule=rule,
+            index=i,
+        )
+        for rule in mapping
+        for i, name in enumerate(rule.theirs)
+    ]
 
 
 def _main_dtype(parts: list[_Part]) -> str:

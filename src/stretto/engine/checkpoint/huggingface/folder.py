@@ -149,21 +149,3 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write a JSON object as Hugging Face's libraries lay it out."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def in_files(names: list[str], files: set[str]) -> dict[str, str]:
-    """The names of tensors as files have them: the body's first part ("model.", "transformer.") is there in
-    some and not in others.
-
-    Args:
-        names: of tensors, without it.
-        files: the names in the files.
-
-    Returns:
-        By name; one that is not in the files is left out.
-    """
-    prefixes = [""]
-    for name in names[:1]:  # of the embedding
-        ends = [file.removesuffix(name) for file in files if file.endswith("." + name)]
-        prefixes = sorted(ends, key=len)[:1] + prefixes
-    return {name: p + name for name in names for p in prefixes[::-1] if p + name in files}

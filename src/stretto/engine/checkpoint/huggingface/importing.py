@@ -12,16 +12,16 @@ from torch import Tensor
 
 from stretto.engine.checkpoint.files import check_room
 from stretto.engine.checkpoint.folder import checkpoints
-from stretto.engine.checkpoint.huggingface.folder import CONFIG, PublishedWeights, in_files, read_json
+from stretto.engine.checkpoint.huggingface.folder import CONFIG, PublishedWeights, read_json
 from stretto.engine.checkpoint.read import MODEL
 from stretto.engine.checkpoint.save import save
 from stretto.engine.checkpoint.shards import Streamed
 from stretto.engine.checkpoint.storage import dtype_name
-from stretto.engine.models.huggingface import Rule, from_huggingface, rules, shape_from_huggingface
+from stretto.engine.models.huggingface import HEAD, Rule, from_huggingface, plain_names, rules
 from stretto.errors import StrettoError
-from stretto.spec.shape import shape_to_record
+from stretto.spec.huggingface import read_config
+from stretto.spec.shape import check_built, shape_to_record
 
-HEAD = "lm_head.weight"
 _COMPARED = 1 << 22  # elements at a time, of a head that must equal the embedding
 
 Progress = Callable[[int, int], object]  # bytes written so far, of all
@@ -50,6 +50,7 @@ class Importing:
         parameters: their number.
         bytes: of the checkpoint.
         dtypes: bytes of each type, such as {"bfloat16": 16060522496}.
+        notes: what of config.json is left out, or not known here, in sentences.
 
     Raises:
         StrettoError: not such a folder, a damaged file, a model that cannot be built here, or weights that
@@ -59,7 +60,13 @@ class Importing:
     def __init__(self, source: Path) -> None:
         self.source = source
         self.config = read_json(source, CONFIG)
-        self.shape = shape_from_huggingface(self.config)
+        reading = read_config(self.config)
+        self.shape = reading.shape
+        check_built(self.shape)
+        self.notes = list(reading.notes)
+        if reading.unknown:
+            keys = ", ".join(reading.unknown)
+            self.notes.append(f"config.json has {keys}: not known here, and it may change what is computed")
         self._weights = PublishedWeights(source)
         try:
             self._parts = self._matched()
@@ -103,29 +110,25 @@ class Importing:
                     f"weight {name!r} in {tensor.file} has type {dtype_name(tensor.dtype)}",
                     hint="import the original weights, in bfloat16, float16 or float32",
                 )
-        tied = {HEAD} if self.shape.tied else set[str]()
+        names = plain_names(tensors, self.shape)
+        self._head = names.pop(HEAD, None) if self.shape.tied else None
         empty = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            for name, tensor in tensors.items()
-            if name not in tied
+            name: torch.empty(tensors[file].shape, dtype=tensors[file].dtype, device="meta")
+            for name, file in names.items()
         }
         joined = from_huggingface(empty, self.shape)
-        mapping = list(rules(self.shape))
-        names = in_files([name for rule in mapping for name in rule.theirs], set(tensors))
         parts = list[_Part]()
-        for rule in mapping:
-            if lacking := [name for name in rule.theirs if name not in names]:
-                raise StrettoError(f"weight {lacking[0]!r} is missing")
+        for rule in rules(self.shape, names):
             ours = joined[rule.ours]
             parts.append(_Part(rule, [names[n] for n in rule.theirs], ours.dtype, tuple(ours.shape)))
         return parts
 
     def check_head(self) -> None:
         """Check that a head in the files equals the embedding that it is tied to, bit for bit."""
-        if not self.shape.tied or HEAD not in self._weights.tensors:
+        if self._head is None:
             return
         embedding = next(part for part in self._parts if part.rule.ours == "embed.tok.weight")
-        ours, theirs = self._weights.read(embedding.names[0]), self._weights.read(HEAD)
+        ours, theirs = self._weights.read(embedding.names[0]), self._weights.read(self._head)
         same = ours.shape == theirs.shape and ours.dtype == theirs.dtype
         pairs = zip(ours.reshape(-1).split(_COMPARED), theirs.reshape(-1).split(_COMPARED), strict=False)
         if not same or not all(torch.equal(a, b) for a, b in pairs):

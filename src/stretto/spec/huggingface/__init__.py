@@ -1,0 +1,23 @@
+"""Hugging Face's `config.json` and our shapes: both directions from one description of each kind of model."""
+
+from stretto.spec.huggingface.facts import differences
+from stretto.spec.huggingface.read import (
+    Reading,
+    config_to_huggingface,
+    kind_of,
+    read_config,
+    read_file,
+    read_shape,
+    shape_from_huggingface,
+)
+
+__all__ = [
+    "Reading",
+    "config_to_huggingface",
+    "differences",
+    "kind_of",
+    "read_config",
+    "read_file",
+    "read_shape",
+    "shape_from_huggingface",
+]
