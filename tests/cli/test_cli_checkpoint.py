@@ -120,3 +120,33 @@ def test_list_and_verify_import_no_torch(folder: Path) -> None:
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_distributed_checkpoints_go_out_and_come_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = ModelShape(family="llama", layers=1, hidden=8, heads=2, ffn=8, vocab=300, sequence=16)
+    weights = dict(build(shape).named_parameters())
+    state = {f"model.{n}": (w, Placed.whole(n, tuple(w.shape))) for n, w in weights.items()}
+    save(tmp_path / "run" / "checkpoints", 10, state, {"model": shape_to_record(shape)})
+    model = tmp_path / "model.yaml"
+    model.write_text(
+        "model: {family: llama, layers: 1, hidden: 8, heads: 2, ffn: 8}\n"
+        "data: {source: python-stdlib, vocab: 300, sequence: 16}\n"
+    )
+    out = tmp_path / "dcp"
+    answered = answer(capsys, 0, "export", tmp_path / "run", "--format", "dcp", "--out", out)
+    assert [Path(file).name for file in answered["files"]] == [".metadata", "__0_0.distcp"]
+    assert answered["notes"] == ["the checkpoint has no states of an optimiser: the model alone was written"]
+    back = answer(capsys, 0, "import", out, "--format", "dcp", "--model", model, "--out", tmp_path / "back")
+    assert (back["path"], back["dtype"]) == (str(tmp_path / "back/checkpoints/step-00000000"), "float32")
+    assert answer(capsys, 0, "verify", tmp_path / "back")["ok"]
+    for arguments, said in (
+        (["--format", "dcp"], "--format dcp needs --model"),
+        (["--format", "dcp", "--model", "llama3-8b"], "tok_embeddings.weight has shape [300, 8] in"),
+        (["--model", str(model)], "--model and --weights-only are of --format dcp"),
+        ([], "is a checkpoint of torch.distributed.checkpoint"),
+    ):
+        assert run(["checkpoint", "import", str(out), *arguments, "--out", str(tmp_path / "no")]) == 2
+        assert said in capsys.readouterr().err
+        assert not (tmp_path / "no").exists()

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from stretto.run.train.imported import Imported
+    from stretto.spec.shape import ModelShape
 
 app = command_app(help="List, verify, export and import checkpoints.", no_args_is_help=True)
 
@@ -42,6 +43,16 @@ def verify(path: _Run, as_json: Json = False) -> None:
         raise say_no()
 
 
+_Format = Annotated[
+    Literal["huggingface", "dcp"],
+    typer.Option(
+        "--format",
+        help="huggingface: config.json and safetensors. dcp: torch.distributed.checkpoint as torchtitan has "
+        "it, AdamW's states included.",
+    ),
+]
+
+
 @app.command(
     epilog="Example: stretto checkpoint export runs/quickstart --out exported --dtype bfloat16 --shard-gb 2"
 )
@@ -65,9 +76,13 @@ def export(
     shard_gb: Annotated[
         float, typer.Option(min=0.001, help="Most of a file, in 10^9 bytes; a larger model is several files.")
     ] = 5.0,
+    form: _Format = "huggingface",
+    torchtitan: Annotated[
+        Literal["0.3", "0.2"], typer.Option(help="With --format dcp: the version that is to load it.")
+    ] = "0.3",
     as_json: Json = False,
 ) -> None:
-    """Write a model as Hugging Face's libraries load it, or one embedding table.
+    """Write a model as Hugging Face's libraries or torchtitan load it, or one embedding table.
 
     The folder gets config.json, safetensors files, and the run's tokenizer, chat template and generation
     settings: AutoModelForCausalLM and AutoTokenizer load it. Of a run, the newest checkpoint is exported,
@@ -79,6 +94,9 @@ def export(
     if table is not None:
         _export_table(one, table, out, state, as_json)
         return
+    if form == "dcp":
+        _export_dcp(one, out, torchtitan, as_json)
+        return
     import torch
 
     from stretto.run.train.exported import export_model
@@ -89,6 +107,24 @@ def export(
     files = [str(file) for file in written]
     facts = {"checkpoints": [{"path": str(one), "ok": True}], "ok": True, "path": str(out), "files": files}
     report(facts, as_json, lambda console: console.print(f"{one} written to {out}:", *files, sep="\n  "))
+
+
+def _export_dcp(one: Path, out: Path, version: str, as_json: bool) -> None:
+    from stretto.engine.checkpoint.dcp.exporting import export_dcp
+
+    with byte_progress("export") as progress:
+        done = export_dcp(one, out, version, progress)
+    files = [str(file) for file in done.files]
+    facts = {"checkpoints": [{"path": str(one), "ok": True}], "ok": True, "path": str(out), "files": files}
+    facts |= {"step": done.step, "notes": done.notes}
+    said = [f"{one} written to {out} for torchtitan {version}:", *(f"  {file}" for file in files)]
+    said += [f"note: {note}" for note in done.notes]
+    if done.step is not None:
+        said.append(f"to go on there from step {done.step}, exclude the data's place: {_EXCLUDE}")
+    report(facts, as_json, lambda console: console.print(*said, sep="\n", markup=False, soft_wrap=True))
+
+
+_EXCLUDE = "--checkpoint.exclude_from_loading dataloader"
 
 
 def _export_table(one: Path, table: str, out: Path, state: str | None, as_json: bool) -> None:
@@ -123,6 +159,18 @@ def import_model(
         typer.Argument(metavar="DIR", help="A folder with config.json, safetensors files and a tokenizer."),
     ],
     out: Annotated[Path, typer.Option(metavar="RUN", help="The run folder to make.")],
+    form: _Format = "huggingface",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="With --format dcp, which says nothing of it: the model, a name of `stretto catalogue`, a "
+            "config.json, or a config of a run.",
+        ),
+    ] = None,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="With --format dcp: without the optimiser's states.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Make a run of a published model: GPT-2, Llama, Mixtral.
@@ -130,10 +178,19 @@ def import_model(
     RUN gets the weights as the checkpoint of step 0, the tokenizer, and a config.yaml that trains on from
     them. One tensor at a time is in memory.
     """
-    from stretto.run.train.imported import import_model
+    from stretto.run.train import imported
 
+    if form == "huggingface" and (model is not None or weights_only):
+        raise StrettoError("--model and --weights-only are of --format dcp", hint="add --format dcp")
+    if form == "huggingface" and (source / ".metadata").is_file():
+        what = f"{source} is a checkpoint of torch.distributed.checkpoint"
+        raise StrettoError(what, hint="add --format dcp and --model")
+    shape = _model(model) if form == "dcp" else None
     with byte_progress("import") as progress:
-        made = import_model(source, out, progress)
+        if shape is None:
+            made = imported.import_model(source, out, progress)
+        else:
+            made = imported.import_dcp(source, out, shape, states=not weights_only, progress=progress)
     facts = {
         "checkpoints": [{"path": str(made.checkpoint), "ok": True}],
         "ok": True,
@@ -150,13 +207,27 @@ def import_model(
     report(facts, as_json, lambda console: _print_import(console, source, made))
 
 
+def _model(name: str | None) -> ModelShape:
+    """The model of a preset, a config.json or a run's config."""
+    from stretto.run.config import load
+    from stretto.spec.presets import find_shape
+
+    if name is None:
+        raise StrettoError(
+            "--format dcp needs --model: torch.distributed.checkpoint keeps tensors, not what they compute",
+            hint="--model llama3.1-8b, or the model's config.json, or a config.yaml with its section `model`",
+        )
+    path = Path(name)
+    return load(path).shape() if path.suffix in (".yaml", ".yml") else find_shape(name)
+
+
 def _print_import(console: Console, source: Path, made: Imported) -> None:
     from stretto.engine.checkpoint.files import size_text
 
     said = [
         f"{source}: {made.shape.family}, {made.parameters / 1e6:,.4g} M parameters, {size_text(made.bytes)} "
         f"in {made.dtype}",
-        f"  {made.checkpoint}  weights of step 0",
+        f"  {made.checkpoint}  the checkpoint",
         f"  {made.config}  the model, and a start for fine-tuning",
         *([] if made.tokenizer is None else [f"  {made.tokenizer}"]),
         *(f"note: {note}" for note in made.notes),

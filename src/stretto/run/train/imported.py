@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import join
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
+from stretto.engine.checkpoint.dcp.importing import DcpImport
 from stretto.engine.checkpoint.folder import step_name
 from stretto.engine.checkpoint.huggingface.importing import Importing, Progress
 from stretto.errors import StrettoError
@@ -92,6 +93,52 @@ def import_model(source: Path, run: Path, progress: Progress | None = None) -> I
         )
 
 
+def import_dcp(
+    source: Path, run: Path, shape: ModelShape, *, states: bool = True, progress: Progress | None = None
+) -> Imported:
+    """Make a run of a checkpoint of torch.distributed.checkpoint as torchtitan writes them. Its training goes
+    on with the optimiser's states and from its step, where they are there.
+
+    Args:
+        source: the folder of a step, or of all of them.
+        shape: of the model, of which the folder says nothing.
+        states: whether the optimiser's states are taken.
+        progress: as for `import_model`.
+
+    Raises:
+        StrettoError: as `DcpImport`; the run's folder has a run already, or too little room.
+    """
+    with DcpImport(source, shape, states=states) as model:
+        if (run / "metrics.jsonl").exists():
+            raise StrettoError(f"{run} already holds a run", hint="import into a new run folder")
+        notes = [*model.notes, "no tokenizer lies with it: name the model's own as data.tokenizer"]
+        changes: dict[str, dict[str, Any]] = {}
+        if model.optimiser is not None:
+            settings = asdict(model.optimiser)
+            kept = {name: settings[name] for name in ("lr", "betas", "eps", "weight_decay", "no_decay")}
+            changes["optim"] = {**kept, "betas": list(kept["betas"]), "no_decay": list(kept["no_decay"])}
+            changes["optim"]["rate"] = {"schedule": "constant"}
+            changes["train"] = {"steps": model.step + 100}
+            changes["checkpoint"] = {"resume": str(run / "checkpoints" / step_name(model.step))}
+            notes.append("the course of the learning rate is not in it: set optim.rate and train.steps")
+        text = config_text(model, run, None, changes)
+        with _undone(run) as made:
+            made += [run / CONFIG]
+            (run / CONFIG).write_text(text, encoding="utf-8")
+            checkpoint = model.write(run, progress=progress)
+        return Imported(
+            checkpoint=checkpoint,
+            config=run / CONFIG,
+            shape=shape,
+            dtype=model.dtype,
+            bytes=model.bytes,
+            parameters=model.parameters,
+            tokenizer=None,
+            notes=notes,
+            next=join(["stretto", "train", str(run / CONFIG), "data.source=python-stdlib"]),
+        )
+
+
 @contextmanager
 def _undone(run: Path) -> Generator[list[Path]]:
     """Make the run's folder; if the work in it fails, remove the files named in the list."""
@@ -126,8 +173,29 @@ def _tokenizer(source: Path, shape: ModelShape, notes: list[str]) -> Tokenizer |
     return tokenizer
 
 
-def config_text(model: Importing, run: Path, tokenizer: Tokenizer | None) -> str:
+class Described(Protocol):
+    """What a config is made of: a model, and where it comes from."""
+
+    source: Path
+    shape: ModelShape
+    parameters: int
+
+    @property
+    def dtype(self) -> str:
+        """The type of most values."""
+        ...
+
+
+def config_text(
+    model: Described,
+    run: Path,
+    tokenizer: Tokenizer | None,
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+) -> str:
     """The config of a run that goes on from the import: YAML with comments.
+
+    Args:
+        changes: by section, what is not as for fine-tuning.
 
     Raises:
         StrettoError: training has no such model.
@@ -151,13 +219,16 @@ def config_text(model: Importing, run: Path, tokenizer: Tokenizer | None) -> str
         "sample": {"tokens": 0},
         "run": {"name": f"{run.resolve().name}-tuned", "dir": str(run.parent)},
     }
+    values = {name: {**section, **(changes or {}).get(name, {})} for name, section in values.items()}
     plain = {**values, "data": {name: value for name, value in data.items() if value != REQUIRED}}
     config = TrainConfig.model_validate(plain)
     assert config.shape() == shape, "the config describes another model"
     head = [
         f"{shape.family}, {model.parameters / 1e6:,.4g} M parameters in {model.dtype}, imported from "
         f"{model.source}.",
-        "The model is exactly that of its config.json; the other sections are a start for fine-tuning.",
+        "The model is exactly that of its config.json; the other sections are a start for fine-tuning."
+        if changes is None
+        else "The model is the one named at the import; the optimiser is as the checkpoint has it.",
         "Every field: stretto config --reference",
     ]
     lines = [f"# {line}" for line in head]

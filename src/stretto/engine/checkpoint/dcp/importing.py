@@ -19,6 +19,7 @@ from stretto.engine.checkpoint.dcp.archive import Archives
 from stretto.engine.checkpoint.dcp.groups import MOMENTS, STATE, WEIGHTS_ONLY, read_optimiser
 from stretto.engine.checkpoint.dcp.index import DcpIndex, find_folder, read_dcp_index
 from stretto.engine.checkpoint.dcp.titan import HEADS, Part, Rule, is_trained, rules
+from stretto.engine.checkpoint.files import check_room
 from stretto.engine.checkpoint.folder import checkpoints
 from stretto.engine.checkpoint.save import save
 from stretto.engine.checkpoint.shards import Streamed
@@ -55,7 +56,7 @@ class DcpImport:
         states: whether the optimiser's states are imported, where there are any.
 
     Attributes:
-        folder: of the step.
+        source: the folder of the step.
         step: of training.
         tokens: seen so far.
         optimiser: AdamW as it was set, where its states are imported.
@@ -68,8 +69,8 @@ class DcpImport:
     """
 
     def __init__(self, source: Path, shape: ModelShape, *, states: bool = True) -> None:
-        self.folder, self.shape = find_folder(source), shape
-        self._names = _Names(read_dcp_index(self.folder))
+        self.source, self.shape = find_folder(source), shape
+        self._names = _Names(read_dcp_index(self.source))
         self._archives = Archives(self._names.index)
         self.notes = list[str]()
         try:
@@ -140,6 +141,7 @@ class DcpImport:
         folder = run / "checkpoints"
         if checkpoints(folder):
             raise StrettoError(f"{folder} already holds checkpoints", hint="import into a new run folder")
+        check_room(folder, self.bytes, f"the checkpoint in {self.source}")
         self._check_head()
         done = 0
 
@@ -159,7 +161,7 @@ class DcpImport:
             )
             for tensor in self._tensors
         }
-        facts: dict[str, Any] = {"model": shape_to_record(self.shape), "imported": self.folder.resolve().name}
+        facts: dict[str, Any] = {"model": shape_to_record(self.shape), "imported": self.source.resolve().name}
         step = 0
         if self.optimiser is not None:
             step = self.step
@@ -188,7 +190,7 @@ class DcpImport:
             if plain.endswith((".moe.expert_bias_E", ".moe.expert_bias")) and self._is_zero(name):
                 continue  # the model balances by a loss instead
             raise StrettoError(
-                f"{name} in {self.folder} has no place in the model",
+                f"{name} in {self.source} has no place in the model",
                 hint="--model must be the model that was trained",
             )
 

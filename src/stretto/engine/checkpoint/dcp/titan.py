@@ -201,7 +201,6 @@ _BLOCKS = {  # what all of its models have
     "dropout": 0.0,
     "embedding_scale": 1.0,
     "logit_softcap": 0.0,
-    "beyond": (),
 }
 _ROUTER = {"router_bias": False, "shared_gate": False, "capacity": None, "every": 1}
 _ATTENTION = {
