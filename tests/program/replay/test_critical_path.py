@@ -7,7 +7,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from random_programs import random_program
 from test_bound import EVERY, drawn
@@ -60,6 +60,7 @@ def test_every_step_of_the_path_begins_when_the_one_before_lets_it(seed: int):
 
 
 @settings(max_examples=150, deadline=None)
+@example(13156211)  # a receive between the two actions of a block, with blocking sends
 @given(st.integers(0, 10**9))
 def test_any_costs_have_a_path(seed: int):
     random = Random(seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from operator import itemgetter
 from typing import Literal, NamedTuple
 
@@ -188,7 +189,7 @@ class _Path:
                 yield from self._input(action)
             yield from self._beside(rank, member.at, action)
         first = self.blocks.get(place, (place,))[0]
-        yield from self._order(rank, first.at)
+        yield from self._order(rank, first.at, self.timeline.starts[rank][at])
         if self.program.orders[rank][at].kind is Kind.REDUCE_TIED:
             for wait in self.tied.get((rank, at), ()):
                 for held in self._order(wait.rank, wait.completed):
@@ -205,11 +206,15 @@ class _Path:
                     members_of |= dict.fromkeys(members, members)
         return members_of
 
-    def _order(self, rank: int, at: int) -> Iterator[_Held]:
-        """The action before on the rank that its clock passes through."""
+    def _order(self, rank: int, at: int, start: float = inf) -> Iterator[_Held]:
+        """The action before on the rank that its clock passes through. A receive between the two of a block
+        is posted before the block, so actions that end after its start are passed over.
+        """
         order, blocking = self.program.orders[rank], self.timeline.costs.blocking
         for before in range(at - 1, -1, -1):
             action = order[before]
+            if self.timeline.ends[rank][before] > start:
+                continue
             sends = blocking and action.kind in (Kind.SEND_F, Kind.SEND_B)
             if action.kind in _MOVING or sends or self._exposed(action):
                 until = self.timeline.ends[rank][before]
