@@ -15,6 +15,7 @@ from stretto.run.config.section import fields_of
 from stretto.run.frameworks.choices import NAMES, NOT_CHOSEN, PATHS, choices_of, job_from
 from stretto.spec.attention import RopeScaling
 from stretto.spec.job import Job
+from stretto.spec.lora import LoraShape
 from stretto.spec.presets import PRESETS, preset
 
 
@@ -31,9 +32,10 @@ def leaves(value: object, path: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
 
 
 def test_every_field_of_a_job_is_a_choice() -> None:
-    """Of a model that has all kinds of parts: experts, latent attention, and scaled positions."""
+    """Of a model that has all kinds of parts: experts, latent attention, scaled positions, and adapters."""
     yarn = RopeScaling(type="yarn", factor=40.0, original_positions=4096)
-    fields = leaves(Job(shape=replace(preset("deepseek-v3"), rope=yarn)))
+    lora = LoraShape(rank=8, alpha=16.0)
+    fields = leaves(Job(shape=replace(preset("deepseek-v3"), rope=yarn, lora=lora)))
     options = {path for path in PATHS.values() if path[0] == "options"}
     assert fields - {("options",), ("layout", "expert_tp")} == set(PATHS.values()) - options
 

@@ -21,6 +21,7 @@ from stretto.spec.attention import AttentionShape, RopeScaling
 from stretto.spec.data_parallel import DataParallel, Precision
 from stretto.spec.experts import ExpertShape
 from stretto.spec.job import Job, Recompute
+from stretto.spec.lora import LoraShape
 from stretto.spec.optimiser import Optimiser, RateSchedule
 from stretto.spec.presets import preset
 
@@ -50,11 +51,15 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "model.attention.norm": ("head", "all"),
     "model.attention.qkv_bias": (True, False),
     "model.attention.proj_bias": (True, False),
+    "lora.targets": (("q_proj",), ("v_proj",)),
     "finetune.freeze": (("blocks.*",),),
     "precision.keep": (("blocks.*",),),
     "optim.betas": ((0.8, 0.95), (0.9, 0.9)),
     "optim.no_decay": (("blocks.*",),),
     "data.source": ("other.txt",),
+    "data.chat": ("assistant", "all"),
+    "data.chat_template": ("chat.jinja",),
+    "data.packing": (False,),
     "data.tokenizer": ("tokenizer.json",),
     "data.split": ("90,5,5",),
     "data.cache": ("cache",),
@@ -71,9 +76,10 @@ OTHERS: dict[str, tuple[Any, ...]] = {
 
 
 # choices that tell whether a model has a part, whose other choices say nothing without it
-PARTS = ("model.moe.experts", "model.attention.latent.kv_rank", "model.rope.type")
+PARTS = ("model.moe.experts", "model.attention.latent.kv_rank", "model.rope.type", "lora.rank")
 # choices that mean something with certain values of another only: a framework may refuse that one
 WITH = {
+    **{f"lora.{name}": "lora.rank" for name in ("rank", "alpha", "dropout", "targets", "rslora")},
     "optim.momentum": "optim.name",
     "optim.rate.decay": "optim.rate.schedule",
     "optim.rate.decay_fraction": "optim.rate.schedule",
@@ -122,6 +128,7 @@ def bases() -> Iterator[Choices]:
         replace(experts, shape=preset("deepseek-v3")),
         replace(experts, shape=stretched),
         replace(llama, shape=replace(preset("llama3-8b"), rope=scaled)),
+        replace(llama, shape=replace(preset("llama3-8b"), lora=LoraShape(rank=8, alpha=16.0))),
         replace(plain, layout=Layout(), optimiser=Optimiser(name="sgd", momentum=0.9)),
         replace(plain, layout=Layout(dp=8), dp=DataParallel(mode="zero3"), recompute=Recompute("full")),
         replace(plain, layout=Layout(dp=2, cp=2), context="ulysses", precision=experts.precision),

@@ -21,11 +21,13 @@ from stretto.spec.data_parallel import DataParallel, Precision
 from stretto.spec.experts import ExpertShape
 from stretto.spec.finetune import Trained
 from stretto.spec.job import Job, Recompute
+from stretto.spec.lora import LoraShape
 from stretto.spec.optimiser import Optimiser, RateSchedule
 from stretto.spec.shape import ModelShape
 
-# fields of a job that are no choices: facts of the machine, and ways of other frameworks, for predictions
-NOT_CHOSEN = frozenset({"world", "devices", "one_memory", "framework", "fused_loss", "offset"})
+# fields of a job that are no choices: facts of the machine, what follows from others, and ways of other
+# frameworks, for predictions
+NOT_CHOSEN = frozenset({"world", "devices", "one_memory", "framework", "fused_loss", "offset", "adapters"})
 
 # names that a config has for fields of a job, where they are not those of a section
 _JOB = {
@@ -47,6 +49,7 @@ _SECTIONS: Mapping[tuple[str, ...], tuple[str, type[Any]]] = {
     ("shape",): ("model", ModelShape),
     ("shape", "moe"): ("model.moe", ExpertShape),
     ("shape", "rope"): ("model.rope", RopeScaling),
+    ("shape", "lora"): ("lora", LoraShape),
     ("shape", "attention"): ("model.attention", AttentionShape),
     ("shape", "attention", "latent"): ("model.attention.latent", LatentShape),
     ("trained",): ("finetune", Trained),
@@ -61,6 +64,7 @@ _SECTIONS: Mapping[tuple[str, ...], tuple[str, type[Any]]] = {
 _PRESENT: Mapping[tuple[str, ...], str] = {
     ("shape", "moe"): "experts",
     ("shape", "rope"): "type",
+    ("shape", "lora"): "rank",
     ("shape", "attention", "latent"): "kv_rank",
 }
 _RENAMED = {"model.sequence": "model.positions", "precision.dtype": "train.dtype"}

@@ -437,7 +437,7 @@ def _note_model(choices: Choices) -> Iterator[str]:
     yield f"in the script: samples of {choices['data.sequence']} tokens"
 
 
-_MODEL = tuple(name for name in NAMES if name.startswith("model."))
+_MODEL = tuple(name for name in NAMES if name.startswith(("model.", "lora.")))
 
 _REPORTS = (
     *under("checkpoint", "every keep resume may_differ"),
@@ -546,7 +546,7 @@ RULES = (
     aside("padding of the vocabulary is up to the script's model", "train.vocab_multiple"),
     aside(
         "the training script's",
-        *under("data", "source tokenizer vocab text_field split cache"),
+        *under("data", "source tokenizer vocab text_field split cache chat chat_template packing too_long"),
         *under("train", "seed device threads timeout_s"),
         *under("eval", "every batches"),
         *_REPORTS,

@@ -223,6 +223,23 @@ def only(choice: str, allowed: Iterable[Any], instead: str) -> Rule:
     return Rule(choices=(choice,), write=write)
 
 
+def without(section: str, kind: type[Any], tells: str, instead: str) -> Rule:
+    """All choices of a part that the framework does not have.
+
+    Args:
+        kind: the dataclass whose fields they are.
+        tells: the field that says whether a job has the part: it is None where not.
+    """
+
+    def write(choices: Choices) -> Settings:
+        value = choices[f"{section}.{tells}"]
+        if value is not None:
+            raise refused(f"{section}.{tells}", value, instead, (None,))
+        return {}
+
+    return Rule(choices=tuple(f"{section}.{one.name}" for one in fields(kind)), write=write)
+
+
 def aside(why: str, *choices: str) -> Rule:
     """Choices that change nothing of what a step computes, and that the framework has no setting for; those
     that are not the usual ones are listed beside what is written.

@@ -24,6 +24,7 @@ from stretto.run.frameworks.mapping import (
     refused,
     same,
     under,
+    without,
 )
 from stretto.run.frameworks.others import others
 from stretto.run.frameworks.torchtitan_model import MODEL, read_model, write_model
@@ -39,6 +40,7 @@ from stretto.run.frameworks.torchtitan_text import parse, render
 from stretto.spec.data_parallel import KEEP, Precision
 from stretto.spec.framework import ways_of
 from stretto.spec.job import Job
+from stretto.spec.lora import LoraShape
 
 # ------------------------------------------------------------------ layout and batch
 
@@ -364,7 +366,7 @@ def _write_checkpoint(choices: Choices) -> Settings:
 # ------------------------------------------------------------------ all of it
 
 _AROUND = (
-    *under("data", "tokenizer vocab text_field split cache"),
+    *under("data", "tokenizer vocab text_field split cache chat_template too_long"),
     *under("train", "device threads timeout_s"),
     *under("eval", "every batches"),
     *under("metrics", "tensorboard peak_tflops trace"),
@@ -465,6 +467,9 @@ RULES = (
         read=_read_recompute,
     ),
     only("recompute.memory_gib", [None], "torchtitan chooses no blocks by memory"),
+    without("lora", LoraShape, "rank", "torchtitan has no adapters"),
+    only("data.chat", [None], "torchtitan's dataset is of text, not of conversations"),
+    only("data.packing", [None, True], "torchtitan's samples are filled with documents"),
     only("finetune.freeze", [()], "torchtitan freezes no weights by their names"),
     same("debug.seed", "train.seed"),
     Rule(

@@ -53,7 +53,7 @@ _DEBUG = {  # its smallest flavour, which no preset has
 
 
 def write_model(choices: Choices) -> Settings:
-    shape = choices.job.shape
+    shape = replace(choices.job.shape, lora=None)  # which another rule is about
     if shape.tied and choices.job.layout.pp > 1:
         rule = "torchtitan's pipelines have no weights that stages share"
         raise Problem("model.tied", "true", rule, "model.tied=false, or layout.pp=1")

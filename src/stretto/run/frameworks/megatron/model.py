@@ -8,9 +8,10 @@ from typing import Any
 
 from stretto.errors import StrettoError
 from stretto.run.frameworks.choices import Choices
-from stretto.run.frameworks.mapping import Rule, Settings, flag, only, refused, rule, same
+from stretto.run.frameworks.mapping import Rule, Settings, flag, only, refused, rule, same, without
 from stretto.run.frameworks.megatron.experts import EXPERTS, ffn_of
 from stretto.spec.attention import RopeScaling
+from stretto.spec.lora import LoraShape
 from stretto.spec.presets import preset
 
 # entries of tokenizers that come without --vocab-size; others are looked up by the model's name
@@ -380,6 +381,7 @@ MODEL: tuple[Rule, ...] = (
     only("model.attention.softcap", (None,), "Megatron-LM's arguments have no bound of the scores"),
     only("model.attention.query_scale", (None,), "Megatron-LM divides scores by the root of a head's width"),
     only("model.attention.local_theta", (None,), "Megatron-LM has one base of rotary frequencies"),
+    without("lora", LoraShape, "rank", "Megatron-LM's arguments have no adapters"),
     only("finetune.freeze", ((),), "Megatron-LM's arguments freeze no weights"),
     rule(("model.attention.proj_bias",), (), _write_proj_bias, None),
     rule(("model.bias",), ("disable-bias-linear",), _write_bias, _read_bias),
