@@ -13,9 +13,10 @@ from stretto.cli.output import Json, command_app
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from stretto.recommender.config.load import AnyConfig
+    from stretto.recommender.serve.job import Request as ClickRequest
     from stretto.run.evaluate.job import Request
     from stretto.run.evaluate.trained import Trained
     from stretto.run.train.job import Result
@@ -79,9 +80,12 @@ def evaluate(
             request = _request(trained, split, data, limit)
             result = run_evaluation(evaluation_config(config, request), request, as_json, port)
         else:
-            raise StrettoError("recommenders come next")
+            from stretto.recommender.serve.job import run_pass
+
+            clicks = _clicks(trained, split, data, limit)
+            result = run_pass(config, clicks, as_json, port)
     if os.environ.get("RANK", "0") == "0":
-        _report(trained, result, as_json)
+        _report(trained, result, data, as_json)
     if result.stopped:
         from stretto.run.train.job import exit_code
 
@@ -119,25 +123,66 @@ def _request(trained: Trained, split: str | None, data: str | None, limit: int |
     return Request(trained=trained, split=split, data=data, limit=limit)
 
 
-def _report(trained: Trained, result: Result, as_json: bool) -> None:
+def _clicks(trained: Trained, split: str | None, data: str | None, limit: int | None) -> ClickRequest:
+    """What to evaluate of a recommender: by default the run's held-out split, or all of another log."""
+    from stretto.recommender.clicks.samples import SPLITS
+    from stretto.recommender.serve.job import Request
+    from stretto.run.data.dataset import check_split
+
+    if data is not None and (split not in (None, "all") or limit is not None):
+        raise StrettoError("--data is read whole: a log has no splits", hint="leave --split and --limit out")
+    check_split(split or "valid", SPLITS)
+    log = None if data is None else (data,)
+    return Request(trained=trained, split=split or "valid", log=log, limit=limit, labelled=log is not None)
+
+
+def _report(trained: Trained, result: Result, data: str | None, as_json: bool) -> None:
     """Append the numbers to the run's file, and print them."""
     import json
-
-    from stretto.run.train.metrics import number
 
     if result.stopped or result.outcome is None:
         print("stopped: nothing was evaluated to its end", file=sys.stderr)
         return
     facts: dict[str, Any] = {name: value for name, value in result.outcome.items() if name != "stopped"}
+    facts = {"step": trained.step, "split": "all", "data": data} | facts
     path = trained.append(facts)
     if as_json:
         where = {"checkpoint": str(trained.checkpoint), "written": None if path is None else str(path)}
         print(json.dumps({**facts, **where}))
         return
-    tokens, seconds = facts["tokens"], facts["seconds"]
+    numbers, unit, count = text_numbers(facts) if "tokens" in facts else click_numbers(facts)
+    seconds = facts["seconds"]
+    rest = f"{count:,} {unit} in {seconds:.1f} s ({count / seconds:,.0f} {unit}/s)"
+    print(numbers)
+    print(rest if path is None else f"{rest}; added to {path}")
+
+
+def text_numbers(facts: Mapping[str, Any]) -> tuple[str, str, int]:
+    """A language model's numbers on a line, what they are means of, and how many."""
+    from stretto.run.train.metrics import number
+
     parts = [f"loss {number(facts['loss'], 6)} nats/token", f"perplexity {number(facts['perplexity'], 4)}"]
     if facts["bits_per_byte"] is not None:
         parts.append(f"bits/byte {number(facts['bits_per_byte'], 4)}")
-    print(" | ".join(parts))
-    rest = f"{tokens:,} tokens in {seconds:.1f} s ({tokens / seconds:,.0f} tokens/s)"
-    print(rest if path is None else f"{rest}; added to {path}")
+    return " | ".join(parts), "tokens", facts["tokens"]
+
+
+def click_numbers(facts: Mapping[str, Any]) -> tuple[str, str, int]:
+    """A recommender's numbers on a line, what they are of, and how many."""
+    parts = [
+        f"{label} {facts[name]:.6f}"
+        for name, label in (
+            ("auc", "AUC"),
+            ("logloss", "logloss"),
+            ("entropy", "entropy"),
+            ("calibration", "calibration"),
+        )
+        if facts.get(name) is not None
+    ]
+    if facts.get("auc_error"):
+        parts[0] += f" +- {facts['auc_error']:.2g}"
+    if facts.get("best_entropy") is not None:
+        parts.append(f"best possible entropy {facts['best_entropy']:.6f}")
+    if facts.get("ids"):
+        parts.append(f"{facts['unknown_ids'] / facts['ids']:.2%} of the ids unknown to training")
+    return " | ".join(parts), "samples", facts["samples"] if "samples" in facts else facts["rows"]

@@ -30,6 +30,7 @@ COMMANDS = (
     "prove",
     "compare",
     "evaluate",
+    "score",
     "generate",
     "layout",
     "schedule",

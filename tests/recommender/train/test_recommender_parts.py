@@ -19,9 +19,17 @@ from stretto.errors import StrettoError
 from stretto.recommender.clicks.batch import ClickBatch
 from stretto.recommender.clicks.synthetic.files import write
 from stretto.recommender.clicks.synthetic.log import ClickFeature, SyntheticClicks, SyntheticSpec
+from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import TablePlacement
 from stretto.recommender.planner.placement_file import read_placements
-from stretto.recommender.train.clicks import check_held_out, open_clicks, prepare_clicks, rank_slice, spec_of
+from stretto.recommender.train.clicks import (
+    ClickData,
+    check_held_out,
+    open_clicks,
+    prepare_clicks,
+    rank_slice,
+    spec_of,
+)
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.evaluate import Evaluation
 from stretto.recommender.train.placement import file_text, from_json, place, to_json
@@ -155,10 +163,14 @@ class Constant:
         return torch.full((batch.samples,), -1.0)
 
 
+def evaluation(config: RecommenderConfig, data: ClickData) -> Evaluation:
+    return Evaluation(config, data, cast("Recommender", Constant()), limit=config.eval.batches)
+
+
 def test_an_evaluation_knows_the_best_on_its_very_samples(tmp_path: Path) -> None:
     config = config_of(tmp_path, "eval.batches=1000", "batch.global_size=7")
     data = prepare_clicks(config)
-    record = Evaluation(config, data, cast("Recommender", Constant())).run(5)
+    record = evaluation(config, data).run(5)
     best = SyntheticClicks(spec_of(config, data.tables), "valid").best()
     assert (record.step, record.samples, record.auc) == (5, 200, 0.5)
     assert (record.best_entropy, record.best_auc) == (pytest.approx(best.entropy), best.auc)
@@ -166,7 +178,7 @@ def test_an_evaluation_knows_the_best_on_its_very_samples(tmp_path: Path) -> Non
     rate = record.positives / 200
     assert record.logloss == pytest.approx(-rate * math.log(p) - (1 - rate) * math.log(1 - p))
     fewer = config_of(tmp_path, "eval.batches=3", "batch.global_size=7")
-    assert Evaluation(fewer, data, cast("Recommender", Constant())).run(0).samples == 21
+    assert evaluation(fewer, data).run(0).samples == 21
 
 
 def test_a_folder_of_synthetic_clicks_says_the_best_where_all_of_it_is_seen(tmp_path: Path) -> None:
@@ -178,7 +190,7 @@ def test_a_folder_of_synthetic_clicks_says_the_best_where_all_of_it_is_seen(tmp_
     for batches, expected in ((4, SyntheticClicks(spec, "valid").best().entropy), (3, None)):
         config = config_of(tmp_path, *words, f"eval.batches={batches}")
         data = prepare_clicks(config)
-        assert Evaluation(config, data, cast("Recommender", Constant())).run(1).best_entropy == expected
+        assert evaluation(config, data).run(1).best_entropy == expected
 
 
 def test_the_plan_places_every_table_and_its_file_is_taken_back(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from stretto.run.train.metrics import read_lines
 from stretto.run.train.optimizer import scales, update_numbers
 from stretto.run.verify.reference import build_reference
 from tiny_job import LLAMA, job
-from train_runs import at_step, losses, same, send_self, spoil_a_weight, tensors, train
+from train_runs import at_step, keep_notes, losses, same, send_self, spoil_a_weight, tensors, train
 
 pytestmark = pytest.mark.apart
 
@@ -166,6 +166,25 @@ def test_evaluation_is_of_the_held_out_samples(folder: Path) -> None:
     wanted = float(model.loss(model(inputs), targets).detach()) / targets.numel()
     (row,) = read_lines(config.run.folder / "eval.jsonl")
     assert row["loss"] == pytest.approx(wanted, rel=1e-9)
+
+
+def test_a_second_epoch_is_shown_and_told_once(folder: Path) -> None:
+    words = ("train.steps=6", "data.split=5,95,0", "run.name=again", "checkpoint.every=5")
+    config = job(folder, *words, model=LLAMA)
+    epoch = len(
+        Samples(TokenFolder(prepare_data(config, quiet=True).path), "train", 16, ratio=config.data.split)
+    )
+    assert 2 * 8 < epoch < 3 * 8, "the third step is the first to reach into the second epoch"
+    notes = folder / "notes"
+    train(config, keep_notes(str(notes)))
+    again = "checkpoint.resume=auto"
+    train(job(folder, *words[1:], "train.steps=7", again, model=LLAMA), keep_notes(str(notes)))
+    rows = list(read_lines(config.run.folder / "metrics.jsonl"))
+    assert [row["epoch"] for row in rows] == pytest.approx([8 * step / epoch for step in range(1, 8)])
+    told = [line for line in notes.read_text().splitlines() if "epoch" in line]
+    assert [line.partition(":")[0] for line in told] == [
+        f"step 3 begins a second epoch of {epoch} training samples"
+    ]
 
 
 def test_update_numbers_are_where_every_stage_applies_a_microbatch() -> None:

@@ -261,7 +261,7 @@ class _Build:
                 tally.add(file.path, piece.parsed, self.settings.on_error)
                 yield number, piece
                 if self.progress:
-                    at = before + min(file.size, _read_of(file, piece.start))
+                    at = before + min(file.size, bytes_read(file, piece.start))
                     self.progress(
                         Progress(
                             stage=stage, bytes=at, total=total, lines=tally.read, malformed=tally.malformed
@@ -271,7 +271,7 @@ class _Build:
             start, line = 0, 1
 
 
-def _read_of(file: LogFile, start: int) -> int:
+def bytes_read(file: LogFile, start: int) -> int:
     """The approximate number of bytes read: gzip halves logs, and a row of Parquet takes 100 bytes."""
     suffix = file.path.suffix.lower()
     return start // 2 if suffix == ".gz" else start * 100 if suffix == ".parquet" else start

@@ -30,15 +30,31 @@ Words = NDArray[np.uint64]
 
 
 class CriteoReader:
-    """Reads files of labelled lines, plain or gzip."""
+    """Reads files of lines, plain or gzip.
+
+    Args:
+        labelled: whether lines begin with a label.
+    """
 
     columns = COLUMNS
+
+    def __init__(self, labelled: bool = True) -> None:
+        self._labelled = labelled
 
     def read(self, path: Path, start: int = 0, line: int = 1) -> Iterator[Piece]:
         """See Reader."""
         for block in blocks(path, start, line):
-            parsed = parse(block.data, block.line)
+            parsed = parse(block.data, block.line, self._labelled)
             yield Piece(parsed, block.end, block.line + parsed.lines)
+
+
+def is_labelled(path: Path) -> bool:
+    """Whether the first line that is not blank has a field more than one without a label."""
+    for block in blocks(path, size=1 << 16):
+        for line in block.data.splitlines():
+            if line.strip(b"\r"):
+                return line.count(b"\t") + 1 != NUMBERS + FEATURES
+    return True
 
 
 def parse(data: bytes, line: int = 1, labelled: bool = True) -> Parsed:

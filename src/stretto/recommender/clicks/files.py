@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.errors import StrettoError, nearest
-from stretto.recommender.clicks.criteo import CriteoReader
-from stretto.recommender.clicks.raw import Reader
-from stretto.recommender.clicks.tabular import CsvReader, Named, ParquetReader
+from stretto.recommender.clicks.criteo import CriteoReader, is_labelled
+from stretto.recommender.clicks.raw import Columns, Reader
+from stretto.recommender.clicks.tabular import CsvReader, Named, ParquetReader, columns_of
 from stretto.run.data.token_folder import is_token_folder
 
 Source = str | os.PathLike[str]
@@ -56,13 +56,7 @@ def reader_of(files: Sequence[LogFile], form: str | None, named: Named) -> Reade
     Raises:
         StrettoError: an unknown format, files of several formats, or missing columns.
     """
-    if form is None:
-        forms = sorted({_form(file.path) for file in files})
-        if len(forms) > 1:
-            raise StrettoError(
-                f"files of several formats: {', '.join(forms)}", hint="one log has one format: --format NAME"
-            )
-        form = forms[0]
+    form = form or form_of(files)
     if form == "criteo":
         if named != Named():
             raise StrettoError(
@@ -78,6 +72,34 @@ def reader_of(files: Sequence[LogFile], form: str | None, named: Named) -> Reade
     raise StrettoError(
         f"format {form!r}: allowed are {', '.join(FORMATS)}", hint=f"did you mean {near}?" if near else None
     )
+
+
+def form_of(files: Sequence[LogFile]) -> str:
+    """The format that the files' names tell: .parquet, .csv, otherwise Criteo's.
+
+    Raises:
+        StrettoError: files of several formats.
+    """
+    forms = sorted({_form(file.path) for file in files})
+    if len(forms) > 1:
+        raise StrettoError(
+            f"files of several formats: {', '.join(forms)}", hint="one log has one format: --format NAME"
+        )
+    return forms[0]
+
+
+def reader_like(files: Sequence[LogFile], columns: Columns, form: str | None, label: str) -> Reader:
+    """The reader of new files with the columns of another log; without labels where they have none.
+
+    Raises:
+        StrettoError: as `reader_of`.
+    """
+    form = form or form_of(files)
+    first = files[0].path
+    if form == "criteo":
+        return CriteoReader(is_labelled(first))
+    named = Named(label if label in columns_of(first, form) else None, columns.numbers, columns.features)
+    return reader_of(files, form, named)
 
 
 def _form(path: Path) -> str:

@@ -23,11 +23,18 @@ Cells = tuple[NDArray[np.uint64], NDArray[np.bool_], NDArray[np.int64] | None]
 
 @dataclass(frozen=True)
 class Named:
-    """Column names; `numbers` defaults to I1, I2, ..., and `features` to C1, C2, ..."""
+    """Column names; `numbers` defaults to I1, I2, ..., and `features` to C1, C2, ...; `label` is None where
+    samples have none.
+    """
 
-    label: str = "label"
+    label: str | None = "label"
     numbers: tuple[str, ...] | None = None
     features: tuple[str, ...] | None = None
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The label's column, if there is one."""
+        return () if self.label is None else (self.label,)
 
     def of(self, columns: Sequence[str], where: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The numbers and the features among `columns`.
@@ -37,7 +44,8 @@ class Named:
         """
         numbers = _numbered(columns, "I") if self.numbers is None else self.numbers
         features = _numbered(columns, "C") if self.features is None else self.features
-        for name in (self.label, *numbers, *features):
+        every = [*self.labels, *numbers, *features]
+        for name in every:
             if name not in columns:
                 near = nearest(name, columns)
                 raise StrettoError(
@@ -50,40 +58,43 @@ class Named:
                 f"{where}: no features: no column is named C1, C2, ...",
                 hint=f"name them: --features {','.join(list(columns)[1:3]) or 'NAME,NAME'}",
             )
-        if len({self.label, *numbers, *features}) < 1 + len(numbers) + len(features):
+        if len(set(every)) < len(every):
             raise StrettoError(f"{where}: a column is named twice", hint="label, numbers and features differ")
         return tuple(numbers), tuple(features)
 
 
 def chunk_of(
     columns: Columns,
-    labels: NDArray[np.float64],
+    labels: NDArray[np.float64] | None,
     numbers: NDArray[np.float64],
     cells: Sequence[Cells],
     wrong: Mapping[int, str],
 ) -> tuple[RawChunk, list[tuple[int, str]]]:
     """The valid samples, and (sample, reason) of the invalid ones.
 
-    `wrong` are the samples known to be invalid; the others must have a label of 0 or 1 and finite numbers.
+    `wrong` are the samples known to be invalid; the others must have finite numbers and, where there are
+    labels, one of 0 or 1.
     """
     problems = dict(wrong)
-    for i in np.flatnonzero((labels != 0) & (labels != 1)).tolist():
+    samples = len(numbers)
+    for i in () if labels is None else np.flatnonzero((labels != 0) & (labels != 1)).tolist():
+        assert labels is not None
         problems.setdefault(
             i, "the label is missing" if np.isnan(labels[i]) else f"label {labels[i]}, not 0 or 1"
         )
     for i in np.flatnonzero(np.isinf(numbers).any(axis=1)).tolist():
         problems.setdefault(i, "a number is infinite")
-    keys, missing, lengths = _interleaved(cells, len(labels))
+    keys, missing, lengths = _interleaved(cells, samples)
     chunk = RawChunk(
         columns=columns,
         numbers=numbers,
         keys=keys,
         missing=missing,
         lengths=lengths,
-        labels=(labels == 1).astype(np.uint8),
+        labels=None if labels is None else (labels == 1).astype(np.uint8),
     )
     if problems:
-        good = np.ones(len(labels), bool)
+        good = np.ones(samples, bool)
         good[list(problems)] = False
         chunk = chunk.kept(good)
     return chunk, sorted(problems.items())
@@ -132,7 +143,7 @@ class ParquetReader:
 
     def read(self, path: Path, start: int = 0, line: int = 1) -> Iterator[Piece]:
         """See Reader; `start` counts rows, and `line` is start + 1."""
-        names = [self._label, *self.columns.numbers, *self.columns.features]
+        names = [*Named(self._label).labels, *self.columns.numbers, *self.columns.features]
         with opened_parquet(path) as file:
             schema = file.schema_arrow
             Named(self._label, self.columns.numbers, self.columns.features).of(schema.names, str(path))
@@ -166,9 +177,8 @@ class ParquetReader:
                 self.columns.features, self.columns.keys, self.columns.lists, strict=True
             )
         ]
-        chunk, faults = chunk_of(
-            self.columns, _number_column(columns[self._label], self._label), dense, cells, {}
-        )
+        labels = None if self._label is None else _number_column(columns[self._label], self._label)
+        chunk, faults = chunk_of(self.columns, labels, dense, cells, {})
         return Parsed(chunk, batch.num_rows, 0, [(line + i, why) for i, why in faults])
 
 
@@ -273,7 +283,8 @@ class CsvReader:
                 faults.append((number, f"{len(row)} columns, not {len(header)}"))
         cells = dict(zip(header, zip(*rows, strict=True), strict=True)) if rows else dict.fromkeys(header, ())
         wrong = dict[int, str]()
-        labels = _number_cells(self._label, cells[self._label], wrong)
+        label = self._label
+        labels = None if label is None else _number_cells(label, cells[label], wrong)
         numbers = [_number_cells(name, cells[name], wrong) for name in self.columns.numbers]
         dense = np.stack(numbers, axis=1) if numbers else np.zeros((len(rows), 0))
         chunk, more = chunk_of(
@@ -282,7 +293,9 @@ class CsvReader:
         return Parsed(chunk, len(lines), blank, sorted(faults + [(at[i], why) for i, why in more]))
 
 
-def _quick(data: bytes, label: str, columns: Columns, header: Sequence[str], mark: str) -> Parsed | None:
+def _quick(
+    data: bytes, label: str | None, columns: Columns, header: Sequence[str], mark: str
+) -> Parsed | None:
     """Parses a block with pyarrow; None if it is not installed, or the block needs the slow parser."""
     lines, returns = data.count(b"\n") + (not data.endswith(b"\n")), data.count(b"\r")
     if b'"' in data or returns not in (0, data.count(b"\r\n")):
@@ -292,7 +305,8 @@ def _quick(data: bytes, label: str, columns: Columns, header: Sequence[str], mar
         from pyarrow import csv as arrow_csv  # pyright: ignore[reportMissingImports]
     except ImportError:
         return None
-    wanted = [label, *columns.numbers, *columns.features]
+    marks = Named(label).labels
+    wanted = [*marks, *columns.numbers, *columns.features]
     try:
         table = arrow_csv.read_csv(
             arrow.BufferReader(data),
@@ -306,14 +320,15 @@ def _quick(data: bytes, label: str, columns: Columns, header: Sequence[str], mar
             ),
         )
         arrays = dict(zip(wanted, (arrow.concat_arrays(each.chunks) for each in table.columns), strict=True))
-        numbers = [arrays[name].cast(arrow.float64()) for name in (label, *columns.numbers)]
+        numbers = [arrays[name].cast(arrow.float64()) for name in (*marks, *columns.numbers)]
     except (arrow.ArrowException, KeyError):
         return None
     blank = lines - table.num_rows
     if blank != sum(not each.strip(b"\r") for each in data.removesuffix(b"\n").split(b"\n")):
         return None
-    labels, *dense = (each.to_numpy(zero_copy_only=False) for each in numbers)
-    stacked = np.stack(dense, axis=1) if dense else np.zeros((len(labels), 0))
+    dense = [each.to_numpy(zero_copy_only=False) for each in numbers]
+    labels = dense.pop(0) if marks else None
+    stacked = np.stack(dense, axis=1) if dense else np.zeros((table.num_rows, 0))
     cells = [cells_of(arrays[name], "text", False) for name in columns.features]
     chunk, faults = chunk_of(columns, labels, stacked, cells, {})
     # the slow parser finds the line of a fault
@@ -350,6 +365,18 @@ def _keys(cells: Sequence[str]) -> Cells:
         keys[numbers[""]] = 0
     which = np.fromiter((numbers[cell] for cell in cells), np.int64, len(cells))
     return keys[which], which == numbers.get("", -1), None
+
+
+def columns_of(path: Path, form: str) -> list[str]:
+    """Names of the columns of a Parquet or CSV file.
+
+    Raises:
+        StrettoError: unreadable, or no pyarrow.
+    """
+    if form == "csv":
+        return _header(path)[0]
+    with opened_parquet(path) as file:
+        return list(file.schema_arrow.names)
 
 
 def _header(path: Path) -> tuple[list[str], str, int]:

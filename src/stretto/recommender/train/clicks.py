@@ -93,8 +93,13 @@ def prepare_clicks(
     )
 
 
-def open_clicks(config: RecommenderConfig, data: ClickData, split: str) -> ClickSource:
-    """The samples of a split, `train` or `valid`, in the job's order.
+def open_clicks(
+    config: RecommenderConfig, data: ClickData, split: str, *, shuffle: bool | None = None
+) -> ClickSource:
+    """The samples of a split: `train`, `valid`, or `all` of a click folder.
+
+    Args:
+        shuffle: None: the job's order, in which training samples may be shuffled; False: the log's.
 
     Raises:
         StrettoError: the split has none.
@@ -106,13 +111,13 @@ def open_clicks(config: RecommenderConfig, data: ClickData, split: str) -> Click
     from stretto.recommender.clicks.folder import ClickFolder
     from stretto.recommender.clicks.samples import ClickSamples
 
-    shuffle = config.data.shuffle and split == "train"
+    shuffled = config.data.shuffle and split == "train" if shuffle is None else shuffle
     return ClickSamples(
         ClickFolder(data.path),
         split,
         config.train.seed,
         held=_holdout(config),
-        shuffle=shuffle,
+        shuffle=shuffled,
         block=config.data.block,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -185,21 +186,42 @@ _AT_ONCE = 1 << 14  # samples drawn at a time
 
 
 class Evaluation:
-    """Evaluations of a run, always on the same samples: the first `eval.batches` global batches of the
-    held-out split, or all of it if that is less.
+    """Evaluations of a model on the same samples: a split in the log's order, or its first global batches.
+
+    Args:
+        limit: global batches; None: the whole split.
     """
 
-    def __init__(self, config: RecommenderConfig, data: ClickData, recommender: Recommender) -> None:
+    def __init__(
+        self,
+        config: RecommenderConfig,
+        data: ClickData,
+        recommender: Recommender,
+        *,
+        split: str = "valid",
+        limit: int | None = None,
+    ) -> None:
         self._config, self._recommender = config, recommender
-        self._source = open_clicks(config, data, "valid")
-        self._samples = min(len(self._source), config.eval.batches * config.batch.global_size)
+        self._source = open_clicks(config, data, split, shuffle=False)
+        self._split = split
+        size = len(self._source)
+        self._samples = size if limit is None else min(size, limit * config.batch.global_size)
         self._rank, self._world = (
             (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         )
         self._best: Best | None = None
 
-    def run(self, step: int) -> ClickEval:
-        """Evaluates after `step` updates. Collective; every rank gets the result."""
+    @property
+    def batches(self) -> int:
+        """Global batches of an evaluation."""
+        return -(-self._samples // self._config.batch.global_size)
+
+    def run(self, step: int, progress: Callable[[int, int], object] | None = None) -> ClickEval:
+        """Evaluates after `step` updates. Collective; every rank gets the result.
+
+        Args:
+            progress: called with the batches and the samples that are done.
+        """
         started = time.perf_counter()
         size = self._config.batch.global_size
         quality = Quality()
@@ -207,6 +229,8 @@ class Evaluation:
             count = min(size, self._samples - first)
             batch = self._source.batch(first, count, rank_slice(count, self._rank, self._world))
             quality.add(self._recommender.predict(batch), batch.labels)
+            if progress is not None:
+                progress(first // size + 1, first + count)
         measured, best = quality.result(), self._best_possible()
         return ClickEval(
             step=step,
@@ -217,6 +241,7 @@ class Evaluation:
             samples=measured.samples,
             positives=measured.positives,
             seconds=time.perf_counter() - started,
+            split=self._split,
             auc_error=measured.auc_error,
             best_auc=best.auc if best is not None else None,
             best_logloss=best.logloss if best is not None else None,
@@ -225,6 +250,8 @@ class Evaluation:
 
     def _best_possible(self) -> Best | None:
         """The best possible quality on these samples; on rank 0, which reports it."""
+        if self._split != "valid":
+            return None
         if self._rank == 0 and self._best is None:
             self._best = (
                 self._best_of_log() if isinstance(self._source, SyntheticClicks) else self._best_of_folder()

@@ -45,6 +45,20 @@ def load_into(recommender: Recommender, path: Path, updates: int, check: bool) -
     recommender.updates = updates
 
 
+def load_weights(recommender: Recommender, path: Path, updates: int) -> None:
+    """Loads this rank's weights from a checkpoint of `updates` updates, and no optimiser states. Collective.
+
+    Raises:
+        StrettoError: no checkpoint there, damaged, or of another model.
+    """
+    dense = {name: each for name, each in _dense(recommender).items() if name.startswith(MODEL)}
+    load(path, dense, ignore=[TABLES, OPTIM])
+    stored = physical_tables(recommender.tables.features)
+    encode = recommender.rule.encode
+    load_tables(path, recommender.local_shards, stored, states=False, encode=encode, check=False)
+    recommender.updates = updates
+
+
 def _dense(recommender: Recommender) -> Tensors:
     """The dense tensors, equal on every rank; the checkpoint divides their writing among the ranks."""
     return {

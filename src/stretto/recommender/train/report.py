@@ -88,6 +88,7 @@ class ClickEval:
     samples: int
     positives: int
     seconds: float
+    split: str = "valid"
     auc_error: float = 0.0
     best_auc: float | None = None
     best_logloss: float | None = None

@@ -68,8 +68,9 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
         self._placements = placements
         self._speeds = deque[float](maxlen=_WINDOW)
         self._training = TrainingStep(config, recommender, open_clicks(config, data, "train"), device)
-        self._warned_of_second_epoch = False
-        self._evaluation = Evaluation(config, data, recommender) if config.eval.every else None
+        self._evaluation = (
+            Evaluation(config, data, recommender, limit=config.eval.batches) if config.eval.every else None
+        )
         self._quality: ClickEval | None = None
         self._fullest: float | None = None
 
@@ -123,13 +124,13 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
         return trained.agreed.stop
 
     def _warn_of_second_epoch(self, samples: int) -> None:
-        """Warns once when a step takes training samples that were seen before."""
-        if samples > self._training.epoch and not self._warned_of_second_epoch:
-            self._warned_of_second_epoch = True
+        """Warns once in a run: when a step is the first to take training samples that were seen before."""
+        if self.position.samples <= self._training.epoch < samples:
             self.note(
                 f"warning: step {self.position.step + 1} begins a second epoch of {self._training.epoch:,} "
-                "training samples; click models overfit from here on (the one-epoch phenomenon, Zhang et al. "
-                "2022): trust the held-out logloss (eval.every), not the training loss"
+                "training samples: the training loss is now of samples seen before. Click models overfit "
+                "from here on (the one-epoch phenomenon, Zhang et al. 2022): trust the held-out logloss "
+                "(eval.every)"
             )
 
     def evaluate(self) -> ClickEval:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 import sys
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
@@ -12,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from stretto.engine.parallel.control import gather_json, run_on_first
+from stretto.recommender.clicks.index import TRANSFORM, VOCABULARY
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements
 from stretto.recommender.train.clicks import ClickData, prepare_clicks
@@ -48,9 +50,9 @@ def train_rank(
         checkpoint = find_checkpoint(config, notes.append)
         if checkpoint is not None:
             check_fits(checkpoint, config, data.tables)
-        folder = _disk_folder(config)
+        folder = disk_folder(config)
         if config.tables.folder is None:
-            cleanup.callback(_remove_empty, folder)
+            cleanup.callback(remove_empty, folder)
         recommender = Recommender.build(
             config, data.tables, placements, device, fresh=checkpoint is None, folder=folder
         )
@@ -62,7 +64,7 @@ def train_rank(
         metrics = start_run(
             config,
             position.step,
-            lambda run: (run / "placement.yaml").write_text(text, encoding="utf-8"),
+            lambda run: _keep(run, text, data),
             cleanup,
             notes=notes,
             quiet=quiet,
@@ -83,6 +85,16 @@ def train_rank(
         return asdict(outcome)
 
 
+def _keep(run: Path, placement: str, data: ClickData) -> None:
+    """Write what scoring needs beside checkpoints: the placement, and the log's transform if there is one."""
+    (run / "placement.yaml").write_text(placement, encoding="utf-8")
+    for name in (TRANSFORM, VOCABULARY) if data.path is not None else ():
+        if data.path is not None and (data.path / name).is_file():
+            beside = run / f"{name}.new"
+            shutil.copyfile(data.path / name, beside)
+            beside.replace(run / name)
+
+
 def _make_ready(config: RecommenderConfig) -> tuple[ClickData, Placements]:
     """One rank of each machine prepares the clicks; rank 0 places the tables."""
     import os
@@ -93,13 +105,13 @@ def _make_ready(config: RecommenderConfig) -> tuple[ClickData, Placements]:
     return data, from_json(run_on_first(lambda: to_json(place(config, data))))
 
 
-def _disk_folder(config: RecommenderConfig) -> Path:
+def disk_folder(config: RecommenderConfig) -> Path:
     """The folder for tables on disk, in which each rank makes its own files."""
     named = config.tables.folder
     return Path(named).expanduser() if named else config.run.folder / "tables"
 
 
-def _remove_empty(folder: Path) -> None:
+def remove_empty(folder: Path) -> None:
     with suppress(OSError):
         folder.rmdir()
 

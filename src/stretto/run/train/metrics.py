@@ -76,6 +76,7 @@ class StepRecord:
     tokens: int  # processed since the first step of the run, over all ranks: cumulative
     tokens_per_s: float  # of the whole job in this step
     step_time_s: float
+    epoch: float | None = None  # samples over the training split's: above 1, text is seen again
     mfu: float | None = None  # model FLOP/s over the peak of all devices, 0 to 1
     memory_gib: float | None = None  # peak of the fullest rank
     bubble: float | None = None  # predicted, as in the line before the first step, 0 to 1
@@ -258,6 +259,7 @@ def step_line(record: StepRecord, steps: int) -> str:
     """Such as `step 10/300 | loss 7.123 | grad_norm 1.20 | lr 3.0e-04 | tokens/s 12345 | mfu 12.3%`."""
     parts = [
         f"step {record.step}/{steps}",
+        *([f"epoch {record.epoch:.2f}"] if record.epoch is not None and record.epoch > 1 else []),
         f"loss {number(record.loss, 4)}",
         *([] if record.grad_norm is None else [f"grad_norm {number(record.grad_norm, 3)}"]),
         f"lr {record.lr:.1e}",

@@ -84,6 +84,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         """One global batch and its report; returns whether any rank was asked to stop."""
         position = self.position
         recorder = trace.start(self.mesh) if position.step + 1 == self._traced else None
+        self._warn_of_second_epoch()
         started = time.perf_counter()
         done = self._training.run(
             self._samples, step=position.step, seen=position.samples, stop=stop, recorder=recorder
@@ -101,6 +102,16 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         self._report(done, seconds)
         return done.stop
 
+    def _warn_of_second_epoch(self) -> None:
+        """Say once in a run that a step is the first to train on text that was seen before."""
+        epoch, seen = len(self._samples), self.position.samples
+        if seen <= epoch < seen + self.replica.job.global_batch:
+            self.note(
+                f"step {self.position.step + 1} begins a second epoch of {epoch:,} training samples: the "
+                "training loss is now of text seen before, and the held-out loss (eval.every) tells whether "
+                "the model still gets better"
+            )
+
     def _report(self, done: StepResult, seconds: float) -> None:
         """Record the step that `position` now counts. Collective for a model with experts."""
         record = self._speed.record(
@@ -113,6 +124,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
             tokens=done.tokens,
             seconds=seconds,
         )
+        record = replace(record, epoch=self.position.samples / len(self._samples))
         if self._forecast is not None and self._forecast.estimate is not None:
             record = replace(record, bubble=self._forecast.estimate.bubble)
         if (scale := self.replica.loss_scale) is not None:

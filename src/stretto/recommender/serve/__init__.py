@@ -1,0 +1,1 @@
+"""Probabilities of a trained recommender for new clicks."""
