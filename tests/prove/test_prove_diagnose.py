@@ -183,6 +183,10 @@ def test_equal_results_have_no_diagnosis() -> None:
             "have updated it has older values",
         ),
         (
+            replace(EQUAL, weights=off({"blocks.1.mlp.router.correction": 1e-3}), masters=SAME),
+            "moved blocks.1.mlp.router.correction by other loads than those of the step: they are not summed",
+        ),
+        (
             replace(EQUAL, weights=STALE, masters=SAME, updated_here=STALE),
             "updated values are not copied into the weights, or older ones",
         ),

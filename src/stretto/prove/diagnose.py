@@ -98,6 +98,11 @@ def _weights(seen: Evidence) -> str | None:
     ranks = seen.weights.ranks
     where = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN]))}"
     more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    if all(name.endswith("router.correction") for name in off):
+        return (
+            f"all else is equal, but {where}{more} moved {listing(off)} by other loads than those of the "
+            "step: they are not summed over all ranks and microbatches, or the correction is missing"
+        )
     said = f"what optimisers updated is equal, but {where}{more} would compute with other {listing(off)}: "
     if seen.updated_here is not None and not above(seen.updated_here.errors):
         return f"{said}of what others have updated it has older values, so they do not come"

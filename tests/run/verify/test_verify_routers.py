@@ -47,11 +47,9 @@ def prove(config: TrainConfig, cases: list[Changes]) -> None:
 
 DEEPSEEK_CASES = [
     changes(tp=2, dp=2, ep=2, sequence_parallel=True),
-    changes(tp=4, recompute="full"),
     changes(tp=2, cp=2, ep=4, expert_tp=1),
     changes(cp=2, pp=2, context="ulysses"),
-    changes(dp=2, pp=2, schedule="zb-h1", mode="zero2"),
-    changes(dp=4, ep=2, mode="zero3"),
+    changes(dp=2, pp=2, schedule="zb-h1", recompute="full", mode="zero3"),
     changes(pp=2, tp=2, schedule="dualpipe"),
 ]
 
