@@ -32,7 +32,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text").mkdir()
     for name in ("argparse.py", "typing.py"):
         shutil.copy(Path(os.__file__).with_name(name), folder / "text" / name)
-    proof, loop = blocks(text_of("README.md"), "python")
+    load, proof, loop = blocks(text_of("README.md"), "python")
+    (folder / "my_load.py").write_text(load)
     (folder / "my_proof.py").write_text(proof)
     (folder / "my_loop.py").write_text(loop)
     return folder
@@ -50,6 +51,9 @@ def follow(command: Command, place: Path) -> None:
         return
     if "/" in words[0]:
         assert os.access(ROOT / words[0], os.X_OK), f"{words[0]} cannot be run"
+        return
+    if words[0] == "python" and len(words) > 2:  # what later commands of the section read
+        run(words, place)
         return
     if words[0] == "python":  # tests/examples runs it, and looks at what it prints
         assert (ROOT / words[1]).exists(), f"{words[1]} is not there"
@@ -120,6 +124,13 @@ def test_the_training_loop_of_the_readme_runs(place: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", last)]
     assert len(losses) == 5
     assert losses[-1] < 0.6 * losses[0]
+
+
+def test_the_exported_model_of_the_readme_loads_in_transformers(place: Path) -> None:
+    for command in commands(sections("README.md")["Start from a published model"]):
+        if not (place / "tuned").exists():
+            follow(command, place)
+    assert run(["python", "my_load.py"], place).startswith("def")
 
 
 def script_output(path: Path) -> str:

@@ -19,6 +19,7 @@ from stretto.run.train import resume
 from stretto.run.train.resume import MAY_DIFFER, check_fits, differences
 from stretto.spec.attention import AttentionShape, LatentShape, RopeScaling
 from stretto.spec.experts import ExpertShape
+from stretto.spec.lora import LoraShape
 from stretto.spec.shape import ModelShape, shape_to_record
 
 # a model with every part
@@ -33,6 +34,7 @@ FULL = ModelShape(
     rope=RopeScaling(type="yarn", factor=4.0, original_positions=32),
     attention=AttentionShape(latent=LatentShape(kv_rank=16, rope_dim=8, value_dim=12)),
     moe=ExpertShape(experts=8),
+    lora=LoraShape(rank=4, alpha=8.0),
 )
 
 
@@ -184,5 +186,5 @@ def test_parts_of_shapes_are_dataclasses() -> None:
     """`_flat` looks into dataclasses: a part of another kind would be compared as one value."""
     hints = get_type_hints(ModelShape)
     parts = {one for hint in hints.values() for one in (get_args(hint) or (hint,)) if is_dataclass(one)}
-    assert parts == {ExpertShape, AttentionShape, RopeScaling}
+    assert parts == {ExpertShape, AttentionShape, LoraShape, RopeScaling}
     assert resume._flat(FULL)["attention.latent.kv_rank"] == 16

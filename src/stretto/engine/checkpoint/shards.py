@@ -7,7 +7,7 @@ saved box each rank needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -36,12 +36,13 @@ class Streamed:
     """A tensor to save whose boxes are fetched one by one as they are written, so that it is never in memory
     as a whole. A box that several ranks have is written by one of them.
 
-    boxes: of this rank, by offsets: the sizes, and a function that returns the values.
+    boxes: of this rank, by offsets: the sizes, and a function that returns the values, or consecutive rows of
+        them one after the other.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    boxes: Mapping[tuple[int, ...], tuple[tuple[int, ...], Callable[[], Tensor]]]
+    boxes: Mapping[tuple[int, ...], tuple[tuple[int, ...], Callable[[], Tensor | Iterable[Tensor]]]]
 
     def size(self) -> torch.Size:
         """Shape of the full tensor."""
@@ -55,7 +56,7 @@ class Streamed:
             items.append(WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data))
         return items
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor | Iterable[Tensor]:
         return self.boxes[tuple(index.offset or ())][1]()
 
 
@@ -177,7 +178,7 @@ class ShardsSavePlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
+    def lookup_object(self, index: MetadataIndex) -> Tensor | Iterable[Tensor]:
         return self.state_dict[index.fqn].__get_tensor_shard__(index)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:

@@ -123,12 +123,17 @@ def run_collective(work: Callable[[], T]) -> T:
             return work()
     except CheckpointException as failure:
         rank = min(failure.failures)
+        if isinstance(failure.failures[rank][0], KeyboardInterrupt):
+            raise KeyboardInterrupt from None
         raise error_of_rank(rank, failure.failures[rank][0]) from None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """torch.float32 as "float32"."""
     return str(dtype).removeprefix("torch.")
+
+
+LARGEST_FILE = 5 * 10**9  # bytes of tensors, unless a single one has more
 
 
 @dataclass(frozen=True)
@@ -178,6 +183,19 @@ class Writer(StorageWriter):
         return done
 
     def _write(self, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        """Write a rank's items, more than fit one file into several: ranks verify files side by side."""
+        results, rest = list[WriteResult](), items
+        while rest:
+            size = count = 0
+            while count < len(rest) and (not count or size + _bytes(rest[count]) <= LARGEST_FILE):
+                size, count = size + _bytes(rest[count]), count + 1
+            number = f".{len({each.storage_data.file for each in results})}" if results else ""
+            file = name.replace(".safetensors", f"{number}.safetensors")
+            results += self._write_file(file, rest[:count], planner)
+            rest = rest[count:]
+        return results
+
+    def _write_file(self, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         try:
             file = write_tensors(self.folder / name, [_entry(item, planner) for item in items])
         except (OSError, StrettoError):  # the latter of a source that a streamed tensor comes from
@@ -221,7 +239,12 @@ def _entry(item: WriteItem, planner: SavePlanner) -> Entry:
     assert data is not None
     key = piece_key(item.index.fqn, data.size, data.chunk.offsets, data.chunk.sizes)
     dtype = dtype_name(data.properties.dtype)
-    return Entry(key, dtype, tuple(data.chunk.sizes), lambda: cast(Tensor, planner.resolve_data(item)))
+    return Entry(
+        key,
+        dtype,
+        tuple(data.chunk.sizes),
+        lambda: cast(Tensor | Iterable[Tensor], planner.resolve_data(item)),
+    )
 
 
 def _saved(name: str, saved: TensorStorageMetadata, place: dict[MetadataIndex, Stored]) -> SavedTensor:

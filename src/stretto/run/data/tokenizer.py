@@ -26,7 +26,17 @@ _BATCH_CHARACTERS = 2 << 20
 SMALLEST_VOCAB = 257
 """256 bytes and the end of text."""
 # Names of the token between documents in other families, best known first.
-_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "[SEP]")
+_ENDS = (
+    END_OF_TEXT,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "<｜end▁of▁sentence｜>",
+    "[EOS]",
+    "<|im_end|>",
+    "[SEP]",
+)
 
 
 T = TypeVar("T")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import yaml
 from stretto.engine.checkpoint.dcp.importing import DcpImport
 from stretto.engine.checkpoint.folder import step_name
 from stretto.engine.checkpoint.huggingface.importing import Importing, Progress
+from stretto.engine.parallel.control import CollectiveError
 from stretto.errors import StrettoError
 from stretto.run.config.required import REQUIRED
 from stretto.run.config.schema import TrainConfig
@@ -23,6 +25,7 @@ from stretto.run.config.written import model_section
 from stretto.run.data.prepare import LEAST_USED
 from stretto.run.data.tokenizer import SMALLEST_VOCAB, Tokenizer
 from stretto.run.train.companions import TOKENIZER, copy_companions, write_generation
+from stretto.run.train.resume import differences
 from stretto.spec.shape import ModelShape
 
 CONFIG = "config.yaml"
@@ -79,7 +82,10 @@ def import_model(source: Path, run: Path, progress: Progress | None = None) -> I
                 shutil.copyfile(source / TOKENIZER, run / TOKENIZER)
             made += copy_companions(source, run)
             made += write_generation(run, model.config)
-            checkpoint = model.write(run, meta, progress)
+            try:
+                checkpoint = model.write(run, meta, progress)
+            except CollectiveError as error:
+                raise StrettoError(f"the import failed: {error}", hint="nothing is left of it") from None
         return Imported(
             checkpoint=checkpoint,
             config=run / CONFIG,
@@ -217,12 +223,12 @@ def config_text(
         "train": {"steps": 100, "dtype": model.dtype},
         "checkpoint": {"resume": str(run / "checkpoints" / step_name(0))},
         "sample": {"tokens": 0},
-        "run": {"name": f"{run.resolve().name}-tuned", "dir": str(run.parent)},
+        "run": {"name": f"{_plain(run.resolve().name)}-tuned", "dir": str(run.parent)},
     }
     values = {name: {**section, **(changes or {}).get(name, {})} for name, section in values.items()}
     plain = {**values, "data": {name: value for name, value in data.items() if value != REQUIRED}}
-    config = TrainConfig.model_validate(plain)
-    assert config.shape() == shape, "the config describes another model"
+    if lost := differences(shape, TrainConfig.model_validate(plain).shape()):
+        raise StrettoError(f"a config cannot say that {lost[0].name} is {lost[0].theirs}")
     head = [
         f"{shape.family}, {model.parameters / 1e6:,.4g} M parameters in {model.dtype}, imported from "
         f"{model.source}.",
@@ -258,6 +264,11 @@ _COMMENTS = {
     "checkpoint.resume": "the imported weights",
     "sample.tokens": "64 writes a sample at the end, in one process",
 }
+
+
+def _plain(name: str) -> str:
+    """The name of a folder as that of a run."""
+    return re.sub(r"[^A-Za-z0-9_.+=@-]+", "-", name).lstrip(".+=@-") or "model"
 
 
 def _dump(values: dict[str, Any]) -> str:

@@ -16,9 +16,12 @@ from stretto.engine.checkpoint.huggingface.folder import CONFIG, MAP, WEIGHTS, w
 from stretto.engine.checkpoint.huggingface.importing import Progress
 from stretto.engine.checkpoint.read import StoredTensors, shape_of
 from stretto.engine.checkpoint.storage import Entry, dtype_name, write_tensors
-from stretto.engine.models.huggingface import Rule, rules, to_huggingface
+from stretto.engine.models.huggingface import Rule, rules
+from stretto.engine.models.weights import check_weights
 from stretto.errors import StrettoError
-from stretto.spec.huggingface import config_to_huggingface
+from stretto.spec.huggingface.read import config_to_huggingface
+from stretto.spec.parameters import parameter_shapes
+from stretto.spec.shape import ModelShape
 
 SHARD_BYTES = 5 * 10**9  # a larger model is written as several files, as by transformers
 PUBLIC = 0o666  # file mode before the umask: exports are meant to be shared
@@ -70,7 +73,7 @@ def export_huggingface(
         raise StrettoError(f"{out} already holds {taken[0]}", hint="export to a new folder")
     with StoredTensors(path) as stored:
         shape = shape_of(path, stored.meta)
-        parts = _parts(stored, list(rules(shape)), _shapes(stored, path), dtype)
+        parts = _parts(stored, shape, dtype)
         described = {**config_to_huggingface(shape), **(config or {}), "dtype": _main_dtype(parts)}
         total = sum(part.bytes for part in parts)
         check_room(out, total, f"the model in {path}")
@@ -85,9 +88,11 @@ def export_huggingface(
                 (out / (name + PARTIAL)).unlink(missing_ok=True)
                 entries = [source.entry(part) for part in file]
                 write_tensors(out / (name + PARTIAL), entries, {"format": "pt"}, PUBLIC)
-        except BaseException:
+        except BaseException as error:
             for name in names:
                 (out / (name + PARTIAL)).unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise StrettoError(f"{out} cannot be written: {error.strerror or error}") from None
             raise
     for name in names:
         (out / (name + PARTIAL)).rename(out / name)
@@ -123,29 +128,23 @@ class _Source:
         return self._split[1][part.index].to(part.dtype)
 
 
-def _shapes(stored: StoredTensors, path: str | Path) -> dict[str, Tensor]:
-    """The tensors that the exported files have, by name, on the meta device."""
-    shape = shape_of(path, stored.meta)
-    empty = {
-        name: torch.empty(saved.shape, dtype=getattr(torch, saved.dtype), device="meta")
-        for name, saved in stored.saved.items()
-    }
-    return to_huggingface(empty, shape)
-
-
-def _parts(
-    stored: StoredTensors, mapping: list[Rule], theirs: Mapping[str, Tensor], dtype: torch.dtype | None
-) -> list[_Part]:
+def _parts(stored: StoredTensors, shape: ModelShape, dtype: torch.dtype | None) -> list[_Part]:
+    """The tensors to write, in the order of ours, after a check that the checkpoint has all of them."""
+    mapping = list(rules(shape))
+    check_weights(
+        {name: torch.empty(saved.shape, device="meta") for name, saved in stored.saved.items()},
+        parameter_shapes(shape),
+    )
     return [
         _Part(
             name=name,
-            dtype=dtype or theirs[name].dtype,
-            shape=tuple(theirs[name].shape),
+            dtype=dtype or getattr(torch, stored.saved[rule.ours].dtype),
+            shape=tuple(sizes),
             rule=rule,
             index=i,
         )
         for rule in mapping
-        for i, name in enumerate(rule.theirs)
+        for i, (name, sizes) in enumerate(rule.sizes.items())
     ]
 
 

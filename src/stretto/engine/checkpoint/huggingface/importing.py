@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,17 @@ from torch import Tensor
 
 from stretto.engine.checkpoint.files import check_room
 from stretto.engine.checkpoint.folder import checkpoints
+from stretto.engine.checkpoint.huggingface.blocks import PlainWeights
 from stretto.engine.checkpoint.huggingface.folder import CONFIG, PublishedWeights, read_json
 from stretto.engine.checkpoint.read import MODEL
 from stretto.engine.checkpoint.save import save
 from stretto.engine.checkpoint.shards import Streamed
 from stretto.engine.checkpoint.storage import dtype_name
-from stretto.engine.models.huggingface import HEAD, Rule, from_huggingface, plain_names, rules
+from stretto.engine.models.huggingface import HEAD, Rule, Stacked, plain_names, rules
+from stretto.engine.models.weights import check_weights
 from stretto.errors import StrettoError
-from stretto.spec.huggingface import read_config
+from stretto.spec.huggingface.read import read_file
+from stretto.spec.parameters import parameter_shapes
 from stretto.spec.shape import check_built, shape_to_record
 
 _COMPARED = 1 << 22  # elements at a time, of a head that must equal the embedding
@@ -46,11 +50,11 @@ class Importing:
 
     Attributes:
         config: the parsed config.json.
+        notes: what of the folder is left out, converted or not known, in sentences.
         shape: of the model.
         parameters: their number.
         bytes: of the checkpoint.
         dtypes: bytes of each type, such as {"bfloat16": 16060522496}.
-        notes: what of config.json is left out, or not known here, in sentences.
 
     Raises:
         StrettoError: not such a folder, a damaged file, a model that cannot be built here, or weights that
@@ -60,15 +64,19 @@ class Importing:
     def __init__(self, source: Path) -> None:
         self.source = source
         self.config = read_json(source, CONFIG)
-        reading = read_config(self.config)
+        reading = read_file(source)
+        check_built(reading.shape)
         self.shape = reading.shape
-        check_built(self.shape)
         self.notes = list(reading.notes)
         if reading.unknown:
-            keys = ", ".join(reading.unknown)
-            self.notes.append(f"config.json has {keys}: not known here, and it may change what is computed")
-        self._weights = PublishedWeights(source)
+            self.notes.append(
+                f"config.json says {', '.join(reading.unknown[:8])}, which is not known here: if this "
+                "changes what the model computes, the import computes something else"
+            )
+        self._head: str | None = None
+        self._weights = PlainWeights(PublishedWeights(source), self.config)
         try:
+            self.notes += self._weights.notes
             self._parts = self._matched()
         except BaseException:
             self.close()
@@ -97,30 +105,37 @@ class Importing:
 
     def _matched(self) -> list[_Part]:
         """A part for every parameter, after a check of all names, types and sizes."""
-        tensors = self._weights.tensors
-        if self.shape.layers > len(tensors):  # before anything is counted layer by layer
+        tensors, shape = self._weights.tensors, self.shape
+        if shape.layers > len(tensors):  # before anything is counted layer by layer
             raise StrettoError(
-                f"{self.source / CONFIG} says {self.shape.layers} layers, but the files hold {len(tensors)} "
+                f"{self.source / CONFIG} says {shape.layers} layers, and the files hold {len(tensors)} "
                 "tensors",
                 hint="config.json and weights are of different models, or files are missing",
             )
-        for name, tensor in tensors.items():
-            if not tensor.dtype.is_floating_point:
+        names = plain_names(tensors, shape)
+        if left_out := sorted(tensors.keys() - names.values()):
+            self.notes.append(
+                f"{len(left_out)} tensors that the model has no use for are left out, such as {left_out[0]}"
+            )
+        if shape.tied:
+            self._head = names.pop(HEAD, None)
+        for name in names.values():
+            if not (tensor := tensors[name]).dtype.is_floating_point:
                 raise StrettoError(
                     f"weight {name!r} in {tensor.file} has type {dtype_name(tensor.dtype)}",
                     hint="import the original weights, in bfloat16, float16 or float32",
                 )
-        names = plain_names(tensors, self.shape)
-        self._head = names.pop(HEAD, None) if self.shape.tied else None
-        empty = {
-            name: torch.empty(tensors[file].shape, dtype=tensors[file].dtype, device="meta")
-            for name, file in names.items()
-        }
-        joined = from_huggingface(empty, self.shape)
+        mapping = list(rules(shape, names))
+        check_weights(
+            {plain: torch.empty(tensors[name].shape, device="meta") for plain, name in names.items()},
+            {name: sizes for rule in mapping for name, sizes in rule.sizes.items()},
+        )
+        ours = parameter_shapes(shape)
         parts = list[_Part]()
-        for rule in rules(self.shape, names):
-            ours = joined[rule.ours]
-            parts.append(_Part(rule, [names[n] for n in rule.theirs], ours.dtype, tuple(ours.shape)))
+        for rule in mapping:
+            theirs = [names[name] for name in rule.theirs]
+            dtype = reduce(torch.promote_types, (tensors[name].dtype for name in theirs))
+            parts.append(_Part(rule, theirs, dtype, tuple(ours[rule.ours])))
         return parts
 
     def check_head(self) -> None:
@@ -161,13 +176,14 @@ class Importing:
         """
         done = 0
 
-        def read(part: _Part) -> Tensor:
+        def read(part: _Part) -> Tensor | Iterable[Tensor]:
             nonlocal done
-            whole = part.rule.join([self._weights.read(name) for name in part.names])
             done += part.bytes
             if progress is not None:
                 progress(done, self.bytes)
-            return whole
+            theirs = (self._weights.read(name).to(part.dtype) for name in part.names)
+            # parts that are consecutive rows are written as they are read, without a copy
+            return theirs if isinstance(part.rule.form, Stacked) else part.rule.join(list(theirs))
 
         tensors = {
             MODEL + part.rule.ours: Streamed(
