@@ -117,8 +117,8 @@ def go_on(
     """Fill the replica from a checkpoint, whatever layout wrote it. Collective.
 
     One that was imported may have weights only: training starts with them at step 0, and so it does with the
-    base of new adapters. One with an optimiser's
-    states goes on from its step, with the first samples.
+    base of new adapters. One that was imported with an optimiser's states goes on from its step, with the
+    first samples.
 
     Raises:
         StrettoError: damaged, or of another model or tokenizer.

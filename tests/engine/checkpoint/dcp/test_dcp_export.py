@@ -125,6 +125,15 @@ def test_without_adamw_the_model_alone_is_exported(tmp_path: Path) -> None:
         assert (opened.optimiser, opened.step) == (None, 0)
 
 
+def test_models_with_more_than_torchtitan_has_are_refused(tmp_path: Path) -> None:
+    tensors = {f"model.{n}": in_two(n, torch.rand(s)) for n, s in parameter_shapes(SHAPE).items()}
+    adapter = {"model.blocks.0.attn.proj.lora_A": in_two("a", torch.rand(2, 16))}
+    path = save(tmp_path / "run", 7, tensors | adapter, {"model": shape_to_record(SHAPE)})
+    with pytest.raises(StrettoError, match=r"model.blocks.0.attn.proj.lora_A, one of 1 tensors"):
+        export_dcp(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_exports_overwrite_nothing_and_leave_nothing_half_written(tmp_path: Path) -> None:
     path, out = written(tmp_path / "run"), tmp_path / "out"
     out.mkdir()

@@ -83,6 +83,13 @@ def export_dcp(
     mapping = list(rules(shape))
     notes = list[str]()
     with StoredTensors(path, "") as stored:
+        known = {MODEL + rule.ours for rule in mapping}
+        if extra := sorted(name for name in stored.saved if name.startswith(MODEL) and name not in known):
+            raise StrettoError(
+                f"{extra[0]}, one of {len(extra)} tensors that {path} has beside its model, has no "
+                "counterpart in torchtitan",
+                hint="export for transformers or PEFT instead, without --format dcp",
+            )
         source = _Source(stored, progress)
         state = _weights(source, mapping, shape, version)
         step = None
@@ -232,8 +239,10 @@ def _optimiser(
     ]
     if not any(each.startswith(_OPTIM) for each in stored.saved):
         notes.append("the checkpoint has no states of an optimiser: the model alone was written")
-    elif name != "adamw" or any(each not in stored.saved for each in wanted):
+    elif name != "adamw":
         notes.append(f"the states of {name} are left out: torchtitan's optimiser is AdamW")
+    elif any(each not in stored.saved for each in wanted):
+        notes.append("the optimiser's states are left out: parameters that were not trained have none")
     else:
         known = {field.name for field in fields(Optimiser)}
         values = {key: value for key, value in section.items() if key in known}
