@@ -80,20 +80,34 @@ def export(
     torchtitan: Annotated[
         Literal["0.3", "0.2"], typer.Option(help="With --format dcp: the version that is to load it.")
     ] = "0.3",
+    adapters: Annotated[
+        bool,
+        typer.Option("--adapters", help="Of a run with adapters (LoRA): write these only, as peft does."),
+    ] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of a run with adapters: add them to the weights.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Write a model as Hugging Face's libraries or torchtitan load it, or one embedding table.
 
     The folder gets config.json, safetensors files, and the run's tokenizer, chat template and generation
     settings: AutoModelForCausalLM and AutoTokenizer load it. Of a run, the newest checkpoint is exported,
-    whatever layout wrote it; one tensor at a time is in memory.
+    whatever layout wrote it; one tensor at a time is in memory. With --adapters, PeftModel.from_pretrained
+    loads the folder onto the base.
     """
+    if adapters and merge:
+        raise StrettoError("--adapters and --merge", hint="one of the two: merged weights have no adapters")
     if state is not None and table is None:
         raise StrettoError("--state without --table", hint="name the table whose state it is")
     one = _newest(path)
     if table is not None:
         _export_table(one, table, out, state, as_json)
         return
+    if form == "dcp" and (adapters or merge):
+        raise StrettoError(
+            "--adapters and --merge are of --format huggingface", hint="leave out --format dcp"
+        )
     if form == "dcp":
         if dtype is not None:
             raise StrettoError("--dtype with --format dcp", hint="torchtitan converts weights as it loads")
@@ -103,9 +117,14 @@ def export(
 
     from stretto.run.train.exported import export_model
 
-    with byte_progress("export") as progress:
-        kind: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
-        written = export_model(one, out, int(shard_gb * 1e9), kind, progress)
+    kind: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
+    if adapters:
+        from stretto.engine.checkpoint.huggingface.adapters import export_adapters
+
+        written = export_adapters(one, out, kind)
+    else:
+        with byte_progress("export") as progress:
+            written = export_model(one, out, int(shard_gb * 1e9), kind, progress, merge=merge)
     files = [str(file) for file in written]
     facts = {"checkpoints": [{"path": str(one), "ok": True}], "ok": True, "path": str(out), "files": files}
     report(facts, as_json, lambda console: console.print(f"{one} written to {out}:", *files, sep="\n  "))
@@ -173,6 +192,9 @@ def import_model(
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="With --format dcp: without the optimiser's states.")
     ] = False,
+    adapters: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Adapters of this model (LoRA), as peft writes them.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Make a run of a published model of Hugging Face: GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3 (with and
@@ -189,10 +211,12 @@ def import_model(
     if form == "huggingface" and (source / ".metadata").is_file():
         what = f"{source} is a checkpoint of torch.distributed.checkpoint"
         raise StrettoError(what, hint="add --format dcp and --model")
+    if form == "dcp" and adapters is not None:
+        raise StrettoError("--adapters is of --format huggingface", hint="leave out --format dcp")
     shape = _model(model) if form == "dcp" else None
     with byte_progress("import") as progress:
         if shape is None:
-            made = imported.import_model(source, out, progress)
+            made = imported.import_model(source, out, progress, adapters)
         else:
             made = imported.import_dcp(source, out, shape, states=not weights_only, progress=progress)
     facts = {

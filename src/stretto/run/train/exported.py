@@ -19,6 +19,7 @@ def export_model(
     shard_bytes: int,
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
+    merge: bool = False,
 ) -> list[Path]:
     """Write config.json, the weights in files of at most `shard_bytes`, and the tokenizer, chat template and
     generation settings of the run that the checkpoint is in.
@@ -26,6 +27,7 @@ def export_model(
     Args:
         dtype: of the weights; None: as in the checkpoint.
         progress: called with the bytes written so far, and with all that there are.
+        merge: add adapters to the weights that they are beside.
 
     Returns:
         The files written.
@@ -36,7 +38,7 @@ def export_model(
     """
     run = run_folder(checkpoint)
     files = export_huggingface(
-        checkpoint, out, shard_bytes, dtype=dtype, config=special_ids(run), progress=progress
+        checkpoint, out, shard_bytes, dtype=dtype, config=special_ids(run), merge=merge, progress=progress
     )
     shape = shape_of(checkpoint, read_manifest(checkpoint).meta)
     return files + export_companions(run, out, shape.sequence)

@@ -6,7 +6,7 @@ import re
 import shutil
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shlex import join
 from typing import Any, Protocol
@@ -54,18 +54,21 @@ class Imported:
     next: str
 
 
-def import_model(source: Path, run: Path, progress: Progress | None = None) -> Imported:
+def import_model(
+    source: Path, run: Path, progress: Progress | None = None, adapters: Path | None = None
+) -> Imported:
     """Make a run of a folder with config.json, safetensors files and, mostly, a tokenizer.json.
 
     Everything is checked before anything is written; the checkpoint appears when all is complete.
 
     Args:
         progress: called with the bytes written so far, and with all that there are.
+        adapters: a folder of `peft`'s, with adapters of this model.
 
     Raises:
         StrettoError: as `Importing`; the run's folder has a run already, or too little room.
     """
-    with Importing(source) as model:
+    with Importing(source, adapters) as model:
         model.check_place(run)
         if (run / "metrics.jsonl").exists():
             raise StrettoError(f"{run} already holds a run", hint="import into a new run folder")
@@ -207,7 +210,7 @@ def config_text(
         StrettoError: training has no such model.
     """
     shape = model.shape
-    section = model_section(shape)
+    section = model_section(replace(shape, lora=None))
     sequence = min(shape.sequence, _SEQUENCE)
     data: dict[str, Any] = {"source": REQUIRED, "sequence": sequence}
     if tokenizer is None:
@@ -217,6 +220,11 @@ def config_text(
     values: dict[str, dict[str, Any]] = {
         "model": section,
         "data": data,
+        **(
+            {}
+            if shape.lora is None
+            else {"lora": {**asdict(shape.lora), "targets": list(shape.lora.targets)}}
+        ),
         "layout": {"tp": 1, "dp": 1, "pp": 1},
         "batch": {"global_size": 8, "micro_size": 1},
         "optim": {"lr": 2e-5, "weight_decay": 0.0},

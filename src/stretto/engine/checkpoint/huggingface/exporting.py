@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ from stretto.engine.checkpoint.huggingface.importing import Progress
 from stretto.engine.checkpoint.read import StoredTensors, shape_of
 from stretto.engine.checkpoint.storage import Entry, dtype_name, write_tensors
 from stretto.engine.models.huggingface import Rule, rules
+from stretto.engine.models.peft import merged
 from stretto.engine.models.weights import check_weights
 from stretto.errors import StrettoError
 from stretto.spec.huggingface.read import config_to_huggingface
+from stretto.spec.lora import is_adapter
 from stretto.spec.parameters import parameter_shapes
 from stretto.spec.shape import ModelShape
 
@@ -50,6 +52,7 @@ def export_huggingface(
     *,
     dtype: torch.dtype | None = None,
     config: Mapping[str, Any] | None = None,
+    merge: bool = False,
     progress: Progress | None = None,
 ) -> list[Path]:
     """Write the model of a checkpoint so that `transformers` loads it with `from_pretrained(out)`. One of the
@@ -59,6 +62,7 @@ def export_huggingface(
         shard_bytes: most bytes of a file, except of one that holds a single larger tensor.
         dtype: of the weights; None: as in the checkpoint.
         config: further fields of config.json, such as `eos_token_id`.
+        merge: add adapters to the weights that they are beside; a model without any is written as it is.
         progress: called with the bytes written so far, and with all that there are.
 
     Returns:
@@ -72,7 +76,13 @@ def export_huggingface(
     if taken := [name for name in (CONFIG, WEIGHTS, MAP) if (out / name).exists()]:
         raise StrettoError(f"{out} already holds {taken[0]}", hint="export to a new folder")
     with StoredTensors(path) as stored:
-        shape = shape_of(path, stored.meta)
+        adapted = shape_of(path, stored.meta)
+        if adapted.lora is not None and not merge:
+            raise StrettoError(
+                f"the model in {path} has adapters",
+                hint="--adapters writes them, --merge adds them to the weights",
+            )
+        shape = replace(adapted, lora=None)
         parts = _parts(stored, shape, dtype)
         described = {**config_to_huggingface(shape), **(config or {}), "dtype": _main_dtype(parts)}
         total = sum(part.bytes for part in parts)
@@ -82,7 +92,7 @@ def export_huggingface(
         many = len(files)
         names = [f"model-{i:05d}-of-{many:05d}.safetensors" for i in range(1, many + 1)]
         names = [WEIGHTS] if many == 1 else names
-        source = _Source(stored, total, progress)
+        source = _Source(stored, total, progress, adapted)
         try:
             for name, file in zip(names, files, strict=True):
                 (out / (name + PARTIAL)).unlink(missing_ok=True)
@@ -107,9 +117,11 @@ def export_huggingface(
 class _Source:
     """The tensors to write, in the order of the rules, so that each of ours is read once."""
 
-    def __init__(self, stored: StoredTensors, total: int, progress: Progress | None) -> None:
+    def __init__(
+        self, stored: StoredTensors, total: int, progress: Progress | None, shape: ModelShape
+    ) -> None:
         self._stored, self._total = stored, total
-        self._progress = progress
+        self._progress, self._shape = progress, shape
         self._split: tuple[str, list[Tensor]] = ("", [])
         self._done = 0
 
@@ -123,16 +135,30 @@ class _Source:
             self._progress(self._done, self._total)
         if self._split[0] != part.rule.ours:
             self._split = ("", [])  # free the one before first
-            whole = self._stored.read(part.rule.ours)
-            self._split = (part.rule.ours, part.rule.split(whole))
+            self._split = (part.rule.ours, part.rule.split(self._merged(part.rule.ours)))
         return self._split[1][part.index].to(part.dtype)
+
+    def _merged(self, name: str) -> Tensor:
+        """One of our weights, with what its adapters add."""
+        whole, lora = self._stored.read(name), self._shape.lora
+        linear = name.removesuffix(".weight")
+        first, _, rest = linear.partition(".")
+        number, _, module = rest.partition(".")
+        if lora is None or first != "blocks" or not (adapted := lora.adapted(module)) or linear == name:
+            return whole
+        factors = {
+            projection: tuple(self._stored.read(f"{linear}.lora.{projection}.{f}.weight") for f in "AB")
+            for projection in adapted
+        }
+        return merged(whole, module, factors, self._shape.block(int(number)))
 
 
 def _parts(stored: StoredTensors, shape: ModelShape, dtype: torch.dtype | None) -> list[_Part]:
     """The tensors to write, in the order of ours, after a check that the checkpoint has all of them."""
     mapping = list(rules(shape))
+    saved = {name: one for name, one in stored.saved.items() if not is_adapter(name)}
     check_weights(
-        {name: torch.empty(saved.shape, device="meta") for name, saved in stored.saved.items()},
+        {name: torch.empty(one.shape, device="meta") for name, one in saved.items()},
         parameter_shapes(shape),
     )
     return [

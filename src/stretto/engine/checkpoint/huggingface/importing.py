@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stretto.engine.checkpoint.files import check_room
 from stretto.engine.checkpoint.folder import checkpoints
+from stretto.engine.checkpoint.huggingface.adapters import read_adapters
 from stretto.engine.checkpoint.huggingface.blocks import PlainWeights
 from stretto.engine.checkpoint.huggingface.folder import CONFIG, PublishedWeights, read_json
 from stretto.engine.checkpoint.read import MODEL
@@ -61,8 +62,13 @@ class Importing:
             are missing, unknown or of another size than config.json says.
     """
 
-    def __init__(self, source: Path) -> None:
+    def __init__(self, source: Path, adapters: Path | None = None) -> None:
+        """
+        Args:
+            adapters: a folder of `peft`'s, with adapters of this model.
+        """
         self.source = source
+        self._adapters = dict[str, Tensor]()
         self.config = read_json(source, CONFIG)
         reading = read_file(source)
         check_built(reading.shape)
@@ -78,10 +84,14 @@ class Importing:
         try:
             self.notes += self._weights.notes
             self._parts = self._matched()
+            if adapters is not None:
+                lora, self._adapters = read_adapters(adapters, self.shape)
+                self.shape = replace(self.shape, lora=lora)
         except BaseException:
             self.close()
             raise
         self.parameters = sum(torch.Size(part.shape).numel() for part in self._parts)
+        self.parameters += sum(factor.numel() for factor in self._adapters.values())
         self.bytes = sum(part.bytes for part in self._parts)
         self.dtypes: dict[str, int] = {}
         for part in self._parts:
@@ -191,6 +201,9 @@ class Importing:
             )
             for part in self._parts
         }
+        for name, factor in self._adapters.items():
+            shape = tuple(factor.shape)
+            tensors[MODEL + name] = Streamed(shape, factor.dtype, {(0, 0): (shape, lambda t=factor: t)})
         facts = {"model": shape_to_record(self.shape), "imported": self.source.resolve().name}
         return save(run / "checkpoints", 0, tensors, facts | (meta or {}))
 

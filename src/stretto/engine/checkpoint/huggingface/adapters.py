@@ -1,0 +1,66 @@
+"""Low-rank adapters to and from a folder as `peft` writes it: adapter_config.json and
+adapter_model.safetensors.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from stretto.engine.checkpoint.huggingface.folder import read_json, write_json
+from stretto.engine.checkpoint.read import StoredTensors, shape_of
+from stretto.engine.models.peft import from_peft, to_peft
+from stretto.errors import StrettoError
+from stretto.spec.lora import LoraShape, is_adapter
+from stretto.spec.shape import ModelShape
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+
+def export_adapters(path: str | Path, out: str | Path, dtype: torch.dtype | None = None) -> list[Path]:
+    """Write the adapters of a checkpoint so that `PeftModel.from_pretrained(base, out)` loads them.
+
+    Args:
+        dtype: of the weights; None: as in the checkpoint.
+
+    Returns:
+        The files written.
+
+    Raises:
+        StrettoError: a damaged checkpoint, one without adapters, a base without a counterpart in
+            `transformers`, or a folder with an export.
+    """
+    out = Path(out)
+    if taken := [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if (out / name).exists()]:
+        raise StrettoError(f"{out} already holds {taken[0]}", hint="export to a new folder")
+    with StoredTensors(path) as stored:
+        shape = shape_of(path, stored.meta)
+        if shape.lora is None:
+            raise StrettoError(f"checkpoint {path} has no adapters", hint="leave out --adapters")
+        weights = {name: stored.read(name) for name in stored.saved if is_adapter(name)}
+        config, tensors = to_peft(shape, weights)
+    out.mkdir(parents=True, exist_ok=True)
+    kept = {name: (t if dtype is None else t.to(dtype)).contiguous().clone() for name, t in tensors.items()}
+    save_file(kept, out / ADAPTER_WEIGHTS, {"format": "pt"})
+    write_json(out / ADAPTER_CONFIG, config)
+    return [out / ADAPTER_WEIGHTS, out / ADAPTER_CONFIG]
+
+
+def read_adapters(folder: Path, base: ModelShape) -> tuple[LoraShape, dict[str, Tensor]]:
+    """The adapters in a folder, and their weights by our names.
+
+    Raises:
+        StrettoError: not such a folder, damaged files, or adapters of another model than `base`.
+    """
+    config = read_json(folder, ADAPTER_CONFIG)
+    try:
+        tensors = load_file(folder / ADAPTER_WEIGHTS)
+    except Exception as error:  # the library's own errors, and the system's
+        raise StrettoError(
+            f"cannot read {folder / ADAPTER_WEIGHTS}: {error}", hint="peft writes it beside the config"
+        ) from None
+    return from_peft(config, tensors, base)

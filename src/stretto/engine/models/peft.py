@@ -1,0 +1,269 @@
+"""Low-rank adapters as `peft` names and stores them (`adapter_config.json`, `adapter_model.safetensors`).
+
+Where a linear of theirs is several projections of ours, as GPT-2's `c_attn` is, their one adapter has ours on
+the diagonal of its B, and all of their A below each other; its rank and alpha are then so many times ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.engine.models.huggingface import rules, to_huggingface
+from stretto.errors import StrettoError, nearest
+from stretto.spec.lora import PROJECTIONS, LoraShape, is_adapter, projection_rows
+from stretto.spec.parameters import block_shapes, parameter_shapes
+from stretto.spec.shape import ModelShape
+
+_PREFIX = "base_model.model."
+_REFUSED = {  # what changes the function, and its only value here
+    "bias": "none",
+    "use_dora": False,
+    "modules_to_save": None,
+    "layer_replication": None,
+    "target_parameters": None,
+    "exclude_modules": None,
+    "lora_bias": False,
+}
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One linear of theirs, and which projections of ours it is.
+
+    Attributes:
+        theirs: its name, "model.layers.0.self_attn.q_proj".
+        block, module: the block's number, and the linear's name in it, "attn.qkv".
+        projections: their names, and the output features of each.
+    """
+
+    theirs: str
+    block: int
+    module: str
+    projections: tuple[tuple[str, int], ...]
+
+    def ours(self, projection: str, factor: str) -> str:
+        """The name of A or B of a projection."""
+        return f"blocks.{self.block}.{self.module}.lora.{projection}.{factor}.weight"
+
+
+def linears(shape: ModelShape) -> Iterator[Linear]:
+    """The linears of all blocks that may have adapters."""
+    base = replace(shape, lora=None)
+    body = _body(base)
+    for rule in rules(base):
+        first, _, rest = rule.ours.removesuffix(".weight").partition(".")
+        number, _, module = rest.partition(".")
+        if first != "blocks" or module not in PROJECTIONS or not rule.ours.endswith(".weight"):
+            continue
+        kind = shape.block(int(number))
+        rows = projection_rows(module, block_shapes(kind)[f"{module}.weight"][0], kind.kv_width)
+        named = tuple(zip(PROJECTIONS[module], rows, strict=True))
+        theirs = [body + name.removesuffix(".weight") for name in rule.theirs if name.endswith(".weight")]
+        parts = [named] if len(theirs) == 1 else [(one,) for one in named]
+        for name, projections in zip(theirs, parts, strict=True):
+            yield Linear(name, int(number), module, projections)
+
+
+def _body(base: ModelShape) -> str:
+    """What the names of their rules lack of those in a model."""
+    empty = {name: torch.empty(sizes, device="meta") for name, sizes in parameter_shapes(base).items()}
+    first = next(rules(base)).theirs[0]
+    return min((n.removesuffix(first) for n in to_huggingface(empty, base) if n.endswith(first)), key=len)
+
+
+def to_peft(shape: ModelShape, weights: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The fields of adapter_config.json, and the tensors by their names.
+
+    Args:
+        weights: of the adapters, by their names in the plain model.
+    """
+    lora = shape.lora
+    assert lora is not None, "a model without adapters"
+    every, tensors = list(linears(shape)), dict[str, Tensor]()
+    adapted, several = list[str](), dict[str, int]()
+    for linear in every:
+        names = [name for name, _ in linear.projections if linear.ours(name, "A") in weights]
+        if not names:
+            continue
+        adapted.append(linear.theirs)
+        tensors[_name(linear, "A")] = torch.cat([weights[linear.ours(name, "A")] for name in names])
+        tensors[_name(linear, "B")] = _diagonal(linear, names, weights, lora.rank)
+        if len(names) > 1:
+            several[linear.theirs.rpartition(".")[2]] = len(names)
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": lora.rank,
+        "lora_alpha": _plain(lora.alpha),
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.rslora,
+        "bias": "none",
+        "fan_in_fan_out": any(len(linear.projections) > 1 for linear in every),
+        "inference_mode": True,
+        "target_modules": _targets([linear.theirs for linear in every], adapted),
+        "rank_pattern": {name: n * lora.rank for name, n in several.items()},
+        "alpha_pattern": {name: _wider(lora, n) for name, n in several.items()},
+    }
+    return config, tensors
+
+
+def from_peft(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], shape: ModelShape
+) -> tuple[LoraShape, dict[str, Tensor]]:
+    """The adapters of a model, and their weights by our names.
+
+    Args:
+        config: the fields of adapter_config.json.
+        tensors: of adapter_model.safetensors.
+        shape: of the base.
+
+    Raises:
+        StrettoError: adapters that the model here cannot have, or that are not of this base.
+    """
+    _check(config)
+    rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    left, weights = dict(tensors), dict[str, Tensor]()
+    for linear in linears(shape):
+        a, b = left.pop(_name(linear, "A"), None), left.pop(_name(linear, "B"), None)
+        if a is None and b is None:
+            continue
+        if a is None or b is None:
+            raise StrettoError(f"the adapter of {linear.theirs} lacks one of its factors")
+        weights |= _ours(linear, a, b, rank)
+    if left:
+        near = nearest(next(iter(left)), [_name(linear, "A") for linear in linears(shape)])
+        raise StrettoError(
+            f"adapter weight {next(iter(left))!r} has no place in the model, one of {len(left)}",
+            hint=f"is it {near!r}?" if near else "are these the adapters of another model?",
+        )
+    targets = dict.fromkeys(name.split(".", 2)[2].rpartition(".")[0].rpartition(".")[0] for name in weights)
+    lora = LoraShape(
+        rank=rank,
+        alpha=alpha,
+        dropout=float(config.get("lora_dropout") or 0.0),
+        targets=tuple(target.replace(".lora.", ".") for target in targets),
+        rslora=bool(config.get("use_rslora")),
+    )
+    expected = parameter_shapes(replace(shape, lora=lora))
+    for name, sizes in expected.items():
+        if is_adapter(name) and name not in weights:
+            raise StrettoError(
+                f"the adapters have no {name}: some blocks have it and others not",
+                hint="adapters of all blocks alike can be imported",
+            )
+        if is_adapter(name) and tuple(weights[name].shape) != sizes:
+            raise StrettoError(
+                f"adapter weight {name!r} is {list(weights[name].shape)}, but {list(sizes)} in the model",
+                hint="are these the adapters of another model?",
+            )
+    return lora, weights
+
+
+def merged(
+    weight: Tensor, module: str, adapters: Mapping[str, Sequence[Tensor]], shape: ModelShape
+) -> Tensor:
+    """The weight W [out, in] of a linear with what its adapters add, W + scale B A, computed in float32 at
+    least.
+
+    Args:
+        module: the linear's name in its block.
+        adapters: A and B of each projection that has one.
+        shape: of the block.
+    """
+    assert shape.lora is not None, "a model without adapters"
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    total, at = weight.to(exact, copy=True), 0
+    rows = projection_rows(module, len(weight), shape.kv_width)
+    for projection, size in zip(PROJECTIONS[module], rows, strict=True):
+        if projection in adapters:
+            a, b = adapters[projection]
+            total[at : at + size] += shape.lora.scale * (b.to(exact) @ a.to(exact))
+        at += size
+    return total.to(weight.dtype)
+
+
+def _name(linear: Linear, factor: str) -> str:
+    return f"{_PREFIX}{linear.theirs}.lora_{factor}.weight"
+
+
+def _diagonal(linear: Linear, names: Sequence[str], weights: Mapping[str, Tensor], rank: int) -> Tensor:
+    """B of all projections: a block of rows and columns for each, the rest zero."""
+    if len(linear.projections) == 1:
+        return weights[linear.ours(names[0], "B")]
+    first = weights[linear.ours(names[0], "B")]
+    whole = first.new_zeros(sum(rows for _, rows in linear.projections), len(names) * rank)
+    at = 0
+    for name, rows in linear.projections:
+        if name in names:
+            column = names.index(name) * rank
+            whole[at : at + rows, column : column + rank] = weights[linear.ours(name, "B")]
+        at += rows
+    return whole
+
+
+def _ours(linear: Linear, a: Tensor, b: Tensor, rank: int) -> dict[str, Tensor]:
+    """Our factors of theirs: A [n rank, in], B [out, n rank]."""
+    n, rest = divmod(len(a), rank)
+    if rest or n not in (1, len(linear.projections)) or b.shape[1] != len(a):
+        raise StrettoError(
+            f"the adapter of {linear.theirs} has rank {len(a)}, the others {rank}",
+            hint="adapters of one rank (no rank_pattern) can be imported",
+        )
+    weights, at = dict[str, Tensor](), 0
+    for number, (name, rows) in enumerate(linear.projections):
+        here, column = b[at : at + rows], number * rank if n > 1 else 0
+        at += rows
+        inside = here[:, column : column + rank]
+        if here.count_nonzero() != inside.count_nonzero():
+            raise StrettoError(
+                f"the adapter of {linear.theirs} mixes queries, keys and values",
+                hint="an adapter of the common rank can be imported",
+            )
+        weights[linear.ours(name, "A")] = a[column : column + rank].contiguous()
+        weights[linear.ours(name, "B")] = inside.contiguous()
+    return weights
+
+
+def _check(config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        raise StrettoError(
+            f"peft_type is {config.get('peft_type')!r}", hint="adapters of LoRA can be imported"
+        )
+    for name, usual in _REFUSED.items():
+        if (value := config.get(name, usual)) not in (usual, None, [], {}):
+            raise StrettoError(
+                f"adapters with {name}={value!r} have no counterpart here", hint=f"{name}={usual}"
+            )
+    for name in ("r", "lora_alpha"):
+        value = config.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise StrettoError(f"adapter_config.json has {name} {value!r}", hint="a number above 0")
+
+
+def _targets(every: Sequence[str], adapted: Sequence[str]) -> list[str]:
+    """The shortest ends of names that say which of these linears have adapters."""
+    chosen, targets = set(adapted), dict[str, None]()
+    for name in adapted:
+        parts = name.split(".")
+        ends = (".".join(parts[-n:]) for n in range(1, len(parts) + 1))
+        targets[next(end for end in ends if chosen.issuperset(n for n in every if _ends(n, end)))] = None
+    return list(targets)
+
+
+def _ends(name: str, end: str) -> bool:
+    return name == end or name.endswith(f".{end}")
+
+
+def _wider(lora: LoraShape, n: int) -> float:
+    """The alpha that gives n times the rank the same scale."""
+    return _plain(lora.alpha * (n**0.5 if lora.rslora else n))
+
+
+def _plain(value: float) -> float:
+    return int(value) if value == int(value) else value
