@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from chats import assistant, chat, tokenizer_folder, user, write_chats
 from stretto.cli.main import run
 from stretto.engine.checkpoint.huggingface.exporting import export_huggingface
 from tiny_job import LLAMA, job, job_file
@@ -115,3 +116,63 @@ def test_what_training_saves_can_be_exported(folder: Path, tmp_path: Path) -> No
     files = export_huggingface(config.run.folder / "checkpoints" / "step-00000003", tmp_path / "out")
     assert {path.name for path in files} == {"config.json", "model.safetensors"}
     assert tensors(config, 3).keys() >= {"model.embed.tok.weight", "optim.exp_avg.embed.tok.weight"}
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was trained on conversations."""
+    folder = tmp_path_factory.mktemp("talker")
+    data = write_chats(folder / "chats.jsonl", [chat(2, f"question {i}") for i in range(30)])
+    place = tokenizer_folder(folder / "tokenizer", "llama3")
+    overrides = (f"data.source={data}", f"data.tokenizer={place}", "data.chat=assistant", "data.sequence=128")
+    config = job(folder, *overrides, "train.steps=12", model=LLAMA)
+    train(config)
+    return config.run.folder
+
+
+def test_several_prompts_are_written_as_each_alone(
+    talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ["question 1", "a", "question 2", "another"]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts[1:]) + "\n\n")
+    options = ["--tokens", 12, "--top-p", 0.95]
+    assert run([str(x) for x in ("generate", talker, "--prompt", prompts[0], "--prompts",
+                                 tmp_path / "prompts.txt", *options, "--json")]) == 0  # fmt: skip
+    outputs = json.loads(capsys.readouterr().out)["outputs"]
+    assert [one["prompt"] for one in outputs] == prompts
+    for seed, one in enumerate(outputs):
+        alone = written(capsys, talker, "--prompt", one["prompt"], *options, "--seed", seed)
+        assert alone["text"] == one["prompt"] + one["text"]
+
+
+def test_a_chat_is_answered_by_the_runs_own_template(
+    talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--chat", "--tokens", 30, "--temperature", 0]
+    said = written(capsys, talker, "--prompt", "question 3 0?", *options)
+    start = "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nYou help.<|eot_id|>"
+    turn = "<|start_header_id|>user<|end_header_id|>\n\nquestion 3 0?<|eot_id|>"
+    asked = f"{start}{turn}<|start_header_id|>assistant<|end_header_id|>\n\n"
+    assert said["outputs"] == [
+        {"prompt": asked, "text": said["text"], "tokens": said["outputs"][0]["tokens"], "ended": False}
+    ]
+    rows = write_chats(tmp_path / "rows.jsonl", [[user("question 3 0?"), assistant("known")]])
+    assert written(capsys, talker, "--prompts", rows, *options)["text"] == said["text"]
+    assert run(["generate", str(talker), "--prompts", str(rows)]) == 2
+    assert "--chat answers them" in capsys.readouterr().err
+
+
+def test_texts_and_tokens_end_a_text(talker: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--chat", "--prompt", "question 3 0?", "--tokens", 30, "--temperature", 0]
+    whole = written(capsys, talker, *options)["text"]
+    cut = whole[len(whole) // 2 :][:2]
+    ended = written(capsys, talker, *options, "--stop", cut)["outputs"][0]
+    assert ended["text"] == whole[: whole.index(cut)]
+    assert ended["ended"]
+    assert run([str(x) for x in ("generate", talker, *options, "--stop", cut)]) == 0
+    assert capsys.readouterr().out == whole[: whole.index(cut)] + "\n"
+
+
+def test_a_run_without_a_template_answers_no_chat(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", str(folder / "runs" / "single"), "--chat", "--prompt", "a"]) == 2
+    assert "has no chat template" in capsys.readouterr().err

@@ -215,20 +215,15 @@ def _facts(config: TrainConfig, outcome: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_sample(config: TrainConfig, checkpoint: Path, out: TextIO) -> None:
-    from stretto.run.train.text import load_model, load_tokenizer, write
+    from stretto.run.train.text import Sampling, Writer
 
     sample = config.sample
     print(f"\nwhat it writes now:\n\n{sample.prompt}", end="", file=out, flush=True)
-    pieces = write(
-        model=load_model(checkpoint, check=False),
-        tokenizer=load_tokenizer(checkpoint),
-        prompt=sample.prompt,
-        tokens=sample.tokens,
-        temperature=sample.temperature,
-        top_k=sample.top_k,
-        seed=config.train.seed,
+    sampling = Sampling(
+        tokens=sample.tokens, temperature=sample.temperature, top_k=sample.top_k, seed=config.train.seed
     )
-    for piece in pieces:
+    writer = Writer.load(checkpoint, check=False)
+    for piece in writer.stream(writer.prompt(sample.prompt), sampling):
         print(piece, end="", file=out, flush=True)
     print("\n", file=out)
 

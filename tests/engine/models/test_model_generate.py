@@ -39,7 +39,7 @@ def test_the_model_sees_all_until_the_window_is_full_then_the_last(model: Langua
     seen: list[Tensor] = []
     handle = model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     length = model.shape.sequence
-    out = generate(model, PROMPT, length + 5)
+    out = generate(model, PROMPT, length + 5, cache=False)
     handle.remove()
     assert out.shape == (2, 3 + length + 5)
     for end, window in zip(range(3, 3 + length + 5), seen, strict=True):

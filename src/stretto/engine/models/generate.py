@@ -1,12 +1,13 @@
-"""Generate tokens one by one; each step runs the whole last window again, without a key-value cache."""
+"""Generate tokens one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from stretto.engine.models.cache import KeyValueCache, cacheable
 from stretto.engine.models.language import LanguageModel
 from stretto.errors import StrettoError
 
@@ -17,8 +18,11 @@ def stream(
     max_new_tokens: int,
     temperature: float = 1.0,
     top_k: int | None = None,
-    generator: torch.Generator | None = None,
-    stop: int | None = None,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
+    stop: int | Sequence[int] | None = None,
+    *,
+    top_p: float | None = None,
+    cache: bool = True,
 ) -> Iterator[Tensor]:
     """The tokens that follow prompts `ids` [b, s], int64: [b] at a time, each as soon as it is sampled.
 
@@ -26,23 +30,41 @@ def stream(
         model: sees the last `model.shape.sequence` tokens, with dropout off.
         temperature: 0 takes the likeliest token.
         top_k: sample from the k likeliest tokens only.
-        generator: on the model's device.
-        stop: a row repeats this token once it has been sampled, and the stream ends when all rows do.
+        generator: on the model's device; one for each row makes rows independent of each other.
+        stop: a row repeats such a token once it has been sampled, and the stream ends when all rows do.
+        top_p: sample from the likeliest tokens that together have this probability (Holtzman et al. 2020,
+            section 3.1), out of the k.
+        cache: keep keys and values, where that changes nothing (`cacheable`); else, and for tokens beyond
+            the model's positions, each token runs the whole last window again.
 
     Raises:
         StrettoError: at once, for an empty prompt, a token outside the vocabulary, or arguments out of range.
     """
     _check(model, ids, max_new_tokens, temperature, top_k)
+    if top_p is not None and not 0.0 < top_p <= 1.0:
+        raise StrettoError(
+            f"top_p {top_p} is not above 0 and at most 1", hint="the usual values are 0.9 to 1"
+        )
+    stops = torch.tensor(
+        [] if stop is None else [stop] if isinstance(stop, int) else list(stop),
+        dtype=torch.int64,
+        device=ids.device,
+    )
 
     def tokens() -> Iterator[Tensor]:
-        window = ids
+        window, last = ids, model.shape.sequence
+        kept = KeyValueCache(model) if cache and cacheable(model.shape) else None
         ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         for _ in range(max_new_tokens):
-            window = window[:, -model.shape.sequence :]
-            token = sample(_next_logits(model, window), temperature, top_k, generator)
-            if stop is not None:
-                token = token.masked_fill(ended, stop)
-                ended = ended | (token == stop)
+            if kept is not None and window.shape[1] <= last:
+                logits = _evaluated(model, kept.forward, window[:, kept.length :])
+            else:
+                window, kept = window[:, -last:], None
+                logits = _evaluated(model, model, window)
+            token = sample(logits, temperature, top_k, generator, top_p)
+            if len(stops):
+                token = torch.where(ended, window[:, -1], token)
+                ended = ended | torch.isin(token, stops)
             yield token
             if bool(ended.all()):
                 return
@@ -52,18 +74,22 @@ def stream(
 
 
 @torch.no_grad()
-def _next_logits(model: LanguageModel, window: Tensor) -> Tensor:
-    """Logits [b, vocab] of the token after the window; the model's training mode is restored."""
+def _evaluated(model: LanguageModel, forward: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
+    """Logits [b, vocab] of the token after the last; the model's training mode is restored."""
     training = model.training
     model.eval()
     try:
-        return model(window)[:, -1]
+        return forward(ids)[:, -1]
     finally:
         model.train(training)
 
 
 def sample(
-    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
+    logits: Tensor,
+    temperature: float,
+    top_k: int | None,
+    generator: torch.Generator | Sequence[torch.Generator] | None,
+    top_p: float | None = None,
 ) -> Tensor:
     """Sample one token for every row of `logits` [b, vocab]: [b], int64."""
     if temperature == 0.0:
@@ -72,7 +98,15 @@ def sample(
     if top_k is not None and top_k < scores.shape[-1]:
         likeliest, where = scores.topk(top_k, dim=-1)
         scores = torch.full_like(scores, float("-inf")).scatter(-1, where, likeliest)
-    return torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(-1)
+    probabilities = scores.softmax(-1)
+    if top_p is not None and top_p < 1.0:
+        ordered, where = probabilities.sort(dim=-1, descending=True, stable=True)
+        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
+        probabilities = torch.zeros_like(ordered).scatter(-1, where, ordered)
+    if not isinstance(generator, Sequence):
+        return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+    rows = zip(probabilities, generator, strict=True)
+    return torch.cat([torch.multinomial(row, 1, generator=draw) for row, draw in rows])
 
 
 def _check(

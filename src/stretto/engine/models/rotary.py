@@ -72,7 +72,7 @@ class Rotary(nn.Module):
         self.interleaved = interleaved
         self.positions: Tensor | None = None
         self.length: int | None = None
-        self._rows: tuple[object, tuple[Tensor, Tensor]] | None = None  # of the tables, at `positions`
+        self._rows: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # of the tables, at `positions`
 
     @classmethod
     def of(cls, shape: ModelShape) -> Rotary:
@@ -101,13 +101,14 @@ class Rotary(nn.Module):
 
     def _tables_at(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The tables' rows at these positions."""
-        key = (id(positions), x.dtype, x.device)
-        if self._rows is None or self._rows[0] != key:
+        known = self._rows
+        if known is None or known[0] is not positions or known[1][0].dtype != x.dtype:
             length = int(positions.max()) + 1
             whole = self._whole(self.length or length)
-            cos, sin = _cached_tables(length, self._angles(whole), x.device, x.dtype)
-            self._rows = key, (cos[positions], sin[positions])
-        return self._rows[1]
+            rows = 1 << (length - 1).bit_length()  # so that generation needs no new table each token
+            cos, sin = _cached_tables(rows, self._angles(whole), x.device, x.dtype)
+            self._rows = known = positions, (cos[positions], sin[positions])
+        return known[1]
 
     def _angles(self, length: int) -> Angles:
         return Angles(self.dim, self.theta, self.scaling, length)

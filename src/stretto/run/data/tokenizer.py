@@ -143,6 +143,11 @@ class Tokenizer:
         at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
         return whole[:at]
 
+    def special(self, text: str) -> int | None:
+        """The id of the special token that texts spell so; None where there is none."""
+        added = self._inner.get_added_tokens_decoder()
+        return next((id_ for id_, token in added.items() if token.content == text), None)
+
     def text_of(self, token: int) -> str:
         """A special token as texts spell it."""
         return self._inner.id_to_token(token) or ""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from stretto.engine.checkpoint.folder import is_checkpoint
+from stretto.engine.checkpoint.huggingface.folder import read_json
 from stretto.engine.checkpoint.load import latest, load
 from stretto.engine.checkpoint.manifest import read_manifest
 from stretto.engine.models.build import build
@@ -17,7 +21,9 @@ from stretto.engine.models.generate import stream
 from stretto.engine.models.language import LanguageModel
 from stretto.engine.parallel.fragment import Placed
 from stretto.errors import StrettoError
+from stretto.run.data.chat_template import ChatTemplate
 from stretto.run.data.tokenizer import Tokenizer
+from stretto.run.train.companions import GENERATION, run_folder
 from stretto.run.train.replica import MODEL, OPTIM
 from stretto.spec.shape import FAMILIES, shape_from_record
 
@@ -82,45 +88,192 @@ def load_tokenizer(checkpoint: Path) -> Tokenizer:
     )
 
 
-def write(
-    model: LanguageModel,
-    tokenizer: Tokenizer,
-    prompt: str,
-    tokens: int,
-    temperature: float,
-    top_k: int | None,
-    seed: int,
-) -> Iterator[str]:
-    """The text that the model generates after `prompt`, piece by piece.
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen.
 
-    Raises:
-        StrettoError: at once, for arguments out of range or a tokenizer that is not the model's.
+    Attributes:
+        tokens: most to generate.
+        temperature: divides the logits; 0: the likeliest token.
+        top_k, top_p: sample from the k likeliest, and of these from those that together have probability p.
+        seed: of the first prompt; the next has the next.
     """
-    ids = tokenizer.encode(prompt) or [tokenizer.endoftext]
-    generator = torch.Generator().manual_seed(seed)
-    tokens_out = stream(
-        model=model,
-        ids=torch.tensor([ids]),
-        max_new_tokens=tokens,
-        temperature=temperature,
-        top_k=top_k,
-        generator=generator,
-        stop=tokenizer.endoftext,
-    )
-    return _pieces(tokens_out, tokenizer)
+
+    tokens: int = 100
+    temperature: float = 0.8
+    top_k: int | None = 50
+    top_p: float | None = None
+    seed: int = 0
 
 
-def _pieces(tokens: Iterator[Tensor], tokenizer: Tokenizer) -> Iterator[str]:
-    """The text of tokens, as soon as whole characters are there; without the end of the text."""
-    ids, shown = list[int](), ""
-    for token in tokens:
-        ids.append(int(token[0]))
-        if ids[-1] == tokenizer.endoftext:
-            return
-        text = tokenizer.decode(ids)
-        if not text.endswith("\ufffd"):  # wait for the rest of a character
-            yield text[len(shown) :]
-            shown = text
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """What a text starts with: as it was given, and as tokens."""
+
+    text: str
+    ids: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """A text that follows a prompt.
+
+    Attributes:
+        tokens: generated, with the one that ended it.
+        ended: by a stop token or text; else by the number of tokens.
+    """
+
+    prompt: str
+    text: str
+    tokens: int
+    ended: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Writer:
+    """A model that writes text.
+
+    Attributes:
+        stops: ids that end a text.
+        stop_texts: what ends it too, where it comes up in the text.
+        template: of conversations, where the tokenizer has one.
+    """
+
+    model: LanguageModel
+    tokenizer: Tokenizer
+    stops: Sequence[int]
+    stop_texts: Sequence[str] = ()
+    template: ChatTemplate | None = None
+
+    @classmethod
+    def load(
+        cls, checkpoint: Path, *, check: bool = True, stop: Sequence[str] = (), template: str | None = None
+    ) -> Writer:
+        """The model of a checkpoint with the tokenizer that its run kept.
+
+        Args:
+            check: as `load_model` has it.
+            stop: texts or special tokens that end a text, beside the ends that tokenizer and
+                `generation_config.json` have.
+            template: of conversations, as `ChatTemplate.find` takes it.
+
+        Raises:
+            StrettoError: checkpoint, tokenizer or template cannot be read.
+        """
+        tokenizer, folder = load_tokenizer(checkpoint), run_folder(checkpoint)
+        chat = ChatTemplate.find(folder, template)
+        ids = {name: tokenizer.special(name) for name in stop}
+        ends = {tokenizer.endoftext, *(one for one in ids.values() if one is not None)}
+        if chat is not None:
+            ends.add(tokenizer.special(chat.special_tokens.get("eos_token", "")) or tokenizer.endoftext)
+        eos = read_json(folder, GENERATION).get("eos_token_id") if (folder / GENERATION).is_file() else None
+        listed = cast("list[object]", eos) if isinstance(eos, list) else [eos]
+        ends.update(one for one in listed if isinstance(one, int))
+        return cls(
+            model=load_model(checkpoint, check=check),
+            tokenizer=tokenizer,
+            stops=sorted(ends),
+            stop_texts=[name for name, one in ids.items() if one is None],
+            template=chat,
+        )
+
+    def prompt(self, text: str) -> Prompt:
+        """A text to go on from, after what the tokenizer begins every text with."""
+        ids = [*self.tokenizer.begin, *self.tokenizer.encode(text)]
+        return Prompt(text=text, ids=ids or [self.tokenizer.endoftext])
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> Prompt:
+        """A conversation to answer.
+
+        Raises:
+            StrettoError: there is no chat template, or it refuses the messages.
+        """
+        if self.template is None:
+            raise StrettoError(
+                "the run's tokenizer has no chat template",
+                hint="name one with --chat-template FILE, or leave --chat out",
+            )
+        text = self.template.render(messages, tools=tools, prompt=True).text
+        ((ids, _),) = self.tokenizer.encode_templated([text])
+        return Prompt(text=text, ids=ids)
+
+    def stream(self, prompt: Prompt, sampling: Sampling) -> Iterator[str]:
+        """The text that follows one prompt, piece by piece.
+
+        Raises:
+            StrettoError: at once, for arguments out of range or a tokenizer that is not the model's.
+        """
+        return self._pieces(self._tokens([prompt], sampling, [0]))
+
+    def write(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Generated]:
+        """The texts that follow the prompts, each the same as if it were the only one but for its seed.
+
+        Prompts of equal length are computed together; nothing is padded.
+
+        Raises:
+            StrettoError: as `stream`.
+        """
+        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
+        written = dict[int, Generated]()
+        for _, group in groupby(by_length, lambda i: len(prompts[i].ids)):
+            numbers = list(group)
+            tokens = self._tokens([prompts[i] for i in numbers], sampling, numbers)
+            rows = torch.stack(list(tokens), dim=1).tolist() if sampling.tokens else [[] for _ in numbers]
+            for number, row in zip(numbers, rows, strict=True):
+                written[number] = self._generated(prompts[number], row)
+        return [written[i] for i in range(len(prompts))]
+
+    def _tokens(
+        self, prompts: Sequence[Prompt], sampling: Sampling, numbers: Sequence[int]
+    ) -> Iterator[Tensor]:
+        device = self.model.head.out.weight.device
+        return stream(
+            model=self.model,
+            ids=torch.tensor([prompt.ids for prompt in prompts], device=device),
+            max_new_tokens=sampling.tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            generator=[torch.Generator(device).manual_seed(sampling.seed + number) for number in numbers],
+            stop=self.stops,
+        )
+
+    def _generated(self, prompt: Prompt, ids: Sequence[int]) -> Generated:
+        end = next((at for at, token in enumerate(ids) if token in self.stops), None)
+        kept = list(ids if end is None else ids[:end])
+        if self.stop_texts:  # the shortest beginning that has one
+            for count in range(1, len(kept) + 1):
+                if (text := self._before_stop(self.tokenizer.decode(kept[:count]))) is not None:
+                    return Generated(prompt=prompt.text, text=text, tokens=count, ended=True)
+        tokens = len(kept) + (end is not None)
+        text = self.tokenizer.decode(kept)
+        return Generated(prompt=prompt.text, text=text, tokens=tokens, ended=end is not None)
+
+    def _before_stop(self, text: str) -> str | None:
+        """What comes before the first stop text; None where there is none."""
+        starts = [text.find(stop) for stop in self.stop_texts if stop in text]
+        return text[: min(starts)] if starts else None
+
+    def _pieces(self, tokens: Iterator[Tensor]) -> Iterator[str]:
+        """The text of tokens, as soon as it cannot change any more: whole characters that do not begin a stop
+        text.
+        """
+        ids, shown = list[int](), 0
+        held = max((len(stop) - 1 for stop in self.stop_texts), default=0)
+        text = ""
+        for token in tokens:
+            if int(token[0]) in self.stops:
+                break
+            ids.append(int(token[0]))
+            text = self.tokenizer.decode(ids)
+            if (before := self._before_stop(text)) is not None:
+                text = before
+                break
+            if not text.endswith("\ufffd") and len(text) - held > shown:  # wait for the rest of a character
+                yield text[shown : len(text) - held]
+                shown = len(text) - held
+        if len(rest := text.rstrip("\ufffd")) > shown:
+            yield rest[shown:]
 
 
 def _warn(line: str) -> None:

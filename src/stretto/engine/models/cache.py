@@ -1,0 +1,97 @@
+"""Keys and values of the tokens that a model has seen, so that each new token is computed alone."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from stretto.engine.models.causal import CausalAttention
+from stretto.engine.models.language import Embedding, LanguageModel
+from stretto.engine.models.rotary import Rotary
+from stretto.spec.shape import ModelShape
+
+
+def cacheable(shape: ModelShape) -> bool:
+    """Whether a token's keys stay as they are: dynamic scaling turns all of them anew as a sequence grows."""
+    return shape.rope is None or shape.rope.type != "dynamic"
+
+
+class KeyValueCache:
+    """The cache of one model for one batch of sequences that are equally long.
+
+    Modules know nothing of it. During a call, and only then, each `CausalAttention` gets the keys and values
+    of all tokens so far in place of those of the new ones (it takes its queries to be the last), and rotary
+    and learned positions count from the first new token. So any attention that ends in that core is served:
+    grouped heads are cached as key heads; a block with a window keeps about as many positions; latent
+    attention is cached as the heads it expands to, not as its narrow vector. Under tensor parallelism a rank
+    caches the heads that it holds.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.length = 0
+        self._model = model
+        self._kept = [_Kept(core) for core in model.modules() if isinstance(core, CausalAttention)]
+        self._placed = [module for module in model.modules() if isinstance(module, Rotary | Embedding)]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """New token ids [b, n], int64, to logits [b, n, vocab]; they are in the cache from then on."""
+        with self._installed(torch.arange(self.length, self.length + ids.shape[1], device=ids.device)):
+            logits = self._model(ids)
+        self.length += ids.shape[1]
+        return logits
+
+    @contextmanager
+    def _installed(self, positions: Tensor) -> Generator[None]:
+        before = [module.positions for module in self._placed]
+        try:
+            for kept in self._kept:
+                kept.core.forward = kept.attend
+            for module in self._placed:
+                module.positions = positions
+            yield
+        finally:
+            for kept in self._kept:
+                del kept.core.forward  # the class's own shows again
+            for module, at in zip(self._placed, before, strict=True):
+                module.positions = at
+
+
+class _Kept:
+    """Keys and values of one attention, each [b, kv_heads, capacity, d], of which `length` are filled."""
+
+    def __init__(self, core: CausalAttention) -> None:
+        self.core = core
+        self._attend = partial(CausalAttention.forward, core)
+        self._keys = self._values = torch.empty(0)
+        self._length = 0
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """As `CausalAttention.forward`, with the keys and values of earlier calls before these."""
+        new = k.shape[2]
+        self._make_room(k, v)
+        self._keys[:, :, self._length : self._length + new] = k
+        self._values[:, :, self._length : self._length + new] = v
+        self._length += new
+        filled = slice(0, self._length)
+        return self._attend(q, self._keys[:, :, filled], self._values[:, :, filled], sinks)
+
+    def _make_room(self, k: Tensor, v: Tensor) -> None:
+        """Room for new positions; those that no window reaches any more are let go."""
+        new, window = k.shape[2], self.core.window
+        if self._length and self._length + new <= self._keys.shape[2]:
+            return
+        kept = self._length if window is None else min(self._length, window - 1)
+        capacity = 2 * (kept + new)
+        keys, values = (
+            k.new_empty(*k.shape[:2], capacity, k.shape[3]),
+            v.new_empty(*v.shape[:2], capacity, v.shape[3]),
+        )
+        if kept:
+            old = slice(self._length - kept, self._length)
+            keys[:, :, :kept], values[:, :, :kept] = self._keys[:, :, old], self._values[:, :, old]
+        self._keys, self._values = keys, values
+        self._length = kept
