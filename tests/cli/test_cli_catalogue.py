@@ -51,8 +51,10 @@ def test_a_device_and_its_node(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     listed = run_json(capsys, "DeepSeek-V3")["model"]
     assert listed["parameters"] == 671_026_419_200
+    assert listed["trains_here"]
+    listed = run_json(capsys, "nemotron4-15b")["model"]
     assert not listed["trains_here"]
-    assert "latent attention" in listed["not_built_yet"]
+    assert "an MLP of kind relu2" in listed["not_built_yet"]
     assert run_json(capsys, "llama3-8b")["model"]["trains_here"]
     assert main.run(["catalogue", "qwen3-8b"]) == 0
     assert "8,190,735,360" in capsys.readouterr().out

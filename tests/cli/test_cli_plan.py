@@ -96,16 +96,16 @@ def test_a_plan_of_a_config_keeps_its_data_and_steps(tmp_path: Path) -> None:
 def test_what_cannot_be_built_is_planned_and_not_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = ["plan", "--model", "mistral-7b", *BIG[3:], *FIXED, "--top", "1"]
+    wanted = ["plan", "--model", "nemotron4-15b", *BIG[3:], *FIXED, "--top", "1"]
     assert run(wanted) == 0
-    assert "training cannot build this model yet: it has a window of 4096" in " ".join(
+    assert "training cannot build this model yet: it has an MLP of kind relu2" in " ".join(
         capsys.readouterr().out.split()
     )
     monkeypatch.setattr(search_module, "search", lambda *_: pytest.fail("searched before the refusal"))
     assert run([*wanted, "--write", str(tmp_path / "no.yaml")]) == 2
     said = capsys.readouterr().err
     assert "not yet built" in said
-    assert "train a model of the gpt or the llama family" in said
+    assert "`stretto catalogue NAME` says whether" in said
     assert not (tmp_path / "no.yaml").exists()
 
 

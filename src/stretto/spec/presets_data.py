@@ -17,6 +17,7 @@ from typing import Any
 
 from stretto.spec.attention import AttentionShape, HeadNorm, LatentShape
 from stretto.spec.experts import ExpertShape
+from stretto.spec.families import Family
 from stretto.spec.shape import ModelShape
 
 SOURCES = "the model's report and its published config.json, or NeMo's recipes; see stretto.spec.presets_data"
@@ -294,7 +295,7 @@ def _neox() -> ModelShape:
 
 def _gpt_oss(layers: int, experts: int) -> ModelShape:
     return ModelShape(
-        family="llama",
+        family="gpt_oss",
         layers=layers,
         hidden=2880,
         heads=64,
@@ -307,7 +308,6 @@ def _gpt_oss(layers: int, experts: int) -> ModelShape:
         bias=True,
         moe=ExpertShape(experts=experts, top_k=4, router_bias=True),
         attention=AttentionShape(sinks=True, window=128, full_every=2),
-        beyond=("a clamped gate",),
     )
 
 
@@ -336,6 +336,7 @@ def _llama4(experts: int, every: int) -> ModelShape:
 
 
 def _deepseek(
+    family: Family,
     layers: int,
     hidden: int,
     heads: int,
@@ -345,7 +346,7 @@ def _deepseek(
     q_rank: int | None,
 ) -> ModelShape:
     return ModelShape(
-        family="llama",
+        family=family,
         layers=layers,
         hidden=hidden,
         heads=heads,
@@ -354,8 +355,10 @@ def _deepseek(
         vocab=vocab,
         sequence=4096,
         moe=moe,
-        attention=AttentionShape(latent=LatentShape(kv_rank=512, rope_dim=64, value_dim=128, q_rank=q_rank)),
-        beyond=("experts of some groups only",) if q_rank else (),
+        norm_eps=1e-6,
+        attention=AttentionShape(
+            latent=LatentShape(kv_rank=512, rope_dim=64, value_dim=128, q_rank=q_rank), interleaved=True
+        ),
     )
 
 
@@ -376,6 +379,7 @@ _v2 = partial(ExpertShape, top_k=6, score="softmax", normalise=False, dense_laye
 TABLE.update(
     {
         "deepseek-v2-lite": lambda: _deepseek(
+            family="deepseek_v2",
             layers=27,
             hidden=2048,
             heads=16,
@@ -385,15 +389,17 @@ TABLE.update(
             q_rank=None,
         ),
         "deepseek-v2": lambda: _deepseek(
+            family="deepseek_v2",
             layers=60,
             hidden=5120,
             heads=128,
             ffn=12288,
-            moe=_v2(experts=160, ffn=1536, shared_ffn=2 * 1536),
+            moe=_v2(experts=160, ffn=1536, shared_ffn=2 * 1536, groups=8, top_groups=3, scale=16.0),
             vocab=102400,
             q_rank=1536,
         ),
         "deepseek-v3": lambda: _deepseek(
+            family="deepseek_v3",
             layers=61,
             hidden=7168,
             heads=128,
@@ -405,7 +411,13 @@ TABLE.update(
                 shared_ffn=2048,
                 score="sigmoid",
                 dense_layers=3,
-                router_bias=True,
+                groups=8,
+                top_groups=4,
+                group_score="top2",
+                scale=2.5,
+                correction=True,
+                correction_rate=0.001,
+                balance=0.0001,
             ),
             vocab=129280,
             q_rank=1536,

@@ -80,7 +80,7 @@ JOBS: dict[str, Job] = {
         precision=replace(BFLOAT16, gradients="same"),
     ),
     "latent": Job(
-        shape=replace(preset("deepseek-v3"), beyond=()),
+        shape=replace(preset("deepseek-v3"), family="llama"),
         layout=Layout(dp=16, pp=8, ep=16),
         global_batch=64,
         stage_layers=(4, 8, 8, 9, 9, 9, 9, 7),
@@ -88,7 +88,7 @@ JOBS: dict[str, Job] = {
         dp=DataParallel(mode="zero1", offload="cpu"),
     ),
     "window": Job(
-        shape=replace(preset("gpt-oss-120b"), beyond=()),
+        shape=replace(preset("gpt-oss-120b"), family="llama", mlp="swiglu"),
         layout=Layout(dp=8, ep=8),
         global_batch=16,
         precision=BFLOAT16,

@@ -114,7 +114,7 @@ def _assign(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, Style]]:
     assigned = dict[str, tuple[nn.Module, Style]]()
     names = dict(model.named_modules(remove_duplicate=False))
     for pattern, style in plan.items():
-        matching = [name for name in names if matches(pattern, name)]
+        matching = [pattern] if pattern in names else [name for name in names if matches(pattern, name)]
         if not matching:
             raise StrettoError(
                 f"sharding plan: pattern {pattern!r} matches no module",
