@@ -7,6 +7,7 @@ Everything torchtitan loads is there but the place in its data, which is another
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -18,8 +19,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from stretto.engine.checkpoint.dcp.groups import MOMENTS
 from stretto.engine.checkpoint.dcp.importing import Progress
@@ -115,8 +120,34 @@ def export_dcp(
 
 
 def _write(state: dict[str, Any], out: Path) -> None:
-    writer = FileSystemWriter(out, single_file_per_rank=True, thread_count=1)
+    writer = _StreamingWriter(out)
     run_collective(lambda: dcp_save(state, storage_writer=writer, planner=_StreamingPlanner(), no_dist=True))
+
+
+class _StreamingWriter(FileSystemWriter):
+    """torch's writer, which itself keeps every tensor until its file is complete (torch 2.13)."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the file of this process: objects first, as torch does, then the tensors one by one."""
+        name = f"{plan.storage_data.prefix}0.distcp"
+        results = list[WriteResult]()
+        with (Path(self.path) / name).open("wb") as stream:
+            for item in sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO):
+                offset = stream.tell()
+                data = planner.resolve_data(item)
+                if isinstance(data, Tensor):
+                    alone = data.untyped_storage().nbytes() == data.nbytes
+                    torch.save(data if alone else data.clone(), stream)
+                else:
+                    stream.write(data.getbuffer())
+                length = stream.tell() - offset
+                place = _StorageInfo(name, offset, length)
+                results.append(WriteResult(item.index, length, place))
+            stream.flush()
+            os.fsync(stream.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
 
 
 class _StreamingPlanner(DefaultSavePlanner):
