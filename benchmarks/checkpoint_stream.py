@@ -27,8 +27,9 @@ from safetensors.torch import save_file
 from stretto.engine.checkpoint.huggingface.folder import write_json
 from stretto.engine.checkpoint.huggingface.importing import import_huggingface
 from stretto.engine.checkpoint.manifest import problems
-from stretto.engine.models.huggingface import config_to_huggingface, rules
+from stretto.engine.models.huggingface import rules
 from stretto.run.train.exported import export_model
+from stretto.spec.huggingface import config_to_huggingface
 from stretto.spec.shape import ModelShape
 
 BLOCK = 1 << 22
@@ -47,8 +48,7 @@ LLAMA = ModelShape(
 def published(folder: Path, shape: ModelShape) -> int:
     """Write a model of random weights as published folders are, in two files; returns their bytes."""
     folder.mkdir()
-    sizes = {f"model.{name}": size for rule in rules(shape) for name, size in rule.sizes.items()}
-    sizes["lm_head.weight"] = sizes.pop("model.lm_head.weight")
+    sizes = {name: size for rule in rules(shape) for name, size in rule.sizes.items()}
     names = list(sizes)
     weight_map: dict[str, str] = {}
     for i, part in enumerate((names[: len(names) // 2], names[len(names) // 2 :]), start=1):

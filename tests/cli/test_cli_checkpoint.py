@@ -12,6 +12,7 @@ from stretto.cli.main import run
 from stretto.engine.checkpoint.save import save
 from stretto.engine.models.build import build
 from stretto.engine.parallel.fragment import Placed
+from stretto.spec.families import FAMILIES
 from stretto.spec.shape import ModelShape, shape_to_record
 
 SHAPE = ModelShape(family="gpt", layers=1, hidden=8, heads=2, vocab=11, sequence=4)
@@ -96,6 +97,7 @@ def test_export_takes_the_newest_whole_checkpoint_and_import_restores_it(
         (["export", "nowhere", "--out", "x"], "no checkpoint at nowhere"),
         (["import", "nowhere", "--out", "x"], "nowhere/config.json is not there"),
         (["export", "nowhere"], "Missing option '--out'"),
+        (["export", "nowhere", "--out", "x", "--shard-gb", "0"], "--shard-gb"),
     ],
 )
 def test_bad_input(
@@ -111,6 +113,26 @@ def test_bad_input(
     assert message in lines[0]
     assert lines[0].startswith("error: ")
     assert len(lines) == 2
+
+
+# how the help calls each family
+NAMES = {
+    "gpt": "GPT-2",
+    "qwen2_moe": "with and without experts",
+    "qwen3_moe": "with and without experts",
+    "gemma2": "Gemma 2",
+    "gemma3": "Gemma 2 and 3",
+    "gpt_oss": "gpt-oss",
+    "deepseek_v2": "DeepSeek-V2",
+    "deepseek_v3": "DeepSeek-V2 and V3",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_help_of_import_names_every_family(family: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["checkpoint", "import", "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert NAMES.get(family, family.capitalize()) in said
 
 
 def test_list_and_verify_import_no_torch(folder: Path) -> None:
