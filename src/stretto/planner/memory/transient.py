@@ -33,8 +33,8 @@ class StageUnits:
 
     @property
     def weights(self) -> int:
-        """Bytes of this rank's weights."""
-        return sum(unit.weights for unit in self.units)
+        """Bytes of this rank's trained weights, of which there may be several versions."""
+        return sum(unit.weights for unit in self.units if not unit.frozen)
 
     @property
     def gathered(self) -> int:
