@@ -170,6 +170,19 @@ def test_an_imported_model_needs_no_training(folder: Path, capsys: pytest.Captur
     assert list(read_lines(imported / "eval.jsonl"))[-1]["loss"] == facts["loss"]
 
 
+def test_adapters_are_evaluated_beside_their_base(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = f"checkpoint.resume={folder / 'runs' / 'llama' / 'checkpoints' / 'step-00000003'}"
+    words = (SPLIT, *EVAL, "train.steps=3", "train.dtype=float64", "run.name=lora", "lora.rank=2", start)
+    config = job(folder, *words, model=LLAMA)
+    train(config)
+    trained = list(read_lines(config.run.folder / "eval.jsonl"))[-1]["loss"]
+    plain = evaluated(capsys, folder / "runs" / "llama", "--split", "valid")["loss"]
+    assert abs(trained - plain) > 1e-6, "the adapters have learnt something"
+    for layout in ((), ("layout.tp=2",)):
+        facts = evaluated(capsys, config.run.folder, "--split", "valid", *layout)
+        assert facts["loss"] == pytest.approx(trained, rel=1e-12)
+
+
 def test_a_checkpoint_outside_a_run_is_evaluated_and_nothing_is_written(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,9 +65,10 @@ def evaluation_config(config: TrainConfig, request: Request) -> TrainConfig:
     if model.positions is None and "sequence" in trained.sizes:
         model = model.model_copy(update={"positions": trained.sizes["sequence"]})
     folder = trained.folder.absolute()
-    # frozen weights have neither gradients nor masters; a job must train something, and a norm is small
+    # frozen weights have neither gradients nor masters; a job must train something: a norm, which is small,
+    # or adapters, beside which everything is frozen already
     tied = trained.sizes.get("tied", True)
-    freeze = ["embed.*", "blocks.*", *([] if tied else ["head.out.*"])]
+    freeze = ["embed.*", "blocks.*", *([] if tied else ["head.out.*"])] if config.lora.rank is None else []
     update = {
         "finetune": config.finetune.model_copy(update={"freeze": freeze}),
         "data": data,
