@@ -30,11 +30,12 @@ from stretto.planner.rank_step.collectives import (
     reductions,
     stage_gathers,
 )
+from stretto.planner.time.layer import attention_linears
 from stretto.program.action import Action, Kind
 from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
-_TILE = 256  # queries of one tile of the explicit attention of a ring
+_TILE = 64  # queries of one tile of attention with a window or written out, on the CPU where dry runs are
 
 
 @dataclass(frozen=True)
@@ -51,16 +52,16 @@ class LayerFlops:
     backward: tuple[int, int] = (0, 0)
 
 
-def layer_flops(shape: ModelShape, kind: str, how: ComputeConfig) -> LayerFlops:
-    """Operations of a layer: `kind` is "embed", "block" or "head"; `how.recompute` says what a
-    block repeats.
+def layer_flops(shape: ModelShape, kind: str, how: ComputeConfig, index: int = 0) -> LayerFlops:
+    """Operations of a layer on cp rank `index`: `kind` is "embed", "block" (of which `shape` has only one
+    kind) or "head"; `how.recompute` says what a block repeats.
     """
     if kind == "embed":
         return LayerFlops()
     if kind == "head":
         logits = 2 * how.tokens * shape.hidden * how.vocabulary_rows(shape)
         return LayerFlops((logits, 0), (0, 0), (2 * logits, 0))
-    attention, attention_back = _core(shape, how)
+    attention, attention_back = _core(shape, how, index)
     both_ways, forward_only = _linears(shape, how)
     forward = both_ways + forward_only, attention
     again = forward if how.recompute == "full" else (0, attention * how.repeats("core_attn"))
@@ -74,6 +75,8 @@ def _linears(shape: ModelShape, how: ComputeConfig) -> tuple[int, int]:
     h, q = shape.hidden, shape.attention_width // how.tp
     kv = how.kv_heads(shape) * shape.head_dim
     around = how.tokens * h * (2 * q + 2 * kv)
+    if shape.latent is not None:
+        around = how.tokens * sum(rows * columns for rows, columns in attention_linears(shape, how))
     wide = 3 if shape.gated else 2  # matrices of an MLP
     if shape.moe is None:
         return 2 * (around + how.tokens * wide * h * (shape.ffn // how.tp)), 0
@@ -87,29 +90,67 @@ def _linears(shape: ModelShape, how: ComputeConfig) -> tuple[int, int]:
     return 2 * (around + inner + routed * h * moe.experts), 2 * routed * moe.top_k * h
 
 
-def _core(shape: ModelShape, how: ComputeConfig) -> tuple[int, int]:
-    """Operations of attention, forward and backward."""
+def _core(shape: ModelShape, how: ComputeConfig, index: int) -> tuple[int, int]:
+    """Operations of attention, forward and backward, on cp rank `index`."""
     heads, n = shape.heads // how.tp, how.tokens // how.batch
     explicit = how.attention == "explicit" or shape.dropout > 0.0
-    of = 2 * how.batch * heads * shape.head_dim  # operations of a pair of query and key in one product
+    special = shape.attention
+    wide, narrow = shape.head_dim, shape.value_dim
+    # the formula written out goes through tiles; fused kernels know neither a cap nor narrower values
+    tiled = special.softcap is not None or narrow < wide
     if how.cp > 1 and how.context == "ring":
-        half, others = n // 2, (how.cp - 1) * (n * n // 2)
-        triangle = _triangle if explicit else _square
-        diagonal, diagonal_back = triangle(n), half * half + 2 * triangle(half)
-        return 2 * of * (diagonal + others), 5 * of * (diagonal_back + others)
-    if how.cp > 1:
-        of, n = of // how.cp, n * how.cp
-    # the backward has four products with kept probabilities, five where it recomputes the scores
-    return 2 * of * n * n, (4 if explicit else 5) * of * n * n
+        pairs = _ring_pairs(n, how.cp, index, special.window, tiled or explicit)
+        explicit = False
+    else:
+        if how.cp > 1:
+            heads, n = heads // how.cp, n * how.cp
+        pairs = n * n if explicit else _pairs(n, n, 0, special.window, tiled)
+    of = 2 * how.batch * heads * pairs
+    # gradients of probabilities, values, queries and keys, and the scores again unless they were kept
+    return of * (wide + narrow), of * (2 * narrow + (2 if explicit else 3) * wide)
 
 
-def _square(n: int) -> int:
-    return n * n
+def _ring_pairs(n: int, size: int, index: int, window: int | None, tiled: bool) -> int:
+    """Pairs of queries and keys that rank `index` of a ring computes, with n of each and in zigzag order (see
+    `engine.parallel.context.ring`).
+    """
+    half, last = n // 2, 2 * size - 1
+    pairs = 0
+    window = None if window is None or window >= n * size else window
+    for owner in range(size):
+        if owner != index and window is None:
+            pairs += n * half
+            continue
+        for mine, theirs in ((last - index, owner), (index, owner), (last - index, last - owner)):
+            shift = (mine - theirs) * half
+            first = max(0, -shift)
+            stop = half if window is None else min(half, half - 1 + window - shift)
+            begin, end = _seen(first, stop, half, shift, window)
+            if first < stop and begin < end:
+                pairs += _pairs(stop - first, end - begin, shift + first - begin, window, tiled)
+    return pairs
 
 
-def _triangle(n: int) -> int:
-    """Pairs of n queries and keys that are computed, where each tile of queries skips the keys behind it."""
-    return sum(min(_TILE, n - start) * min(start + _TILE, n) for start in range(0, n, _TILE))
+def _pairs(n: int, m: int, shift: int, window: int | None, tiled: bool) -> int:
+    """Pairs that attention of n queries to m keys computes, the first query `shift` positions after the first
+    key (see `engine.kernels.Band`). Tiles of queries skip the keys that none of them sees.
+    """
+    full = shift >= m - 1 and (window is None or shift + n - 1 < window)
+    causal = shift == m - n >= 0 and (window is None or window >= m)
+    if not tiled and (full or causal):
+        return n * m
+    pairs = 0
+    for start in range(0, n, _TILE):
+        stop = min(start + _TILE, n)
+        begin, end = _seen(start, stop, m, shift, window)
+        pairs += (stop - start) * (end - begin)
+    return pairs
+
+
+def _seen(start: int, stop: int, m: int, shift: int, window: int | None) -> tuple[int, int]:
+    """Those of m keys that any of the queries [start, stop) sees."""
+    first = 0 if window is None else start + shift - window + 1
+    return min(max(first, 0), m), min(max(stop + shift, 0), m)
 
 
 _NUMBER = 8  # bytes of a norm
@@ -249,7 +290,8 @@ class _Counting:
         shape = self.memory.shape
         how = replace(self.memory.how, recompute=self.memory.mode(layer))
         kind = "embed" if layer == 0 else "block" if layer <= shape.layers else "head"
-        flops = layer_flops(shape, kind, how)
+        block = shape.block(layer - 1) if kind == "block" else shape
+        flops = layer_flops(block, kind, how, self.coordinates["cp"])
         for phase, operations in (
             ("forward", flops.forward),
             ("recompute", flops.again),
@@ -257,15 +299,17 @@ class _Counting:
         ):
             for name, count in zip(("products", "attention"), operations, strict=True):
                 self.flops[phase, name] += times * count
-        for message in self._traffic(kind, how, received):
+        for message in self._traffic(block, kind, how, received):
             self._collective(message.axis, message.kind, message.size, times * message.count)
 
-    def _traffic(self, kind: str, how: ComputeConfig, received: bool) -> tuple[Message, ...]:
+    def _traffic(
+        self, shape: ModelShape, kind: str, how: ComputeConfig, received: bool
+    ) -> tuple[Message, ...]:
         if kind != "block":
-            return _TRAFFIC[kind](self.memory.shape, how)
+            return _TRAFFIC[kind](shape, how)
         if received:  # an input that came from another stage is kept whole
             how = replace(how, shard_inputs=False)
-        return block_traffic(self.memory.shape, how, self.coordinates["cp"])
+        return block_traffic(shape, how, self.coordinates["cp"])
 
     def _messages(self) -> None:
         """Sends between stages."""

@@ -140,7 +140,7 @@ def _block(
     casts: float,
     experts: float,
 ) -> KernelTimes:
-    attention = _products(device, _attention_linears(shape, how), how.tokens, precision, casts=casts)
+    attention = _products(device, attention_linears(shape, how), how.tokens, precision, casts=casts)
     mlp = _mlp(shape=shape, how=how, device=device, precision=precision, casts=casts, experts=experts)
     core, core_back = (
         _core(shape=shape, how=how, device=device, precision=precision, kernel=kernel, backward=backward)
@@ -170,7 +170,7 @@ def _fused_softmax(shape: ModelShape, how: ComputeConfig, kernel: Kernel) -> boo
     return how.attention == "flash" or (fused and how.batch * shape.heads // how.tp % _MATRICES == 0)
 
 
-def _attention_linears(shape: ModelShape, how: ComputeConfig) -> list[tuple[int, int]]:
+def attention_linears(shape: ModelShape, how: ComputeConfig) -> list[tuple[int, int]]:
     """(output, input) features on one rank of the linears around attention. Projections down to latent
     vectors are whole on every rank.
     """
