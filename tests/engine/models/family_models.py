@@ -149,6 +149,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **_LATENT,
             "q_lora_rank": None,
+            "num_experts_per_tok": 3,  # of 2 groups: the best 2 would be theirs without groups too
             "topk_method": "group_limited_greedy",
             "n_group": 4,
             "topk_group": 2,
