@@ -55,6 +55,13 @@ PUBLISHED = {
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v2": 235_741_434_880,
     "deepseek-v3": 671_026_419_200,  # without the module that predicts a further token
+    "mistral-nemo-12b": 12_247_782_400,
+    "mistral-small-24b": 23_572_403_200,
+    "gemma2-2b": 2_614_341_888,
+    "gemma2-9b": 9_241_705_984,
+    "gemma2-27b": 27_227_128_320,
+    "gemma3-1b": 999_885_952,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
 }
@@ -119,7 +126,7 @@ def test_every_row_of_the_table_of_models():
     ("said", "name"),
     [
         ("LLAMA3-70B", "llama3-70b"),
-        ("llama3.1-8b", "llama3-8b"),
+        ("Llama-3.3-70B-Instruct", "llama3.1-70b"),
         ("GPT3-175B", "gpt3-175b"),
         ("MPT-7b", "mpt-7b"),
         ("mixtral_8x7b", "mixtral-8x7b"),

@@ -368,7 +368,7 @@ def predicted(
         layout=Layout(tp=tp, pp=program.ranks),
         global_batch=micro_batch * program.microbatches,
         micro_batch=micro_batch,
-        sequence=sequence or shape.sequence,
+        sequence=sequence or shape.pretraining_sequence,
         schedule=schedule,
         options=dict(program.parameters),
         sequence_parallel=tp > 1,

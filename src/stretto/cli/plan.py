@@ -300,7 +300,7 @@ def _task(
         raise StrettoError(f"{missing} is missing", hint="as in --model llama3-8b --batch 512, or a CONFIG")
     else:
         known, shape = None, find_shape(model)
-    job = job_to_plan(shape=shape, global_batch=batch, sequence=sequence or shape.sequence)
+    job = job_to_plan(shape=shape, global_batch=batch, sequence=sequence or shape.pretraining_sequence)
     if known is not None:
         kept = ("precision", "optimiser", "attention", "vocab_multiple", "bucket", "one_memory")
         job = replace(job, **{name: getattr(known, name) for name in kept})

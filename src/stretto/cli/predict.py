@@ -198,7 +198,7 @@ def row_from_arguments(words: Sequence[str], model: str, cluster: str) -> Row:
 
     cells = _cells(words)
     shape, machine = model_named(model), find_cluster(cluster)
-    cells.setdefault("seq", str(shape.sequence))
+    cells.setdefault("seq", str(shape.pretraining_sequence))
     if machine.devices is not None:
         cells.setdefault("gpus", str(machine.devices))
     return read_row({**cells, "model": model}, machine, shape, planned=True)

@@ -92,7 +92,7 @@ class Job:
     trained: Trained = field(default_factory=Trained)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sequence", self.sequence or self.shape.sequence)
+        object.__setattr__(self, "sequence", self.sequence or self.shape.pretraining_sequence)
         if self.shape.lora is not None:
             object.__setattr__(self, "trained", replace(self.trained, adapters=True))
 

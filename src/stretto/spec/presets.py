@@ -14,9 +14,7 @@ PRESETS: tuple[str, ...] = tuple(TABLE)
 
 # other names of the same sizes; those that differ by case, punctuation or `_NOISE` alone need none
 ALIASES = {
-    "llama3.1-8b": "llama3-8b",
-    "llama3.1-70b": "llama3-70b",
-    "llama3.3-70b": "llama3-70b",
+    "llama3.3-70b": "llama3.1-70b",
     "llama3-405b": "llama3.1-405b",
     "llama-7b": "llama1-7b",
     "llama-13b": "llama1-13b",
@@ -50,6 +48,8 @@ ALIASES = {
     "nemotron-15b": "nemotron4-15b",
     "nemotron-22b": "nemotron3-22b",
     "nemotron-340b": "nemotron4-340b",
+    "mistral-nemo-2407": "mistral-nemo-12b",
+    "mistral-large-2407": "mistral-large-123b",
     "mixtral": "mixtral-8x7b",
     "qwen3-30b": "qwen3-30b-a3b",
     "qwen3-235b": "qwen3-235b-a22b",

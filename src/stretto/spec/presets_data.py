@@ -3,10 +3,11 @@
 Sources: GPT-2, Radford et al. 2019, table 2; GPT-3, Brown et al. 2020, table 2.1, and NeMo's recipes;
 Megatron, Narayanan et al. 2021, table 1; Korthikanti et al. 2022, table 3; MPT, the pretraining files of
 llm-foundry; Llama, Touvron et al. 2023; Llama 3, Grattafiori et al. 2024, table 3; Mixtral, Jiang et al.
-2024; Nemotron, NeMo's recipes; and of these and the others the published `config.json`.
+2024; Gemma 2, arXiv 2408.00118, table 1; Gemma 3, arXiv 2503.19786, table 1; Nemotron, NeMo's recipes; and of
+these and the others the published `config.json`.
 
-Dropout is 0 in all. The Llama 3.1 and 3.2 sizes have the sequence they were pretrained on first, before their
-positions were stretched.
+Dropout is 0 in all. `sequence` is the most positions that the published model sees; where they were stretched
+after the first training, `rope` says from how many.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from stretto.spec.attention import AttentionShape, HeadNorm, LatentShape
+from stretto.spec.attention import AttentionShape, LatentShape, RopeScaling
 from stretto.spec.experts import ExpertShape
 from stretto.spec.families import Family
 from stretto.spec.shape import ModelShape
@@ -34,10 +35,7 @@ def _rows(make: Callable[..., ModelShape], columns: str, rows: dict[str, tuple[A
         TABLE[model] = partial(make, **dict(zip(names, row, strict=True)))
 
 
-def _gpt(*, layers: int, hidden: int, heads: int, vocab: int, sequence: int) -> ModelShape:
-    return ModelShape(family="gpt", layers=layers, hidden=hidden, heads=heads, vocab=vocab, sequence=sequence)
-
-
+_gpt = partial(ModelShape, family="gpt")
 _rows(
     partial(_gpt, vocab=50257),
     "layers hidden heads sequence",
@@ -89,45 +87,10 @@ _rows(
 )
 
 
-def _llama(
-    *,
-    layers: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    ffn: int,
-    vocab: int,
-    sequence: int,
-    theta: float = 10000.0,
-    tied: bool = False,
-    head_dim: int | None = None,
-    moe: ExpertShape | None = None,
-    norm: HeadNorm | None = None,
-    qkv_bias: bool | None = None,
-    window: int | None = None,
-    beyond: tuple[str, ...] = (),
-) -> ModelShape:
-    return ModelShape(
-        family="llama",
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        ffn=ffn,
-        vocab=vocab,
-        sequence=sequence,
-        rope_theta=theta,
-        tied=tied,
-        head_dim=head_dim,
-        moe=moe,
-        attention=AttentionShape(norm=norm, qkv_bias=qkv_bias, window=window),
-        beyond=beyond,
-    )
-
-
 _SIZES = "layers hidden heads kv_heads ffn"
+_llama = partial(ModelShape, family="llama")
 _rows(
-    partial(_llama, vocab=32000, sequence=2048),
+    partial(_llama, vocab=32000, sequence=2048, norm_eps=1e-6),
     _SIZES,
     {
         "llama1-7b": (32, 4096, 32, 32, 11008),
@@ -145,19 +108,35 @@ _rows(
         "llama2-70b": (80, 8192, 64, 8, 28672),
     },
 )
+_llama3 = partial(_llama, vocab=128256, rope_theta=500000.0)
 _rows(
-    partial(_llama, vocab=128256, sequence=8192, theta=500000.0),
-    f"{_SIZES} tied",
+    partial(_llama3, sequence=8192),
+    _SIZES,
+    {"llama3-8b": (32, 4096, 32, 8, 14336), "llama3-70b": (80, 8192, 64, 8, 28672)},
+)
+_LLAMA3_ROPE = RopeScaling(type="llama3", factor=8.0, original_positions=8192)
+_rows(
+    partial(_llama3, sequence=131072, rope=_LLAMA3_ROPE),
+    _SIZES,
     {
-        "llama3-8b": (32, 4096, 32, 8, 14336, False),
-        "llama3-70b": (80, 8192, 64, 8, 28672, False),
-        "llama3.1-405b": (126, 16384, 128, 8, 53248, False),
-        "llama3.2-1b": (16, 2048, 32, 8, 8192, True),
-        "llama3.2-3b": (28, 3072, 24, 8, 8192, True),
+        "llama3.1-8b": (32, 4096, 32, 8, 14336),
+        "llama3.1-70b": (80, 8192, 64, 8, 28672),
+        "llama3.1-405b": (126, 16384, 128, 8, 53248),
     },
 )
+_rows(
+    partial(
+        _llama3,
+        sequence=131072,
+        rope=RopeScaling(type="llama3", factor=32.0, original_positions=8192),
+        tied=True,
+    ),
+    _SIZES,
+    {"llama3.2-1b": (16, 2048, 32, 8, 8192), "llama3.2-3b": (28, 3072, 24, 8, 8192)},
+)
+_mistral = partial(ModelShape, family="mistral")
 TABLE["mistral-7b"] = partial(
-    _llama,
+    _mistral,
     layers=32,
     hidden=4096,
     heads=32,
@@ -165,7 +144,16 @@ TABLE["mistral-7b"] = partial(
     ffn=14336,
     vocab=32000,
     sequence=32768,
-    window=4096,
+    attention=AttentionShape(window=4096),
+)
+_rows(
+    partial(_mistral, head_dim=128),
+    f"{_SIZES} vocab sequence rope_theta",
+    {
+        "mistral-nemo-12b": (40, 5120, 32, 8, 14336, 131072, 131072, 1e6),
+        "mistral-small-24b": (40, 5120, 32, 8, 32768, 131072, 32768, 1e8),
+        "mistral-large-123b": (88, 12288, 96, 8, 28672, 32768, 131072, 1e6),
+    },
 )
 TABLE["smollm3-3b"] = partial(
     _llama,
@@ -176,15 +164,16 @@ TABLE["smollm3-3b"] = partial(
     ffn=11008,
     vocab=128256,
     sequence=4096,
-    theta=50000.0,
+    rope_theta=50000.0,
     tied=True,
+    norm_eps=1e-6,
     beyond=("every fourth block without positions",),
 )
 
 
 def _mixtral(*, balance: float, **sizes: Any) -> ModelShape:
     moe = ExpertShape(experts=8, top_k=2, balance=balance)
-    return _llama(**sizes, kv_heads=8, vocab=32000, theta=1e6, moe=moe)
+    return ModelShape(family="mixtral", **sizes, kv_heads=8, vocab=32000, rope_theta=1e6, moe=moe)
 
 
 _rows(
@@ -200,15 +189,16 @@ _rows(
         _llama,
         vocab=100352,
         sequence=4096,
-        theta=500000.0,
-        norm="all",
+        rope_theta=500000.0,
+        norm_eps=1e-6,
+        attention=AttentionShape(norm="all"),
         beyond=("norms after each half of a block",),
     ),
     _SIZES,
     {"olmo2-7b": (32, 4096, 32, 32, 11008), "olmo2-13b": (40, 5120, 40, 40, 13824)},
 )
 _rows(
-    partial(_llama, sequence=32768, theta=1e6, qkv_bias=True),
+    partial(ModelShape, family="qwen2", sequence=32768, rope_theta=1e6, norm_eps=1e-6),
     f"{_SIZES} vocab tied",
     {
         "qwen2.5-0.5b": (24, 896, 14, 2, 4864, 151936, True),
@@ -220,9 +210,40 @@ _rows(
         "qwen2.5-72b": (80, 8192, 64, 8, 29568, 152064, False),
     },
 )
-_qwen3 = partial(_llama, vocab=151936, sequence=40960, theta=1e6, head_dim=128, norm="head")
+_qwen2_experts = partial(ExpertShape, normalise=False, shared_gate=True, balance=0.001)
 _rows(
-    _qwen3,
+    partial(ModelShape, family="qwen2_moe", vocab=151936, rope_theta=1e6, norm_eps=1e-6),
+    f"{_SIZES} sequence moe",
+    {
+        "qwen1.5-moe-a2.7b": (
+            24,
+            2048,
+            16,
+            16,
+            5632,
+            8192,
+            _qwen2_experts(experts=60, top_k=4, ffn=1408, shared_ffn=5632),
+        ),
+        "qwen2-57b-a14b": (
+            28,
+            3584,
+            28,
+            4,
+            18944,
+            32768,
+            _qwen2_experts(experts=64, top_k=8, ffn=2560, shared_ffn=20480),
+        ),
+    },
+)
+_QWEN3: dict[str, Any] = {
+    "vocab": 151936,
+    "sequence": 40960,
+    "rope_theta": 1e6,
+    "head_dim": 128,
+    "norm_eps": 1e-6,
+}
+_rows(
+    partial(ModelShape, family="qwen3", **_QWEN3),
     f"{_SIZES} tied",
     {
         "qwen3-0.6b": (28, 1024, 16, 8, 3072, True),
@@ -235,11 +256,52 @@ _rows(
 )
 _qwen3_experts = partial(ExpertShape, experts=128, top_k=8, balance=0.001)
 _rows(
-    _qwen3,
+    partial(ModelShape, family="qwen3_moe", **_QWEN3),
     f"{_SIZES} moe",
     {
         "qwen3-30b-a3b": (48, 2048, 32, 4, 6144, _qwen3_experts(ffn=768)),
         "qwen3-235b-a22b": (94, 4096, 64, 4, 12288, _qwen3_experts(ffn=1536)),
+    },
+)
+
+
+def _gemma2(*, query_scale: float, **sizes: Any) -> ModelShape:
+    attention = AttentionShape(softcap=50.0, window=4096, full_every=2, query_scale=query_scale)
+    return ModelShape(
+        family="gemma2", **sizes, vocab=256000, sequence=8192, norm_eps=1e-6, attention=attention
+    )
+
+
+_rows(
+    _gemma2,
+    f"{_SIZES} head_dim query_scale",
+    {
+        "gemma2-2b": (26, 2304, 8, 4, 9216, 256, 256.0),
+        "gemma2-9b": (42, 3584, 16, 8, 14336, 256, 256.0),
+        "gemma2-27b": (46, 4608, 32, 16, 36864, 128, 144.0),
+    },
+)
+
+
+def _gemma3(*, window: int, query_scale: float, **sizes: Any) -> ModelShape:
+    """The language model; the larger ones have positions stretched from 16384 after the first training."""
+    stretched = RopeScaling(type="linear", factor=8.0) if sizes["sequence"] > 32768 else None
+    attention = AttentionShape(
+        norm="head", window=window, full_every=6, local_theta=10000.0, query_scale=query_scale
+    )
+    return ModelShape(
+        family="gemma3", **sizes, rope_theta=1e6, rope=stretched, norm_eps=1e-6, attention=attention
+    )
+
+
+_rows(
+    _gemma3,
+    f"{_SIZES} head_dim query_scale window vocab sequence",
+    {
+        "gemma3-1b": (26, 1152, 4, 1, 6912, 256, 256.0, 512, 262144, 32768),
+        "gemma3-4b": (34, 2560, 8, 4, 10240, 256, 256.0, 1024, 262208, 131072),
+        "gemma3-12b": (48, 3840, 16, 8, 15360, 256, 256.0, 1024, 262208, 131072),
+        "gemma3-27b": (62, 5376, 32, 16, 21504, 128, 168.0, 1024, 262208, 131072),
     },
 )
 
@@ -303,11 +365,10 @@ def _gpt_oss(layers: int, experts: int) -> ModelShape:
         head_dim=64,
         ffn=2880,
         vocab=201088,
-        sequence=4096,
+        sequence=131072,
         rope_theta=150000.0,
-        bias=True,
+        rope=RopeScaling(type="yarn", factor=32.0, original_positions=4096, truncate=False),
         moe=ExpertShape(experts=experts, top_k=4, router_bias=True),
-        attention=AttentionShape(sinks=True, window=128, full_every=2),
     )
 
 
@@ -336,29 +397,25 @@ def _llama4(experts: int, every: int) -> ModelShape:
 
 
 def _deepseek(
+    *,
     family: Family,
-    layers: int,
-    hidden: int,
-    heads: int,
-    ffn: int,
     moe: ExpertShape,
-    vocab: int,
     q_rank: int | None,
+    mscale: float,
+    **sizes: Any,
 ) -> ModelShape:
+    latent = LatentShape(kv_rank=512, rope_dim=64, value_dim=128, q_rank=q_rank)
     return ModelShape(
         family=family,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
+        **sizes,
         head_dim=192,
-        ffn=ffn,
-        vocab=vocab,
-        sequence=4096,
-        moe=moe,
+        sequence=163840,
         norm_eps=1e-6,
-        attention=AttentionShape(
-            latent=LatentShape(kv_rank=512, rope_dim=64, value_dim=128, q_rank=q_rank), interleaved=True
+        rope=RopeScaling(
+            type="yarn", factor=40.0, original_positions=4096, mscale=mscale, mscale_all_dim=mscale
         ),
+        moe=moe,
+        attention=AttentionShape(latent=latent, interleaved=True),
     )
 
 
@@ -375,52 +432,49 @@ _rows(
 TABLE.update({"falcon-180b": _falcon, "gpt-neox-20b": _neox})
 _rows(_gpt_oss, "layers experts", {"gpt-oss-20b": (24, 32), "gpt-oss-120b": (36, 128)})
 _rows(_llama4, "experts every", {"llama4-e16": (16, 1), "llama4-e128": (128, 2)})
-_v2 = partial(ExpertShape, top_k=6, score="softmax", normalise=False, dense_layers=1)
-TABLE.update(
-    {
-        "deepseek-v2-lite": lambda: _deepseek(
-            family="deepseek_v2",
-            layers=27,
-            hidden=2048,
-            heads=16,
-            ffn=10944,
-            moe=_v2(experts=64, ffn=1408, shared_ffn=2 * 1408),
-            vocab=102400,
-            q_rank=None,
-        ),
-        "deepseek-v2": lambda: _deepseek(
-            family="deepseek_v2",
-            layers=60,
-            hidden=5120,
-            heads=128,
-            ffn=12288,
-            moe=_v2(experts=160, ffn=1536, shared_ffn=2 * 1536, groups=8, top_groups=3, scale=16.0),
-            vocab=102400,
-            q_rank=1536,
-        ),
-        "deepseek-v3": lambda: _deepseek(
-            family="deepseek_v3",
-            layers=61,
-            hidden=7168,
-            heads=128,
-            ffn=18432,
-            moe=ExpertShape(
-                experts=256,
-                top_k=8,
-                ffn=2048,
-                shared_ffn=2048,
-                score="sigmoid",
-                dense_layers=3,
-                groups=8,
-                top_groups=4,
-                group_score="top2",
-                scale=2.5,
-                correction=True,
-                correction_rate=0.001,
-                balance=0.0001,
-            ),
-            vocab=129280,
-            q_rank=1536,
-        ),
-    }
+_v2 = partial(_deepseek, family="deepseek_v2", vocab=102400, mscale=0.707)
+_v2_experts = partial(ExpertShape, top_k=6, normalise=False, balance=0.001, dense_layers=1)
+TABLE["deepseek-v2-lite"] = partial(
+    _v2,
+    layers=27,
+    hidden=2048,
+    heads=16,
+    ffn=10944,
+    moe=_v2_experts(experts=64, ffn=1408, shared_ffn=2 * 1408),
+    q_rank=None,
+)
+TABLE["deepseek-v2"] = partial(
+    _v2,
+    layers=60,
+    hidden=5120,
+    heads=128,
+    ffn=12288,
+    moe=_v2_experts(experts=160, ffn=1536, shared_ffn=2 * 1536, groups=8, top_groups=3, scale=16.0),
+    q_rank=1536,
+)
+TABLE["deepseek-v3"] = partial(
+    _deepseek,
+    family="deepseek_v3",
+    layers=61,
+    hidden=7168,
+    heads=128,
+    ffn=18432,
+    vocab=129280,
+    moe=ExpertShape(
+        experts=256,
+        top_k=8,
+        ffn=2048,
+        shared_ffn=2048,
+        score="sigmoid",
+        balance=0.001,
+        dense_layers=3,
+        correction=True,
+        correction_rate=0.001,  # arXiv 2412.19437, section 4.2
+        groups=8,
+        top_groups=4,
+        group_score="top2",
+        scale=2.5,
+    ),
+    q_rank=1536,
+    mscale=1.0,
 )

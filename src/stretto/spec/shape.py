@@ -191,6 +191,13 @@ class ModelShape:
         return self.position_embedding == "rotary"
 
     @property
+    def pretraining_sequence(self) -> int:
+        """Tokens of a sample in the first training: `sequence`, unless positions were stretched later."""
+        if self.rope is None:
+            return self.sequence
+        return min(self.sequence, self.rope.original_positions or round(self.sequence / self.rope.factor))
+
+    @property
     def rope_dim(self) -> int:
         """Features of a head that are turned by position."""
         return self.head_dim if self.latent is None else self.latent.rope_dim

@@ -71,7 +71,7 @@ JOBS: dict[str, Job] = {
         precision=Precision(dtype="float16", gradients="same", loss_scale=1024.0, loss_scale_steps=500),
     ),
     "experts": Job(
-        shape=preset("mixtral-8x7b"),
+        shape=replace(preset("mixtral-8x7b"), family="llama"),
         layout=Layout(tp=2, dp=8, pp=2, ep=8, expert_tp=1),
         expert_tp=1,
         global_batch=64,
@@ -88,13 +88,18 @@ JOBS: dict[str, Job] = {
         dp=DataParallel(mode="zero1", offload="cpu"),
     ),
     "window": Job(
-        shape=replace(preset("gpt-oss-120b"), family="llama", mlp="swiglu"),
+        shape=replace(preset("gpt-oss-120b"), family="llama", mlp="swiglu", rope=None),
         layout=Layout(dp=8, ep=8),
         global_batch=16,
         precision=BFLOAT16,
         dp=DataParallel(mode="zero3"),
     ),
-    "norms": Job(shape=preset("qwen3-8b"), layout=Layout(dp=2), global_batch=4, precision=BFLOAT16),
+    "norms": Job(
+        shape=replace(preset("qwen3-8b"), family="llama"),
+        layout=Layout(dp=2),
+        global_batch=4,
+        precision=BFLOAT16,
+    ),
     "fp8": replace(LLAMA, precision=replace(BFLOAT16, fp8="tensor"), optimiser=Optimiser(states="bfloat16")),
 }
 

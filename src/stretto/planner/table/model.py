@@ -42,7 +42,7 @@ def row_shape(cells: Cells, shape: ModelShape | None = None) -> tuple[ModelShape
     if base is None and "heads" not in sizes:
         sizes["heads"] = cells.value_or("heads", max(1, round(sizes["hidden"] / _HEAD)), f"{_HEAD} wide each")
     sequence = cells.value_or(
-        "seq", SEQUENCE if base is None else base.sequence, "" if base is None else "the model's"
+        "seq", SEQUENCE if base is None else base.pretraining_sequence, "" if base is None else "the model's"
     )
     if base is None:
         sizes["vocab"] = cells.value_or("vocab", _VOCABULARY, "GPT-2's")
@@ -141,7 +141,7 @@ def _family(cells: Cells) -> str:
 def _changed(cells: Cells, base: ModelShape, sizes: dict[str, Any], sequence: int) -> ModelShape:
     """A published model with the row's sizes; sizes that scale with the width follow the row's width."""
     family = cells.word("family")
-    if family not in (None, base.family):
+    if family not in (None, base.family, "llama" if base.rotary else "gpt"):
         raise StrettoError(f"family is {family}, but the model is a {base.family}", hint="leave family empty")
     hidden, heads = sizes.get("hidden", base.hidden), sizes.get("heads", base.heads)
     if (hidden, heads) != (base.hidden, base.heads):

@@ -67,7 +67,7 @@ def write_model(choices: Choices) -> Settings:
 
 def _check_llama(shape: ModelShape) -> None:
     """Raise Problem for what torchtitan's llama3 module does not build."""
-    if shape.family != "llama":
+    if not shape.rotary:
         raise refused("model.family", shape.family, "torchtitan has no GPT-2", ["llama"])
     plain = ModelShape(
         family="llama",
