@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -52,7 +53,7 @@ def all_commands() -> dict[str, Any]:
 def test_every_command_has_a_summary_of_one_line_and_an_example(words: str) -> None:
     command = all_commands()[words]
     assert "\n" not in command.help.partition("\n\n")[0]
-    assert command.epilog.startswith(f"Example: stretto {words} ")
+    assert re.match(rf"Examples?: stretto {words} ", command.epilog)
 
 
 @pytest.mark.parametrize(

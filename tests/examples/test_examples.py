@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import json
 import re
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from stretto.spec.huggingface import shape_from_huggingface
 
 pytestmark = pytest.mark.apart
 
@@ -102,6 +105,15 @@ def test_every_placement_of_tables_trains_the_same():
         assert one is not None
         assert float(one[3]) < float(one[2])
         assert float(one[4]) < 1e-12
+
+
+def test_a_tiny_published_model_can_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["tiny_llama.py", str(tmp_path / "tiny")])
+    assert output("tiny_llama.py").endswith("parameters\n")
+    shape = shape_from_huggingface(json.loads((tmp_path / "tiny" / "config.json").read_text()))
+    assert not shape.unbuilt
+    assert shape.rope is not None
+    assert shape.rope.type == "llama3"
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

@@ -197,12 +197,13 @@ def import_model(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make a run of a published model of Hugging Face: GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3 (with and
-    without experts), Gemma 2 and 3, gpt-oss, DeepSeek-V2 and V3.
+    """Make a run of a published model of Hugging Face.
 
-    RUN gets the weights as the checkpoint of step 0, the tokenizer with what belongs to it, and a config.yaml
-    that trains on from them. Weights keep the files' type; those in 8-bit or 4-bit blocks become bfloat16.
-    One tensor at a time is in memory. What is not taken or not known is said.
+    GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3 (with and without experts), Gemma 2 and 3, gpt-oss,
+    DeepSeek-V2 and V3. RUN gets the weights as the checkpoint of step 0, the tokenizer with what belongs
+    to it, and a config.yaml that trains on from them. Weights keep the files' type; those in 8-bit or
+    4-bit blocks become bfloat16. One tensor at a time is in memory. What is not taken or not known is
+    said.
     """
     from stretto.run.train import imported
 

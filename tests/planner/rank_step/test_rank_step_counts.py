@@ -43,11 +43,11 @@ def test_copied_key_heads_count_on_every_rank() -> None:
     assert 8 * part.forward[0] - whole.forward[0] == 2 * HOW.tokens * 64 * (2 * 4 * LLAMA.head_dim)
 
 
-def test_a_ring_skips_half_of_the_other_blocks() -> None:
+def test_a_ring_skips_what_no_query_sees() -> None:
     whole = layer_flops(GPT, "block", HOW).forward[1]
     part = layer_flops(GPT, "block", replace(HOW, cp=4)).forward[1]
-    # a block of its own in full, half of each of three others
-    assert part == whole // 16 * (1 + 3 / 2)
+    # three of the four quarters of its own block, for lower queries see no upper keys; half of three others
+    assert part == whole // 16 * (3 / 4 + 3 / 2)
     exchanged = layer_flops(GPT, "block", replace(HOW, cp=4, context="ulysses")).forward[1]
     assert 4 * exchanged == whole
 

@@ -366,8 +366,7 @@ def _core(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
     else:
         yield statistics
     flash = how.attention == "flash" and not shape.dropout
-    exchanged = how.context == "ulysses" or shape.gated  # or heads of rotary queries put in order
-    if how.cp > 1 and flash and exchanged:
+    if how.cp > 1 and flash and how.context == "ulysses":  # the projection takes it in another order
         q = shape.attention_width // how.tp
         yield Saved("attn.core output", e * how.tokens * q, _formula(e, "sbad", split))
 
