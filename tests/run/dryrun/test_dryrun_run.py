@@ -91,6 +91,9 @@ UNWEIGHED = [
     f"0 model.family=gemma3 {GQA} layout.pp=2",
     f"3 model.family=gpt_oss {GQA} {ROUTED} layout.tp=2 layout.dp=2 layout.ep=2 {SP}",
     f"1 model.family=deepseek_v2 {LATENT} {ROUTED} layout.pp=2 schedule.name=dualpipe",
+    # all blocks dense, since the family's first three are; then one of each
+    f"1 model.family=deepseek_v3 {LATENT} {ROUTED} layout.tp=2 {SP}",
+    f"1 model.family=deepseek_v3 {LATENT} {ROUTED} model.moe.dense_layers=1 layout.tp=2 {SP}",
 ]
 # Of models this small, tables and temporaries of a few KiB are percents.
 MEMORY = 0.06

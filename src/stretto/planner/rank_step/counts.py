@@ -76,7 +76,10 @@ def _linears(shape: ModelShape, how: ComputeConfig) -> tuple[int, int]:
     kv = how.kv_heads(shape) * shape.head_dim
     around = how.tokens * h * (2 * q + 2 * kv)
     if shape.latent is not None:
+        # each rank of sequence parallelism makes the narrow vectors of its own tokens alone
+        narrow = h * (shape.latent.kv_rank + shape.latent.rope_dim + (shape.latent.q_rank or 0))
         around = how.tokens * sum(rows * columns for rows, columns in attention_linears(shape, how))
+        around -= (how.tokens - how.shard) * narrow
     wide = 3 if shape.gated else 2  # matrices of an MLP
     if shape.moe is None:
         return 2 * (around + how.tokens * wide * h * (shape.ffn // how.tp)), 0
@@ -430,6 +433,7 @@ class _Counting:
         how, shape = self.memory.how, self.memory.shape
         group = tuple(self.job.layout.group(self.rank, "tp"))
         along = "norm" in name or name == "embed.pos.weight" or name.endswith(("proj.bias", "down.bias"))
+        along = along or ".attn.kv_down." in name or ".attn.q_down." in name
         if how.tp > 1 and ("router" in name or (along and how.sequence_parallel)):
             yield group, 0, elements
         if ".attn.qkv." in name and shape.kv_heads < how.tp:
@@ -482,7 +486,8 @@ class _Counting:
     def _norm(self) -> None:
         """The squared norm of all gradients."""
         shape, layout = self.memory.shape, self.job.layout
-        for axes in ("tp", "expert_tp-ep") if shape.moe is not None else ("tp",):
+        experts = any(kind.moe is not None for kind, _ in shape.kinds())
+        for axes in ("tp", "expert_tp-ep") if experts else ("tp",):
             expert = axes != "tp"
             state_config = self.memory.state_config
             copies = state_config.expert_copies if expert else state_config.copies
