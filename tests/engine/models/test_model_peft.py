@@ -92,15 +92,15 @@ def test_logits_loss_and_gradients_are_those_of_peft(
     (their_loss * 16).backward()
     gradients = {name: p.grad for name, p in ours.named_parameters() if is_adapter(name)}
     _, expected = to_peft(shape, gradients)
-    found = {
+    gradients_here = {
         name.replace(".default", ""): p.grad for name, p in peft.named_parameters() if p.grad is not None
     }
-    assert found.keys() == expected.keys()
+    assert gradients_here.keys() == expected.keys()
     for name, gradient in expected.items():
         mask = gradient != 0  # off the diagonal of several projections theirs would learn too
         assert mask.any()
-        torch.testing.assert_close(found[name][mask], gradient[mask], rtol=1e-9, atol=1e-9)
-        assert bool((found[name][~mask] == 0).all()) or "c_attn.lora_B" in name
+        torch.testing.assert_close(gradients_here[name][mask], gradient[mask], rtol=1e-9, atol=1e-9)
+        assert bool((gradients_here[name][~mask] == 0).all()) or "c_attn.lora_B" in name
 
 
 @pytest.mark.parametrize("case", CASES)

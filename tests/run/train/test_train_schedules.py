@@ -181,8 +181,8 @@ def test_a_second_epoch_is_shown_and_told_once(folder: Path) -> None:
     train(job(folder, *words[1:], "train.steps=7", again, model=LLAMA), keep_notes(str(notes)))
     rows = list(read_lines(config.run.folder / "metrics.jsonl"))
     assert [row["epoch"] for row in rows] == pytest.approx([8 * step / epoch for step in range(1, 8)])
-    told = [line for line in notes.read_text().splitlines() if "epoch" in line]
-    assert [line.partition(":")[0] for line in told] == [
+    notices = [line for line in notes.read_text().splitlines() if "epoch" in line]
+    assert [line.partition(":")[0] for line in notices] == [
         f"step 3 begins a second epoch of {epoch} training samples"
     ]
 

@@ -92,7 +92,7 @@ def test_a_server_counts_the_targets_of_all(folder: Path) -> None:
 
 def test_a_run_reports_tokens_and_those_that_count(folder: Path) -> None:
     config = config_of(
-        folder, "data.sequence=96", "layout.dp=2", "eval.every=3", "run.name=told", "eval.batches=1"
+        folder, "data.sequence=96", "layout.dp=2", "eval.every=3", "run.name=description", "eval.batches=1"
     )
     outcome = train(config)
     steps = [json.loads(line) for line in (config.run.folder / "metrics.jsonl").read_text().splitlines()]
@@ -101,8 +101,8 @@ def test_a_run_reports_tokens_and_those_that_count(folder: Path) -> None:
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert outcome["loss"] == steps[-1]["loss"]
     assert "| targets " in step_line(StepRecord(**steps[-1]), 6)
-    told = describe_samples(config, prepare_data(config, quiet=True))
-    assert [line.split(":")[0] for line in told] == ["train", "valid"]
-    assert "longer than 96 tokens are cut off" in told[0]
+    description = describe_samples(config, prepare_data(config, quiet=True))
+    assert [line.split(":")[0] for line in description] == ["train", "valid"]
+    assert "longer than 96 tokens are cut off" in description[0]
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (config.run.folder / name).exists()

@@ -1,7 +1,7 @@
 """Pickles read as plain data, without Python's unpickler.
 
-An unpickler looks up and calls whatever the file names, so a file from somebody else's machine could run
-code. This one walks the opcodes and knows those of dicts, lists, tuples, text, bytes, numbers, booleans and
+That unpickler looks up and calls whatever a file names, so a file of unknown origin could run code.
+This one walks the opcodes and knows those of dicts, lists, tuples, text, bytes, numbers, booleans and
 None. Where a reader expects objects it lists the names that may occur: each becomes a `Record`, which only
 notes the name and what the object would have been made of. Nothing is ever imported, looked up or called,
 anything else is refused, and no opcode allocates more than the file is long.

@@ -192,7 +192,7 @@ def _number(node: ast.expr) -> int:
 
 
 def _write_router_bias(choices: Choices) -> Settings:
-    """A bias that is learnt comes with those of all linears."""
+    """Megatron-LM's router has a trained bias where all linear layers have one."""
     if choices["model.moe.router_bias"] and not choices["model.bias"]:
         instead = "Megatron-LM's router has a bias where all linear layers have one"
         raise refused("model.moe.router_bias", True, instead, (False,))
