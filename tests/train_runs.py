@@ -6,7 +6,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from stretto.engine.checkpoint.read import read_whole
 from stretto.run.config import TrainConfig
 from stretto.run.data.prepare import prepare_data
+from stretto.run.data.token_source import TokenSource
 from stretto.run.launch.local import prepare, run_ranks
 from stretto.run.train.job import PRELOAD, local_rank
 from stretto.run.train.metrics import read_lines
@@ -25,15 +25,15 @@ Hook = tuple[Callable[..., None], tuple[Any, ...]]
 def train(config: TrainConfig, *hooks: Hook) -> dict[str, Any]:
     """Run the job with the hooks on every rank; the outcome of rank 0."""
     prepare(PRELOAD)
-    tokens = prepare_data(config, quiet=True).path
+    source = prepare_data(config, quiet=True)
     ranks = config.layout.to_layout().world
-    return run_ranks(ranks, hooked, list(hooks), config, tokens, stoppable=True)[0]
+    return run_ranks(ranks, hooked, list(hooks), config, source, stoppable=True)[0]
 
 
-def hooked(hooks: Sequence[Hook], config: TrainConfig, tokens: Path) -> dict[str, Any]:
+def hooked(hooks: Sequence[Hook], config: TrainConfig, source: TokenSource) -> dict[str, Any]:
     for plant, arguments in hooks:
         plant(*arguments)
-    return local_rank(config, True, tokens)
+    return local_rank(config, True, source)
 
 
 def at_step(step: int, rank: int | None, act: Callable[..., None], *arguments: Any) -> Hook:

@@ -70,7 +70,7 @@ def test_a_vocabulary_that_the_data_does_not_fill_is_refused(tmp_path: Path) -> 
         run_job(config)
     assert not (tmp_path / "cache").exists()
     check_vocabulary(job(tmp_path, "model.vocab=310"))
-    tokens = prepare_data(job(tmp_path), quiet=True).path
+    tokens = Path(prepare_data(job(tmp_path), quiet=True).name)
     for source in (f"data.source={tokens}", f"data.tokenizer={tokens / 'tokenizer.json'}"):
         for vocab, said in ((400, "so 100 rows"), (200, "and each needs a row")):
             with pytest.raises(StrettoError, match=rf"model\.vocab is {vocab}: .* 300 entries, {said}"):

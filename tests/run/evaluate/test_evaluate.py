@@ -18,7 +18,7 @@ from stretto.engine.models.build import build
 from stretto.engine.models.language import LanguageModel
 from stretto.run.config import TrainConfig
 from stretto.run.data.prepare import prepare_data
-from stretto.run.data.token_folder import TokenFolder
+from stretto.run.data.token_source import TokenSource
 from stretto.run.train.metrics import read_lines
 from tiny_job import GPT, LLAMA, MOE, job, write_text
 from train_runs import train
@@ -46,8 +46,8 @@ def evaluated(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, A
     return json.loads(capsys.readouterr().out)
 
 
-def tokens_of(config: TrainConfig) -> TokenFolder:
-    return TokenFolder(prepare_data(config, quiet=True).path)
+def tokens_of(config: TrainConfig) -> TokenSource:
+    return prepare_data(config, quiet=True)
 
 
 def plain_model(checkpoint: Path) -> LanguageModel:
@@ -91,7 +91,7 @@ def test_every_layout_gives_the_loss_of_the_plain_model(
 ) -> None:
     config = config_of(folder, name, model)
     text = tokens_of(config)
-    start, stop = 0.8 * text.index.tokens, text.index.tokens
+    start, stop = 0.8 * text.size, text.size
     ids = text.tokens[round(start) :].tolist()
     assert abs(stop - len(ids) - start) < 1, "one document is cut where the ratio says"
     wanted, count = plain_loss(config.run.folder / "checkpoints" / "step-00000003", ids, config.data.sequence)
@@ -129,7 +129,7 @@ def test_training_evaluates_by_the_same_path(folder: Path, capsys: pytest.Captur
     first = evaluated(capsys, config.run.folder, "--split", "valid", "--limit", 1)
     assert first["tokens"] == config.batch.global_size * config.data.sequence
     model, text = plain_model(Path(facts["checkpoint"])), tokens_of(config)
-    start = round(0.6 * text.index.tokens)
+    start = round(0.6 * text.size)
     ids = torch.from_numpy(text.tokens[start : start + first["tokens"] + 1].astype("int64"))
     windows = [w.view(-1, config.data.sequence) for w in (ids[:-1], ids[1:])]
     with torch.no_grad():

@@ -187,7 +187,7 @@ def grads(job: Job, trial: Trial) -> list[dict[str, Tensor]]:
 
 
 def trial_of(config: TrainConfig) -> Trial:
-    tokens = prepare_data(config, quiet=True).path
+    tokens = prepare_data(config, quiet=True)
     return Trial(batches=batches(config, tokens, 2), seed=config.train.seed, total_steps=config.train.steps)
 
 

@@ -61,7 +61,7 @@ def count_on_each_replica() -> None:
 
 def test_layouts_agree_on_masked_samples_some_without_a_target(folder: Path) -> None:
     config = config_of(folder, "data.packing=true")
-    ((_, targets), *_) = batches(config, prepare_data(config, quiet=True).path, 1)
+    ((_, targets), *_) = batches(config, prepare_data(config, quiet=True), 1)
     counts = (targets != IGNORED).sum(1).tolist()
     assert 0 in counts
     assert len(set(counts)) > 2

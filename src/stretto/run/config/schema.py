@@ -83,6 +83,11 @@ class DataConfig(Section):
         description="Folder that keeps tokenizers and token files; null: the user's cache folder.",
     )
 
+    @property
+    def sources(self) -> list[str]:
+        """`source` as a list."""
+        return [self.source] if isinstance(self.source, str) else self.source
+
 
 class LayoutConfig(Section):
     """How many ranks each axis of parallelism has; their product is the number of processes."""

@@ -18,7 +18,6 @@ from stretto.run.data.token_folder import (
     VERSION,
     TokenFolder,
     TokenWriter,
-    is_token_folder,
     open_if_current,
     read_index,
 )
@@ -66,11 +65,10 @@ def build(
 ) -> TokenFolder:
     """The token folder of `source`, built unless it exists already.
 
-    `source`: `python-stdlib`, files, directories, globs (see `find_corpus`), or one token folder, which is
-    opened as it is. The result is at `out`, or in `cache` (default `cache_dir()`) under its fingerprint. A
-    byte-level BPE of up to `vocab` tokens is trained on the source, unless `tokenizer` names a
-    `tokenizer.json`; `vocab` is then ignored. With `replace`, tokens of another source at `out` are
-    overwritten. Several processes may build the same folder at once.
+    `source`: `python-stdlib`, files, directories or globs (see `find_corpus`). The result is at `out`, or in
+    `cache` (default `cache_dir()`) under its fingerprint. A byte-level BPE of up to `vocab` tokens is trained
+    on the source, unless `tokenizer` names a `tokenizer.json`; `vocab` is then ignored. With `replace`,
+    tokens of another source at `out` are overwritten. Several processes may build the same folder at once.
 
     With `chat` the rows of the source are conversations, and the folder has a mask of the tokens to train on:
     those of the assistant, or all. They are rendered by the tokenizer's chat template; `chat_template` names
@@ -81,8 +79,6 @@ def build(
             another source without `replace`.
     """
     sources = [source] if isinstance(source, str | os.PathLike) else list(source)
-    if out is None and len(sources) == 1 and is_token_folder(Path(sources[0]).expanduser()):
-        return TokenFolder(Path(sources[0]).expanduser())
     check_vocab(vocab)
     ready = Tokenizer.load(tokenizer) if tokenizer is not None else None
     conversations = Conversations.load(tokenizer, chat, chat_template)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from math import isfinite
-from typing import cast
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from stretto.engine.models.language import IGNORED
 from stretto.errors import StrettoError, nearest
 from stretto.run.config.schema import DataConfig
 from stretto.run.data.permutation import Permutation
-from stretto.run.data.token_folder import TokenFolder
+from stretto.run.data.token_source import Array, TokenSource
 
 SPLITS = ("train", "valid", "test")
 ALL = "all"
@@ -48,7 +47,7 @@ def parse_ratio(ratio: str) -> tuple[float, float, float]:
     return train, valid, test
 
 
-def split_tokens(offsets: Sequence[int], ratio: str) -> dict[str, range]:
+def split_tokens(offsets: Array, ratio: str) -> dict[str, range]:
     """Token ranges of each split, in the order train, valid, test; together they cover the stream.
 
     `offsets` are the documents' first tokens followed by the token count. Cuts are made at the document
@@ -70,7 +69,7 @@ def split_tokens(offsets: Sequence[int], ratio: str) -> dict[str, range]:
     return {name: ranges.get(name, range(total, total)) for name in SPLITS}
 
 
-def _nearest(offsets: Sequence[int], position: int) -> int:
+def _nearest(offsets: Array, position: int) -> int:
     """The document boundary nearest to `position`."""
     at = bisect_left(offsets, position)
     around = [int(offsets[i]) for i in (at - 1, at) if 0 <= i < len(offsets)]
@@ -108,7 +107,7 @@ def indices_after(
 
 
 class Ordered:
-    """Samples of one split of a token folder, by index; it keeps no position.
+    """Samples of one split of a token source, by index; it keeps no position.
 
     Index k is sample k % len of epoch k // len; each epoch has an order of its own, a pure function of (seed,
     epoch). With `shuffle=False` every epoch is in the order of the stream.
@@ -117,16 +116,16 @@ class Ordered:
     whole = False  # whether the split may be all of the stream
 
     def __init__(
-        self, folder: TokenFolder, split: str, sequence: int, seed: int, *, ratio: str, shuffle: bool
+        self, source: TokenSource, split: str, sequence: int, seed: int, *, ratio: str, shuffle: bool
     ) -> None:
         check_split(split, (*SPLITS, ALL) if self.whole else SPLITS)
         _check_sequence(sequence)
-        self.folder = folder
+        self.source = source
         self.split = split
         self.sequence = sequence
         self.seed = seed
         self.shuffle = shuffle
-        self.range = _range_of(folder, split, ratio)
+        self.range = _range_of(source, split, ratio)
         self._length = 0
 
     def __len__(self) -> int:
@@ -148,7 +147,7 @@ class Samples(Ordered):
 
     def __init__(
         self,
-        folder: TokenFolder,
+        source: TokenSource,
         split: str,
         sequence: int,
         seed: int = 0,
@@ -156,33 +155,33 @@ class Samples(Ordered):
         ratio: str = "949,50,1",
         shuffle: bool = True,
     ) -> None:
-        """Take `split` ("train", "valid" or "test") of `folder` cut by `ratio`; `sequence` in tokens.
+        """Take `split` ("train", "valid" or "test") of `source` cut by `ratio`; `sequence` in tokens.
 
         Raises:
             StrettoError: no such split, malformed ratio, fewer than `sequence + 1` tokens.
         """
-        super().__init__(folder, split, sequence, seed, ratio=ratio, shuffle=shuffle)
+        super().__init__(source, split, sequence, seed, ratio=ratio, shuffle=shuffle)
         self._length = (len(self.range) - 1) // sequence
         if self._length < 1:
-            raise _too_short(folder, split, len(self.range), sequence, ratio)
+            raise _too_short(source, split, len(self.range), sequence, ratio)
 
     def starts(self, indices: Sequence[int]) -> NDArray[np.int64]:
-        """First tokens of the samples within the folder: int64 [len(indices)]."""
+        """First tokens of the samples within the source: int64 [len(indices)]."""
         return self.range.start + self.positions(indices) * self.sequence
 
     def sample(self, index: int) -> NDArray[np.int64]:
         """Token ids of sample `index`: int64 [sequence + 1]."""
-        return self.folder.tokens[self._at([index])][0].astype(np.int64)
+        return self.source.tokens[self._at([index])][0].astype(np.int64)
 
     def batch(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs, and targets shifted by one token, -100 where the folder's mask says so: two int64 tensors
+        """Inputs, and targets shifted by one token, -100 where the source's mask says so: two int64 tensors
         [len(indices), sequence] on the CPU.
         """
         at = self._at(indices)
-        ids = self.folder.tokens[at].astype(np.int64)
+        ids = self.source.tokens[at].astype(np.int64)
         inputs, targets = ids[:, :-1].copy(), ids[:, 1:].copy()
-        if self.folder.mask is not None:
-            targets[self.folder.mask[at[:, 1:]] == 0] = IGNORED
+        if self.source.mask is not None:
+            targets[self.source.mask[at[:, 1:]] == 0] = IGNORED
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
     def _at(self, indices: Sequence[int]) -> NDArray[np.int64]:
@@ -203,7 +202,7 @@ class Documents(Ordered):
 
     def __init__(
         self,
-        folder: TokenFolder,
+        source: TokenSource,
         split: str,
         sequence: int,
         seed: int = 0,
@@ -212,18 +211,19 @@ class Documents(Ordered):
         shuffle: bool = True,
         drop: bool = False,
     ) -> None:
-        """Take `split` of `folder` cut by `ratio`; `drop` leaves out what is too long.
+        """Take `split` of `source` cut by `ratio`; `drop` leaves out what is too long.
 
         Raises:
             StrettoError: no such split, malformed ratio, no document in the split that can be trained on.
         """
-        super().__init__(folder, split, sequence, seed, ratio=ratio, shuffle=shuffle)
-        first, last = np.searchsorted(folder.offsets[:-1], [self.range.start, self.range.stop])
-        starts, lengths = folder.offsets[first:last], np.diff(folder.offsets[first : last + 1])
+        super().__init__(source, split, sequence, seed, ratio=ratio, shuffle=shuffle)
+        first = bisect_left(source.offsets, self.range.start, hi=source.documents)
+        last = bisect_left(source.offsets, self.range.stop, hi=source.documents)
+        starts, lengths = source.offsets[first:last], np.diff(source.offsets[first : last + 1])
         long = lengths > sequence + 1
         self._drop = drop
         kept = ~long if drop else np.ones(len(lengths), dtype=bool)
-        trained = _has_target(folder, starts, np.minimum(lengths, sequence + 1))
+        trained = _has_target(source, starts, np.minimum(lengths, sequence + 1))
         self.total, self.too_long = len(lengths), int(long.sum())
         self.untrained = int((kept & ~trained).sum())
         chosen = kept & trained
@@ -237,14 +237,14 @@ class Documents(Ordered):
         and on padding: two int64 tensors [len(indices), sequence] on the CPU.
         """
         size = (len(indices), self.sequence)
-        inputs = np.full(size, self.folder.index.endoftext, dtype=np.int64)
+        inputs = np.full(size, self.source.padding, dtype=np.int64)
         targets = np.full(size, IGNORED, dtype=np.int64)
         for row, document in enumerate(self.positions(indices)):
             start, length = int(self._starts[document]), int(self._lengths[document])
-            ids = self.folder.tokens[start : start + length].astype(np.int64)
+            ids = self.source.tokens[start : start + length].astype(np.int64)
             following = ids[1:].copy()
-            if self.folder.mask is not None:
-                following[self.folder.mask[start + 1 : start + length] == 0] = IGNORED
+            if self.source.mask is not None:
+                following[self.source.mask[start + 1 : start + length] == 0] = IGNORED
             inputs[row, : length - 1], targets[row, : length - 1] = ids[:-1], following
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
@@ -261,11 +261,11 @@ class Documents(Ordered):
     def _none(self, ratio: str) -> StrettoError:
         if not self.total:
             return StrettoError(
-                f"{self.split} split of {self.folder.path}: no document of {self.folder.index.documents}",
+                f"{self.split} split of {self.source.name}: no document of {self.source.documents}",
                 hint=f"give {self.split} a larger share of the split {ratio!r}, or more data",
             )
         return StrettoError(
-            f"{self.split} split of {self.folder.path}: of {self.total} documents {self.too_long} are longer"
+            f"{self.split} split of {self.source.name}: of {self.total} documents {self.too_long} are longer"
             f" than sequence {self.sequence}, and no other has a token to train on",
             hint="use a longer data.sequence, or data.too_long=truncate",
         )
@@ -275,16 +275,16 @@ _SUMMED = 1 << 14  # documents whose masks are read together
 
 
 def _has_target(
-    folder: TokenFolder, starts: NDArray[np.int64], lengths: NDArray[np.int64]
+    source: TokenSource, starts: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
     """Whether documents have a token after their first that counts; bool [len(starts)]."""
-    if folder.mask is None:
+    if source.mask is None:
         return lengths > 1
     counts = list[NDArray[np.int64]]()
     for block in range(0, len(starts), _SUMMED):
         first, length = starts[block : block + _SUMMED], lengths[block : block + _SUMMED]
         base = int(first[0])
-        mask = np.append(folder.mask[base : int(first[-1] + length[-1])], np.uint8(0))
+        mask = np.append(source.mask[base : int(first[-1] + length[-1])], np.uint8(0))
         edges = np.stack([first + 1, first + length], axis=1) - base
         sums = np.add.reduceat(mask, edges.ravel(), dtype=np.int64)[::2]
         counts.append(np.where(length > 1, sums, 0))  # of an empty range reduceat gives one element
@@ -292,40 +292,40 @@ def _has_target(
 
 
 def samples_of(
-    folder: TokenFolder, data: DataConfig, split: str, seed: int, shuffle: bool = True
+    source: TokenSource, data: DataConfig, split: str, seed: int, shuffle: bool = True
 ) -> Samples | Documents:
     """The samples of a split as a config has them: windows of the stream, or single documents.
 
     Raises:
-        StrettoError: the split is too short, or conversations are configured and the folder holds text.
+        StrettoError: the split is too short, or conversations are configured and the source holds text.
     """
-    if _packs(folder, data):
-        return Samples(folder, split, data.sequence, seed, ratio=data.split, shuffle=shuffle)
+    if _packs(source, data):
+        return Samples(source, split, data.sequence, seed, ratio=data.split, shuffle=shuffle)
     drop = data.too_long == "drop"
-    return Documents(folder, split, data.sequence, seed, ratio=data.split, shuffle=shuffle, drop=drop)
+    return Documents(source, split, data.sequence, seed, ratio=data.split, shuffle=shuffle, drop=drop)
 
 
-def whole_split_of(folder: TokenFolder, data: DataConfig, split: str) -> WholeSplit | WholeDocuments:
+def whole_split_of(source: TokenSource, data: DataConfig, split: str) -> WholeSplit | WholeDocuments:
     """As `samples_of`, each sample once, for evaluation; the split may be "all".
 
     Raises:
-        StrettoError: the split has nothing to predict, or conversations are configured and the folder holds
+        StrettoError: the split has nothing to predict, or conversations are configured and the source holds
             text.
     """
-    if _packs(folder, data):
-        return WholeSplit(folder, split, data.sequence, ratio=data.split)
+    if _packs(source, data):
+        return WholeSplit(source, split, data.sequence, ratio=data.split)
     drop = data.too_long == "drop"
-    return WholeDocuments(folder, split, data.sequence, ratio=data.split, shuffle=False, drop=drop)
+    return WholeDocuments(source, split, data.sequence, ratio=data.split, shuffle=False, drop=drop)
 
 
-def _packs(folder: TokenFolder, data: DataConfig) -> bool:
+def _packs(source: TokenSource, data: DataConfig) -> bool:
     """Whether samples are windows of the stream."""
-    if data.chat is not None and folder.mask is None:
+    if data.chat is not None and source.mask is None:
         raise StrettoError(
-            f"{folder.path}: holds the tokens of text, but data.chat is {data.chat}",
+            f"{source.name}: holds the tokens of text, but data.chat is {data.chat}",
             hint="build it with stretto data build --chat, or name the conversations as data.source",
         )
-    return folder.mask is None if data.packing is None else data.packing
+    return source.mask is None if data.packing is None else data.packing
 
 
 class WholeSplit:
@@ -336,8 +336,8 @@ class WholeSplit:
     out, and the end of text as input.
     """
 
-    def __init__(self, folder: TokenFolder, split: str, sequence: int, *, ratio: str = "949,50,1") -> None:
-        """Take `split` ("train", "valid", "test", or "all" of the stream) of `folder` cut by `ratio`;
+    def __init__(self, source: TokenSource, split: str, sequence: int, *, ratio: str = "949,50,1") -> None:
+        """Take `split` ("train", "valid", "test", or "all" of the stream) of `source` cut by `ratio`;
         `sequence` in tokens.
 
         Raises:
@@ -345,23 +345,23 @@ class WholeSplit:
         """
         check_split(split, (*SPLITS, ALL))
         _check_sequence(sequence)
-        self.folder = folder
+        self.source = source
         self.split = split
         self.sequence = sequence
-        self.range = _range_of(folder, split, ratio)
+        self.range = _range_of(source, split, ratio)
         if len(self.range) < 2:
             part = "" if split == ALL else f"the {split} split (data.split={ratio}) of "
             why = "is empty" if not self.range else "has one token, and nothing before it to predict it from"
             fix = "give more text" if split == ALL else "name another split, or give more text"
-            raise StrettoError(f"{part}the {folder.index.tokens} tokens of {folder.path} {why}", hint=fix)
+            raise StrettoError(f"{part}the {source.size} tokens of {source.name} {why}", hint=fix)
 
     def __len__(self) -> int:
         """Samples, the last of which may be incomplete."""
         return -(-(len(self.range) - 1) // self.sequence)
 
     def targets(self, samples: int) -> range | None:
-        """The tokens of the folder that the first `samples` samples predict; None where a mask chooses."""
-        if self.folder.mask is not None:
+        """The tokens of the source that the first `samples` samples predict; None where a mask chooses."""
+        if self.source.mask is not None:
             return None
         first = self.range.start + 1
         return range(first, min(first + samples * self.sequence, self.range.stop))
@@ -369,17 +369,17 @@ class WholeSplit:
     def batch(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs, and targets shifted by one token: two int64 tensors [len(indices), sequence] on the CPU."""
         size = (len(indices), self.sequence)
-        inputs = torch.full(size, self.folder.index.endoftext, dtype=torch.int64)
+        inputs = torch.full(size, self.source.padding, dtype=torch.int64)
         targets = torch.full(size, IGNORED, dtype=torch.int64)
         for row, index in enumerate(indices):
             start = self.range.start + index * self.sequence
-            ids = self.folder.tokens[start : min(start + self.sequence + 1, self.range.stop)]
+            ids = self.source.tokens[start : min(start + self.sequence + 1, self.range.stop)]
             if len(ids) > 1:
                 window = torch.from_numpy(ids.astype(np.int64))
                 inputs[row, : len(ids) - 1] = window[:-1]
                 targets[row, : len(ids) - 1] = window[1:]
-                if self.folder.mask is not None:
-                    mask = torch.from_numpy(self.folder.mask[start + 1 : start + len(ids)] == 0)
+                if self.source.mask is not None:
+                    mask = torch.from_numpy(self.source.mask[start + 1 : start + len(ids)] == 0)
                     targets[row, : len(ids) - 1][mask] = IGNORED
         return inputs, targets
 
@@ -400,14 +400,13 @@ class WholeDocuments(Documents):
         there = [index for index in indices if index < len(self)]
         inputs, targets = super().batch(there)
         missing = (len(indices) - len(there), self.sequence)
-        pads = torch.full(missing, self.folder.index.endoftext), torch.full(missing, IGNORED)
+        pads = torch.full(missing, self.source.padding), torch.full(missing, IGNORED)
         return torch.cat([inputs, pads[0]]), torch.cat([targets, pads[1]])
 
 
-def _range_of(folder: TokenFolder, split: str, ratio: str) -> range:
+def _range_of(source: TokenSource, split: str, ratio: str) -> range:
     """The tokens of a split, or of the whole stream."""
-    offsets = cast(Sequence[int], folder.offsets)
-    return range(folder.index.tokens) if split == ALL else split_tokens(offsets, ratio)[split]
+    return range(source.size) if split == ALL else split_tokens(source.offsets, ratio)[split]
 
 
 def check_split(split: str, allowed: Sequence[str]) -> None:
@@ -427,12 +426,12 @@ def _check_sequence(sequence: int) -> None:
         )
 
 
-def _too_short(folder: TokenFolder, split: str, tokens: int, sequence: int, ratio: str) -> StrettoError:
+def _too_short(source: TokenSource, split: str, tokens: int, sequence: int, ratio: str) -> StrettoError:
     fits = tokens - 1
     fixes = [f"use sequence {fits} or less"] if fits > 0 else []
     fixes += ["give more text", f"give {split} a larger share of the split {ratio!r}"]
     return StrettoError(
-        f"{split} split of {folder.path}: {tokens} tokens of {folder.index.tokens},"
+        f"{split} split of {source.name}: {tokens} tokens of {source.size},"
         f" one sample of sequence {sequence} needs {sequence + 1}",
         hint=", ".join(fixes[:-1]) + f", or {fixes[-1]}",
     )

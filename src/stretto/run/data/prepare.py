@@ -4,41 +4,31 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from stretto.errors import Problem
 from stretto.run.config.schema import TrainConfig
-from stretto.run.data.build import build
-from stretto.run.data.token_folder import TokenFolder, is_token_folder
+from stretto.run.data.open import holds_tokens, open_source
+from stretto.run.data.token_source import TokenSource
 from stretto.run.launch.stop import StopRequest
 
 
-def prepare_data(config: TrainConfig, stop: StopRequest | None = None, quiet: bool = False) -> TokenFolder:
-    """Open the token folder of the config's data, tokenising the text first where needed.
+def prepare_data(config: TrainConfig, stop: StopRequest | None = None, quiet: bool = False) -> TokenSource:
+    """Open the tokens of the config's data, tokenising text first where needed.
 
     Args:
         stop: checked while it tokenises.
         quiet: show no progress.
 
     Raises:
-        StrettoError: the text, the tokenizer or the folder is unusable.
+        StrettoError: the text, the tokenizer or the tokens are unusable.
         Stopped: the job was asked to stop.
     """
-    data = config.data
     with BuildBar(quiet, stop) as bar:
-        return build(
-            data.source,
-            cache=data.cache,
-            vocab=data.vocab,
-            tokenizer=data.tokenizer,
-            text_field=data.text_field,
-            chat=data.chat,
-            chat_template=data.chat_template,
-            progress=lambda at: bar.show(
-                at.stage, at.characters, at.total, f"{at.total / 1e6:.1f} M characters"
-            ),
+        return open_source(
+            config.data,
+            lambda at: bar.show(at.stage, at.characters, at.total, f"{at.total / 1e6:.1f} M characters"),
         )
 
 
@@ -47,24 +37,23 @@ LEAST_USED = 0.9
 rows for 50,295 entries)."""
 
 
-def check_vocabulary(config: TrainConfig, folder: TokenFolder | None = None) -> None:
+def check_vocabulary(config: TrainConfig, source: TokenSource | None = None) -> None:
     """Check that the model's vocabulary, where the config gives one, is the tokenizer's, or hardly larger.
 
     A tokenizer that the run trains is judged before that, by the entries it may have: a short text yields
     fewer. Any other is judged once its tokens are there.
 
     Args:
-        folder: the data; None: they have not been prepared yet.
+        source: the data; None: they have not been prepared yet.
 
     Raises:
         Problem: the tokenizer has more entries than the embedding has rows, or far fewer.
     """
     data, rows = config.data, config.model.vocab
-    sources = [data.source] if isinstance(data.source, str) else data.source
-    ready = data.tokenizer is not None or any(is_token_folder(Path(one).expanduser()) for one in sources)
-    if rows is None or ready != (folder is not None):
+    ready = data.tokenizer is not None or holds_tokens(data)
+    if rows is None or ready != (source is not None):
         return
-    entries = data.vocab if folder is None else folder.index.vocab
+    entries = data.vocab if source is None else source.vocab
     follow = "model.vocab=null, which takes the tokenizer's"
     if entries > rows:
         rule = f"the data's tokenizer has {entries} entries, and each needs a row of the embedding"
@@ -76,12 +65,12 @@ def check_vocabulary(config: TrainConfig, folder: TokenFolder | None = None) -> 
         raise Problem("model.vocab", rows, f"{rule}the head would never be used", fix)
 
 
-def check_samples(config: TrainConfig, folder: TokenFolder) -> None:
+def check_samples(config: TrainConfig, source: TokenSource) -> None:
     """Raise StrettoError if there is not one sample to train on, or none to evaluate on."""
-    describe_samples(config, folder)
+    describe_samples(config, source)
 
 
-def describe_samples(config: TrainConfig, folder: TokenFolder) -> list[str]:
+def describe_samples(config: TrainConfig, source: TokenSource) -> list[str]:
     """A line for each split that the run reads, where samples are single documents: how many there are, and
     what is cut off or left out.
 
@@ -90,8 +79,8 @@ def describe_samples(config: TrainConfig, folder: TokenFolder) -> list[str]:
     """
     from stretto.run.data.dataset import Documents, samples_of, whole_split_of
 
-    train = samples_of(folder, config.data, "train", config.train.seed)
-    samples = [train, whole_split_of(folder, config.data, "valid")] if config.eval.every else [train]
+    train = samples_of(source, config.data, "train", config.train.seed)
+    samples = [train, whole_split_of(source, config.data, "valid")] if config.eval.every else [train]
     return [one.describe() for one in samples if isinstance(one, Documents)]
 
 

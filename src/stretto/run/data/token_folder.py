@@ -16,7 +16,6 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 from stretto.errors import StrettoError
 from stretto.run.data.checksum import CHUNK, FileSums, SummedFile, check_chunks, check_size
 from stretto.run.data.commit import PartialFolder
+from stretto.run.data.token_source import TokenSource
 from stretto.run.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
 
 FORMAT = "stretto-tokens"
@@ -198,15 +198,13 @@ def _check(index: Index, path: Path) -> None:
 CHECKED_WHOLE = 1 << 28
 """Opening checks every byte of files smaller than this, and the first and last chunk of larger ones."""
 _BUFFERED = 1 << 16
-_COUNTED = 1 << 22  # tokens whose bytes are counted at a time
 
 
-class TokenFolder:
+class TokenFolder(TokenSource):
     """An open token folder, mapped into memory.
 
-    `tokens` [index.tokens] and `offsets` [index.documents + 1] are read-only maps; document i is
-    `tokens[offsets[i]:offsets[i + 1]]`, and a document of text ends with `index.endoftext`. `mask`
-    [index.tokens] is 1 where the loss counts a token, or None where it counts all.
+    `tokens`, `offsets` and `mask` are read-only maps; a document of text ends with `endoftext`, a
+    conversation as its template has it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -217,11 +215,14 @@ class TokenFolder:
         """
         self.path = Path(path)
         self.index: Index = read_index(self.path)
+        self.name = str(self.path)
+        self.vocab, self.endoftext = self.index.vocab, self.index.endoftext
+        self.fingerprint, self.trained = self.index.tokenizer, self.index.trained
         for name, sums in self.index.files.items():
             check_size(self.path / name, sums)
-        self.tokens: NDArray[np.uint16 | np.uint32] = self._map(TOKENS, f"<u{self._item}")
-        self.offsets: NDArray[np.int64] = self._map(DOCUMENTS, "<i8")
-        self.mask: NDArray[np.uint8] | None = self._map(MASK, "u1") if MASK in self.index.files else None
+        self.tokens = self._map(TOKENS, f"<u{self._item}")
+        self.offsets = self._map(DOCUMENTS, "<i8")
+        self.mask = self._map(MASK, "u1") if MASK in self.index.files else None
         for name, sums in self.index.files.items():
             self._check(name, None if sums.bytes < CHECKED_WHOLE else {0, len(sums.crc32) - 1})
         if (int(self.offsets[0]), int(self.offsets[-1])) != (0, self.index.tokens):
@@ -274,21 +275,14 @@ class TokenFolder:
             )
         return tokenizer
 
-    def text_bytes(self, tokens: range) -> int | None:
-        """Bytes in UTF-8 of the text of these tokens; None where the folder has no tokenizer.
+    def companions(self) -> dict[str, bytes]:
+        """As `TokenSource.companions`."""
+        names = [name for name in (TOKENIZER, TOKENIZER_CONFIG) if name in self.index.files]
+        return {name: (self.path / name).read_bytes() for name in names}
 
-        Raises:
-            StrettoError: as `tokenizer`.
-        """
-        if TOKENIZER not in self.index.files:
-            return None
-        tokenizer = self.tokenizer()
-        if tokenizer.token_bytes is not None:
-            cuts = [*range(tokens.start, tokens.stop, _COUNTED), tokens.stop]
-        else:  # decoded document by document, as other tokenizers treat the first token in a way of its own
-            first, last = np.searchsorted(self.offsets, (tokens.start, tokens.stop), "right")
-            cuts = [tokens.start, *map(int, self.offsets[first:last]), tokens.stop]
-        return sum(tokenizer.text_bytes(self.tokens[a:b]) for a, b in pairwise(cuts) if a < b)
+    def text_bytes(self, tokens: range) -> int | None:
+        """As `TokenSource.text_bytes`; None where the tokenizer's file is missing."""
+        return super().text_bytes(tokens) if TOKENIZER in self.index.files else None
 
     def _check(self, name: str, which: Iterable[int] | None) -> None:
         look: dict[str, Callable[[int, bytes], None]] = {

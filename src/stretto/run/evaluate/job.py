@@ -6,7 +6,6 @@ import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from stretto.errors import StrettoError
@@ -20,8 +19,10 @@ from stretto.run.config.schema import (
     TrainConfig,
 )
 from stretto.run.data.dataset import ALL, WholeDocuments, WholeSplit, whole_split_of
+from stretto.run.data.open import holds_tokens
 from stretto.run.data.prepare import prepare_data
-from stretto.run.data.token_folder import TOKENIZER, TokenFolder, is_token_folder
+from stretto.run.data.token_folder import TOKENIZER
+from stretto.run.data.token_source import TokenSource
 from stretto.run.evaluate.trained import Trained
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.job import PRELOAD, Kind, Result, run_kind
@@ -58,8 +59,7 @@ def evaluation_config(config: TrainConfig, request: Request) -> TrainConfig:
         raise StrettoError(
             "the config names no text yet: data.source is REQUIRED", hint="name it with --data"
         )
-    sources = [data.source] if isinstance(data.source, str) else data.source
-    if not any(is_token_folder(Path(one).expanduser()) for one in sources):
+    if not holds_tokens(data):
         data = data.model_copy(update={"tokenizer": _tokenizer(data.tokenizer, request)})
     model = config.model
     if model.positions is None and "sequence" in trained.sizes:
@@ -129,69 +129,69 @@ class _Evaluation(Kind[TrainConfig]):
     def check(self, config: TrainConfig, world: int | None, devices: int | None) -> None:
         check(config, world=world, devices=devices)
 
-    def prepare(self, config: TrainConfig, stop: StopRequest) -> TokenFolder:
-        folder = prepare_data(config, stop)
-        _check_tokens(config, self._request, folder)
-        return folder
+    def prepare(self, config: TrainConfig, stop: StopRequest) -> TokenSource:
+        source = prepare_data(config, stop)
+        _check_tokens(config, self._request, source)
+        return source
 
-    def agree(self, config: TrainConfig, data: TokenFolder) -> None:
+    def agree(self, config: TrainConfig, data: TokenSource) -> None:
         pass  # `prepare` has checked it, for torchrun too
 
-    def say(self, config: TrainConfig, data: TokenFolder, quiet: bool) -> None:
+    def say(self, config: TrainConfig, data: TokenSource, quiet: bool) -> None:
         trained, split = self._request.trained, _split(config, self._request, data)
-        source = config.data.source if isinstance(config.data.source, str) else ", ".join(config.data.source)
         part = "all" if split.split == ALL else f"the {split.split} split"
         limit = self._request.limit
         some = "" if limit is None else f", of them at most {limit * config.batch.global_size:,} sequences"
         print(
-            f"evaluate step {trained.step} of {trained.folder} on {part} of {source}: "
-            f"{len(split.range):,} of {data.index.tokens:,} tokens in sequences of {split.sequence}{some}; "
+            f"evaluate step {trained.step} of {trained.folder} on {part} of "
+            f"{', '.join(config.data.sources)}: "
+            f"{len(split.range):,} of {data.size:,} tokens in sequences of {split.sequence}{some}; "
             f"{config.train.dtype}, {config.layout.to_layout().describe()}",
             file=sys.stderr if quiet else sys.stdout,
             flush=True,
         )
 
-    def local(self, config: TrainConfig, data: TokenFolder, quiet: bool) -> tuple[Any, ...]:
-        return local_rank, config, self._request, quiet, data.path
+    def local(self, config: TrainConfig, data: TokenSource, quiet: bool) -> tuple[Any, ...]:
+        return local_rank, config, self._request, quiet, data
 
     def join(self, config: TrainConfig, stop: StopRequest, quiet: bool) -> dict[str, Any]:
         return _evaluate_rank(config, self._request, stop, quiet)
 
 
-def _split(config: TrainConfig, request: Request, folder: TokenFolder) -> WholeSplit | WholeDocuments:
-    return whole_split_of(folder, config.data, request.split)
+def _split(config: TrainConfig, request: Request, source: TokenSource) -> WholeSplit | WholeDocuments:
+    return whole_split_of(source, config.data, request.split)
 
 
-def _check_tokens(config: TrainConfig, request: Request, folder: TokenFolder) -> None:
+def _check_tokens(config: TrainConfig, request: Request, source: TokenSource) -> None:
     """Raise StrettoError unless the text was tokenised as the model's was, and has the split."""
     checkpoint, theirs = request.trained.checkpoint, request.trained.meta.get("tokenizer")
-    if theirs is not None and theirs != folder.index.tokenizer:
+    if None not in (theirs, source.fingerprint) and theirs != source.fingerprint:
         keeps = request.trained.folder / TOKENIZER
         raise StrettoError(
-            f"the tokens of {folder.path} are not of the tokenizer that {checkpoint} was trained with",
+            f"the tokens of {source.name} are not of the tokenizer that {checkpoint} was trained with",
             hint=f"name the text itself with --data, and {keeps} encodes it"
             if keeps.is_file()
             else "name the text itself, and the model's tokenizer.json with data.tokenizer=FILE",
         )
     rows = request.trained.sizes.get("vocab")
-    if isinstance(rows, int) and folder.index.vocab > rows:
+    if isinstance(rows, int) and source.vocab > rows:
         raise StrettoError(
-            f"the tokenizer of {folder.path} has {folder.index.vocab} entries, and {checkpoint} has an "
+            f"the tokenizer of {source.name} has {source.vocab} entries, and {checkpoint} has an "
             f"embedding of {rows}",
             hint="name the model's tokenizer.json with data.tokenizer=FILE",
         )
-    check_model(checkpoint, config.shape(folder.index.vocab), folder)
-    _split(config, request, folder)
+    check_model(checkpoint, config.shape(source.vocab), source)
+    _split(config, request, source)
 
 
-def local_rank(config: TrainConfig, request: Request, quiet: bool, tokens: Path) -> dict[str, Any]:
+def local_rank(config: TrainConfig, request: Request, quiet: bool, source: TokenSource) -> dict[str, Any]:
     """One rank of this machine."""
     with StopRequest() as stop:
-        return _evaluate_rank(config, request, stop, quiet, tokens)
+        return _evaluate_rank(config, request, stop, quiet, source)
 
 
 def _evaluate_rank(
-    config: TrainConfig, request: Request, stop: StopRequest, quiet: bool, tokens: Path | None = None
+    config: TrainConfig, request: Request, stop: StopRequest, quiet: bool, source: TokenSource | None = None
 ) -> dict[str, Any]:
     """Evaluate as one rank of the job that RANK and WORLD_SIZE describe."""
     import torch.distributed as dist
@@ -209,14 +209,14 @@ def _evaluate_rank(
 
     with ExitStack() as cleanup:
         device = cleanup.enter_context(process_group(config))
-        folder = TokenFolder(tokens) if tokens is not None else open_data(config)
-        job = job_of(config, vocab=folder.index.vocab)
+        source = open_data(config) if source is None else source
+        job = job_of(config, vocab=source.vocab)
         mesh = Mesh(job.layout, device, timedelta(seconds=config.train.timeout_s))
         replica = assemble(job, mesh, seed=config.train.seed, fresh=False)
         cleanup.callback(replica.close)
         load_weights(replica, request.trained.checkpoint)
         step = TrainingStep(replica, Rate.of(job.optimiser, 1))
-        evaluation = Evaluation(step, _split(config, request, folder), request.limit)
+        evaluation = Evaluation(step, _split(config, request, source), request.limit)
         bar = cleanup.enter_context(PassBar("evaluate", evaluation.batches, quiet or mesh.rank > 0))
 
         def show(batches: int, losses: float, tokens: int) -> None:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
-
 from stretto.program.action import Kind
 from stretto.program.program import Program
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.dataset import split_tokens
-from stretto.run.data.token_folder import TokenFolder
+from stretto.run.data.token_source import TokenSource
 from stretto.spec.job import Job
 from stretto.spec.parameters import count_parameters
 
 
-def banner(config: TrainConfig, job: Job, folder: TokenFolder) -> str:
+def banner(config: TrainConfig, job: Job, source: TokenSource) -> str:
     """The model and its layout, the text and the results, the splits of the text, the stages: a line each."""
     shape, program = job.shape, job.program()
-    source = config.data.source if isinstance(config.data.source, str) else ", ".join(config.data.source)
     layout, micro = job.layout, _count(program.microbatches, "microbatch", "es")
     updates = sum(action.kind is Kind.UPDATE for action in program.orders[0])
     return "\n".join(
@@ -27,18 +23,18 @@ def banner(config: TrainConfig, job: Job, folder: TokenFolder) -> str:
             f"{', '.join([program.name, *_features(job)])}; {config.train.steps} "
             f"steps of {job.global_batch} x {job.sequence} tokens in {micro} of {job.micro_batch}"
             + (f", {_count(updates, 'update')} of the weights a step" if updates else ""),
-            f"text: {source}, {_short(folder.index.tokens)} tokens{_trained(folder)}, "
-            f"vocabulary {folder.index.vocab}; "
+            f"text: {', '.join(config.data.sources)}, {_short(source.size)} tokens{_trained(source)}, "
+            f"vocabulary {source.vocab}; "
             f"results in {config.run.folder} (metrics.jsonl, checkpoints/)",
-            _splits(config, job, folder),
+            _splits(config, job, source),
             _stages(job, program),
         ]
     )
 
 
-def _splits(config: TrainConfig, job: Job, folder: TokenFolder) -> str:
+def _splits(config: TrainConfig, job: Job, source: TokenSource) -> str:
     """The tokens of each split, and what evaluations read, whose loss is not of the text trained on."""
-    ranges = split_tokens(cast(Sequence[int], folder.offsets), config.data.split)
+    ranges = split_tokens(source.offsets, config.data.split)
     sizes = {name: len(tokens) for name, tokens in ranges.items()}
     shown = [f"{name} {_short(size)} tokens" for name, size in sizes.items() if size]
     if config.eval.every is not None and sizes["valid"]:
@@ -49,10 +45,9 @@ def _splits(config: TrainConfig, job: Job, folder: TokenFolder) -> str:
     return f"splits: {', '.join(shown)}"
 
 
-def _trained(folder: TokenFolder) -> str:
+def _trained(source: TokenSource) -> str:
     """How many of the tokens the loss counts, where it does not count all."""
-    trained = folder.index.trained
-    return "" if trained is None else f", {_short(trained)} of them trained on"
+    return "" if source.trained is None else f", {_short(source.trained)} of them trained on"
 
 
 def _features(job: Job) -> list[str]:

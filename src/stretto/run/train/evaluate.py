@@ -44,7 +44,7 @@ class Evaluation:
         of the tokens count.
         """
         targets = self._split.targets(self.batches * self._size)
-        return None if targets is None else self._split.folder.text_bytes(targets)
+        return None if targets is None else self._split.source.text_bytes(targets)
 
     def run(
         self, after: int, stop: StopRequest | None = None, progress: Progress | None = None

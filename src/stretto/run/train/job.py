@@ -7,7 +7,6 @@ import signal
 import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from stretto.engine.checkpoint.folder import checkpoints
@@ -25,7 +24,7 @@ from stretto.run.train.prediction import first_line
 from stretto.run.train.resume import check_resume, starts_afresh
 
 if TYPE_CHECKING:
-    from stretto.run.data.token_folder import TokenFolder
+    from stretto.run.data.token_source import TokenSource
 
 C = TypeVar("C", bound=JobConfig)
 
@@ -178,19 +177,19 @@ class _Language(Kind[TrainConfig]):
         check(config, world=world, devices=devices)
         check_vocabulary(config)
 
-    def prepare(self, config: TrainConfig, stop: StopRequest) -> TokenFolder:
+    def prepare(self, config: TrainConfig, stop: StopRequest) -> TokenSource:
         return prepare_data(config, stop)
 
-    def agree(self, config: TrainConfig, data: TokenFolder) -> None:
+    def agree(self, config: TrainConfig, data: TokenSource) -> None:
         check_vocabulary(config, data)
-        check_resume(config, config.shape(data.index.vocab), data)
+        check_resume(config, config.shape(data.vocab), data)
         check_samples(config, data)
 
-    def say(self, config: TrainConfig, data: TokenFolder, quiet: bool) -> None:
+    def say(self, config: TrainConfig, data: TokenSource, quiet: bool) -> None:
         _say_first(config, data, quiet)
 
-    def local(self, config: TrainConfig, data: TokenFolder, quiet: bool) -> tuple[Any, ...]:
-        return local_rank, config, quiet, data.path
+    def local(self, config: TrainConfig, data: TokenSource, quiet: bool) -> tuple[Any, ...]:
+        return local_rank, config, quiet, data
 
     def join(self, config: TrainConfig, stop: StopRequest, quiet: bool) -> dict[str, Any]:
         from stretto.run.train.worker import train_rank
@@ -198,17 +197,17 @@ class _Language(Kind[TrainConfig]):
         return train_rank(config, stop, quiet)
 
 
-def local_rank(config: TrainConfig, quiet: bool, tokens: Path) -> dict[str, Any]:
+def local_rank(config: TrainConfig, quiet: bool, source: TokenSource) -> dict[str, Any]:
     """One rank of this machine; here, so that this process need not import what only ranks need."""
     from stretto.run.train.worker import train_rank
 
     with StopRequest() as stop:
-        return train_rank(config, stop, quiet, tokens)
+        return train_rank(config, stop, quiet, source)
 
 
-def _say_first(config: TrainConfig, folder: TokenFolder, quiet: bool) -> None:
-    job = job_of(config, vocab=folder.index.vocab)
-    lines = [banner(config, job, folder), *describe_samples(config, folder), first_line(job, config.train)]
+def _say_first(config: TrainConfig, source: TokenSource, quiet: bool) -> None:
+    job = job_of(config, vocab=source.vocab)
+    lines = [banner(config, job, source), *describe_samples(config, source), first_line(job, config.train)]
     print("\n".join(lines), file=sys.stderr if quiet else sys.stdout, flush=True)
 
 

@@ -12,7 +12,7 @@ from stretto.engine.checkpoint.load import latest, load
 from stretto.engine.checkpoint.save import save
 from stretto.errors import StrettoError
 from stretto.run.config.schema import JobConfig, TrainConfig
-from stretto.run.data.token_folder import TokenFolder
+from stretto.run.data.token_source import TokenSource
 from stretto.run.train.loop import Position
 from stretto.run.train.replica import (
     MODEL,
@@ -39,7 +39,7 @@ class TextPosition(Position):
     weight_updates: int = 0  # as many as steps, or more where a step updates the weights several times
 
 
-def save_run(config: TrainConfig, replica: Replica, folder: TokenFolder, position: TextPosition) -> Path:
+def save_run(config: TrainConfig, replica: Replica, source: TokenSource, position: TextPosition) -> Path:
     """Write a checkpoint of the run. Collective over all ranks."""
     meta: dict[str, Any] = {
         "step": position.step,
@@ -53,8 +53,8 @@ def save_run(config: TrainConfig, replica: Replica, folder: TokenFolder, positio
         "model": shape_to_record(replica.shape),
         "layout": replica.mesh.layout.describe(),
         "schedule": replica.pipeline.program.name,
-        "tokenizer": folder.index.tokenizer,
-        "text": _text(config, folder),
+        "tokenizer": source.fingerprint,
+        "text": _text(config, source),
         "config": config.model_dump(mode="json"),
     }
     return save(
@@ -112,7 +112,7 @@ def report_resumed(
 
 
 def go_on(
-    config: TrainConfig, replica: Replica, folder: TokenFolder, path: Path, report: Report
+    config: TrainConfig, replica: Replica, source: TokenSource, path: Path, report: Report
 ) -> TextPosition:
     """Fill the replica from a checkpoint, whatever layout wrote it. Collective.
 
@@ -123,7 +123,7 @@ def go_on(
     Raises:
         StrettoError: damaged, or of another model or tokenizer.
     """
-    meta = check_fits(path, config, replica.shape, folder)
+    meta = check_fits(path, config, replica.shape, source)
     base = is_base(meta, replica.shape)
     if "step" not in meta or base:
         load_weights(replica, path, check=config.checkpoint.resume != "auto", adapters=not base)
@@ -137,7 +137,7 @@ def go_on(
     if replica.loss_scale is not None and meta.get("loss_scale"):
         replica.loss_scale.load(meta["loss_scale"])
     set_random_state(loaded.per_rank, replica.mesh.device)
-    text = _text(config, folder)
+    text = _text(config, source)
     warn = meta.get("text", text) != text  # of an imported run it is not known
     report_resumed(config, path, meta, report, "the text or data.sequence" if warn else None)
     return TextPosition(
@@ -169,10 +169,10 @@ def load_weights(replica: Replica, path: Path, check: bool = True, adapters: boo
     replica.refresh()
 
 
-def _text(config: TrainConfig, folder: TokenFolder) -> dict[str, Any]:
+def _text(config: TrainConfig, source: TokenSource) -> dict[str, Any]:
     """What identifies a stream of samples, independent of its path."""
-    index, data = folder.index, config.data
-    text = {"tokens": index.tokens, "documents": index.documents, "sequence": data.sequence}
-    if index.trained is None and data.packing is not False:
+    data = config.data
+    text = {**source.identity(), "sequence": data.sequence}
+    if source.mask is None and data.packing is not False:
         return text
-    return {**text, "trained": index.trained, "packing": data.packing, "too_long": data.too_long}
+    return {"trained": None, **text, "packing": data.packing, "too_long": data.too_long}

@@ -11,7 +11,7 @@ from stretto.engine.checkpoint.folder import checkpoints, is_checkpoint, resolve
 from stretto.engine.checkpoint.manifest import quick_problems, read_manifest
 from stretto.errors import StrettoError, nearest
 from stretto.run.config.schema import JobConfig, TrainConfig
-from stretto.run.data.token_folder import TokenFolder
+from stretto.run.data.token_source import TokenSource
 from stretto.spec.shape import ModelShape, shape_from_record
 
 # Fields of a model's shape, and of the parts in it, that may differ from those of the checkpoint that a run
@@ -72,7 +72,7 @@ def wanted_checkpoint(config: JobConfig) -> Path | None:
     return next((path for path in candidates if not quick_problems(path)), None)
 
 
-def check_resume(config: TrainConfig, shape: ModelShape, folder: TokenFolder) -> None:
+def check_resume(config: TrainConfig, shape: ModelShape, source: TokenSource) -> None:
     """Check by manifests, before ranks are started, that the run can resume as its config says.
 
     Raises:
@@ -80,16 +80,16 @@ def check_resume(config: TrainConfig, shape: ModelShape, folder: TokenFolder) ->
     """
     whole = wanted_checkpoint(config)
     if whole is not None:
-        check_fits(whole, config, shape, folder)
+        check_fits(whole, config, shape, source)
 
 
-def check_fits(path: Path, config: TrainConfig, shape: ModelShape, folder: TokenFolder) -> dict[str, Any]:
+def check_fits(path: Path, config: TrainConfig, shape: ModelShape, source: TokenSource) -> dict[str, Any]:
     """The checkpoint's facts, if it is of this model, tokenizer and optimiser.
 
     Raises:
         StrettoError: it is not.
     """
-    meta = check_model(path, shape, folder, config.checkpoint.may_differ)
+    meta = check_model(path, shape, source, config.checkpoint.may_differ)
     if not is_base(meta, shape):
         _check_optimizer(path, meta, config)
     return meta
@@ -103,7 +103,7 @@ def is_base(meta: Mapping[str, Any], shape: ModelShape) -> bool:
 
 
 def check_model(
-    path: Path, shape: ModelShape, folder: TokenFolder, may_differ: Sequence[str] = ()
+    path: Path, shape: ModelShape, source: TokenSource, may_differ: Sequence[str] = ()
 ) -> dict[str, Any]:
     """The checkpoint's facts, if it is of this model and tokenizer.
 
@@ -114,7 +114,7 @@ def check_model(
         StrettoError: it is not.
     """
     meta = read_manifest(path).meta
-    _check_tokenizer(path, meta, folder)
+    _check_tokenizer(path, meta, source)
     _check_model(path, meta.get("model"), shape, may_differ)
     return meta
 
@@ -251,8 +251,9 @@ def _check_optimizer(path: Path, meta: Mapping[str, Any], config: TrainConfig) -
         raise another_optimiser(path, "finetune.freeze", frozen, config.finetune.freeze)
 
 
-def _check_tokenizer(path: Path, meta: Mapping[str, Any], folder: TokenFolder) -> None:
-    if meta.get("tokenizer", folder.index.tokenizer) != folder.index.tokenizer:
+def _check_tokenizer(path: Path, meta: Mapping[str, Any], source: TokenSource) -> None:
+    theirs, ours = meta.get("tokenizer"), source.fingerprint
+    if None not in (theirs, ours) and theirs != ours:
         raise StrettoError(
             f"checkpoint {path} was trained with another tokenizer",
             hint="train on its text with its data.vocab, or give its run's tokenizer.json as data.tokenizer",

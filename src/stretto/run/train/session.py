@@ -10,7 +10,7 @@ from stretto.engine.optim.rate import Rate
 from stretto.engine.pipeline import Recorder
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.dataset import samples_of, whole_split_of
-from stretto.run.data.token_folder import TokenFolder
+from stretto.run.data.token_source import TokenSource
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train import trace
 from stretto.run.train.evaluate import Evaluation
@@ -35,7 +35,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
 
     Args:
         replica: this rank's model.
-        folder: the token folder of the text.
+        source: the tokens of the text.
         position: where the run is.
         saved: the checkpoint that it was resumed from.
         metrics: on rank 0 only.
@@ -45,7 +45,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         self,
         config: TrainConfig,
         replica: Replica,
-        folder: TokenFolder,
+        source: TokenSource,
         position: TextPosition,
         saved: Path | None = None,
         metrics: Metrics | None = None,
@@ -53,16 +53,16 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         super().__init__(config, position, saved, metrics)
         self.replica = replica
         self.mesh = replica.mesh
-        self._folder = folder
+        self._source = source
         self._training = TrainingStep(replica, Rate.of(replica.job.optimiser, config.train.steps), self.note)
         left = config.train.steps - position.step
         self._traced = position.step + min(config.metrics.trace, left) if config.metrics.trace else 0
         self._speed = Speed(replica, config.metrics.peak_tflops)
         self._forecast = None if metrics is None else Forecast(replica.job, config)
         seed = config.train.seed
-        self._samples = samples_of(folder, config.data, "train", seed)
+        self._samples = samples_of(source, config.data, "train", seed)
         self._evaluation = (
-            Evaluation(self._training, whole_split_of(folder, config.data, "valid"), config.eval.batches)
+            Evaluation(self._training, whole_split_of(source, config.data, "valid"), config.eval.batches)
             if config.eval.every
             else None
         )
@@ -172,4 +172,4 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         return record.loss
 
     def _write_checkpoint(self) -> Path:
-        return save_run(self.config, self.replica, self._folder, self.position)
+        return save_run(self.config, self.replica, self._source, self.position)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import timedelta
@@ -17,12 +16,11 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.prepare import check_vocabulary, prepare_data
-from stretto.run.data.token_folder import TokenFolder
+from stretto.run.data.token_source import TokenSource
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.assemble import assemble
 from stretto.run.train.companions import (
     CHAT_TEMPLATE,
-    TOKENIZER,
     TOKENIZER_CONFIG,
     copy_companions,
     run_folder,
@@ -35,70 +33,70 @@ from stretto.run.train.session import Session
 
 
 def train_rank(
-    config: TrainConfig, stop: StopRequest, quiet: bool = False, tokens: Path | None = None
+    config: TrainConfig, stop: StopRequest, quiet: bool = False, source: TokenSource | None = None
 ) -> dict[str, Any]:
     """Train as one rank of the job that RANK and WORLD_SIZE describe; returns the `Outcome` as a mapping.
 
     Args:
         stop: whether this rank was asked to stop.
         quiet: write nothing to stdout (`--json`); the progress goes to stderr.
-        tokens: the token folder, where it is known to exist; otherwise one rank of each machine builds it.
+        source: the data, where the launcher has opened it; otherwise one rank of each machine prepares it.
     """
     with ExitStack() as cleanup:
         device = cleanup.enter_context(process_group(config))
         timeout = timedelta(seconds=config.train.timeout_s)
         torch.manual_seed(config.train.seed)  # its state is in checkpoints, for layers of users
-        folder = TokenFolder(tokens) if tokens is not None else open_data(config)
-        check_vocabulary(config, folder)
-        job = job_of(config, vocab=folder.index.vocab)
+        source = open_data(config) if source is None else source
+        check_vocabulary(config, source)
+        job = job_of(config, vocab=source.vocab)
         mesh = Mesh(job.layout, device, timeout)
         pipeline = job.layout.group(mesh.rank, "pp")
         cleanup.enter_context(hang_record(config.run.folder / HANG, pipeline))
         notes = list[str]()
         saved, base = find_checkpoint(config, notes.append), False
         if saved is not None:
-            base = is_base(check_fits(saved, config, job.shape, folder), job.shape)
+            base = is_base(check_fits(saved, config, job.shape, source), job.shape)
         fresh = "adapters" if saved is not None and base else saved is None
         replica = assemble(job, mesh, seed=config.train.seed, fresh=fresh)
         cleanup.callback(replica.close)
         position = TextPosition()
         if saved is not None:
-            position = go_on(config, replica, folder, saved, notes.append)
+            position = go_on(config, replica, source, saved, notes.append)
         metrics = start_run(
             config,
             position.step,
-            lambda run: _keep_companions(folder.path, saved, run),
+            lambda run: _keep_companions(source, saved, run),
             cleanup,
             notes=notes,
             quiet=quiet,
         )
         outcome = Session(
-            config=config, replica=replica, folder=folder, position=position, saved=saved, metrics=metrics
+            config=config, replica=replica, source=source, position=position, saved=saved, metrics=metrics
         ).run(stop)
         dist.barrier()
         return asdict(outcome)
 
 
-def open_data(config: TrainConfig) -> TokenFolder:
-    """One rank of each machine builds the token folder if need be; then all open it."""
+def open_data(config: TrainConfig) -> TokenSource:
+    """One rank of each machine prepares the data if need be; then all open it."""
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         prepare_data(config)
     dist.barrier()
     return prepare_data(config)
 
 
-def _keep_companions(tokens: Path, saved: Path | None, run: Path) -> None:
+def _keep_companions(source: TokenSource, saved: Path | None, run: Path) -> None:
     """Keep in the run what its text needs: the tokenizer of its tokens, with the chat template that rendered
     them; and from the run that it starts from generation settings, and a template where the tokens have none.
 
-    Files are copied to one beside, then renamed: an interrupted run leaves the old one or the new.
+    Files are written beside, then renamed: an interrupted run leaves the old one or the new.
     """
-    for name in (TOKENIZER, TOKENIZER_CONFIG):
-        if (tokens / name).is_file():
-            beside = run / f"{name}.new"
-            shutil.copyfile(tokens / name, beside)
-            beside.replace(run / name)
+    files = source.companions()
+    for name, data in files.items():
+        beside = run / f"{name}.new"
+        beside.write_bytes(data)
+        beside.replace(run / name)
     if saved is not None and (start := run_folder(saved)).resolve() != run.resolve():
         copy_companions(start, run)
-    if (tokens / TOKENIZER_CONFIG).is_file():
+    if TOKENIZER_CONFIG in files:
         (run / CHAT_TEMPLATE).unlink(missing_ok=True)  # it would come before the one in the config

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stretto.errors import StrettoError
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from stretto.prove.diagnose import Verdict
+    from stretto.run.data.token_source import TokenSource
 
 _COPIES = 4  # float64 copies of the model on a rank: weights, gradients, two optimiser states
 
@@ -52,18 +52,18 @@ def verify(
     ranks = cases[0].layout.world
     check_ranks(ranks)
     prepare(PRELOAD)
-    folder = prepare_data(config, quiet=quiet)
-    shape = config.shape(folder.index.vocab)
+    source = prepare_data(config, quiet=quiet)
+    shape = config.shape(source.vocab)
     proved = [replace(case, shape=shape) for case in cases]
     _check_memory(proved, steps + 1)
-    check_samples(config, folder)
-    return run_ranks(ranks, _rank, config, proved, folder.path, steps, twice, on_rank, quiet)[0]
+    check_samples(config, source)
+    return run_ranks(ranks, _rank, config, proved, source, steps, twice, on_rank, quiet)[0]
 
 
 def _rank(
     config: TrainConfig,
     cases: list[Job],
-    folder: Path,
+    source: TokenSource,
     steps: int,
     twice: bool,
     on_rank: Callable[[], None] | None,
@@ -84,7 +84,7 @@ def _rank(
     try:
         report = None if quiet else Progress(len(cases))
         trial = Trial(
-            batches=batches(config, folder, steps + 1),
+            batches=batches(config, source, steps + 1),
             seed=config.train.seed,
             total_steps=config.train.steps,
             twice=twice,
@@ -95,12 +95,11 @@ def _rank(
         dist.destroy_process_group()
 
 
-def batches(config: TrainConfig, folder: Path, steps: int) -> list[tuple[Tensor, Tensor]]:
+def batches(config: TrainConfig, source: TokenSource, steps: int) -> list[tuple[Tensor, Tensor]]:
     """The first global batches of the training split: what `stretto train` sees."""
     from stretto.run.data.dataset import samples_of
-    from stretto.run.data.token_folder import TokenFolder
 
-    samples = samples_of(TokenFolder(folder), config.data, "train", config.train.seed)
+    samples = samples_of(source, config.data, "train", config.train.seed)
     size = config.batch.global_size
     return [samples.batch(range(step * size, (step + 1) * size)) for step in range(steps)]
 

@@ -1,0 +1,102 @@
+"""What every source of tokens offers to training, evaluation and proof, whatever files hold it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any, Protocol
+
+from stretto.run.data.tokenizer import Tokenizer
+
+_COUNTED = 1 << 22  # tokens whose bytes are counted at a time
+
+
+class Array(Protocol):
+    """A read-only array of one dimension, of which only what is indexed need be in memory."""
+
+    def __len__(self) -> int:
+        """Elements."""
+        ...
+
+    def __getitem__(self, key: Any, /) -> Any:
+        """One element for an int; an ndarray for a slice or an int64 ndarray of any shape."""
+        ...
+
+
+class TokenSource(ABC):
+    """A stream of tokens, cut into documents.
+
+    A source is opened in the process that starts the ranks and reaches them by pickling: implementations
+    define `__reduce__` so that a rank opens the files itself instead of receiving their content.
+
+    Attributes:
+        name: the source as messages call it, such as its path.
+        tokens: ids [size]; all are below `vocab`.
+        offsets: int64 [documents + 1]; document i is `tokens[offsets[i]:offsets[i + 1]]`.
+        mask: uint8 [size], 1 where the loss counts the token; None: it counts all.
+        vocab: size of the vocabulary.
+        endoftext: the id that ends a document; None where no tokenizer is known.
+        fingerprint: of the tokenizer; None where it is not known.
+        trained: how many tokens the mask selects; None without a mask.
+    """
+
+    name: str
+    tokens: Array
+    offsets: Array
+    mask: Array | None
+    vocab: int
+    endoftext: int | None
+    fingerprint: str | None
+    trained: int | None
+
+    @property
+    def size(self) -> int:
+        """Tokens."""
+        return len(self.tokens)
+
+    @property
+    def documents(self) -> int:
+        """Documents."""
+        return len(self.offsets) - 1
+
+    @property
+    def padding(self) -> int:
+        """The id at positions without a token, whose targets do not count."""
+        return 0 if self.endoftext is None else self.endoftext
+
+    def identity(self) -> dict[str, Any]:
+        """What tells these tokens from others wherever they lie; a checkpoint keeps it as JSON."""
+        facts = {"tokens": self.size, "documents": self.documents}
+        return facts if self.trained is None else {**facts, "trained": self.trained}
+
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the tokens.
+
+        Raises:
+            StrettoError: the source has none, or another one.
+        """
+
+    @abstractmethod
+    def companions(self) -> Mapping[str, bytes]:
+        """Content of the files that generation and export need, by name: `tokenizer.json`, and
+        `tokenizer_config.json` where a chat template rendered the tokens.
+        """
+
+    def text_bytes(self, tokens: range) -> int | None:
+        """Bytes in UTF-8 of the text of these tokens; None where no tokenizer is known.
+
+        Raises:
+            StrettoError: as `tokenizer`.
+        """
+        if self.fingerprint is None:
+            return None
+        tokenizer = self.tokenizer()
+        if tokenizer.token_bytes is not None:
+            cuts = [*range(tokens.start, tokens.stop, _COUNTED), tokens.stop]
+        else:  # decoded document by document, as other tokenizers treat the first token in a way of its own
+            first, last = bisect_right(self.offsets, tokens.start), bisect_left(self.offsets, tokens.stop)
+            cuts = [tokens.start, *map(int, self.offsets[first:last]), tokens.stop]
+        return sum(tokenizer.text_bytes(self.tokens[a:b]) for a, b in pairwise(cuts) if a < b)

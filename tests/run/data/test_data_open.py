@@ -1,0 +1,64 @@
+"""`open_source`: whatever `data.source` names is opened as one kind of thing, here and on every rank."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.errors import StrettoError
+from stretto.run.config.schema import DataConfig
+from stretto.run.data.build import build
+from stretto.run.data.open import holds_tokens, open_source
+from stretto.run.data.token_source import TokenSource
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "one text"}\n{"text": "another"}\n')
+    return path
+
+
+def data_of(tmp_path: Path, source: Path, **more: Any) -> DataConfig:
+    return DataConfig(source=str(source), vocab=300, cache=str(tmp_path / "cache"), **more)
+
+
+def same(one: TokenSource, two: TokenSource) -> bool:
+    return (one.name, one.tokens[:].tolist(), one.offsets[:].tolist(), one.fingerprint, one.identity()) == (
+        *(two.name, two.tokens[:].tolist(), two.offsets[:].tolist(), two.fingerprint, two.identity()),
+    )
+
+
+def test_text_is_tokenised_once(tmp_path: Path, text: Path) -> None:
+    data = data_of(tmp_path, text)
+    stages = list[str]()
+    source = open_source(data, lambda at: stages.append(at.stage))
+    assert stages[-1] == "encode"
+    stages.clear()
+    assert same(source, open_source(data, lambda at: stages.append(at.stage)))
+    assert not stages
+    assert not holds_tokens(data)
+    assert (source.documents, source.size) == (2, len(source.tokens))
+    assert source.identity() == {"tokens": source.size, "documents": 2}
+
+
+def test_a_token_folder_is_opened_as_it_is(tmp_path: Path, text: Path) -> None:
+    folder = build(text, tmp_path / "out", vocab=300)
+    data = data_of(tmp_path, folder.path)
+    assert holds_tokens(data)
+    assert same(open_source(data), folder)
+    assert not (tmp_path / "cache").exists()
+    (folder.path / "tokens.bin").write_bytes(b"")
+    with pytest.raises(StrettoError, match="truncated"):
+        open_source(data)
+
+
+def test_a_rank_opens_the_files_itself(tmp_path: Path, text: Path) -> None:
+    source = open_source(data_of(tmp_path, text))
+    sent = pickle.dumps(source)
+    assert len(sent) < 1000  # the tokens are not in it
+    assert same(pickle.loads(sent), source)
+    assert set(source.companions()) == {"tokenizer.json"}
