@@ -5,7 +5,7 @@ scores, and where no fused kernel applies. Plain attention and the rounds of a r
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -59,6 +59,58 @@ class Band:
         """bool [n, m]: whether a query sees a key."""
         seen = torch.ones(n, m, dtype=torch.bool, device=device).tril_(self.shift)
         return seen if self.window is None else seen.triu_(self.shift - self.window + 1)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some queries and some keys of a block, and which of them see which.
+
+    rows: the samples.
+    """
+
+    queries: slice
+    keys: slice
+    band: Band
+    rows: slice = field(default_factory=lambda: slice(None))
+
+    def part(self, queries: slice, keys: slice) -> Piece | None:
+        """The piece of some of these queries and keys, without those that have no partner; None if none
+        has.
+        """
+        first, before = queries.start, keys.start
+        band = self.band.at(_shifted(queries, -self.queries.start), _shifted(keys, -self.keys.start))
+        seen = band.trim(queries.stop - first, keys.stop - before)
+        if seen is None:
+            return None
+        return Piece(_shifted(seen[0], first), _shifted(seen[1], before), band.at(*seen), self.rows)
+
+    def of_rows(self, rows: slice) -> Piece:
+        """The piece of these samples."""
+        return Piece(self.queries, self.keys, self.band, rows)
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """The part of x [b, heads, n, ...]."""
+        return x[self.rows, :, self.queries]
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """The part of x [b, heads, m, ...]."""
+        return x[self.rows, :, self.keys]
+
+
+def _shifted(x: slice, by: int) -> slice:
+    return slice(x.start + by, x.stop + by)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of the positions of all samples, laid end to end; each attends to itself.
+
+    cuts: int32 [runs + 1], where they begin, and the end of the last.
+    longest: of their lengths.
+    """
+
+    cuts: Tensor
+    longest: int
 
 
 @dataclass(frozen=True)
@@ -204,6 +256,55 @@ class Flash:
         dq, dk, dv = (t.transpose(1, 2) for t in grads)
         return dq, dk, dv
 
+    def forward_runs(
+        self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward`, causally inside each run of positions: one call of the "varlen" kernel."""
+        b, n = q.shape[0], q.shape[2]
+        y, lse = _aten._flash_attention_forward(
+            *(_end_to_end(t) for t in (q, k, v)), *_limits(runs), 0.0, True, False, **self._behind(window)
+        )[:2]  # lse [heads, b n]
+        return y.unflatten(0, (b, n)).transpose(1, 2), lse.unflatten(1, (b, n)).transpose(0, 1)
+
+    def backward_runs(
+        self,
+        *,
+        dy: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        y: Tensor,
+        lse: Tensor,
+        runs: Runs,
+        window: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of `forward_runs`."""
+        b, n = q.shape[0], q.shape[2]
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout's random state
+        flat_lse = lse.transpose(0, 1).flatten(1).contiguous()
+        flat = (_end_to_end(t) for t in (dy, q, k, v, y))
+        grads = _aten._flash_attention_backward(
+            *flat, flat_lse, *_limits(runs), 0.0, True, unused, unused, **self._behind(window)
+        )
+        dq, dk, dv = (t.unflatten(0, (b, n)).transpose(1, 2) for t in grads)
+        return dq, dk, dv
+
+    def _behind(self, window: int | None) -> dict[str, float]:
+        """Scale and sides of a causal call."""
+        before = -1 if window is None else window - 1
+        return {"scale": self.scale, "window_size_left": before, "window_size_right": 0}
+
+
+def _end_to_end(x: Tensor) -> Tensor:
+    """[b, heads, n, d] to [b n, heads, d]."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _limits(runs: Runs) -> tuple[Tensor, Tensor, int, int]:
+    """Of queries and keys. A longest run of 1 would choose a kernel for generation, with other results."""
+    longest = max(runs.longest, 2)
+    return runs.cuts, runs.cuts, longest, longest
+
 
 def _sides(n: int, m: int, band: Band) -> dict[str, int]:
     """The band as FlashAttention takes it: how many keys a query sees before and after the one that is as far
@@ -284,9 +385,9 @@ class DropoutMask:
     mask: Tensor
     scale: float
 
-    def at(self, queries: slice, keys: slice) -> DropoutMask:
-        """The mask of some queries and keys."""
-        return DropoutMask(self.mask[:, :, queries, keys], self.scale)
+    def at(self, queries: slice, keys: slice, rows: slice = slice(None)) -> DropoutMask:
+        """The mask of some queries and keys of some samples."""
+        return DropoutMask(self.mask[rows, :, queries, keys], self.scale)
 
     def factors(self, queries: slice, keys: slice, dtype: torch.dtype) -> Tensor:
         """What the probabilities of these queries and keys are multiplied by: 0 or the scale."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from closeness import check_close
 from ranks import on_ranks
+from stretto.engine.documents import Documents
 from stretto.engine.models.causal import CausalAttention
 from stretto.engine.parallel.context.style import ContextAttention
 from stretto.engine.parallel.mesh import Mesh
@@ -39,6 +40,7 @@ class Case:
     sinks: bool = False
     dv: int = 8  # features of a value; a key has 8
     dropout_first: bool = False  # which of the two styles swaps first
+    documents: tuple[int, ...] = ()  # where they begin in the first sample; in each further one a token later
 
     @property
     def tolerance(self) -> float:
@@ -52,6 +54,12 @@ def core_of(case: Case) -> CausalAttention:
         keys.samples = range(11, 11 + case.batch)
         core.drop = KeyedDropout(case.p, "core", keys)
     core.explicit = case.explicit
+    if case.documents:
+        edges = torch.zeros(case.batch, case.length, dtype=torch.int64)
+        for row in range(case.batch):
+            firsts = [first + row for first in case.documents if first + row < case.length]
+            edges[row, firsts] = torch.tensor(firsts)
+        core.packing.documents = Documents(edges.cummax(1).values)
     return core
 
 
@@ -85,12 +93,12 @@ def share(x: Tensor, split: SequenceSplit, mesh: Mesh, fill: float) -> Tensor:
 
 
 def cancelling(case: Case, q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> dict[str, float]:
-    """The size of what cancels in the gradients of q and k where there is a single key.
+    """The size of what cancels in the gradients of q and k where each query sees a single key.
 
     The softmax of one score is 1 whatever the score, so the score's gradient, dy v - dy y, is zero but for
     rounding; each of the two terms is at most |dy| |v|.
     """
-    if case.length > 1 and case.window != 1:
+    if case.length > 1 and case.window != 1 and len(case.documents) < case.length:
         return {}
     dy_size, v_size, q_size, k_size = (float(x.detach().norm(dim=-1).max()) for x in (dy, v, q, k))
     score = 2 * dy_size * v_size / q.shape[-1] ** 0.5
@@ -174,10 +182,32 @@ def family_cases(cp: int, tp: int) -> Iterator[Case]:
             yield Case(method, 96, 4, 2, window=17, sinks=True, dtype=dtype)
 
 
+def packed_cases(cp: int, tp: int) -> Iterator[Case]:
+    """Samples of several documents: edges at those of ranks and halves and beside them, documents of one
+    token, and of nearly the whole sample.
+    """
+    half, length = 5, 2 * cp * 5
+    every = tuple(range(length))
+    ulysses = ("ulysses",) if 4 // tp % cp == 0 else ()
+    for method in ("ring", *ulysses):
+        for documents in ((half,), (half - 1, half + 1), (length // 2,), (1, length - 5), every[::3], every):
+            yield Case(method, length - 3, 4, 2, 2, documents=documents)
+        mixed = Case(method, length - 1, 4, 2, 3, documents=(3, half, half + 1, length // 2 + 2))
+        yield replace(mixed, length=length)
+        yield replace(mixed, window=4, sinks=True)
+        yield replace(mixed, window=half + 2, softcap=2.0, scale=0.4)
+        yield replace(mixed, dv=6)
+        yield replace(mixed, p=0.4)
+        yield replace(mixed, p=0.4, window=half + 2, sinks=True)
+        yield replace(mixed, explicit=True, sinks=True)
+        for dtype in (torch.float32, torch.bfloat16):
+            yield Case(method, 96, 4, 2, 2, dtype=dtype, documents=(7, 40, 48, 90))
+
+
 def every_case(tp: int, cp: int) -> int:
     mesh = Mesh(Layout(tp=tp, cp=cp))
     done = 0
-    for case in (*cases(cp, tp), *family_cases(cp, tp)):
+    for case in (*cases(cp, tp), *family_cases(cp, tp), *packed_cases(cp, tp)):
         check(case, mesh)
         done += 1
     # tiles of explicit attention that do not divide, longer than one

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ranks import on_ranks
+from stretto.engine.documents import Documents, Packing, share_packing
 from stretto.engine.models.build import build
 from stretto.engine.models.language import IGNORED, LanguageModel
 from stretto.engine.models.sharding import sharding_plan
@@ -23,11 +24,14 @@ from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.pipeline.shared import PartialGradient, sum_partial
 from stretto.layout.layout import Layout
+from stretto.spec.attention import RopeScaling
 from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
 GPT = ModelShape(family="gpt", layers=2, hidden=16, heads=4, vocab=22, sequence=20, dropout=0.3, tied=True)
 LLAMA = ModelShape(family="llama", layers=2, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=22, sequence=20)
+
+DYNAMIC = RopeScaling(type="dynamic", factor=4.0, original_positions=8)
 
 SAMPLES = (7, 8)
 
@@ -39,6 +43,7 @@ class Case:
     length: int
     sequence_parallel: bool
     recompute: bool = False
+    packed: bool = False  # with several documents in a sample
 
 
 def cases(tp: int) -> Iterator[Case]:
@@ -48,6 +53,8 @@ def cases(tp: int) -> Iterator[Case]:
             yield Case(GPT, method, 9, sp, recompute=True)
             yield Case(LLAMA, method, 9, sp)
             yield Case(replace(LLAMA, kv_heads=1), method, 14, sp, recompute=True)
+            yield Case(GPT, method, 13, sp, recompute=True, packed=True)
+            yield Case(replace(LLAMA, kv_heads=1, rope=DYNAMIC), method, 14, sp, packed=True)
 
 
 def plain_model(shape: ModelShape) -> LanguageModel:
@@ -59,18 +66,31 @@ def plain_model(shape: ModelShape) -> LanguageModel:
     return model
 
 
-def step(model: LanguageModel, ids: Tensor, targets: Tensor, keys: DropoutKeys) -> Tensor:
-    keys.samples = SAMPLES
+def documents_of(case: Case) -> Documents | None:
+    """Of a token, some tokens, and the rest, in each sample others."""
+    if not case.packed:
+        return None
+    begins = torch.zeros(2, case.length, dtype=torch.int64)
+    for row, firsts in zip(begins, ([5, 6, 8], [1, case.length // 2]), strict=True):
+        row[firsts] = torch.tensor(firsts)
+    return Documents(begins.cummax(1).values)
+
+
+def step(
+    model: LanguageModel, ids: Tensor, targets: Tensor, keys: DropoutKeys, packing: Packing, case: Case
+) -> Tensor:
+    keys.samples, packing.documents = SAMPLES, documents_of(case)
     loss = model.loss(model(ids), targets)
-    keys.samples = ()  # another microbatch may come before the backward
+    keys.samples, packing.documents = (), None  # another microbatch may come before the backward
     return loss
 
 
 def check(case: Case, mesh: Mesh) -> None:
-    keys = DropoutKeys(3)
+    keys, packing = DropoutKeys(3), Packing()
     plain, ours = plain_model(case.shape), plain_model(case.shape)
     for model in (plain, ours):
         key_dropout(model, keys)
+        share_packing(model, packing)
     job = Job(
         shape=case.shape,
         layout=mesh.layout,
@@ -87,14 +107,14 @@ def check(case: Case, mesh: Mesh) -> None:
     ids, targets = torch.randint(case.shape.vocab, (2, 2, case.length))
     targets = targets.masked_fill(torch.rand(targets.shape) < 0.2, IGNORED)
     split = SequenceSplit.of(mesh, case.length, case.sequence_parallel)
-    there = step(plain, ids, targets, keys)
-    here = step(ours, split.take(ids, 1, 0), split.take(targets, 1, IGNORED), keys)
+    there = step(plain, ids, targets, keys, packing, case)
+    here = step(ours, split.take(ids, 1, 0), split.take(targets, 1, IGNORED), keys, packing, case)
     whole = here.detach().clone()
     dist.all_reduce(whole, group=mesh.group("cp"))
     torch.testing.assert_close(whole, there.detach(), rtol=1e-12, atol=0, msg=lambda m: f"{case}: {m}")
     (0.1 * there).backward()
     if case.recompute:  # what runs again draws again: the pipeline says for whom before a backward too
-        keys.samples = SAMPLES
+        keys.samples, packing.documents = SAMPLES, documents_of(case)
     (0.1 * here).backward()
     compare(case, plain, ours, table, mesh)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ranks import on_ranks
+from stretto.engine.documents import Documents
 from stretto.engine.kernels import Scores
 from stretto.engine.models.causal import CausalAttention
 from stretto.engine.parallel.context import ring as ring_attention
@@ -53,6 +54,37 @@ def test_rounds_cover_each_visible_score_once(size: int, chunk: int, window: int
             assert work == [n * (n + 1) // 2, *[n * n // 2] * (size - 1)], "ranks wait for each other"
     visible = torch.ones(s, s, dtype=torch.int64).tril()
     assert torch.equal(seen, visible if window is None else visible.triu(1 - window))
+
+
+@given(st.integers(2, 4), st.integers(1, 4), st.none() | st.integers(1, 20), st.data())
+@settings(deadline=None)
+def test_rounds_cover_each_visible_score_inside_documents_once(
+    size: int, chunk: int, window: int | None, data: st.DataObject
+) -> None:
+    n, s, b = 2 * chunk, 2 * chunk * size, 2
+    length = s - data.draw(st.integers(0, min(s - 1, 2 * size)))  # padding behind the sample
+    firsts = data.draw(st.lists(st.sets(st.integers(0, length - 1)), min_size=b, max_size=b))
+    begins = torch.zeros(b, length, dtype=torch.int64)
+    for row, some in zip(begins, firsts, strict=True):
+        row[list(some)] = torch.tensor(list(some), dtype=torch.int64)
+    begins = begins.cummax(1).values
+    seen = torch.zeros(b, s, s, dtype=torch.int64)
+    for index in range(size):
+        mine = zigzag(s, size, index)
+        for here in replace(ring(index, size, window), documents=Documents(begins)).rounds(n):
+            pairs = torch.zeros(b, n, n, dtype=torch.int64)
+            for piece in here.pieces:
+                part = pairs[piece.rows, piece.queries, piece.keys]
+                visible = piece.band.mask(*part.shape[1:], torch.device("cpu"))
+                assert part.numel(), "a piece without scores"
+                assert visible.any(1).all(), "a query that sees no key"
+                part += visible
+            assert pairs[:, here.queries, here.keys].sum() == pairs.sum(), "keys that are not sent"
+            seen[:, mine[:, None], zigzag(s, size, here.owner)[None]] += pairs
+    of = begins[:, torch.arange(s).clamp(max=length - 1)]
+    visible = torch.ones(s, s, dtype=torch.int64).tril()
+    visible = visible if window is None else visible.triu(1 - window)
+    assert torch.equal(seen, visible * (of.unsqueeze(1) == of.unsqueeze(2)))
 
 
 def test_blocks_out_of_the_window_are_computed_by_nobody() -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stretto.engine.documents import Documents, Packing
 from stretto.engine.kernels import Band, Scores, add_sinks, kernel_for, rows, sinks_gradient
 
 
@@ -30,6 +31,9 @@ class CausalAttention(nn.Module):
         softcap: scores become softcap tanh(scores / softcap) (Gemma 2, section 2; Bello et al. 2016, section
             5.1); None: they stay.
         scale: of the scores; None: 1 / sqrt(d).
+
+    Attributes:
+        packing: where samples hold several documents, a position sees none of another document.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class CausalAttention(nn.Module):
         self.window = window
         self.softcap = softcap
         self.scale = scale
+        self.packing = Packing()
 
     def extra_repr(self) -> str:
         options = {"window": self.window, "softcap": self.softcap, "scale": self.scale}
@@ -64,13 +69,17 @@ class CausalAttention(nn.Module):
         """
         dropping = self.training and not isinstance(self.drop, nn.Identity)
         scores = self.scores(q.shape[-1])
+        documents = self.packing.documents
         if self.explicit or dropping:
-            return weigh(self.drop(causal_probabilities(q, k, scores, sinks)), v)
+            apart = None if documents is None else documents.apart(q.shape[2], q.device)
+            return weigh(self.drop(causal_probabilities(q, k, scores, sinks, apart)), v)
+        if documents is not None:
+            return _attend(q, k, v, sinks, scores=scores, documents=documents)
         n, m = q.shape[2], k.shape[2]
         causal = n == m and (self.window is None or self.window >= m)
         narrow = v.shape[-1] != q.shape[-1] and q.device.type == "cpu"  # torch's fused kernel takes no such v
         if not causal or self.softcap is not None or sinks is not None or narrow:
-            return _attend(q, k, v, sinks, scores)
+            return _attend(q, k, v, sinks, scores=scores)
         grouped = k.shape[1] < q.shape[1]
         q, v = by_position(q), separate(v, q)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scores.scale, enable_gqa=grouped)
@@ -87,13 +96,19 @@ def make_explicit(model: nn.Module) -> None:
             module.explicit = True
 
 
-def causal_probabilities(q: Tensor, k: Tensor, scores: Scores, sinks: Tensor | None = None) -> Tensor:
-    """Attention probabilities [b, heads, n, m] of q [b, heads, n, d] and k [b, kv_heads, m, d]."""
+def causal_probabilities(
+    q: Tensor, k: Tensor, scores: Scores, sinks: Tensor | None = None, apart: Tensor | None = None
+) -> Tensor:
+    """Attention probabilities [b, heads, n, m] of q [b, heads, n, d] and k [b, kv_heads, m, d].
+
+    Args:
+        apart: bool, to be broadcast to these: who does not see whom, beside what causality and window hide.
+    """
     products = (_by_key_head(q, k) @ k.contiguous().transpose(-2, -1)).view(*q.shape[:-1], k.shape[-2])
     scale = scores.scale
     if scores.softcap is not None:
         products, scale = torch.tanh(products * (scale / scores.softcap)), scores.softcap
-    return cast(Tensor, _CausalSoftmax.apply(products, scale, scores.window, sinks))
+    return cast(Tensor, _CausalSoftmax.apply(products, scale, scores.window, sinks, apart))
 
 
 def weigh(probabilities: Tensor, v: Tensor) -> Tensor:
@@ -119,28 +134,48 @@ def separate(v: Tensor, q: Tensor) -> Tensor:
     return v.contiguous() if alone and v.requires_grad else v
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scores: Scores) -> Tensor:
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    *,
+    scores: Scores,
+    documents: Documents | None = None,
+) -> Tensor:
     """What `CausalAttention` computes, without the keys that are out of every query's sight."""
     first = 0 if scores.window is None else max(0, k.shape[2] - q.shape[2] - scores.window + 1)
     if first:
         k, v = k[:, :, first:], v[:, :, first:]
     kind = q.device.type
     if not torch.is_autocast_enabled(kind):
-        return cast(Tensor, _Attention.apply(q, k, separate(v, q), sinks, scores))
+        return cast(Tensor, _Attention.apply(q, k, separate(v, q), sinks, scores, documents))
     q, k, v = (t.to(torch.get_autocast_dtype(kind)) for t in (q, k, v))
     with torch.autocast(kind, enabled=False):
-        return cast(Tensor, _Attention.apply(q, k, v, sinks, scores))
+        return cast(Tensor, _Attention.apply(q, k, v, sinks, scores, documents))
 
 
 class _Attention(torch.autograd.Function):
     """Causal attention by a kernel; saves q, k, v, the output, and the log-sum-exp of the scores."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scores: Scores) -> Tensor:
-        ctx.scores, ctx.band = scores, Band(k.shape[2] - q.shape[2], scores.window)
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        scores: Scores,
+        documents: Documents | None,
+    ) -> Tensor:
+        ctx.scores, ctx.documents = scores, documents
         q = by_position(rows(q))
         k, v = rows(k), rows(v)
-        y, lse = kernel_for(q, v, scores).forward(q, k, v, ctx.band)
+        kernel = kernel_for(q, v, scores)
+        if documents is None:
+            y, lse = kernel.forward(q, k, v, _band(q, k, scores))
+        else:
+            y, lse = documents.forward(kernel, q, k, v, scores.window)
         if sinks is not None:
             y, lse = add_sinks(y, lse, sinks)
         y = by_position(y.to(q.dtype))
@@ -150,10 +185,19 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         q, k, v, y, lse, sinks = ctx.saved_tensors
-        dy = rows(grads[0])
-        dq, dk, dv = kernel_for(q, v, ctx.scores).backward(dy=dy, q=q, k=k, v=v, y=y, lse=lse, band=ctx.band)
+        scores, documents = ctx.scores, ctx.documents
+        kernel, dy = kernel_for(q, v, scores), rows(grads[0])
+        tensors = {"dy": dy, "q": q, "k": k, "v": v, "y": y, "lse": lse}
+        if documents is None:
+            dq, dk, dv = kernel.backward(**tensors, band=_band(q, k, scores))
+        else:
+            dq, dk, dv = documents.backward(kernel, **tensors, window=scores.window)
         d_sinks = sinks_gradient(dy, y, lse, sinks) if ctx.needs_input_grad[3] else None
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None, None
+
+
+def _band(q: Tensor, k: Tensor, scores: Scores) -> Band:
+    return Band(k.shape[2] - q.shape[2], scores.window)
 
 
 def _by_key_head(x: Tensor, k: Tensor) -> Tensor:
@@ -169,9 +213,18 @@ class _CausalSoftmax(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, scale: float, window: int | None, sinks: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        scores: Tensor,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None,
+        apart: Tensor | None,
+    ) -> Tensor:
         n, m = scores.shape[-2:]
         hidden = Band(m - n, window).mask(n, m, scores.device).logical_not_()
+        if apart is not None:
+            hidden = hidden | apart
         exact = torch.float64 if scores.dtype == torch.float64 else torch.float32
         scaled = scores * scale if scores.dtype == exact else scores.to(exact).mul_(scale)
         scaled.masked_fill_(hidden, float("-inf"))
@@ -187,9 +240,9 @@ class _CausalSoftmax(torch.autograd.Function):
         return probabilities
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, Tensor | None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         p, beside, sinks = ctx.saved_tensors
         weighted = grads[0] * p
         through = weighted.sum(-1, keepdim=True)
         d_sinks = None if sinks is None else (beside * through.squeeze(-1)).sum((0, 2)).neg_().to(sinks.dtype)
-        return weighted.sub_(p * through).mul_(ctx.scale), None, None, d_sinks
+        return weighted.sub_(p * through).mul_(ctx.scale), None, None, d_sinks, None

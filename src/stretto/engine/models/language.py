@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stretto.engine.documents import Packing
 from stretto.engine.models.attention import SelfAttention
 from stretto.engine.models.causal import dropout
 from stretto.engine.models.latent import LatentAttention
@@ -27,6 +28,10 @@ def added(x: Tensor, y: Tensor) -> Tensor:
 class Embedding(nn.Module):
     """Token embedding, which may be scaled, plus a learned embedding of the position where attention encodes
     none.
+
+    Attributes:
+        positions: of the tokens in the output of `tok`, int64; None: 0, 1, 2, ...
+        packing: where samples hold several documents, positions begin anew in each.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -35,7 +40,8 @@ class Embedding(nn.Module):
         self.tok = nn.Embedding(shape.vocab, shape.hidden)
         self.pos = None if shape.rotary else nn.Embedding(shape.sequence, shape.hidden)
         self.drop = dropout(shape.dropout)
-        self.positions: Tensor | None = None  # of the tokens in the output of `tok`; None: 0, 1, 2, ...
+        self.positions: Tensor | None = None
+        self.packing = Packing()
 
     def forward(self, ids: Tensor) -> Tensor:
         """Token ids [b, s] to [b, s, hidden]."""
@@ -45,8 +51,10 @@ class Embedding(nn.Module):
         return x if self.pos is None else self.drop(x + self._position(self.pos, ids))
 
     def _position(self, pos: nn.Embedding, ids: Tensor) -> Tensor:
-        """The embedding of positions, [s, hidden]."""
+        """The embedding of positions, [s, hidden], or [b, s, hidden]."""
         positions, last = self.positions, pos.num_embeddings - 1
+        if (documents := self.packing.documents) is not None:
+            return pos(documents.positions(positions, ids.device))
         if positions is not None:  # positions after the last are padding
             return pos(positions.clamp(max=last))
         length = ids.shape[1]

@@ -11,6 +11,7 @@ from math import ceil, floor, log, tau
 import torch
 from torch import Tensor, nn
 
+from stretto.engine.documents import Documents, Packing
 from stretto.spec.attention import RopeScaling
 from stretto.spec.shape import ModelShape
 
@@ -60,6 +61,7 @@ class Rotary(nn.Module):
     Attributes:
         positions: of the s rows, int64; None: 0 to s - 1.
         length: tokens of the whole samples, of which `positions` are a part; `dynamic` scaling depends on it.
+        packing: where samples hold several documents, positions begin anew in each.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Rotary(nn.Module):
         self.interleaved = interleaved
         self.positions: Tensor | None = None
         self.length: int | None = None
+        self.packing = Packing()
         self._rows: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # of the tables, at `positions`
 
     @classmethod
@@ -81,8 +84,11 @@ class Rotary(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [b, heads, s, dim], rotated by its positions."""
-        at = self.positions
-        cos, sin = self._tables(x) if at is None else self._tables_at(x, at)
+        at, documents = self.positions, self.packing.documents
+        if documents is not None:
+            cos, sin = self._tables_of(x, documents)
+        else:
+            cos, sin = self._tables(x) if at is None else self._tables_at(x, at)
         if not self.interleaved:
             first, second = x.chunk(2, dim=-1)
             return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -109,6 +115,17 @@ class Rotary(nn.Module):
             cos, sin = _cached_tables(rows, self._angles(whole), x.device, x.dtype)
             self._rows = known = positions, (cos[positions], sin[positions])
         return known[1]
+
+    def _tables_of(self, x: Tensor, documents: Documents) -> tuple[Tensor, Tensor]:
+        """The tables' rows at the positions within documents, [b, 1, s, dim / 2]."""
+        at, angles = self.positions, self._angles(self._whole(documents.length))
+
+        def make() -> tuple[Tensor, Tensor]:
+            cos, sin = _cached_tables(1 << (documents.length - 1).bit_length(), angles, x.device, x.dtype)
+            rows = documents.positions(at, x.device).unsqueeze(1)
+            return cos[rows], sin[rows]
+
+        return documents.kept((angles, id(at), x.device, x.dtype), make)
 
     def _angles(self, length: int) -> Angles:
         return Angles(self.dim, self.theta, self.scaling, length)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
@@ -382,11 +383,16 @@ class Positions(Style):
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         split = SequenceSplit.of(mesh, self.length, self.sequence)
         if not split.whole or split.padded > self.length:
-            positions = split.shard if self.sharded else split.positions
-            module.positions = positions.to(mesh.device)  # pyright: ignore[reportAttributeAccessIssue]
+            setattr(module, "positions", _positions(split, self.sharded, mesh.device))  # noqa: B010
         if hasattr(module, "length"):
             setattr(module, "length", self.length)  # noqa: B010
         return module
+
+
+@lru_cache(maxsize=8)
+def _positions(split: SequenceSplit, sharded: bool, device: torch.device) -> torch.Tensor:
+    """One tensor for all layers, so that they share what they make of it."""
+    return (split.shard if sharded else split.positions).to(device)
 
 
 def shrink(parameter: torch.Tensor, part: Part) -> torch.Tensor:

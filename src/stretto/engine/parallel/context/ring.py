@@ -14,7 +14,7 @@ From there on only half of the block is sent: a quarter less traffic than with w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -22,9 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, Work
 
+from stretto.engine.documents import Documents
 from stretto.engine.kernels import (
     Band,
     DropoutMask,
+    Piece,
     Scores,
     add_block,
     add_sinks,
@@ -33,15 +35,7 @@ from stretto.engine.kernels import (
     rows,
     sinks_gradient,
 )
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Some of a rank's queries and of the keys in another rank's block, and which of them see which."""
-
-    queries: slice
-    keys: slice
-    band: Band
+from stretto.engine.parallel.tensor.sequence import zigzag
 
 
 @dataclass(frozen=True)
@@ -65,6 +59,7 @@ class Ring:
         group: of these ranks; messages go to neighbours in it.
         scores: how they are made; a window counts positions of the whole sequence.
         explicit: compute attention without fused kernels.
+        documents: of the samples; None: attention does not end at a document's.
     """
 
     group: ProcessGroup
@@ -72,10 +67,31 @@ class Ring:
     size: int
     scores: Scores
     explicit: bool = False
+    documents: Documents | None = None
 
     def rounds(self, n: int) -> list[Round]:
         """A round for each rank's block of n keys, in the order of arrival; this rank's block is first."""
-        return [self._round((self.index + step) % self.size, n) for step in range(self.size)]
+        documents = self.documents
+        rounds = [self._round((self.index + step) % self.size, n) for step in range(self.size)]
+        if documents is None:
+            return rounds
+
+        def make() -> list[Round]:
+            runs = [documents.runs(zigzag(n * self.size, self.size, rank)) for rank in range(self.size)]
+            mine = runs[self.index]
+            return [
+                replace(
+                    here,
+                    pieces=tuple(
+                        part
+                        for piece in here.pieces
+                        for part in documents.inside(piece, mine, runs[here.owner])
+                    ),
+                )
+                for here in rounds
+            ]
+
+        return documents.kept(("rounds", n, self.scores.window), make)
 
     def _round(self, owner: int, n: int) -> Round:
         whole = slice(0, n)
@@ -206,10 +222,10 @@ def _forward(q: Tensor, local: Tensor, ring: Ring, masks: list[DropoutMask] | No
     lse = y.new_full((b, heads, n), float("-inf"))
     for step, (here, block) in enumerate(zip(ring.rounds(n), ring.blocks(local), strict=True)):
         for piece in here.pieces:
-            at = piece.queries
-            k, v = _unpack(block[piece.keys], d)
+            at = piece.of_queries
+            k, v = _unpack(block[piece.keys, piece.rows], d)
             kernel = kernel_for(q, v, ring.scores, ring.explicit, _mask(masks, step, here, piece))
-            add_block(y[:, :, at], lse[:, :, at], *kernel.forward(q[:, :, at], k, v, piece.band))
+            add_block(at(y), at(lse), *kernel.forward(at(q), k, v, piece.band))
     return y, lse
 
 
@@ -218,7 +234,7 @@ def _mask(masks: list[DropoutMask] | None, step: int, here: Round, piece: Piece)
     if masks is None:
         return None
     first, queries = here.queries.start, piece.queries
-    return masks[step].at(slice(queries.start - first, queries.stop - first), piece.keys)
+    return masks[step].at(slice(queries.start - first, queries.stop - first), piece.keys, piece.rows)
 
 
 def _share_storage(*tensors: Tensor) -> bool:
@@ -265,13 +281,13 @@ class Backward:
             if step == 0:
                 self._within(here, diagonal=False)
                 continue
-            grads = [(piece.keys, self._add_dq(step, here, piece, block)) for piece in here.pieces]
+            grads = [(piece, self._add_dq(step, here, piece, block)) for piece in here.pieces]
             for one in work:
                 one.wait()
             # in the second round no other rank has added to the block's gradient yet
             going = coming if step > 1 else self._gradient_of(here.owner).zero_()
-            for keys, parts in grads:
-                self._add(going[keys], parts)
+            for piece, parts in grads:
+                self._add(going, piece, parts)
             coming = self._gradient_of(rounds[(step + 1) % len(rounds)].owner)
             work = self.ring.pass_on(going, coming)
         self._within(rounds[0], diagonal=True)
@@ -292,20 +308,21 @@ class Backward:
         """The pieces of this rank's keys, on the diagonal or off it."""
         for piece in here.pieces:
             if (piece.band.shift == 0) == diagonal:
-                self._add(self.d_local[piece.keys], self._add_dq(0, here, piece, self.local))
+                self._add(self.d_local, piece, self._add_dq(0, here, piece, self.local))
 
     def _add_dq(self, step: int, here: Round, piece: Piece, block: Tensor) -> tuple[Tensor, Tensor]:
         """Add to dq what some queries get from a block; returns the gradients of its keys and values."""
-        dy, q, y, lse = (x[:, :, piece.queries] for x in (self.dy, self.q, self.y, self.lse))
-        k, v = _unpack(block[piece.keys], q.shape[-1])
+        dy, q, y, lse = map(piece.of_queries, (self.dy, self.q, self.y, self.lse))
+        k, v = _unpack(block[piece.keys, piece.rows], q.shape[-1])
         kernel = kernel_for(q, v, self.ring.scores, self.ring.explicit, _mask(self.masks, step, here, piece))
         dq, dk, dv = kernel.backward(dy=dy, q=q, k=k, v=v, y=y, lse=lse, band=piece.band)
-        self.dq[:, :, piece.queries] += dq
+        piece.of_queries(self.dq).add_(dq)
         return dk, dv
 
-    def _add(self, block: Tensor, parts: tuple[Tensor, Tensor]) -> None:
-        """Add to a message, in place, what is [b, kv_heads, n, d] for keys and for values."""
-        for into, part in zip(_unpack(block, self.q.shape[-1]), parts, strict=True):
+    def _add(self, block: Tensor, piece: Piece, parts: tuple[Tensor, Tensor]) -> None:
+        """Add to a message, in place, what is [b, kv_heads, n, d] for a piece's keys and for its values."""
+        here = block[piece.keys, piece.rows]
+        for into, part in zip(_unpack(here, self.q.shape[-1]), parts, strict=True):
             into += part
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from stretto.engine.documents import Packing
 from stretto.engine.kernels import DropoutMask, Scores, rows
 from stretto.engine.parallel.context.ring import Ring, attend
 from stretto.engine.parallel.context.ulysses import to_heads, to_positions
@@ -30,7 +31,8 @@ METHODS = ("ring", "ulysses")
 class ContextAttention(Style):
     """Causal attention over a sequence whose positions are spread over the cp ranks in zigzag order.
 
-    The module is `CausalAttention`, or one with its arguments and its `drop`, `explicit` and `scores`.
+    The module is `CausalAttention`, or one with its arguments and its `drop`, `explicit`, `packing` and
+    `scores`.
 
     Args:
         method: "ring", keys and values circulate; or "ulysses", ranks exchange positions for heads.
@@ -50,7 +52,7 @@ class ContextAttention(Style):
             )
 
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
-        for attribute in ("drop", "explicit", "scores"):
+        for attribute in ("drop", "explicit", "packing", "scores"):
             if not hasattr(module, attribute):
                 raise StrettoError(
                     f"{name} ({type(module).__name__}) has no {attribute}",
@@ -75,6 +77,7 @@ class _Attention(nn.Module):
     def __init__(self, core: nn.Module, group: ProcessGroup | None, index: int, cp: int, length: int) -> None:
         super().__init__()
         self.drop = cast(nn.Module, core.drop)
+        self.packing = cast(Packing, core.packing)
         self.group = group
         self.index = index
         self.cp = cp
@@ -128,6 +131,7 @@ class RingAttention(_Attention):
             size=self.cp,
             scores=self.scores(q.shape[-1]),
             explicit=self.explicit,
+            documents=self.packing.documents,
         )
         kind, masks = q.device.type, self._masks(q, ring)
         if not torch.is_autocast_enabled(kind):
