@@ -180,15 +180,13 @@ def _short_run(path: str, words: Sequence[str], total: int) -> list[str]:
     from stretto.run.config.schema import TrainConfig
 
     config = _load(path, words)
-    rate = config.optim.rate
-    decay = round(rate.decay_fraction * total) if rate.schedule == "wsd" else 0
     settings = {
         "train.steps": total,
-        "optim.rate.warmup": min(rate.warmup, total - decay),
         "eval.every": "null",
         "checkpoint.every": "null",
         "checkpoint.resume": "never",
         "metrics.tensorboard": "false",
+        "metrics.tensorboard_dir": "null",
     }
     if isinstance(config, TrainConfig):
         settings |= {"sample.tokens": 0, "metrics.trace": 0}

@@ -16,6 +16,7 @@ from stretto.spec.attention import AttentionKernel, ContextKind
 from stretto.spec.data_parallel import BUCKET_BYTES, DataParallel, Precision
 from stretto.spec.finetune import Trained
 from stretto.spec.framework import STRETTO, Framework
+from stretto.spec.initial import Initial
 from stretto.spec.optimiser import Optimiser
 from stretto.spec.program import ProgramKey, build_program, complete, short_step, shortened, stages_of
 from stretto.spec.shape import ModelShape
@@ -63,6 +64,7 @@ class Job:
         bucket: bytes of weights at which a unit of reduction is full.
         one_memory: host and device share one memory, as on a CPU.
         trained: which parameters the optimiser updates; all others are frozen.
+        initial: how new weights begin.
     """
 
     shape: ModelShape
@@ -90,6 +92,7 @@ class Job:
     bucket: int = BUCKET_BYTES
     one_memory: bool = False
     trained: Trained = field(default_factory=Trained)
+    initial: Initial = field(default_factory=Initial)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sequence", self.sequence or self.shape.pretraining_sequence)

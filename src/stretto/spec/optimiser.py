@@ -11,8 +11,8 @@ from stretto.errors import Problem, nearest
 OptimiserName = Literal["adamw", "sgd", "lamb", "adafactor", "muon"]
 OPTIMISERS: tuple[OptimiserName, ...] = get_args(OptimiserName)
 StateType = Literal["float32", "bfloat16"]
-RateShape = Literal["cosine", "linear", "constant", "wsd"]
-DecayShape = Literal["linear", "cosine", "sqrt"]
+RateShape = Literal["cosine", "linear", "constant", "inverse-sqrt", "wsd"]
+DecayShape = Literal["linear", "cosine", "sqrt", "exponential"]
 
 MUON_MOMENTUM = 0.95  # where the job says none
 
@@ -21,19 +21,42 @@ MUON_MOMENTUM = 0.95  # where the job says none
 class RateSchedule:
     """The learning rate over the steps, as a ratio of its peak.
 
-    `cosine` and `linear` decay from the end of the warm-up to the last step, `constant` never does, `wsd`
-    (warm-up, stable, decay: Hu et al. 2024, MiniCPM, section 4) holds the peak and decays in the last
-    `decay_fraction` of all steps in the shape `decay`. Those that decay end at `min_ratio` of the peak.
+    `cosine` and `linear` decay from the end of the warm-up to the end of the decay, `constant` never does,
+    `inverse-sqrt` (Vaswani et al. 2017, section 5.3) falls as 1/sqrt(step), and `wsd` (warm-up, stable,
+    decay: Hu et al. 2024, MiniCPM, section 4) holds the peak and decays in the last `decay_fraction` of the
+    steps in the shape `decay`. Those that decay stay at `min_ratio` of the peak once the decay has ended.
 
     Attributes:
-        warmup: steps of linear warm-up.
+        warmup: steps of linear warm-up; a number with a fraction, below 1, is a part of the steps until the
+            end of the decay.
+        warmup_init: ratio at the first update, from which the warm-up rises; None: 1/warmup, the first of
+            `warmup` equal rises.
+        decay_steps: steps until the end of the decay; None: those of the run.
     """
 
     schedule: RateShape = "cosine"
-    warmup: int = 0
+    warmup: int | float = 0
+    warmup_init: float | None = None
     min_ratio: float = 0.1
+    decay_steps: int | None = None
     decay_fraction: float = 0.1
     decay: DecayShape = "linear"
+
+    def end(self, steps: int) -> int:
+        """The step at which the decay of a run of `steps` ends."""
+        return steps if self.decay_steps is None else self.decay_steps
+
+    def decay_length(self, steps: int) -> int:
+        """Steps of the decay of `wsd`."""
+        return round(self.decay_fraction * self.end(steps))
+
+    def warmup_steps(self, steps: int) -> int | float:
+        """Steps of the warm-up, cut where the decay of `wsd` begins, or else where the decay ends. A part of
+        the steps is not rounded.
+        """
+        end = self.end(steps)
+        chosen = self.warmup * end if isinstance(self.warmup, float) else self.warmup
+        return min(chosen, end - self.decay_length(steps) if self.schedule == "wsd" else end)
 
 
 @dataclass(frozen=True, kw_only=True)

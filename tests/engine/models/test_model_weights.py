@@ -13,6 +13,7 @@ from model_shapes import SHAPES
 from stretto.engine.models import build, initial_values, initialise
 from stretto.engine.models.weights import check_weights
 from stretto.errors import StrettoError
+from stretto.spec.initial import Initial
 
 GPT = SHAPES["gpt"]
 
@@ -63,6 +64,18 @@ def test_standard_deviations_are_those_of_gpt2(layers: int):
     for name in ("blocks.1.attn.proj.weight", "blocks.1.mlp.down.weight"):
         narrow = initial_values(name, (300, 400), 0, shape)
         assert narrow.std().item() == pytest.approx(0.02 / (2 * layers) ** 0.5, rel=0.02)
+
+
+def test_standard_deviations_are_chosen() -> None:
+    initial = Initial(init_std=0.006, scaled_init=False)
+    for name in ("blocks.1.attn.proj.weight", "blocks.0.attn.qkv.weight", "embed.tokens.weight"):
+        values = initial_values(name, (300, 400), 0, GPT, initial)
+        assert values.std().item() == pytest.approx(0.006, rel=0.02)
+    scaled = initial_values(
+        "blocks.1.attn.proj.weight", (300, 400), 0, GPT, replace(initial, scaled_init=True)
+    )
+    assert scaled.std().item() == pytest.approx(0.006 / (2 * GPT.layers) ** 0.5, rel=0.02)
+    assert torch.equal(initial_values("final.bias", (3,), 0, GPT, initial), torch.zeros(3))
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama-one-kv-head"])

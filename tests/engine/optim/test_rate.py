@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -105,6 +106,7 @@ def test_rises_then_never_rises_again_and_ends_at_the_floor(
     rate = Rate(how, peak=2.0, steps=steps)
     rates = [rate(step) for step in range(steps + warmup + 3)]
     assert all(0.0 < r <= 2.0 or floor == 0.0 for r in rates)
+    warmup = int(how.warmup_steps(steps))
     assert rates[:warmup] == sorted(rates[:warmup])
     after = rates[warmup:]
     assert all(a >= b - 1e-12 for a, b in pairwise(after))
@@ -112,6 +114,100 @@ def test_rises_then_never_rises_again_and_ends_at_the_floor(
         assert set(after) == {2.0}
     else:
         assert rates[-1] == pytest.approx(2.0 * floor)
+
+
+def megatron(
+    step: float,
+    *,
+    peak: float,
+    least: float,
+    warmup: float,
+    decay: float,
+    style: str,
+    first: float = 0.0,
+    anneal: float = 0.0,
+    shape: str = "linear",
+) -> float:
+    """The rate after `step` steps as Megatron-LM core_v0.16.1 describes it, in the units of its scheduler
+    (megatron/core/optimizer_param_scheduler.py, `OptimizerParamScheduler.get_lr`).
+    """
+    if warmup > 0 and step <= warmup:
+        return first + (peak - first) * step / warmup
+    if style == "constant":
+        return peak
+    if step > decay:
+        return least
+    if style == "inverse-square-root":
+        return max(least, peak * max(warmup, 1) ** 0.5 / max(step, 1) ** 0.5)
+    if style == "WSD":
+        past = step - (decay - anneal)
+        done = past / anneal if past > 0 else 0.0
+        left = {
+            "linear": 1 - done,
+            "cosine": (1 + math.cos(math.pi * done)) / 2,
+            "exponential": 2 * 0.5**done - 1,
+            "minus_sqrt": 1 - math.sqrt(done),
+        }[shape]
+    else:
+        done = (step - warmup) / (decay - warmup)
+        left = {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[style]
+    return least + left * (peak - least)
+
+
+@pytest.mark.parametrize("decay", [None, 130, 400])
+@pytest.mark.parametrize("warmup", [0, 40, 0.1, 0.033])
+@pytest.mark.parametrize("first", [0.0, 0.25])
+@pytest.mark.parametrize(
+    ("ours", "style", "shape"),
+    [
+        ("cosine", "cosine", "linear"),
+        ("linear", "linear", "linear"),
+        ("constant", "constant", "linear"),
+        ("inverse-sqrt", "inverse-square-root", "linear"),
+        *(("wsd", "WSD", shape) for shape in ("linear", "cosine", "exponential", "minus_sqrt")),
+    ],
+)
+def test_every_step_has_megatrons_rate_also_after_the_decay(
+    ours: RateShape, style: str, shape: str, first: float, warmup: float, decay: int | None
+) -> None:
+    """Megatron-LM counts samples; a part of the steps is no whole number of them, here of 3.3 and 20."""
+    steps, batch = 200, 8
+    kinds: dict[str, DecayShape] = {"minus_sqrt": "sqrt", "cosine": "cosine", "exponential": "exponential"}
+    how = RateSchedule(
+        schedule=ours,
+        warmup=warmup,
+        warmup_init=first,
+        min_ratio=0.1,
+        decay_steps=decay,
+        decay_fraction=0.3,
+        decay=kinds.get(shape, "linear"),
+    )
+    end = decay or steps
+    of_end = warmup * end if isinstance(warmup, float) else warmup
+    if style == "inverse-square-root" and not warmup:
+        batch = 1  # without a warm-up its curve starts from the first sample, whatever the batch
+    rate = Rate(how, PEAK, steps)
+    for step in range(steps + 50):
+        wanted = megatron(
+            step * batch,
+            peak=PEAK,
+            least=0.1 * PEAK,
+            first=first * PEAK,
+            warmup=of_end * batch,
+            decay=end * batch,
+            style=style,
+            anneal=round(0.3 * end) * batch,
+            shape=shape,
+        )
+        assert rate(step) == pytest.approx(wanted, rel=1e-12, abs=1e-18), step
+
+
+def test_a_warmup_that_does_not_fit_is_cut() -> None:
+    assert RateSchedule(warmup=20).warmup_steps(6) == 6
+    assert RateSchedule(warmup=20, decay_steps=12).warmup_steps(300) == 12
+    assert RateSchedule(warmup=20, schedule="wsd", decay_fraction=0.5).warmup_steps(30) == 15
+    rate = Rate(RateSchedule(warmup=20), peak=1.0, steps=6)
+    assert [rate(step) for step in range(6)] == pytest.approx([(step + 1) / 6 for step in range(6)])
 
 
 def test_learning_rates_import_no_torch() -> None:

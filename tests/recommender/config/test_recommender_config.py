@@ -171,7 +171,6 @@ def test_a_job_without_fault_has_no_problem() -> None:
         (["data.source=none/at/all"], "data.source is none/at/all: there is no such file or folder"),
         (["data.source='*.none'"], "the pattern matches no file"),
         (["checkpoint.resume=atuo"], "checkpoint.resume is atuo: there is no such folder"),
-        (["optim.rate.warmup=1000"], "optim.rate.warmup is 1000"),
         (["model.tables=[{rows: 3, ids: hash, evict: age}]"], "max_age of table C1"),
         (["tables.folder=job.yaml/there"], "job.yaml is a file"),
     ],

@@ -267,7 +267,9 @@ def test_records_are_told_in_a_line() -> None:
 def test_numbers_go_to_the_files_the_terminal_and_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     out = StringIO()
-    with Metrics(tmp_path, steps=4, every=2, tensorboard=True, out=out, words=SAMPLES) as metrics:
+    with Metrics(
+        tmp_path, steps=4, every=2, board=tmp_path / "tensorboard", out=out, words=SAMPLES
+    ) as metrics:
         for step in range(1, 5):
             metrics.step(
                 ClickStep(

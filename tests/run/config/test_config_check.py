@@ -13,6 +13,7 @@ from stretto.run.config.job import job_of
 from stretto.run.config.load import dump, parse
 from stretto.run.config.schema import ScheduleConfig
 from stretto.spec.flops import layer_costs
+from stretto.spec.initial import Initial
 from stretto.spec.program import stage_times
 
 MODEL = "model: {family: gpt, layers: 4, hidden: 64, heads: 4}\n"
@@ -71,16 +72,6 @@ def test_a_legal_job_passes() -> None:
         ("schedule.name=forward-only", "it has no backwards, so it cannot train", "use 1f1b"),
         ("schedule.name=pipedream", "optim.clip is 1.0: schedule pipedream updates each stage", "clip=null"),
         ("schedule.name=auto schedule.memory=0.5", "memory is 0.5", "memory=1"),
-        (
-            "optim.rate.warmup=301",
-            "optim.rate.warmup is 301: it must fit in train.steps=300",
-            "warmup=300, or at least train.steps=301",
-        ),
-        (
-            "optim.rate.schedule=wsd optim.rate.warmup=271",
-            "optim.rate.warmup is 271: it must fit in train.steps=300 less the 30 of the decay",
-            "warmup=270",
-        ),
         ("optim.momentum=0.9", "optim.momentum is 0.9: adamw has none", "optim.name=sgd"),
         ("optim.betas=[0.9,1.0]", "optim.betas is [0.9, 1.0]: each must be in [0, 1)", None),
         ("optim.name=lamb optim.momentum=0.5", "optim.momentum is 0.5: lamb has none", "momentum=0"),
@@ -153,7 +144,45 @@ def test_tensorboard_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> N
     error = fails("metrics.tensorboard=true")
     assert error.message == "metrics.tensorboard is true: tensorboard is not installed"
     assert "pip install 'stretto[tensorboard]'" in str(error.hint)
+    error = fails("metrics.tensorboard_dir=boards/a")
+    assert error.message == "metrics.tensorboard_dir is boards/a: tensorboard is not installed"
     check(parse(MODEL))
+
+
+def test_tensorboards_folder_is_the_runs_or_another() -> None:
+    board = [
+        parse(MODEL, overrides=words.split()).metrics.board(Path("runs/one"))
+        for words in ("", "metrics.tensorboard=true", "metrics.tensorboard_dir=boards/a")
+    ]
+    assert board == [None, Path("runs/one/tensorboard"), Path("boards/a")]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ("optim.rate.warmup=300", None),
+        (
+            "optim.rate.warmup=301",
+            "cut to 300 steps: optim.rate.warmup=301 does not fit",
+        ),
+        ("optim.rate.warmup=20 train.steps=6", "cut to 6 steps"),
+        ("optim.rate.warmup=20 optim.rate.decay_steps=9", "fit into optim.rate.decay_steps=9"),
+        ("optim.rate.schedule=wsd optim.rate.warmup=271", "cut to 270 steps"),
+        ("optim.rate.warmup=0.5", None),
+    ],
+)
+def test_a_warmup_that_is_cut_is_said(overrides: str, says: str | None) -> None:
+    config = parse(MODEL, overrides=overrides.split())
+    check(config)
+    notes = room.rate_notes(config)
+    assert bool(notes) == (says is not None)
+    assert says is None or says in notes[0]
+
+
+def test_how_weights_begin_is_of_the_job() -> None:
+    config = parse(MODEL, overrides=["model.init_std=0.006", "model.scaled_init=false"])
+    assert job_of(config).initial == Initial(init_std=0.006, scaled_init=False)
+    assert config.shape() == parse(MODEL).shape()
 
 
 def test_every_option_of_a_schedule_is_a_field() -> None:

@@ -65,6 +65,11 @@ def test_vocab_and_positions_of_the_model_win() -> None:
         (MODEL + "optm:\n  lr: 1.0\n", "job.yaml:2: there is no field optm", "did you mean optim?"),
         (MODEL + "lr: 1.0\n", "job.yaml:2: there is no field lr", "did you mean optim.lr?"),
         (
+            MODEL + "optim:\n  rate:\n    warmup: 1.5\n",
+            "job.yaml:4: optim.rate.warmup is 1.5: with a fraction it is a part of the steps, below 1",
+            "2 for 2 steps",
+        ),
+        (
             MODEL + "train:\n  warmup: 3\n",
             "there is no field train.warmup",
             "did you mean optim.rate.warmup?",

@@ -76,9 +76,12 @@ def without_ways(job: Job) -> Job:
 
 
 def decided(job: Job) -> Job:
-    """The job without what a plan leaves open: the peak of the learning rate."""
+    """The job without what a plan leaves open, the peak of the learning rate; a warm-up that says nothing of
+    its first rate begins at 0 there.
+    """
     usual = 0.95 if job.optimiser.name == "muon" else job.optimiser.momentum
-    return replace(job, optimiser=replace(job.optimiser, lr=1e-3, momentum=usual))
+    rate = replace(job.optimiser.rate, warmup_init=job.optimiser.rate.warmup_init or 0.0)
+    return replace(job, optimiser=replace(job.optimiser, lr=1e-3, momentum=usual, rate=rate))
 
 
 def settings(text: str) -> dict[str, Any]:

@@ -106,7 +106,7 @@ JOBS: dict[str, Job] = {
 
 @pytest.mark.parametrize("name", JOBS)
 def test_what_is_written_reads_back_as_the_same_job(name: str) -> None:
-    """But for what the learning rate does, and for types where they mean nothing."""
+    """But for types where they mean nothing."""
     job = JOBS[name]
     again = written_and_read(job)
     depth = job.layout.pp * (job.options.get("chunks") or 1)
@@ -121,7 +121,7 @@ def test_what_is_written_reads_back_as_the_same_job(name: str) -> None:
         job.precision.gradients,
     )
     assert again.precision.fp8 == job.precision.fp8
-    assert again.optimiser == replace(job.optimiser, rate=RateSchedule(), lr=again.optimiser.lr)
+    assert again.optimiser == job.optimiser
     assert problems(again) == []
 
 
@@ -139,6 +139,31 @@ def test_what_is_written_is_taken_by_the_schema_and_by_bash(name: str, tmp_path:
         one = arguments()[words[start].removeprefix("--")]
         assert one.read(words[start + 1 : end], "run.sh") is not None
     assert len({words[start] for start in starts}) == len(starts)
+
+
+@pytest.mark.parametrize(
+    "rate",
+    [
+        RateSchedule(schedule="constant", warmup=3, warmup_init=0.0),
+        RateSchedule(schedule="linear", warmup=0.033, warmup_init=0.25, min_ratio=0.0),
+        RateSchedule(schedule="inverse-sqrt", warmup=7, warmup_init=0.5, min_ratio=0.125, decay_steps=900),
+        RateSchedule(schedule="cosine", warmup=0.01, warmup_init=0.0, decay_steps=70),
+        RateSchedule(schedule="wsd", decay_fraction=0.25, decay="exponential", decay_steps=400),
+        RateSchedule(schedule="wsd", decay_fraction=0.5, decay="sqrt"),
+    ],
+    ids=lambda rate: rate.schedule,
+)
+def test_a_rate_reads_back(rate: RateSchedule) -> None:
+    job = replace(LLAMA, optimiser=Optimiser(lr=2e-4, rate=rate))
+    assert written_and_read(job).optimiser == job.optimiser
+
+
+def test_counts_of_samples_are_updates() -> None:
+    counts = "--train-samples 6400 --lr-decay-samples 5760 --lr-warmup-samples 96 --lr 1e-3 --min-lr 1e-4"
+    rate = read_script(f"{SIZES} {counts}").job.optimiser.rate
+    assert (rate.decay_steps, rate.warmup_steps(100), rate.min_ratio) == (90, pytest.approx(1.5), 0.1)
+    with pytest.raises(StrettoError, match="--train-samples needs --global-batch-size"):
+        read_script(f"{SIZES.replace('--global-batch-size 64', '')} {counts}")
 
 
 def test_a_plan_leaves_open_what_a_run_needs(tmp_path: Path) -> None:

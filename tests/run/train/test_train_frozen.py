@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, name: str, *overrides: str, freeze: str = FREEZE) -> TrainConfig:
     path = (f"dp.path={folder}",) if any("nvme" in one for one in overrides) else ()
-    return job(folder, freeze, f"run.name={name}", *path, *overrides, model=LLAMA)
+    return job(folder, freeze, "model.init_std=0.05", f"run.name={name}", *path, *overrides, model=LLAMA)
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -50,18 +50,19 @@ def test_frozen_weights_keep_their_bits_and_have_no_states(folder: Path, how: st
     config = run(folder, name, *HOW[how], "checkpoint.resume=auto")
     assert train(config)["step"] == 6
     trained, shape = Trained(tuple(config.finetune.freeze)), config.shape(300)
+    begin = (config.train.seed, shape, config.model.initial())
     held = tensors(config, 6)
     frozen = [key for key in held if key.startswith("model.") and not trained(key.removeprefix("model."))]
     assert len(frozen) > 8
     for key in frozen:
         name = key.removeprefix("model.")
-        first = initial_values(name, tuple(held[key].shape), config.train.seed, shape)
+        first = initial_values(name, tuple(held[key].shape), *begin)
         assert torch.equal(held[key], first.to(held[key].dtype)), key
     states = {key.split(".", 2)[2] for key in held if key.startswith("optim.")}
     assert states == {key.removeprefix("model.") for key in held if key.startswith("model.")} - {
         key.removeprefix("model.") for key in frozen
     }
-    moved = initial_values("head.out.weight", (300, 32), config.train.seed, shape)
+    moved = initial_values("head.out.weight", (300, 32), *begin)
     assert not torch.equal(held["model.head.out.weight"], moved)
 
 

@@ -11,20 +11,19 @@ from torch import Tensor
 from stretto.engine.models.language import LanguageModel
 from stretto.errors import StrettoError, nearest
 from stretto.spec.finetune import Trained
+from stretto.spec.initial import Initial
 from stretto.spec.lora import is_adapter
 from stretto.spec.shape import ModelShape
 
-STD = 0.02
-_INTO_RESIDUAL = ("attn.proj.weight", "mlp.down.weight", "mlp.experts.down", "mlp.shared.down.weight")
 
-
-def initial_values(name: str, shape: tuple[int, ...], seed: int, model_shape: ModelShape) -> Tensor:
+def initial_values(
+    name: str, shape: tuple[int, ...], seed: int, model_shape: ModelShape, initial: Initial | None = None
+) -> Tensor:
     """Initial values of a whole parameter of the plain model, float32, on the CPU. They are a function of
     seed and name, and so the same under every layout.
 
-    Norm gains are 1 (weights of `rms1p` 0), biases 0, all other values normal with std 0.02;
-    projections into the residual stream are scaled by 1/sqrt(2 layers) (Radford et al. 2019, section 2.3). Of
-    adapters B is 0, and A uniform as PEFT draws it: within 1/sqrt(in).
+    Norm gains are 1 (weights of `rms1p` 0), biases 0, all other values normal with the spread that `initial`
+    says (None: the usual one). Of adapters B is 0, and A uniform as PEFT draws it: within 1/sqrt(in).
     """
     if is_adapter(name):
         if name.endswith(".B.weight"):
@@ -38,7 +37,7 @@ def initial_values(name: str, shape: tuple[int, ...], seed: int, model_shape: Mo
         return torch.zeros(shape, device="cpu")
     if len(shape) == 1:
         return torch.ones(shape, device="cpu")
-    std = STD / (2 * model_shape.layers) ** 0.5 if name.endswith(_INTO_RESIDUAL) else STD
+    std = (initial or Initial()).std(name, model_shape.layers)
     return torch.empty(shape, device="cpu").normal_(std=std, generator=seeded_generator(seed, name))
 
 
@@ -49,12 +48,12 @@ def seeded_generator(seed: int, name: str) -> torch.Generator:
 
 
 @torch.no_grad()
-def initialise(model: LanguageModel, seed: int) -> None:
+def initialise(model: LanguageModel, seed: int, initial: Initial | None = None) -> None:
     """Give every parameter of the plain model its initial values, in place. The model must have storage."""
     model.tie()
     for name, parameter in model.named_parameters():
         assert not parameter.is_meta, f"{name} is on the meta device: call to_empty first"
-        parameter.copy_(initial_values(name, tuple(parameter.shape), seed, model.shape))
+        parameter.copy_(initial_values(name, tuple(parameter.shape), seed, model.shape, initial))
 
 
 def freeze(model: LanguageModel, trained: Trained) -> None:

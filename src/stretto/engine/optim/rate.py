@@ -11,14 +11,16 @@ from math import cos, pi, sqrt
 from stretto.spec.optimiser import DecayShape, Optimiser, RateSchedule
 
 
-def warmup_ratio(step: int, warmup: int) -> float:
+def warmup_ratio(step: int, warmup: float, init: float | None) -> float:
     """Linear warm-up: 1/warmup at the first update, 1 from update number `warmup` on. Schedules that start at
-    0 waste the first update.
+    0 waste the first update; with `init` = 0 this is one.
     """
-    return min(1.0, (step + 1) / warmup) if warmup else 1.0
+    if init is None:
+        return min(1.0, (step + 1) / warmup)
+    return init + (1.0 - init) * step / warmup
 
 
-def progress(step: int, start: int, end: int) -> float:
+def progress(step: int, start: float, end: int) -> float:
     """How far `step` is from `start` (0.0) to `end` (1.0), clamped at both ends."""
     if step < start:
         return 0.0
@@ -29,22 +31,25 @@ def decay_ratio(shape: DecayShape, done: float, floor: float) -> float:
     """From 1 at `done` = 0 down to `floor` at `done` = 1.
 
     `cosine` is half a period (Loshchilov and Hutter 2017, SGDR, eq. 5); `sqrt` is 1 - sqrt(done), the
-    cool-down that Hägele et al. 2024 (Scaling Laws Beyond Fixed Training Durations) prefer.
+    cool-down that Hägele et al. 2024 (Scaling Laws Beyond Fixed Training Durations) prefer; `exponential` is
+    2 * 0.5^done - 1 (Megatron-LM's).
     """
     if shape == "linear":
         left = 1.0 - done
     elif shape == "cosine":
         left = 0.5 * (1.0 + cos(pi * done))
-    else:
-        assert shape == "sqrt", shape
+    elif shape == "sqrt":
         left = 1.0 - sqrt(done)
+    else:
+        assert shape == "exponential", shape
+        left = 2.0 * 0.5**done - 1.0
     return floor + (1.0 - floor) * left
 
 
 @dataclass(frozen=True)
 class Rate:
-    """A learning-rate schedule over `steps` updates; call it with a step to get the learning rate, which
-    stays at its last value after that many updates.
+    """A learning-rate schedule of a run of `steps` updates; call it with a step to get the learning rate,
+    which stays at its least value once the decay has ended.
     """
 
     schedule: RateSchedule
@@ -56,25 +61,22 @@ class Rate:
         """The learning rate of a run of `steps` updates."""
         return cls(optimiser.rate, optimiser.lr, steps)
 
-    @property
-    def decay_start(self) -> int:
-        """The first step of the decay; `steps` where there is none."""
-        how = self.schedule
-        if how.schedule == "constant":
-            return self.steps
-        if how.schedule == "wsd":
-            return self.steps - round(how.decay_fraction * self.steps)
-        return how.warmup
-
     def ratio(self, step: int) -> float:
         """The learning rate divided by its peak, in [0, 1]."""
         how = self.schedule
-        if step < how.warmup:
-            return warmup_ratio(step, how.warmup)
-        if how.schedule == "constant" or step < self.decay_start:
+        warmup, end = how.warmup_steps(self.steps), how.end(self.steps)
+        if step < warmup:
+            return warmup_ratio(step, warmup, how.warmup_init)
+        if how.schedule == "constant":
             return 1.0
-        shape = how.decay if how.schedule == "wsd" else how.schedule
-        return decay_ratio(shape, progress(step, self.decay_start, self.steps), how.min_ratio)
+        if how.schedule == "inverse-sqrt":
+            ratio = sqrt(max(warmup, 1) / max(step, 1))
+            return how.min_ratio if step > end else max(how.min_ratio, ratio)
+        if how.schedule == "wsd":
+            start, shape = end - how.decay_length(self.steps), how.decay
+        else:
+            start, shape = warmup, how.schedule
+        return decay_ratio(shape, progress(step, start, end), how.min_ratio)
 
     def __call__(self, step: int) -> float:
         """The learning rate of the update that follows `step` updates."""

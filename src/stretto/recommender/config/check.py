@@ -12,7 +12,6 @@ from stretto.recommender.placement import Placements, TableSpec
 from stretto.run.config.run_checks import (
     missing_sources,
     raise_first,
-    rate,
     resume,
     run_folder,
     tensorboard,
@@ -170,7 +169,6 @@ CHECKS: tuple[Callable[[RecommenderConfig], Iterator[Problem]], ...] = (
     _held_out,
     _sources,
     _table_folder,
-    rate,
     resume,
     run_folder,
     tensorboard,

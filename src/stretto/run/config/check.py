@@ -15,7 +15,6 @@ from stretto.run.config.run_checks import (
     beside,
     missing_sources,
     raise_first,
-    rate,
     resume,
     run_folder,
     tensorboard,
@@ -160,7 +159,6 @@ def _tokenizer(config: TrainConfig) -> Iterator[Problem]:
 CHECKS: tuple[Callable[[TrainConfig], Iterator[Problem]], ...] = (
     _program_file,
     _vocab,
-    rate,
     _no_decay,
     _split,
     _source,

@@ -57,6 +57,7 @@ def job_of(
         bucket=int(config.train.bucket_mib * 2**20),
         one_memory=config.train.device == "cpu",
         trained=Trained(freeze=tuple(config.finetune.freeze)),
+        initial=config.model.initial(),
     )
 
 

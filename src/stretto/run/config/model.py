@@ -13,6 +13,7 @@ from stretto.run.config.section import Section
 from stretto.spec.attention import AttentionShape, HeadNorm, LatentShape, RopeScaling, RopeType
 from stretto.spec.experts import Drop, ExpertShape, GroupScore, Score
 from stretto.spec.families import USUAL, Family
+from stretto.spec.initial import Initial
 from stretto.spec.presets import preset
 from stretto.spec.shape import BlockNorms, Mlp, ModelShape, Norm, PositionEmbedding, fields_of
 
@@ -432,6 +433,16 @@ class ModelConfig(Section):
         description="Logits are `cap tanh(logit / cap)`, 0: as they are; null: the preset's, else the "
         "family's.",
     )
+    init_std: float = Field(
+        default=Initial.init_std,
+        gt=0,
+        description="Standard deviation of the normal initial values of matrices.",
+    )
+    scaled_init: bool = Field(
+        default=Initial.scaled_init,
+        description="That of projections into the residual stream is `init_std / sqrt(2 layers)` (GPT-2, "
+        "Megatron-LM); false: `init_std` too.",
+    )
 
     attention: AttentionConfig = Field(default_factory=AttentionConfig)
     rope: RopeConfig = Field(default_factory=RopeConfig)
@@ -466,11 +477,15 @@ class ModelConfig(Section):
             )
         return self
 
+    def initial(self) -> Initial:
+        """How new weights begin."""
+        return Initial(init_std=self.init_std, scaled_init=self.scaled_init)
+
     @property
     def _configured(self) -> dict[str, Any]:
         """What the config sets, under the names that ModelShape has."""
-        parts = {"attention", "rope", "moe"}
-        sizes = self.model_dump(exclude={"preset", "positions", *parts}, exclude_none=True)
+        beside = {"preset", "positions", "init_std", "scaled_init", "attention", "rope", "moe"}
+        sizes = self.model_dump(exclude=beside, exclude_none=True)
         return sizes if self.positions is None else {**sizes, "sequence": self.positions}
 
     def shape(self, vocab: int, sequence: int) -> ModelShape:

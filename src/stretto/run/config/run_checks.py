@@ -20,19 +20,18 @@ def raise_first(problems: Sequence[Problem]) -> None:
         raise StrettoError(first.message, hint="; ".join(filter(None, (first.fix, more))) or None)
 
 
-def rate(config: JobConfig) -> Iterator[Problem]:
-    """A warm-up and a decay that do not fit in the steps."""
-    rate, steps = config.optim.rate, config.train.steps
-    decay = round(rate.decay_fraction * steps) if rate.schedule == "wsd" else 0
-    if "train.steps" not in config.required and rate.warmup + decay > steps:
-        after = f" less the {decay} of the decay" if decay else ""
-        yield Problem(
-            "optim.rate.warmup",
-            rate.warmup,
-            f"it must fit in train.steps={steps}{after}",
-            f"at most optim.rate.warmup={max(0, steps - decay)}"
-            + ("" if decay else f", or at least train.steps={rate.warmup}"),
-        )
+def rate_notes(config: JobConfig) -> list[str]:
+    """What a reader of the config would not expect of the learning rate, in sentences."""
+    rate, steps = config.optim.rate.settings(), config.train.steps
+    warmup = rate.warmup_steps(steps)
+    if isinstance(rate.warmup, int) and warmup < rate.warmup:
+        whole = "train.steps" if rate.decay_steps is None else "optim.rate.decay_steps"
+        before = " before the decay of wsd" if rate.schedule == "wsd" else ""
+        return [
+            f"the warm-up is cut to {warmup} steps: optim.rate.warmup={rate.warmup} does not fit into "
+            f"{whole}={rate.end(steps)}{before}"
+        ]
+    return []
 
 
 def resume(config: JobConfig) -> Iterator[Problem]:
@@ -74,13 +73,19 @@ def missing_sources(sources: Sequence[str], builtin: str) -> Iterator[Problem]:
 
 def tensorboard(config: JobConfig) -> Iterator[Problem]:
     """TensorBoard asked for and not installed."""
-    if config.metrics.tensorboard and find_spec("tensorboard") is None:
-        yield Problem(
-            "metrics.tensorboard",
-            "true",
-            "tensorboard is not installed",
-            "pip install 'stretto[tensorboard]', or metrics.tensorboard=false",
-        )
+    metrics = config.metrics
+    if metrics.board(config.run.folder) is None:
+        return
+    name, value, none = (
+        ("tensorboard", "true", "false")
+        if metrics.tensorboard_dir is None
+        else ("tensorboard_dir", metrics.tensorboard_dir, "null")
+    )
+    if find_spec("tensorboard") is None:
+        fix = f"pip install 'stretto[tensorboard]', or metrics.{name}={none}"
+        yield Problem(f"metrics.{name}", value, "tensorboard is not installed", fix)
+    if metrics.tensorboard_dir is not None:
+        yield from writable("metrics.tensorboard_dir", value, Path(value).expanduser())
 
 
 def beside(path: Path, usable: Callable[[Path], bool] = lambda _: True) -> str | None:

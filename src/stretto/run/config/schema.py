@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from stretto.errors import StrettoError
 from stretto.layout.layout import ORDER, Layout
 from stretto.program import PLAIN
 from stretto.run.config.model import ModelConfig
@@ -248,16 +249,48 @@ class RateConfig(Section):
 
     schedule: RateShape = Field(
         default="cosine",
-        description="`wsd` is warm-up, stable, decay: constant until the last `decay_fraction` of the steps.",
+        description="After the warm-up: `cosine` and `linear` decay until `decay_steps`; `inverse-sqrt` "
+        "falls as `1 / sqrt(step)`; `wsd` is warm-up, stable, decay: constant until the last "
+        "`decay_fraction` of the steps.",
     )
-    warmup: int = Field(default=0, ge=0, description="Steps of linear warm-up.")
+    warmup: int | float = Field(
+        default=0,
+        ge=0,
+        description="Steps of linear warm-up; as a fraction below 1, such as 0.01: that part of "
+        "`decay_steps`. A warm-up that is longer than the steps before the decay is cut to them.",
+    )
+    warmup_init: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="Learning rate at the first update over the peak, from which the warm-up rises; null: "
+        "`1 / warmup`, so that the first update already learns. Megatron-LM begins at 0.",
+    )
     min_ratio: float = Field(
-        default=0.1, ge=0, le=1, description="Learning rate at the last step over its peak."
+        default=0.1, ge=0, le=1, description="Learning rate over its peak from the end of the decay on."
+    )
+    decay_steps: int | None = Field(
+        default=None,
+        gt=0,
+        description="Steps, those of the warm-up among them, until the decay ends; null: `train.steps`.",
     )
     decay_fraction: float = Field(
-        default=0.1, ge=0, le=1, description="Fraction of all steps in which wsd decays."
+        default=0.1, ge=0, le=1, description="Fraction of `decay_steps` in which wsd decays."
     )
-    decay: DecayShape = Field(default="linear", description="Shape of the decay of wsd.")
+    decay: DecayShape = Field(
+        default="linear", description="Shape of the decay of wsd; `exponential` is `2 0.5^done - 1`."
+    )
+
+    @field_validator("warmup")
+    @classmethod
+    def _is_steps_or_a_part(cls, value: float) -> float:
+        if isinstance(value, float) and value >= 1:
+            steps = round(value)
+            raise StrettoError(
+                f"is {value}: with a fraction it is a part of the steps, below 1",
+                hint=f"{steps} for {steps} steps",
+            )
+        return value
 
     def settings(self) -> RateSchedule:
         """The section as the optimiser takes it."""
@@ -382,6 +415,18 @@ class ReportConfig(Section):
     tensorboard: bool = Field(
         default=False, description="Write TensorBoard files too; needs `stretto[tensorboard]`."
     )
+    tensorboard_dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Write TensorBoard files to this folder; null: with `tensorboard`, to `tensorboard/` in "
+        "the run's folder.",
+    )
+
+    def board(self, run: Path) -> Path | None:
+        """The folder of TensorBoard's files of a run in the folder `run`; None: none are written."""
+        if self.tensorboard_dir is not None:
+            return Path(self.tensorboard_dir).expanduser()
+        return run / "tensorboard" if self.tensorboard else None
 
 
 class MetricsConfig(ReportConfig):

@@ -18,6 +18,7 @@ from stretto.run.config.section import Section
 from stretto.run.config.source import CoreDumper
 from stretto.spec.attention import AttentionShape
 from stretto.spec.families import USUAL
+from stretto.spec.initial import Initial
 from stretto.spec.job import Job
 from stretto.spec.presets import PRESETS, preset
 from stretto.spec.rules import problems
@@ -43,7 +44,7 @@ def written(job: Job, base: TrainConfig | None = None, about: str = "") -> str:
     """
     values: dict[str, Any] = {} if base is None else base.model_dump(mode="json", exclude_defaults=True)
     if base is None or base.shape() != job.shape:
-        values["model"] = model_section(job.shape)
+        values["model"] = model_section(job.shape) | _initial(job.initial)
     for section, fields in _sections(job, base).items():
         # null is every field's usual value, and only needs saying where the base has another
         laid = {**values.get(section, {}), **fields}
@@ -123,7 +124,8 @@ def _model(shape: ModelShape) -> dict[str, Any]:
     for name in PRESETS:
         if preset(name) == shape:
             return {"preset": name, "vocab": shape.vocab}
-    names = [name for name in ModelConfig.model_fields if name not in ("preset", "positions", *_PARTS)]
+    beside = ("preset", "positions", *_PARTS, *asdict(Initial()))
+    names = [name for name in ModelConfig.model_fields if name not in beside]
     fields = {name: getattr(shape, name) for name in names}
     if not shape.rotary:
         del fields["rope_theta"]
@@ -139,6 +141,12 @@ def _model(shape: ModelShape) -> dict[str, Any]:
 
 _PARTS = ("attention", "rope", "moe")
 _OFF: dict[str, Any] = {"norm": "none", "window": 0, "softcap": 0, "query_scale": 0, "local_theta": 0}
+
+
+def _initial(initial: Initial) -> dict[str, Any]:
+    """How weights begin, where it is not the usual way."""
+    usual = asdict(Initial())
+    return {name: value for name, value in asdict(initial).items() if value != usual[name]}
 
 
 def _changes(part: Any, usual: Any, section: type[Section]) -> dict[str, Any]:

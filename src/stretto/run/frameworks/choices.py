@@ -20,6 +20,7 @@ from stretto.spec.attention import AttentionShape, LatentShape, RopeScaling
 from stretto.spec.data_parallel import DataParallel, Precision
 from stretto.spec.experts import ExpertShape
 from stretto.spec.finetune import Trained
+from stretto.spec.initial import Initial
 from stretto.spec.job import Job, Recompute
 from stretto.spec.lora import LoraShape
 from stretto.spec.optimiser import Optimiser, RateSchedule
@@ -52,6 +53,7 @@ _SECTIONS: Mapping[tuple[str, ...], tuple[str, type[Any]]] = {
     ("shape", "lora"): ("lora", LoraShape),
     ("shape", "attention"): ("model.attention", AttentionShape),
     ("shape", "attention", "latent"): ("model.attention.latent", LatentShape),
+    ("initial",): ("model", Initial),
     ("trained",): ("finetune", Trained),
     ("layout",): ("layout", Layout),
     ("recompute",): ("recompute", Recompute),
@@ -94,10 +96,13 @@ _OF_RUN = tuple(
 # of a job, and yet nothing that a plan decides
 _UNPLANNED = {
     "train.bucket_mib",
+    *(f"model.{one.name}" for one in fields(Initial)),
     "precision.loss_scale",
     "precision.loss_scale_steps",
     *(name for name in PATHS if name.startswith("optim.") and name not in ("optim.name", "optim.states")),
 }
+# what a job's time and memory depend on
+PRICED = frozenset(PATHS) - (_UNPLANNED - {"train.bucket_mib", "optim.clip"})
 NAMES: tuple[str, ...] = tuple(dict.fromkeys((*PATHS, *_OF_RUN)))
 RUN_DEFAULTS: Mapping[str, Any] = {
     ".".join(path): one.get_default(call_default_factory=True) for path, one in fields_of(TrainConfig)

@@ -71,7 +71,15 @@ _SECTIONS: Mapping[str, tuple[str, ...]] = {
         "sgd-momentum",
         "muon-momentum",
     ),
-    "scheduler": ("lr-decay-style", "lr-warmup-iters", "lr-wsd-decay-style", "lr-wsd-decay-iters"),
+    "scheduler": (
+        "lr-decay-style",
+        "lr-decay-iters",
+        "lr-warmup-iters",
+        "lr-warmup-fraction",
+        "lr-warmup-init",
+        "lr-wsd-decay-style",
+        "lr-wsd-decay-iters",
+    ),
     "train": ("micro-batch-size", "global-batch-size", "train-iters", "eval-iters", "eval-interval"),
     "checkpoint": ("save", "load", "save-interval", "ckpt-format"),
 }
@@ -224,9 +232,10 @@ def _check_gradients(choices: Choices) -> None:
 
 
 def _check_decay(choices: Choices) -> None:
-    if choices["optim.rate.schedule"] == "wsd" and choices["optim.rate.decay"] == "sqrt":
+    shape = choices["optim.rate.decay"]
+    if choices["optim.rate.schedule"] == "wsd" and shape not in ("linear", "cosine"):
         instead = f"the scheduler of Megatron-Bridge {VERSION} decays linearly or as a cosine"
-        raise refused("optim.rate.decay", "sqrt", instead, ("linear",))
+        raise refused("optim.rate.decay", shape, instead, ("linear",))
 
 
 def _check_states(choices: Choices) -> None:

@@ -27,7 +27,7 @@ from stretto.run.frameworks.mapping import (
     without,
 )
 from stretto.run.frameworks.others import others
-from stretto.run.frameworks.torchtitan_model import MODEL, read_model, write_model
+from stretto.run.frameworks.torchtitan_model import BEGIN, MODEL, read_model, write_model
 from stretto.run.frameworks.torchtitan_pipeline import (
     OPTIONS,
     PIPELINE,
@@ -292,8 +292,24 @@ def _read_optimiser(settings: Settings) -> Mapping[str, Any]:
 
 
 def _write_rate(choices: Choices) -> Settings:
-    rate = choices.job.optimiser.rate
-    settings: dict[str, Any] = {"warmup_steps": rate.warmup, "min_lr_factor": rate.min_ratio}
+    rate, steps = choices.job.optimiser.rate, choices["train.steps"]
+    if rate.warmup_init is not None:
+        instead = "torchtitan's warm-up begins at 1/warmup"
+        raise refused("optim.rate.warmup_init", rate.warmup_init, instead, [None])
+    if rate.schedule == "inverse-sqrt":
+        instead = "torchtitan holds, then decays linearly, by sqrt or as a cosine"
+        raise refused("optim.rate.schedule", rate.schedule, instead, ["cosine", "linear", "constant", "wsd"])
+    if rate.schedule == "wsd" and rate.decay == "exponential":
+        instead = "torchtitan decays linearly, by sqrt or as a cosine"
+        raise refused("optim.rate.decay", rate.decay, instead, ["linear", "sqrt", "cosine"])
+    if rate.end(steps) < steps and "train.steps" not in choices.open:
+        instead = "torchtitan holds no rate beyond the end of its decay"
+        raise refused("optim.rate.decay_steps", rate.decay_steps, instead, [steps])
+    settings: dict[str, Any] = {
+        "warmup_steps": round(rate.warmup_steps(steps)),
+        "min_lr_factor": rate.min_ratio,
+        **({} if rate.decay_steps is None else {"total_steps": rate.decay_steps}),
+    }
     if rate.schedule == "constant":
         settings["decay_ratio"] = 0.0
     elif rate.schedule == "wsd":
@@ -315,6 +331,7 @@ def _read_rate(settings: Settings) -> Mapping[str, Any]:
         values["schedule"] = "constant"
     else:
         values |= {"schedule": "wsd", "decay": kind, "decay_fraction": 1.0 if ratio is None else ratio}
+    values["decay_steps"] = of("total_steps", None)
     return {f"optim.rate.{name}": value for name, value in values.items()}
 
 
@@ -369,7 +386,7 @@ _AROUND = (
     *under("data", "tokenizer vocab text_field split cache chat_template too_long"),
     *under("train", "device threads timeout_s"),
     *under("eval", "every batches"),
-    *under("metrics", "tensorboard peak_tflops trace"),
+    *under("metrics", "tensorboard tensorboard_dir peak_tflops trace"),
     *under("sample", "prompt tokens temperature top_k"),
     *under("run", "name dir"),
     "checkpoint.resume",
@@ -455,8 +472,8 @@ RULES = (
         read=_read_optimiser,
     ),
     Rule(
-        choices=under("optim.rate", "schedule warmup min_ratio decay_fraction decay"),
-        settings=under("lr_scheduler", "warmup_steps min_lr_factor decay_ratio decay_type"),
+        choices=under("optim.rate", "schedule warmup warmup_init min_ratio decay_steps decay_fraction decay"),
+        settings=under("lr_scheduler", "warmup_steps total_steps min_lr_factor decay_ratio decay_type"),
         write=_write_rate,
         read=_read_rate,
     ),
@@ -479,6 +496,7 @@ RULES = (
     ),
     same("metrics.log_freq", "metrics.every"),
     Rule(choices=(), settings=("compile.enable", "loss"), write=lambda _: {}),
+    aside("torchtitan's models begin in ways of their own", *BEGIN),
     aside("torchtitan pads no vocabulary", "train.vocab_multiple"),
     aside("FSDP2 gathers and reduces block by block", "train.bucket_mib"),
     aside("torchtitan has data sets by name", "data.source"),

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from stretto.errors import Problem, StrettoError
 from stretto.run.frameworks.choices import NAMES, Choices, choices_of
 from stretto.run.frameworks.mapping import Settings, refused
+from stretto.spec.initial import Initial
 from stretto.spec.job import Job
 from stretto.spec.presets import preset
 from stretto.spec.shape import ModelShape, fields_of
 
-MODEL = tuple(name for name in NAMES if name.startswith("model."))
+BEGIN = tuple(f"model.{one.name}" for one in fields(Initial))
+MODEL = tuple(name for name in NAMES if name.startswith("model.") and name not in BEGIN)
 # flavours by the name of their module, and the presets of the same sizes
 FLAVOURS: Mapping[tuple[str, str], str] = {
     ("llama3", "1B"): "llama3.2-1b",

@@ -242,7 +242,7 @@ def _begin_optimizer(
     def values(name: str, size: tuple[int, ...]) -> Tensor:
         if fresh == "adapters" and not is_adapter(name):
             return torch.zeros(()).expand(size)
-        return initial_values(name, size, setup.seed, setup.job.shape)
+        return initial_values(name, size, setup.seed, setup.job.shape, setup.job.initial)
 
     optimizer.begin(values if fresh else None, elsewhere, bool(setup.program.versions))
     optimizer.follow_reductions(frozenset(id(p) for p in pipeline.changing()))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from stretto.errors import StrettoError
 from stretto.run.config import dump
+from stretto.run.config.run_checks import rate_notes
 from stretto.run.config.schema import JobConfig, LoopConfig
 from stretto.run.launch.failure import doing
 from stretto.run.launch.stop import StopRequest
@@ -220,7 +221,7 @@ def start_run(
             steps=config.train.steps,
             start=step,
             every=config.metrics.every,
-            tensorboard=config.metrics.tensorboard,
+            board=config.metrics.board(run),
             out=sys.stderr if quiet else None,
             words=words,
         )
@@ -229,6 +230,6 @@ def start_run(
             f"run folder {run} cannot be written to: {error.strerror or error}", hint="give another run.dir"
         ) from None
     cleanup.enter_context(metrics)
-    for note in notes:
+    for note in [*rate_notes(config), *notes]:
         metrics.note(note)
     return metrics

@@ -203,7 +203,7 @@ class Board:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise StrettoError(
-                "metrics.tensorboard is true: tensorboard is not installed",
+                "tensorboard is not installed, and metrics asks for its files",
                 hint="pip install 'stretto[tensorboard]', or metrics.tensorboard=false",
             ) from None
         # TensorBoard hides what an earlier, ended run has written from this step on
@@ -376,7 +376,7 @@ class Metrics:
         steps: int,
         start: int = 0,
         every: int = 1,
-        tensorboard: bool = False,
+        board: Path | None = None,
         out: TextIO | None = None,
         words: Words = TOKENS,
     ) -> None:
@@ -384,7 +384,7 @@ class Metrics:
         self._steps = steps
         self._first = start + 1
         self._every = every
-        self._board = Board(folder / "tensorboard", start) if tensorboard else None
+        self._board = None if board is None else Board(board, start)
         self._train = StepLines(folder / "metrics.jsonl", start)
         self._eval = StepLines(folder / "eval.jsonl", start)
         self._display = display(steps, start, sys.stdout if out is None else out, words)

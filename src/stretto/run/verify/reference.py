@@ -78,7 +78,7 @@ def build_reference(job: Job, seed: int) -> tuple[LanguageModel, DropoutKeys]:
     """
     model = build(job.shape)
     freeze(model, job.trained)
-    initialise(model, seed)
+    initialise(model, seed, job.initial)
     model = model.double()
     model.tie()
     if job.precision.fp8 != "none":

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from stretto.run.frameworks.choices import PATHS
+from stretto.run.frameworks.choices import PRICED
 from stretto.run.frameworks.mapping import Framework, Rule, Settings
 from stretto.run.frameworks.megatron.arguments import VERSION, unpriced, unread
 from stretto.run.frameworks.megatron.model import MODEL, positions_of
@@ -32,7 +32,7 @@ RULES: tuple[Rule, ...] = (*MODEL, *RANKS, *TRAINING, _BESIDE)
 _PRICED = {
     name: rule
     for rule in RULES
-    if rule.read is not None and (not rule.choices or any(choice in PATHS for choice in rule.choices))
+    if rule.read is not None and (not rule.choices or not PRICED.isdisjoint(rule.choices))
     for name in rule.settings
 }
 

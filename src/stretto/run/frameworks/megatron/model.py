@@ -11,6 +11,7 @@ from stretto.run.frameworks.choices import Choices
 from stretto.run.frameworks.mapping import Rule, Settings, flag, only, refused, rule, same, without
 from stretto.run.frameworks.megatron.experts import EXPERTS, ffn_of
 from stretto.spec.attention import RopeScaling
+from stretto.spec.initial import Initial
 from stretto.spec.lora import LoraShape
 from stretto.spec.presets import preset
 
@@ -353,6 +354,8 @@ MODEL: tuple[Rule, ...] = (
     same("max-position-embeddings", "model.positions"),
     flag("untie-embeddings-and-output-weights", "model.tied", when=False),
     rule(("model.dropout",), ("hidden-dropout", "attention-dropout"), _write_dropout, _read_dropout),
+    same("init-method-std", "model.init_std", usual=Initial.init_std),
+    only("model.scaled_init", (True,), "Megatron-LM divides by sqrt(2 layers) in output projections"),
     same("norm-epsilon", "model.norm_eps", usual=1e-5),
     Rule(choices=("model.family",), write=lambda _: {}, notes=_family_notes),
     rule(

@@ -55,7 +55,7 @@ def _value(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
 def parse(text: str, source: str, devices: int | None, priced: Mapping[str, object]) -> dict[str, Any]:

@@ -150,29 +150,103 @@ def _read_clip(settings: Settings) -> Mapping[str, Any]:
     return {"optim.clip": settings.get("clip-grad", 1.0) or None}
 
 
+_STYLES = {
+    **{name: name for name in ("cosine", "linear", "constant")},
+    "inverse-sqrt": "inverse-square-root",
+    "wsd": "WSD",
+}
+_SHAPES = {"linear": "linear", "cosine": "cosine", "exponential": "exponential", "sqrt": "minus_sqrt"}
+
+
 def _write_rate(choices: Choices) -> Settings:
     """The learning rate; what is open stays open, and so does what follows from it."""
-    kind, lr, steps = (choices[name] for name in ("optim.rate.schedule", "optim.lr", "train.steps"))
-    least = lr * choices["optim.rate.min_ratio"]
+    rate = choices.job.optimiser.rate
+    lr, steps = choices["optim.lr"], choices["train.steps"]
     is_open = "optim.lr" in choices.open
-    peak = {"lr": Open("optim.lr", lr) if is_open else lr}
+
+    def of_peak(name: str) -> Any:
+        value = lr * choices[f"optim.rate.{name}"]
+        return Open(f"optim.rate.{name}", value) if is_open else value
+
+    length = Open("train.steps", steps) if "train.steps" in choices.open else steps
+    peak = {"lr": Open("optim.lr", lr) if is_open else lr, "train-iters": length}
     if "optim.rate.schedule" in choices.unsaid:
         return peak
+    part = isinstance(rate.warmup, float)
+    warmup = {"lr-warmup-fraction": rate.warmup} if part else {"lr-warmup-iters": rate.warmup_steps(steps)}
     made: dict[str, Any] = {
         **peak,
-        "min-lr": Open("optim.rate.min_ratio", least) if is_open else least,
-        "lr-decay-style": {"wsd": "WSD"}.get(kind, kind),
-        "lr-warmup-iters": choices["optim.rate.warmup"],
+        "min-lr": of_peak("min_ratio"),
+        "lr-decay-style": _STYLES[rate.schedule],
+        **warmup,
+        **({} if rate.warmup_init is None else {"lr-warmup-init": of_peak("warmup_init")}),
+        **({} if rate.decay_steps is None else {"lr-decay-iters": rate.decay_steps}),
     }
-    if kind != "wsd":
+    if rate.schedule != "wsd":
         return made
-    decayed = round(steps * choices["optim.rate.decay_fraction"])
-    left = Open("optim.rate.decay_fraction", decayed) if "train.steps" in choices.open else decayed
-    shape = {"sqrt": "minus_sqrt"}.get(choices["optim.rate.decay"], choices["optim.rate.decay"])
-    return {**made, "lr-wsd-decay-style": shape, "lr-wsd-decay-iters": left}
+    decayed = rate.decay_length(steps)
+    follows = rate.decay_steps is None and "train.steps" in choices.open
+    left = Open("optim.rate.decay_fraction", decayed) if follows else decayed
+    return {**made, "lr-wsd-decay-style": _SHAPES[rate.decay], "lr-wsd-decay-iters": left}
 
 
-_RATE = ("schedule", "warmup", "min_ratio", "decay_fraction", "decay")
+def _rate_notes(choices: Choices) -> Iterable[str]:
+    warmup, first = choices["optim.rate.warmup"], choices["optim.rate.warmup_init"]
+    if warmup and first is None and "optim.rate.schedule" not in choices.unsaid:
+        yield "optim.rate.warmup_init=null: Megatron-LM's first rate is 0, so its warm-up is one step behind"
+
+
+def _updates(settings: Settings, name: str) -> float | None:
+    """An argument that counts iterations, or samples, as updates of full batches."""
+    if (count := settings.get(f"{name}-iters")) is not None:
+        return count
+    samples = settings.get(f"{name}-samples")
+    if samples is None:
+        return None
+    batch = settings.get("global-batch-size")
+    if batch is None:
+        raise StrettoError(f"--{name}-samples needs --global-batch-size", hint=f"or give --{name}-iters")
+    return samples / batch
+
+
+def _read_rate(settings: Settings) -> Mapping[str, Any]:
+    """As `get_optimizer_param_scheduler` of megatron/training/training.py sets up the schedule."""
+    made: dict[str, Any] = {}
+    steps, end = _updates(settings, "train"), _updates(settings, "lr-decay")
+    if steps is not None:
+        made["train.steps"] = int(steps)
+    if end is not None and (steps is None or int(end) != int(steps)):
+        made["optim.rate.decay_steps"] = int(end)
+    end = int(end if end is not None else steps or 0)
+    style = settings.get("lr-decay-style", "linear")
+    made["optim.rate.schedule"] = next(ours for ours, theirs in _STYLES.items() if theirs == style)
+    warmup = _read_warmup(settings, end)
+    made["optim.rate.warmup"] = warmup
+    lr = settings.get("lr")
+    if lr is not None:
+        made |= {"optim.lr": lr, "optim.rate.min_ratio": settings.get("min-lr", 0.0) / lr}
+    if warmup and (lr is not None or "lr-warmup-init" not in settings):
+        made["optim.rate.warmup_init"] = settings.get("lr-warmup-init", 0.0) / (lr or 1.0)
+    if style == "WSD":
+        shape = settings.get("lr-wsd-decay-style", "exponential")
+        made["optim.rate.decay"] = next(ours for ours, theirs in _SHAPES.items() if theirs == shape)
+        length = _updates(settings, "lr-wsd-decay")
+        if length is not None and end:
+            made["optim.rate.decay_fraction"] = length / end
+    return made
+
+
+def _read_warmup(settings: Settings, end: int) -> float:
+    """Updates of the warm-up, or the part of the `end` updates until the decay has ended."""
+    part = settings.get("lr-warmup-fraction")
+    if part is None:
+        count = _updates(settings, "lr-warmup") or 0
+        return int(count) if count == int(count) or not end else count / end
+    return part if part < 1 else end
+
+
+_COUNTED = ("train", "lr-decay", "lr-warmup", "lr-wsd-decay")
+_RATE = ("schedule", "warmup", "warmup_init", "min_ratio", "decay_steps", "decay_fraction", "decay")
 
 
 # ------------------------------------------------------------------ the run
@@ -203,6 +277,9 @@ def _write_evaluation(choices: Choices) -> Settings:
     return {"eval-interval": choices["eval.every"], "eval-iters": choices["eval.batches"]}
 
 
+_BOARD = ("metrics.tensorboard", "metrics.tensorboard_dir")
+
+
 def _write_checkpoint(choices: Choices) -> Settings:
     """Where and when to save; without an interval at the end only, which is that of the last step."""
     if "run.name" in choices.unsaid:
@@ -214,12 +291,15 @@ def _write_checkpoint(choices: Choices) -> Settings:
     folder = f"{choices['run.dir']}/{choices['run.name']}"
     every = choices["checkpoint.every"]
     steps = "checkpoint.every" if "checkpoint.every" in choices.open else "train.steps"
+    board = choices["metrics.tensorboard_dir"]
+    if board is None and choices["metrics.tensorboard"]:
+        board = f"{folder}/tensorboard"
     interval = Open(steps, every or choices["train.steps"]) if steps in choices.open else None
     return {
         "save": f"{folder}/checkpoints",
         "save-interval": interval or every or choices["train.steps"],
         **({"load": f"{folder}/checkpoints"} if resume == "auto" else {}),
-        **({"tensorboard-dir": f"{folder}/tensorboard"} if choices["metrics.tensorboard"] else {}),
+        **({"tensorboard-dir": board} if board else {}),
     }
 
 
@@ -285,18 +365,20 @@ TRAINING: tuple[Rule, ...] = (
     ),
     Rule(choices=("optim.clip",), settings=("clip-grad",), write=_write_clip, read=_read_clip),
     Rule(
-        choices=("optim.lr", *(f"optim.rate.{name}" for name in _RATE)),
+        choices=("optim.lr", "train.steps", *(f"optim.rate.{name}" for name in _RATE)),
         settings=(
             "lr",
             "min-lr",
             "lr-decay-style",
-            "lr-warmup-iters",
+            *(f"{name}-{unit}" for name in _COUNTED for unit in ("iters", "samples")),
+            "lr-warmup-fraction",
+            "lr-warmup-init",
             "lr-wsd-decay-style",
-            "lr-wsd-decay-iters",
         ),
         write=_write_rate,
+        read=_read_rate,
+        notes=_rate_notes,
     ),
-    same("train-iters", "train.steps"),
     Rule(choices=("train.seed",), settings=("seed",), write=_write_seed, notes=_seed_notes),
     only("train.device", ("auto", "cuda"), "Megatron-LM trains on GPUs"),
     same("distributed-timeout-minutes", "train.timeout_s", to=_minutes),
@@ -313,7 +395,7 @@ TRAINING: tuple[Rule, ...] = (
         write=_write_evaluation,
     ),
     Rule(
-        choices=("checkpoint.every", "checkpoint.resume", "run.dir", "run.name", "metrics.tensorboard"),
+        choices=("checkpoint.every", "checkpoint.resume", "run.dir", "run.name", *_BOARD),
         settings=("save", "save-interval", "load", "tensorboard-dir"),
         write=_write_checkpoint,
     ),
