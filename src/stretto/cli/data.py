@@ -14,6 +14,7 @@ from stretto.errors import StrettoError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from stretto.run.data.megatron import MegatronDataset
     from stretto.run.data.token_folder import TokenFolder
 
 app = command_app(
@@ -66,6 +67,12 @@ def build(
             metavar="FILE|NAME", help="With --chat: another Jinja template than the tokenizer's default."
         ),
     ] = None,
+    form: Annotated[
+        Literal["stretto", "megatron"],
+        typer.Option(
+            "--format", help="A token folder, or Megatron's PREFIX.bin and PREFIX.idx, with --out PREFIX."
+        ),
+    ] = "stretto",
     force: Annotated[
         bool, typer.Option("--force", help="Replace the tokens of another source in DIR.")
     ] = False,
@@ -75,7 +82,7 @@ def build(
 
     A folder that is there already, from the same files and settings, is kept.
     """
-    from stretto.run.data.build import DEFAULT_VOCAB
+    from stretto.run.data.build import DEFAULT_VOCAB, build_megatron
     from stretto.run.data.build import build as build_folder
 
     if chat is None and chat_template is not None:
@@ -87,38 +94,61 @@ def build(
             f"--vocab {vocab} with --tokenizer {tokenizer}: the tokenizer has its own vocabulary",
             hint="leave one of them out",
         )
-    with stage_progress(as_json, lambda at: (at.stage, at.characters)) as progress:
-        folder = build_folder(
-            sources,
-            out,
-            vocab=DEFAULT_VOCAB if vocab is None else vocab,
-            tokenizer=tokenizer,
-            text_field=text_field,
-            chat=chat,
-            chat_template=chat_template,
-            replace=force,
-            progress=progress,
+    if form == "megatron" and (out is None or chat is not None):
+        raise StrettoError(
+            "--format megatron without --out"
+            if out is None
+            else f"--format megatron with --chat {chat}: it has no place for the tokens that are trained on",
+            hint="name the dataset with --out PREFIX, for PREFIX.bin and PREFIX.idx"
+            if out is None
+            else "leave out --format, for a token folder",
         )
-    _show(folder, as_json)
+    size = DEFAULT_VOCAB if vocab is None else vocab
+    with stage_progress(as_json, lambda at: (at.stage, at.characters)) as progress:
+        if form == "megatron" and out is not None:
+            built = build_megatron(
+                sources,
+                out,
+                vocab=size,
+                tokenizer=tokenizer,
+                text_field=text_field,
+                replace=force,
+                progress=progress,
+            )
+        else:
+            built = build_folder(
+                sources,
+                out,
+                vocab=size,
+                tokenizer=tokenizer,
+                text_field=text_field,
+                chat=chat,
+                chat_template=chat_template,
+                replace=force,
+                progress=progress,
+            )
+    _show(built, as_json)
 
 
 @app.command(epilog="Example: stretto data info tokens --verify")
 def info(
-    path: Annotated[Path, typer.Argument(metavar="DIR", help="A token or click folder.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="DIR|PREFIX", help="A token or click folder, or a Megatron dataset.")
+    ],
+    tokenizer: data_show.TokenizerOption = None,
     verify: Annotated[bool, typer.Option("--verify", help="Check every byte of large files too.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show what a token or click folder holds, and check that it is complete."""
+    """Show what a folder or dataset holds, and check that it is complete."""
     from stretto.recommender.clicks.index import is_click_folder
-    from stretto.run.data.token_folder import TokenFolder
 
     if is_click_folder(path):
         _click_info(path, verify, as_json)
         return
-    folder = TokenFolder(path)
+    tokens = data_show.open_any(path, tokenizer)
     if verify:
-        folder.verify()
-    _show(folder, as_json, **({"verified": True} if verify else {}))
+        tokens.verify()
+    _show(tokens, as_json, **({"verified": True} if verify else {}))
 
 
 def _click_info(path: Path, verify: bool, as_json: bool) -> None:
@@ -137,11 +167,12 @@ _LABELS = {  # of facts whose name is not clear
 }
 
 
-def _show(folder: TokenFolder, as_json: bool, **more: Any) -> None:
+def _folder_facts(folder: TokenFolder) -> dict[str, Any]:
     index = folder.index
-    facts: dict[str, Any] = {
-        "documents": index.documents,
-        "tokens": index.tokens,
+    facts: dict[str, Any] = {"documents": index.documents, "tokens": index.tokens}
+    if index.trained is not None:
+        facts["trained"] = index.trained
+    return facts | {
         "path": str(folder.path),
         "vocab": index.vocab,
         "dtype": index.dtype,
@@ -150,16 +181,35 @@ def _show(folder: TokenFolder, as_json: bool, **more: Any) -> None:
         "skipped": index.skipped,
         "blank": index.blank,
         "tokenizer": index.tokenizer,
-        **more,
     }
-    if index.trained is not None:
-        facts = {"documents": index.documents, "tokens": index.tokens, "trained": index.trained} | facts
+
+
+def _dataset_facts(dataset: MegatronDataset) -> dict[str, Any]:
+    known = dataset.fingerprint is not None
+    return {
+        "documents": dataset.documents,
+        "sequences": dataset.sequences,
+        "tokens": dataset.size,
+        "path": dataset.name,
+        "vocab": dataset.vocab if known else None,
+        "dtype": dataset.dtype.name,
+        "bytes": dataset.size * dataset.dtype.itemsize,
+        "tokenizer": dataset.fingerprint,
+    }
+
+
+def _show(tokens: TokenFolder | MegatronDataset, as_json: bool, **more: Any) -> None:
+    from stretto.run.data.token_folder import TokenFolder
+
+    facts = _folder_facts(tokens) if isinstance(tokens, TokenFolder) else _dataset_facts(tokens)
+    facts |= more
 
     def table(console: Console) -> None:
         from rich.table import Table
 
         rows = Table(show_header=False, box=None)
         for name, value in facts.items():
+            value = "not known (name it with --tokenizer)" if value is None else value
             shown = (
                 f"{value:,}" if type(value) is int else " ".join(value) if type(value) is list else str(value)
             )

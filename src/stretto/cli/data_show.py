@@ -15,9 +15,15 @@ from stretto.errors import StrettoError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from stretto.run.data.megatron import MegatronDataset
     from stretto.run.data.token_folder import TokenFolder
+    from stretto.run.data.token_source import TokenSource
     from stretto.run.data.tokenizer import Tokenizer
 
+TokenizerOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE|DIR", help="The tokenizer of a Megatron dataset.", show_default=False),
+]
 EXAMPLE = "Example: stretto data show chats --document 3 --count 2"
 
 
@@ -46,30 +52,31 @@ class Preview:
 
 
 def show(
-    path: Annotated[Path, typer.Argument(metavar="DIR", help="A token folder.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="DIR|PREFIX", help="A token folder, or a Megatron dataset.")
+    ],
     document: Annotated[
         int, typer.Option("--document", "-d", min=0, metavar="N", help="The first document to show, from 0.")
     ] = 0,
     count: Annotated[int, typer.Option("--count", "-n", min=1, help="Documents to show.")] = 1,
     tokens: Annotated[int, typer.Option(min=1, help="Most tokens of each to show.")] = 2048,
+    tokenizer: TokenizerOption = None,
     as_json: Json = False,
 ) -> None:
-    """Show documents of a token folder as text, and which of their tokens are trained on.
+    """Show documents of tokens as text, and which of their tokens are trained on.
 
     In colour the tokens that the loss counts are green and the others grey; in a pipe they stand
     between « and ».
     """
-    from stretto.run.data.token_folder import TokenFolder
-
-    folder = TokenFolder(path)
-    documents = folder.index.documents
+    source = open_any(path, tokenizer)
+    documents = source.documents
     if document >= documents:
         raise StrettoError(
             f"document {document}: {path} has {documents}", hint=f"name one from 0 to {documents - 1}"
         )
-    tokenizer = folder.tokenizer()
+    decoder = source.tokenizer()
     numbers = range(document, min(document + count, documents))
-    previews = [preview(folder, tokenizer, number, tokens) for number in numbers]
+    previews = [preview(source, decoder, number, tokens) for number in numbers]
 
     def text(console: Console) -> None:
         for one in previews:
@@ -78,11 +85,22 @@ def show(
     report({"documents": [asdict(one) for one in previews]}, as_json, text)
 
 
-def preview(folder: TokenFolder, tokenizer: Tokenizer, document: int, most: int) -> Preview:
+def open_any(path: Path, tokenizer: Path | None) -> TokenFolder | MegatronDataset:
+    """The tokens at a path, whether or not it is known what tokenizer made them.
+
+    Raises:
+        StrettoError: none there, or unusable ones.
+    """
+    from stretto.run.data.open import open_tokens
+
+    return open_tokens(str(path), tokenizer, vocab=1 << 32)
+
+
+def preview(source: TokenSource, tokenizer: Tokenizer, document: int, most: int) -> Preview:
     """The first `most` tokens of a document."""
-    start, end = (int(offset) for offset in folder.offsets[document : document + 2])
-    ids: list[int] = folder.tokens[start : min(end, start + most)].tolist()
-    mask = [True] * (end - start) if folder.mask is None else folder.mask[start:end].astype(bool).tolist()
+    start, end = (int(offset) for offset in source.offsets[document : document + 2])
+    ids: list[int] = source.tokens[start : min(end, start + most)].tolist()
+    mask = [True] * (end - start) if source.mask is None else source.mask[start:end].astype(bool).tolist()
     runs = list[Run]()
     for trained, group in groupby(zip(mask, ids, strict=False), lambda pair: pair[0]):
         members = [one for _, one in group]

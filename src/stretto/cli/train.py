@@ -192,7 +192,7 @@ def _report(config: AnyConfig, result: Result, again: str, command: str, as_json
         print(f"stopped; newest checkpoint: {outcome.get('checkpoint') or 'none'}", file=out)
         print(f"to go on: {again}", file=out)
     elif language:
-        if config.sample.tokens:
+        if config.sample.tokens and _knows_tokenizer(config):
             _write_sample(config, Path(outcome["checkpoint"]), out)
         _print_next(command, config, out)
     else:
@@ -212,6 +212,11 @@ def _facts(config: TrainConfig, outcome: dict[str, Any]) -> dict[str, Any]:
         "run_dir": str(config.run.folder),
         "layout": config.layout.to_layout().describe(),
     }
+
+
+def _knows_tokenizer(config: TrainConfig) -> bool:
+    """Whether the run has the tokenizer of its text; tokens of a Megatron dataset may come without."""
+    return (config.run.folder / "tokenizer.json").is_file()
 
 
 def _write_sample(config: TrainConfig, checkpoint: Path, out: TextIO) -> None:
@@ -237,10 +242,10 @@ def _print_next(command: str, config: TrainConfig, out: TextIO) -> None:
     folder, trained = config.run.folder, config.layout.to_layout()
     layouts = [case.layout for case in every_layout(config, trained.world)]
     others = [one for one in layouts if (one.tp, one.pp) != (trained.tp, trained.pp)]
-    rows = [
-        (f"stretto generate {folder} --prompt {quote(config.sample.prompt)}", "more text from this model"),
-        (f"stretto verify {command} --layouts all", "prove every layout equal to one process"),
-    ]
+    rows = [(f"stretto verify {command} --layouts all", "prove every layout equal to one process")]
+    if _knows_tokenizer(config):
+        text = f"stretto generate {folder} --prompt {quote(config.sample.prompt)}"
+        rows.insert(0, (text, "more text from this model"))
     if others:
         other = others[0]
         sizes = f"layout.tp={other.tp} layout.dp={other.dp} layout.pp={other.pp}"

@@ -10,8 +10,9 @@ import pytest
 
 from stretto.errors import StrettoError
 from stretto.run.config.schema import DataConfig
+from stretto.run.config.sources import holds_tokens
 from stretto.run.data.build import build
-from stretto.run.data.open import holds_tokens, open_source
+from stretto.run.data.open import open_source
 from stretto.run.data.token_source import TokenSource
 
 
@@ -35,12 +36,12 @@ def same(one: TokenSource, two: TokenSource) -> bool:
 def test_text_is_tokenised_once(tmp_path: Path, text: Path) -> None:
     data = data_of(tmp_path, text)
     stages = list[str]()
-    source = open_source(data, lambda at: stages.append(at.stage))
+    source = open_source(data, report=lambda at: stages.append(at.stage))
     assert stages[-1] == "encode"
     stages.clear()
-    assert same(source, open_source(data, lambda at: stages.append(at.stage)))
+    assert same(source, open_source(data, report=lambda at: stages.append(at.stage)))
     assert not stages
-    assert not holds_tokens(data)
+    assert not holds_tokens(data.sources)
     assert (source.documents, source.size) == (2, len(source.tokens))
     assert source.identity() == {"tokens": source.size, "documents": 2}
 
@@ -48,7 +49,7 @@ def test_text_is_tokenised_once(tmp_path: Path, text: Path) -> None:
 def test_a_token_folder_is_opened_as_it_is(tmp_path: Path, text: Path) -> None:
     folder = build(text, tmp_path / "out", vocab=300)
     data = data_of(tmp_path, folder.path)
-    assert holds_tokens(data)
+    assert holds_tokens(data.sources)
     assert same(open_source(data), folder)
     assert not (tmp_path / "cache").exists()
     (folder.path / "tokens.bin").write_bytes(b"")

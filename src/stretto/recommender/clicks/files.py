@@ -13,7 +13,7 @@ from stretto.errors import StrettoError, nearest
 from stretto.recommender.clicks.criteo import CriteoReader, is_labelled
 from stretto.recommender.clicks.raw import Columns, Reader
 from stretto.recommender.clicks.tabular import CsvReader, Named, ParquetReader, columns_of
-from stretto.run.data.token_folder import is_token_folder
+from stretto.run.config.sources import is_token_folder
 
 Source = str | os.PathLike[str]
 FORMATS = ("criteo", "parquet", "csv")

@@ -20,6 +20,7 @@ from stretto.run.config.run_checks import (
     tensorboard,
 )
 from stretto.run.config.schema import TrainConfig
+from stretto.run.config.sources import holds_tokens
 from stretto.spec.optimiser import optimiser_problems
 from stretto.spec.parameters import parameter_shapes
 from stretto.spec.rules import problems
@@ -103,8 +104,8 @@ def _program_file(config: TrainConfig) -> Iterator[Problem]:
 
 def _vocab(config: TrainConfig) -> Iterator[Problem]:
     data, model = config.data, config.model
-    if isinstance(data.source, str) and (Path(data.source).expanduser() / "index.json").is_file():
-        return  # a token folder: its tokenizer is not trained here, and judged once it has been read
+    if holds_tokens(data.sources):
+        return  # their tokenizer is not trained here, and judged once they have been opened
     if data.tokenizer is None and model.vocab is not None and model.vocab < data.vocab:
         yield Problem(
             "model.vocab",
@@ -141,8 +142,7 @@ def _split(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _source(config: TrainConfig) -> Iterator[Problem]:
-    source = config.data.source
-    yield from missing_sources([source] if isinstance(source, str) else source, PYTHON_STDLIB)
+    yield from missing_sources(config.data.sources, PYTHON_STDLIB)
 
 
 def _tokenizer(config: TrainConfig) -> Iterator[Problem]:

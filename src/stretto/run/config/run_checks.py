@@ -10,6 +10,7 @@ from pathlib import Path
 
 from stretto.errors import Problem, StrettoError, nearest
 from stretto.run.config.schema import JobConfig
+from stretto.run.config.sources import megatron_prefix
 
 
 def raise_first(problems: Sequence[Problem]) -> None:
@@ -63,7 +64,7 @@ def missing_sources(sources: Sequence[str], builtin: str) -> Iterator[Problem]:
         yield Problem("data.source", "[]", "it must name something", f"{builtin} is on every machine")
     for name in sources:
         path = Path(name).expanduser()
-        if name == builtin or path.exists():
+        if name == builtin or path.exists() or megatron_prefix(name) is not None:
             continue
         if not glob.has_magic(name):
             yield Problem("data.source", name, "there is no such file or folder", beside(path))

@@ -39,7 +39,8 @@ class DataConfig(Section):
     source: str | list[str] = Field(
         default="python-stdlib",
         description="`python-stdlib` (the source of Python's own library), a text, JSONL or Parquet file, a "
-        "folder of them, a glob, a list of these, or a token folder that `stretto data build` wrote.",
+        "folder of them, a glob, or a list of these; or tokens, which are read as they lie: a token folder "
+        "that `stretto data build` wrote, a Megatron dataset by its `PREFIX`, or a list of these.",
     )
     tokenizer: str | None = Field(
         default=None,

@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.errors import StrettoError
+from stretto.run.config.sources import megatron_prefix
 from stretto.run.data.chat import Conversations
 from stretto.run.data.conversation import TrainOn
 from stretto.run.data.corpus import Corpus, Source, find_corpus
+from stretto.run.data.megatron import MegatronDataset, MegatronWriter, Vocabulary
 from stretto.run.data.token_folder import (
     FILES,
     VERSION,
@@ -96,25 +99,66 @@ def build(
         _check_source(target, [str(s) for s in sources])
     report = progress or (lambda _: None)
     chosen = ready or _train(corpus, vocab, report)
-    try:
-        with TokenWriter(
+    with (
+        _writing(target),
+        TokenWriter(
             target,
             chosen,
             key=key,
             source=[str(s) for s in sources],
             masked=conversations is not None,
             config=None if conversations is None else conversations.config_bytes(),
-        ) as writer:
-            if conversations is None:
-                _encode(corpus, chosen, writer, report)
-            else:
-                _encode_conversations(conversations, corpus, chosen, writer, report)
-            writer.commit()
+        ) as writer,
+    ):
+        if conversations is None:
+            _encode(corpus, chosen, writer, report)
+        else:
+            _encode_conversations(conversations, corpus, chosen, writer, report)
+        writer.commit()
+    return TokenFolder(target)
+
+
+def build_megatron(
+    source: Source | Sequence[Source],
+    prefix: Path,
+    *,
+    vocab: int = DEFAULT_VOCAB,
+    tokenizer: Source | None = None,
+    text_field: str = "text",
+    replace: bool = False,
+    progress: Report | None = None,
+) -> MegatronDataset:
+    """Tokenise `source` into a Megatron indexed dataset, `prefix.bin` and `prefix.idx`; arguments as `build`.
+
+    Raises:
+        StrettoError: bad source, text, tokenizer or vocabulary; there is a dataset, and not `replace`.
+    """
+    sources = [source] if isinstance(source, str | os.PathLike) else list(source)
+    check_vocab(vocab)
+    ready = Tokenizer.load(tokenizer) if tokenizer is not None else None
+    corpus = find_corpus(sources, text_field)
+    if not replace and (there := megatron_prefix(str(prefix))) is not None:
+        raise StrettoError(
+            f"{there}: there is a Megatron dataset already",
+            hint="name another --out, or replace it with --force",
+        )
+    report = progress or (lambda _: None)
+    chosen = ready or _train(corpus, vocab, report)
+    with _writing(prefix), MegatronWriter(prefix, chosen) as writer:
+        _encode(corpus, chosen, writer, report)
+        writer.commit()
+    return MegatronDataset(prefix, Vocabulary.of(prefix, None))
+
+
+@contextmanager
+def _writing(target: Path) -> Generator[None]:
+    """What goes wrong while files are written becomes a StrettoError."""
+    try:
+        yield
     except OSError as error:
         raise StrettoError(
             f"{target}: cannot be written: {error.strerror or error}", hint="make room, or name another --out"
         ) from None
-    return TokenFolder(target)
 
 
 def _key(corpus: Corpus, tokenizer: str, conversations: Conversations | None) -> str:
@@ -157,7 +201,9 @@ def _train(corpus: Corpus, vocab: int, report: Report) -> Tokenizer:
     return Tokenizer.train(corpus.sample(TRAINING_CHARACTERS), vocab)
 
 
-def _encode(corpus: Corpus, tokenizer: Tokenizer, writer: TokenWriter, report: Report) -> None:
+def _encode(
+    corpus: Corpus, tokenizer: Tokenizer, writer: TokenWriter | MegatronWriter, report: Report
+) -> None:
     """Encode all documents into `writer`."""
     characters = 0
     for batch in in_batches(corpus.pieces(), lambda piece: len(piece.text)):

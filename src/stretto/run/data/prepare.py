@@ -9,7 +9,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from stretto.errors import Problem
 from stretto.run.config.schema import TrainConfig
-from stretto.run.data.open import holds_tokens, open_source
+from stretto.run.config.sources import holds_tokens
+from stretto.run.data.open import open_source
 from stretto.run.data.token_source import TokenSource
 from stretto.run.launch.stop import StopRequest
 
@@ -28,6 +29,7 @@ def prepare_data(config: TrainConfig, stop: StopRequest | None = None, quiet: bo
     with BuildBar(quiet, stop) as bar:
         return open_source(
             config.data,
+            config.model.vocab,
             lambda at: bar.show(at.stage, at.characters, at.total, f"{at.total / 1e6:.1f} M characters"),
         )
 
@@ -50,7 +52,7 @@ def check_vocabulary(config: TrainConfig, source: TokenSource | None = None) -> 
         Problem: the tokenizer has more entries than the embedding has rows, or far fewer.
     """
     data, rows = config.data, config.model.vocab
-    ready = data.tokenizer is not None or holds_tokens(data)
+    ready = data.tokenizer is not None or holds_tokens(data.sources)
     if rows is None or ready != (source is not None):
         return
     entries = data.vocab if source is None else source.vocab

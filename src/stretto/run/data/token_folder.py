@@ -24,20 +24,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import StrettoError
+from stretto.run.config.sources import INDEX, TOKENS, is_token_folder
 from stretto.run.data.checksum import CHUNK, FileSums, SummedFile, check_chunks, check_size
 from stretto.run.data.commit import PartialFolder
 from stretto.run.data.token_source import TokenSource
-from stretto.run.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
+from stretto.run.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG, Tokenizer
 
 FORMAT = "stretto-tokens"
 VERSION = 1
 MASKED_VERSION = 2
 """Of folders with a mask, which readers of version 1 would train on without it."""
-INDEX = "index.json"
-TOKENS = "tokens.bin"
 DOCUMENTS = "documents.bin"
 MASK = "mask.bin"
-TOKENIZER = "tokenizer.json"
 FILES = (INDEX, TOKENS, DOCUMENTS, MASK, TOKENIZER, TOKENIZER_CONFIG)
 ITEM_BYTES = {"uint16": 2, "uint32": 4}
 _BIGGEST_CHUNK = 1 << 30
@@ -86,11 +84,6 @@ def _crc32(body: Mapping[str, Any]) -> int:
 def dtype_for(vocab: int) -> str:
     """The narrowest dtype that holds ids below `vocab`."""
     return "uint16" if vocab <= 1 << 16 else "uint32"
-
-
-def is_token_folder(path: Path) -> bool:
-    """Whether `path` holds the files of a token folder, complete or not."""
-    return (path / INDEX).is_file() and (path / TOKENS).exists()
 
 
 def read_index(folder: Path) -> Index:

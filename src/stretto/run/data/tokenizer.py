@@ -20,6 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from stretto.errors import StrettoError
 
+TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"
 _BATCH_CHARACTERS = 2 << 20

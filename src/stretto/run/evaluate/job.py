@@ -18,11 +18,11 @@ from stretto.run.config.schema import (
     RecomputeConfig,
     TrainConfig,
 )
+from stretto.run.config.sources import holds_tokens
 from stretto.run.data.dataset import ALL, WholeDocuments, WholeSplit, whole_split_of
-from stretto.run.data.open import holds_tokens
 from stretto.run.data.prepare import prepare_data
-from stretto.run.data.token_folder import TOKENIZER
 from stretto.run.data.token_source import TokenSource
+from stretto.run.data.tokenizer import TOKENIZER
 from stretto.run.evaluate.trained import Trained
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.job import PRELOAD, Kind, Result, run_kind
@@ -59,7 +59,7 @@ def evaluation_config(config: TrainConfig, request: Request) -> TrainConfig:
         raise StrettoError(
             "the config names no text yet: data.source is REQUIRED", hint="name it with --data"
         )
-    if not holds_tokens(data):
+    if not holds_tokens(data.sources):
         data = data.model_copy(update={"tokenizer": _tokenizer(data.tokenizer, request)})
     model = config.model
     if model.positions is None and "sequence" in trained.sizes:

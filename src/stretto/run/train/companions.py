@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from stretto.engine.checkpoint.huggingface.folder import read_json, write_json
-from stretto.run.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
+from stretto.run.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG, Tokenizer
 
-TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION = "generation_config.json"
 # beside these, all of which transformers reads: templates of their own files, and older lists of tokens

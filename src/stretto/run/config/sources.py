@@ -1,0 +1,50 @@
+"""What a name in `data.source` refers to, as far as the names of files tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from stretto.errors import StrettoError
+
+INDEX, TOKENS = "index.json", "tokens.bin"  # of a token folder
+BIN, IDX = ".bin", ".idx"
+
+
+def megatron_prefix(name: str) -> Path | None:
+    """The path without `.bin` and `.idx` of the Megatron indexed dataset that `name` refers to, by this path
+    or by one of its two files, one of which may be missing; None where it refers to something else.
+    """
+    path = Path(name).expanduser()
+    if path.suffix in (BIN, IDX):
+        return path.with_suffix("") if path.is_file() or _half_there(path.with_suffix("")) else None
+    return path if not path.exists() and _half_there(path) else None
+
+
+def is_token_folder(path: Path) -> bool:
+    """Whether `path` holds the files of a token folder, complete or not."""
+    return (path / INDEX).is_file() and (path / TOKENS).exists()
+
+
+def holds_tokens(names: Sequence[str]) -> bool:
+    """Whether sources are tokens already, whose vocabulary is known without reading any text.
+
+    Raises:
+        StrettoError: some are, and some are text.
+    """
+    tokens = [name for name in names if _is_tokens(name)]
+    if tokens and len(tokens) < len(names):
+        text = next(name for name in names if name not in tokens)
+        raise StrettoError(
+            f"data.source lists {tokens[0]}, which is tokens already, and {text}, which is not",
+            hint=f"tokenise the text first: stretto data build {text} --out DIR",
+        )
+    return bool(tokens)
+
+
+def _is_tokens(name: str) -> bool:
+    return megatron_prefix(name) is not None or is_token_folder(Path(name).expanduser())
+
+
+def _half_there(prefix: Path) -> bool:
+    return any(prefix.with_name(prefix.name + suffix).is_file() for suffix in (BIN, IDX))

@@ -1,0 +1,342 @@
+"""Megatron's indexed datasets: `PREFIX.bin`, the ids of all sequences one after another, and `PREFIX.idx`.
+
+The index, little endian: magic (9 bytes), version (uint64), code of the ids' type (uint8), number of
+sequences s (uint64), number of document boundaries d (uint64); then the length of each sequence (int32 [s]),
+its first byte in the `.bin` (int64 [s]), the first sequence of each document followed by s (int64 [d]), and
+of multimodal datasets a mode for each sequence (int8 [s]). Described in `megatron/core/datasets/readme.md` of
+Megatron-LM; a document of plain text is one sequence.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.errors import StrettoError
+from stretto.run.config.sources import BIN, IDX
+from stretto.run.data.checksum import SummedFile
+from stretto.run.data.commit import PartialFolder
+from stretto.run.data.token_source import TokenSource
+from stretto.run.data.tokenizer import TOKENIZER, Tokenizer
+
+MAGIC = b"MMIDIDX\0\0"
+VERSION = 1
+_HEADER = struct.Struct("<9sQBQQ")
+# codes of numpy's types; 6 and 7, float64 and float32, hold no ids
+_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_FLOATS = {6: "float64", 7: "float32"}
+_UINT16_BELOW = 65_500
+"""Vocabularies that Megatron's builder writes as uint16; larger ones as int32."""
+_CHUNK = 1 << 24  # ids or entries that are checked at a time
+_BESIDE = ".tokenizer.json"
+
+
+def beside(prefix: Path, suffix: str) -> Path:
+    """The file of a dataset with this suffix."""
+    return prefix.with_name(prefix.name + suffix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """What a dataset itself does not say.
+
+    Attributes:
+        size: ids are below it.
+        tokenizer: its file or folder; None: not known.
+        endoftext: the id that ends a document; None without a tokenizer.
+        fingerprint: of the tokenizer.
+    """
+
+    size: int
+    tokenizer: Path | None = None
+    endoftext: int | None = None
+    fingerprint: str | None = None
+
+    @classmethod
+    def of(cls, prefix: Path, tokenizer: Path | None, size: int | None = None) -> Vocabulary:
+        """That of a tokenizer: the one named, else the one that `stretto data build` left beside the dataset;
+        without either, `size` ids.
+
+        Raises:
+            StrettoError: none of the three, or not a tokenizer.
+        """
+        kept = beside(prefix, _BESIDE)
+        path = kept if tokenizer is None and kept.is_file() else tokenizer
+        if path is not None:
+            loaded = Tokenizer.load(path)
+            return cls(
+                size=loaded.vocab_size,
+                tokenizer=path,
+                endoftext=loaded.endoftext,
+                fingerprint=loaded.fingerprint,
+            )
+        if size is None:
+            raise StrettoError(
+                f"{prefix}: a Megatron dataset does not say what vocabulary its ids are of",
+                hint="name its tokenizer with data.tokenizer, or only the number of ids with model.vocab=N",
+            )
+        return cls(size=size)
+
+
+class MegatronDataset(TokenSource):
+    """An open indexed dataset, mapped into memory; `sequences` counts what documents consist of."""
+
+    def __init__(self, prefix: Path, vocabulary: Vocabulary) -> None:
+        """Open and check: of large files the sizes, and the first and last entries and ids.
+
+        Raises:
+            StrettoError: a file is missing, truncated, or of another format; ids outside the vocabulary.
+        """
+        self.path, self._vocabulary = prefix, vocabulary
+        self.name = str(prefix)
+        self.vocab, self.endoftext = vocabulary.size, vocabulary.endoftext
+        self.fingerprint = vocabulary.fingerprint
+        self.mask = self.trained = None
+        self._index = _Index(beside(prefix, IDX), beside(prefix, BIN))
+        self.sequences, self.dtype = len(self._index.lengths), self._index.dtype
+        self._ids = self._index.map_ids(beside(prefix, BIN))
+        self.tokens, self.offsets = self._ids, self._index
+        last = max(0, len(self._ids) - _CHUNK)
+        for start in {0, last}:
+            self._check_ids(start)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return MegatronDataset, (self.path, self._vocabulary)
+
+    def verify(self) -> None:
+        """Check every id and every entry of the index.
+
+        Raises:
+            StrettoError: the first fault.
+        """
+        self._index.check(whole=True)
+        for start in range(0, len(self._ids), _CHUNK):
+            self._check_ids(start)
+
+    def tokenizer(self) -> Tokenizer:
+        """As `TokenSource.tokenizer`."""
+        if self._vocabulary.tokenizer is None:
+            raise StrettoError(
+                f"{self.path}: the tokenizer that made these ids is not known",
+                hint="name it with data.tokenizer in a config, or with --tokenizer",
+            )
+        return Tokenizer.load(self._vocabulary.tokenizer)
+
+    def companions(self) -> dict[str, bytes]:
+        """As `TokenSource.companions`; nothing where no tokenizer is known."""
+        return {} if self.fingerprint is None else {TOKENIZER: self.tokenizer().to_bytes()}
+
+    def _check_ids(self, start: int) -> None:
+        ids = self._ids[start : start + _CHUNK]
+        wrong = (ids < 0) | (ids >= self.vocab) if ids.dtype.kind == "i" else ids >= self.vocab
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            of = self._vocabulary.tokenizer or f"model.vocab={self.vocab}"
+            raise StrettoError(
+                f"{beside(self.path, BIN)}: token {start + at} is {ids[at]}, outside the vocabulary of"
+                f" {self.vocab} ({of})",
+                hint="name the tokenizer that made these ids with data.tokenizer, or their number with"
+                " model.vocab",
+            )
+
+
+class _Index:
+    """The index of a dataset; as a sequence, the first token of each document, then the number of tokens."""
+
+    def __init__(self, path: Path, data: Path) -> None:
+        self._path = path
+        for file, other in ((path, data), (data, path)):
+            if not file.is_file():
+                raise StrettoError(
+                    f"{file}: missing, and {other} alone is half of a Megatron dataset",
+                    hint=f"copy it beside {other.name}",
+                )
+        self.dtype, sequences, boundaries = self._header()
+        self._item = self.dtype.itemsize
+        pointers_at = _HEADER.size + 4 * sequences
+        documents_at = pointers_at + 8 * sequences
+        modes_at = documents_at + 8 * boundaries
+        size = path.stat().st_size
+        if size not in (modes_at, modes_at + sequences):
+            what = "truncated" if size < modes_at else "too long"
+            raise StrettoError(
+                f"{path}: {what}: {size} bytes, {modes_at} belong to {sequences} sequences and"
+                f" {boundaries - 1} documents",
+                hint="copy it again",
+            )
+        content = np.memmap(path, mode="r")
+        self.lengths: NDArray[np.int32] = content[_HEADER.size : pointers_at].view("<i4")
+        self._pointers: NDArray[np.int64] = content[pointers_at:documents_at].view("<i8")
+        self._documents: NDArray[np.int64] = content[documents_at:modes_at].view("<i8")
+        if content[modes_at:].any():
+            raise StrettoError(
+                f"{path}: multimodal: {np.count_nonzero(content[modes_at:])} of {sequences} sequences are not"
+                " text",
+                hint="name a dataset of text alone",
+            )
+        self.tokens = (int(self._pointers[-1]) // self._item) + int(self.lengths[-1])
+        self.check(whole=sequences <= _CHUNK)
+
+    def _header(self) -> tuple[np.dtype[Any], int, int]:
+        """The type of the ids, the number of sequences and that of document boundaries."""
+        with self._path.open("rb") as file:
+            head = file.read(_HEADER.size)
+        if not head.startswith(MAGIC):
+            older = head.startswith(b"TNTIDX")
+            raise StrettoError(
+                f"{self._path}: not the index of a Megatron dataset: it begins with {head[:9]!r},"
+                f" not {MAGIC!r}",
+                hint="build it again with --dataset-impl mmap: the older kinds are not read"
+                if older
+                else "name the .idx that was written together with the .bin",
+            )
+        if len(head) < _HEADER.size:
+            raise StrettoError(f"{self._path}: truncated: {len(head)} bytes", hint="copy it again")
+        _, version, code, sequences, boundaries = _HEADER.unpack(head)
+        if version != VERSION:
+            raise StrettoError(
+                f"{self._path}: format version {version}; only {VERSION} is known",
+                hint="build it again with a current Megatron-LM",
+            )
+        if code not in _TYPES:
+            name = _FLOATS.get(code, f"type code {code}")
+            raise StrettoError(
+                f"{self._path}: its values are {name}, which are no token ids",
+                hint="name a dataset of integers: " + ", ".join(np.dtype(t).name for t in _TYPES.values()),
+            )
+        if not sequences or boundaries < 2:
+            raise StrettoError(f"{self._path}: holds no document", hint="build it from text")
+        return np.dtype(_TYPES[code]), sequences, boundaries
+
+    def map_ids(self, path: Path) -> NDArray[np.integer]:
+        """The ids in the `.bin`: [tokens]."""
+        size, expected = path.stat().st_size, self.tokens * self._item
+        if size != expected:
+            what = "truncated" if size < expected else "too long"
+            raise StrettoError(
+                f"{path}: {what}: {size} bytes, and {self._path.name} describes {expected}",
+                hint="copy it again" if size < expected else f"name the .bin that {self._path.name} is of",
+            )
+        return np.memmap(path, dtype=self.dtype, mode="r")
+
+    def check(self, *, whole: bool) -> None:
+        """Check that sequences and documents follow one another; not `whole`: the first and last of them."""
+        sequences, boundaries = len(self.lengths), len(self._documents)
+        for start in range(0, sequences, _CHUNK) if whole else {0, sequences - min(sequences, _CHUNK)}:
+            lengths = self.lengths[start : start + _CHUNK].astype(np.int64)
+            pointers = self._pointers[start : start + _CHUNK]
+            following = np.append(pointers[1:], self._end(start + len(lengths)))
+            wrong = (lengths < 0) | (following - pointers != lengths * self._item)
+            if start == 0:
+                wrong[0] |= pointers[0] != 0
+            if wrong.any():
+                raise self._damaged("sequence", start + int(np.argmax(wrong)))
+        for start in range(0, boundaries, _CHUNK) if whole else {0, boundaries - min(boundaries, _CHUNK)}:
+            documents = self._documents[max(0, start - 1) : start + _CHUNK]
+            wrong = np.append(documents[0] < 0, np.diff(documents) < 0) | (documents > sequences)
+            if wrong.any():
+                raise self._damaged("document", start + int(np.argmax(wrong)))
+        if (int(self._documents[0]), int(self._documents[-1])) != (0, sequences):
+            raise self._damaged("document", boundaries - 1)
+
+    def _end(self, sequence: int) -> int:
+        """The byte at which a sequence begins, or the last one ends."""
+        last = sequence == len(self._pointers)
+        return self.tokens * self._item if last else int(self._pointers[sequence])
+
+    def _damaged(self, what: str, number: int) -> StrettoError:
+        return StrettoError(
+            f"{self._path}: corrupt: {what} {number} does not follow the one before it",
+            hint="copy it again, or build it again",
+        )
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def __getitem__(self, key: Any) -> Any:
+        sequences = self._documents[key]
+        within = np.minimum(sequences, len(self._pointers) - 1)
+        first = np.where(sequences < len(self._pointers), self._pointers[within] // self._item, self.tokens)
+        return int(first) if first.ndim == 0 else first
+
+
+class MegatronWriter:
+    """Writes an indexed dataset as Megatron's builder does from `tools/preprocess_data.py --append-eod`: each
+    document is one sequence that ends with the end of text. The tokenizer is left beside it, as
+    `PREFIX.tokenizer.json`.
+
+        with MegatronWriter(prefix, tokenizer) as writer:
+            writer.add(ids, ends=True)
+            writer.commit()
+
+    Nothing appears at `prefix` before the commit.
+    """
+
+    def __init__(self, prefix: Path, tokenizer: Tokenizer) -> None:
+        self.tokens = 0
+        self.documents = 0
+        self.skipped = 0
+        self.blank = 0
+        self._prefix, self._tokenizer = prefix, tokenizer
+        small = tokenizer.vocab_size < _UINT16_BELOW
+        self._code, self._dtype = (8, np.dtype("<u2")) if small else (4, np.dtype("<i4"))
+        self._partial = PartialFolder(prefix)
+        self._lengths = array("i")
+        self._length = 0
+
+    def __enter__(self) -> MegatronWriter:
+        with ExitStack() as stack:
+            folder = stack.enter_context(self._partial).path
+            self._bin = stack.enter_context(SummedFile(folder / BIN))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def add(self, ids: Sequence[int], ends: bool) -> None:
+        """Append ids to the current document; `ends` closes it with the end of text."""
+        data = np.asarray([*ids, self._tokenizer.endoftext] if ends else ids, dtype=self._dtype)
+        self._bin.write(data.tobytes())
+        self.tokens += len(data)
+        self._length += len(data)
+        if ends:
+            if self._length >= 1 << 31:
+                raise StrettoError(
+                    f"document {self.documents} has {self._length} tokens, and a Megatron dataset holds less"
+                    " than 2^31 in one",
+                    hint="cut the text into documents",
+                )
+            self._lengths.append(self._length)
+            self._length = 0
+            self.documents += 1
+
+    def commit(self) -> None:
+        """Make the files durable and rename them to their places, the index last."""
+        assert self.documents, "no documents"
+        assert not self._length, "the last document has no end"
+        self._bin.close()
+        lengths = np.frombuffer(self._lengths, dtype=np.int32).astype("<i4")
+        ends = np.cumsum(lengths, dtype="<i8") * self._dtype.itemsize
+        with SummedFile(self._partial.path / IDX) as index:
+            index.write(
+                _HEADER.pack(MAGIC, VERSION, self._code, self.documents, self.documents + 1)
+                + lengths.tobytes()
+                + np.append(np.int64(0), ends[:-1]).astype("<i8").tobytes()
+                + np.arange(self.documents + 1, dtype="<i8").tobytes()
+            )
+            index.close()
+        self._tokenizer.save(self._partial.path / _BESIDE)
+        for suffix in (_BESIDE, BIN, IDX):
+            (self._partial.path / suffix).replace(beside(self._prefix, suffix))
