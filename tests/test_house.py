@@ -22,7 +22,7 @@ ROOMS = (
     *("errors", "layout", "program", "spec", "planner", "view", "engine.offload"),
     *("engine.kernels", "engine.documents", "engine.parallel", "engine.pipeline", "engine.models"),
     *("engine.optim", "engine.checkpoint", "prove", "run.config", "run.launch", "run.data"),
-    *("run.diagnose", "run.train", "run.evaluate", "run.calibrate"),
+    *("run.diagnose", "run.train", "run.evaluate", "run.generate", "run.calibrate"),
     *("run.verify", "run.dryrun", "run.compare", "recommender", "run.frameworks"),
     "cli",  # imports what is heavy inside its functions
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def written(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, str]:
+def written(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
     assert run(["generate", *map(str, arguments), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -69,7 +70,7 @@ def test_people_get_the_text_alone(folder: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(
     ("path", "says"),
-    [("none", "none: no checkpoint there"), ("text.txt", "text.txt: no checkpoint there")],
+    [("none", "none: no checkpoint there"), ("text.txt", "text.txt is a file")],
 )
 def test_no_checkpoint_ends_with_2(
     folder: Path, path: str, says: str, capsys: pytest.CaptureFixture[str]

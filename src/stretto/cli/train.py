@@ -220,15 +220,16 @@ def _knows_tokenizer(config: TrainConfig) -> bool:
 
 
 def _write_sample(config: TrainConfig, checkpoint: Path, out: TextIO) -> None:
-    from stretto.run.train.text import Sampling, Writer
+    from stretto.run.generate.text import Sampling, Wording, Writer
 
     sample = config.sample
     print(f"\nwhat it writes now:\n\n{sample.prompt}", end="", file=out, flush=True)
     sampling = Sampling(
         tokens=sample.tokens, temperature=sample.temperature, top_k=sample.top_k, seed=config.train.seed
     )
-    writer = Writer.load(checkpoint, check=False)
-    for piece in writer.stream(writer.prompt(sample.prompt), sampling):
+    wording = Wording.load(checkpoint)
+    writer = Writer.load(checkpoint, wording, check=False)
+    for piece in writer.stream(wording.prompt(sample.prompt), sampling):
         print(piece, end="", file=out, flush=True)
     print("\n", file=out)
 

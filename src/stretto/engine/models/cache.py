@@ -37,10 +37,12 @@ class KeyValueCache:
         self._kept = [_Kept(core) for core in model.modules() if isinstance(core, CausalAttention)]
         self._placed = [module for module in model.modules() if isinstance(module, Rotary | Embedding)]
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """New token ids [b, n], int64, to logits [b, n, vocab]; they are in the cache from then on."""
+    def forward(self, ids: Tensor, last: bool = False) -> Tensor:
+        """New token ids [b, n], int64, to logits [b, n, vocab]; they are in the cache from then on. With
+        `last` only the logits of the last, [b, 1, vocab].
+        """
         with self._installed(torch.arange(self.length, self.length + ids.shape[1], device=ids.device)):
-            logits = self._model(ids)
+            logits = self._model(ids, last)
         self.length += ids.shape[1]
         return logits
 

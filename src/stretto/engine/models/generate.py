@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from stretto.engine.models.cache import KeyValueCache, cacheable
 from stretto.engine.models.language import LanguageModel
@@ -23,6 +25,7 @@ def stream(
     *,
     top_p: float | None = None,
     cache: bool = True,
+    group: ProcessGroup | None = None,
 ) -> Iterator[Tensor]:
     """The tokens that follow prompts `ids` [b, s], int64: [b] at a time, each as soon as it is sampled.
 
@@ -36,15 +39,17 @@ def stream(
             section 3.1), out of the k.
         cache: keep keys and values, where that changes nothing (`cacheable`); else, and for tokens beyond
             the model's positions, each token runs the whole last window again.
+        group: ranks that share the model, whose head gives each of them all logits. They all draw, with equal
+            generators, and the first one's token counts, so that rounding cannot separate them. Collective.
 
     Raises:
         StrettoError: at once, for an empty prompt, a token outside the vocabulary, or arguments out of range.
     """
-    _check(model, ids, max_new_tokens, temperature, top_k)
-    if top_p is not None and not 0.0 < top_p <= 1.0:
-        raise StrettoError(
-            f"top_p {top_p} is not above 0 and at most 1", hint="the usual values are 0.9 to 1"
-        )
+    if ids.ndim != 2 or ids.numel() == 0:
+        raise StrettoError(f"prompt of {list(ids.shape)} tokens", hint="give at least one row of one token")
+    low, high = int(ids.min()), int(ids.max())
+    check_tokens(low if low < 0 else high, model.shape.vocab)
+    check_sampling(max_new_tokens, temperature, top_k, top_p)
     stops = torch.tensor(
         [] if stop is None else [stop] if isinstance(stop, int) else list(stop),
         dtype=torch.int64,
@@ -62,6 +67,8 @@ def stream(
                 window, kept = window[:, -last:], None
                 logits = _evaluated(model, model, window)
             token = sample(logits, temperature, top_k, generator, top_p)
+            if group is not None:
+                dist.broadcast(token, group=group, group_src=0)
             if len(stops):
                 token = torch.where(ended, window[:, -1], token)
                 ended = ended | torch.isin(token, stops)
@@ -74,12 +81,12 @@ def stream(
 
 
 @torch.no_grad()
-def _evaluated(model: LanguageModel, forward: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
+def _evaluated(model: LanguageModel, forward: Callable[[Tensor, bool], Tensor], ids: Tensor) -> Tensor:
     """Logits [b, vocab] of the token after the last; the model's training mode is restored."""
     training = model.training
     model.eval()
     try:
-        return forward(ids)[:, -1]
+        return forward(ids, True)[:, -1]
     finally:
         model.train(training)
 
@@ -109,20 +116,26 @@ def sample(
     return torch.cat([torch.multinomial(row, 1, generator=draw) for row, draw in rows])
 
 
-def _check(
-    model: LanguageModel, ids: Tensor, max_new_tokens: int, temperature: float, top_k: int | None
-) -> None:
-    if ids.ndim != 2 or ids.numel() == 0:
-        raise StrettoError(f"prompt of {list(ids.shape)} tokens", hint="give at least one row of one token")
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= model.shape.vocab:
+def check_tokens(largest: int, vocab: int) -> None:
+    """Raise StrettoError for a prompt's largest token, or a negative one, outside the vocabulary."""
+    if not 0 <= largest < vocab:
         raise StrettoError(
-            f"token {low if low < 0 else high} is outside the model's vocabulary of {model.shape.vocab}",
+            f"token {largest} is outside the model's vocabulary of {vocab}",
             hint="encode the prompt with the tokeniser that the model was trained with",
         )
+
+
+def check_sampling(
+    max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None = None
+) -> None:
+    """Raise StrettoError for arguments of `stream` that are out of range."""
     if max_new_tokens < 0:
         raise StrettoError(f"max_new_tokens {max_new_tokens} is below 0", hint="0 or more")
     if not 0.0 <= temperature < float("inf"):
         raise StrettoError(f"temperature {temperature} is not 0 or more", hint="0 takes the likeliest token")
     if top_k is not None and top_k < 1:
         raise StrettoError(f"top_k {top_k} is below 1", hint="leave it out to draw from the whole vocabulary")
+    if top_p is not None and not 0.0 < top_p <= 1.0:
+        raise StrettoError(
+            f"top_p {top_p} is not above 0 and at most 1", hint="the usual values are 0.9 to 1"
+        )

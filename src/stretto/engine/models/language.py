@@ -141,12 +141,14 @@ class LanguageModel(nn.Module):
         blocks = [(f"blocks.{i}", block) for i, block in enumerate(self.blocks)]
         return [("embed", self.embed), *blocks, ("head", self.head)]
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Token ids [b, s], int64, to logits [b, s, vocab]."""
+    def forward(self, ids: Tensor, last: bool = False) -> Tensor:
+        """Token ids [b, s], int64, to logits [b, s, vocab]; with `last` those of the last token alone,
+        [b, 1, vocab].
+        """
         x = ids
-        for _, layer in self.layers():
+        for _, layer in self.layers()[:-1]:
             x = layer(x)
-        return x
+        return self.head(x[:, -1:] if last else x)
 
     def auxiliary(self) -> Tensor:
         """The auxiliary loss of the last forward: that of all routers, summed over tokens, a scalar. 0 in

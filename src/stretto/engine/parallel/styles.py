@@ -17,7 +17,7 @@ from torch import nn
 from stretto.engine.parallel.tensor.dropout import Cut, KeyedDropout
 from stretto.engine.parallel.tensor.linear import GatherLinear, ParallelLinear, ScatterLinear, ToHeads
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
-from stretto.engine.parallel.tensor.vocabulary import VocabCrossEntropy, VocabEmbedding
+from stretto.engine.parallel.tensor.vocabulary import VocabCrossEntropy, VocabEmbedding, WholeLogits
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
@@ -228,11 +228,12 @@ class Row(Style):
 class Vocabulary(Style):
     """nn.Embedding or the output nn.Linear, split by vocabulary rows, each share padded to a multiple of
     `multiple`. With `sequence` the embedding's output, and the output layer's input, are split along the
-    sequence.
+    sequence. With `whole` the output layer, without a bias, gives every rank all logits, without gradients.
     """
 
     multiple: int = 1
     sequence: bool = False
+    whole: bool = False
 
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
         if not isinstance(module, nn.Linear | nn.Embedding):
@@ -246,6 +247,8 @@ class Vocabulary(Style):
         return {n: part for n, _ in module.named_parameters()}
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        if isinstance(module, nn.Linear) and self.whole:
+            return WholeLogits(cast(nn.Parameter, module.weight), module.out_features, mesh.group("tp"))
         if isinstance(module, nn.Linear):
             return _column(module, mesh, self.sequence, ordered=True)
         assert isinstance(module, nn.Embedding)

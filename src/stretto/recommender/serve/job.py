@@ -97,7 +97,6 @@ def run_pass(config: RecommenderConfig, request: Request, quiet: bool = False, p
 
 class _Pass(Kind[RecommenderConfig]):
     preload = (*PRELOAD, "stretto.recommender.serve.job")
-    trains = False
 
     def __init__(self, training: RecommenderConfig, request: Request) -> None:
         self._training, self._request = training, request
@@ -223,7 +222,7 @@ def _pass_rank(
 
     step = request.trained.step
     with ExitStack() as cleanup:
-        device = cleanup.enter_context(process_group(config))
+        device = cleanup.enter_context(process_group(config.train))
         folder = disk_folder(config)
         if config.tables.folder is None:
             cleanup.callback(remove_empty, folder)

@@ -13,7 +13,7 @@ from stretto.recommender.train.placement import place
 from stretto.recommender.train.report import banner
 from stretto.recommender.train.resume import check_resume
 from stretto.run.launch.stop import StopRequest
-from stretto.run.train.job import Kind, Result, run_kind
+from stretto.run.train.job import Kind, Result, check_fresh, run_kind
 
 PRELOAD = ("stretto.recommender.train.worker", "torch._dynamo", "numpy.random", "stretto.cli.main")
 
@@ -46,6 +46,9 @@ class _Recommender(Kind[RecommenderConfig]):
 
     def check(self, config: RecommenderConfig, world: int | None, devices: int | None) -> None:
         check(config, world=world, devices=devices)
+
+    def check_fresh(self, config: RecommenderConfig) -> None:
+        check_fresh(config)
 
     def prepare(self, config: RecommenderConfig, stop: StopRequest) -> Ready:
         data = prepare_clicks(config, stop)

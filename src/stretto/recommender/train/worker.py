@@ -44,7 +44,7 @@ def train_rank(
     """
     keep_freed_memory()
     with ExitStack() as cleanup:
-        device = cleanup.enter_context(process_group(config))
+        device = cleanup.enter_context(process_group(config.train))
         data, placements = ready if ready is not None else _make_ready(config)
         notes = list[str]()
         checkpoint = find_checkpoint(config, notes.append)

@@ -118,7 +118,6 @@ def run_evaluation(config: TrainConfig, request: Request, quiet: bool = False, p
 
 class _Evaluation(Kind[TrainConfig]):
     preload = PRELOAD
-    trains = False
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -208,7 +207,7 @@ def _evaluate_rank(
     from stretto.run.train.worker import open_data
 
     with ExitStack() as cleanup:
-        device = cleanup.enter_context(process_group(config))
+        device = cleanup.enter_context(process_group(config.train))
         source = open_data(config) if source is None else source
         job = job_of(config, vocab=source.vocab)
         mesh = Mesh(job.layout, device, timedelta(seconds=config.train.timeout_s))

@@ -6,15 +6,16 @@ import os
 import signal
 import sys
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from stretto.engine.checkpoint.folder import checkpoints
 from stretto.errors import StrettoError
 from stretto.run.config.check import check
 from stretto.run.config.job import job_of
 from stretto.run.config.required import check_required
-from stretto.run.config.schema import JobConfig, TrainConfig
+from stretto.run.config.schema import JobConfig, LoopConfig, TrainConfig
 from stretto.run.data.prepare import check_samples, check_vocabulary, describe_samples, prepare_data
 from stretto.run.launch.local import RanksStopped, check_port, check_ranks, prepare, run_ranks
 from stretto.run.launch.slurm import SAVED
@@ -26,7 +27,19 @@ from stretto.run.train.resume import check_resume, starts_afresh
 if TYPE_CHECKING:
     from stretto.run.data.token_source import TokenSource
 
-C = TypeVar("C", bound=JobConfig)
+
+class RanksConfig(Protocol):
+    """What starting ranks needs of a config."""
+
+    @property
+    def train(self) -> LoopConfig: ...
+
+    @property
+    def required(self) -> tuple[str, ...]: ...
+
+
+C = TypeVar("C", bound=RanksConfig)
+J = TypeVar("J", bound=JobConfig)
 
 # what every rank needs anyway: imported once by the server that ranks are forked from. The optimisers import
 # torch._dynamo.
@@ -55,7 +68,12 @@ class Kind(ABC, Generic[C]):
     """The steps of a job that depend on the kind of model: before its ranks start, and on them."""
 
     preload: tuple[str, ...]  # what every rank imports
-    trains = True  # it makes a run's checkpoints
+    orderly = True  # its ranks agree on where to stop; else a signal ends them at once
+
+    def check_fresh(self, config: C) -> None:
+        """Raise StrettoError where a fresh run would mix its checkpoints with an earlier run's. For ranks of
+        torchrun: a local launcher has found a free name (`free_name`) or asked before.
+        """
 
     @abstractmethod
     def ranks(self, config: C) -> int:
@@ -102,7 +120,7 @@ def run_kind(kind: Kind[C], config: C, quiet: bool = False, port: int = 0) -> Re
     return _join(kind, config, quiet) if under_torchrun() else _launch(kind, config, quiet, port)
 
 
-def free_name(config: C) -> C:
+def free_name(config: J) -> J:
     """The config with a run name that is not taken, for a run that starts afresh: train, train-2, train-3,
     ..."""
     run, number = config.run, 1
@@ -123,11 +141,10 @@ def _join(kind: Kind[C], config: C, quiet: bool) -> Result:
     """As one rank of torchrun's."""
     world = int(os.environ["WORLD_SIZE"])
     kind.check(config, world, _devices(config, world))
-    if kind.trains:
-        _check_fresh(config)
+    kind.check_fresh(config)
     from stretto.run.launch.failure import cause_first
 
-    with StopRequest() as stop, cause_first(stop):
+    with StopRequest() if kind.orderly else nullcontext(StopRequest()) as stop, cause_first(stop):
         try:
             if os.environ["RANK"] == "0":
                 kind.say(config, kind.prepare(config, stop), quiet)
@@ -157,7 +174,7 @@ def _launch(kind: Kind[C], config: C, quiet: bool, port: int) -> Result:
                 *kind.local(config, data, quiet),
                 threads=config.train.threads,
                 port=port,
-                stoppable=True,
+                stoppable=kind.orderly,
                 earlier_signal=lambda: stop.signal,
             )
         except Stopped:
@@ -176,6 +193,9 @@ class _Language(Kind[TrainConfig]):
     def check(self, config: TrainConfig, world: int | None, devices: int | None) -> None:
         check(config, world=world, devices=devices)
         check_vocabulary(config)
+
+    def check_fresh(self, config: TrainConfig) -> None:
+        check_fresh(config)
 
     def prepare(self, config: TrainConfig, stop: StopRequest) -> TokenSource:
         return prepare_data(config, stop)
@@ -211,8 +231,8 @@ def _say_first(config: TrainConfig, source: TokenSource, quiet: bool) -> None:
     print("\n".join(lines), file=sys.stderr if quiet else sys.stdout, flush=True)
 
 
-def _check_fresh(config: JobConfig) -> None:
-    """A fresh run must not mix its checkpoints with an earlier run's."""
+def check_fresh(config: JobConfig) -> None:
+    """Raise StrettoError where a fresh run would mix its checkpoints with an earlier run's."""
     folder = config.run.folder / "checkpoints"
     if starts_afresh(config) and checkpoints(folder):
         raise StrettoError(
@@ -221,7 +241,7 @@ def _check_fresh(config: JobConfig) -> None:
         )
 
 
-def _devices(config: JobConfig, world: int | None) -> int | None:
+def _devices(config: RanksConfig, world: int | None) -> int | None:
     """GPUs of all machines, which bound the number of ranks; None on the CPU."""
     if config.train.device == "cpu":
         return None

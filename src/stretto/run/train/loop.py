@@ -164,12 +164,12 @@ class TrainingLoop(ABC, Generic[C, P]):
 
 
 @contextmanager
-def process_group(config: JobConfig) -> Generator[torch.device]:
+def process_group(train: LoopConfig) -> Generator[torch.device]:
     """Join the ranks of the job that RANK and WORLD_SIZE describe; yields this rank's device."""
-    torch.set_num_threads(config.train.threads)
-    device = pick_device(config.train)
+    torch.set_num_threads(train.threads)
+    device = pick_device(train)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=config.train.timeout_s)
+        "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=train.timeout_s)
     )
     try:
         yield device

@@ -43,7 +43,7 @@ def train_rank(
         source: the data, where the launcher has opened it; otherwise one rank of each machine prepares it.
     """
     with ExitStack() as cleanup:
-        device = cleanup.enter_context(process_group(config))
+        device = cleanup.enter_context(process_group(config.train))
         timeout = timedelta(seconds=config.train.timeout_s)
         torch.manual_seed(config.train.seed)  # its state is in checkpoints, for layers of users
         source = open_data(config) if source is None else source

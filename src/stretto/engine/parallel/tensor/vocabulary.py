@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from stretto.engine.parallel.collectives import all_max, all_sum, cut, reduce_from, scatter_to
+from stretto.engine.parallel.collectives import all_max, all_sum, cut, gather, reduce_from, scatter_to
 from stretto.engine.parallel.precision import gradient_dtype
+from stretto.engine.parallel.tensor.linear import ParallelLinear
 
 IGNORED = -100  # target of a token that the loss ignores
 
@@ -83,6 +84,21 @@ class VocabEmbedding(nn.Module):
         rows = cast(Tensor, _Rows.apply(self.weight, local.masked_fill(elsewhere, 0), self))
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return scatter_to(rows, self.group, 0).squeeze(0) if self.sequence else reduce_from(rows, self.group)
+
+
+class WholeLogits(ParallelLinear):
+    """An output layer split by vocabulary rows that gives every rank the logits of all `vocab` entries. For
+    generation: the gathered logits have no gradient.
+    """
+
+    def __init__(self, weight: nn.Parameter, vocab: int, group: ProcessGroup | None) -> None:
+        super().__init__(weight, None)
+        self.vocab = vocab
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [b, s, hidden] -> [b, s, vocab]; the padding is at the end of the last ranks' rows."""
+        return gather(super().forward(x), self.group, x.dim() - 1)[..., : self.vocab]
 
 
 class VocabCrossEntropy(nn.Module):

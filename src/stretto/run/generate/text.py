@@ -1,76 +1,88 @@
-"""Text from a checkpoint, in one process, whatever layout wrote it."""
+"""Text from a checkpoint, whatever layout wrote it, in one process or on tensor-parallel ranks."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from stretto.engine.checkpoint.folder import is_checkpoint
 from stretto.engine.checkpoint.huggingface.folder import read_json
-from stretto.engine.checkpoint.load import latest, load
+from stretto.engine.checkpoint.load import load
 from stretto.engine.checkpoint.manifest import read_manifest
 from stretto.engine.models.build import build
 from stretto.engine.models.generate import stream
 from stretto.engine.models.language import LanguageModel
-from stretto.engine.parallel.fragment import Placed
+from stretto.engine.models.sharding import sharding_plan
+from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.parallelize import Plan, materialise, parallelize
+from stretto.engine.parallel.styles import Replicate, Vocabulary
 from stretto.errors import StrettoError
+from stretto.layout.layout import Layout
 from stretto.run.data.chat_template import ChatTemplate
 from stretto.run.data.tokenizer import Tokenizer
 from stretto.run.train.companions import GENERATION, run_folder
 from stretto.run.train.replica import MODEL, OPTIM
-from stretto.spec.shape import FAMILIES, shape_from_record
+from stretto.spec.job import Job
+from stretto.spec.shape import FAMILIES, ModelShape, shape_from_record
 
 
-def find_checkpoint(path: Path) -> Path:
-    """A checkpoint from the path of one, of a run, or of a run's checkpoints (the newest whole one).
-
-    Raises:
-        StrettoError: there is none.
-    """
-    if is_checkpoint(path):
-        return path
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    newest = latest(folder, _warn) if folder.is_dir() else None
-    if newest is None:
-        raise StrettoError(
-            f"{path}: no checkpoint there", hint="name a run such as runs/quickstart, or a step-... folder"
-        )
-    return newest
-
-
-def load_model(checkpoint: Path, device: str = "cpu", check: bool = True) -> LanguageModel:
-    """The plain model with a checkpoint's weights, in evaluation mode.
-
-    Args:
-        check: read every byte first; not needed for a checkpoint that `find_checkpoint` returned or a run has
-            just saved.
+def shape_of(checkpoint: Path) -> ModelShape:
+    """The shape of a checkpoint's language model.
 
     Raises:
-        StrettoError: the checkpoint is damaged or is no language model's.
+        StrettoError: the checkpoint is of no language model.
     """
     sizes = read_manifest(checkpoint).meta.get("model")
     if not isinstance(sizes, dict):
         raise StrettoError(f"checkpoint {checkpoint} does not say what model it is of")
-    if sizes.get("family") not in FAMILIES:
+    record = cast("dict[str, Any]", sizes)
+    if record.get("family") not in FAMILIES:
         raise StrettoError(
-            f"checkpoint {checkpoint} is of family {sizes.get('family')!r}, which writes no text",
+            f"checkpoint {checkpoint} is of family {record.get('family')!r}, which writes no text",
             hint=f"name one of {' or '.join(FAMILIES)}; `stretto checkpoint export` takes any model",
         )
-    shape = shape_from_record(sizes)
-    model = build(shape).to(device)
-    tensors = {
-        MODEL + name: (parameter.detach(), Placed.whole(name, tuple(parameter.shape)))
-        for name, parameter in model.named_parameters()
-    }
+    return shape_from_record(record)
+
+
+def load_model(
+    checkpoint: Path, *, mesh: Mesh | None = None, dtype: torch.dtype = torch.float32, check: bool = True
+) -> LanguageModel:
+    """The model with a checkpoint's weights, whatever layout wrote it, in evaluation mode: plain, or on one
+    of several tensor-parallel ranks, which then reads only its part, and whose head gives the logits of the
+    whole vocabulary. Collective.
+
+    Args:
+        mesh: of the tensor-parallel ranks, and this rank's device; None: this process alone, on the CPU.
+        check: read every byte first; not needed for a checkpoint that a run has just saved.
+
+    Raises:
+        StrettoError: the checkpoint is damaged or is no language model's.
+    """
+    mesh = Mesh(Layout()) if mesh is None else mesh
+    shape = without_dropout(shape_of(checkpoint))
+    with torch.device("meta"):
+        model = build(shape)
+    plan: Plan = {name: Replicate() for name, _ in model.named_children()}
+    if mesh.size("tp") > 1:
+        job = Job(shape=shape, layout=mesh.layout)
+        plan = {**sharding_plan(job), "head.out": Vocabulary(whole=True)}
+    table = parallelize(model, plan, mesh)
+    weights = materialise(model.layers(), table, None, mesh.device, dtype)
+    tensors = {MODEL + name: (weight.detach(), table[name].placed) for name, weight in weights.items()}
     load(checkpoint, tensors, ignore=[OPTIM], check=check)
     return model.eval()
+
+
+def without_dropout(shape: ModelShape) -> ModelShape:
+    """The shape of a model that is not trained any more."""
+    lora = None if shape.lora is None else replace(shape.lora, dropout=0.0)
+    return replace(shape, dropout=0.0, lora=lora)
 
 
 def load_tokenizer(checkpoint: Path) -> Tokenizer:
@@ -130,8 +142,8 @@ class Generated:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Writer:
-    """A model that writes text.
+class Wording:
+    """How texts become tokens and tokens texts, and where a text ends.
 
     Attributes:
         stops: ids that end a text.
@@ -139,26 +151,22 @@ class Writer:
         template: of conversations, where the tokenizer has one.
     """
 
-    model: LanguageModel
     tokenizer: Tokenizer
     stops: Sequence[int]
     stop_texts: Sequence[str] = ()
     template: ChatTemplate | None = None
 
     @classmethod
-    def load(
-        cls, checkpoint: Path, *, check: bool = True, stop: Sequence[str] = (), template: str | None = None
-    ) -> Writer:
-        """The model of a checkpoint with the tokenizer that its run kept.
+    def load(cls, checkpoint: Path, *, stop: Sequence[str] = (), template: str | None = None) -> Wording:
+        """With the tokenizer that the checkpoint's run kept.
 
         Args:
-            check: as `load_model` has it.
             stop: texts or special tokens that end a text, beside the ends that tokenizer and
                 `generation_config.json` have.
             template: of conversations, as `ChatTemplate.find` takes it.
 
         Raises:
-            StrettoError: checkpoint, tokenizer or template cannot be read.
+            StrettoError: tokenizer or template cannot be read.
         """
         tokenizer, folder = load_tokenizer(checkpoint), run_folder(checkpoint)
         chat = ChatTemplate.find(folder, template)
@@ -170,7 +178,6 @@ class Writer:
         listed = cast("list[object]", eos) if isinstance(eos, list) else [eos]
         ends.update(one for one in listed if isinstance(one, int))
         return cls(
-            model=load_model(checkpoint, check=check),
             tokenizer=tokenizer,
             stops=sorted(ends),
             stop_texts=[name for name, one in ids.items() if one is None],
@@ -197,48 +204,8 @@ class Writer:
         ((ids, _),) = self.tokenizer.encode_templated([text])
         return Prompt(text=text, ids=ids)
 
-    def stream(self, prompt: Prompt, sampling: Sampling) -> Iterator[str]:
-        """The text that follows one prompt, piece by piece.
-
-        Raises:
-            StrettoError: at once, for arguments out of range or a tokenizer that is not the model's.
-        """
-        return self._pieces(self._tokens([prompt], sampling, [0]))
-
-    def write(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Generated]:
-        """The texts that follow the prompts, each the same as if it were the only one but for its seed.
-
-        Prompts of equal length are computed together; nothing is padded.
-
-        Raises:
-            StrettoError: as `stream`.
-        """
-        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
-        written = dict[int, Generated]()
-        for _, group in groupby(by_length, lambda i: len(prompts[i].ids)):
-            numbers = list(group)
-            tokens = self._tokens([prompts[i] for i in numbers], sampling, numbers)
-            rows = torch.stack(list(tokens), dim=1).tolist() if sampling.tokens else [[] for _ in numbers]
-            for number, row in zip(numbers, rows, strict=True):
-                written[number] = self._generated(prompts[number], row)
-        return [written[i] for i in range(len(prompts))]
-
-    def _tokens(
-        self, prompts: Sequence[Prompt], sampling: Sampling, numbers: Sequence[int]
-    ) -> Iterator[Tensor]:
-        device = self.model.head.out.weight.device
-        return stream(
-            model=self.model,
-            ids=torch.tensor([prompt.ids for prompt in prompts], device=device),
-            max_new_tokens=sampling.tokens,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            generator=[torch.Generator(device).manual_seed(sampling.seed + number) for number in numbers],
-            stop=self.stops,
-        )
-
-    def _generated(self, prompt: Prompt, ids: Sequence[int]) -> Generated:
+    def generated(self, prompt: Prompt, ids: Sequence[int]) -> Generated:
+        """The text of sampled tokens, up to where it ends."""
         end = next((at for at, token in enumerate(ids) if token in self.stops), None)
         kept = list(ids if end is None else ids[:end])
         if self.stop_texts:  # the shortest beginning that has one
@@ -254,7 +221,7 @@ class Writer:
         starts = [text.find(stop) for stop in self.stop_texts if stop in text]
         return text[: min(starts)] if starts else None
 
-    def _pieces(self, tokens: Iterator[Tensor]) -> Iterator[str]:
+    def pieces(self, tokens: Iterator[Tensor]) -> Iterator[str]:
         """The text of tokens, as soon as it cannot change any more: whole characters that do not begin a stop
         text.
         """
@@ -276,5 +243,70 @@ class Writer:
             yield rest[shown:]
 
 
-def _warn(line: str) -> None:
-    print(f"warning: {line}", file=sys.stderr)
+@dataclass(frozen=True, kw_only=True)
+class Writer:
+    """A model that writes text.
+
+    Attributes:
+        group: ranks that share the model; None: it is this process's alone.
+    """
+
+    model: LanguageModel
+    wording: Wording
+    group: ProcessGroup | None = None
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: Path,
+        wording: Wording,
+        *,
+        mesh: Mesh | None = None,
+        dtype: torch.dtype = torch.float32,
+        check: bool = True,
+    ) -> Writer:
+        """With a checkpoint's model, as `load_model` has it."""
+        model = load_model(checkpoint, mesh=mesh, dtype=dtype, check=check)
+        return cls(model=model, wording=wording, group=None if mesh is None else mesh.group("tp"))
+
+    def stream(self, prompt: Prompt, sampling: Sampling) -> Iterator[str]:
+        """The text that follows one prompt, piece by piece.
+
+        Raises:
+            StrettoError: at once, for arguments out of range or a tokenizer that is not the model's.
+        """
+        return self.wording.pieces(self._tokens([prompt], sampling, [0]))
+
+    def write(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Generated]:
+        """The texts that follow the prompts, each the same as if it were the only one but for its seed.
+
+        Prompts of equal length are computed together; nothing is padded.
+
+        Raises:
+            StrettoError: as `stream`.
+        """
+        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
+        written = dict[int, Generated]()
+        for _, group in groupby(by_length, lambda i: len(prompts[i].ids)):
+            numbers = list(group)
+            tokens = self._tokens([prompts[i] for i in numbers], sampling, numbers)
+            rows = torch.stack(list(tokens), dim=1).tolist() if sampling.tokens else [[] for _ in numbers]
+            for number, row in zip(numbers, rows, strict=True):
+                written[number] = self.wording.generated(prompts[number], row)
+        return [written[i] for i in range(len(prompts))]
+
+    def _tokens(
+        self, prompts: Sequence[Prompt], sampling: Sampling, numbers: Sequence[int]
+    ) -> Iterator[Tensor]:
+        device = self.model.embed.tok.weight.device
+        return stream(
+            model=self.model,
+            ids=torch.tensor([prompt.ids for prompt in prompts], device=device),
+            max_new_tokens=sampling.tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            generator=[torch.Generator(device).manual_seed(sampling.seed + number) for number in numbers],
+            group=self.group,
+            stop=self.wording.stops,
+        )

@@ -1,0 +1,134 @@
+"""Text from a checkpoint on several tensor-parallel ranks: checks, ranks, and what they return."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stretto.engine.models.generate import check_sampling, check_tokens
+from stretto.engine.parallel.mesh import Mesh
+from stretto.errors import StrettoError
+from stretto.layout.layout import Layout
+from stretto.run.config.schema import LoopConfig
+from stretto.run.generate.text import Prompt, Sampling, Wording, Writer, shape_of
+from stretto.run.launch.stop import StopRequest
+from stretto.run.train.job import PRELOAD, Kind, Result, run_kind, under_torchrun
+from stretto.run.train.loop import pick_device, process_group
+from stretto.spec.data_parallel import Dtype
+from stretto.spec.job import Job
+from stretto.spec.rules import problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is to be generated, and by how many ranks.
+
+    Attributes:
+        stop, template: as `Wording.load` takes them.
+        train: device, threads and the longest wait of each rank.
+        dtype: of weights and products.
+        live: write the only prompt's text to stdout as it comes, after this one; None: return the texts.
+    """
+
+    checkpoint: Path
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    stop: Sequence[str] = ()
+    template: str | None = None
+    tp: int = 1
+    train: LoopConfig
+    dtype: Dtype = "float32"
+    live: str | None = None
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Fields that are not filled in yet: none."""
+        return ()
+
+
+def run_generation(request: Request, port: int = 0) -> Result:
+    """Generate as one rank under torchrun, else in this process, or on local ranks that it starts. The
+    outcome has `stopped`, and on the first rank `texts`: unless `live`, those of the prompts in their order,
+    each with the fields of `Generated`.
+
+    Raises:
+        StrettoError: bad input; what can be known without ranks, before any is started.
+        RankFailed: a rank failed.
+    """
+    if request.tp > 1 or under_torchrun():
+        return run_kind(_Generation(), request, port=port)
+    check_request(request)
+    return Result(_generate(request, Mesh(Layout(), pick_device(request.train))))
+
+
+def check_request(request: Request, world: int | None = None, devices: int | None = None) -> None:
+    """Raise StrettoError for a model that cannot be split so, or a prompt or sampling that does not fit."""
+    shape, sampling = shape_of(request.checkpoint), request.sampling
+    check_sampling(sampling.tokens, sampling.temperature, sampling.top_k, sampling.top_p)
+    for prompt in request.prompts:
+        check_tokens(max(prompt.ids), shape.vocab)
+    for problem in problems(Job(shape=shape, layout=Layout(tp=request.tp), world=world, devices=devices)):
+        fix = (problem.fix or "").replace("layout.tp=", "--tp ").replace("train.device=", "--device ")
+        raise StrettoError(f"--tp {request.tp}: {problem.rule}", hint=fix or None)
+
+
+class _Generation(Kind[Request]):
+    preload = (*PRELOAD, "stretto.run.generate.job")
+    orderly = False
+
+    def ranks(self, config: Request) -> int:
+        return config.tp
+
+    def check(self, config: Request, world: int | None, devices: int | None) -> None:
+        check_request(config, world, devices)
+
+    def prepare(self, config: Request, stop: StopRequest) -> None:
+        pass  # prompts are tokens already
+
+    def agree(self, config: Request, data: None) -> None:
+        pass
+
+    def say(self, config: Request, data: None, quiet: bool) -> None:
+        pass  # stdout is for the text
+
+    def local(self, config: Request, data: None, quiet: bool) -> tuple[Any, ...]:
+        return generate_rank, config
+
+    def join(self, config: Request, stop: StopRequest, quiet: bool) -> dict[str, Any]:
+        return generate_rank(config)
+
+
+def generate_rank(request: Request) -> dict[str, Any]:
+    """Generate as one rank of the job that RANK and WORLD_SIZE describe. All ranks sample and follow the text
+    to its end; the first one writes it.
+    """
+    with ExitStack() as cleanup:
+        device = cleanup.enter_context(process_group(request.train))
+        mesh = Mesh(Layout(tp=request.tp), device, timedelta(seconds=request.train.timeout_s))
+        cleanup.callback(mesh.close)
+        outcome = _generate(request, mesh)
+        dist.barrier()
+        return outcome
+
+
+def _generate(request: Request, mesh: Mesh) -> dict[str, Any]:
+    wording = Wording.load(request.checkpoint, stop=request.stop, template=request.template)
+    writer = Writer.load(request.checkpoint, wording, mesh=mesh, dtype=getattr(torch, request.dtype))
+    first = mesh.rank == 0
+    if request.live is None:
+        texts = writer.write(request.prompts, request.sampling)
+        return {"stopped": False, "texts": [asdict(one) for one in texts] if first else []}
+    for piece in chain([request.live], writer.stream(request.prompts[0], request.sampling), ["\n"]):
+        if first:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    return {"stopped": False, "texts": []}
