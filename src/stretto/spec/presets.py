@@ -97,12 +97,17 @@ def find_shape(name: str | Path) -> ModelShape:
     Raises:
         StrettoError: no such name, or a file of a model that cannot be planned.
     """
-    path = Path(name)
-    if path.suffix == ".json" or (path.is_dir() and (path / "config.json").is_file()):
-        from stretto.spec.huggingface import read_shape
+    if is_name(name):
+        return preset(str(name))
+    from stretto.spec.huggingface import read_shape
 
-        return read_shape(path)
-    return preset(str(name))
+    return read_shape(Path(name))
+
+
+def is_name(name: str | Path) -> bool:
+    """Whether this is meant as a model's name, and not as a file or a folder with a `config.json`."""
+    path = Path(name).expanduser()
+    return path.suffix != ".json" and not (path.is_dir() and (path / "config.json").is_file())
 
 
 def squeezed(name: str) -> str:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from stretto.errors import StrettoError
 from stretto.run.config.load import dump, load, parse
 from stretto.run.config.schema import TrainConfig
 from stretto.run.config.source import DEEPEST
+from stretto.spec.huggingface import shape_from_huggingface
 
 MODEL = "model: {family: gpt, layers: 2, hidden: 64, heads: 4}\n"
 
@@ -108,7 +111,7 @@ def test_vocab_and_positions_of_the_model_win() -> None:
         ("data: {vocab: 300}\n", "job.yaml: model is missing", "stretto config --reference"),
         ("model: {family: gpt, layers: 2}\n", "job.yaml:1: model has no hidden, no heads", "give a preset"),
         ("model: {preset: gtp2}\n", "model.preset is 'gtp2', which is not a known", "did you mean 'gpt2'?"),
-        ("model: {preset: mine/config.json}\n", "is not a known model", "stretto plan --model PATH --write"),
+        ("model: {preset: mine/config.json}\n", "'mine/config.json': cannot read mine/config.json: No", None),
         (MODEL + "dp: {mode: fsdp}\n", "dp.mode is 'fsdp', must be one of", "did you mean zero3?"),
         (MODEL + "dp: {mode: ZeRO-2}\n", "dp.mode is 'ZeRO-2', must be one of", "did you mean zero2?"),
         (MODEL + "dp: {mode: dp}\n", "dp.mode is 'dp', must be one of", "did you mean ddp?"),
@@ -298,3 +301,40 @@ def test_a_missing_config_names_the_one_that_was_meant(tmp_path: Path) -> None:
 def test_nesting_is_refused_at_a_depth_that_is_read_at_once() -> None:
     assert "nested too deeply" in fails("model: " + "[" * DEEPEST + "]" * DEEPEST).message
     assert "model is [[[" in fails("model: " + "[" * (DEEPEST - 2) + "]" * (DEEPEST - 2)).message
+
+
+def test_the_preset_may_be_a_config_json_which_is_not_needed_again(tmp_path: Path) -> None:
+    sizes = {
+        "model_type": "qwen3",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "vocab_size": 500,
+        "max_position_embeddings": 64,
+        "rope_theta": 5e5,
+        "rms_norm_eps": 1e-6,
+    }
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(sizes))
+    shape = shape_from_huggingface(sizes)
+    for place in (file, tmp_path):
+        config = parse(f"model: {{preset: {place}, init_std: 0.01}}\n", overrides=["lora.rank=2"])
+        assert replace(config.shape(500), lora=None) == shape
+        assert config.model.preset is None
+        assert config.model.init_std == 0.01
+    assert parse(f"model: {{preset: {file}, vocab: 600, layers: 3}}\n").shape(7) == replace(
+        shape, vocab=600, layers=3
+    )
+    text = dump(config)
+    file.write_text(json.dumps({**sizes, "model_type": "nothing"}))
+    with pytest.raises(StrettoError, match=f"model.preset is '{file}': ") as error:
+        parse(f"model: {{preset: {file}}}\n")
+    assert "'nothing'" in error.value.message
+    file.unlink()
+    assert parse(text) == config
+    with pytest.raises(StrettoError) as error:
+        parse(f"model: {{preset: {tmp_path}}}\n")
+    assert error.value.hint == f"there is no {file}"

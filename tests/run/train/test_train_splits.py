@@ -106,6 +106,15 @@ def test_the_banner_shows_how_layers_are_split(folder: Path) -> None:
         *SP_CP
     )
     assert "(single), 1f1b; 6 steps" in first_line("layout.sequence_parallel=true")  # of no effect with tp=1
+    assert "llama of 37.8 k parameters, float32" in first_line()
+    head = 300 * 32 + 32
+    frozen = (
+        f"llama of 37.8 k parameters ({head / 1e3:.3g} k of them trainable, {head / 377.92:.3g}%), float32"
+    )
+    assert frozen in first_line("finetune.freeze=[embed.*, blocks.*]")
+    outer = 6 * 32 + 64 + (32 + 16 + 16 + 32 + 64 + 64 + 32)  # of a block's seven projections
+    adapted = f"llama of 39.8 k parameters ({2 * 2 * outer / 1e3:.3g} k of them trainable, "
+    assert adapted in first_line("lora.rank=2")
 
 
 def test_dense_model_reports_no_expert_metrics(folder: Path) -> None:

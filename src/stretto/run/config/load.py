@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,12 +12,15 @@ import yaml
 from pydantic import ValidationError
 
 from stretto.errors import StrettoError, nearest
+from stretto.run.config.model import ModelConfig
 from stretto.run.config.override import apply
 from stretto.run.config.required import lay_marks, take_marks
 from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.config.section import JobSection
 from stretto.run.config.source import LARGEST_FILE, CoreDumper, Source
 from stretto.run.config.validation import complain
+from stretto.run.config.written import model_section
+from stretto.spec.presets import is_name
 
 C = TypeVar("C", bound=JobSection)
 
@@ -75,9 +79,22 @@ def parse_as(schema: type[C], values: dict[str, Any], read: Source, overrides: S
         run.setdefault("name", name)
     marked = take_marks(values, schema)
     try:
-        return schema.model_validate(values).marking(marked)
+        config = schema.model_validate(values).marking(marked)
     except ValidationError as error:
         raise complain(error, values, read, schema) from None
+    return config.model_copy(update={"model": sizes}) if (sizes := _sizes_of_file(config)) else config
+
+
+def _sizes_of_file(config: JobSection) -> ModelConfig | None:
+    """The sizes that a config takes from a config.json, so that it stands by itself; None where it names no
+    file.
+    """
+    if not isinstance(config, TrainConfig) or config.model.preset is None or is_name(config.model.preset):
+        return None
+    section = model_section(replace(config.shape(), lora=None))
+    if config.model.vocab is None:  # the tokenizer's, then
+        del section["vocab"]
+    return ModelConfig.model_validate(section | asdict(config.model.initial()))
 
 
 def dump(config: JobConfig) -> str:

@@ -14,7 +14,7 @@ from stretto.spec.attention import AttentionShape, HeadNorm, LatentShape, RopeSc
 from stretto.spec.experts import Drop, ExpertShape, GroupScore, Score
 from stretto.spec.families import USUAL, Family
 from stretto.spec.initial import Initial
-from stretto.spec.presets import preset
+from stretto.spec.presets import find_shape
 from stretto.spec.shape import BlockNorms, Mlp, ModelShape, Norm, PositionEmbedding, fields_of
 
 
@@ -351,7 +351,9 @@ class ModelConfig(Section):
     """
 
     preset: str | None = Field(
-        default=None, description="Name of a known model, such as `gpt2` or `llama3-8b`."
+        default=None,
+        description="Name of a known model, such as `gpt2` or `llama3-8b`, or the path of a Hugging Face "
+        "`config.json` (or its folder), whose sizes the resolved config then has.",
     )
     family: Family | None = Field(
         default=None,
@@ -454,15 +456,13 @@ class ModelConfig(Section):
         if value is None:
             return None
         try:
-            preset(value)
+            find_shape(Path(value).expanduser())
         except UnknownName as error:
-            hint = error.hint
-            if value.endswith(".json") or Path(value).expanduser().exists():
-                hint = (
-                    "presets are names; for a config.json let `stretto plan --model PATH --write job.yaml` "
-                    "write the config, with --cluster and --batch"
-                )
+            path = Path(value).expanduser()
+            hint = f"there is no {path / 'config.json'}" if path.is_dir() else error.hint
             raise StrettoError(f"is {value!r}, which is not a known model", hint=hint) from None
+        except StrettoError as error:
+            raise StrettoError(f"is {value!r}: {error.message}", hint=error.hint) from None
         return value
 
     @model_validator(mode="after")
@@ -502,7 +502,7 @@ class ModelConfig(Section):
             usual = USUAL[self.family].shape.get("attention", AttentionShape())
             filled: dict[str, Any] = {"vocab": vocab, "sequence": sequence, **sizes}
             return ModelShape(**filled, **self._parts(self.family, usual, None, None))
-        known = preset(self.preset)
+        known = find_shape(Path(self.preset).expanduser())
         base = fields_of(known) | self._parts(known.family, known.attention, known.rope, known.moe)
         for name, follows in _FOLLOW.items():
             if name in sizes:

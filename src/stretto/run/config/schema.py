@@ -29,7 +29,7 @@ from stretto.spec.optimiser import (
     RateShape,
     StateType,
 )
-from stretto.spec.presets import preset
+from stretto.spec.presets import find_shape
 from stretto.spec.shape import ModelShape
 
 
@@ -552,5 +552,5 @@ class TrainConfig(JobSection):
     def _likely_vocab(self) -> int:
         """The tokenizer's entries as far as the config alone tells; one that is given is not read here."""
         if self.data.tokenizer and self.model.preset:
-            return preset(self.model.preset).vocab
+            return find_shape(Path(self.model.preset).expanduser()).vocab
         return self.data.vocab

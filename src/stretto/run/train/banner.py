@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from stretto.program.action import Kind
 from stretto.program.program import Program
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.dataset import split_tokens
 from stretto.run.data.token_source import TokenSource
 from stretto.spec.job import Job
-from stretto.spec.parameters import count_parameters
+from stretto.spec.parameters import count_parameters, parameter_shapes
 
 
 def banner(config: TrainConfig, job: Job, source: TokenSource) -> str:
@@ -18,7 +20,7 @@ def banner(config: TrainConfig, job: Job, source: TokenSource) -> str:
     updates = sum(action.kind is Kind.UPDATE for action in program.orders[0])
     return "\n".join(
         [
-            f"{shape.family} of {_short(count_parameters(shape).total)} parameters, "
+            f"{shape.family} of {_short(count_parameters(shape).total)} parameters{_trainable(job)}, "
             f"{job.precision.dtype}, on {_count(layout.world, 'rank')} ({layout.describe()}), "
             f"{', '.join([program.name, *_features(job)])}; {config.train.steps} "
             f"steps of {job.global_batch} x {job.sequence} tokens in {micro} of {job.micro_batch}"
@@ -30,6 +32,15 @@ def banner(config: TrainConfig, job: Job, source: TokenSource) -> str:
             _stages(job, program),
         ]
     )
+
+
+def _trainable(job: Job) -> str:
+    """How many of the parameters the optimiser updates, where it does not update all."""
+    if job.trained.everything:
+        return ""
+    count = sum(prod(sizes) for name, sizes in parameter_shapes(job.shape).items() if job.trained(name))
+    share = 100 * count / count_parameters(job.shape).total
+    return f" ({_short(count)} of them trainable, {share:.3g}%)"
 
 
 def _splits(config: TrainConfig, job: Job, source: TokenSource) -> str:
