@@ -148,7 +148,7 @@ def test_the_first_problem_of_the_file_with_the_number_of_others() -> None:
     assert error.message.startswith("job.yaml:1: train.steps is 'no'")
     assert error.hint is not None
     assert "2 more problems after this one" in error.hint
-    error = fails(MODEL + "data: {source: {a: 1}}\n")
+    error = fails(MODEL + "data: {source: {a: b}}\n")
     assert "after this one" not in str(error), "a value that fits no member of a union is one problem"
 
 

@@ -12,7 +12,7 @@ from stretto.cli.frameworks import NAMES as OFFERED
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.program import schedule
-from stretto.run.config.schema import TrainConfig
+from stretto.run.config.schema import MixturePhase, TrainConfig
 from stretto.run.config.section import find
 from stretto.run.frameworks.choices import NAMES, RUN_DEFAULTS, Choices, choices_of
 from stretto.run.frameworks.mapping import Framework, settings_of, unmapped
@@ -27,6 +27,7 @@ from stretto.spec.presets import preset
 
 # other values of choices whose type or usual value suggests none
 OTHERS: dict[str, tuple[Any, ...]] = {
+    "data.phases": ([MixturePhase(from_step=5, weights={"a": 1.0})],),
     "layout.stages": ((2, 9, 9, 6),),
     "layout.order": ("tp-cp-ep-pp-dp", "dp-tp-cp-ep-pp"),
     "layout.expert_tp": (1, 2),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from stretto.run.config.run_checks import (
     tensorboard,
 )
 from stretto.run.config.schema import TrainConfig
-from stretto.run.config.sources import holds_tokens
+from stretto.run.config.sources import vocabulary_is_known
 from stretto.spec.optimiser import optimiser_problems
 from stretto.spec.parameters import parameter_shapes
 from stretto.spec.rules import problems
@@ -104,7 +104,7 @@ def _program_file(config: TrainConfig) -> Iterator[Problem]:
 
 def _vocab(config: TrainConfig) -> Iterator[Problem]:
     data, model = config.data, config.model
-    if holds_tokens(data.sources):
+    if vocabulary_is_known(data):
         return  # their tokenizer is not trained here, and judged once they have been opened
     if data.tokenizer is None and model.vocab is not None and model.vocab < data.vocab:
         yield Problem(
@@ -141,6 +141,40 @@ def _split(config: TrainConfig) -> Iterator[Problem]:
         )
 
 
+def _mixture(config: TrainConfig) -> Iterator[Problem]:
+    """Weights of no mixture, and phases that do not follow one another."""
+    weights, phases = config.data.weights, config.data.phases
+    if weights is None:
+        if phases:
+            fix = "data.source={A: 0.7, B: 0.3} is a mixture"
+            yield Problem("data.phases", f"{len(phases)} phases", "data.source is no mixture", fix)
+        return
+    yield from _weights("data.source", weights)
+    before = 0
+    for number, phase in enumerate(phases):
+        field = f"data.phases.{number}"
+        if phase.from_step <= before:
+            rule = f"the phase before it begins at step {before}"
+            yield Problem(f"{field}.from_step", phase.from_step, rule, f"from_step: {before + 1} or more")
+        before = phase.from_step
+        for name in phase.weights:
+            if name not in weights:
+                near = nearest(name, weights) or next(iter(weights))
+                rule = "it is no source of the mixture"
+                yield Problem(
+                    f"{field}.weights", name, rule, f"did you mean {near}? A weight of 0 is allowed"
+                )
+        yield from _weights(f"{field}.weights", phase.weights)
+
+
+def _weights(field: str, weights: Mapping[str, float]) -> Iterator[Problem]:
+    for name, weight in weights.items():
+        if weight < 0:
+            yield Problem(field, f"{name}: {weight:g}", "a weight is 0 or more", f"{name}: 0")
+    if not any(weight > 0 for weight in weights.values()):
+        yield Problem(field, str(dict(weights)), "one weight must be above 0", "such as {A: 0.7, B: 0.3}")
+
+
 def _source(config: TrainConfig) -> Iterator[Problem]:
     yield from missing_sources(config.data.sources, PYTHON_STDLIB)
 
@@ -161,6 +195,7 @@ CHECKS: tuple[Callable[[TrainConfig], Iterator[Problem]], ...] = (
     _vocab,
     _no_decay,
     _split,
+    _mixture,
     _source,
     _tokenizer,
     resume,

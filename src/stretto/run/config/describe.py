@@ -17,6 +17,7 @@ _NAMES: dict[Any, str] = {
     list[str]: "a list of texts",
     list[int]: "a list of whole numbers",
     dict[str, Any]: "a mapping",
+    dict[str, float]: "a mapping of names to numbers",
     list[float]: "a list of numbers",
     tuple[float, float]: "a list of two numbers",
 }

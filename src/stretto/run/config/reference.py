@@ -71,7 +71,8 @@ def _prose(section: type[Section]) -> str:
 
 def _row(name: str, field: FieldInfo) -> str:
     assert field.description, name
-    cells = (f"`{name}`", _cell(allowed(field)), f"`{_value(field.get_default())}`", _cell(field.description))
+    default = _value(field.get_default(call_default_factory=True, validated_data={}))
+    cells = (f"`{name}`", _cell(allowed(field)), f"`{default}`", _cell(field.description))
     return f"| {' | '.join(cells)} |\n"
 
 

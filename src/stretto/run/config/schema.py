@@ -33,14 +33,29 @@ from stretto.spec.presets import find_shape
 from stretto.spec.shape import ModelShape
 
 
+class MixturePhase(Section):
+    """The weights of a mixture from a step on."""
+
+    from_step: int = Field(gt=0, description="Steps before it.")
+    weights: dict[str, float] = Field(
+        description="The weight of each source; one that is not named has none from here on."
+    )
+
+
 class DataConfig(Section):
     """What the model reads."""
 
-    source: str | list[str] = Field(
+    source: str | list[str] | dict[str, float] = Field(
         default="python-stdlib",
         description="`python-stdlib` (the source of Python's own library), a text, JSONL or Parquet file, a "
         "folder of them, a glob, or a list of these; or tokens, which are read as they lie: a token folder "
-        "that `stretto data build` wrote, a Megatron dataset by its `PREFIX`, or a list of these.",
+        "that `stretto data build` wrote, a Megatron dataset by its `PREFIX`, or a list of these; or a "
+        "mixture of any of these by weights, as `{web/: 0.7, code/: 0.3}`.",
+    )
+    phases: list[MixturePhase] = Field(
+        default_factory=list[MixturePhase],
+        description="Other weights of a mixture from later steps on, as "
+        "`[{from_step: 1000, weights: {web/: 0.2, code/: 0.8}}]`.",
     )
     tokenizer: str | None = Field(
         default=None,
@@ -88,7 +103,12 @@ class DataConfig(Section):
     @property
     def sources(self) -> list[str]:
         """`source` as a list."""
-        return [self.source] if isinstance(self.source, str) else self.source
+        return [self.source] if isinstance(self.source, str) else list(self.source)
+
+    @property
+    def weights(self) -> dict[str, float] | None:
+        """The weights of a mixture; None: the source is not one."""
+        return self.source if isinstance(self.source, dict) else None
 
 
 class LayoutConfig(Section):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stretto.errors import StrettoError
+from stretto.run.config.schema import DataConfig
 
 INDEX, TOKENS = "index.json", "tokens.bin"  # of a token folder
 BIN, IDX = ".bin", ".idx"
@@ -40,6 +41,17 @@ def holds_tokens(names: Sequence[str]) -> bool:
             hint=f"tokenise the text first: stretto data build {text} --out DIR",
         )
     return bool(tokens)
+
+
+def vocabulary_is_known(data: DataConfig) -> bool:
+    """Whether some of the data are tokens already: no tokenizer is trained for the others.
+
+    Raises:
+        StrettoError: a list of tokens and text.
+    """
+    if data.weights is None:
+        return holds_tokens(data.sources)
+    return any(map(_is_tokens, data.weights))
 
 
 def _is_tokens(name: str) -> bool:

@@ -161,6 +161,39 @@ def _writing(target: Path) -> Generator[None]:
         ) from None
 
 
+def shared_tokenizer(
+    sources: Sequence[Source],
+    tokenizer: Tokenizer | None,
+    *,
+    cache: Source | None = None,
+    vocab: int = DEFAULT_VOCAB,
+    text_field: str = "text",
+    progress: Report | None = None,
+) -> Path:
+    """A file in the cache with a tokenizer for several sources: `tokenizer`, or one trained on all of them
+    unless it exists already.
+
+    Raises:
+        StrettoError: bad source, text or vocabulary.
+    """
+    folder = Path(cache or cache_dir()).expanduser() / "tokenizers"
+    corpus = None if tokenizer is not None else find_corpus(sources, text_field)
+    key = tokenizer.fingerprint if tokenizer is not None else ""
+    if corpus is not None:
+        check_vocab(vocab)
+        key = _key(corpus, f"bpe {vocab}", None)
+    path = folder / f"{key}.json"
+    if not path.exists():
+        if corpus is not None:
+            tokenizer = _train(corpus, vocab, progress or (lambda _: None))
+        assert tokenizer is not None
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = folder / f"{key}.{os.getpid()}.new"  # several processes may do the same at once
+        tokenizer.save(beside)
+        beside.replace(path)
+    return path
+
+
 def _key(corpus: Corpus, tokenizer: str, conversations: Conversations | None) -> str:
     """Fingerprint of the files (path, size, modification time) and of the settings."""
     files = [(str(file.path.resolve()), file.name, file.size, file.mtime_ns) for file in corpus.files]

@@ -6,15 +6,17 @@ from pathlib import Path
 
 from stretto.run.config.schema import DataConfig
 from stretto.run.config.sources import holds_tokens, megatron_prefix
-from stretto.run.data.build import Report, build
+from stretto.run.data.build import Report, build, shared_tokenizer
 from stretto.run.data.joined import JoinedSource
 from stretto.run.data.megatron import MegatronDataset, Vocabulary
+from stretto.run.data.mixture import Mixture
 from stretto.run.data.token_folder import TokenFolder
-from stretto.run.data.token_source import TokenSource
+from stretto.run.data.token_source import TokenData, TokenSource
 
 
-def open_source(data: DataConfig, vocab: int | None = None, report: Report | None = None) -> TokenSource:
-    """The tokens of a config's source.
+def open_source(data: DataConfig, vocab: int | None = None, report: Report | None = None) -> TokenData:
+    """The tokens of a config's source. Text of a mixture is tokenised with `data.tokenizer`, else with the
+    tokenizer of those of its sources that are tokens, else with one that is trained on all of the text.
 
     Args:
         vocab: rows of the model's embedding, where the config gives them: the vocabulary of tokens whose
@@ -24,6 +26,31 @@ def open_source(data: DataConfig, vocab: int | None = None, report: Report | Non
     Raises:
         StrettoError: unusable text, tokens or tokenizer; text and tokens in one list.
     """
+    if data.weights is None:
+        return _stream(data, vocab, report)
+    alone = {name: data.model_copy(update={"source": name, "phases": []}) for name in data.weights}
+    streams = {name: _stream(one, vocab, report) for name, one in alone.items() if holds_tokens([name])}
+    texts = [name for name in alone if name not in streams]
+    tokenizer = data.tokenizer
+    if texts and tokenizer is None:
+        known = next((one for one in streams.values() if one.fingerprint is not None), None)
+        tokenizer = str(
+            shared_tokenizer(
+                texts,
+                None if known is None else known.tokenizer(),
+                cache=data.cache,
+                vocab=data.vocab,
+                text_field=data.text_field,
+                progress=report,
+            )
+        )
+    for name in texts:
+        streams[name] = _stream(alone[name].model_copy(update={"tokenizer": tokenizer}), vocab, report)
+    return Mixture({name: streams[name] for name in alone}, data.weights)
+
+
+def _stream(data: DataConfig, vocab: int | None, report: Report | None) -> TokenSource:
+    """The tokens of a source that is no mixture; arguments and errors as of `open_source`."""
     if holds_tokens(data.sources):
         tokenizer = None if data.tokenizer is None else Path(data.tokenizer).expanduser()
         sources = [open_tokens(name, tokenizer, vocab) for name in data.sources]

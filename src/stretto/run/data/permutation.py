@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 _ROUNDS = 6
 _SHIFTS = tuple(np.uint64(s) for s in (30, 27, 31))
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # what SplitMix64 counts by
 _FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
@@ -48,6 +49,17 @@ class Permutation:
             modulus = self._b if number % 2 else self._a
             left, right = right, (left + _mix(right ^ key) % modulus) % modulus
         return left + self._a * right
+
+
+def uniform(key: str, count: int) -> NDArray[np.float64]:
+    """`count` numbers from 0 to below 1 that depend on the key alone: SplitMix64 from a start that the key
+    gives.
+    """
+    start = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=8).digest(), dtype="<u8").astype(
+        np.uint64
+    )
+    bits = _mix(start + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

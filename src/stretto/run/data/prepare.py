@@ -9,13 +9,13 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from stretto.errors import Problem
 from stretto.run.config.schema import TrainConfig
-from stretto.run.config.sources import holds_tokens
+from stretto.run.config.sources import vocabulary_is_known
 from stretto.run.data.open import open_source
-from stretto.run.data.token_source import TokenSource
+from stretto.run.data.token_source import TokenData
 from stretto.run.launch.stop import StopRequest
 
 
-def prepare_data(config: TrainConfig, stop: StopRequest | None = None, quiet: bool = False) -> TokenSource:
+def prepare_data(config: TrainConfig, stop: StopRequest | None = None, quiet: bool = False) -> TokenData:
     """Open the tokens of the config's data, tokenising text first where needed.
 
     Args:
@@ -39,7 +39,7 @@ LEAST_USED = 0.9
 rows for 50,295 entries)."""
 
 
-def check_vocabulary(config: TrainConfig, source: TokenSource | None = None) -> None:
+def check_vocabulary(config: TrainConfig, source: TokenData | None = None) -> None:
     """Check that the model's vocabulary, where the config gives one, is the tokenizer's, or hardly larger.
 
     A tokenizer that the run trains is judged before that, by the entries it may have: a short text yields
@@ -52,7 +52,7 @@ def check_vocabulary(config: TrainConfig, source: TokenSource | None = None) -> 
         Problem: the tokenizer has more entries than the embedding has rows, or far fewer.
     """
     data, rows = config.data, config.model.vocab
-    ready = data.tokenizer is not None or holds_tokens(data.sources)
+    ready = data.tokenizer is not None or vocabulary_is_known(data)
     if rows is None or ready != (source is not None):
         return
     entries = data.vocab if source is None else source.vocab
@@ -67,23 +67,35 @@ def check_vocabulary(config: TrainConfig, source: TokenSource | None = None) -> 
         raise Problem("model.vocab", rows, f"{rule}the head would never be used", fix)
 
 
-def check_samples(config: TrainConfig, source: TokenSource) -> None:
+def check_samples(config: TrainConfig, source: TokenData) -> None:
     """Raise StrettoError if there is not one sample to train on, or none to evaluate on."""
     describe_samples(config, source)
 
 
-def describe_samples(config: TrainConfig, source: TokenSource) -> list[str]:
-    """A line for each split that the run reads, where samples are single documents: how many there are, and
-    what is cut off or left out.
+def describe_samples(config: TrainConfig, source: TokenData) -> list[str]:
+    """A line for each source of a mixture; and one for each split that the run reads where samples are single
+    documents: how many there are, and what is cut off or left out.
 
     Raises:
         StrettoError: a split has not one sample.
     """
-    from stretto.run.data.dataset import Documents, samples_of, whole_split_of
+    from stretto.run.data.dataset import Documents
+    from stretto.run.data.mixture import epochs, held_out, parts_of, training_samples
 
-    train = samples_of(source, config.data, "train", config.train.seed)
-    samples = [train, whole_split_of(source, config.data, "valid")] if config.eval.every else [train]
-    return [one.describe() for one in samples if isinstance(one, Documents)]
+    train = training_samples(source, config)
+    parts, lines = parts_of(train), list[str]()
+    if len(parts) > 1:
+        passes = epochs(train, config.train.steps * config.batch.global_size)
+        drawn = {name: round(passes[name] * len(part)) for name, part in parts.items()}
+        total = max(1, sum(drawn.values()))
+        lines = [
+            f"mixture: {name} {drawn[name] / total:.1%} of the samples, {drawn[name]:,} of {len(part):,} "
+            f"({passes[name]:.2f} epochs)"
+            for name, part in parts.items()
+        ]
+    samples = [*parts.values()]
+    samples += [one.split for one in held_out(source, config.data, "valid")] if config.eval.every else []
+    return lines + [one.describe() for one in samples if isinstance(one, Documents)]
 
 
 class BuildBar:

@@ -25,40 +25,83 @@ class Array(Protocol):
         ...
 
 
-class TokenSource(ABC):
-    """A stream of tokens, cut into documents.
+class TokenData(ABC):
+    """What a run is trained on: one stream of tokens, or a mixture of several.
 
-    A source is opened in the process that starts the ranks and reaches them by pickling: implementations
-    define `__reduce__` so that a rank opens the files itself instead of receiving their content.
+    It is opened in the process that starts the ranks and reaches them by pickling: implementations define
+    `__reduce__` so that a rank opens the files itself instead of receiving their content.
 
     Attributes:
-        name: the source as messages call it, such as its path.
-        tokens: ids [size]; all are below `vocab`.
-        offsets: int64 [documents + 1]; document i is `tokens[offsets[i]:offsets[i + 1]]`.
-        mask: uint8 [size], 1 where the loss counts the token; None: it counts all.
-        vocab: size of the vocabulary.
+        name: as messages call it, such as a path.
+        vocab: size of the vocabulary; all ids are below it.
         endoftext: the id that ends a document; None where no tokenizer is known.
         fingerprint: of the tokenizer; None where it is not known.
-        trained: how many tokens the mask selects; None without a mask.
+        trained: how many tokens the loss counts; None: all.
     """
 
     name: str
-    tokens: Array
-    offsets: Array
-    mask: Array | None
     vocab: int
     endoftext: int | None
     fingerprint: str | None
     trained: int | None
 
     @property
+    @abstractmethod
+    def streams(self) -> Mapping[str, TokenSource]:
+        """The streams that it is made of, by name."""
+
+    @property
+    @abstractmethod
     def size(self) -> int:
         """Tokens."""
+
+    @property
+    @abstractmethod
+    def documents(self) -> int:
+        """Documents."""
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """What tells these tokens from others wherever they lie; a checkpoint keeps it as JSON."""
+
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the tokens.
+
+        Raises:
+            StrettoError: there is none, or another one.
+        """
+
+    @abstractmethod
+    def companions(self) -> Mapping[str, bytes]:
+        """Content of the files that generation and export need, by name: `tokenizer.json`, and
+        `tokenizer_config.json` where a chat template rendered the tokens.
+        """
+
+
+class TokenSource(TokenData):
+    """A stream of tokens, cut into documents.
+
+    Attributes:
+        tokens: ids [size].
+        offsets: int64 [documents + 1]; document i is `tokens[offsets[i]:offsets[i + 1]]`.
+        mask: uint8 [size], 1 where the loss counts the token; None: it counts all.
+    """
+
+    tokens: Array
+    offsets: Array
+    mask: Array | None
+
+    @property
+    def streams(self) -> Mapping[str, TokenSource]:
+        return {self.name: self}
+
+    @property
+    def size(self) -> int:
         return len(self.tokens)
 
     @property
     def documents(self) -> int:
-        """Documents."""
         return len(self.offsets) - 1
 
     @property
@@ -67,23 +110,8 @@ class TokenSource(ABC):
         return 0 if self.endoftext is None else self.endoftext
 
     def identity(self) -> dict[str, Any]:
-        """What tells these tokens from others wherever they lie; a checkpoint keeps it as JSON."""
         facts = {"tokens": self.size, "documents": self.documents}
         return facts if self.trained is None else {**facts, "trained": self.trained}
-
-    @abstractmethod
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens.
-
-        Raises:
-            StrettoError: the source has none, or another one.
-        """
-
-    @abstractmethod
-    def companions(self) -> Mapping[str, bytes]:
-        """Content of the files that generation and export need, by name: `tokenizer.json`, and
-        `tokenizer_config.json` where a chat template rendered the tokens.
-        """
 
     def text_bytes(self, tokens: range) -> int | None:
         """Bytes in UTF-8 of the text of these tokens; None where no tokenizer is known.

@@ -18,10 +18,11 @@ from stretto.run.config.schema import (
     RecomputeConfig,
     TrainConfig,
 )
-from stretto.run.config.sources import holds_tokens
-from stretto.run.data.dataset import ALL, WholeDocuments, WholeSplit, whole_split_of
+from stretto.run.config.sources import vocabulary_is_known
+from stretto.run.data.dataset import ALL
+from stretto.run.data.mixture import HeldOut, held_out
 from stretto.run.data.prepare import prepare_data
-from stretto.run.data.token_source import TokenSource
+from stretto.run.data.token_source import TokenData
 from stretto.run.data.tokenizer import TOKENIZER
 from stretto.run.evaluate.trained import Trained
 from stretto.run.launch.stop import StopRequest
@@ -54,12 +55,12 @@ def evaluation_config(config: TrainConfig, request: Request) -> TrainConfig:
     """
     trained, data = request.trained, config.data
     if request.data is not None:
-        data = data.model_copy(update={"source": request.data})
+        data = data.model_copy(update={"source": request.data, "phases": []})
     elif "data.source" in config.required:
         raise StrettoError(
             "the config names no text yet: data.source is REQUIRED", hint="name it with --data"
         )
-    if not holds_tokens(data.sources):
+    if not vocabulary_is_known(data):
         data = data.model_copy(update={"tokenizer": _tokenizer(data.tokenizer, request)})
     model = config.model
     if model.positions is None and "sequence" in trained.sizes:
@@ -128,40 +129,41 @@ class _Evaluation(Kind[TrainConfig]):
     def check(self, config: TrainConfig, world: int | None, devices: int | None) -> None:
         check(config, world=world, devices=devices)
 
-    def prepare(self, config: TrainConfig, stop: StopRequest) -> TokenSource:
+    def prepare(self, config: TrainConfig, stop: StopRequest) -> TokenData:
         source = prepare_data(config, stop)
         _check_tokens(config, self._request, source)
         return source
 
-    def agree(self, config: TrainConfig, data: TokenSource) -> None:
+    def agree(self, config: TrainConfig, data: TokenData) -> None:
         pass  # `prepare` has checked it, for torchrun too
 
-    def say(self, config: TrainConfig, data: TokenSource, quiet: bool) -> None:
-        trained, split = self._request.trained, _split(config, self._request, data)
-        part = "all" if split.split == ALL else f"the {split.split} split"
+    def say(self, config: TrainConfig, data: TokenData, quiet: bool) -> None:
+        trained, splits = self._request.trained, _splits(config, self._request, data)
+        part = "all" if self._request.split == ALL else f"the {self._request.split} split"
+        tokens = sum(len(one.split.range) for one in splits)
         limit = self._request.limit
         some = "" if limit is None else f", of them at most {limit * config.batch.global_size:,} sequences"
         print(
             f"evaluate step {trained.step} of {trained.folder} on {part} of "
             f"{', '.join(config.data.sources)}: "
-            f"{len(split.range):,} of {data.size:,} tokens in sequences of {split.sequence}{some}; "
+            f"{tokens:,} of {data.size:,} tokens in sequences of {config.data.sequence}{some}; "
             f"{config.train.dtype}, {config.layout.to_layout().describe()}",
             file=sys.stderr if quiet else sys.stdout,
             flush=True,
         )
 
-    def local(self, config: TrainConfig, data: TokenSource, quiet: bool) -> tuple[Any, ...]:
+    def local(self, config: TrainConfig, data: TokenData, quiet: bool) -> tuple[Any, ...]:
         return local_rank, config, self._request, quiet, data
 
     def join(self, config: TrainConfig, stop: StopRequest, quiet: bool) -> dict[str, Any]:
         return _evaluate_rank(config, self._request, stop, quiet)
 
 
-def _split(config: TrainConfig, request: Request, source: TokenSource) -> WholeSplit | WholeDocuments:
-    return whole_split_of(source, config.data, request.split)
+def _splits(config: TrainConfig, request: Request, source: TokenData) -> list[HeldOut]:
+    return held_out(source, config.data, request.split)
 
 
-def _check_tokens(config: TrainConfig, request: Request, source: TokenSource) -> None:
+def _check_tokens(config: TrainConfig, request: Request, source: TokenData) -> None:
     """Raise StrettoError unless the text was tokenised as the model's was, and has the split."""
     checkpoint, theirs = request.trained.checkpoint, request.trained.meta.get("tokenizer")
     if None not in (theirs, source.fingerprint) and theirs != source.fingerprint:
@@ -180,17 +182,17 @@ def _check_tokens(config: TrainConfig, request: Request, source: TokenSource) ->
             hint="name the model's tokenizer.json with data.tokenizer=FILE",
         )
     check_model(checkpoint, config.shape(source.vocab), source)
-    _split(config, request, source)
+    _splits(config, request, source)
 
 
-def local_rank(config: TrainConfig, request: Request, quiet: bool, source: TokenSource) -> dict[str, Any]:
+def local_rank(config: TrainConfig, request: Request, quiet: bool, source: TokenData) -> dict[str, Any]:
     """One rank of this machine."""
     with StopRequest() as stop:
         return _evaluate_rank(config, request, stop, quiet, source)
 
 
 def _evaluate_rank(
-    config: TrainConfig, request: Request, stop: StopRequest, quiet: bool, source: TokenSource | None = None
+    config: TrainConfig, request: Request, stop: StopRequest, quiet: bool, source: TokenData | None = None
 ) -> dict[str, Any]:
     """Evaluate as one rank of the job that RANK and WORLD_SIZE describe."""
     import torch.distributed as dist
@@ -215,7 +217,7 @@ def _evaluate_rank(
         cleanup.callback(replica.close)
         load_weights(replica, request.trained.checkpoint)
         step = TrainingStep(replica, Rate.of(job.optimiser, 1))
-        evaluation = Evaluation(step, _split(config, request, source), request.limit)
+        evaluation = Evaluation(step, _splits(config, request, source), request.limit)
         bar = cleanup.enter_context(PassBar("evaluate", evaluation.batches, quiet or mesh.rank > 0))
 
         def show(batches: int, losses: float, tokens: int) -> None:

@@ -423,7 +423,9 @@ RULES = (
     aside("padding of the vocabulary is up to the script's model", "train.vocab_multiple"),
     aside(
         "the training script's",
-        *under("data", "source tokenizer vocab text_field split cache chat chat_template packing too_long"),
+        *under(
+            "data", "source phases tokenizer vocab text_field split cache chat chat_template packing too_long"
+        ),
         *under("train", "seed device threads timeout_s"),
         *under("eval", "every batches"),
         *_REPORTS,

@@ -7,13 +7,13 @@ from math import prod
 from stretto.program.action import Kind
 from stretto.program.program import Program
 from stretto.run.config.schema import TrainConfig
-from stretto.run.data.dataset import split_tokens
-from stretto.run.data.token_source import TokenSource
+from stretto.run.data.dataset import SPLITS, split_tokens
+from stretto.run.data.token_source import TokenData
 from stretto.spec.job import Job
 from stretto.spec.parameters import count_parameters, parameter_shapes
 
 
-def banner(config: TrainConfig, job: Job, source: TokenSource) -> str:
+def banner(config: TrainConfig, job: Job, source: TokenData) -> str:
     """The model and its layout, the text and the results, the splits of the text, the stages: a line each."""
     shape, program = job.shape, job.program()
     layout, micro = job.layout, _count(program.microbatches, "microbatch", "es")
@@ -43,10 +43,10 @@ def _trainable(job: Job) -> str:
     return f" ({_short(count)} of them trainable, {share:.3g}%)"
 
 
-def _splits(config: TrainConfig, job: Job, source: TokenSource) -> str:
+def _splits(config: TrainConfig, job: Job, source: TokenData) -> str:
     """The tokens of each split, and what evaluations read, whose loss is not of the text trained on."""
-    ranges = split_tokens(source.offsets, config.data.split)
-    sizes = {name: len(tokens) for name, tokens in ranges.items()}
+    ranges = [split_tokens(one.offsets, config.data.split) for one in source.streams.values()]
+    sizes = {name: sum(len(each[name]) for each in ranges) for name in SPLITS}
     shown = [f"{name} {_short(size)} tokens" for name, size in sizes.items() if size]
     if config.eval.every is not None and sizes["valid"]:
         first = min(sizes["valid"], config.eval.batches * job.global_batch * job.sequence)
@@ -56,7 +56,7 @@ def _splits(config: TrainConfig, job: Job, source: TokenSource) -> str:
     return f"splits: {', '.join(shown)}"
 
 
-def _trained(source: TokenSource) -> str:
+def _trained(source: TokenData) -> str:
     """How many of the tokens the loss counts, where it does not count all."""
     return "" if source.trained is None else f", {_short(source.trained)} of them trained on"
 

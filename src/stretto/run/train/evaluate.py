@@ -3,48 +3,53 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from stretto.errors import StrettoError
-from stretto.run.data.dataset import WholeDocuments, WholeSplit
+from stretto.run.data.mixture import HeldOut
 from stretto.run.launch.stop import StopRequest
+from stretto.run.train.loop import StepAgreement
 from stretto.run.train.metrics import EvalRecord
 from stretto.run.train.step import TrainingStep
 
-Progress = Callable[[int, float, int], object]  # batches done, sum of their losses in nats, their tokens
+Progress = Callable[[int, float, int], object]  # batches done; of the source: summed losses in nats, tokens
 
 
 class Evaluation:
     """Evaluations of one replica on the same samples: the whole split in its order, each token once, or its
-    first global batches.
+    first global batches. Of a mixture the loss is the mean over its sources by their weights.
 
-    The last batch is filled with empty samples, whose targets are ignored; the loss is a mean over the tokens
-    that count. Losses of microbatches are sums over tokens in float32 (float64 for float64 models), which are
-    added up in float64. So float32 results are bitwise equal under layouts that compute each microbatch alike
-    (dp, pp, sharded states), and equal to rounding under those that split products or sequences (tp, cp, ep).
+    The last batch of a source is filled with empty samples, whose targets are ignored; the loss is a mean
+    over the tokens that count. Losses of microbatches are sums over tokens in float32 (float64 for float64
+    models), which are added up in float64. So float32 results are bitwise equal under layouts that compute
+    each microbatch alike (dp, pp, sharded states), and equal to rounding under those that split products or
+    sequences (tp, cp, ep).
 
     Args:
         step: the replica's, whose batches and agreement are used; nothing is trained.
-        limit: global batches; None: the whole split.
+        parts: the split of each source.
+        limit: global batches, of which each source of a mixture has its share and at least one; None: the
+            whole split.
     """
 
-    def __init__(
-        self, step: TrainingStep, split: WholeSplit | WholeDocuments, limit: int | None = None
-    ) -> None:
-        self._step, self._split = step, split
+    def __init__(self, step: TrainingStep, parts: Sequence[HeldOut], limit: int | None = None) -> None:
+        self._step = step
         self._size = step.replica.job.global_batch
-        whole = -(-len(split) // self._size)
-        self.batches = whole if limit is None else min(limit, whole)
+        self._parts = [(part, self._batches(part, limit)) for part in parts]
+        self.batches = sum(batches for _, batches in self._parts)
         self.memory_gib: float | None = None  # peak of the fullest rank
 
     @cached_property
     def text_bytes(self) -> int | None:
-        """Bytes in UTF-8 of the text that is predicted; None where its tokenizer is not known, or only some
-        of the tokens count.
+        """Bytes in UTF-8 of the text that is predicted; None where its tokenizer is not known, only some of
+        the tokens count, or the loss is a mean over sources.
         """
-        targets = self._split.targets(self.batches * self._size)
-        return None if targets is None else self._split.source.text_bytes(targets)
+        if len(self._parts) > 1:
+            return None
+        ((part, batches),) = self._parts
+        targets = part.split.targets(batches * self._size)
+        return None if targets is None else part.split.source.text_bytes(targets)
 
     def run(
         self, after: int, stop: StopRequest | None = None, progress: Progress | None = None
@@ -54,29 +59,46 @@ class Evaluation:
         Raises:
             TrainingFailed: a loss is not finite, on all ranks.
         """
-        started, pipeline = time.perf_counter(), self._step.replica.pipeline
-        total, tokens = 0.0, 0
-        for batch in range(self.batches):
-            first = batch * self._size
-            (inputs, targets), counts = self._step.batches.take(self._split, first, keyed=False)
-            losses = pipeline.evaluate(inputs, targets)
-            agreed = self._step.agree(losses, f"evaluation after step {after}", stop)
-            if agreed.stop:
-                return None
-            self.memory_gib = agreed.memory_gib
-            total += agreed.loss
-            tokens += int(sum(counts))
-            if progress is not None:
-                progress(batch + 1, total, tokens)
-        if not tokens:
-            raise StrettoError(
-                f"the samples of the {self._split.split} split have no token that the loss counts",
-                hint="raise eval.batches, or give the split a larger share of data.split",
-            )
+        started, losses = time.perf_counter(), dict[str, float]()
+        done = evaluated = 0
+        for part, batches in self._parts:
+            total, tokens = 0.0, 0
+            for batch in range(batches):
+                agreed, count = self._batch(part, batch * self._size, after, stop)
+                if agreed.stop:
+                    return None
+                self.memory_gib = agreed.memory_gib
+                total += agreed.loss
+                tokens += count
+                done += 1
+                if progress is not None:
+                    progress(done, total, tokens)
+            if not tokens:
+                raise StrettoError(
+                    f"the samples of the {part.split.split} split of {part.name} have no token that the loss "
+                    "counts",
+                    hint="raise eval.batches, or give the split a larger share of data.split",
+                )
+            losses[part.name] = total / tokens
+            evaluated += tokens
         return EvalRecord(
             step=after,
-            loss=total / tokens,
-            tokens=tokens,
+            loss=sum(part.weight * losses[part.name] for part, _ in self._parts),
+            tokens=evaluated,
             seconds=time.perf_counter() - started,
-            split=self._split.split,
+            split=self._parts[0][0].split.split,
+            sources=losses if len(losses) > 1 else None,
         )
+
+    def _batches(self, part: HeldOut, limit: int | None) -> int:
+        """Global batches of a source."""
+        whole = -(-len(part.split) // self._size)
+        return whole if limit is None else min(max(1, round(limit * part.weight)), whole)
+
+    def _batch(
+        self, part: HeldOut, first: int, after: int, stop: StopRequest | None
+    ) -> tuple[StepAgreement, int]:
+        """The summed loss of one global batch, and its tokens."""
+        (inputs, targets), counts = self._step.batches.take(part.split, first, keyed=False)
+        losses = self._step.replica.pipeline.evaluate(inputs, targets)
+        return self._step.agree(losses, f"evaluation after step {after}", stop), int(sum(counts))

@@ -25,7 +25,7 @@ from stretto.run.train.prediction import first_line
 from stretto.run.train.resume import check_resume, starts_afresh
 
 if TYPE_CHECKING:
-    from stretto.run.data.token_source import TokenSource
+    from stretto.run.data.token_source import TokenData
 
 
 class RanksConfig(Protocol):
@@ -197,18 +197,18 @@ class _Language(Kind[TrainConfig]):
     def check_fresh(self, config: TrainConfig) -> None:
         check_fresh(config)
 
-    def prepare(self, config: TrainConfig, stop: StopRequest) -> TokenSource:
+    def prepare(self, config: TrainConfig, stop: StopRequest) -> TokenData:
         return prepare_data(config, stop)
 
-    def agree(self, config: TrainConfig, data: TokenSource) -> None:
+    def agree(self, config: TrainConfig, data: TokenData) -> None:
         check_vocabulary(config, data)
         check_resume(config, config.shape(data.vocab), data)
         check_samples(config, data)
 
-    def say(self, config: TrainConfig, data: TokenSource, quiet: bool) -> None:
+    def say(self, config: TrainConfig, data: TokenData, quiet: bool) -> None:
         _say_first(config, data, quiet)
 
-    def local(self, config: TrainConfig, data: TokenSource, quiet: bool) -> tuple[Any, ...]:
+    def local(self, config: TrainConfig, data: TokenData, quiet: bool) -> tuple[Any, ...]:
         return local_rank, config, quiet, data
 
     def join(self, config: TrainConfig, stop: StopRequest, quiet: bool) -> dict[str, Any]:
@@ -217,7 +217,7 @@ class _Language(Kind[TrainConfig]):
         return train_rank(config, stop, quiet)
 
 
-def local_rank(config: TrainConfig, quiet: bool, source: TokenSource) -> dict[str, Any]:
+def local_rank(config: TrainConfig, quiet: bool, source: TokenData) -> dict[str, Any]:
     """One rank of this machine; here, so that this process need not import what only ranks need."""
     from stretto.run.train.worker import train_rank
 
@@ -225,7 +225,7 @@ def local_rank(config: TrainConfig, quiet: bool, source: TokenSource) -> dict[st
         return train_rank(config, stop, quiet, source)
 
 
-def _say_first(config: TrainConfig, source: TokenSource, quiet: bool) -> None:
+def _say_first(config: TrainConfig, source: TokenData, quiet: bool) -> None:
     job = job_of(config, vocab=source.vocab)
     lines = [banner(config, job, source), *describe_samples(config, source), first_line(job, config.train)]
     print("\n".join(lines), file=sys.stderr if quiet else sys.stdout, flush=True)

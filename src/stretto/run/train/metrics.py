@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from math import exp, isfinite, isnan, log
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO, cast
 
 from stretto.errors import StrettoError
 
@@ -77,6 +77,7 @@ class StepRecord:
     tokens_per_s: float  # of the whole job in this step
     step_time_s: float
     epoch: float | None = None  # samples over the training split's: above 1, text is seen again
+    epochs: dict[str, float] | None = None  # of each source of a mixture; `epoch` is the largest
     mfu: float | None = None  # model FLOP/s over the peak of all devices, 0 to 1
     memory_gib: float | None = None  # peak of the fullest rank
     bubble: float | None = None  # predicted, as in the line before the first step, 0 to 1
@@ -103,6 +104,7 @@ class EvalRecord:
 
     split: the part of the text: valid in training.
     text_bytes: of the tokens' text in UTF-8; None where it is not known.
+    sources: of a mixture, the loss on each source; `loss` is their mean by the mixture's weights.
     data: the text, where it is not the run's.
     """
 
@@ -113,6 +115,7 @@ class EvalRecord:
     split: str = "valid"
     text_bytes: int | None = None
     data: str | None = None
+    sources: dict[str, float] | None = None
 
     @property
     def perplexity(self) -> float:
@@ -139,6 +142,8 @@ def json_line(facts: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in cast("dict[str, Any]", value).items()}
     if isinstance(value, float) and not isfinite(value):
         return "NaN" if isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
@@ -218,7 +223,9 @@ class Board:
 
     def _scalars(self, group: str, step: int, facts: dict[str, Any]) -> None:
         for name, value in facts.items():
-            if name != "step" and isinstance(value, int | float):
+            if isinstance(value, dict):
+                self._scalars(f"{group}/{name}", step, cast("dict[str, Any]", value))
+            elif name != "step" and isinstance(value, int | float):
                 self._writer.add_scalar(f"{group}/{name}", value, step)
 
     def flush(self) -> None:
@@ -281,7 +288,9 @@ def step_line(record: StepRecord, steps: int) -> str:
 def eval_line(record: EvalRecord, steps: int) -> str:
     """Such as `eval 100/300 | held-out loss 4.2000 | perplexity 66.69`."""
     loss, perplexity = number(record.loss, 4), number(record.perplexity, 2)
-    return f"eval {record.step}/{steps} | held-out loss {loss} | perplexity {perplexity}"
+    parts = [f"eval {record.step}/{steps}", f"held-out loss {loss}", f"perplexity {perplexity}"]
+    parts += [f"{name} {number(one, 4)}" for name, one in (record.sources or {}).items()]
+    return " | ".join(parts)
 
 
 TOKENS = Words(step_line, eval_line, "tokens/s")

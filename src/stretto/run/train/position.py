@@ -12,7 +12,7 @@ from stretto.engine.checkpoint.load import latest, load
 from stretto.engine.checkpoint.save import save
 from stretto.errors import StrettoError
 from stretto.run.config.schema import JobConfig, TrainConfig
-from stretto.run.data.token_source import TokenSource
+from stretto.run.data.token_source import TokenData
 from stretto.run.train.loop import Position
 from stretto.run.train.replica import (
     MODEL,
@@ -39,7 +39,7 @@ class TextPosition(Position):
     weight_updates: int = 0  # as many as steps, or more where a step updates the weights several times
 
 
-def save_run(config: TrainConfig, replica: Replica, source: TokenSource, position: TextPosition) -> Path:
+def save_run(config: TrainConfig, replica: Replica, source: TokenData, position: TextPosition) -> Path:
     """Write a checkpoint of the run. Collective over all ranks."""
     meta: dict[str, Any] = {
         "step": position.step,
@@ -54,7 +54,7 @@ def save_run(config: TrainConfig, replica: Replica, source: TokenSource, positio
         "layout": replica.mesh.layout.describe(),
         "schedule": replica.pipeline.program.name,
         "tokenizer": source.fingerprint,
-        "text": _text(config, source),
+        "text": _text(config, source, position.samples),
         "config": config.model_dump(mode="json"),
     }
     return save(
@@ -112,7 +112,7 @@ def report_resumed(
 
 
 def go_on(
-    config: TrainConfig, replica: Replica, source: TokenSource, path: Path, report: Report
+    config: TrainConfig, replica: Replica, source: TokenData, path: Path, report: Report
 ) -> TextPosition:
     """Fill the replica from a checkpoint, whatever layout wrote it. Collective.
 
@@ -137,9 +137,9 @@ def go_on(
     if replica.loss_scale is not None and meta.get("loss_scale"):
         replica.loss_scale.load(meta["loss_scale"])
     set_random_state(loaded.per_rank, replica.mesh.device)
-    text = _text(config, source)
-    warn = meta.get("text", text) != text  # of an imported run it is not known
-    report_resumed(config, path, meta, report, "the text or data.sequence" if warn else None)
+    text = _text(config, source, meta["samples"])
+    theirs = meta.get("text", text)  # of an imported run it is not known
+    report_resumed(config, path, meta, report, None if theirs == text else _changed(theirs, text))
     return TextPosition(
         step=meta["step"],
         samples=meta["samples"],
@@ -169,10 +169,28 @@ def load_weights(replica: Replica, path: Path, check: bool = True, adapters: boo
     replica.refresh()
 
 
-def _text(config: TrainConfig, source: TokenSource) -> dict[str, Any]:
-    """What identifies a stream of samples, independent of its path."""
+def _text(config: TrainConfig, source: TokenData, samples: int) -> dict[str, Any]:
+    """What identifies the first `samples` samples of a run, independent of paths."""
     data = config.data
     text = {**source.identity(), "sequence": data.sequence}
-    if source.mask is None and data.packing is not False:
+    begun = [phase for phase in data.phases if phase.from_step * config.batch.global_size < samples]
+    if begun:
+        text["phases"] = [
+            {"samples": phase.from_step * config.batch.global_size, "weights": list(phase.weights.values())}
+            for phase in begun
+        ]
+    if source.trained is None and data.packing is not False:
         return text
     return {"trained": None, **text, "packing": data.packing, "too_long": data.too_long}
+
+
+def _changed(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """What of the data differs from a checkpoint's."""
+
+    def without_weights(text: Mapping[str, Any]) -> dict[str, Any]:
+        parts = [{**part, "weight": None} for part in text.get("mixture", ())]
+        return {**text, "mixture": parts, "phases": None}
+
+    if without_weights(theirs) == without_weights(ours):
+        return "the mixture's weights of steps that are done (data.phases changes those of later ones)"
+    return "the text or data.sequence"

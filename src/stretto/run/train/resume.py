@@ -11,7 +11,7 @@ from stretto.engine.checkpoint.folder import checkpoints, is_checkpoint, resolve
 from stretto.engine.checkpoint.manifest import quick_problems, read_manifest
 from stretto.errors import StrettoError, nearest
 from stretto.run.config.schema import JobConfig, TrainConfig
-from stretto.run.data.token_source import TokenSource
+from stretto.run.data.token_source import TokenData
 from stretto.spec.shape import ModelShape, shape_from_record
 
 # Fields of a model's shape, and of the parts in it, that may differ from those of the checkpoint that a run
@@ -72,7 +72,7 @@ def wanted_checkpoint(config: JobConfig) -> Path | None:
     return next((path for path in candidates if not quick_problems(path)), None)
 
 
-def check_resume(config: TrainConfig, shape: ModelShape, source: TokenSource) -> None:
+def check_resume(config: TrainConfig, shape: ModelShape, source: TokenData) -> None:
     """Check by manifests, before ranks are started, that the run can resume as its config says.
 
     Raises:
@@ -83,7 +83,7 @@ def check_resume(config: TrainConfig, shape: ModelShape, source: TokenSource) ->
         check_fits(whole, config, shape, source)
 
 
-def check_fits(path: Path, config: TrainConfig, shape: ModelShape, source: TokenSource) -> dict[str, Any]:
+def check_fits(path: Path, config: TrainConfig, shape: ModelShape, source: TokenData) -> dict[str, Any]:
     """The checkpoint's facts, if it is of this model, tokenizer and optimiser.
 
     Raises:
@@ -103,7 +103,7 @@ def is_base(meta: Mapping[str, Any], shape: ModelShape) -> bool:
 
 
 def check_model(
-    path: Path, shape: ModelShape, source: TokenSource, may_differ: Sequence[str] = ()
+    path: Path, shape: ModelShape, source: TokenData, may_differ: Sequence[str] = ()
 ) -> dict[str, Any]:
     """The checkpoint's facts, if it is of this model and tokenizer.
 
@@ -251,7 +251,7 @@ def _check_optimizer(path: Path, meta: Mapping[str, Any], config: TrainConfig) -
         raise another_optimiser(path, "finetune.freeze", frozen, config.finetune.freeze)
 
 
-def _check_tokenizer(path: Path, meta: Mapping[str, Any], source: TokenSource) -> None:
+def _check_tokenizer(path: Path, meta: Mapping[str, Any], source: TokenData) -> None:
     theirs, ours = meta.get("tokenizer"), source.fingerprint
     if None not in (theirs, ours) and theirs != ours:
         raise StrettoError(

@@ -9,8 +9,8 @@ from pathlib import Path
 from stretto.engine.optim.rate import Rate
 from stretto.engine.pipeline import Recorder
 from stretto.run.config.schema import TrainConfig
-from stretto.run.data.dataset import samples_of, whole_split_of
-from stretto.run.data.token_source import TokenSource
+from stretto.run.data.mixture import epochs, held_out, parts_of, training_samples
+from stretto.run.data.token_source import TokenData
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train import trace
 from stretto.run.train.evaluate import Evaluation
@@ -45,7 +45,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         self,
         config: TrainConfig,
         replica: Replica,
-        source: TokenSource,
+        source: TokenData,
         position: TextPosition,
         saved: Path | None = None,
         metrics: Metrics | None = None,
@@ -59,10 +59,9 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         self._traced = position.step + min(config.metrics.trace, left) if config.metrics.trace else 0
         self._speed = Speed(replica, config.metrics.peak_tflops)
         self._forecast = None if metrics is None else Forecast(replica.job, config)
-        seed = config.train.seed
-        self._samples = samples_of(source, config.data, "train", seed)
+        self._samples = training_samples(source, config)
         self._evaluation = (
-            Evaluation(self._training, whole_split_of(source, config.data, "valid"), config.eval.batches)
+            Evaluation(self._training, held_out(source, config.data, "valid"), config.eval.batches)
             if config.eval.every
             else None
         )
@@ -103,14 +102,17 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         return done.stop
 
     def _warn_of_second_epoch(self) -> None:
-        """Say once in a run that a step is the first to train on text that was seen before."""
-        epoch, seen = len(self._samples), self.position.samples
-        if seen <= epoch < seen + self.replica.job.global_batch:
-            self.note(
-                f"step {self.position.step + 1} begins a second epoch of {epoch:,} training samples: the "
-                "training loss is now of text seen before, and the held-out loss (eval.every) tells whether "
-                "the model still gets better"
-            )
+        """Say once of each source that a step is the first to train on text that was seen before."""
+        seen, parts = self.position.samples, parts_of(self._samples)
+        before = epochs(self._samples, seen)
+        for name, after in epochs(self._samples, seen + self.replica.job.global_batch).items():
+            if before[name] <= 1 < after:
+                of = f" of {name}" if len(parts) > 1 else ""
+                self.note(
+                    f"step {self.position.step + 1} begins a second epoch of {len(parts[name]):,} "
+                    f"training samples{of}: the training loss is now of text seen before, and the held-out "
+                    "loss (eval.every) tells whether the model still gets better"
+                )
 
     def _report(self, done: StepResult, seconds: float) -> None:
         """Record the step that `position` now counts. Collective for a model with experts."""
@@ -124,7 +126,12 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
             tokens=done.tokens,
             seconds=seconds,
         )
-        record = replace(record, epoch=self.position.samples / len(self._samples))
+        done_epochs = epochs(self._samples, self.position.samples)
+        record = replace(
+            record,
+            epoch=max(done_epochs.values()),
+            epochs=done_epochs if len(done_epochs) > 1 else None,
+        )
         if self._forecast is not None and self._forecast.estimate is not None:
             record = replace(record, bubble=self._forecast.estimate.bubble)
         if (scale := self.replica.loss_scale) is not None:

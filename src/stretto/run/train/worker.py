@@ -16,7 +16,7 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.prepare import check_vocabulary, prepare_data
-from stretto.run.data.token_source import TokenSource
+from stretto.run.data.token_source import TokenData
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.assemble import assemble
 from stretto.run.train.companions import (
@@ -33,7 +33,7 @@ from stretto.run.train.session import Session
 
 
 def train_rank(
-    config: TrainConfig, stop: StopRequest, quiet: bool = False, source: TokenSource | None = None
+    config: TrainConfig, stop: StopRequest, quiet: bool = False, source: TokenData | None = None
 ) -> dict[str, Any]:
     """Train as one rank of the job that RANK and WORLD_SIZE describe; returns the `Outcome` as a mapping.
 
@@ -77,7 +77,7 @@ def train_rank(
         return asdict(outcome)
 
 
-def open_data(config: TrainConfig) -> TokenSource:
+def open_data(config: TrainConfig) -> TokenData:
     """One rank of each machine prepares the data if need be; then all open it."""
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         prepare_data(config)
@@ -85,7 +85,7 @@ def open_data(config: TrainConfig) -> TokenSource:
     return prepare_data(config)
 
 
-def _keep_companions(source: TokenSource, saved: Path | None, run: Path) -> None:
+def _keep_companions(source: TokenData, saved: Path | None, run: Path) -> None:
     """Keep in the run what its text needs: the tokenizer of its tokens, with the chat template that rendered
     them; and from the run that it starts from generation settings, and a template where the tokens have none.
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from stretto.prove.diagnose import Verdict
-    from stretto.run.data.token_source import TokenSource
+    from stretto.run.data.token_source import TokenData
 
 _COPIES = 4  # float64 copies of the model on a rank: weights, gradients, two optimiser states
 
@@ -63,7 +63,7 @@ def verify(
 def _rank(
     config: TrainConfig,
     cases: list[Job],
-    source: TokenSource,
+    source: TokenData,
     steps: int,
     twice: bool,
     on_rank: Callable[[], None] | None,
@@ -95,11 +95,11 @@ def _rank(
         dist.destroy_process_group()
 
 
-def batches(config: TrainConfig, source: TokenSource, steps: int) -> list[tuple[Tensor, Tensor]]:
+def batches(config: TrainConfig, source: TokenData, steps: int) -> list[tuple[Tensor, Tensor]]:
     """The first global batches of the training split: what `stretto train` sees."""
-    from stretto.run.data.dataset import samples_of
+    from stretto.run.data.mixture import training_samples
 
-    samples = samples_of(source, config.data, "train", config.train.seed)
+    samples = training_samples(source, config)
     size = config.batch.global_size
     return [samples.batch(range(step * size, (step + 1) * size)) for step in range(steps)]
 

@@ -402,6 +402,7 @@ TRAINING: tuple[Rule, ...] = (
     same("log-interval", "metrics.every"),
     aside("Megatron-LM deletes no checkpoints", "checkpoint.keep"),
     only("data.chat", (None,), "pretrain_gpt.py learns from text, not from conversations"),
+    only("data.phases", ([],), "Megatron-LM's mixture has the same weights in all steps"),
     only("data.packing", (None, True), "Megatron-LM's samples are filled with documents"),
     aside("documents fill samples", "data.chat_template", "data.too_long"),
     aside("Megatron-LM compares no fields of the model", "checkpoint.may_differ"),

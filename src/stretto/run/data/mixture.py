@@ -1,0 +1,175 @@
+"""Several token sources by weights: what `data.source: {web: 0.7, code: 0.3}` names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stretto.errors import StrettoError
+from stretto.run.config.schema import DataConfig, TrainConfig
+from stretto.run.data.dataset import (
+    Documents,
+    Samples,
+    WholeDocuments,
+    WholeSplit,
+    samples_of,
+    whole_split_of,
+)
+from stretto.run.data.mixture_order import MixtureOrder, Phase
+from stretto.run.data.token_source import TokenData, TokenSource
+from stretto.run.data.tokenizer import Tokenizer
+
+
+class Mixture(TokenData):
+    """Streams with tokens of one tokenizer.
+
+    Attributes:
+        weights: of each stream, by name, as configured.
+
+    Raises:
+        StrettoError: streams of different tokenizers.
+    """
+
+    def __init__(self, streams: Mapping[str, TokenSource], weights: Mapping[str, float]) -> None:
+        assert streams.keys() == weights.keys()
+        self._streams, self.weights = dict(streams), dict(weights)
+        self.name = ", ".join(streams)
+        every = list(streams.values())
+        known = [one for one in every if one.fingerprint is not None]
+        for other in known[1:]:
+            if other.fingerprint != known[0].fingerprint:
+                raise StrettoError(
+                    "data.source mixes tokens of different tokenizers: those of "
+                    f"{known[0].name} and of {other.name}",
+                    hint="build them with the same --tokenizer, or name the texts themselves",
+                )
+        self._first = (known or every)[0]
+        self.vocab = max(one.vocab for one in every)
+        self.endoftext, self.fingerprint = self._first.endoftext, self._first.fingerprint
+        masked = any(one.trained is not None for one in every)
+        self.trained = (
+            sum(one.size if one.trained is None else one.trained for one in every) if masked else None
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Mixture, (self._streams, self.weights)
+
+    @property
+    def streams(self) -> Mapping[str, TokenSource]:
+        return self._streams
+
+    @property
+    def size(self) -> int:
+        return sum(one.size for one in self._streams.values())
+
+    @property
+    def documents(self) -> int:
+        return sum(one.documents for one in self._streams.values())
+
+    def identity(self) -> dict[str, Any]:
+        total = sum(self.weights.values())
+        parts = [
+            {**one.identity(), "weight": self.weights[name] / total} for name, one in self._streams.items()
+        ]
+        return {"tokens": self.size, "documents": self.documents, "mixture": parts}
+
+    def tokenizer(self) -> Tokenizer:
+        return self._first.tokenizer()
+
+    def companions(self) -> Mapping[str, bytes]:
+        return self._first.companions()
+
+
+class MixedSamples:
+    """Samples of several sources in one order; see `mixture_order`.
+
+    Attributes:
+        parts: the samples of each source.
+    """
+
+    def __init__(self, parts: Mapping[str, Samples | Documents], order: MixtureOrder) -> None:
+        self.parts = dict(parts)
+        self._order = order
+
+    def drawn(self, samples: int) -> list[int]:
+        """How many of the first `samples` samples are of each source."""
+        return self._order.drawn(samples).tolist()
+
+    def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """As those of one source: two int64 tensors [len(indices), sequence] on the CPU."""
+        sources, positions = self._order(indices)
+        rows = list[np.ndarray[Any, Any]]()
+        taken = list[tuple[Tensor, Tensor]]()
+        for number, part in enumerate(self.parts.values()):
+            here = np.flatnonzero(sources == number)
+            if len(here):
+                rows.append(here)
+                taken.append(part.batch(positions[here].tolist()))
+        # the rows of each source back to their places
+        back = torch.from_numpy(np.argsort(np.concatenate(rows), kind="stable"))
+        inputs, targets = (torch.cat(list(all_of))[back] for all_of in zip(*taken, strict=True))
+        return inputs, targets
+
+
+TrainingSamples = Samples | Documents | MixedSamples
+
+
+def training_samples(source: TokenData, config: TrainConfig) -> TrainingSamples:
+    """The samples that a run trains on, in its order.
+
+    Raises:
+        StrettoError: a source is too short, or holds text where conversations are configured.
+    """
+    data, seed = config.data, config.train.seed
+    parts = {name: samples_of(one, data, "train", seed) for name, one in source.streams.items()}
+    if not isinstance(source, Mixture):
+        (alone,) = parts.values()
+        return alone
+    names, size = list(parts), config.batch.global_size
+    phases = [Phase(0, tuple(source.weights[name] for name in names))]
+    phases += [
+        Phase(phase.from_step * size, tuple(phase.weights.get(name, 0.0) for name in names))
+        for phase in data.phases
+    ]
+    return MixedSamples(parts, MixtureOrder(phases, seed))
+
+
+def parts_of(samples: TrainingSamples) -> Mapping[str, Samples | Documents]:
+    """The samples of each source by its name."""
+    return samples.parts if isinstance(samples, MixedSamples) else {samples.source.name: samples}
+
+
+def epochs(samples: TrainingSamples, seen: int) -> dict[str, float]:
+    """How often each source has been gone through after `seen` samples."""
+    parts = parts_of(samples)
+    drawn = samples.drawn(seen) if isinstance(samples, MixedSamples) else [seen]
+    return {name: count / len(part) for (name, part), count in zip(parts.items(), drawn, strict=True)}
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A split of one source to evaluate on; `weight` is its part in the loss of a mixture, of 1 in all."""
+
+    name: str
+    weight: float
+    split: WholeSplit | WholeDocuments
+
+
+def held_out(source: TokenData, data: DataConfig, split: str) -> list[HeldOut]:
+    """The split of every source, by the weights with which training starts; those of weight 0 are left out.
+
+    Raises:
+        StrettoError: a source has nothing to predict there.
+    """
+    weights = source.weights if isinstance(source, Mixture) else dict.fromkeys(source.streams, 1.0)
+    total = sum(weights.values())
+    return [
+        HeldOut(name, weights[name] / total, whole_split_of(one, data, split))
+        for name, one in source.streams.items()
+        if weights[name] > 0
+    ]
