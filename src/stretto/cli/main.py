@@ -44,6 +44,7 @@ COMMANDS = (
     "checkpoint",
     "launch",
     "config",
+    "migrate",
     "catalogue",
     "diagnose",
     "calibrate",

@@ -341,7 +341,7 @@ def test_a_script_with_variables_arrays_and_branches_is_read() -> None:
     assert not job.sequence_parallel
     assert not reading.assumptions.overlap
     ignored = {name for names in reading.ignored.values() for name in names}
-    assert ignored == {"vocab-file"}
+    assert ignored == set()
     assert job.framework.fused_activation
 
 
@@ -373,7 +373,8 @@ def changed(old: str, new: str) -> Callable[[str], str]:
         (changed("--bf16", "--bf16 --mtp-num-layers 1"), "run.sh: mtp-num-layers is 1: it has no costs here"),
         (changed("TP=4", "TP=5"), "32 processes do not divide by tp=5 x cp=1 x pp=2\nhint: nearest: 30"),
         (changed('"$FP8" -eq 1', '-f "$FP8"'), 'run.sh:39: nothing tells whether `if [ -f "$FP8" ]` holds'),
-        (changed("set -e", "for i in 1 2; do echo $i; done"), "run.sh:5: for is not read"),
+        (changed("FP8=$", 'for i in 1 2; do PARALLEL="--bf16"; done\nFP8=$'), "run.sh:5: for is not read"),
+        (changed("if [ -n", "for i in 1; do MODEL_ARGS+=(--bf16); done\nif [ -n"), "run.sh:5: for is not"),
         (
             changed("GPT2BPETokenizer", "SentencePieceTokenizer"),
             "nothing tells how many entries the",

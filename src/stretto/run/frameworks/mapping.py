@@ -38,6 +38,18 @@ class Open:
     example: Any
 
 
+@dataclass(frozen=True)
+class Unread:
+    """A setting that is there and whose value could not be taken.
+
+    Attributes:
+        matters: to a price.
+    """
+
+    error: StrettoError
+    matters: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """Choices and the settings they become.
@@ -60,6 +72,23 @@ class Rule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Start:
+    """How a text is started, where it is a script.
+
+    Attributes:
+        devices: processes, where the text does not say how many there are.
+        wins: `devices` is right whatever the text says.
+        words: behind the script's name.
+        variables: of the environment.
+    """
+
+    devices: int | None = None
+    wins: bool = False
+    words: Sequence[str] = ()
+    variables: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, kw_only=True)
 class Framework:
     """A framework whose configs can be written and read.
 
@@ -69,7 +98,7 @@ class Framework:
         rules: together about all `choices.NAMES`.
         render: settings, and notes for comments, as the text that the framework takes.
         parse: the settings of such a text and what stands beside them; None: it cannot be read. It takes the
-            text, where it comes from (for errors), and the number of devices where that is known.
+            text, where it comes from (for errors), and how it is started.
         unpriced: settings, by patterns of their names, that change no time or memory, and why.
         unread: settings that are refused when read, by patterns, and why.
         as_run: a job as the framework runs it, with what it keeps and fuses, for predictions; of the job and
@@ -79,13 +108,16 @@ class Framework:
         software_read: the profile where settings that were read choose it; None: it is `software`.
         overlaps: whether gradients are reduced while the backward computes; of the settings that were read.
         plans: choices that a search for it is fixed to, as `--fix` takes them.
+        needless: settings that no rule reads and that a run here is the same without, and why.
+        lost: why a setting that no rule reads, with that value, has no counterpart here; None: it needs none.
+        differs: settings that rules read, and in what a run here is not as they say.
     """
 
     name: str
     title: str
     rules: Sequence[Rule]
     render: Callable[[Settings, Sequence[str]], str]
-    parse: Callable[[str, str, int | None], Settings] | None = None
+    parse: Callable[[str, str, Start], Settings] | None = None
     unpriced: Mapping[str, str] = field(default_factory=dict[str, str])
     unread: Mapping[str, str] = field(default_factory=dict[str, str])
     as_run: Callable[[Job, Settings], Job]
@@ -94,6 +126,9 @@ class Framework:
     software_read: Callable[[Settings], str] | None = None
     overlaps: Callable[[Settings], bool] = lambda _: True
     plans: Sequence[str] = ()
+    needless: Mapping[str, str] = field(default_factory=dict[str, str])
+    lost: Callable[[str, Any], str | None] | None = None
+    differs: Callable[[Settings], Iterable[tuple[str, str]]] = lambda _: ()
 
     @property
     def assumptions(self) -> Assumptions:
@@ -375,21 +410,22 @@ def read(
     """
     if framework.parse is None:
         raise StrettoError(f"what {framework.title} runs cannot be read", hint="it can be written: --emit")
-    settings = framework.parse(text, source, devices)
+    parsed = framework.parse(text, source, Start(devices=devices))
     known, ignored = framework.settings, dict[str, list[str]]()
-    for name in settings:
-        if name in known:
+    for name, value in parsed.items():
+        if isinstance(value, Unread) and value.matters:
+            raise value.error
+        if name in known or name.startswith("$"):
             continue
         if (why := _matching(framework.unread, name)) is not None:
-            raise StrettoError(
-                f"{source}: {name} is {shown(settings[name])}: {why}", hint=f"leave {name} out"
-            )
+            raise StrettoError(f"{source}: {name} is {shown(value)}: {why}", hint=f"leave {name} out")
         why = _matching(framework.unpriced, name)
         if why is None:
             near = nearest(name, [*known, *framework.unpriced, *framework.unread])
             hint = f"did you mean {near}?" if near else None
             raise StrettoError(f"{source}: {framework.title} has no {name}", hint=hint)
         ignored.setdefault(why, []).append(name)
+    settings = {name: value for name, value in parsed.items() if not isinstance(value, Unread)}
     values = dict[str, Any]()
     for rule in framework.rules:
         if rule.read is not None:
@@ -403,7 +439,14 @@ def read(
         job=framework.as_run(job, settings),
         assumptions=framework.assumptions_of(settings),
         ignored={why: tuple(names) for why, names in ignored.items()},
-        remarks=tuple(framework.remarks(settings)),
+        remarks=(
+            *framework.remarks(settings),
+            *(
+                f"nothing tells what {name} holds: it is taken to be empty"
+                for name in parsed
+                if name[0] == "$"
+            ),
+        ),
         settings=settings,
     )
 

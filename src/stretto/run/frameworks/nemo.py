@@ -51,6 +51,9 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "data-path": ("dataset.blend",),
     "tokenizer-model": ("tokenizer.tokenizer_model",),
     "tokenizer-type": ("tokenizer.tokenizer_type",),
+    "vocab-file": ("tokenizer.vocab_file",),
+    "merge-file": ("tokenizer.merge_file",),
+    "data-cache-path": ("dataset.path_to_cache",),
 }
 _SECTIONS: Mapping[str, tuple[str, ...]] = {
     "ddp": (

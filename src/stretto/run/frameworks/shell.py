@@ -1,8 +1,10 @@
 """The words of a shell script's commands, without running it.
 
 Understood is what scripts that start training are made of: assignments, arrays, quotes, continued lines,
-`$NAME`, `${NAME}`, `${NAME:-default}`, `"${NAME[@]}"`, `$((arithmetic))` on whole numbers, and `if` with
-simple tests. Nothing is executed: what a command would print stays unknown.
+`$NAME`, `${NAME}`, `${NAME:-default}`, `"${NAME[@]}"`, `$((arithmetic))` on whole numbers, `&&`, `||` and
+`if` with simple tests, documents (`<<EOF`) and texts (`bash -c`) that hold commands. Nothing is executed:
+what a command would print stays unknown, and so does what is assigned where nothing tells whether it is, as
+in a loop.
 """
 
 from __future__ import annotations
@@ -10,16 +12,16 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from stretto.errors import StrettoError
+from stretto.run.frameworks.shell_words import ASSIGNED, HINT, Document, Statement, statements
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
-_ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _DECLARING = ("export", "declare", "local", "readonly", "typeset")
-_LOOPS = ("for", "while", "until", "case", "function", "select")
-_HINT = 'have the script print its arguments, and give those: echo "${ARGS[@]}"'
+_LOOPS = ("for", "while", "until", "case", "select")
+_SHELLS = ("bash", "sh", "zsh", "/bin/bash", "/bin/sh", "sbatch")
 Value = str | list[str]
 
 
@@ -31,180 +33,53 @@ class Command:
     line: int
 
 
-@dataclass(frozen=True)
-class _Statement:
-    """Words as they stand, with their quotes; an array's are a list of words in one."""
-
-    words: tuple[str | list[str], ...]
-    line: int
-
-
-class Unknown(StrettoError):
-    """A word whose value only running the script would tell."""
-
-
 def unknown_in(word: str) -> str | None:
     """What is unknown in an expanded word: the name of a variable, or a command."""
     start = word.find(_MARK)
     return None if start < 0 else word[start + 1 : word.index(_MARK, start + 1)]
 
 
+_CLOSING = ("then", "else", "fi", "elif", "do", "done", "esac")
 _MARK = "\x00"  # around what is unknown, inside of words
 
 
-def commands(text: str, source: str) -> Iterator[Command]:
+def commands(text: str, source: str, known: Mapping[str, Value] | None = None) -> Iterator[Command]:
     """All commands of a script, in order, but those in branches that are not taken.
 
+    Args:
+        known: variables that the script is started with, its positional parameters ("1", "@") among them.
+
     Raises:
-        StrettoError: quotes or brackets that do not end, loops, or a test that cannot be decided.
+        StrettoError: quotes or brackets that do not end, or arguments that are put together where nothing
+            tells whether they are: in a loop, or after a test that cannot be decided.
     """
-    run = _Run(source, {**_batch_variables(text), "0": source, "BASH_SOURCE": [source]})
-    for statement in _statements(text, source):
+    run = _Run(source, {**batch_variables(text), "0": source, "BASH_SOURCE": [source]})
+    run.variables |= parameters(()) if known is None else known
+    for statement in statements(text, source):
         yield from run.step(statement)
 
 
-def _batch_variables(text: str) -> dict[str, Value]:
+def parameters(words: Sequence[str]) -> dict[str, Value]:
+    """The positional parameters of a script that is started with these words."""
+    each: dict[str, Value] = {str(at): word for at, word in enumerate(words, 1)}
+    return {**each, "@": list(words), "*": " ".join(words), "#": str(len(words))}
+
+
+def batch_variables(text: str) -> dict[str, Value]:
     """What SLURM would set, as far as the script's #SBATCH lines tell."""
     known: dict[str, Value] = {}
     names = {
         "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
         "N": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
         "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
+        "ntasks": ("SLURM_NTASKS",),
+        "n": ("SLURM_NTASKS",),
         "gpus-per-node": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
     }
     for name, value in re.findall(r"^#SBATCH\s+--?([\w-]+)[=\s]\s*(?:\w+:)?(\d+)\s*$", text, re.MULTILINE):
         for variable in names.get(name, ()):
             known[variable] = value
     return known
-
-
-# ------------------------------------------------------------------ words
-
-
-@dataclass(kw_only=True)
-class _Reader:
-    """Splits a script into statements of words, which keep their quotes."""
-
-    text: str
-    source: str
-    at: int = 0
-    line: int = 1
-    words: list[str | list[str]] = field(default_factory=list[str | list[str]])
-    begun: int = 1
-
-    def statements(self) -> Iterator[_Statement]:
-        while self.at < len(self.text):
-            letter = self.text[self.at]
-            if letter == "\n" or letter in ";&|" or self._continued():
-                if not self._continued():
-                    yield from self._end()
-                self._skip(2 if self._continued() else 1)
-            elif letter.isspace():
-                self._skip(1)
-            elif letter == "#":
-                self._comment()
-            else:
-                self._take()
-        yield from self._end()
-
-    def _end(self) -> Iterator[_Statement]:
-        if self.words:
-            yield _Statement(tuple(self.words), self.begun)
-        self.words = []
-
-    def _take(self) -> None:
-        if not self.words:
-            self.begun = self.line
-        word = self._word()
-        if word.endswith("=") and self.text[self.at : self.at + 1] == "(" and _ASSIGNED.fullmatch(word):
-            self.words.append([word, *self._array()])
-        elif word:
-            self.words.append(word)
-        else:  # a bracket of a group or a function
-            self._skip(1)
-
-    def _array(self) -> list[str]:
-        self._skip(1)
-        items = list[str]()
-        while self.at < len(self.text) and self.text[self.at] != ")":
-            if self._continued():
-                self._skip(2)
-            elif self.text[self.at].isspace():
-                self._skip(1)
-            elif self.text[self.at] == "#":
-                self._comment()
-            else:
-                items.append(self._word())
-                if not items[-1]:
-                    raise self._error("an array of something else than words")
-        self._skip(1)
-        return items
-
-    def _word(self) -> str:
-        """Up to the next blank or separator outside of quotes and brackets."""
-        start = self.at
-        while self.at < len(self.text):
-            letter = self.text[self.at]
-            if letter.isspace() or letter in ";&|()" or self._continued():
-                break
-            if letter == "\\":
-                self._skip(2)
-            elif letter in "'\"":
-                self._quoted(letter)
-            elif letter == "`":
-                self._quoted("`")
-            elif self.text.startswith(("$(", "${"), self.at):
-                self._bracketed()
-            else:
-                self._skip(1)
-        return self.text[start : self.at]
-
-    def _quoted(self, quote: str) -> None:
-        self._skip(1)
-        while self.text[self.at : self.at + 1] != quote:
-            if self.at >= len(self.text):
-                raise self._error(f"a quote {quote} that does not end")
-            if (
-                quote == '"'
-                and self.text[self.at] == "$"
-                and self.text[self.at + 1 : self.at + 2] in ("(", "{")
-            ):
-                self._bracketed()
-            else:
-                self._skip(2 if self.text[self.at] == "\\" and quote != "'" else 1)
-        self._skip(1)
-
-    def _bracketed(self) -> None:
-        """`$(...)` and `${...}`, whatever is inside."""
-        self._skip(1)
-        opening = self.text[self.at]
-        closing, depth = {"(": ")", "{": "}"}[opening], 0
-        while True:
-            if self.at >= len(self.text):
-                raise self._error(f"a bracket {opening} that does not end")
-            letter = self.text[self.at]
-            depth += (letter == opening) - (letter == closing)
-            self._skip(1)
-            if depth == 0:
-                return
-
-    def _comment(self) -> None:
-        while self.at < len(self.text) and self.text[self.at] != "\n":
-            self._skip(1)
-
-    def _continued(self) -> bool:
-        return self.text.startswith("\\\n", self.at)
-
-    def _skip(self, letters: int) -> None:
-        self.line += self.text.count("\n", self.at, self.at + letters)
-        self.at += letters
-
-    def _error(self, what: str) -> StrettoError:
-        return StrettoError(f"{self.source}:{self.line}: {what}", hint=_HINT)
-
-
-def _statements(text: str, source: str) -> Iterator[_Statement]:
-    return _Reader(text=text.replace("\r\n", "\n"), source=source).statements()
 
 
 # ------------------------------------------------------------------ values
@@ -228,64 +103,181 @@ class _Fields:
 
 
 @dataclass
+class _Branch:
+    """A branch of `if`, or a loop.
+
+    Attributes:
+        taken: now; None: nothing tells.
+        any: whether one of the branches so far was taken.
+        why: nothing tells, as an error.
+    """
+
+    taken: bool | None
+    any: bool
+    why: StrettoError | None = None
+
+
+@dataclass
 class _Run:
     """Variables so far, and which branches of `if` are taken."""
 
     source: str
     variables: dict[str, Value]
-    branches: list[list[bool]] = field(default_factory=list[list[bool]])  # taken now, and any so far
+    branches: list[_Branch] = field(default_factory=list[_Branch])
+    last: bool | None = True  # the outcome of the statement before
 
-    def step(self, statement: _Statement) -> Iterator[Command]:
-        words = statement.words
-        while (
-            words and isinstance(words[0], str) and words[0] in ("then", "else", "fi", "elif", "do", "done")
-        ):
-            words = self._branch(words, statement.line)
-        if not words or not all(now for now, _ in self.branches):
-            if words and words[0] == "if":  # inside a branch that is not taken
-                self.branches.append([False, True])
+    def step(self, statement: Statement) -> Iterator[Command]:
+        """The commands of one statement."""
+        words, line = statement.words, statement.line
+        while words and isinstance(words[0], str) and words[0] in _CLOSING:
+            words = self._branch(words, line)
+        if not words:
             return
         first = words[0]
-        if first == "if":
-            taken = self._test(words[1:], statement.line)
-            self.branches.append([taken, taken])
-        elif isinstance(first, str) and first in _LOOPS:
-            raise StrettoError(f"{self.source}:{statement.line}: {first} is not read", hint=_HINT)
+        if first == "if" or first in _LOOPS:
+            self._open(words, line)
+        elif statement.join and self.branches and self.branches[-1].why is None and first in ("[", "[["):
+            self._joined(words, statement)
+        elif any(branch.taken is False for branch in self.branches):
+            return
+        elif (why := self._undecided(statement)) is not None:
+            self._perhaps(words, why)
+        elif not statement.join or (self.last if statement.join == "&&" else not self.last):
+            yield from self._run(words, statement)
+
+    def _run(self, words: tuple[str | list[str], ...], statement: Statement) -> Iterator[Command]:
+        """A statement that is carried out: a test has an outcome, anything else succeeds."""
+        if words[0] in ("[", "[["):
+            try:
+                self.last = self._test(words, statement.line)
+            except StrettoError:
+                self.last = None
+            return
+        self.last = True
+        yield from self._command(words, statement.line, statement.document)
+
+    def _undecided(self, statement: Statement) -> StrettoError | None:
+        """Why nothing tells whether the statement is carried out; None: it is known."""
+        if statement.join and self.last is None:
+            return self._untold(statement.line, "what stands before && or ||")
+        return next((branch.why for branch in self.branches if branch.taken is None), None)
+
+    def _open(self, words: tuple[str | list[str], ...], line: int) -> None:
+        """Begin a branch or a loop."""
+        if not all(branch.taken for branch in self.branches):
+            outer = next(branch for branch in self.branches if not branch.taken)
+            self.branches.append(replace(outer, any=True))
+        elif words[0] != "if":
+            self.branches.append(self._loop(words, line))
         else:
-            yield from self._command(words, statement.line)
+            self.branches.append(_Branch(False, False))
+            self._decide(self.branches[-1], words[1:], line)
+        if (why := self.branches[-1].why) is not None and words[0] in _LOOPS:
+            self._perhaps(words[1:], why)
+
+    def _loop(self, words: tuple[str | list[str], ...], line: int) -> _Branch:
+        """A loop, of which nothing tells how often it runs, unless that is never."""
+        branch = _Branch(None, True)
+        if words[0] == "while":
+            self._decide(branch, words[1:], line)
+        elif words[0] in ("for", "select") and isinstance(words[1], str):
+            self.variables[words[1]] = _unknown(words[1])
+        if branch.taken is not False:
+            why = StrettoError(f"{self.source}:{line}: {words[0]} is not read", hint=HINT)
+            branch = _Branch(None, True, why)
+        return branch
+
+    def _decide(self, branch: _Branch, test: tuple[str | list[str], ...], line: int) -> None:
+        try:
+            branch.taken = self._test(test, line)
+        except StrettoError as error:
+            branch.taken, branch.why = None, error
+        branch.any = branch.any or branch.taken is not False
+
+    def _joined(self, words: tuple[str | list[str], ...], statement: Statement) -> None:
+        """A further test of the `if` before, behind && or ||."""
+        branch = self.branches[-1]
+        if branch.taken is (statement.join == "&&"):
+            branch.any = False
+            self._decide(branch, words, statement.line)
+
+    def _perhaps(self, words: tuple[str | list[str], ...], why: StrettoError) -> None:
+        """What may be carried out or not: a variable is unknown from there, and arguments are an error."""
+        if words and words[0] in ("echo", "printf"):
+            return
+        for word in words:
+            if isinstance(word, list):
+                raise why
+            match = ASSIGNED.match(word)
+            if match is not None:
+                if "--" in word or isinstance(self.variables.get(match[1]), list):
+                    raise why
+                self.variables[match[1]] = _unknown(match[1])
+            elif re.search(r"pretrain\w*\.py", word):
+                raise why
 
     def _branch(self, words: tuple[str | list[str], ...], line: int) -> tuple[str | list[str], ...]:
         word, rest = words[0], words[1:]
-        if word == "then":
+        if word in ("then", "do"):
             return rest
         if not self.branches:
-            raise StrettoError(f"{self.source}:{line}: {word} without if", hint=_HINT)
+            raise StrettoError(f"{self.source}:{line}: {word} without if", hint=HINT)
         last = self.branches[-1]
-        if word == "fi":
+        if word in ("fi", "done", "esac"):
             self.branches.pop()
+        elif last.why is not None:
+            return () if word == "elif" else rest
         elif word == "else":
-            self.branches[-1] = [not last[1], True]
+            last.taken, last.any = not last.any, True
         else:
-            taken = not last[1] and all(now for now, _ in self.branches[:-1]) and self._test(rest, line)
-            self.branches[-1] = [taken, last[1] or taken]
+            last.taken = False
+            if not last.any and all(branch.taken for branch in self.branches[:-1]):
+                self._decide(last, rest, line)
             return ()
         return rest
 
-    def _command(self, words: tuple[str | list[str], ...], line: int) -> Iterator[Command]:
+    def _command(
+        self, words: tuple[str | list[str], ...], line: int, document: Document | None
+    ) -> Iterator[Command]:
         """Assignments change variables; any other command is handed on."""
         rest = list(words)
-        while rest and (isinstance(rest[0], list) or rest[0] in _DECLARING or _ASSIGNED.match(rest[0])):
+        while rest and (isinstance(rest[0], list) or rest[0] in _DECLARING or ASSIGNED.match(rest[0])):
             word = rest.pop(0)
             if isinstance(word, list):
                 self._assign_array(word, line)
             elif word not in _DECLARING:
                 self._assign(word, line)
-        plain = [word for word in rest if isinstance(word, str)]
-        if plain:
-            yield Command(tuple(self._expanded(plain, line)), line)
+        plain = _unredirected([word for word in rest if isinstance(word, str)])
+        if not plain:
+            return
+        expanded = self._expanded(plain, line)
+        inside = self._inside(expanded, document, line)
+        if inside is None:
+            yield Command(tuple(expanded), line)
+            return
+        outer = () if document is not None and expanded[0] == "cat" else tuple(expanded)
+        for statement in statements(inside, self.source):
+            for command in self.step(statement):
+                yield Command((*outer, *command.words), line)
+
+    def _inside(self, words: list[str], document: Document | None, line: int) -> str | None:
+        """The commands that a command is given as a text (`bash -c TEXT`) or as a document."""
+        if document is not None:
+            text = document.text
+            if not document.plain:
+                value, _ = self._double(text.replace('"', '\\"') + '"', 0, line)
+                text = " ".join(value) if isinstance(value, list) else value
+            holds = re.search(r"\bpretrain\w*\.py\b|\btorchrun\b", text) is not None
+            return text if holds or any(word in _SHELLS for word in words) else None
+        shell = next((at for at, word in enumerate(words) if word in _SHELLS), None)
+        if shell is None or "-c" not in words[shell:-1]:
+            return None
+        inside = words[words.index("-c", shell) + 1]
+        del words[shell:]
+        return inside
 
     def _assign(self, word: str, line: int) -> None:
-        match = _ASSIGNED.match(word)
+        match = ASSIGNED.match(word)
         assert match
         value = "".join(self._fields(word[match.end() :], line, split=False))
         before = self.variables.get(match[1], "")
@@ -294,7 +286,7 @@ class _Run:
         self.variables[match[1]] = value
 
     def _assign_array(self, words: list[str], line: int) -> None:
-        match = _ASSIGNED.match(words[0])
+        match = ASSIGNED.match(words[0])
         assert match
         before = self.variables.get(match[1], []) if match[2] else []
         start = before if isinstance(before, list) else [before]
@@ -401,7 +393,7 @@ class _Run:
         try:
             return str(_calculated(ast.parse(plain.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError):
-            raise StrettoError(f"{self.source}:{line}: $(({text})) is not read", hint=_HINT) from None
+            raise StrettoError(f"{self.source}:{line}: $(({text})) is not read", hint=HINT) from None
 
     def _test(self, words: tuple[str | list[str], ...], line: int) -> bool:
         """The outcome of `[ ... ]` or `[[ ... ]]`."""
@@ -410,8 +402,23 @@ class _Run:
             inside = [" ".join(self._fields(word, line, split=False)) for word in plain[1:-1]]
             if (outcome := _decided(inside)) is not None:
                 return outcome
-        said = " ".join(plain)
-        raise StrettoError(f"{self.source}:{line}: nothing tells whether `if {said}` holds", hint=_HINT)
+        raise self._untold(line, f"`if {' '.join(plain)}`")
+
+    def _untold(self, line: int, what: str) -> StrettoError:
+        return StrettoError(f"{self.source}:{line}: nothing tells whether {what} holds", hint=HINT)
+
+
+def _unredirected(words: list[str]) -> list[str]:
+    """The words of a command without those that say where its output goes, and its input comes from."""
+    kept, skip = list[str](), False
+    for word in words:
+        match = re.match(r"(\d*|&)(>>?|<<?-?)(&\d)?", word)
+        if match is None or skip:
+            kept += [] if skip else [word]
+            skip = False
+        else:
+            skip = match.end() == len(word) and not match[3]
+    return kept
 
 
 def _unknown(what: str) -> str:
@@ -461,6 +468,15 @@ def _calculated(node: ast.expr) -> int:
 
 def _decided(words: list[str]) -> bool | None:
     """The outcome of a test of few words; None: not known."""
+    for sign in ("||", "&&"):
+        if sign in words:
+            at = words.index(sign)
+            left, right = _decided(words[:at]), _decided(words[at + 1 :])
+            if sign == "&&" and False in (left, right):
+                return False
+            if sign == "||" and True in (left, right):
+                return True
+            return None if None in (left, right) else sign == "&&"
     if words[:1] == ["!"]:
         inner = _decided(words[1:])
         return None if inner is None else not inner

@@ -11,7 +11,7 @@ from math import inf
 from typing import Any
 
 from stretto.errors import StrettoError, nearest
-from stretto.run.frameworks.mapping import Open, Settings
+from stretto.run.frameworks.mapping import Open, Settings, Start
 from stretto.run.frameworks.python_config import Call, Unset, read_config
 
 FUNCTION = "planned"  # what `--config` of torchtitan then names
@@ -233,7 +233,7 @@ def _python(value: Any, indent: int) -> str:
 # ------------------------------------------------------------------ reading
 
 
-def parse(text: str, source: str, devices: int | None) -> Settings:
+def parse(text: str, source: str, start: Start) -> Settings:
     """The settings of a config function, or of a TOML file, with the number of shards where it is left open.
 
     Raises:
@@ -241,7 +241,7 @@ def parse(text: str, source: str, devices: int | None) -> Settings:
     """
     settings = _from_toml(text, source) if source.endswith(".toml") else _from_python(text, source)
     _check_degrees(settings, source)
-    return _sized(settings, source, devices)
+    return _sized(settings, source, start.devices)
 
 
 # names of 0.1 and 0.2, by those of 0.3

@@ -14,6 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 from stretto.errors import StrettoError, nearest
+from stretto.run.frameworks.mapping import Unread
 from stretto.run.frameworks.shell import unknown_in
 
 VERSION = "core_v0.16.1"
@@ -27,6 +28,7 @@ class Argument:
         values: how many it takes: "flag", "" (one), a number, "+" or "*".
         kind: of each value: "int", "float" or "str".
         choices: the values that it takes; empty: any.
+        usual: its value where it is left out, as text; empty: none.
         group: of those that no rule reads, what they are about.
     """
 
@@ -34,6 +36,7 @@ class Argument:
     values: str
     kind: str
     choices: tuple[str, ...]
+    usual: str
     group: str
 
     def read(self, words: Sequence[str], where: str) -> Any:
@@ -59,7 +62,7 @@ class Argument:
         if (missing := unknown_in(word)) is not None:
             raise StrettoError(
                 f"{where}: --{self.name} is {missing}, whose value nothing here tells",
-                hint=f"write its value into the script: {missing}=...",
+                hint=_say(missing),
             )
         if self.choices and word not in self.choices:
             near = nearest(word, self.choices)
@@ -70,6 +73,13 @@ class Argument:
         except ValueError:
             kind = "a whole number" if self.kind == "int" else "a number"
             raise StrettoError(f"{where}: --{self.name} is {word!r}, not {kind}") from None
+
+
+def _say(unknown: str) -> str:
+    """How to say the value of what nothing tells."""
+    if unknown[1:].isdecimal():
+        return f"it is word {unknown[1:]} behind the script's name"
+    return f"write its value into the script: {unknown}=..."
 
 
 @cache
@@ -84,6 +94,7 @@ def arguments() -> Mapping[str, Argument]:
             values=row["values"],
             kind=row["type"],
             choices=tuple(row["choices"].split()),
+            usual=row["default"],
             group=row["class"],
         )
         made |= dict.fromkeys([one.name, *row["aliases"].split()], one)
@@ -93,28 +104,48 @@ def arguments() -> Mapping[str, Argument]:
 def read_arguments(words: Sequence[str], source: str, priced: Mapping[str, object]) -> dict[str, Any]:
     """The arguments of a command line by their names; of those given twice the last, as argparse takes it.
 
+    A word that is no argument, and one with a value that cannot be taken, is `Unread`.
+
     Args:
-        priced: names whose values matter; the others may have unknown values.
+        priced: names whose values matter to a price.
 
     Raises:
-        StrettoError: a word that is no argument, or a value that it does not take.
+        StrettoError: a first word that is no argument.
     """
     known, settings = arguments(), dict[str, Any]()
     for name, values in _groups(words, source):
         one = known.get(name)
         if one is None:
-            near = nearest(name, known)
-            hint = f"did you mean --{near}?" if near else "it is no argument of Megatron-LM"
-            raise StrettoError(f"{source}: Megatron-LM {VERSION} has no --{name}", hint=hint)
-        unknown = any(unknown_in(value) is not None for value in values)
-        settings[one.name] = values if unknown and one.name not in priced else one.read(values, source)
+            settings[name] = Unread(_unknown(name, values, source), matters=not name.startswith("$"))
+            continue
+        try:
+            settings[one.name] = one.read(values, source)
+        except StrettoError as error:
+            unsaid = any(unknown_in(value) is not None for value in values)
+            settings[one.name] = Unread(error, matters=not unsaid or one.name in priced)
     return settings
 
 
+def _unknown(name: str, values: Sequence[str], source: str) -> StrettoError:
+    """Why a name is no argument."""
+    if name.startswith("$"):
+        return StrettoError(f"{source}: nothing tells what {name} holds", hint=f"give it: {name[1:]}=...")
+    if (instead := _FORMER.get(name)) is not None:
+        return StrettoError(f"{source}: --{name} is not of Megatron-LM {VERSION}", hint=instead)
+    near = nearest(name, arguments())
+    hint = f"did you mean --{near}?" if near else "it is no argument of Megatron-LM"
+    return StrettoError(f"{source}: Megatron-LM {VERSION} has no --{name}", hint=hint)
+
+
 def _groups(words: Sequence[str], source: str) -> Iterator[tuple[str, list[str]]]:
-    """Each argument with the values behind it."""
+    """Each argument with the values behind it; a variable that stands alone, whose value nothing tells, by
+    its name behind a $.
+    """
     name, values = "", list[str]()
     for word in words:
+        if _whole_unknown(word) and not _awaits(name, values):
+            yield f"${unknown_in(word)}", []
+            continue
         negative = word[1:2].isdigit() or word[1:2] == "."
         if word.startswith("-") and not negative and word != "-":
             if name:
@@ -131,15 +162,62 @@ def _groups(words: Sequence[str], source: str) -> Iterator[tuple[str, list[str]]
         yield name, values
 
 
+def _whole_unknown(word: str) -> bool:
+    """Whether nothing of a word is known."""
+    return (name := unknown_in(word)) is not None and len(word) == len(name) + 2
+
+
+def _awaits(name: str, values: Sequence[str]) -> bool:
+    """Whether an argument takes a further value."""
+    one = arguments().get(name)
+    if one is None:
+        return bool(name) and not values
+    if one.values.isdecimal():
+        return len(values) < int(one.values)
+    return one.values in ("+", "*") or (one.values == "" and not values)
+
+
+# what earlier versions, and Megatron-DeepSpeed, called otherwise or do not share
+_RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+_FORMER = {
+    "activations-checkpoint-method": f"such as {_RECOMPUTED}",
+    "activations-checkpoint-num-layers": f"such as {_RECOMPUTED}",
+    "deepspeed-activation-checkpointing": f"such as {_RECOMPUTED}",
+    "checkpoint-num-layers": f"such as {_RECOMPUTED}",
+    "num-key-value-heads": "--group-query-attention --num-query-groups N",
+    "ds-sequence-parallel-size": "--context-parallel-size N --cp-comm-type a2a",
+    "deepspeed": "its engine is Stretto's own; dp.mode=zero1, zero2 or zero3 is what a ZeRO stage is",
+    "deepspeed_config": "its JSON is not read: dp.mode says the ZeRO stage, train.dtype the type",
+    "zero-stage": "dp.mode=zero1, zero2 or zero3, or --use-distributed-optimizer for stage 1",
+    "no-pipeline-parallel": "layout.pp=1",
+    "DDP-impl": "gradients are reduced in buckets",
+    "train-tokens": "--train-samples, tokens divided by --seq-length",
+    "lr-decay-tokens": "--lr-decay-samples, tokens divided by --seq-length",
+    "lr-warmup-tokens": "--lr-warmup-samples, tokens divided by --seq-length",
+}
+
 # what arguments of a class change, if no price
 _UNPRICED = {
     "data": "what is read, not how long a step takes",
+    "text": "what is read, not how long a step takes",
     "checkpoints": "checkpoints",
+    "start": "checkpoints",
     "logging": "logging, profiling and evaluation",
     "learning": "what is learnt, not what a step costs",
+    "maths": "numerics with hardly a cost",
     "numerics": "numerics with hardly a cost",
     "detail": "details of kernels and communication, priced as is usual",
     "faults": "fault handling",
+}
+# why a run here does without arguments of a class
+_NEEDLESS = {
+    "data": "how files are opened and cached is Stretto's own",
+    "checkpoints": "Stretto writes and reads checkpoints of its own",
+    "start": "of a checkpoint to begin with: `stretto checkpoint import` brings its weights and states over",
+    "logging": "metrics.jsonl has every step's numbers, metrics.trace records one",
+    "numerics": "the same mathematics, in Stretto's own precision",
+    "detail": "kernels, messages and initialisation are Stretto's own",
+    "faults": "Stretto saves and ends on a signal, and checkpoint.resume=auto goes on",
 }
 # why arguments of a class are refused
 _UNREAD = {
@@ -157,3 +235,27 @@ def unpriced() -> dict[str, str]:
 def unread() -> dict[str, str]:
     """Arguments that change a price in ways that nothing here knows, and why."""
     return {one.name: _UNREAD[one.group] for one in arguments().values() if one.group in _UNREAD}
+
+
+def needless() -> dict[str, str]:
+    """Arguments that a run here does without and is the same, and why."""
+    return {one.name: _NEEDLESS[one.group] for one in arguments().values() if one.group in _NEEDLESS}
+
+
+def lost(name: str, value: Any) -> str | None:
+    """Why an argument that no rule reads, with that value, has no counterpart here; None: it needs none."""
+    one = arguments()[name]
+    usual = one.read([one.usual], name) if one.usual and one.values != "flag" else None
+    if one.group in _NEEDLESS or (usual is not None and value in (usual, [usual])):
+        return None
+    return _LOST[one.group]
+
+
+# why arguments of a class have no counterpart
+_LOST = {
+    "text": "Stretto does not read text so",
+    "learning": "it changes what is learnt, and Stretto has no such choice",
+    "maths": "it changes what the model computes, and Stretto has no such choice",
+    **_UNREAD,
+    "no-costs": "Stretto has no such model, type or way to keep tensors",
+}

@@ -6,13 +6,13 @@ notes say so: initial values and the order of samples always do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from stretto.run.frameworks.choices import PRICED
-from stretto.run.frameworks.mapping import Framework, Rule, Settings
-from stretto.run.frameworks.megatron.arguments import VERSION, unpriced, unread
+from stretto.run.frameworks.mapping import Framework, Rule, Settings, Start
+from stretto.run.frameworks.megatron.arguments import VERSION, lost, needless, unpriced, unread
 from stretto.run.frameworks.megatron.model import MODEL, positions_of
 from stretto.run.frameworks.megatron.ranks import RANKS
 from stretto.run.frameworks.megatron.script import parse, render
@@ -71,9 +71,66 @@ def overlaps(settings: Settings) -> bool:
     return bool(settings.keys() & {"overlap-grad-reduce", "use-megatron-fsdp", "use-torch-fsdp2"})
 
 
-def read_script(text: str, source: str, devices: int | None) -> Mapping[str, Any]:
+def differs(settings: Settings) -> Iterator[tuple[str, str]]:
+    """In what a run here is not as the arguments say, beyond rounding and random numbers."""
+    dropout, of_scores = (settings.get(f"{kind}-dropout", 0.1) for kind in ("hidden", "attention"))
+    if positions_of(settings) == "rotary":
+        for name, value in (("hidden-dropout", dropout), ("attention-dropout", of_scores)):
+            if value:
+                yield name, f"it is {value}, and models with rotary positions have no dropout here"
+    elif dropout != of_scores:
+        yield (
+            "attention-dropout",
+            f"it is {of_scores}; there is one probability, that of --hidden-dropout",
+        )
+    for name, kinds in _OTHERWISE.items():
+        if name in settings and (why := kinds(settings[name], settings)) is not None:
+            yield name, why
+
+
+def _balance(kinds: list[str], _: Settings) -> str | None:
+    if kinds in (["none"], ["seq_aux_loss"]):
+        return None
+    return "the loss that balances experts is of each sequence here (seq_aux_loss)"
+
+
+def _modules(modules: list[str], _: Settings) -> str | None:
+    return None if modules == ["core_attn"] else "selective recomputation is of the core of attention here"
+
+
+def _scale(_value: float, settings: Settings) -> str | None:
+    return "the scale begins there, and is not kept fixed" if "fp16" in settings else None
+
+
+def _overflows(steps: int, settings: Settings) -> str | None:
+    return "the scale is halved at the first overflow" if steps > 1 and "fp16" in settings else None
+
+
+def _load(folder: str, settings: Settings) -> str | None:
+    if folder == settings.get("save"):
+        return None
+    return "a checkpoint of Megatron-LM is brought over by `stretto checkpoint import` first"
+
+
+# of arguments that rules read, what they say beyond their choices, by value and settings
+_OTHERWISE: Mapping[str, Callable[[Any, Settings], str | None]] = {
+    "moe-router-load-balancing-type": _balance,
+    "moe-expert-capacity-factor": lambda *_: "the capacity is of each sequence, not of a rank's microbatch",
+    "recompute-modules": _modules,
+    "loss-scale": _scale,
+    "hysteresis": _overflows,
+    "load": _load,
+    "apply-layernorm-1p": lambda _, settings: (
+        None if settings.get("normalization") == "RMSNorm" else "a LayerNorm of gain 1 + weight is not built"
+    ),
+    "fp8-recipe": lambda kind, _: None if kind == "tensorwise" else "scales are of a whole tensor now",
+    "fp8-format": lambda kind, _: None if kind == "hybrid" else "formats are hybrid: E4M3, gradients in E5M2",
+}
+
+
+def read_script(text: str, source: str, start: Start) -> Mapping[str, Any]:
     """As `script.parse`."""
-    return parse(text, source, devices, _PRICED)
+    return parse(text, source, start, _PRICED)
 
 
 MEGATRON = Framework(
@@ -89,4 +146,7 @@ MEGATRON = Framework(
     software="tuned",
     overlaps=overlaps,
     plans=PLANS,
+    needless=needless(),
+    lost=lost,
+    differs=differs,
 )

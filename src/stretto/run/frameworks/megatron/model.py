@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from stretto.errors import StrettoError
@@ -17,6 +18,15 @@ from stretto.spec.presets import preset
 
 # entries of tokenizers that come without --vocab-size; others are looked up by the model's name
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
+# tokenizers of one file, or a folder
+_FILES = (
+    "HuggingFaceTokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
+)
+_PAIR = ("vocab.json", "merges.txt")
 _POSITIONS = {"rope": "rotary", "learned_absolute": "learned"}
 _FAMILIES = {"rotary": "llama", "learned": "gpt"}
 _ROPE = "model.rope"
@@ -195,14 +205,12 @@ def _read_dropout(settings: Settings) -> Mapping[str, Any]:
 
 
 def _write_vocabulary(choices: Choices) -> Settings:
-    vocab, tokenizer = choices["model.vocab"], choices["data.tokenizer"]
-    if tokenizer is None:  # Megatron's NullTokenizer adds one entry, for the end of a document
-        return {"tokenizer-type": "NullTokenizer", "vocab-size": vocab - 1}
-    return {"tokenizer-type": "HuggingFaceTokenizer", "tokenizer-model": tokenizer, "vocab-size": vocab}
+    """Megatron's NullTokenizer adds one entry, for the end of a document."""
+    return {"vocab-size": choices["model.vocab"] - (choices["data.tokenizer"] is None)}
 
 
 def _read_vocabulary(settings: Settings) -> Mapping[str, Any]:
-    kind, model = settings.get("tokenizer-type"), settings.get("tokenizer-model", "")
+    kind, model = _tokenizer_type(settings), settings.get("tokenizer-model", "")
     if "padded-vocab-size" in settings:
         return {"model.vocab": settings["padded-vocab-size"]}
     if "vocab-size" in settings:
@@ -217,6 +225,45 @@ def _read_vocabulary(settings: Settings) -> Mapping[str, Any]:
             f"nothing tells how many entries the vocabulary has: {what}",
             hint="add --vocab-size, as in 128256",
         ) from None
+
+
+def _tokenizer_type(settings: Settings) -> str | None:
+    """GPT-2's, where its two files are there and no other is chosen."""
+    pair = "GPT2BPETokenizer" if "merge-file" in settings else None
+    return settings.get("tokenizer-type", pair)
+
+
+def _write_tokenizer(choices: Choices) -> Settings:
+    tokenizer = choices["data.tokenizer"]
+    if tokenizer is None:
+        return {"tokenizer-type": "NullTokenizer"}
+    if isinstance(tokenizer, list | tuple):
+        vocab, merges = tokenizer  # pyright: ignore[reportUnknownVariableType]
+        return {"tokenizer-type": "GPT2BPETokenizer", "vocab-file": vocab, "merge-file": merges}
+    return {"tokenizer-type": "HuggingFaceTokenizer", "tokenizer-model": tokenizer}
+
+
+def _read_tokenizer(settings: Settings) -> Mapping[str, Any]:
+    """A file, a folder with vocab.json and merges.txt, or two files of other names."""
+    kind, model = _tokenizer_type(settings), settings.get("tokenizer-model")
+    if kind in (None, "NullTokenizer"):
+        return {}
+    if kind in ("GPT2BPETokenizer", "GPTSentencePieceTokenizer") and model is None:
+        files = [settings[name] for name in ("vocab-file", "merge-file") if name in settings]
+        if not files:
+            return {}
+        if len(files) == 1:
+            raise StrettoError(
+                "GPT-2's tokenizer is two files, and one of them is not said",
+                hint="--vocab-file vocab.json --merge-file merges.txt",
+            )
+        first, second = (Path(file) for file in files)
+        together = first.parent == second.parent and (first.name, second.name) == _PAIR
+        return {"data.tokenizer": str(first.parent) if together else files}
+    if kind not in _FILES:
+        hint = f"what is: {', '.join(_FILES)}, GPT2BPETokenizer, NullTokenizer"
+        raise StrettoError(f"--tokenizer-type is {kind}: such a tokenizer is not read here", hint=hint)
+    return {} if model is None else {"data.tokenizer": model}
 
 
 def _write_heads(choices: Choices) -> Settings:
@@ -345,11 +392,12 @@ MODEL: tuple[Rule, ...] = (
     ),
     rule(("model.ffn",), ("ffn-hidden-size",), _write_ffn, _read_ffn),
     rule(("model.mlp",), ("swiglu", "squared-relu"), _write_mlp, _read_mlp),
+    rule(("model.vocab",), ("vocab-size", "padded-vocab-size"), _write_vocabulary, _read_vocabulary),
     rule(
-        ("model.vocab", "data.tokenizer"),
-        ("tokenizer-type", "tokenizer-model", "vocab-size", "padded-vocab-size"),
-        _write_vocabulary,
-        _read_vocabulary,
+        ("data.tokenizer",),
+        ("tokenizer-type", "tokenizer-model", "vocab-file", "merge-file"),
+        _write_tokenizer,
+        _read_tokenizer,
     ),
     same("max-position-embeddings", "model.positions"),
     flag("untie-embeddings-and-output-weights", "model.tied", when=False),

@@ -27,7 +27,7 @@ def processes(settings: Settings) -> tuple[int, int]:
     if world is None:
         raise StrettoError(
             "nothing tells how many processes there are: no --nproc-per-node and --nnodes of torchrun",
-            hint="give --cluster its size, as in h100:64",
+            hint="say how many: predict takes --cluster h100:64, migrate --devices 64",
         )
     dp, rest = divmod(world, tp * cp * pp)
     if rest or not dp:

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stretto.errors import StrettoError
-from stretto.run.frameworks.mapping import Open, Settings
+from stretto.run.frameworks.mapping import Open, Settings, Start, Unread
 from stretto.run.frameworks.megatron.arguments import VERSION, arguments, read_arguments
-from stretto.run.frameworks.shell import Command, commands
+from stretto.run.frameworks.shell import Command, batch_variables, commands, parameters
 
 _NODE = 8  # devices of a node, unless GPUS_PER_NODE says otherwise
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
@@ -58,30 +58,35 @@ def _text(value: Any) -> str:
     return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
-def parse(text: str, source: str, devices: int | None, priced: Mapping[str, object]) -> dict[str, Any]:
+def parse(text: str, source: str, start: Start, priced: Mapping[str, object]) -> dict[str, Any]:
     """The arguments of a script or of a command line, and `world-size`, as far as it tells.
 
     Args:
-        devices: of the cluster, where the script does not say how many processes there are.
+        start: how the script is started.
         priced: arguments whose values matter.
 
     Raises:
         StrettoError: no such script, or an argument that is none of Megatron-LM's.
     """
-    every = list(commands(text, source))
-    start = _start(every)
-    if start is None:
+    every = list(commands(text, source, {**parameters(start.words), **start.variables}))
+    begun = _start(every)
+    if begun is None:
         words = [word for command in every for word in command.words]
         if not words or not all(command.words[0].startswith("--") for command in every):
             raise StrettoError(f"{source} starts no pretrain_gpt.py", hint=_HINT)
         settings = read_arguments(words, source, priced)
         world = None
     else:
-        command, script = start
+        command, script = begun
         settings = read_arguments(command.words[script + 1 :], f"{source}:{command.line}", priced)
-        world = _world(command.words[:script])
-    size = devices if world is None else world
-    missing = [name for name in ("num-layers", "hidden-size", "num-attention-heads") if name not in settings]
+        slurm = {name: str(value) for name, value in batch_variables(text).items()}
+        world = _world(command.words[:script], slurm)
+    size = start.devices if world is None or (start.wins and start.devices is not None) else world
+    sizes = ("num-layers", "hidden-size", "num-attention-heads")
+    wrong = next((value for name in sizes if isinstance(value := settings.get(name), Unread)), None)
+    if wrong is not None:
+        raise wrong.error
+    missing = [name for name in sizes if name not in settings]
     if missing:
         raise StrettoError(
             f"{source} lacks --{', --'.join(missing)}",
@@ -104,19 +109,29 @@ def _start(every: Sequence[Command]) -> tuple[Command, int] | None:
     return None
 
 
-def _world(words: Sequence[str]) -> int | None:
-    """Processes that a launcher starts; None: it does not say."""
+def _world(words: Sequence[str], batch: Mapping[str, str]) -> int | None:
+    """Processes that a launcher starts; None: it does not say.
+
+    Args:
+        batch: variables of SLURM.
+    """
     options = dict[str, str]()
     for at, word in enumerate(words):
         name, equals, value = word.lstrip("-").partition("=")
         if word.startswith("-"):
             options[name.replace("_", "-")] = value if equals else "".join(words[at + 1 : at + 2])
+    commands = [word.rpartition("/")[2] for word in words]
     if any(launcher in word for word in words for launcher in _LAUNCHERS):
         counts = [options.get("nproc-per-node", "1"), options.get("nnodes", "1")]
-    elif "srun" in words:
-        counts = [options.get("ntasks", options.get("n", "")), "1"]
+    elif "deepspeed" in commands:
+        counts = [options.get("num-gpus", ""), options.get("num-nodes", "1")]
+    elif "mpirun" in commands or "mpiexec" in commands:
+        counts = [options.get("np", options.get("n", "")), "1"]
+    elif "srun" in commands:
+        counts = [options.get("ntasks", options.get("n", batch.get("SLURM_NTASKS", ""))), "1"]
         if not counts[0]:
-            counts = [options.get("ntasks-per-node", ""), options.get("nodes", options.get("N", ""))]
+            each = options.get("ntasks-per-node", batch.get("SLURM_NTASKS_PER_NODE", ""))
+            counts = [each, options.get("nodes", options.get("N", batch.get("SLURM_NNODES", "1")))]
     else:
         return None
     if not all(count.isdecimal() for count in counts):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 from stretto.errors import StrettoError
+from stretto.run.config.load import run_name
 from stretto.run.frameworks.choices import Choices
 from stretto.run.frameworks.mapping import Open, Rule, Settings, aside, one_of, only, refused, same
 from stretto.spec.data_parallel import KEEP
@@ -51,6 +54,10 @@ def _keep_notes(choices: Choices) -> Iterable[str]:
     if choices["precision.keep"] and choices["train.dtype"] in ("bfloat16", "float16"):
         kept = ", ".join(choices["precision.keep"])
         yield f"precision.keep={kept}: Megatron-LM keeps these weights in 16 bits, with masters in 32"
+
+
+def _read_keep(settings: Settings) -> Mapping[str, Any]:
+    return {"precision.keep": KEEP} if "moe-router-dtype" in settings else {}
 
 
 def _write_fp8(choices: Choices) -> Settings:
@@ -256,6 +263,10 @@ def _write_seed(choices: Choices) -> Settings:
     return {"seed": choices["train.seed"] or SEED}
 
 
+def _read_seed(settings: Settings) -> Mapping[str, Any]:
+    return {"train.seed": settings.get("seed", SEED)}
+
+
 def _seed_notes(choices: Choices) -> Iterable[str]:
     if choices["train.seed"] == 0 and "train.seed" not in choices.unsaid:
         yield f"train.seed=0: Megatron-LM takes seeds above 0, and this is {SEED}"
@@ -265,16 +276,54 @@ def _write_data(_: Choices) -> Settings:
     return {"data-path": Open("data.source", "PREFIX")}
 
 
+def _read_data(settings: Settings) -> Mapping[str, Any]:
+    """One prefix, several, or several with weights."""
+    words = settings.get("data-path") or settings.get("train-data-path")
+    if not words:
+        return {"data.source": "python-stdlib"} if "mock-data" in settings else {}
+    if len(words) == 1:
+        return {"data.source": words[0]}
+    try:
+        weights = [float(word) for word in words[::2]]
+    except ValueError:
+        return {"data.source": list(words)}
+    if len(words) % 2:
+        raise StrettoError(
+            f"--data-path has {len(weights)} weights for {len(words) // 2} prefixes",
+            hint="a weight before each prefix, as in 0.7 a 0.3 b",
+        )
+    mixture = dict[str, float]()
+    for weight, prefix in zip(weights, words[1::2], strict=True):
+        mixture[prefix] = mixture.get(prefix, 0.0) + weight
+    return {"data.source": mixture}
+
+
 def _data_notes(choices: Choices) -> Iterable[str]:
     if "data.source" not in choices.unsaid | choices.open:
         source = choices["data.source"]
         yield f"data.source={source}: Megatron-LM reads PREFIX.bin and .idx of its tools/preprocess_data.py"
 
 
+def _write_cache(choices: Choices) -> Settings:
+    cache = choices["data.cache"]
+    return {} if cache is None else {"data-cache-path": cache}
+
+
+def _read_cache(settings: Settings) -> Mapping[str, Any]:
+    return {"data.cache": settings.get("data-cache-path")}
+
+
 def _write_evaluation(choices: Choices) -> Settings:
     if choices["eval.every"] is None:
         return {"eval-iters": 0}
     return {"eval-interval": choices["eval.every"], "eval-iters": choices["eval.batches"]}
+
+
+def _read_evaluation(settings: Settings) -> Mapping[str, Any]:
+    batches = settings.get("eval-iters", 100)
+    if not batches:
+        return {"eval.every": None}
+    return {"eval.every": settings.get("eval-interval", 1000), "eval.batches": batches}
 
 
 _BOARD = ("metrics.tensorboard", "metrics.tensorboard_dir")
@@ -303,14 +352,47 @@ def _write_checkpoint(choices: Choices) -> Settings:
     }
 
 
+def _read_checkpoint(settings: Settings) -> Mapping[str, Any]:
+    """The folder that checkpoints are saved to is the run's, or lies in it as `checkpoints`."""
+    made: dict[str, Any] = {"checkpoint.every": settings.get("save-interval")}
+    save = settings.get("save")
+    folder = None if save is None else Path(save)
+    if folder is not None:
+        folder = folder.parent if folder.name == "checkpoints" else folder
+        made |= {"run.dir": str(folder.parent), "run.name": run_name(folder)}
+        if settings.get("load") == save:
+            made["checkpoint.resume"] = "auto"
+    board = settings.get("tensorboard-dir")
+    if board is not None:
+        inside = folder is not None and Path(board) == folder / "tensorboard"
+        made |= {"metrics.tensorboard": True} if inside else {"metrics.tensorboard_dir": board}
+    return made
+
+
 def _write_bucket(choices: Choices) -> Settings:
     """In parameters, where ours is in bytes of weights."""
     each = 2 if choices["train.dtype"] in ("bfloat16", "float16") else 4
     return {"ddp-bucket-size": int(choices["train.bucket_mib"] * 2**20 / each)}
 
 
+def _read_bucket(settings: Settings) -> Mapping[str, Any]:
+    size = settings.get("ddp-bucket-size")
+    each = 2 if settings.keys() & {"bf16", "fp16"} else 4
+    return {} if size is None else {"train.bucket_mib": size * each / 2**20}
+
+
 def _minutes(seconds: float) -> int:
     return ceil(seconds / 60)
+
+
+def _ratios(split: str) -> str:
+    """Three numbers, as Megatron-LM finds them: quotes are left out, and those that are missing are 0."""
+    numbers = re.findall(r"[.0-9]+", split)
+    return ",".join([*numbers, "0", "0"][:3])
+
+
+def _seconds(minutes: int) -> float:
+    return 60.0 * minutes
 
 
 TRAINING: tuple[Rule, ...] = (
@@ -327,7 +409,13 @@ TRAINING: tuple[Rule, ...] = (
         write=_write_dtype,
         read=_read_dtype,
     ),
-    Rule(choices=("precision.keep",), settings=("moe-router-dtype",), write=_write_keep, notes=_keep_notes),
+    Rule(
+        choices=("precision.keep",),
+        settings=("moe-router-dtype",),
+        write=_write_keep,
+        read=_read_keep,
+        notes=_keep_notes,
+    ),
     Rule(
         choices=("precision.fp8",),
         settings=("fp8-format", "fp8-recipe"),
@@ -379,25 +467,35 @@ TRAINING: tuple[Rule, ...] = (
         read=_read_rate,
         notes=_rate_notes,
     ),
-    Rule(choices=("train.seed",), settings=("seed",), write=_write_seed, notes=_seed_notes),
+    Rule(choices=("train.seed",), settings=("seed",), write=_write_seed, read=_read_seed, notes=_seed_notes),
     only("train.device", ("auto", "cuda"), "Megatron-LM trains on GPUs"),
-    same("distributed-timeout-minutes", "train.timeout_s", to=_minutes),
+    same("distributed-timeout-minutes", "train.timeout_s", to=_minutes, back=_seconds),
     Rule(
         choices=("train.bucket_mib",),
         settings=("ddp-bucket-size",),
         write=_write_bucket,
+        read=_read_bucket,
     ),
-    Rule(choices=("data.source",), settings=("data-path",), write=_write_data, notes=_data_notes),
-    same("split", "data.split", to=lambda split: split.replace(" ", "")),
+    Rule(
+        choices=("data.source",),
+        settings=("data-path", "train-data-path", "mock-data"),
+        write=_write_data,
+        read=_read_data,
+        notes=_data_notes,
+    ),
+    Rule(choices=("data.cache",), settings=("data-cache-path",), write=_write_cache, read=_read_cache),
+    same("split", "data.split", to=lambda split: split.replace(" ", ""), back=_ratios),
     Rule(
         choices=("eval.every", "eval.batches"),
         settings=("eval-interval", "eval-iters"),
         write=_write_evaluation,
+        read=_read_evaluation,
     ),
     Rule(
         choices=("checkpoint.every", "checkpoint.resume", "run.dir", "run.name", *_BOARD),
         settings=("save", "save-interval", "load", "tensorboard-dir"),
         write=_write_checkpoint,
+        read=_read_checkpoint,
     ),
     same("log-interval", "metrics.every"),
     aside("Megatron-LM deletes no checkpoints", "checkpoint.keep"),
@@ -406,7 +504,7 @@ TRAINING: tuple[Rule, ...] = (
     only("data.packing", (None, True), "Megatron-LM's samples are filled with documents"),
     aside("documents fill samples", "data.chat_template", "data.too_long"),
     aside("Megatron-LM compares no fields of the model", "checkpoint.may_differ"),
-    aside("Megatron-LM reads its own indexed files", "data.vocab", "data.text_field", "data.cache"),
+    aside("Megatron-LM reads its own indexed files", "data.vocab", "data.text_field"),
     aside("set OMP_NUM_THREADS", "train.threads"),
     aside("Megatron-LM computes no such figure", "metrics.peak_tflops"),
     aside("--profile traces a step of Megatron-LM", "metrics.trace"),

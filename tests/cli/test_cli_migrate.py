@@ -1,0 +1,94 @@
+"""`stretto migrate` as it is typed."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from stretto.cli.main import BAD_INPUT, DONE, NO, run
+from stretto.run.config.load import load
+
+ARGUMENTS = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--vocab-size 500 --hidden-dropout 0 --attention-dropout 0 --lr 1e-3 --train-iters 20 --mock-data "
+    "--micro-batch-size 2 --global-batch-size 4 --lr-warmup-fraction 0.1"
+)
+SCRIPT = f"""#!/bin/bash
+OPTIONS="{ARGUMENTS} --save $1 --tensor-model-parallel-size ${{TP:-1}}"
+torchrun --nproc_per_node 2 pretrain_gpt.py $OPTIONS
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "run.sh"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_a_script_becomes_a_config_that_is_checked(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "gpt.yaml"
+    words = ["migrate", str(script), str(tmp_path / "runs/tiny"), "TP=2", "train.steps=7", "--out", str(out)]
+    assert run(words) == DONE
+    told = capsys.readouterr().out
+    assert told.startswith(f"{script}: 16 arguments mapped, 0 needless here, 0 not mapped\n")
+    assert "--tensor-model-parallel-size 2 -> layout.tp=2\n" in told
+    assert told.endswith(f"next:\n  stretto config {out}\n")
+    config = load(out)
+    assert (config.layout.tp, config.layout.dp, config.train.steps, config.run.name) == (2, 1, 7, "tiny")
+    assert run(["config", str(out)]) == DONE
+
+
+def test_json_has_every_argument(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["migrate", str(script), "runs/tiny", "--json"]) == DONE
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["config"]["model"]["layers"] == 2
+    assert {"arguments": {"lr": 0.001}, "fields": {}} not in facts["mapped"]
+    assert sum(len(one["arguments"]) for one in facts["mapped"]) == 17  # with the processes
+    assert facts["not_mapped"] == facts["needless"] == {}
+
+
+def test_what_is_not_mapped_ends_with_no(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.write_text(SCRIPT.replace("$OPTIONS", "$OPTIONS --decoupled-lr 5e-4"))
+    assert run(["migrate", str(script)]) == NO
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"# From {script} (Megatron-LM")
+    assert "model:\n" in printed.out
+    assert "not mapped  --decoupled-lr: it changes what is learnt" in printed.err
+    assert "not mapped  --save:" in printed.err
+
+
+def test_arguments_alone_and_standard_input(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["migrate", *ARGUMENTS.split(), "--devices", "2"]) == DONE
+    first = capsys.readouterr().out
+    assert run(["migrate", ARGUMENTS, "--devices", "2"]) == DONE
+    assert capsys.readouterr().out == first
+    monkeypatch.setattr("sys.stdin", io.StringIO(ARGUMENTS))
+    assert run(["migrate", "-", "--devices", "2"]) == DONE
+    assert capsys.readouterr().out.splitlines()[1:] == first.splitlines()[1:]
+    assert "dp: 2" in first
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["none.sh"], "none.sh"),
+        (["--num-layers", "2"], "the command line lacks --hidden-size, --num-attention-heads"),
+        ([f"{ARGUMENTS} --tensor-model-parallel-size 3", "--devices", "4"], "4 processes do not divide"),
+        ([ARGUMENTS, "--devices", "2", "optim.lrr=3"], "lrr"),
+    ],
+)
+def test_what_is_wrong_is_one_error(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["migrate", *words]) == BAD_INPUT
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error

@@ -1,0 +1,350 @@
+"""Scripts of Megatron-LM become configs: every argument is mapped, needless, or named with the reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from stretto.errors import StrettoError
+from stretto.run.config import load
+from stretto.run.config.job import job_of
+from stretto.run.config.schema import TrainConfig
+from stretto.run.frameworks.mapping import Start, emit
+from stretto.run.frameworks.megatron.arguments import arguments, lost, needless
+from stretto.run.frameworks.megatron.framework import MEGATRON
+from stretto.run.frameworks.migrate import Migration, migrate
+
+GPT = """#!/bin/bash
+# 48 layers on one node, tensor parallel over 2, a pipeline of 4.
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+GPUS_PER_NODE=8
+NNODES=${SLURM_NNODES:-1}
+CHECKPOINTS=$1
+LOGS=$2
+VOCAB=$3
+MERGES=${4:?the merges}
+DATA=$5
+
+DISTRIBUTED_ARGS=(
+    --nproc_per_node $GPUS_PER_NODE --nnodes $NNODES
+    --master_addr ${MASTER_ADDR:-localhost} --master_port 6000
+)
+GPT_MODEL_ARGS=(
+    --num-layers 48
+    --hidden-size 1024
+    --num-attention-heads 16
+    --seq-length 1024
+    --max-position-embeddings 1024
+)
+TRAINING_ARGS=(
+    --micro-batch-size 4
+    --global-batch-size 16     # samples
+    --train-iters 500000
+    --weight-decay 0.1
+    --adam-beta1 0.9 --adam-beta2 0.95
+    --init-method-std 0.006
+    --clip-grad 1.0
+    --fp16
+    --lr 1.5e-4 --min-lr 1.0e-5
+    --lr-decay-style cosine --lr-warmup-fraction .01 --lr-decay-iters 320000
+)
+MODEL_PARALLEL_ARGS=(--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4)
+DATA_ARGS=(
+    --data-path $DATA
+    --vocab-file $VOCAB --merge-file $MERGES
+    --split 949,50,1
+)
+LOGGING_ARGS=(
+    --log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10
+    --save $CHECKPOINTS --load $CHECKPOINTS
+    --tensorboard-dir $LOGS
+)
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py \\
+    ${GPT_MODEL_ARGS[@]} \\
+    ${TRAINING_ARGS[@]} \\
+    ${MODEL_PARALLEL_ARGS[@]} \\
+    ${DATA_ARGS[@]} \\
+    ${LOGGING_ARGS[@]}
+"""
+LLAMA = """#!/bin/bash
+CHECKPOINTS=${1:-"checkpoints/llama3_8b"}
+TOKENIZER=${2:-MOCK}
+DATA=${3:-MOCK}
+mkdir -p "$(dirname "$CHECKPOINTS")"
+CACHE="$HOME/cache"
+DTYPE=${DTYPE:-fp8}
+MODEL_ARGS=(
+    --use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336
+    --num-attention-heads 32 --group-query-attention --num-query-groups 8 --kv-channels 128
+    --seq-length 8192 --max-position-embeddings 8192
+    --position-embedding-type rope --rotary-base 500000 --rotary-percent 1.0
+    --attention-dropout 0.0 --hidden-dropout 0.0 --swiglu --normalization RMSNorm
+    --init-method-std 0.0134 --untie-embeddings-and-output-weights --disable-bias-linear
+    --attention-backend fused
+)
+TRAINING_ARGS=(
+    --micro-batch-size 1 --global-batch-size 128
+    --train-samples 1280000 --lr-decay-samples 1152000 --lr-warmup-samples 12800
+    --lr 0.00015 --min-lr 0.00001 --lr-decay-style cosine
+    --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95
+    --bf16 --cross-entropy-loss-fusion --calculate-per-token-loss
+    --manual-gc --exit-duration-in-mins 235
+)
+DTYPE_ARGS=()
+if [[ "$DTYPE" == "fp8" ]]; then
+    DTYPE_ARGS+=("--fp8-format hybrid" "--fp8-recipe tensorwise" "--fp8-param-gather")
+fi
+PARALLEL_ARGS=(--tensor-model-parallel-size 1 --context-parallel-size 2 --sequence-parallel)
+PARALLEL_ARGS+=(--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather)
+if [[ "$TOKENIZER" == "MOCK" ]] || [[ "$DATA" == "MOCK" ]]; then
+    DATA_ARGS=("--mock-data" "--tokenizer-type NullTokenizer" "--vocab-size 128255" "--split '99,1,0'")
+else
+    DATA_ARGS=("--data-path $DATA" "--tokenizer-type HuggingFaceTokenizer" "--tokenizer-model $TOKENIZER")
+    DATA_ARGS+=("--data-cache-path ${CACHE}" "--num-workers 1")
+fi
+if [ ! -f pretrain_gpt.py ]; then
+    echo "pretrain_gpt.py is not here"
+    exit 1
+fi
+torchrun --nproc_per_node 8 --nnodes 1 pretrain_gpt.py ${MODEL_ARGS[@]} ${TRAINING_ARGS[@]} \\
+    ${DTYPE_ARGS[@]} ${PARALLEL_ARGS[@]} ${DATA_ARGS[@]} --save "$CHECKPOINTS" --save-interval 1000
+"""
+MIXTRAL = """#!/bin/bash
+#SBATCH --nodes=8
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+TOKENIZER_MODEL=/models/tokenizer.model
+options=" \\
+    --disable-bias-linear --seq-length 4096 --max-position-embeddings 32768 --num-layers 32 \\
+    --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --init-method-std 0.01 \\
+    --attention-dropout 0.0 --hidden-dropout 0.0 --normalization RMSNorm --position-embedding-type rope \\
+    --swiglu --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 8 \\
+    --no-masked-softmax-fusion --no-position-embedding --rotary-base 1000000 \\
+    --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss \\
+    --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall \\
+    --tokenizer-type Llama2Tokenizer --tokenizer-model ${TOKENIZER_MODEL} --data-path $DATA_PATH \\
+    --split 99990,8,2 --micro-batch-size 1 --global-batch-size 256 --lr 1e-4 --train-iters 500000 \\
+    --lr-decay-iters 320000 --lr-decay-style WSD --lr-wsd-decay-style minus_sqrt \\
+    --lr-wsd-decay-iters 32000 --min-lr 1.0e-5 --lr-warmup-iters 500 --weight-decay 0.1 --bf16 \\
+    --pipeline-model-parallel-size 4 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 \\
+    --use-distributed-optimizer --overlap-grad-reduce \\
+    --no-load-optim"
+if [ -n "${WANDB_API_KEY}" ]; then
+    options+=" --wandb-project mixtral"
+fi
+run_cmd="python -u /opt/megatron/pretrain_gpt.py ${options}"
+DATETIME=`date +'%y-%m-%d'`
+srun -l --container-image "nvcr.io/pytorch" --output=logs/%x_%j_$DATETIME.log sh -c "${run_cmd}"
+"""
+SIZES = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+RUN = "--vocab-size 500 --lr 1e-3 --train-iters 100 --data-path t --micro-batch-size 1 --global-batch-size 8"
+ROTARY = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
+NONE = "--hidden-dropout 0 --attention-dropout 0"
+
+
+def moved(text: str, *words: str, devices: int | None = None, overrides: tuple[str, ...] = ()) -> Migration:
+    start = Start(words=words, devices=devices, wins=True, variables={"HOME": "/home/me"})
+    return migrate(MEGATRON, text, "run.sh", start, overrides, name="moved")
+
+
+def arguments_of(more: str) -> Migration:
+    return moved(f"{SIZES} {RUN} {NONE} {more}", devices=8)
+
+
+def config_of(made: Migration) -> TrainConfig:
+    """The config, which is also what its text says."""
+    assert made.config is not None
+    return made.config
+
+
+def test_a_script_of_48_layers_converts_whole(tmp_path: Path) -> None:
+    data = tmp_path / "data.txt"
+    data.write_text("text")
+    vocab = tmp_path / "vocab.json"
+    made = moved(GPT, "runs/gpt", "boards", str(vocab), str(tmp_path / "merges.txt"), str(data))
+    assert (made.lost, made.needless, made.differs, made.notes) == ({}, {}, {}, [])
+    assert all("data.tokenizer" in lack for lack in made.here)
+    config, job = config_of(made), job_of(config_of(made), vocab=50257)
+    assert job.layout.sizes == {"tp": 2, "cp": 1, "ep": 1, "dp": 1, "pp": 4}
+    assert (job.shape.layers, job.shape.hidden, job.shape.heads, job.shape.dropout) == (48, 1024, 16, 0.1)
+    assert (job.stage_layers, job.schedule, job.microbatches) == ((13, 12, 12, 13), "1f1b", 4)
+    assert (job.initial.init_std, job.precision.dtype, job.precision.gradients) == (0.006, "float16", "same")
+    assert (config.data.source, config.data.tokenizer) == (str(data), str(tmp_path))
+    rate = config.optim.rate.settings()
+    assert (rate.decay_steps, rate.warmup_steps(500000), rate.warmup_init) == (320000, 3200, 0.0)
+    assert rate.min_ratio * config.optim.lr == pytest.approx(1e-5)
+    assert (config.optim.betas, config.optim.weight_decay, config.optim.clip) == ((0.9, 0.95), 0.1, 1.0)
+    assert (config.train.steps, config.eval.every, config.eval.batches) == (500000, 1000, 10)
+    assert (config.run.folder, config.checkpoint.resume, config.checkpoint.every) == (
+        Path("runs/gpt"),
+        "auto",
+        10000,
+    )
+    assert (config.metrics.tensorboard_dir, config.metrics.every) == ("boards", 100)
+
+
+def test_two_files_of_other_names_stay_two() -> None:
+    made = moved(GPT, "runs/gpt", "boards", "gpt2-vocab.json", "gpt2-merges.txt", "text")
+    fields = {name: value for one in made.mapped for name, value in one.fields.items()}
+    assert fields["data.tokenizer"] == ["gpt2-vocab.json", "gpt2-merges.txt"]
+
+
+def test_what_is_not_said_is_left_to_fill_in() -> None:
+    made = moved(GPT)
+    assert made.required == ("data.source",)
+    assert "data.source is to be filled in" in made.notes[0]
+    assert "--data-path is $5, whose value nothing here tells" in made.lost["data-path"]
+    assert "REQUIRED  # text, JSONL" in made.text
+    assert "# not mapped: data-path: " in made.text
+
+
+def test_a_llama_by_samples_and_with_fp8() -> None:
+    made = moved(LLAMA, "ck/llama", "tokenizer.json", "text")
+    assert (made.lost, made.differs) == ({}, {})
+    config = config_of(made)
+    job = job_of(config)
+    assert (job.shape.family, job.shape.kv_heads, job.shape.rope_theta) == ("llama", 8, 500000.0)
+    assert (job.layout.dp, job.layout.cp, job.dp.mode, job.precision.fp8) == (4, 2, "zero1", "tensor")
+    assert (config.train.steps, config.optim.rate.decay_steps, config.optim.rate.warmup) == (10000, 9000, 100)
+    assert config.data.cache == "/home/me/cache"
+    assert {"manual-gc", "exit-duration-in-mins", "calculate-per-token-loss", "rotary-percent"} <= {
+        name for names in made.needless.values() for name in names
+    }
+    mock = config_of(moved(LLAMA))
+    assert (mock.data.source, mock.data.tokenizer, mock.model.vocab) == ("python-stdlib", None, 128256)
+    assert mock.data.split == "99,1,0"
+
+
+def test_a_mixture_of_experts_under_slurm() -> None:
+    made = moved(MIXTRAL.replace("$DATA_PATH", "text"))
+    assert made.lost == {}
+    assert "balances experts" in made.differs["moe-router-load-balancing-type"]
+    config = config_of(made)
+    job = job_of(config)
+    assert job.layout.sizes == {"tp": 1, "cp": 1, "ep": 8, "dp": 16, "pp": 4}
+    assert job.shape.moe is not None
+    assert (job.shape.moe.experts, job.shape.moe.top_k, job.shape.moe.balance) == (8, 2, 0.01)
+    assert (config.optim.rate.schedule, config.optim.rate.decay) == ("wsd", "sqrt")
+    assert config.optim.rate.settings().decay_length(500000) == 32000
+    assert (config.data.tokenizer, config.model.vocab) == ("/models/tokenizer.model", None)
+    # Megatron-LM's own values where the script says nothing
+    assert (config.optim.betas, config.optim.clip, config.eval.every) == ((0.9, 0.999), 1.0, 1000)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "layout.dp=2 dp.mode=zero1 train.dtype=bfloat16 data.tokenizer=tokenizer.json checkpoint.every=5",
+        "layout.dp=1 optim.rate.schedule=wsd optim.rate.decay=exponential optim.rate.warmup=0.1",
+        "train.dtype=float16 model.init_std=0.01 optim.rate.decay_steps=70 metrics.tensorboard_dir=boards",
+    ],
+)
+def test_what_is_written_for_megatron_comes_back(overrides: str) -> None:
+    """All of the job; of the run what Megatron-LM has a word for."""
+    words = ["train.device=cuda", "optim.rate.warmup_init=0.0", "train.seed=3", "eval.every=50"]
+    config = load("configs/llama-tiny-tp2.yaml", [*words, *overrides.split()])
+    job = job_of(config, vocab=config.data.vocab)
+    text = emit(MEGATRON, job, config).replace('"${DATA_SOURCE:?data.source, such as PREFIX}"', "prefix")
+    back = config_of(moved(text))
+    again = job_of(back, vocab=config.data.vocab)
+    # alike in what is computed: an even cut is written out, and types mean nothing in 32 bits
+    loose: dict[str, Any] = {name: getattr(job, name) for name in ("stage_layers", "precision", "bucket")}
+    assert replace(again, shape=replace(again.shape, family=job.shape.family), **loose) == job
+    for path in ("train.steps", "train.seed", "eval.every", "eval.batches", "data.split", "run.name"):
+        section, name = path.split(".")
+        assert getattr(getattr(back, section), name) == getattr(getattr(config, section), name), path
+    assert back.metrics.tensorboard_dir == config.metrics.tensorboard_dir
+    assert back.data.tokenizer == config.data.tokenizer
+
+
+def test_the_text_is_the_config_with_what_is_said_beside_it() -> None:
+    made = moved(f"{SIZES} {RUN} {NONE}", devices=8, overrides=("layout.dp=1", "optim.rate.warmup=3"))
+    config = config_of(made)
+    values = yaml.safe_load(made.text)
+    assert (values["layout"]["dp"], values["optim"]["rate"]["warmup"]) == (1, 3)
+    assert (config.layout.dp, config.optim.rate.warmup) == (1, 3)
+    assert TrainConfig.model_validate(values) == config
+
+
+@pytest.mark.parametrize(
+    ("more", "name", "why"),
+    [
+        ("--rampup-batch-size 2 2 100", "rampup-batch-size", "it changes what is learnt"),
+        ("--mtp-num-layers 1", "mtp-num-layers", "Stretto has no such model"),
+        ("--rotary-percent 0.5", "rotary-percent", "it changes what the model computes"),
+        ("--reset-position-ids", "reset-position-ids", "Stretto does not read text so"),
+        ("--grpo-iterations 3", "grpo-iterations", "it is for other programs"),
+        ("--swiglo", "swiglo", "has no --swiglo (did you mean --swiglu?)"),
+        ("--zero-stage 1", "zero-stage", "dp.mode=zero1"),
+        ("--lr-decay-style sine", "lr-decay-style", "--lr-decay-style is sine"),
+        ("--window-size 5,3", "window-size", "such windows are not priced"),
+        ("--tokenizer-type BertWordPieceLowerCase", "tokenizer-type", "such a tokenizer is not read"),
+        ("--data-path 0.5 a 0.5", "data-path", "2 weights for 1 prefixes"),
+        ("--bf16 $EXTRA", "$EXTRA", "nothing tells what $EXTRA holds"),
+    ],
+)
+def test_what_has_no_counterpart_is_named_with_the_reason(more: str, name: str, why: str) -> None:
+    made = arguments_of(more)
+    assert list(made.lost) == [name]
+    assert why in made.lost[name]
+
+
+@pytest.mark.parametrize(
+    ("more", "name", "why"),
+    [
+        (f"{ROTARY} --hidden-dropout 0.1", "hidden-dropout", "no dropout here"),
+        ("--attention-dropout 0.2", "attention-dropout", "there is one probability"),
+        ("--fp16 --loss-scale 1024", "loss-scale", "not kept fixed"),
+        ("--load elsewhere", "load", "stretto checkpoint import"),
+        ("--fp8-format e4m3 --bf16", "fp8-format", "hybrid"),
+    ],
+)
+def test_what_is_not_as_said_is_told(more: str, name: str, why: str) -> None:
+    made = arguments_of(more)
+    assert made.lost == {}
+    assert why in made.differs[name]
+
+
+def test_every_argument_has_a_fate() -> None:
+    """A rule reads it, it is needless, or it is lost with a reason, at any but its usual value."""
+    names = {one.name for one in arguments().values()} - set(MEGATRON.settings)
+    for name in names:
+        assert (name in needless()) == (lost(name, object()) is None), name
+    unread = {name for rule in MEGATRON.rules if rule.read is None for name in rule.settings}
+    assert not unread
+
+
+def test_several_prefixes_are_a_mixture_by_weights() -> None:
+    made = arguments_of("--data-path 0.5 a 1.5 b 0.25 a")
+    assert {"data.source": {"a": 0.75, "b": 1.5}} in [one.fields for one in made.mapped]
+    assert {"data.source": ["a", "b"]} in [one.fields for one in arguments_of("--data-path a b").mapped]
+
+
+def test_a_job_that_is_not_legal_is_an_error() -> None:
+    with pytest.raises(StrettoError, match="8 processes do not divide by tp=3"):
+        arguments_of("--tensor-model-parallel-size 3")
+    with pytest.raises(StrettoError, match=r"batch\.global_size is 8"):
+        moved(f"{SIZES} {RUN} {NONE}", devices=3)
+
+
+def test_devices_win_over_the_script() -> None:
+    assert config_of(moved(GPT, *"abcde", devices=16)).layout.dp == 2
+
+
+@pytest.mark.parametrize(
+    ("launcher", "dp"),
+    [
+        ("deepspeed --num_gpus 4 --num_nodes 2", 8),
+        ("mpirun -np 4 python", 4),
+        ("srun --ntasks 8 python", 8),
+        ("srun --nodes 2 --ntasks-per-node=4 python", 8),
+        ("python -m torch.distributed.launch --nproc_per_node=2", 2),
+    ],
+)
+def test_processes_are_those_of_the_launcher(launcher: str, dp: int) -> None:
+    made = moved(f"{launcher} pretrain_gpt.py {SIZES} {RUN} {NONE}")
+    assert config_of(made).layout.dp == dp
