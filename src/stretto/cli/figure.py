@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.output import Json, command_app, fitting_table, report, write_bytes, write_text
+from stretto.cli.output import (
+    Json,
+    check_writable,
+    command_app,
+    fitting_table,
+    report,
+    write_bytes,
+    write_text,
+)
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
@@ -44,6 +52,7 @@ def figure(
         return
     if out is not None and out.suffix not in (".svg", ".png"):
         raise StrettoError(f"--out is {out}", hint="a name that ends in .svg or .png; --html for a page")
+    check_writable(out, html, csv)
     chosen, why = find_figure(name)
     comparison = compare(chosen)
     written = _write(comparison, out, html, csv)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -76,6 +78,17 @@ def say_no() -> typer.Exit:
     return typer.Exit(1)
 
 
+def check_writable(*paths: Path | None) -> None:
+    """Check files that the user named before the work that fills them; None is no file.
+
+    Raises:
+        StrettoError: a file's folder does not exist.
+    """
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise _cannot_write(path, os.strerror(errno.ENOENT))
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file that the user named.
 
@@ -94,9 +107,11 @@ def write_bytes(path: Path, content: bytes) -> None:
     try:
         path.write_bytes(content)
     except OSError as error:
-        raise StrettoError(
-            f"cannot write {path}: {error.strerror}", hint="name a file in a folder that exists"
-        ) from None
+        raise _cannot_write(path, error.strerror) from None
+
+
+def _cannot_write(path: Path, why: str | None) -> StrettoError:
+    return StrettoError(f"cannot write {path}: {why}", hint="name a file in a folder that exists")
 
 
 def print_error(message: str, hint: str | None) -> None:

@@ -19,6 +19,7 @@ from stretto.cli.frameworks import (
 )
 from stretto.cli.output import (
     Json,
+    check_writable,
     command_app,
     command_line,
     fitting_table,
@@ -193,6 +194,7 @@ def plan(
         task = task_for(target, task, fix or [])
     if write is not None:
         _check_writable(task.job, base)
+    check_writable(html)
     with watching() as progress:
         result = search(task, progress)
     name = model or _model_name(base, config)

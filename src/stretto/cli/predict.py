@@ -15,6 +15,7 @@ import typer
 from stretto.cli.frameworks import priced, priced_facts, show_priced
 from stretto.cli.output import (
     Json,
+    check_writable,
     command_app,
     plain_table,
     report,
@@ -430,6 +431,7 @@ def predict_table(
     machine = None if cluster is None else find_cluster(cluster)
     if number is not None and not 1 <= number <= len(cells):
         raise StrettoError(f"{table} has no row {number}", hint=f"rows are numbered from 1 to {len(cells)}")
+    check_writable(out)
     chosen = cells if number is None else cells[number - 1 : number]
     rows = list(_watched(predict_rows(chosen, machine, shape, memory, first=number or 1), len(chosen)))
     if out is not None:

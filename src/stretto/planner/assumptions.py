@@ -6,12 +6,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from importlib.resources import files
 from typing import Any
 
-import yaml
-
 from stretto.planner.machines.device import Device, Precision
+from stretto.planner.machines.reading import shipped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +95,7 @@ def software_profiles() -> dict[str, SoftwareProfile]:
     of 2023), "today" (unfused PyTorch kernels, FlashAttention 2), "compiled" (the same, fused by
     torch.compile), "tuned" (the fastest: FlashAttention 3, cuDNN, kernels fused by hand).
     """
-    text = files("stretto.planner").joinpath("data/software.yaml").read_text(encoding="utf-8")
-    profiles: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    profiles: dict[str, dict[str, Any]] = shipped("stretto.planner", "software")
     return {name: replace(SoftwareProfile(), **fields) for name, fields in profiles.items()}
 
 

@@ -12,14 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from math import exp, sqrt
 from typing import Any
 
-import yaml
-
 from stretto.planner.machines.cluster import Cluster, Link, group_of
 from stretto.planner.machines.device import Precision
+from stretto.planner.machines.reading import shipped
 from stretto.planner.time.constants import is_fitted
 from stretto.spec.job import Job
 
@@ -48,8 +46,7 @@ class Interval:
 
 @cache
 def _constants() -> dict[str, Any]:
-    text = files("stretto.planner").joinpath("data/intervals.yaml").read_text(encoding="utf-8")
-    return yaml.safe_load(text)
+    return shipped("stretto.planner", "intervals")
 
 
 def interval(

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from importlib.resources import files
 from typing import Any, Literal
 
-import yaml
-
 from stretto.errors import StrettoError, nearest
+from stretto.planner.machines.reading import shipped
 from stretto.planner.table.values import read_choice, read_flag, read_number, squeezed
 from stretto.program import names as schedules
 from stretto.spec.shape import FAMILIES
@@ -104,9 +102,7 @@ class Column:
 
 
 def _data(name: str) -> Any:
-    return yaml.safe_load(
-        files("stretto.planner.table").joinpath(f"data/{name}.yaml").read_text(encoding="utf-8")
-    )
+    return shipped("stretto.planner.table", name)
 
 
 @cache

@@ -11,15 +11,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import files
 from typing import Any
-
-import yaml
 
 from stretto.errors import StrettoError
 from stretto.planner.assumptions import SoftwareProfile, software_profile, software_profiles
 from stretto.planner.estimate import usual_dtype
 from stretto.planner.machines.device import Device
+from stretto.planner.machines.reading import shipped
 from stretto.planner.table.cells import Cells
 
 # FlashAttention came to PyTorch (2.0) and to Megatron in the same month, FlashAttention 2 half a year later.
@@ -208,5 +206,4 @@ def _later(month: str, years: int) -> str:
 
 @cache
 def _releases() -> Mapping[str, Any]:
-    text = files("stretto.planner.table").joinpath("data/releases.yaml").read_text(encoding="utf-8")
-    return yaml.safe_load(text)
+    return shipped("stretto.planner.table", "releases")

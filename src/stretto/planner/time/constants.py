@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
-import yaml
-
 from stretto.planner.machines.device import Device, Precision
+from stretto.planner.machines.reading import shipped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +60,7 @@ def constants(name: str) -> dict[str, Any]:
     """
     both: dict[str, Any] = {}
     for part in ("chosen", "fitted"):
-        text = files("stretto.planner.time").joinpath(f"data/{name}_{part}.yaml").read_text(encoding="utf-8")
-        both = _merged(both, yaml.safe_load(text))
+        both = _merged(both, shipped("stretto.planner.time", f"{name}_{part}"))
     return both
 
 

@@ -143,19 +143,23 @@ class Events:
         actions = [self.program.orders[rank][at] for at in step]
         for action in actions:
             for stage, kind in self._plans[action.stage, action.kind].needs:
-                yield from self._wait(Action(stage, kind, action.microbatch))
+                token = Action(stage, kind, action.microbatch)
+                ready = self._when.get(token)
+                if ready is None or ready > self.now:  # most are there: spare them a generator
+                    yield from self._wait(token)
             if action.kind is Kind.UPDATE and not self.program.lowered:
                 yield from self._start_beside(rank, None, Action(action.stage, Kind.REDUCE_GRAD))
         if self._beside:
             yield from self._until(max(map(self._released, actions)))
-        cost = sum(self._plans[stage, kind].cost for stage, kind, _ in actions)
+        cost = self._plans[actions[0].stage, actions[0].kind].cost
         if len(step) > 1:
             assert self.costs.pair is not None
-            cost *= self.costs.pair
+            cost = sum(self._plans[stage, kind].cost for stage, kind, _ in actions) * self.costs.pair
         start, end = self.now, self.now + cost
         for at in step:
             self.starts[rank][at], self.ends[rank][at] = start, end
-        yield from self._until(end)
+        if end > start:
+            yield end
         for at, action in zip(step, actions, strict=True):
             stage, kind, i = action
             # a B has made what an I makes

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from importlib.resources import files
 from typing import Any, Literal
-
-import yaml
 
 from stretto.errors import StrettoError
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.machines.device import Device
+from stretto.planner.machines.reading import shipped
 from stretto.planner.time.constants import bandwidth, chip
 from stretto.recommender.placement import Place
 from stretto.recommender.popularity import Popularity
@@ -277,8 +275,7 @@ def program_of(name: str) -> Program:
 
 @cache
 def _constants(name: str = "tables") -> dict[str, Any]:
-    text = files("stretto.recommender.planner").joinpath(f"data/{name}.yaml").read_text(encoding="utf-8")
-    return yaml.safe_load(text) or {}
+    return shipped("stretto.recommender.planner", name) or {}
 
 
 def _share_of_unique(part: TablePart) -> float:

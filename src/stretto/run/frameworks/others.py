@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.resources import files
 from typing import Literal
 
-import yaml
+from stretto.planner.machines.reading import shipped
 
 
 def others(name: str, kind: Literal["unpriced", "unread"]) -> dict[str, str]:
@@ -19,5 +18,4 @@ def others(name: str, kind: Literal["unpriced", "unread"]) -> dict[str, str]:
 
 @cache
 def _all(name: str) -> Mapping[str, Mapping[str, Sequence[str]]]:
-    text = files("stretto.run.frameworks").joinpath(f"data/{name}.yaml").read_text(encoding="utf-8")
-    return yaml.safe_load(text)
+    return shipped("stretto.run.frameworks", name)
