@@ -10,6 +10,9 @@ WORKERS ?= 3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
+# every command starts processes, which without compiled files compile the package again
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help train test lint clean
 

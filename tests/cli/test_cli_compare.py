@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stretto.cli import main
+from stretto.run.compare import runs
 from tiny_job import job_file
 
 TP = ("layout.tp=1,2,3", "model.dropout=0")
@@ -26,6 +30,24 @@ def compare(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> t
     return json.loads(printed.out), printed.err
 
 
+@pytest.fixture
+def memory_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`stretto memory` in this process, which has imported PyTorch; each run stays a process."""
+    start = runs._stretto
+
+    def command(words: Sequence[str], log: Path) -> tuple[int, Any]:
+        if words[0] != "memory":
+            return start(words, log)
+        said = io.StringIO()
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(said):
+            code = main.run([*words, "--json"])
+        log.write_text(said.getvalue())
+        return code, json.loads(out.getvalue())
+
+    monkeypatch.setattr(runs, "_stretto", command)
+
+
+@pytest.mark.usefixtures("memory_here")
 def test_runs_are_measured_beside_predictions_and_not_run_twice(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -75,6 +75,17 @@ def test_an_interrupted_command_is_ended_with_its_process(
     assert left.exists()
 
 
+def test_what_a_command_prints_is_read_and_what_it_says_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "import json, sys; print(json.dumps(sys.argv[1:])); print('said', file=sys.stderr); sys.exit(3)"
+    monkeypatch.setattr(runs, "_STRETTO", (sys.executable, "-c", script))
+    assert runs._stretto(["memory", "job.yaml"], tmp_path / "log") == (3, ["memory", "job.yaml", "--json"])
+    assert (tmp_path / "log").read_text() == "said\n"
+    monkeypatch.setattr(runs, "_STRETTO", (sys.executable, "-c", "print('no JSON')"))
+    assert runs._stretto(["train"], tmp_path / "log") == (0, None)
+
+
 def test_the_error_of_a_failed_run_is_its_last(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("banner\nerror: first\nhint: no\nerror: rank 1 failed: out of memory\nhint: less\n")

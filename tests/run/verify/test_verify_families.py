@@ -64,7 +64,7 @@ def test_layouts_equal_one_process(folder: Path, model: str) -> None:
         changes(tp=2, pp=2, schedule="zb-h1", recompute="selective"),
         changes(dp=2, cp=2, context="ulysses", mode="zero3"),
     ]
-    config = job(folder, "data.sequence=15", model=model)
+    config = job(folder, "data.sequence=15", "batch.global_size=4", model=model)
     for verdict in verify(config, [varied(config, case) for case in cases]):
         assert verdict.equal, verdict
         assert verdict.tolerance <= 1e-9
