@@ -29,10 +29,19 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_text_stands_beside_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["dryrun", QUICK, *SMALL]) == 0
     text, progress = capsys.readouterr()
-    assert progress == "dry run of rank 0 of 4: 2 x 4 microbatches\n"
+    assert progress.splitlines()[0] == "dry run of rank 0 of 4, 4 microbatches"
     assert "forward products" in text
     assert "predicted" in text
     assert "rank 0 of 4" in text
+
+
+def test_lines_say_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.cli.dryrun._EVERY", 0.0)
+    assert main.run(["dryrun", QUICK, *SMALL, "--quick"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if line.startswith("step 1 of 2: 50%, ")]
+    assert lines[-1].startswith("the planner's counts")
+    assert [line for line in lines if line.startswith("step 2 of 2: 100%, ")]
 
 
 @pytest.mark.parametrize(

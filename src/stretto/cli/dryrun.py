@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Mapping
+import time
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,7 +33,11 @@ def dryrun(
     ] = None,
     rank: Annotated[int, typer.Option("--rank", help="The rank to run, from 0.")] = 0,
     quick: Annotated[
-        bool, typer.Option("--quick", help="One step instead of two: the same counts in half the time.")
+        bool,
+        typer.Option(
+            "--quick",
+            help="Run few microbatches, and count the others as those that they repeat: the same counts.",
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -40,7 +45,7 @@ def dryrun(
 
     Runs assembly and two steps of pipeline, reductions and optimizer. Counts the operations of the second
     step, the bytes and calls of every collective, and the peak memory of its tensors, beside the planner's
-    prediction.
+    prediction. A rank of the largest models takes a minute or two; with --quick, seconds.
 
     No other rank exists and no text is read. Tokens are spread evenly over experts; bytes are the whole
     tensor's that a collective works on; groups are named by the axes along which their ranks differ.
@@ -58,32 +63,49 @@ def dryrun(
     if wrong:
         raise wrong[0]
     job.layout.coordinates(rank)  # raises for a rank outside the layout
-    from stretto.run.dryrun.run import dry_run  # imports torch: after the checks, which need none
+    what = f"rank {rank} of {job.layout.world}, {job.microbatches} microbatches"
+    with _progress(what, as_json) as progress:  # before torch is imported, which takes seconds
+        from stretto.run.dryrun.run import dry_run
 
-    steps = 1 if quick else 2
-    with _elapsed(f"rank {rank} of {job.layout.world}: {steps} x {job.microbatches} microbatches", as_json):
-        ran, held = dry_run(job, rank, steps), memory_of(job)
-    predicted = counts(job, rank, held) if countable(job, held) else None
-    memory = one_rank(held, ran.coordinates["pp"]).total
+        ran = dry_run(job, rank, quick=quick, progress=progress)
+        if progress is not None:
+            progress("the planner's counts", 0, 1)
+        held = memory_of(job)
+        predicted = counts(job, rank, held) if countable(job, held) else None
+        memory = one_rank(held, ran.coordinates["pp"]).total
     report(_facts(ran, predicted, memory), as_json, lambda to: _show(to, job.layout, ran, predicted, memory))
 
 
+_EVERY = 10.0  # seconds between lines where stderr is no terminal
+
+
 @contextmanager
-def _elapsed(what: str, quiet: bool) -> Generator[None]:
-    """Show on stderr what runs, in a terminal with the time elapsed: large models take minutes."""
+def _progress(what: str, quiet: bool) -> Generator[Callable[[str, int, int], None] | None]:
+    """Show on stderr what runs and how far it is: a bar in a terminal, elsewhere a line every few seconds."""
     if quiet:
-        yield
+        yield None
     elif not sys.stderr.isatty():
+        started = last = time.monotonic()
         print(f"dry run of {what}", file=sys.stderr, flush=True)
-        yield
+
+        def line(phase: str, done: int, of: int) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if now - last > _EVERY:
+                last = now
+                print(f"{phase}: {done / of:.0%}, {now - started:.0f} s", file=sys.stderr, flush=True)
+
+        yield line
     else:
         from rich.console import Console
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            bar.add_task(f"dry run of {what}", total=None)
-            yield
+            task = bar.add_task(f"dry run of {what}", total=None)
+            yield lambda phase, done, of: bar.update(
+                task, description=f"dry run of {what}: {phase}", completed=done, total=of if done else None
+            )
 
 
 # ------------------------------------------------------------------ JSON

@@ -28,6 +28,12 @@ GPT = "model.family=gpt"
 LLAMA = "model.family=llama model.kv_heads=2 model.ffn=96"
 MOE = f"{LLAMA} model.moe.experts=4 model.moe.top_k=2 model.moe.shared_ffn=32"
 SP = "layout.sequence_parallel=true"
+GQA = "model.kv_heads=2 model.ffn=96"
+ROUTED = "model.moe.experts=8 model.moe.top_k=2 model.moe.ffn=32"
+LATENT = (
+    "model.ffn=96 model.head_dim=24 model.attention.latent.kv_rank=16 model.attention.latent.rope_dim=8 "
+    "model.attention.latent.value_dim=16"
+)
 CASES = [
     f"1 {GPT} layout.tp=2",
     f"3 {LLAMA} layout.tp=4 {SP} recompute.mode=full",
@@ -37,6 +43,9 @@ CASES = [
     f"5 {LLAMA} layout.dp=4 layout.pp=2 dp.mode=zero3",
     f"2 {GPT} layout.dp=4 dp.mode=zero2",
     f"3 {MOE} layout.tp=2 layout.dp=2 layout.ep=2 {SP}",
+    f"1 model.family=qwen3 {GQA} layout.tp=2 {SP} recompute.mode=full",
+    f"1 model.family=mistral {GQA} model.attention.window=16 layout.cp=2",
+    f"0 model.family=qwen3_moe {GQA} {ROUTED} layout.dp=2 layout.ep=2 dp.mode=zero1",
 ]
 MORE = [
     f"0 {GPT} layout.tp=2 recompute.mode=full recompute.shard_inputs=true layout.pp=2",
@@ -67,19 +76,6 @@ MORE = [
     f"1 {MOE} layout.cp=2 layout.ep=2 recompute.mode=full",
     f"1 {MOE} layout.cp=2 layout.tp=2 model.moe.capacity=1.25",
     f"1 {MOE} layout.dp=4 layout.ep=2 dp.mode=zero3",
-]
-GQA = "model.kv_heads=2 model.ffn=96"
-ROUTED = "model.moe.experts=8 model.moe.top_k=2 model.moe.ffn=32"
-LATENT = (
-    "model.ffn=96 model.head_dim=24 model.attention.latent.kv_rank=16 model.attention.latent.rope_dim=8 "
-    "model.attention.latent.value_dim=16"
-)
-CASES += [
-    f"1 model.family=qwen3 {GQA} layout.tp=2 {SP} recompute.mode=full",
-    f"1 model.family=mistral {GQA} model.attention.window=16 layout.cp=2",
-    f"0 model.family=qwen3_moe {GQA} {ROUTED} layout.dp=2 layout.ep=2 dp.mode=zero1",
-]
-MORE += [
     f"1 model.family=qwen2 {GQA} layout.tp=2",
     f"1 model.family=mistral {GQA} model.attention.window=16 layout.cp=3 data.sequence=600",
     f"0 model.family=mistral {GQA} model.attention.window=100 layout.cp=2 layout.context=ulysses "
@@ -180,11 +176,57 @@ def test_one_rank_of_three_thousand() -> None:
     assert ran.bytes == said.bytes
 
 
-def test_one_step_measures_as_much_as_two() -> None:
-    job = described(f"{GPT} layout.dp=2 layout.pp=2 dp.mode=zero1")
-    one, two = (dry_run(job, 1, steps) for steps in (1, 2))
-    assert (one.flops, one.bytes, one.calls) == (two.flops, two.bytes, two.calls)
-    assert one.peak == pytest.approx(two.peak, rel=0.01)
+QUICK = [
+    f"1 {GPT} layout.dp=2 layout.pp=2 dp.mode=zero1",
+    f"3 {GPT} layout.pp=4 layout.dp=2 schedule.name=zb-h1 dp.mode=zero2 dp.reduce=step",
+    f"1 {LLAMA} layout.pp=2 schedule.name=dualpipe",
+    f"1 {GPT} layout.pp=2 schedule.name=interleaved schedule.chunks=2 layout.dp=2 dp.mode=zero2",
+    f"0 {MOE} layout.dp=2 layout.ep=2 recompute.mode=full",
+]
+
+
+@pytest.mark.parametrize("case", QUICK)
+def test_repeated_microbatches_count_as_if_they_were_run(case: str) -> None:
+    rank, overrides = case.split(maxsplit=1)
+    job = described(overrides)
+    job = replace(job, global_batch=16 * job.micro_batch * job.layout.dp)
+    whole, quick = dry_run(job, int(rank)), dry_run(job, int(rank), quick=True)
+    assert quick.operators < 0.65 * whole.operators
+    for name in ("flops", "bytes", "calls", "phases", "sent"):
+        assert getattr(quick, name) == getattr(whole, name)
+    # losses of repeated microbatches, 4 bytes each, are not kept
+    assert abs(quick.peak - whole.peak) <= 4 * 16
+    assert sum(quick.kinds.values()) == quick.peak
+
+
+DEPENDING = [
+    "layout.dp=2 dp.mode=zero3",
+    "layout.pp=2 schedule.name=pipedream model.tied=false",
+    "layout.pp=2 layout.dp=2 schedule.name=zb-h1 dp.mode=zero2",
+]
+
+
+@pytest.mark.parametrize("overrides", DEPENDING)
+def test_where_microbatches_depend_on_those_before_them_all_are_run(overrides: str) -> None:
+    job = described(f"{GPT} {overrides}")
+    job = replace(job, global_batch=12 * job.micro_batch * job.layout.dp)
+    whole, quick = dry_run(job, 0), dry_run(job, 0, quick=True)
+    assert (quick.operators, quick.peak, quick.flops) == (whole.operators, whole.peak, whole.flops)
+
+
+def test_progress_reaches_the_end_of_both_steps() -> None:
+    seen = dict[str, list[tuple[int, int]]]()
+    dry_run(
+        described(f"{GPT} layout.pp=2"),
+        1,
+        quick=True,
+        progress=lambda phase, done, of: seen.setdefault(phase, []).append((done, of)),
+    )
+    assert list(seen) == ["assembly of the stages", "step 1 of 2", "step 2 of 2"]
+    for step in ("step 1 of 2", "step 2 of 2"):
+        done, of = zip(*seen[step], strict=True)
+        assert list(done) == list(range(1, of[0] + 1))
+        assert set(of) == {of[0]}
 
 
 def test_weights_that_layers_gather_are_not_there_between_steps() -> None:

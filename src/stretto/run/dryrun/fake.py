@@ -18,8 +18,6 @@ from stretto.engine.parallel.collectives import native_collectives
 from stretto.engine.parallel.expert.dispatch import even_routing
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor import matmul
-from stretto.engine.pipeline.live import Call
-from stretto.engine.pipeline.recorder import Recorder
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.run.train.memory_measured import HeldMemory
@@ -70,6 +68,7 @@ def _plain_products() -> Generator[None]:
 
 Kind = Literal["products", "attention"]
 _aten: Any = torch.ops.aten
+_DEVICE: Any = torch.ops.prim.device.default
 
 
 def _mm(a: Any, b: Any) -> int:
@@ -156,6 +155,8 @@ class Following(HeldMemory):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE:  # autograd's engine asks twice as often as it calls operators
+            return args[0].device
         self.operators += 1
         packet = func.overloadpacket
         if packet is _aten._local_scalar_dense:
@@ -204,33 +205,3 @@ def _without_room(func: Callable[..., Any], freed: list[torch.UntypedStorage]) -
         return out
 
     return call
-
-
-class PhaseRecorder(Recorder):
-    """Sets the phase of the step that an action belongs to, and notes the action with the most memory."""
-
-    def __init__(self, following: Following) -> None:
-        super().__init__("cpu")
-        self.following = following
-        self.actions = list[tuple[str, int, int]]()  # label, bytes held after, most while it ran
-
-    def record(self, label: str, call: Call, wait: Call | None) -> None:
-        """Run a call, after the wait that it would begin with."""
-        following = self.following
-        if wait is not None:
-            wait()
-        before, fullest = following.peak, following.at_peak
-        following.peak = following.held
-        following.phase = _phase(label)
-        call()
-        following.phase = AFTER
-        following.look()
-        self.actions.append((label, following.held, following.peak))
-        if following.peak <= before:
-            following.peak, following.at_peak = before, fullest
-
-
-def _phase(label: str) -> str:
-    """Of an action's text such as 2F0; whatever is no forward belongs to the backward."""
-    number = label.lstrip("0123456789")
-    return FORWARD if number.startswith("F") and number != label else BACKWARD

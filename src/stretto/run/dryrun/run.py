@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,9 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.recompute import Recompute
 from stretto.engine.parallel.traffic import traffic
 from stretto.layout.layout import Layout, axes_of
-from stretto.run.dryrun.fake import BACKWARD, RECOMPUTE, Following, PhaseRecorder, fake_rank, without_values
+from stretto.program.action import Action, Kind
+from stretto.run.dryrun.fake import BACKWARD, RECOMPUTE, Following, fake_rank, without_values
+from stretto.run.dryrun.repeats import PhaseRecorder, repeating
 from stretto.run.train.assemble import assemble
 from stretto.run.train.memory_measured import name_kinds, passing_flats, random_step
 from stretto.run.train.replica import Replica
@@ -78,44 +80,62 @@ class _Heard:
         self.calls[key] += 1
 
 
-def dry_run(job: Job, rank: int, steps: int = 2) -> DryRun:
-    """Run a rank's code, and count its last step.
+Progress = Callable[[str, int, int], None]
 
-    The first step makes what stays: buffers of messages, states of optimisers, the order of reductions.
+
+def dry_run(job: Job, rank: int, *, quick: bool = False, progress: Progress | None = None) -> DryRun:
+    """Run two steps of a rank's code, and count the second.
+
+    The first step makes what stays: buffers of messages, states of optimisers, the order of reductions. In
+    it, microbatches that do what others have done are not run.
 
     Args:
         job: a legal one.
         rank: of its layout, 0 to world - 1.
-        steps: at least 1; with 1, in half the time, states of optimisers are made before, and reductions come
-            at the end of their stage's last backward as in every first step.
+        quick: nor are they in the second step, but counted as those that they repeat: the same counts in a
+            fraction of the time. Where what one does depends on those before it, all are run.
+        progress: called with what is done now, and how much of it: done, and all.
 
     Raises:
         StrettoError: no such rank.
     """
     started = time.perf_counter()
     with fake_rank(job.layout, rank, native=not job.one_memory) as mesh, without_values():
-        return _run(job, mesh, steps, started)
+        return _run(job, mesh, quick, progress or _no_progress, started)
 
 
-def _run(job: Job, mesh: Mesh, steps: int, started: float) -> DryRun:
+def _no_progress(_what: str, _done: int, _all: int) -> None:
+    return
+
+
+def _run(job: Job, mesh: Mesh, quick: bool, progress: Progress, started: float) -> DryRun:
     following = Following()
     heard = _Heard(layout=mesh.layout, following=following)
     with following:
+        progress("assembly of the stages", 0, 1)
         replica = assemble(job, mesh, seed=0, fresh=False)
         try:
             replica.pipeline.train()
-            if steps == 1:
-                replica.optimizer.ensure_states()
-            for step in range(1, steps):
-                random_step(replica, step)
+            order = replica.pipeline.program.orders[replica.pipeline.rank]
+            actions = sum(action.microbatch is not None for action in order)
+            repeated = _repeated(replica, order)
+            random_step(
+                replica, 1, PhaseRecorder(following, repeated=repeated, progress=_step(progress, 1, actions))
+            )
             name_kinds(following, replica)
             following.watch(_coming_and_going(replica))
             following.look()  # for storages freed without an operator
             following.restart()
             following.flops.clear()
-            before, recorder = following.operators, PhaseRecorder(following)
+            before = following.operators
             with traffic(heard) as sent, _again(replica, following):
-                random_step(replica, steps, recorder)
+                recorder = PhaseRecorder(
+                    following,
+                    (following.flops, heard.bytes, heard.calls, sent.bytes),
+                    repeated if quick else frozenset(),
+                    _step(progress, 2, actions),
+                )
+                random_step(replica, 2, recorder)
             operators = following.operators - before
         finally:
             replica.close()
@@ -137,6 +157,22 @@ def _run(job: Job, mesh: Mesh, steps: int, started: float) -> DryRun:
         operators=operators,
         seconds=time.perf_counter() - started,
     )
+
+
+def _repeated(replica: Replica, order: Sequence[Action]) -> frozenset[int]:
+    """Microbatches that need not be run; none where what one does depends on those before it: weights that
+    change or are gathered, and gradients that every microbatch reduces, of which half a backward leaves some.
+    """
+    job, buffers = replica.job, replica.pipeline.buffers.values()
+    each = any(gradient.each for buffer in buffers for gradient in buffer.gradients)
+    halves = any(action.kind is Kind.W for action in order)
+    if replica.asynchronous or job.dp.gathers(job.layout.pp) is not None or (each and halves):
+        return frozenset()
+    return repeating(order)
+
+
+def _step(progress: Progress, number: int, actions: int) -> Callable[[int], None]:
+    return lambda done: progress(f"step {number} of 2", done, actions)
 
 
 def _coming_and_going(replica: Replica) -> list[Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,11 @@ class HeldMemory(TorchDispatchMode):
         self._known = dict[int, _Storage]()
         self._watched: list[Tensor] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; torch's wrapper against it imports its compiler and slows each call."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -98,6 +103,12 @@ class HeldMemory(TorchDispatchMode):
                 self.kinds[kind] += known.bytes
                 known.kind = kind
 
+    def change(self, kinds: Mapping[str, int]) -> None:
+        """Count bytes of these kinds more, or less where negative, that no storage here has."""
+        self.kinds.update(kinds)
+        self.held += sum(kinds.values())
+        self._note_peak()
+
     def restart(self) -> None:
         """Begin the search for the peak anew."""
         self.peak, self.at_peak = self.held, self.kinds.copy()
@@ -123,6 +134,9 @@ class HeldMemory(TorchDispatchMode):
     def _add(self, kind: str, size: int) -> None:
         self.held += size
         self.kinds[kind] += size
+        self._note_peak()
+
+    def _note_peak(self) -> None:
         if self.held > self.peak:
             self.peak, self.at_peak = self.held, self.kinds.copy()
 

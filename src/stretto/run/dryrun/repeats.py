@@ -1,0 +1,139 @@
+"""Microbatches that do what others have done: which are run, and what those that are not would add."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from stretto.engine.pipeline.live import Call
+from stretto.engine.pipeline.recorder import Recorder
+from stretto.program.action import Action
+from stretto.run.dryrun.fake import AFTER, BACKWARD, FORWARD, Following
+
+T = TypeVar("T")
+
+# of what has a microbatch, such as 2F0, or the end of its message, such as "the wait for 2SEND_F0"
+_LABEL = re.compile(r"(?P<call>(?P<wait>the wait for )?\d+[A-Z_]+)(?P<microbatch>\d+)")
+
+
+def repeating(order: Iterable[Action]) -> frozenset[int]:
+    """The microbatches of a rank's program that need not be run.
+
+    The first two and the last of each stage's forwards, backwards and messages are run: the first makes what
+    lasts, the second shows what all later ones do, and the last starts the reductions.
+    """
+    of = defaultdict[tuple[object, ...], list[int]](list)
+    for action in order:
+        if action.microbatch is not None:
+            of[action.stage, action.kind].append(action.microbatch)
+    run = {microbatch for several in of.values() for microbatch in (*several[:2], several[-1])}
+    return frozenset(microbatch for several in of.values() for microbatch in several) - run
+
+
+@dataclass(frozen=True)
+class _Effect:
+    """What one call did.
+
+    counted: what it added to each of the recorder's counters.
+    most, after: change of the bytes of each kind from before the call, when most were held, and after it.
+    """
+
+    counted: tuple[Counter[Any], ...]
+    most: Counter[str]
+    after: Counter[str]
+
+
+class PhaseRecorder(Recorder):
+    """Sets the phase of the step that an action belongs to, notes what each action holds, and repeats the
+    effect of an earlier call in place of the calls of `repeated` microbatches.
+
+    Args:
+        counters: to which repeated calls add what the earlier one has added.
+        repeated: microbatches that are not run, of `repeating`.
+        progress: called with the number of actions of microbatches that are done.
+
+    Attributes:
+        actions: of each call its label, the bytes held after it, and the most while it ran.
+    """
+
+    def __init__(
+        self,
+        following: Following,
+        counters: Sequence[Counter[Any]] = (),
+        repeated: frozenset[int] = frozenset(),
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        super().__init__("cpu")
+        self.following = following
+        self.actions = list[tuple[str, int, int]]()
+        self._counters = counters
+        self._repeated = repeated
+        self._progress = progress
+        self._done = 0
+        self._effects = dict[str, _Effect | None]()  # None: of the first call of its kind
+
+    def record(self, label: str, call: Call, wait: Call | None) -> None:
+        """Run a call, after the wait that it would begin with, or repeat what such a call does."""
+        following = self.following
+        parts = _LABEL.fullmatch(label)
+        before, fullest = following.peak, following.at_peak
+        following.peak, following.at_peak = following.held, following.kinds.copy()
+        if parts is None:
+            self._run(label, call, wait)
+        elif int(parts["microbatch"]) in self._repeated:
+            self._repeat(parts["call"])
+        else:
+            self._note(parts["call"], label, call, wait)
+        self.actions.append((label, following.held, following.peak))
+        if following.peak <= before:
+            following.peak, following.at_peak = before, fullest
+        if self._progress is not None and parts is not None and not parts["wait"]:
+            self._done += 1
+            self._progress(self._done)
+
+    def _run(self, label: str, call: Call, wait: Call | None) -> None:
+        following = self.following
+        if wait is not None:
+            wait()
+        following.phase = _phase(label)
+        call()
+        following.phase = AFTER
+        following.look()
+
+    def _note(self, what: str, label: str, call: Call, wait: Call | None) -> None:
+        """Run a call, and keep what it did unless it was the first of its kind."""
+        following = self.following
+        kinds, counted = following.kinds.copy(), [counter.copy() for counter in self._counters]
+        self._run(label, call, wait)
+        if what not in self._effects:
+            self._effects[what] = None
+            return
+        self._effects[what] = _Effect(
+            tuple(_since(one, was) for one, was in zip(self._counters, counted, strict=True)),
+            _since(following.at_peak, kinds),
+            _since(following.kinds, kinds),
+        )
+
+    def _repeat(self, what: str) -> None:
+        effect = self._effects.get(what)
+        assert effect is not None, f"no earlier {what} was run"
+        for counter, added in zip(self._counters, effect.counted, strict=True):
+            counter.update(added)
+        self.following.change(effect.most)
+        self.following.change(_since(effect.after, effect.most))
+
+
+def _since(now: Counter[T], was: Counter[T]) -> Counter[T]:
+    """By how much each count has changed; `-` of counters would leave out what has become less."""
+    change = now.copy()
+    change.subtract(was)
+    return change
+
+
+def _phase(label: str) -> str:
+    """Of an action's text such as 2F0; whatever is no forward belongs to the backward."""
+    number = label.lstrip("0123456789")
+    return FORWARD if number.startswith("F") and number != label else BACKWARD
