@@ -187,10 +187,19 @@ def test_a_script_of_48_layers_converts_whole(tmp_path: Path) -> None:
     assert (config.metrics.tensorboard_dir, config.metrics.every) == ("boards", 100)
 
 
-def test_two_files_of_other_names_stay_two() -> None:
-    made = moved(GPT, "runs/gpt", "boards", "gpt2-vocab.json", "gpt2-merges.txt", "text")
+@pytest.mark.parametrize(
+    ("vocab", "merges", "tokenizer"),
+    [
+        ("v/vocab.json", "v/merges.txt", "v"),
+        ("v/gpt2-vocab.json", "v/gpt2-merges.txt", "v/gpt2-vocab.json"),
+        ("v/vocab.json", "w/merges.txt", ["v/vocab.json", "w/merges.txt"]),
+        ("v/gpt2-vocab.json", "v/merges.txt", ["v/gpt2-vocab.json", "v/merges.txt"]),
+    ],
+)
+def test_two_files_are_one_tokenizer(vocab: str, merges: str, tokenizer: str | list[str]) -> None:
+    made = moved(GPT, "runs/gpt", "boards", vocab, merges, "text")
     fields = {name: value for one in made.mapped for name, value in one.fields.items()}
-    assert fields["data.tokenizer"] == ["gpt2-vocab.json", "gpt2-merges.txt"]
+    assert fields["data.tokenizer"] == tokenizer
 
 
 def test_what_is_not_said_is_left_to_fill_in() -> None:
@@ -211,9 +220,13 @@ def test_a_llama_by_samples_and_with_fp8() -> None:
     assert (job.layout.dp, job.layout.cp, job.dp.mode, job.precision.fp8) == (4, 2, "zero1", "tensor")
     assert (config.train.steps, config.optim.rate.decay_steps, config.optim.rate.warmup) == (10000, 9000, 100)
     assert config.data.cache == "/home/me/cache"
-    assert {"manual-gc", "exit-duration-in-mins", "calculate-per-token-loss", "rotary-percent"} <= {
-        name for names in made.needless.values() for name in names
-    }
+    assert {
+        "manual-gc",
+        "cross-entropy-loss-fusion",
+        "exit-duration-in-mins",
+        "calculate-per-token-loss",
+        "rotary-percent",
+    } <= {name for names in made.needless.values() for name in names}
     mock = config_of(moved(LLAMA))
     assert (mock.data.source, mock.data.tokenizer, mock.model.vocab) == ("python-stdlib", None, 128256)
     assert mock.data.split == "99,1,0"
@@ -276,10 +289,12 @@ def test_the_text_is_the_config_with_what_is_said_beside_it() -> None:
         ("--rampup-batch-size 2 2 100", "rampup-batch-size", "it changes what is learnt"),
         ("--mtp-num-layers 1", "mtp-num-layers", "Stretto has no such model"),
         ("--rotary-percent 0.5", "rotary-percent", "it changes what the model computes"),
-        ("--reset-position-ids", "reset-position-ids", "Stretto does not read text so"),
+        ("--fim-data", "fim-data", "Stretto does not read text so"),
+        ("--moe-router-topk 3", "moe-router-topk", "by itself it has no field"),
+        ("--deepspeed_config ds.json", "deepspeed_config", "its JSON is not read"),
         ("--grpo-iterations 3", "grpo-iterations", "it is for other programs"),
         ("--swiglo", "swiglo", "has no --swiglo (did you mean --swiglu?)"),
-        ("--zero-stage 1", "zero-stage", "dp.mode=zero1"),
+        ("--zero-stage 5", "zero-stage", "has no --zero-stage"),
         ("--lr-decay-style sine", "lr-decay-style", "--lr-decay-style is sine"),
         ("--window-size 5,3", "window-size", "such windows are not priced"),
         ("--tokenizer-type BertWordPieceLowerCase", "tokenizer-type", "such a tokenizer is not read"),
@@ -307,6 +322,16 @@ def test_what_is_not_as_said_is_told(more: str, name: str, why: str) -> None:
     made = arguments_of(more)
     assert made.lost == {}
     assert why in made.differs[name]
+
+
+def test_arguments_of_megatron_deepspeed_are_read_as_megatrons() -> None:
+    more = "--deepspeed --zero-stage 3 --no-pipeline-parallel --deepspeed-activation-checkpointing"
+    more += " --num-key-value-heads 2"
+    made = moved(f"deepspeed --num_gpus 8 pretrain_gpt.py {SIZES} {RUN} {NONE} {more}")
+    assert made.lost == {}
+    config = config_of(made)
+    assert (config.dp.mode, config.recompute.mode, config.model.kv_heads) == ("zero3", "full", 2)
+    assert made.needless["read as --group-query-attention --num-query-groups 2"] == ["num-key-value-heads"]
 
 
 def test_every_argument_has_a_fate() -> None:

@@ -50,6 +50,17 @@ class Unread:
     matters: bool
 
 
+@dataclass(frozen=True)
+class Former:
+    """A setting of another version, which is read as others that stand beside it.
+
+    Attributes:
+        instead: these, as they would be said.
+    """
+
+    instead: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """Choices and the settings they become.
@@ -110,6 +121,7 @@ class Framework:
         plans: choices that a search for it is fixed to, as `--fix` takes them.
         needless: settings that no rule reads and that a run here is the same without, and why.
         lost: why a setting that no rule reads, with that value, has no counterpart here; None: it needs none.
+        usual: whether a value is what the framework takes where the setting is left out.
         differs: settings that rules read, and in what a run here is not as they say.
     """
 
@@ -128,6 +140,7 @@ class Framework:
     plans: Sequence[str] = ()
     needless: Mapping[str, str] = field(default_factory=dict[str, str])
     lost: Callable[[str, Any], str | None] | None = None
+    usual: Callable[[str, Any], bool] | None = None
     differs: Callable[[Settings], Iterable[tuple[str, str]]] = lambda _: ()
 
     @property
@@ -415,7 +428,7 @@ def read(
     for name, value in parsed.items():
         if isinstance(value, Unread) and value.matters:
             raise value.error
-        if name in known or name.startswith("$"):
+        if name in known or name.startswith("$") or isinstance(value, Former):
             continue
         if (why := _matching(framework.unread, name)) is not None:
             raise StrettoError(f"{source}: {name} is {shown(value)}: {why}", hint=f"leave {name} out")
@@ -425,7 +438,7 @@ def read(
             hint = f"did you mean {near}?" if near else None
             raise StrettoError(f"{source}: {framework.title} has no {name}", hint=hint)
         ignored.setdefault(why, []).append(name)
-    settings = {name: value for name, value in parsed.items() if not isinstance(value, Unread)}
+    settings = {name: value for name, value in parsed.items() if not isinstance(value, Former | Unread)}
     values = dict[str, Any]()
     for rule in framework.rules:
         if rule.read is not None:

@@ -19,7 +19,7 @@ from stretto.run.config.section import find
 from stretto.run.config.source import CoreDumper
 from stretto.run.config.written import model_section
 from stretto.run.frameworks.choices import RUN_DEFAULTS, job_from
-from stretto.run.frameworks.mapping import Framework, Settings, Start, Unread
+from stretto.run.frameworks.mapping import Former, Framework, Settings, Start, Unread
 from stretto.spec.initial import Initial
 from stretto.spec.rules import problems
 
@@ -90,12 +90,15 @@ def migrate(
     parsed = framework.parse(text, source, start or Start())
     made = Migration()
     for setting, value in parsed.items():
-        if isinstance(value, Unread):
+        if isinstance(value, Former):
+            made.needless.setdefault(f"read as {value.instead}", []).append(setting)
+        elif isinstance(value, Unread):
             made.lost[setting] = f"{value.error.message.removeprefix(f'{source}: ')}{_hint(value.error)}"
-    settings = {key: value for key, value in parsed.items() if not isinstance(value, Unread)}
+    settings = {key: value for key, value in parsed.items() if not isinstance(value, Former | Unread)}
     values = _read(framework, settings, made)
-    for setting in settings.keys() - framework.settings.keys():
-        _without_rule(framework, setting, settings[setting], made)
+    for setting, value in settings.items():
+        if setting not in framework.settings:
+            _without_rule(framework, setting, value, made)
     made.differs |= dict(framework.differs(settings))
     sections = _sections(values, made, name)
     _accept(sections, made)
@@ -103,10 +106,11 @@ def migrate(
         section, key = required.split(".")
         if key not in sections.setdefault(section, {}):
             sections[section][key] = REQUIRED
-    made.text = _written(sections, made, f"{source} ({framework.title})")
+    about = f"{source} ({framework.title})"
+    made.text = _written(sections, made, about)
     made.config = parse(made.text, source, overrides, name=name)
     if overrides:
-        made.text = _written(_less(plain_values(made.config), sections, overrides), made, source)
+        made.text = _written(_less(plain_values(made.config), sections, overrides), made, about)
     _check(made)
     return made
 
@@ -120,6 +124,10 @@ def _read(framework: Framework, settings: Settings, made: Migration) -> dict[str
     values = dict[str, Any]()
     for rule in framework.rules:
         there = {name: settings[name] for name in rule.settings if name in settings}
+        if not rule.choices:
+            if there:
+                made.needless.setdefault("how a kernel works is Stretto's own", []).extend(there)
+            continue
         if rule.read is None:
             made.lost |= dict.fromkeys(there, "it is written here, and not read")
             continue
@@ -134,7 +142,9 @@ def _read(framework: Framework, settings: Settings, made: Migration) -> dict[str
                 made.notes.append(note)
             continue
         values |= choices
-        if there:
+        if there and not choices:
+            _without_field(framework, there, made)
+        elif there:
             made.mapped.append(Mapped(settings=there, fields=dict(choices)))
         elif _SIZE in choices and framework.needless:
             values["guess"] = choices[_SIZE]
@@ -142,6 +152,15 @@ def _read(framework: Framework, settings: Settings, made: Migration) -> dict[str
         del values[_SIZE]  # the tokenizer knows better how many entries it has than its kind
     values.pop("guess", None)
     return values
+
+
+def _without_field(framework: Framework, settings: Settings, made: Migration) -> None:
+    """Settings that say nothing of a job, as those of experts where there are none."""
+    for name, value in settings.items():
+        if framework.usual is not None and framework.usual(name, value):
+            made.needless.setdefault("the usual value", []).append(name)
+        else:
+            made.lost[name] = "by itself it has no field here"
 
 
 def _without_rule(framework: Framework, name: str, value: Any, made: Migration) -> None:

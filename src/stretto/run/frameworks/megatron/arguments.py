@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 from stretto.errors import StrettoError, nearest
-from stretto.run.frameworks.mapping import Unread
+from stretto.run.frameworks.mapping import Former, Unread
 from stretto.run.frameworks.shell import unknown_in
 
 VERSION = "core_v0.16.1"
@@ -115,22 +115,30 @@ def read_arguments(words: Sequence[str], source: str, priced: Mapping[str, objec
     known, settings = arguments(), dict[str, Any]()
     for name, values in _groups(words, source):
         one = known.get(name)
-        if one is None:
+        if (instead := _former(name, values)) is not None:
+            settings |= read_arguments(instead.split(), source, priced)
+            settings[name] = Former(instead or "nothing: it is Stretto's own way")
+        elif one is None:
             settings[name] = Unread(_unknown(name, values, source), matters=not name.startswith("$"))
-            continue
-        try:
-            settings[one.name] = one.read(values, source)
-        except StrettoError as error:
-            unsaid = any(unknown_in(value) is not None for value in values)
-            settings[one.name] = Unread(error, matters=not unsaid or one.name in priced)
+        else:
+            settings[one.name] = _value(one, values, source, priced)
     return settings
+
+
+def _value(one: Argument, values: Sequence[str], source: str, priced: Mapping[str, object]) -> Any:
+    """The value of an argument, or `Unread`."""
+    try:
+        return one.read(values, source)
+    except StrettoError as error:
+        unsaid = any(unknown_in(value) is not None for value in values)
+        return Unread(error, matters=not unsaid or one.name in priced)
 
 
 def _unknown(name: str, values: Sequence[str], source: str) -> StrettoError:
     """Why a name is no argument."""
     if name.startswith("$"):
         return StrettoError(f"{source}: nothing tells what {name} holds", hint=f"give it: {name[1:]}=...")
-    if (instead := _FORMER.get(name)) is not None:
+    if (instead := _HINTS.get(name)) is not None:
         return StrettoError(f"{source}: --{name} is not of Megatron-LM {VERSION}", hint=instead)
     near = nearest(name, arguments())
     hint = f"did you mean --{near}?" if near else "it is no argument of Megatron-LM"
@@ -177,24 +185,43 @@ def _awaits(name: str, values: Sequence[str]) -> bool:
     return one.values in ("+", "*") or (one.values == "" and not values)
 
 
-# what earlier versions, and Megatron-DeepSpeed, called otherwise or do not share
+# what earlier versions and Megatron-DeepSpeed call otherwise, with {} for the value; where that is empty,
+# nothing here depends on it
 _RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+_FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy"
 _FORMER = {
+    "checkpoint-activations": _RECOMPUTED,
+    "deepspeed-activation-checkpointing": _RECOMPUTED,
+    "num-key-value-heads": "--group-query-attention --num-query-groups {}",
+    "ds-sequence-parallel-size": "--context-parallel-size {} --cp-comm-type a2a",
+    "zero-stage": {
+        "0": "",
+        "1": "--use-distributed-optimizer",
+        "2": f"{_FSDP} optim_grads",
+        "3": f"{_FSDP} optim_grads_params",
+    },
+    "no-pipeline-parallel": "",
+    "deepspeed": "",
+    "DDP-impl": "",
+    "no-query-key-layer-scaling": "",
+}
+# the same, where only a person can tell
+_HINTS = {
     "activations-checkpoint-method": f"such as {_RECOMPUTED}",
-    "activations-checkpoint-num-layers": f"such as {_RECOMPUTED}",
-    "deepspeed-activation-checkpointing": f"such as {_RECOMPUTED}",
-    "checkpoint-num-layers": f"such as {_RECOMPUTED}",
-    "num-key-value-heads": "--group-query-attention --num-query-groups N",
-    "ds-sequence-parallel-size": "--context-parallel-size N --cp-comm-type a2a",
-    "deepspeed": "its engine is Stretto's own; dp.mode=zero1, zero2 or zero3 is what a ZeRO stage is",
-    "deepspeed_config": "its JSON is not read: dp.mode says the ZeRO stage, train.dtype the type",
-    "zero-stage": "dp.mode=zero1, zero2 or zero3, or --use-distributed-optimizer for stage 1",
-    "no-pipeline-parallel": "layout.pp=1",
-    "DDP-impl": "gradients are reduced in buckets",
+    "deepspeed_config": "its JSON is not read: --zero-stage, --bf16 and --fp16 say what depends on it",
     "train-tokens": "--train-samples, tokens divided by --seq-length",
     "lr-decay-tokens": "--lr-decay-samples, tokens divided by --seq-length",
     "lr-warmup-tokens": "--lr-warmup-samples, tokens divided by --seq-length",
 }
+
+
+def _former(name: str, values: Sequence[str]) -> str | None:
+    """The arguments that one of another version is; None: it is none of these."""
+    instead = _FORMER.get(name)
+    if isinstance(instead, dict):
+        instead = instead.get(" ".join(values))
+    return None if instead is None else instead.format(*values or [""])
+
 
 # what arguments of a class change, if no price
 _UNPRICED = {
@@ -244,11 +271,15 @@ def needless() -> dict[str, str]:
 
 def lost(name: str, value: Any) -> str | None:
     """Why an argument that no rule reads, with that value, has no counterpart here; None: it needs none."""
+    group = arguments()[name].group
+    return None if group in _NEEDLESS or is_usual(name, value) else _LOST[group]
+
+
+def is_usual(name: str, value: Any) -> bool:
+    """Whether an argument's value is what it is where it is left out."""
     one = arguments()[name]
     usual = one.read([one.usual], name) if one.usual and one.values != "flag" else None
-    if one.group in _NEEDLESS or (usual is not None and value in (usual, [usual])):
-        return None
-    return _LOST[one.group]
+    return usual is not None and value in (usual, [usual])
 
 
 # why arguments of a class have no counterpart

@@ -12,7 +12,7 @@ from typing import Any
 
 from stretto.run.frameworks.choices import PRICED
 from stretto.run.frameworks.mapping import Framework, Rule, Settings, Start
-from stretto.run.frameworks.megatron.arguments import VERSION, lost, needless, unpriced, unread
+from stretto.run.frameworks.megatron.arguments import VERSION, is_usual, lost, needless, unpriced, unread
 from stretto.run.frameworks.megatron.model import MODEL, positions_of
 from stretto.run.frameworks.megatron.ranks import RANKS
 from stretto.run.frameworks.megatron.script import parse, render
@@ -148,5 +148,6 @@ MEGATRON = Framework(
     plans=PLANS,
     needless=needless(),
     lost=lost,
+    usual=is_usual,
     differs=differs,
 )

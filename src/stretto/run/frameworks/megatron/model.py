@@ -244,10 +244,12 @@ def _write_tokenizer(choices: Choices) -> Settings:
 
 
 def _read_tokenizer(settings: Settings) -> Mapping[str, Any]:
-    """A file, a folder with vocab.json and merges.txt, or two files of other names."""
+    """A file, a folder with vocab.json and merges.txt, such a vocabulary with another beginning of its name
+    and merges with the same, or two files of other names.
+    """
     kind, model = _tokenizer_type(settings), settings.get("tokenizer-model")
     if kind in (None, "NullTokenizer"):
-        return {}
+        return {"data.tokenizer": None}
     if kind in ("GPT2BPETokenizer", "GPTSentencePieceTokenizer") and model is None:
         files = [settings[name] for name in ("vocab-file", "merge-file") if name in settings]
         if not files:
@@ -257,13 +259,14 @@ def _read_tokenizer(settings: Settings) -> Mapping[str, Any]:
                 "GPT-2's tokenizer is two files, and one of them is not said",
                 hint="--vocab-file vocab.json --merge-file merges.txt",
             )
-        first, second = (Path(file) for file in files)
-        together = first.parent == second.parent and (first.name, second.name) == _PAIR
-        return {"data.tokenizer": str(first.parent) if together else files}
+        vocab, merges = (Path(file) for file in files)
+        if vocab.name.removesuffix(_PAIR[0]) + _PAIR[1] != merges.name or vocab.parent != merges.parent:
+            return {"data.tokenizer": files}
+        return {"data.tokenizer": str(vocab.parent if vocab.name == _PAIR[0] else vocab)}
     if kind not in _FILES:
         hint = f"what is: {', '.join(_FILES)}, GPT2BPETokenizer, NullTokenizer"
         raise StrettoError(f"--tokenizer-type is {kind}: such a tokenizer is not read here", hint=hint)
-    return {} if model is None else {"data.tokenizer": model}
+    return {"data.tokenizer": model}
 
 
 def _write_heads(choices: Choices) -> Settings:
