@@ -185,4 +185,5 @@ def _said(settings: Mapping[str, Any]) -> str:
 def _fields(fields: Mapping[str, Any]) -> str:
     from stretto.run.frameworks.mapping import shown
 
-    return ", ".join(f"{name}={shown(value)}" for name, value in fields.items() if value is not None)
+    there = {name: value for name, value in fields.items() if value is not None} or fields
+    return ", ".join(f"{name}={shown(value)}" for name, value in there.items())

@@ -327,7 +327,9 @@ def shown(value: Any) -> str:
     """A value as a config has it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return str(list(value)) if isinstance(value, tuple) else str(value)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {one}' for key, one in value.items())}}}"  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    return str(list(value)) if isinstance(value, tuple) else str(value)  # pyright: ignore[reportUnknownArgumentType]
 
 
 def check_batch(job: Job) -> None:

@@ -83,6 +83,9 @@ def differs(settings: Settings) -> Iterator[tuple[str, str]]:
             "attention-dropout",
             f"it is {of_scores}; there is one probability, that of --hidden-dropout",
         )
+    for name in ("min-lr", "lr-warmup-init"):
+        if settings.get(name) and "lr" not in settings:
+            yield name, "it is a part of --lr, which nothing tells: set it in optim.rate"
     for name, kinds in _OTHERWISE.items():
         if name in settings and (why := kinds(settings[name], settings)) is not None:
             yield name, why

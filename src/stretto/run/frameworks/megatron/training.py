@@ -10,8 +10,10 @@ from typing import Any
 
 from stretto.errors import StrettoError
 from stretto.run.config.load import run_name
+from stretto.run.config.sources import megatron_prefix
 from stretto.run.frameworks.choices import Choices
 from stretto.run.frameworks.mapping import Open, Rule, Settings, aside, one_of, only, refused, same
+from stretto.run.frameworks.megatron.rate import RATE
 from stretto.spec.data_parallel import KEEP
 
 SEED = 1234  # Megatron-LM's usual one; it takes none below 1
@@ -157,105 +159,6 @@ def _read_clip(settings: Settings) -> Mapping[str, Any]:
     return {"optim.clip": settings.get("clip-grad", 1.0) or None}
 
 
-_STYLES = {
-    **{name: name for name in ("cosine", "linear", "constant")},
-    "inverse-sqrt": "inverse-square-root",
-    "wsd": "WSD",
-}
-_SHAPES = {"linear": "linear", "cosine": "cosine", "exponential": "exponential", "sqrt": "minus_sqrt"}
-
-
-def _write_rate(choices: Choices) -> Settings:
-    """The learning rate; what is open stays open, and so does what follows from it."""
-    rate = choices.job.optimiser.rate
-    lr, steps = choices["optim.lr"], choices["train.steps"]
-    is_open = "optim.lr" in choices.open
-
-    def of_peak(name: str) -> Any:
-        value = lr * choices[f"optim.rate.{name}"]
-        return Open(f"optim.rate.{name}", value) if is_open else value
-
-    length = Open("train.steps", steps) if "train.steps" in choices.open else steps
-    peak = {"lr": Open("optim.lr", lr) if is_open else lr, "train-iters": length}
-    if "optim.rate.schedule" in choices.unsaid:
-        return peak
-    part = isinstance(rate.warmup, float)
-    warmup = {"lr-warmup-fraction": rate.warmup} if part else {"lr-warmup-iters": rate.warmup_steps(steps)}
-    made: dict[str, Any] = {
-        **peak,
-        "min-lr": of_peak("min_ratio"),
-        "lr-decay-style": _STYLES[rate.schedule],
-        **warmup,
-        **({} if rate.warmup_init is None else {"lr-warmup-init": of_peak("warmup_init")}),
-        **({} if rate.decay_steps is None else {"lr-decay-iters": rate.decay_steps}),
-    }
-    if rate.schedule != "wsd":
-        return made
-    decayed = rate.decay_length(steps)
-    follows = rate.decay_steps is None and "train.steps" in choices.open
-    left = Open("optim.rate.decay_fraction", decayed) if follows else decayed
-    return {**made, "lr-wsd-decay-style": _SHAPES[rate.decay], "lr-wsd-decay-iters": left}
-
-
-def _rate_notes(choices: Choices) -> Iterable[str]:
-    warmup, first = choices["optim.rate.warmup"], choices["optim.rate.warmup_init"]
-    if warmup and first is None and "optim.rate.schedule" not in choices.unsaid:
-        yield "optim.rate.warmup_init=null: Megatron-LM's first rate is 0, so its warm-up is one step behind"
-
-
-def _updates(settings: Settings, name: str) -> float | None:
-    """An argument that counts iterations, or samples, as updates of full batches."""
-    if (count := settings.get(f"{name}-iters")) is not None:
-        return count
-    samples = settings.get(f"{name}-samples")
-    if samples is None:
-        return None
-    batch = settings.get("global-batch-size")
-    if batch is None:
-        raise StrettoError(f"--{name}-samples needs --global-batch-size", hint=f"or give --{name}-iters")
-    return samples / batch
-
-
-def _read_rate(settings: Settings) -> Mapping[str, Any]:
-    """As `get_optimizer_param_scheduler` of megatron/training/training.py sets up the schedule."""
-    made: dict[str, Any] = {}
-    steps, end = _updates(settings, "train"), _updates(settings, "lr-decay")
-    if steps is not None:
-        made["train.steps"] = int(steps)
-    if end is not None and (steps is None or int(end) != int(steps)):
-        made["optim.rate.decay_steps"] = int(end)
-    end = int(end if end is not None else steps or 0)
-    style = settings.get("lr-decay-style", "linear")
-    made["optim.rate.schedule"] = next(ours for ours, theirs in _STYLES.items() if theirs == style)
-    warmup = _read_warmup(settings, end)
-    made["optim.rate.warmup"] = warmup
-    lr = settings.get("lr")
-    if lr is not None:
-        made |= {"optim.lr": lr, "optim.rate.min_ratio": settings.get("min-lr", 0.0) / lr}
-    if warmup and (lr is not None or "lr-warmup-init" not in settings):
-        made["optim.rate.warmup_init"] = settings.get("lr-warmup-init", 0.0) / (lr or 1.0)
-    if style == "WSD":
-        shape = settings.get("lr-wsd-decay-style", "exponential")
-        made["optim.rate.decay"] = next(ours for ours, theirs in _SHAPES.items() if theirs == shape)
-        length = _updates(settings, "lr-wsd-decay")
-        if length is not None and end:
-            made["optim.rate.decay_fraction"] = length / end
-    return made
-
-
-def _read_warmup(settings: Settings, end: int) -> float:
-    """Updates of the warm-up, or the part of the `end` updates until the decay has ended."""
-    part = settings.get("lr-warmup-fraction")
-    if part is None:
-        count = _updates(settings, "lr-warmup") or 0
-        return int(count) if count == int(count) or not end else count / end
-    return part if part < 1 else end
-
-
-_COUNTED = ("train", "lr-decay", "lr-warmup", "lr-wsd-decay")
-_RATE = ("schedule", "warmup", "warmup_init", "min_ratio", "decay_steps", "decay_fraction", "decay")
-
-
 # ------------------------------------------------------------------ the run
 
 
@@ -272,8 +175,16 @@ def _seed_notes(choices: Choices) -> Iterable[str]:
         yield f"train.seed=0: Megatron-LM takes seeds above 0, and this is {SEED}"
 
 
-def _write_data(_: Choices) -> Settings:
-    return {"data-path": Open("data.source", "PREFIX")}
+def _write_data(choices: Choices) -> Settings:
+    """The prefixes of indexed datasets, with the weights of a mixture; other sources are left to fill in."""
+    source = choices["data.source"]
+    names: list[str] = [source] if isinstance(source, str) else list(source)
+    prefixes = [megatron_prefix(name) for name in names]
+    if "data.source" in choices.open or not names or None in prefixes:
+        return {"data-path": Open("data.source", "PREFIX")}
+    weights = source.values() if isinstance(source, Mapping) else [None] * len(names)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    pairs = zip(weights, prefixes, strict=True)  # pyright: ignore[reportUnknownArgumentType]
+    return {"data-path": [word for pair in pairs for word in pair if word is not None]}
 
 
 def _read_data(settings: Settings) -> Mapping[str, Any]:
@@ -299,7 +210,8 @@ def _read_data(settings: Settings) -> Mapping[str, Any]:
 
 
 def _data_notes(choices: Choices) -> Iterable[str]:
-    if "data.source" not in choices.unsaid | choices.open:
+    left = isinstance(_write_data(choices)["data-path"], Open)
+    if left and "data.source" not in choices.unsaid | choices.open:
         source = choices["data.source"]
         yield f"data.source={source}: Megatron-LM reads PREFIX.bin and .idx of its tools/preprocess_data.py"
 
@@ -452,21 +364,7 @@ TRAINING: tuple[Rule, ...] = (
         read=_read_states,
     ),
     Rule(choices=("optim.clip",), settings=("clip-grad",), write=_write_clip, read=_read_clip),
-    Rule(
-        choices=("optim.lr", "train.steps", *(f"optim.rate.{name}" for name in _RATE)),
-        settings=(
-            "lr",
-            "min-lr",
-            "lr-decay-style",
-            *(f"{name}-{unit}" for name in _COUNTED for unit in ("iters", "samples")),
-            "lr-warmup-fraction",
-            "lr-warmup-init",
-            "lr-wsd-decay-style",
-        ),
-        write=_write_rate,
-        read=_read_rate,
-        notes=_rate_notes,
-    ),
+    RATE,
     Rule(choices=("train.seed",), settings=("seed",), write=_write_seed, read=_read_seed, notes=_seed_notes),
     only("train.device", ("auto", "cuda"), "Megatron-LM trains on GPUs"),
     same("distributed-timeout-minutes", "train.timeout_s", to=_minutes, back=_seconds),
