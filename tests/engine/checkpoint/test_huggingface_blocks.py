@@ -14,10 +14,13 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 
 from stretto.engine.checkpoint.huggingface.blocks import PlainWeights, from_float8, from_mxfp4
+from stretto.engine.checkpoint.huggingface.exporting import export_huggingface
 from stretto.engine.checkpoint.huggingface.folder import PublishedWeights
 from stretto.engine.checkpoint.huggingface.importing import Importing, import_huggingface
 from stretto.engine.checkpoint.read import read_whole
 from stretto.errors import StrettoError
+from stretto.run.generate.text import load_model
+from stretto.run.train.imported import import_model
 
 GENERATOR = torch.Generator().manual_seed(5)
 
@@ -140,3 +143,71 @@ def test_a_model_in_8_bit_blocks_is_imported(tmp_path: Path) -> None:
     assert torch.equal(made["blocks.1.mlp.down.weight"], down)
     parts = [want[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qkv"]
     assert torch.equal(made["blocks.0.attn.qkv.weight"], torch.cat(parts))
+
+
+def to_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks and scales of matrices [experts, in, out], rounded to the nearest numbers of e2m1 as in gpt-oss:
+    the largest of each 32 gets the largest exponent.
+    """
+    groups = weight.float().transpose(1, 2).unflatten(-1, (-1, 32))
+    exponents = groups.abs().amax(-1).clamp(min=2.0**-100).log2().floor() - 2
+    scaled = groups / torch.exp2(exponents)[..., None]
+    levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    nearest = (scaled.abs()[..., None] - levels).abs().argmin(-1) + 8 * (scaled < 0)
+    low, high = nearest[..., 0::2], nearest[..., 1::2]
+    return (low + 16 * high).to(torch.uint8), (exponents + 127).to(torch.uint8)
+
+
+def test_a_gpt_oss_folder_in_4_bit_blocks_is_imported_and_exported(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
+    from transformers.utils.quantization_config import Mxfp4Config
+
+    config = GptOssConfig(
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=96,
+        head_dim=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=5,
+        vocab_size=53,
+        max_position_embeddings=64,
+        eos_token_id=1,
+        pad_token_id=None,
+    )
+    model = GptOssForCausalLM(config).bfloat16()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.empty(weight.shape).normal_(std=0.2, generator=GENERATOR))
+    source = tmp_path / "in"
+    model.save_pretrained(source)
+    file = source / "model.safetensors"
+    weights = load_file(file)
+    packed = [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]
+    assert len(packed) == 4
+    for name in packed:
+        weight = weights.pop(name)
+        weights[f"{name}_blocks"], weights[f"{name}_scales"] = to_mxfp4(weight)
+        coarse = from_mxfp4(weights[f"{name}_blocks"], weights[f"{name}_scales"]).float() - weight.float()
+        assert 0.01 < float(coarse.abs().mean() / weight.float().abs().mean()) < 0.2, "rounded to 4 bits"
+    save_file(weights, file, {"format": "pt"})
+    described = json.loads((source / "config.json").read_text())
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    described["quantization_config"] = {"modules_to_not_convert": kept, "quant_method": "mxfp4"}
+    (source / "config.json").write_text(json.dumps(described))
+    theirs = AutoModelForCausalLM.from_pretrained(
+        source, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.float32
+    ).eval()
+    made = import_model(source, tmp_path / "run")
+    assert made.dtype == "bfloat16"
+    ids = torch.randint(0, 53, (2, 20), generator=GENERATOR)
+    with torch.no_grad():
+        want = theirs(ids).logits
+        ours = load_model(made.checkpoint)(ids)
+        assert float((ours - want).abs().max() / want.abs().max()) < 1e-5
+        export_huggingface(made.checkpoint, tmp_path / "out")
+        back = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+        assert torch.equal(back(ids).logits, want)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())

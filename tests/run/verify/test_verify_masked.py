@@ -69,6 +69,52 @@ def test_layouts_agree_on_masked_samples_some_without_a_target(folder: Path) -> 
     assert [verdict.diagnosis for verdict in verdicts] == [None] * len(LAYOUTS)
 
 
+WITHIN_LAYERS = [
+    changes(dp=2, tp=2),
+    changes(dp=2, tp=2, sequence_parallel=True),
+    changes(dp=2, cp=2),
+    changes(dp=2, cp=2, context="ulysses"),
+    changes(tp=2, cp=2, sequence_parallel=True),
+]
+
+
+@pytest.mark.parametrize(
+    "overrides", [("data.packing=true", "data.sequence=15"), ("data.sequence=97",)], ids=["packed", "padded"]
+)
+def test_ranks_that_share_a_sample_count_its_targets_once(folder: Path, overrides: tuple[str, ...]) -> None:
+    """Tensor, sequence and context parallelism, on lengths that none of them divides."""
+    config = config_of(folder, *overrides)
+    ((_, targets), *_) = batches(config, prepare_data(config, quiet=True), 1)
+    masked = (targets == IGNORED).sum(1)
+    assert 0 < int(masked.sum()) < targets.numel()
+    assert len(set(masked.tolist())) > 1
+    verdicts = verify(config, [varied(config, case) for case in WITHIN_LAYERS])
+    assert [verdict.diagnosis for verdict in verdicts] == [None] * len(WITHIN_LAYERS)
+    for verdict in verdicts:
+        assert verdict.loss_error < 1e-12
+        assert verdict.grad_error is not None
+        assert verdict.grad_error < 1e-9
+
+
+def count_masked_targets() -> None:
+    """Positions without a target take part in the loss of a vocabulary that is split, as target 0."""
+    from stretto.engine.parallel.tensor.vocabulary import VocabCrossEntropy
+
+    inner = VocabCrossEntropy.forward
+
+    def forward(self: VocabCrossEntropy, logits: Tensor, targets: Tensor) -> Tensor:
+        return inner(self, logits, targets.clamp(min=0))
+
+    VocabCrossEntropy.forward = forward  # type: ignore[method-assign]
+
+
+def test_a_loss_of_masked_targets_is_caught(folder: Path) -> None:
+    config = config_of(folder, "data.sequence=97")
+    (verdict,) = verify(config, [varied(config, changes(tp=2))], on_rank=count_masked_targets)
+    assert not verdict.equal
+    assert verdict.loss_error > 1e-4
+
+
 def test_experts_are_balanced_over_all_tokens(folder: Path) -> None:
     config = config_of(folder, "data.sequence=96", model=MOE)
     cases = [changes(tp=1, dp=2, pp=1, schedule="1f1b", ep=2), changes(tp=1, dp=1, pp=2, schedule="1f1b")]
