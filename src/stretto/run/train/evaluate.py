@@ -8,6 +8,7 @@ from functools import cached_property
 
 from stretto.errors import StrettoError
 from stretto.run.data.mixture import HeldOut
+from stretto.run.data.read_ahead import ReadAhead
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.loop import StepAgreement
 from stretto.run.train.metrics import EvalRecord
@@ -37,6 +38,7 @@ class Evaluation:
         self._step = step
         self._size = step.replica.job.global_batch
         self._parts = [(part, self._batches(part, limit)) for part in parts]
+        self._read_ahead = {part.name: ReadAhead(part.split, self._size) for part in parts}
         self.batches = sum(batches for _, batches in self._parts)
         self.memory_gib: float | None = None  # peak of the fullest rank
 
@@ -99,6 +101,6 @@ class Evaluation:
         self, part: HeldOut, first: int, after: int, stop: StopRequest | None
     ) -> tuple[StepAgreement, int]:
         """The summed loss of one global batch, and its tokens."""
-        (inputs, targets), counts = self._step.batches.take(part.split, first, keyed=False)
+        (inputs, targets), counts = self._step.batches.take(self._read_ahead[part.name], first, keyed=False)
         losses = self._step.replica.pipeline.evaluate(inputs, targets)
         return self._step.agree(losses, f"evaluation after step {after}", stop), int(sum(counts))

@@ -10,6 +10,7 @@ from stretto.engine.optim.rate import Rate
 from stretto.engine.pipeline import Recorder
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.mixture import epochs, held_out, parts_of, training_samples
+from stretto.run.data.read_ahead import ReadAhead
 from stretto.run.data.token_source import TokenData
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train import trace
@@ -60,6 +61,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         self._speed = Speed(replica, config.metrics.peak_tflops)
         self._forecast = None if metrics is None else Forecast(replica.job, config)
         self._samples = training_samples(source, config)
+        self._read_ahead = ReadAhead(self._samples, replica.job.global_batch)
         self._evaluation = (
             Evaluation(self._training, held_out(source, config.data, "valid"), config.eval.batches)
             if config.eval.every
@@ -68,7 +70,10 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
 
     def run(self, stop: StopRequest) -> TextOutcome:
         """Train to the last step, or to the step at which a rank was asked to stop; then save."""
-        stopped = self.train(stop)
+        try:
+            stopped = self.train(stop)
+        finally:
+            self._read_ahead.close()
         if self._forecast is not None and (summary := self._forecast.end()):
             self.note(summary)
         return TextOutcome(
@@ -86,7 +91,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         self._warn_of_second_epoch()
         started = time.perf_counter()
         done = self._training.run(
-            self._samples, step=position.step, seen=position.samples, stop=stop, recorder=recorder
+            self._read_ahead, step=position.step, seen=position.samples, stop=stop, recorder=recorder
         )
         self._speed.fullest = done.memory_gib
         position.step += 1
