@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,6 +16,8 @@ from stretto.errors import StrettoError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from stretto.engine.checkpoint.dcp.streaming import Exported
+    from stretto.engine.checkpoint.dcp.written import Progress
     from stretto.run.train.imported import Imported
     from stretto.spec.shape import ModelShape
 
@@ -44,11 +48,11 @@ def verify(path: _Run, as_json: Json = False) -> None:
 
 
 _Format = Annotated[
-    Literal["huggingface", "dcp"],
+    Literal["huggingface", "dcp", "megatron"],
     typer.Option(
         "--format",
         help="huggingface: config.json and safetensors. dcp: torch.distributed.checkpoint as torchtitan has "
-        "it, AdamW's states included.",
+        "it, AdamW's states included. megatron: Megatron-LM's torch_dist, Adam's states included.",
     ),
 ]
 
@@ -104,14 +108,17 @@ def export(
     if table is not None:
         _export_table(one, table, out, state, as_json)
         return
-    if form == "dcp" and (adapters or merge):
+    if form != "huggingface" and (adapters or merge):
         raise StrettoError(
-            "--adapters and --merge are of --format huggingface", hint="leave out --format dcp"
+            "--adapters and --merge are of --format huggingface", hint=f"leave out --format {form}"
         )
-    if form == "dcp":
+    if form != "huggingface":
         if dtype is not None:
-            raise StrettoError("--dtype with --format dcp", hint="torchtitan converts weights as it loads")
-        _export_dcp(one, out, torchtitan, as_json)
+            raise StrettoError(
+                f"--dtype with --format {form}", hint="weights are converted as they are loaded"
+            )
+        export_to = _export_megatron if form == "megatron" else partial(_export_dcp, version=torchtitan)
+        export_to(one, out, as_json=as_json)
         return
     import torch
 
@@ -130,18 +137,36 @@ def export(
     report(facts, as_json, lambda console: console.print(f"{one} written to {out}:", *files, sep="\n  "))
 
 
-def _export_dcp(one: Path, out: Path, version: str, as_json: bool) -> None:
+def _export_dcp(one: Path, out: Path, *, version: str, as_json: bool) -> None:
     from stretto.engine.checkpoint.dcp.exporting import export_dcp
 
     with byte_progress("export") as progress:
         done = export_dcp(one, out, version, progress)
+    go_on = f"to go on there from step {done.step}, exclude the data's place: {_EXCLUDE}"
+    last = go_on if done.step is not None else ""
+    _print_export(one, out, done, last=last, target=f"torchtitan {version}", as_json=as_json)
+
+
+def _export_megatron(one: Path, out: Path, *, as_json: bool) -> None:
+    from stretto.engine.checkpoint.megatron.exporting import export_megatron
+    from stretto.run.frameworks.megatron.arguments import VERSION
+    from stretto.run.frameworks.megatron.saved import saved_arguments
+
+    with byte_progress("export") as progress:
+        done = export_megatron(one, out, saved_arguments, progress)
+    load = f"--load {out} --use-checkpoint-args"
+    last = f"to train there from its weights: {load} --finetune --no-load-optim --no-load-rng"
+    if done.step is not None:
+        last = f"to go on there from step {done.step}: {load}"
+    _print_export(one, out, done, last=last, target=f"Megatron-LM {VERSION}", as_json=as_json)
+
+
+def _print_export(one: Path, out: Path, done: Exported, *, last: str, target: str, as_json: bool) -> None:
     files = [str(file) for file in done.files]
     facts = {"checkpoints": [{"path": str(one), "ok": True}], "ok": True, "path": str(out), "files": files}
     facts |= {"step": done.step, "notes": done.notes}
-    said = [f"{one} written to {out} for torchtitan {version}:", *(f"  {file}" for file in files)]
-    said += [f"note: {note}" for note in done.notes]
-    if done.step is not None:
-        said.append(f"to go on there from step {done.step}, exclude the data's place: {_EXCLUDE}")
+    said = [f"{one} written to {out} for {target}:", *(f"  {file}" for file in files)]
+    said += [*(f"note: {note}" for note in done.notes), *([last] if last else [])]
     report(facts, as_json, lambda console: console.print(*said, sep="\n", markup=False, soft_wrap=True))
 
 
@@ -186,11 +211,12 @@ def import_model(
         typer.Option(
             metavar="NAME|FILE",
             help="With --format dcp, which says nothing of it: the model, a name of `stretto catalogue`, a "
-            "config.json, or a config of a run.",
+            "config.json, or a config of a run. With --format megatron: in place of the checkpoint's own.",
         ),
     ] = None,
     weights_only: Annotated[
-        bool, typer.Option("--weights-only", help="With --format dcp: without the optimiser's states.")
+        bool,
+        typer.Option("--weights-only", help="With --format dcp, megatron: without the optimiser's states."),
     ] = False,
     adapters: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Adapters of this model (LoRA), as peft writes them.")
@@ -208,15 +234,22 @@ def import_model(
     from stretto.run.train import imported
 
     if form == "huggingface" and (model is not None or weights_only):
-        raise StrettoError("--model and --weights-only are of --format dcp", hint="add --format dcp")
+        raise StrettoError(
+            "--model and --weights-only are of --format dcp and megatron", hint="add --format dcp"
+        )
+    if form != "megatron" and any((source / name).exists() for name in _MEGATRON):
+        what = f"{source} is a checkpoint of Megatron"
+        raise StrettoError(what, hint="--format megatron")
     if form == "huggingface" and (source / ".metadata").is_file():
         what = f"{source} is a checkpoint of torch.distributed.checkpoint"
         raise StrettoError(what, hint="add --format dcp and --model")
-    if form == "dcp" and adapters is not None:
-        raise StrettoError("--adapters is of --format huggingface", hint="leave out --format dcp")
+    if form != "huggingface" and adapters is not None:
+        raise StrettoError("--adapters is of --format huggingface", hint=f"leave out --format {form}")
     shape = _model(model) if form == "dcp" else None
     with byte_progress("import") as progress:
-        if shape is None:
+        if form == "megatron":
+            made = _import_megatron(source, out, model, not weights_only, progress)
+        elif shape is None:
             made = imported.import_model(source, out, progress, adapters)
         else:
             made = imported.import_dcp(source, out, shape, states=not weights_only, progress=progress)
@@ -234,6 +267,24 @@ def import_model(
         "next": made.next,
     }
     report(facts, as_json, lambda console: _print_import(console, source, made))
+
+
+_MEGATRON = ("latest_checkpointed_iteration.txt", "common.pt")  # of which each other format has none
+
+
+def _import_megatron(
+    source: Path, out: Path, model: str | None, states: bool, progress: Progress | None
+) -> Imported:
+    from stretto.engine.checkpoint.megatron.common import COMMON, find_iteration, read_common
+    from stretto.run.frameworks.megatron.saved import read_saved
+    from stretto.run.train.imported import import_megatron
+
+    folder = find_iteration(source)
+    if model is not None:
+        return import_megatron(source, out, _model(model), {}, states=states, progress=progress)
+    saved = read_saved(read_common(folder).args, str(folder / COMMON))
+    made = import_megatron(source, out, saved.shape, saved.changes, states=states, progress=progress)
+    return replace(made, notes=[*saved.notes, *made.notes])
 
 
 def _model(name: str | None) -> ModelShape:

@@ -10,7 +10,7 @@ anything else is refused, and no opcode allocates more than the file is long.
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -55,7 +55,7 @@ class Record:
     state: Any = None
 
 
-def read_pickle(data: bytes, names: Collection[str] = (), largest: int = LARGEST) -> Any:
+def read_pickle(data: bytes, names: Container[str] = (), largest: int = LARGEST) -> Any:
     """The plain data in a pickle.
 
     Args:
@@ -84,7 +84,7 @@ def read_pickle(data: bytes, names: Collection[str] = (), largest: int = LARGEST
 class _Machine:
     """The stack of values, the values put aside for later use, and where each open container begins."""
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self, names: Container[str]) -> None:
         self._names = names
         self._stack = _Stack()
         self._marks = list[int]()
@@ -116,7 +116,7 @@ class _Machine:
             if len(self._marks) == DEEPEST:
                 raise StrettoError(f"more than {DEEPEST} containers are nested in the pickle")
             self._marks.append(len(stack))
-        elif name in _OBJECTS and self._names:
+        elif name in _OBJECTS and self._names != ():
             self._note(name, argument)
         else:
             self._fill(name)

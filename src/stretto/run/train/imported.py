@@ -14,8 +14,10 @@ from typing import Any, Protocol
 import yaml
 
 from stretto.engine.checkpoint.dcp.importing import DcpImport
+from stretto.engine.checkpoint.dcp.written import OpenImport
 from stretto.engine.checkpoint.folder import step_name
 from stretto.engine.checkpoint.huggingface.importing import Importing, Progress
+from stretto.engine.checkpoint.megatron.importing import MegatronImport
 from stretto.engine.parallel.control import CollectiveError
 from stretto.errors import StrettoError
 from stretto.run.config.required import REQUIRED
@@ -26,6 +28,7 @@ from stretto.run.data.prepare import LEAST_USED
 from stretto.run.data.tokenizer import SMALLEST_VOCAB, Tokenizer
 from stretto.run.train.companions import TOKENIZER, copy_companions, write_generation
 from stretto.run.train.resume import differences
+from stretto.spec.optimiser import Optimiser
 from stretto.spec.shape import ModelShape
 
 CONFIG = "config.yaml"
@@ -118,34 +121,99 @@ def import_dcp(
         StrettoError: as `DcpImport`; the run's folder has a run already, or too little room.
     """
     with DcpImport(source, shape, states=states) as model:
-        if (run / "metrics.jsonl").exists():
-            raise StrettoError(f"{run} already holds a run", hint="import into a new run folder")
-        notes = [*model.notes, "no tokenizer lies with it: name the model's own as data.tokenizer"]
         changes: dict[str, dict[str, Any]] = {}
+        notes = list(model.notes)
         if model.optimiser is not None:
-            settings = asdict(model.optimiser)
-            kept = {name: settings[name] for name in ("lr", "betas", "eps", "weight_decay", "no_decay")}
-            changes["optim"] = {**kept, "betas": list(kept["betas"]), "no_decay": list(kept["no_decay"])}
-            changes["optim"]["rate"] = {"schedule": "constant"}
+            changes["optim"] = {**_settings(model.optimiser), "rate": {"schedule": "constant"}}
             changes["train"] = {"steps": model.step + 100}
-            changes["checkpoint"] = {"resume": str(run / "checkpoints" / step_name(model.step))}
             notes.append("the course of the learning rate is not in it: set optim.rate and train.steps")
-        text = config_text(model, run, None, changes)
-        with _undone(run) as made:
-            made += [run / CONFIG]
-            (run / CONFIG).write_text(text, encoding="utf-8")
+        return _written(model, run, changes, notes, progress)
+
+
+def import_megatron(
+    source: Path,
+    run: Path,
+    shape: ModelShape,
+    changes: Mapping[str, Mapping[str, Any]],
+    *,
+    states: bool = True,
+    progress: Progress | None = None,
+) -> Imported:
+    """Make a run of a distributed checkpoint of Megatron-core. Its training goes on with the optimiser's
+    states, from its step and its number of samples, where they are there.
+
+    Args:
+        source: the folder of an iteration, or of all of them.
+        shape: of the model.
+        changes: by section of the config, what the checkpoint's arguments say of the run.
+        states: whether the optimiser's states are taken.
+        progress: as for `import_model`.
+
+    Raises:
+        StrettoError: as `MegatronImport`; the run's folder has a run already, or too little room.
+    """
+    with MegatronImport(source, shape, states=states) as model:
+        kept = {name: dict(section) for name, section in changes.items()}
+        sequence = kept.get("data", {}).get("sequence")
+        if sequence is not None and sequence > shape.sequence:
+            del kept["data"]["sequence"]
+        notes = list(model.notes)
+        if model.optimiser is not None:
+            kept["optim"] = {**_settings(model.optimiser), **kept.get("optim", {})}
+            kept["optim"]["no_decay"] = list(model.optimiser.no_decay)
+            train = kept.setdefault("train", {})
+            if train.get("steps", 0) <= model.step:
+                train["steps"] = model.step + 100
+                notes.append(f"train.steps is {train['steps']}: the run there had ended")
+            if model.samples:
+                notes.append(
+                    f"{model.samples:,} samples were seen there: training goes on with the next, in "
+                    "the order of samples here, which is not Megatron's"
+                )
+        else:
+            kept = {name: kept[name] for name in ("data",) if name in kept}
+        return _written(model, run, kept, notes, progress)
+
+
+def _settings(optimiser: Optimiser) -> dict[str, Any]:
+    """AdamW's settings as a config has them."""
+    settings = asdict(optimiser)
+    kept = {name: settings[name] for name in ("lr", "betas", "eps", "weight_decay", "no_decay")}
+    return {**kept, "betas": list(kept["betas"]), "no_decay": list(kept["no_decay"])}
+
+
+def _written(
+    model: OpenImport,
+    run: Path,
+    changes: dict[str, dict[str, Any]],
+    notes: list[str],
+    progress: Progress | None,
+) -> Imported:
+    """Write the run of a checkpoint of another framework: its config, and the checkpoint."""
+    if (run / "metrics.jsonl").exists():
+        raise StrettoError(f"{run} already holds a run", hint="import into a new run folder")
+    notes = [*notes, "no tokenizer lies with it: name the model's own as data.tokenizer"]
+    if model.optimiser is not None:
+        changes["checkpoint"] = {"resume": str(run / "checkpoints" / step_name(model.step))}
+    text = config_text(model, run, None, changes)
+    with _undone(run) as made:
+        made += [run / CONFIG]
+        (run / CONFIG).write_text(text, encoding="utf-8")
+        try:
             checkpoint = model.write(run, progress=progress)
-        return Imported(
-            checkpoint=checkpoint,
-            config=run / CONFIG,
-            shape=shape,
-            dtype=model.dtype,
-            bytes=model.bytes,
-            parameters=model.parameters,
-            tokenizer=None,
-            notes=notes,
-            next=join(["stretto", "train", str(run / CONFIG), "data.source=python-stdlib"]),
-        )
+        except CollectiveError as error:
+            raise StrettoError(f"the import failed: {error}", hint="nothing is left of it") from None
+    return Imported(
+        checkpoint=checkpoint,
+        config=run / CONFIG,
+        shape=model.shape,
+        dtype=model.dtype,
+        bytes=model.bytes,
+        parameters=model.parameters,
+        tokenizer=None,
+        notes=notes,
+        next=join(["stretto", "train", str(run / CONFIG), "data.source=python-stdlib"]),
+    )
 
 
 @contextmanager

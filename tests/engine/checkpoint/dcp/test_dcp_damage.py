@@ -207,7 +207,7 @@ def test_flipped_bits_are_refused_or_harmless(
     (folder / name).write_bytes(data)
     try:
         with DcpImport(folder, SHAPE) as opened:
-            opened._read(opened._tensors[0])
+            opened.tensors[0].read()
     except StrettoError:
         pass
 

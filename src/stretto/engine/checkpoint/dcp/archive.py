@@ -10,8 +10,10 @@ import io
 import struct
 import zipfile
 import zlib
+from collections.abc import Container
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
@@ -23,7 +25,8 @@ from stretto.engine.checkpoint.plain_pickle import Name, Record, read_pickle
 from stretto.engine.checkpoint.storage import as_bytes
 from stretto.errors import StrettoError
 
-LARGEST_PICKLE = 1 << 20  # bytes
+LARGEST_PICKLE = 1 << 20  # bytes, of one tensor's or small object's
+LARGEST_FILE = 1 << 26  # of a whole file's
 _TENSOR = "torch._utils._rebuild_tensor_v2"
 _DICT = "collections.OrderedDict"
 # the storage class that a pickle names, by dtype; types of later date have no class of their own
@@ -59,6 +62,7 @@ class Archives:
     def __init__(self, index: DcpIndex) -> None:
         self.index = index
         self._files = dict[str, BinaryIO]()
+        self._intact = set[Extent]()  # of which parts are read, once all of it has been compared
 
     def __enter__(self) -> Archives:
         return self
@@ -95,6 +99,61 @@ class Archives:
                 chunk.extent,
                 lambda archive, target=target, chunk=chunk: _read_chunk(archive, stored, chunk, target),
             )
+
+    def read_box(self, name: str, offsets: tuple[int, ...], into: Tensor) -> None:
+        """Read the box of a tensor that begins at `offsets` and has the shape of `into`, of its dtype. Of a
+        chunk only the rows of its first dimension that the box reaches are in memory.
+
+        Raises:
+            StrettoError: it is damaged.
+        """
+        stored = self.index.tensors[name]
+        for chunk in stored.chunks:
+            starts = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
+            ends = [
+                min(a + n, b + m)
+                for a, n, b, m in zip(offsets, into.shape, chunk.offsets, chunk.sizes, strict=True)
+            ]
+            if any(start >= end for start, end in zip(starts, ends, strict=True)):
+                continue
+            target = into[tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, offsets, strict=True))]
+            within = tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, chunk.offsets, strict=True))
+
+            def read(
+                archive: _Archive, chunk: Chunk = chunk, target: Tensor = target, within: Any = within
+            ) -> None:
+                if all(part == slice(0, size) for part, size in zip(within, chunk.sizes, strict=True)):
+                    _read_chunk(archive, stored, chunk, target)
+                else:
+                    self._read_part(archive, stored, chunk=chunk, within=within, target=target)
+
+            self._guarded(name, chunk.extent, read)
+
+    def _read_part(
+        self,
+        archive: _Archive,
+        stored: StoredTensor,
+        *,
+        chunk: Chunk,
+        within: tuple[slice, ...],
+        target: Tensor,
+    ) -> None:
+        """Read part of a chunk, after a comparison of the checksum of all of it, once."""
+        saved = _agreeing(archive, stored, chunk)
+        member, item = f"data/{saved.key}", saved.dtype.itemsize
+        first = within[0]
+        row = prod(saved.sizes[1:]) * item
+        if not saved.dense or archive.size(member) < saved.first * item + row * saved.sizes[0]:
+            whole = torch.empty(chunk.sizes, dtype=saved.dtype)
+            _read_chunk(archive, stored, chunk, whole)
+            target.copy_(whole[within])
+            return
+        if chunk.extent not in self._intact:
+            archive.compare(member)
+            self._intact.add(chunk.extent)
+        rows = torch.empty((first.stop - first.start, *saved.sizes[1:]), dtype=saved.dtype)
+        archive.read_range(member, saved.first * item + row * first.start, as_bytes(rows))
+        target.copy_(rows[(slice(None), *within[1:])])
 
     def number(self, name: str, otherwise: float) -> float:
         """A number or truth value, stored as an object or as a tensor of one element; `otherwise` where there
@@ -144,13 +203,57 @@ class Archives:
         )
 
 
-def _read_chunk(archive: _Archive, stored: StoredTensor, chunk: Chunk, target: Tensor) -> None:
+def read_saved(path: Path, names: Container[str]) -> Any:
+    """A small file of torch.save as plain data; a tensor of one element is its number.
+
+    Args:
+        names: of classes, functions and constants that may occur: what is made with them is a `Record`.
+
+    Raises:
+        StrettoError: no such file, or it is damaged, or holds something else.
+    """
+    try:
+        with plain_file(path.parent, path.name).open("rb") as file:
+            archive = _Archive(_Window(file, 0, path.stat().st_size))
+            return _numbers(archive, archive.value(names, LARGEST_FILE))
+    except StrettoError as error:
+        problem, hint = error.message, error.hint
+    except (*_FAILURES, DamageError) as error:
+        problem, hint = str(error) or type(error).__name__, "copy the checkpoint again"
+    raise StrettoError(f"{path} cannot be read: {problem[:300]}", hint=hint)
+
+
+def _numbers(archive: _Archive, value: Any) -> Any:
+    """The value with a number for each tensor of one element in its containers."""
+    if isinstance(value, dict):
+        return {key: _numbers(archive, one) for key, one in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        items = [_numbers(archive, one) for one in cast("list[Any]", value)]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, Record) and value.name == _TENSOR:
+        saved = _saved(value)
+        if prod(saved.sizes) == 1:
+            size = archive.size(f"data/{saved.key}")
+            values = torch.empty(size // saved.dtype.itemsize, dtype=saved.dtype)
+            archive.read_into(f"data/{saved.key}", as_bytes(values))
+            return values[saved.first].item()
+    return value
+
+
+def _agreeing(archive: _Archive, stored: StoredTensor, chunk: Chunk) -> _Saved:
+    """What the archive's pickle says of a chunk, which must be what the index says."""
     saved = _saved(archive.value(_NAMES))
     dtype: torch.dtype = getattr(torch, stored.dtype)
     if saved.dtype != dtype or saved.sizes != chunk.sizes:
         raise DamageError(
             f"it is {saved.dtype} of shape {list(saved.sizes)}, {dtype} of {list(chunk.sizes)} in the index"
         )
+    return saved
+
+
+def _read_chunk(archive: _Archive, stored: StoredTensor, chunk: Chunk, target: Tensor) -> None:
+    saved = _agreeing(archive, stored, chunk)
+    dtype = saved.dtype
     size = archive.size(f"data/{saved.key}")
     last = saved.first + sum((n - 1) * s for n, s in zip(saved.sizes, saved.strides, strict=True))
     if (last + 1) * dtype.itemsize > size:
@@ -223,12 +326,12 @@ class _Archive:
             raise DamageError("it is no archive of torch.save")
         self._prefix = named[0].removesuffix("data.pkl")
 
-    def value(self, names: frozenset[str]) -> Any:
+    def value(self, names: Container[str], largest: int = LARGEST_PICKLE) -> Any:
         """What the pickle says."""
         order = f"{self._prefix}byteorder"
         if order in self._zip.namelist() and self._bytes("byteorder", 16) != b"little":
             raise DamageError("it was written on a big-endian machine")
-        return read_pickle(self._bytes("data.pkl", LARGEST_PICKLE), names)
+        return read_pickle(self._bytes("data.pkl", largest), names)
 
     def size(self, member: str) -> int:
         """Bytes of a member."""
@@ -236,21 +339,44 @@ class _Archive:
 
     def read_into(self, member: str, view: memoryview) -> None:
         """Read a whole member into bytes of its size, and compare its checksum."""
-        info = self._stored(member)
-        self._window.seek(info.header_offset)
-        header = self._window.read(_HEADER.size)
-        signature, name, extra = _HEADER.unpack(header or b"")
-        if signature != b"PK\x03\x04":
-            raise DamageError(f"its {member} is not where it should be")
-        self._window.seek(info.header_offset + _HEADER.size + name + extra)
+        self._window.seek(self._begin(member))
         crc = 0
         for at in range(0, len(view), BLOCK):
             block = view[at : at + BLOCK]
             if self._window.readinto(block) != len(block):
                 raise DamageError("it ends early")
             crc = zlib.crc32(block, crc)
-        if crc != info.CRC:
+        if crc != self._stored(member).CRC:
             raise DamageError("the checksum of its values differs")
+
+    def compare(self, member: str) -> None:
+        """Compare the checksum of a member, block by block."""
+        left, crc = self.size(member), 0
+        self._window.seek(self._begin(member))
+        while left:
+            block = self._window.read(min(BLOCK, left))
+            if not block:
+                raise DamageError("it ends early")
+            crc, left = zlib.crc32(block, crc), left - len(block)
+        if crc != self._stored(member).CRC:
+            raise DamageError("the checksum of its values differs")
+
+    def read_range(self, member: str, start: int, view: memoryview) -> None:
+        """Read consecutive bytes of a member, which `compare` has looked at."""
+        self._window.seek(self._begin(member) + start)
+        for at in range(0, len(view), BLOCK):
+            if self._window.readinto(block := view[at : at + BLOCK]) != len(block):
+                raise DamageError("it ends early")
+
+    def _begin(self, member: str) -> int:
+        """Where the bytes of a member begin."""
+        info = self._stored(member)
+        self._window.seek(info.header_offset)
+        header = self._window.read(_HEADER.size)
+        signature, name, extra = _HEADER.unpack(header or b"")
+        if signature != b"PK\x03\x04":
+            raise DamageError(f"its {member} is not where it should be")
+        return info.header_offset + _HEADER.size + name + extra
 
     def _bytes(self, member: str, limit: int) -> bytes:
         info = self._stored(member)

@@ -6,11 +6,9 @@ before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,50 +17,23 @@ from stretto.engine.checkpoint.dcp.archive import Archives
 from stretto.engine.checkpoint.dcp.groups import MOMENTS, STATE, WEIGHTS_ONLY, read_optimiser
 from stretto.engine.checkpoint.dcp.index import DcpIndex, find_folder, read_dcp_index
 from stretto.engine.checkpoint.dcp.titan import HEADS, Part, Rule, is_trained, rules
-from stretto.engine.checkpoint.files import check_room
-from stretto.engine.checkpoint.folder import checkpoints
-from stretto.engine.checkpoint.save import save
-from stretto.engine.checkpoint.shards import Streamed
+from stretto.engine.checkpoint.dcp.written import Incoming, OpenImport
 from stretto.errors import StrettoError, nearest
-from stretto.spec.shape import ModelShape, shape_to_record
+from stretto.spec.shape import ModelShape
 
 _PREFIXES = ("", "model.")  # of parameters: of today, and of torchtitan before 0.1
 _NO_PARAMETERS = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 
-Progress = Callable[[int, int], object]  # bytes written so far, of all
 Parts = Sequence[tuple[str, Part]]  # with the names that they have in a checkpoint
 
 
-@dataclass(frozen=True)
-class _Joined:
-    """One of our tensors, and those of theirs that it is made of."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    parts: Parts
-
-    @property
-    def bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
-class DcpImport:
-    """A checkpoint opened and checked against the shape of its model; no weight has been read yet.
+class DcpImport(OpenImport):
+    """A checkpoint of torchtitan.
 
     Args:
         source: the folder of one step, or the one that torchtitan keeps the steps in, of which the newest is
             taken.
         states: whether the optimiser's states are imported, where there are any.
-
-    Attributes:
-        source: the folder of the step.
-        step: of training.
-        tokens: seen so far.
-        optimiser: AdamW as it was set, where its states are imported.
-        updates: of the weights, which its states count.
-        notes: what is different here, a sentence each.
-        bytes: of the new checkpoint.
 
     Raises:
         StrettoError: no such checkpoint, a damaged one, or one of another model.
@@ -71,28 +42,27 @@ class DcpImport:
     def __init__(self, source: Path, shape: ModelShape, *, states: bool = True) -> None:
         self.source, self.shape = find_folder(source), shape
         self._names = _Names(read_dcp_index(self.source))
-        self._archives = Archives(self._names.index)
-        self.notes = list[str]()
+        self.archives = Archives(self._names.index)
+        self.notes, self.samples = list[str](), 0
         try:
             self._match(states)
         except BaseException:
             self.close()
             raise
-        self.bytes = sum(tensor.bytes for tensor in self._tensors)
 
     def _match(self, states: bool) -> None:
         """A tensor for every parameter and state, after a check of all names, types and sizes."""
         mapping = list(rules(self.shape))
         weights = {rule.ours: self._names.of_weight(rule) for rule in mapping}
-        self._tensors = [self._names.joined(f"model.{r.ours}", r.shape, weights[r.ours]) for r in mapping]
+        tensors = [self._joined(f"model.{r.ours}", r.shape, weights[r.ours]) for r in mapping]
         self.parameters = sum(prod(rule.shape) for rule in mapping)
         self._check_unused({name for parts in weights.values() for name, _ in parts})
         self.updates, self.optimiser = 0, None
         if states and any(name.startswith(STATE) for name in self._names.index.tensors):
             kept = {rule.ours: self._names.of_state(rule) for rule in mapping if is_trained(rule.ours)}
             ours = {rule.ours: rule.shape for rule in mapping}
-            self._tensors += [
-                self._names.joined(
+            tensors += [
+                self._joined(
                     f"optim.{moment}.{name}",
                     ours[name],
                     [(f"{each}.{moment}", part) for each, part in parts],
@@ -101,82 +71,29 @@ class DcpImport:
                 for moment in MOMENTS
             ]
             fqns = {name: [each.removeprefix(STATE) for each, _ in parts] for name, parts in kept.items()}
-            self.optimiser, self.updates = read_optimiser(self._archives, fqns, ours, self.notes)
-        self.step = self._archives.count("train_state.step", self.updates)
-        self.tokens = self._archives.count("train_state.ntokens_seen", 0)
+            self.optimiser, self.updates = read_optimiser(self.archives, fqns, ours, self.notes)
+        self.tensors = tensors
+        self.step = self.archives.count("train_state.step", self.updates)
+        self.tokens = self.archives.count("train_state.ntokens_seen", 0)
 
-    def __enter__(self) -> DcpImport:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the files."""
-        self._archives.close()
-
-    @property
-    def dtype(self) -> str:
-        """The type of most values."""
-        sizes: dict[torch.dtype, int] = {}
-        for tensor in self._tensors:
-            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.bytes
-        return str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
-
-    def write(
-        self, run: Path, meta: Mapping[str, Any] | None = None, progress: Progress | None = None
-    ) -> Path:
-        """Write `run`/checkpoints/step-N; one of the tensors at a time is in memory.
-
-        Args:
-            meta: what the checkpoint's `meta` has beside what is known of the model and the optimiser.
-            progress: called with the bytes written so far, and with all that there are.
-
-        Returns:
-            The checkpoint's path.
-
-        Raises:
-            StrettoError: the run has checkpoints, or the source is damaged.
-        """
-        folder = run / "checkpoints"
-        if checkpoints(folder):
-            raise StrettoError(f"{folder} already holds checkpoints", hint="import into a new run folder")
-        check_room(folder, self.bytes, f"the checkpoint in {self.source}")
-        self._check_head()
-        done = 0
-
-        def read(tensor: _Joined) -> Tensor:
-            nonlocal done
-            whole = self._read(tensor)
-            done += tensor.bytes
-            if progress is not None:
-                progress(done, self.bytes)
-            return whole
-
-        tensors = {
-            tensor.name: Streamed(
-                tensor.shape,
-                tensor.dtype,
-                {(0,) * len(tensor.shape): (tensor.shape, lambda t=tensor: read(t))},
+    def _joined(self, name: str, shape: tuple[int, ...], parts: Parts) -> Incoming:
+        """One of our tensors; its parts must be of one type."""
+        kinds = sorted({self._names.index.tensors[each].dtype for each, _ in parts})
+        if len(kinds) > 1:
+            raise StrettoError(
+                f"{' and '.join(each for each, _ in parts)} are of different types, {', '.join(kinds)}"
             )
-            for tensor in self._tensors
-        }
-        facts: dict[str, Any] = {"model": shape_to_record(self.shape), "imported": self.source.resolve().name}
-        step = 0
-        if self.optimiser is not None:
-            step = self.step
-            facts |= {"step": step, "updates": self.updates, "samples": 0, "tokens": self.tokens}
-            facts["config"] = {"optim": asdict(self.optimiser)}
-        return save(folder, step, tensors, {**facts, **(meta or {})})
+        dtype: torch.dtype = getattr(torch, kinds[0])
+        return Incoming(name, shape, dtype, lambda: self._read(shape, dtype, parts))
 
-    def _read(self, tensor: _Joined) -> Tensor:
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-        for name, part in tensor.parts:
+    def _read(self, shape: tuple[int, ...], dtype: torch.dtype, parts: Parts) -> Tensor:
+        whole = torch.empty(shape, dtype=dtype)
+        for name, part in parts:
             if part.in_order:
-                self._archives.read_tensor(name, part.views[0][0](whole))
+                self.archives.read_tensor(name, part.views[0][0](whole))
                 continue
-            theirs = torch.empty(part.shape, dtype=tensor.dtype)
-            self._archives.read_tensor(name, theirs)
+            theirs = torch.empty(part.shape, dtype=dtype)
+            self.archives.read_tensor(name, theirs)
             for mine, other in part.views:
                 mine(whole).copy_(other(theirs))
         return whole
@@ -197,7 +114,7 @@ class DcpImport:
     def _whole(self, name: str) -> Tensor:
         stored = self._names.index.tensors[name]
         tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
-        self._archives.read_tensor(name, tensor)
+        self.archives.read_tensor(name, tensor)
         return tensor
 
     def _is_zero(self, name: str) -> bool:
@@ -205,7 +122,7 @@ class DcpImport:
         experts = None if self.shape.moe is None else self.shape.moe.experts
         return sizes == (experts,) and not self._whole(name).any()
 
-    def _check_head(self) -> None:
+    def check_head(self) -> None:
         """Check that a head in the files equals the embedding that it is tied to."""
         tensors = self._names.index.tensors
         heads = [self._names.prefix + head for head in HEADS if self._names.prefix + head in tensors]
@@ -263,12 +180,3 @@ class _Names:
                 hint="--model must be the model that was trained",
             )
         return name
-
-    def joined(self, name: str, shape: tuple[int, ...], parts: Parts) -> _Joined:
-        """One of our tensors; its parts must be of one type."""
-        kinds = sorted({self.index.tensors[each].dtype for each, _ in parts})
-        if len(kinds) > 1:
-            raise StrettoError(
-                f"{' and '.join(each for each, _ in parts)} are of different types, {', '.join(kinds)}"
-            )
-        return _Joined(name, shape, getattr(torch, kinds[0]), parts)

@@ -30,12 +30,17 @@ _INDEX, _INFO = "MetadataIndex", "_StorageInfo"
 _TENSOR, _BYTES = "TensorStorageMetadata", "BytesStorageMetadata"
 _CHUNK, _PROPERTIES = "ChunkStorageMetadata", "TensorProperties"
 _CLASSES = ("Metadata", "StorageMeta", "_MEM_FORMAT_ENCODING", _INDEX, _CHUNK, _TENSOR, _BYTES, _PROPERTIES)
+_PLANNER = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+_MCORE = "megatron.core.dist_checkpointing.strategies.torch."  # for a while, classes derived from torch's
 _PATHS = ("PosixPath", "WindowsPath")  # where it was written
 _GETATTR = ("builtins.getattr", "__builtin__.getattr")  # how Python 3.11 notes a member of an enumeration
 NAMES = frozenset(
     {
         *(f"{_OF}metadata.{name}" for name in _CLASSES),
+        *(f"{_OF}planner.{name}" for name in _PLANNER),  # what each rank wrote, which Megatron notes beside
         f"{_OF}filesystem.{_INFO}",
+        f"{_OF}filesystem._StoragePrefix",
+        *(f"{_MCORE}{name}" for name in ("MCoreMetadata", "MCoreSavePlan")),
         *(f"torch.{name}" for name in DTYPES),
         "torch.Size",
         "torch.serialization._get_layout",
@@ -116,7 +121,9 @@ def read_dcp_index(folder: Path) -> DcpIndex:
         if (size := path.stat().st_size) > LARGEST_METADATA:
             raise DamageError(f"it has {size_text(size)}, at most {size_text(LARGEST_METADATA)} are read")
         value = read_pickle(path.read_bytes(), NAMES, LARGEST_METADATA)
-        return _index(folder, _fields(value, f"{_OF}metadata.Metadata"))
+        derived = isinstance(value, Record) and value.name == f"{_MCORE}MCoreMetadata"
+        whole = f"{_MCORE}MCoreMetadata" if derived else f"{_OF}metadata.Metadata"
+        return _index(folder, _fields(value, whole))
     except DamageError as error:
         raise _wrong(folder, str(error), "is the copy complete?") from None
     except StrettoError as error:
