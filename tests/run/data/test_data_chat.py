@@ -21,7 +21,7 @@ from chats import (
 )
 from stretto.engine.models.language import IGNORED
 from stretto.errors import StrettoError
-from stretto.run.config.schema import DataConfig
+from stretto.run.config.schema import DataConfig, Packing
 from stretto.run.data.build import build
 from stretto.run.data.chat_template import ChatTemplate
 from stretto.run.data.dataset import Documents, Samples, samples_of, whole_split_of
@@ -226,13 +226,14 @@ def expected(ids: list[int], mask: list[int], sequence: int, pad: int) -> tuple[
 def test_each_sample_is_one_conversation(chats: TokenFolder, sequence: int):
     samples = Documents(chats, "train", sequence, shuffle=False, ratio="1,0,0")
     assert (samples.total, len(samples)) == (60, 60)
-    inputs, targets = samples.batch(range(60))
+    batch = samples.batch(range(60))
+    inputs, targets = batch.inputs, batch.targets
     for row, (ids, mask) in enumerate(documents(chats)):
         assert (inputs[row].tolist(), targets[row].tolist()) == expected(
             ids, mask, sequence, chats.index.endoftext
         )
     assert samples.too_long == sum(len(ids) > sequence + 1 for ids, _ in documents(chats))
-    shuffled = Documents(chats, "train", sequence, seed=1, ratio="1,0,0").batch(range(60))[0]
+    shuffled = Documents(chats, "train", sequence, seed=1, ratio="1,0,0").batch(range(60)).inputs
     assert sorted(shuffled.tolist()) == sorted(inputs.tolist())
     assert shuffled.tolist() != inputs.tolist()
 
@@ -245,7 +246,7 @@ def test_long_conversations_are_dropped_by_choice_and_those_without_a_target_alw
     short = Documents(chats, "train", 51, ratio="1,0,0")  # ends within some of the first questions
     beginnings = [mask[1:52] for _, mask in documents(chats)]
     assert short.untrained == sum(not any(mask) for mask in beginnings) > 0
-    assert bool(((short.batch(range(len(short)))[1] != IGNORED).sum(1) > 0).all())
+    assert bool(((short.batch(range(len(short))).targets != IGNORED).sum(1) > 0).all())
     with pytest.raises(StrettoError, match="no other has a token to train on"):
         Documents(chats, "train", 5, ratio="1,0,0")
 
@@ -259,9 +260,10 @@ def test_splits_share_no_conversation(chats: TokenFolder):
 
 
 def test_packed_conversations_fill_windows(chats: TokenFolder):
-    packed = samples_of(chats, DataConfig(chat="assistant", packing=True, sequence=60), "train", seed=0)
+    packed = samples_of(chats, DataConfig(chat="assistant", packing="stream", sequence=60), "train", seed=0)
     assert isinstance(packed, Samples)
-    inputs, targets = packed.batch([3, 5])
+    batch = packed.batch([3, 5])
+    inputs, targets = batch.inputs, batch.targets
     assert chats.mask is not None
     for row, start in enumerate(packed.starts([3, 5]).tolist()):
         assert inputs[row].tolist() == chats.tokens[start : start + 60].tolist()
@@ -270,11 +272,11 @@ def test_packed_conversations_fill_windows(chats: TokenFolder):
     assert isinstance(samples_of(chats, DataConfig(sequence=60), "train", seed=0), Documents)
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_an_evaluation_reads_each_target_once(chats: TokenFolder, packing: bool):
+@pytest.mark.parametrize("packing", ["none", "stream"])
+def test_an_evaluation_reads_each_target_once(chats: TokenFolder, packing: Packing):
     data = DataConfig(packing=packing, sequence=400, split="1,1,1")
     splits = [whole_split_of(chats, data, name) for name in ("train", "valid", "test", "all")]
-    counts = [int((one.batch(range(len(one) + 3))[1] != IGNORED).sum()) for one in splits]
+    counts = [int((one.batch(range(len(one) + 3)).targets != IGNORED).sum()) for one in splits]
     assert chats.mask is not None
     assert counts[3] == sum(counts[:3]) == int(chats.mask.sum())
     assert all(one.targets(3) is None for one in splits)
@@ -285,8 +287,8 @@ def test_text_can_be_one_document_a_sample_too(tmp_path: Path):
         "".join(json.dumps({"text": f"line {i} " * i}) + "\n" for i in range(1, 9))
     )
     folder = build(tmp_path / "a.jsonl", tmp_path / "tokens", vocab=300)
-    data = DataConfig(packing=False, sequence=400, split="1,0,0")
-    _, targets = samples_of(folder, data, "train", seed=0, shuffle=False).batch([0])
+    data = DataConfig(packing="none", sequence=400, split="1,0,0")
+    targets = samples_of(folder, data, "train", seed=0, shuffle=False).batch([0]).targets
     length = int(folder.offsets[1])
     assert targets[0, length - 2] == folder.index.endoftext
     assert bool((targets[0, length - 1 :] == IGNORED).all())

@@ -33,7 +33,9 @@ def test_an_epoch_predicts_every_token_once(folder: TokenFolder):
 
 def test_targets_are_the_inputs_one_on(folder: TokenFolder):
     samples = Samples(folder, "valid", 16, seed=1)
-    inputs, targets = samples.batch([4, 0, 100_000])
+    batch = samples.batch([4, 0, 100_000])
+    inputs, targets = batch.inputs, batch.targets
+    assert batch.begins is None
     assert inputs.shape == targets.shape == (3, 16)
     assert inputs.dtype == targets.dtype == torch.int64
     assert inputs.is_contiguous()
@@ -97,7 +99,8 @@ def test_wrong_names_and_lengths(folder: TokenFolder):
 @pytest.mark.parametrize(("split", "sequence"), [("valid", 33), ("test", 9), ("test", 200), ("all", 64)])
 def test_a_whole_split_has_every_token_once(folder: TokenFolder, split: str, sequence: int) -> None:
     samples = WholeSplit(folder, split, sequence)
-    inputs, targets = samples.batch(range(len(samples) + 3))
+    batch = samples.batch(range(len(samples) + 3))
+    inputs, targets = batch.inputs, batch.targets
     counted = targets != IGNORED
     stream = folder.tokens[samples.range.start : samples.range.stop].astype("int64")
     assert targets[counted].tolist() == stream[1:].tolist()

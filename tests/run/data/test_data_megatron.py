@@ -80,11 +80,12 @@ def test_samples_and_splits(tmp_path: Path) -> None:
     assert split_tokens(dataset.offsets, "7,5,0") == {"train": range(7), "valid": range(7, 12),
                                                       "test": range(12, 12)}  # fmt: skip
     samples = Samples(dataset, "train", 3, ratio="1,0,0", shuffle=False)
-    inputs, targets = samples.batch([0, 1])
+    batch = samples.batch([0, 1])
+    inputs, targets = batch.inputs, batch.targets
     assert inputs.tolist() == [[5, 6, 7], [8, 0, 1]]
     assert targets.tolist() == [[6, 7, 8], [0, 1, 0]]
     documents = Documents(dataset, "train", 4, ratio="1,0,0", shuffle=False)
-    assert documents.batch([0, 1, 2])[0].tolist() == [[5, 6, 7, 8], [1, 0, 0, 0], [9, 9, 9, 9]]
+    assert documents.batch([0, 1, 2]).inputs.tolist() == [[5, 6, 7, 8], [1, 0, 0, 0], [9, 9, 9, 9]]
 
 
 @pytest.mark.parametrize("name", ["d", "d.bin", "d.idx"])
@@ -115,7 +116,8 @@ def test_several_are_joined(tmp_path: Path) -> None:
     assert source.offsets[:].tolist() == [0, 5, 7, 7, 12, 14, 17]
     assert [source.offsets[i] for i in range(-1, len(source.offsets))][:2] == [17, 0]
     assert (source.documents, source.size, source.identity()) == (6, 17, {"tokens": 17, "documents": 6})
-    inputs, targets = Samples(source, "train", 4, ratio="1,0,0", shuffle=False).batch([0, 2])
+    batch = Samples(source, "train", 4, ratio="1,0,0", shuffle=False).batch([0, 2])
+    inputs, targets = batch.inputs, batch.targets
     assert inputs.tolist() == [[5, 6, 7, 8], [9, 9, 9, 0]]
     assert targets[1].tolist() == [9, 9, 0, 3]  # the last is of the second dataset
     assert pickle.loads(pickle.dumps(source)).tokens[:].tolist() == whole

@@ -93,16 +93,17 @@ def test_samples_are_those_of_the_sources(folder: Path) -> None:
     sources, positions = MixtureOrder([Phase(0, (6, 2, 0)), Phase(3 * size, (0, 1, 1))], config.train.seed)(
         range(6 * size)
     )
-    inputs, targets = samples.batch(range(6 * size))
+    batch = samples.batch(range(6 * size))
     for row, (one, position) in enumerate(zip(sources.tolist(), positions.tolist(), strict=True)):
         wanted = parts[one].batch([position])
-        assert torch.equal(inputs[row], wanted[0][0])
-        assert torch.equal(targets[row], wanted[1][0])
+        assert torch.equal(batch.inputs[row], wanted.inputs[0])
+        assert torch.equal(batch.targets[row], wanted.targets[0])
     assert set(sources[: 3 * size].tolist()) == {0, 1}
     assert set(sources[3 * size :].tolist()) == {1, 2}
     sent = pickle.dumps(source)
     assert len(sent) < 2000  # the tokens are not in it
-    assert torch.equal(training_samples(pickle.loads(sent), config).batch([5])[0], samples.batch([5])[0])
+    again = training_samples(pickle.loads(sent), config).batch([5])
+    assert torch.equal(again.inputs, samples.batch([5]).inputs)
     assert {one.fingerprint for one in source.streams.values()} == {source.fingerprint}, (
         "one tokenizer for all"
     )

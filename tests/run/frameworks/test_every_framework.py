@@ -60,7 +60,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "data.source": ("other.txt",),
     "data.chat": ("assistant", "all"),
     "data.chat_template": ("chat.jinja",),
-    "data.packing": (False,),
+    "data.packing": ("documents", "none"),
     "data.tokenizer": ("tokenizer.json",),
     "data.split": ("90,5,5",),
     "data.cache": ("cache",),

@@ -160,9 +160,9 @@ def test_evaluation_is_of_the_held_out_samples(folder: Path) -> None:
         ratio=config.data.split,
         shuffle=False,
     )
-    inputs, targets = samples.batch(range(config.batch.global_size))
-    model, _ = build_reference(job_of(config), config.train.seed)
-    wanted = float(model.loss(model(inputs), targets).detach()) / targets.numel()
+    batch = samples.batch(range(config.batch.global_size))
+    model = build_reference(job_of(config), config.train.seed).model
+    wanted = float(model.loss(model(batch.inputs), batch.targets).detach()) / batch.targets.numel()
     (row,) = read_lines(config.run.folder / "eval.jsonl")
     assert row["loss"] == pytest.approx(wanted, rel=1e-9)
 

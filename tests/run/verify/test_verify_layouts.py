@@ -147,7 +147,7 @@ def test_asynchronous_schedules_equal_a_replay_of_their_delayed_updates(
 def test_the_replay_is_plain_training_where_nothing_is_late(folder: Path) -> None:
     config = job(folder, "optim.clip=null", model=LLAMA)
     trial = trial_of(config)
-    (samples,) = {len(inputs) for inputs, _ in trial.batches}
+    (samples,) = {len(batch.inputs) for batch in trial.batches}
     assert samples == 8
     late = vary(configured_job(config), pp=2, schedule="pipedream")
     plain, replayed = run_reference(late, trial), run_delayed(late, trial, Delays((0, 0), 8))
@@ -164,7 +164,7 @@ def test_one_late_update_by_hand(folder: Path) -> None:
     trial = trial_of(config)
     trial = replace(trial, batches=trial.batches[:1])
     (ours,) = run_delayed(late, trial, promised("pipedream-2bw", late.options, 1, 8))
-    first, _ = build_reference(late, trial.seed)
+    first = build_reference(late, trial.seed).model
     rate = trial.rate(late)(0)
     one, two = grads(late, trial)
     for name, parameter in first.named_parameters():
@@ -177,11 +177,10 @@ def test_one_late_update_by_hand(folder: Path) -> None:
 def grads(job: Job, trial: Trial) -> list[dict[str, Tensor]]:
     """Of each half of the batch, at the first weights."""
     halves = []
-    ((inputs, every_target),) = trial.batches
+    (batch,) = trial.batches
     for rows in (slice(0, 4), slice(4, 8)):
-        model, _ = build_reference(job, trial.seed)
-        targets = every_target[rows]
-        (model.loss(model(inputs[rows]), targets) / int((targets != IGNORED).sum())).backward()
+        model, half = build_reference(job, trial.seed).model, batch.take(rows)
+        (model.loss(model(half.inputs), half.targets) / int((half.targets != IGNORED).sum())).backward()
         halves.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     return halves
 

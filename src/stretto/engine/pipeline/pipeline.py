@@ -403,12 +403,12 @@ class Pipeline:
             loss=self._loss,
             transfer=self._transfer,
             boundaries=self._boundaries,
+            before_forward=self._before,
         )
         if program is self.program:
             work = replace(
                 work,
                 reduce_tied=lambda: self._shared.sum(self.buffers),
-                before_forward=self._before,
                 versions=self._versions,
             )
         return Executor(program, self.rank, work, self.mesh.device)

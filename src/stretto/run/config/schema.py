@@ -32,6 +32,8 @@ from stretto.spec.optimiser import (
 from stretto.spec.presets import find_shape
 from stretto.spec.shape import ModelShape
 
+Packing = Literal["documents", "stream", "none"]
+
 
 class MixturePhase(Section):
     """The weights of a mixture from a step on."""
@@ -78,15 +80,17 @@ class DataConfig(Section):
         description="With `chat`: a file with a Jinja template, or the name of one of the tokenizer's; null: "
         "the tokenizer's own.",
     )
-    packing: bool | None = Field(
+    packing: Packing | None = Field(
         default=None,
-        description="Whether documents fill samples one after another; else each sample is one document, "
-        "padded or cut to `sequence`. null: true for text, false for conversations.",
+        description="What fills a sample. `stream`: documents one after another, and attention crosses them. "
+        "`documents`: the same, but attention stays inside each, positions begin anew, and no token is "
+        "predicted from those of another document. `none`: one document, padded or cut to `sequence`. null: "
+        "`stream` for text, `none` for conversations.",
     )
     too_long: Literal["truncate", "drop"] = Field(
         default="truncate",
-        description="Without packing, what becomes of documents longer than `sequence`: the end is cut off, "
-        "or they are left out.",
+        description="With `packing: none`, what becomes of documents longer than `sequence`: the end is cut "
+        "off, or they are left out.",
     )
     split: str = Field(
         default="949,50,1",

@@ -4,12 +4,17 @@ from a seed.
 Of windows, sample k of an epoch is [p * sequence, (p + 1) * sequence + 1) of the split, p = permutation(seed,
 epoch)(k): the last token of a window is the first of the next, so every token but the first is predicted
 exactly once an epoch (fewer than `sequence` tokens at the end of the split are left out).
+
+Where documents are kept apart, the windows are the same, each says where its documents begin, and the first
+token of a document is not predicted. What a window has of a document that began before it is taken for a
+whole one.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import isfinite
 
 import numpy as np
@@ -18,7 +23,7 @@ from numpy.typing import NDArray
 
 from stretto.engine.models.language import IGNORED
 from stretto.errors import StrettoError, nearest
-from stretto.run.config.schema import DataConfig
+from stretto.run.config.schema import DataConfig, Packing
 from stretto.run.data.permutation import Permutation
 from stretto.run.data.token_source import Array, TokenSource
 
@@ -26,6 +31,35 @@ SPLITS = ("train", "valid", "test")
 ALL = "all"
 """The whole stream as one split, for text that a model is only evaluated on."""
 _HINT = 'three numbers for train, valid and test, as in "949,50,1"'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Some samples.
+
+    inputs, targets: int64 [samples, sequence] on the CPU; targets of -100 do not count.
+    begins: of the same shape, for each position the one in its sample at which its document begins; None
+        where attention does not end at a document's.
+    """
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    begins: torch.Tensor | None = None
+
+    def take(self, rows: slice | list[int]) -> Batch:
+        """Some of the samples."""
+        begins = None if self.begins is None else self.begins[rows]
+        return Batch(inputs=self.inputs[rows], targets=self.targets[rows], begins=begins)
+
+    @classmethod
+    def concatenated(cls, batches: Sequence[Batch]) -> Batch:
+        """The samples of all of them: all with documents, or none."""
+        begins = [one.begins for one in batches if one.begins is not None]
+        return cls(
+            inputs=torch.cat([one.inputs for one in batches]),
+            targets=torch.cat([one.targets for one in batches]),
+            begins=torch.cat(begins) if begins else None,
+        )
 
 
 def parse_ratio(ratio: str) -> tuple[float, float, float]:
@@ -143,7 +177,7 @@ class Ordered:
 
 
 class Samples(Ordered):
-    """Windows of the stream of one split, whatever documents they cross."""
+    """Windows of the stream of one split."""
 
     def __init__(
         self,
@@ -154,13 +188,16 @@ class Samples(Ordered):
         *,
         ratio: str = "949,50,1",
         shuffle: bool = True,
+        apart: bool = False,
     ) -> None:
-        """Take `split` ("train", "valid" or "test") of `source` cut by `ratio`; `sequence` in tokens.
+        """Take `split` ("train", "valid" or "test") of `source` cut by `ratio`; `sequence` in tokens. With
+        `apart` the documents of a window are kept apart.
 
         Raises:
             StrettoError: no such split, malformed ratio, fewer than `sequence + 1` tokens.
         """
         super().__init__(source, split, sequence, seed, ratio=ratio, shuffle=shuffle)
+        self._apart = apart
         self._length = (len(self.range) - 1) // sequence
         if self._length < 1:
             raise _too_short(source, split, len(self.range), sequence, ratio)
@@ -173,19 +210,39 @@ class Samples(Ordered):
         """Token ids of sample `index`: int64 [sequence + 1]."""
         return self.source.tokens[self._at([index])][0].astype(np.int64)
 
-    def batch(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs, and targets shifted by one token, -100 where the source's mask says so: two int64 tensors
-        [len(indices), sequence] on the CPU.
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Inputs, and targets shifted by one token, -100 where the source's mask says so, or where a kept
+        apart document begins.
         """
         at = self._at(indices)
         ids = self.source.tokens[at].astype(np.int64)
         inputs, targets = ids[:, :-1].copy(), ids[:, 1:].copy()
         if self.source.mask is not None:
             targets[self.source.mask[at[:, 1:]] == 0] = IGNORED
-        return torch.from_numpy(inputs), torch.from_numpy(targets)
+        batch = Batch(inputs=torch.from_numpy(inputs), targets=torch.from_numpy(targets))
+        return keep_apart(self.source, at[:, 0], batch) if self._apart else batch
 
     def _at(self, indices: Sequence[int]) -> NDArray[np.int64]:
         return self.starts(indices)[:, None] + np.arange(self.sequence + 1)
+
+
+def keep_apart(source: TokenSource, starts: NDArray[np.int64], batch: Batch) -> Batch:
+    """The samples with where their documents begin, and without targets that begin one: predicting them would
+    take another document's tokens.
+
+    Args:
+        starts: the first tokens of the samples within the source.
+    """
+    length = batch.inputs.shape[1]
+    begins = np.zeros((len(starts), length + 1), dtype=np.int64)
+    for row, start in zip(begins, starts.tolist(), strict=True):
+        first = bisect_right(source.offsets, start)
+        last = bisect_right(source.offsets, start + length, lo=first)
+        inside = np.asarray(source.offsets[first:last]) - start
+        row[inside] = inside
+    begins = np.maximum.accumulate(begins, axis=1)
+    targets = batch.targets.masked_fill(torch.from_numpy(begins[:, 1:] != begins[:, :-1]), IGNORED)
+    return Batch(inputs=batch.inputs, targets=targets, begins=torch.from_numpy(begins[:, :-1].copy()))
 
 
 class Documents(Ordered):
@@ -232,9 +289,9 @@ class Documents(Ordered):
         if self._length < 1:
             raise self._none(ratio)
 
-    def batch(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, indices: Sequence[int]) -> Batch:
         """Inputs, padded with the end of text, and targets shifted by one token, -100 where the mask says so
-        and on padding: two int64 tensors [len(indices), sequence] on the CPU.
+        and on padding.
         """
         size = (len(indices), self.sequence)
         inputs = np.full(size, self.source.padding, dtype=np.int64)
@@ -246,7 +303,7 @@ class Documents(Ordered):
             if self.source.mask is not None:
                 following[self.source.mask[start + 1 : start + length] == 0] = IGNORED
             inputs[row, : length - 1], targets[row, : length - 1] = ids[:-1], following
-        return torch.from_numpy(inputs), torch.from_numpy(targets)
+        return Batch(inputs=torch.from_numpy(inputs), targets=torch.from_numpy(targets))
 
     def describe(self) -> str:
         """Such as `train: 950 documents; 12 longer than 512 tokens are cut off`."""
@@ -299,8 +356,10 @@ def samples_of(
     Raises:
         StrettoError: the split is too short, or conversations are configured and the source holds text.
     """
-    if _packs(source, data):
-        return Samples(source, split, data.sequence, seed, ratio=data.split, shuffle=shuffle)
+    packing = packing_of(source, data)
+    if packing != "none":
+        apart = packing == "documents"
+        return Samples(source, split, data.sequence, seed, ratio=data.split, shuffle=shuffle, apart=apart)
     drop = data.too_long == "drop"
     return Documents(source, split, data.sequence, seed, ratio=data.split, shuffle=shuffle, drop=drop)
 
@@ -312,20 +371,26 @@ def whole_split_of(source: TokenSource, data: DataConfig, split: str) -> WholeSp
         StrettoError: the split has nothing to predict, or conversations are configured and the source holds
             text.
     """
-    if _packs(source, data):
-        return WholeSplit(source, split, data.sequence, ratio=data.split)
+    packing = packing_of(source, data)
+    if packing != "none":
+        apart = packing == "documents"
+        return WholeSplit(source, split, data.sequence, ratio=data.split, apart=apart)
     drop = data.too_long == "drop"
     return WholeDocuments(source, split, data.sequence, ratio=data.split, shuffle=False, drop=drop)
 
 
-def _packs(source: TokenSource, data: DataConfig) -> bool:
-    """Whether samples are windows of the stream."""
+def packing_of(source: TokenSource, data: DataConfig) -> Packing:
+    """How documents fill samples: as `data.packing` says, and where it does not, as is usual for the source.
+
+    Raises:
+        StrettoError: conversations are configured and the source holds text.
+    """
     if data.chat is not None and source.mask is None:
         raise StrettoError(
             f"{source.name}: holds the tokens of text, but data.chat is {data.chat}",
             hint="build it with stretto data build --chat, or name the conversations as data.source",
         )
-    return source.mask is None if data.packing is None else data.packing
+    return data.packing or ("stream" if source.mask is None else "none")
 
 
 class WholeSplit:
@@ -336,9 +401,18 @@ class WholeSplit:
     out, and the end of text as input.
     """
 
-    def __init__(self, source: TokenSource, split: str, sequence: int, *, ratio: str = "949,50,1") -> None:
+    def __init__(
+        self,
+        source: TokenSource,
+        split: str,
+        sequence: int,
+        *,
+        ratio: str = "949,50,1",
+        apart: bool = False,
+    ) -> None:
         """Take `split` ("train", "valid", "test", or "all" of the stream) of `source` cut by `ratio`;
-        `sequence` in tokens.
+        `sequence` in tokens. With `apart` the documents of a window are kept apart, and the first token of
+        each is no target.
 
         Raises:
             StrettoError: no such split, malformed ratio, no token to predict.
@@ -348,6 +422,7 @@ class WholeSplit:
         self.source = source
         self.split = split
         self.sequence = sequence
+        self._apart = apart
         self.range = _range_of(source, split, ratio)
         if len(self.range) < 2:
             part = "" if split == ALL else f"the {split} split (data.split={ratio}) of "
@@ -360,14 +435,16 @@ class WholeSplit:
         return -(-(len(self.range) - 1) // self.sequence)
 
     def targets(self, samples: int) -> range | None:
-        """The tokens of the source that the first `samples` samples predict; None where a mask chooses."""
-        if self.source.mask is not None:
+        """The tokens of the source that the first `samples` samples predict; None where a mask chooses, or
+        documents are kept apart.
+        """
+        if self.source.mask is not None or self._apart:
             return None
         first = self.range.start + 1
         return range(first, min(first + samples * self.sequence, self.range.stop))
 
-    def batch(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs, and targets shifted by one token: two int64 tensors [len(indices), sequence] on the CPU."""
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Inputs, and targets shifted by one token."""
         size = (len(indices), self.sequence)
         inputs = torch.full(size, self.source.padding, dtype=torch.int64)
         targets = torch.full(size, IGNORED, dtype=torch.int64)
@@ -381,7 +458,9 @@ class WholeSplit:
                 if self.source.mask is not None:
                     mask = torch.from_numpy(self.source.mask[start + 1 : start + len(ids)] == 0)
                     targets[row, : len(ids) - 1][mask] = IGNORED
-        return inputs, targets
+        batch = Batch(inputs=inputs, targets=targets)
+        starts = self.range.start + np.asarray(indices, dtype=np.int64) * self.sequence
+        return keep_apart(self.source, starts, batch) if self._apart else batch
 
 
 class WholeDocuments(Documents):
@@ -395,13 +474,12 @@ class WholeDocuments(Documents):
         """None: some tokens of a document may be cut off or not count."""
         return None
 
-    def batch(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, indices: Sequence[int]) -> Batch:
         """As `Documents.batch`."""
         there = [index for index in indices if index < len(self)]
-        inputs, targets = super().batch(there)
         missing = (len(indices) - len(there), self.sequence)
-        pads = torch.full(missing, self.source.padding), torch.full(missing, IGNORED)
-        return torch.cat([inputs, pads[0]]), torch.cat([targets, pads[1]])
+        inputs, targets = torch.full(missing, self.source.padding), torch.full(missing, IGNORED)
+        return Batch.concatenated([super().batch(there), Batch(inputs=inputs, targets=targets)])
 
 
 def _range_of(source: TokenSource, split: str, ratio: str) -> range:

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from stretto.errors import StrettoError
 from stretto.run.config.schema import DataConfig, TrainConfig
 from stretto.run.data.dataset import (
+    Batch,
     Documents,
     Samples,
     WholeDocuments,
@@ -100,20 +99,18 @@ class MixedSamples:
         """How many of the first `samples` samples are of each source."""
         return self._order.drawn(samples).tolist()
 
-    def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """As those of one source: two int64 tensors [len(indices), sequence] on the CPU."""
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """As those of one source."""
         sources, positions = self._order(indices)
         rows = list[np.ndarray[Any, Any]]()
-        taken = list[tuple[Tensor, Tensor]]()
+        taken = list[Batch]()
         for number, part in enumerate(self.parts.values()):
             here = np.flatnonzero(sources == number)
             if len(here):
                 rows.append(here)
                 taken.append(part.batch(positions[here].tolist()))
         # the rows of each source back to their places
-        back = torch.from_numpy(np.argsort(np.concatenate(rows), kind="stable"))
-        inputs, targets = (torch.cat(list(all_of))[back] for all_of in zip(*taken, strict=True))
-        return inputs, targets
+        return Batch.concatenated(taken).take(np.argsort(np.concatenate(rows), kind="stable").tolist())
 
 
 TrainingSamples = Samples | Documents | MixedSamples

@@ -487,7 +487,7 @@ RULES = (
     without("lora", LoraShape, "rank", "torchtitan has no adapters"),
     only("data.chat", [None], "torchtitan's dataset is of text, not of conversations"),
     only("data.phases", [[]], "torchtitan's data sets are not mixed by step"),
-    only("data.packing", [None, True], "torchtitan's samples are filled with documents"),
+    only("data.packing", [None, "stream"], "torchtitan's samples are filled with documents"),
     only("finetune.freeze", [()], "torchtitan freezes no weights by their names"),
     same("debug.seed", "train.seed"),
     Rule(

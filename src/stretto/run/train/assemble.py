@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from stretto.engine.documents import Documents, Packing, share_packing
 from stretto.engine.models.build import build
 from stretto.engine.models.causal import make_explicit
 from stretto.engine.models.language import LanguageModel
@@ -57,8 +58,8 @@ def dtype_of(precision: Precision, name: str) -> torch.dtype:
 class _Setup:
     """What every step of building a replica reads.
 
-    samples, auxiliary_scales: of each microbatch, written by the replica before a step; the pipeline reads
-        them before each forward.
+    samples, documents, auxiliary_scales: of each microbatch, written by the replica before a step; the
+        pipeline reads them before each forward.
     """
 
     job: Job
@@ -68,7 +69,9 @@ class _Setup:
     keys: DropoutKeys
     auxiliary: Auxiliary
     split: SequenceSplit
+    packing: Packing = field(default_factory=Packing)
     samples: list[range] = field(default_factory=list[range])
+    documents: list[Documents] = field(default_factory=list[Documents])
     auxiliary_scales: list[float] = field(default_factory=list[float])
 
 
@@ -125,6 +128,7 @@ def assemble(job: Job, mesh: Mesh, *, seed: int, fresh: Fresh = True) -> Replica
         optimizer=optimizer,
         norm=None if setup.program.versions else _gradient_norm(states, table),
         samples=setup.samples,
+        documents=setup.documents,
         split=setup.split,
         auxiliary=setup.auxiliary,
         auxiliary_scales=setup.auxiliary_scales,
@@ -138,6 +142,7 @@ def _plain_model(setup: _Setup) -> LanguageModel:
         model = build(setup.job.shape)
     freeze(model, setup.job.trained)
     key_dropout(model, setup.keys)
+    share_packing(model, setup.packing)
     lean_norms(model)
     if setup.job.attention == "explicit":
         make_explicit(model)
@@ -207,8 +212,11 @@ def _connect(
     job, parameters = setup.job, stages.parameters
 
     def before_forward(microbatch: int) -> None:
-        setup.keys.samples = setup.samples[microbatch]
-        setup.auxiliary.scale = setup.auxiliary_scales[microbatch]
+        setup.packing.documents = setup.documents[microbatch] if setup.documents else None
+        if setup.samples:  # an evaluation needs neither these nor scales
+            setup.keys.samples = setup.samples[microbatch]
+        if setup.auxiliary_scales:
+            setup.auxiliary.scale = setup.auxiliary_scales[microbatch]
 
     stream = dtype_of(job.precision, "embed.tok.weight")  # the embedding's type is the residual stream's
     return Pipeline(
@@ -225,7 +233,7 @@ def _connect(
             for shared in table[n].shared
         ],
         boundary=Boundary((job.micro_batch, len(setup.split.shard), job.shape.hidden), stream),
-        before_forward=before_forward if job.shape.drops or job.shape.moe is not None else None,
+        before_forward=before_forward,
         weights=states,
     )
 

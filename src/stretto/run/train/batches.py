@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from stretto.engine.documents import Documents
 from stretto.engine.models.language import IGNORED
 from stretto.engine.parallel.collectives import all_sum
-from stretto.run.data.dataset import indices_after
+from stretto.run.data.dataset import Batch, indices_after
 from stretto.run.train.replica import Replica
 
 Pairs = list[tuple[Tensor, Tensor]]  # inputs and targets of microbatches
@@ -20,8 +21,8 @@ Pairs = list[tuple[Tensor, Tensor]]  # inputs and targets of microbatches
 class SampleSource(Protocol):
     """Samples by index, such as `run.data.dataset.Samples`."""
 
-    def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Inputs and targets: two int64 tensors [len(indices), sequence] on the CPU."""
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Samples of one number of tokens."""
         ...
 
 
@@ -42,7 +43,8 @@ class Batches:
         self, samples: SampleSource, seen: int, keyed: bool
     ) -> tuple[tuple[list[Tensor], list[Tensor]], list[float]]:
         """This rank's part of its replica's microbatches of the global batch after `seen` samples, on the
-        device; and of each microbatch the tokens that count, over all replicas.
+        device; and of each microbatch the tokens that count, over all replicas. The replica knows the
+        documents of each from then on.
 
         Args:
             keyed: let dropout know the samples.
@@ -52,11 +54,13 @@ class Batches:
             self.replica.samples[:] = self._indices(seen, d)
         group = mesh.group("dp")
         if self._served and group is not None:
-            pairs, counts = self._from_server(samples, seen, group)
+            pairs, begins, counts = self._from_server(samples, seen, group)
         else:
             whole = self._read(samples, seen, d)
-            counts = self._count([y for _, y in whole])
-            pairs = [self.replica.share(*pair) for pair in whole]
+            counts = self._count([one.targets for one in whole])
+            pairs = [self.replica.share(one.inputs, one.targets) for one in whole]
+            begins = [one.begins for one in whole if one.begins is not None]
+        self.replica.documents[:] = map(Documents, begins)
         inputs = [x.to(mesh.device, non_blocking=True) for x, _ in pairs]
         return (inputs, [y.to(mesh.device) for _, y in pairs]), counts
 
@@ -74,7 +78,7 @@ class Batches:
             for j in range(m)
         ]
 
-    def _read(self, samples: SampleSource, seen: int, replica: int) -> Pairs:
+    def _read(self, samples: SampleSource, seen: int, replica: int) -> list[Batch]:
         return [samples.batch(i) for i in self._indices(seen, replica)]
 
     def _count(self, targets: list[Tensor]) -> list[float]:
@@ -84,19 +88,28 @@ class Batches:
 
     def _from_server(
         self, samples: SampleSource, seen: int, group: ProcessGroup
-    ) -> tuple[Pairs, list[float]]:
+    ) -> tuple[Pairs, list[Tensor], list[float]]:
         m = self._microbatches
         empty = torch.zeros(self.replica.job.micro_batch, self.replica.job.sequence, dtype=torch.int64)
         shape = self.replica.share(empty, empty)[0].shape
-        counts = torch.zeros(m, dtype=torch.float64, device=self.mesh.device)
+        counts = torch.zeros(m + 1, dtype=torch.float64, device=self.mesh.device)  # and whether packed
         mine = torch.empty(m, 2, *shape, dtype=torch.int64, device=self.mesh.device)
-        parts = list[Tensor]()
+        begins = torch.empty(m, *empty.shape, dtype=torch.int64, device=self.mesh.device)
+        parts, edges = list[Tensor](), list[Tensor]()
         if group.rank() == 0:
             for replica in range(group.size()):
                 whole = self._read(samples, seen, replica)
-                counts += torch.stack([(y != IGNORED).sum() for _, y in whole]).double().to(counts.device)
-                shared = [torch.stack(self.replica.share(*pair)) for pair in whole]
+                counted = torch.stack([(one.targets != IGNORED).sum() for one in whole])
+                counts[:m] += counted.double().to(counts.device)
+                shared = [torch.stack(self.replica.share(one.inputs, one.targets)) for one in whole]
                 parts.append(torch.stack(shared).to(mine.device))
+                if of := [one.begins for one in whole if one.begins is not None]:
+                    edges.append(torch.stack(of).to(begins.device))
+            counts[m] = len(edges)
         group.scatter([mine], [parts] if parts else []).wait()
         group.broadcast([counts]).wait()
-        return [(one[0], one[1]) for one in mine], counts.tolist()
+        *of_microbatches, packed = counts.tolist()
+        if packed:
+            group.scatter([begins], [edges] if edges else []).wait()
+        pairs = [(one[0], one[1]) for one in mine]
+        return pairs, list(begins.cpu()) if packed else [], of_microbatches

@@ -179,7 +179,7 @@ def _text(config: TrainConfig, source: TokenData, samples: int) -> dict[str, Any
             {"samples": phase.from_step * config.batch.global_size, "weights": list(phase.weights.values())}
             for phase in begun
         ]
-    if source.trained is None and data.packing is not False:
+    if source.trained is None and data.packing in (None, "stream"):
         return text
     return {"trained": None, **text, "packing": data.packing, "too_long": data.too_long}
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.engine.checkpoint.shards import Tensors
+from stretto.engine.documents import Documents
 from stretto.engine.models.language import IGNORED
 from stretto.engine.optim.norm import GradientNorm, clip, ratio
 from stretto.engine.optim.scale import LossScale
@@ -33,6 +34,8 @@ class Replica:
     norm: None for an asynchronous schedule: a stage's gradients are applied and gone before other stages
         have computed theirs.
     samples: of each microbatch, set before the step: what dropout depends on.
+    documents: of each microbatch, set before a step or an evaluation; none where attention does not end at a
+        document's.
     split: which positions of a sample this rank holds.
     auxiliary: losses that layers add to the step's, and their statistics.
     auxiliary_scales: gradients of the losses that layers add in each microbatch, set by `step`.
@@ -48,6 +51,7 @@ class Replica:
     optimizer: ReplicaOptimizer
     norm: GradientNorm | None
     samples: list[range]
+    documents: list[Documents]
     split: SequenceSplit
     auxiliary: Auxiliary
     auxiliary_scales: list[float]

@@ -77,14 +77,16 @@ def run_delayed(job: Job, trial: Trial, delays: Delays) -> list[Snapshot]:
     Args:
         job: its data-parallel size says which samples are one microbatch of all replicas.
     """
-    model, keys = build_reference(job, trial.seed)
+    plain = build_reference(job, trial.seed)
+    model = plain.model
     masters = dict(model.named_parameters())
     learning = [(name, master) for name, master in masters.items() if master.requires_grad]
     optimizer, rate = build_optimizer(learning, job.optimiser), trial.rate(job)
     late = _late(masters, job, delays.by_stage)
     size, unit = job.micro_batch, job.micro_batch * job.layout.dp
     snapshots = list[Snapshot]()
-    for step, (inputs, targets) in enumerate(trial.batches):
+    for step, batch in enumerate(trial.batches):
+        inputs, targets = batch.inputs, batch.targets
         first = step * len(inputs)
         total = torch.zeros((), dtype=torch.float64)
         m = len(inputs) // unit
@@ -101,9 +103,9 @@ def run_delayed(job: Job, trial: Trial, delays: Delays) -> list[Snapshot]:
             counted = int((targets[rows.start : rows.stop] != IGNORED).sum()) or 1
             tokens = len(rows) * inputs.shape[1]
             for row in rows[::size]:
-                keys.samples = range(first + row, first + row + size)
-                here = slice(row, row + size)
-                loss = model.loss(functional_call(model, leaves, (inputs[here],)), targets[here])
+                part = batch.take(slice(row, row + size))
+                plain.begin(range(first + row, first + row + size), part)
+                loss = model.loss(functional_call(model, leaves, (part.inputs,)), part.targets)
                 auxiliary = model.auxiliary()
                 (loss / counted + auxiliary / tokens).backward()
                 total += loss.detach() / all_counted + auxiliary.detach() / inputs.numel()

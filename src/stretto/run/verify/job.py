@@ -17,9 +17,8 @@ from stretto.spec.job import Job
 from stretto.spec.parameters import count_parameters
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from stretto.prove.diagnose import Verdict
+    from stretto.run.data.dataset import Batch
     from stretto.run.data.token_source import TokenData
 
 _COPIES = 4  # float64 copies of the model on a rank: weights, gradients, two optimiser states
@@ -95,13 +94,32 @@ def _rank(
         dist.destroy_process_group()
 
 
-def batches(config: TrainConfig, source: TokenData, steps: int) -> list[tuple[Tensor, Tensor]]:
-    """The first global batches of the training split: what `stretto train` sees."""
+def batches(config: TrainConfig, source: TokenData, steps: int) -> list[Batch]:
+    """The first global batches of the training split: what `stretto train` sees, but with an edge in most of
+    the samples that would be inside one document where documents are kept apart. Proofs have few and short
+    samples, and without edges they would not see what mixes documents up.
+    """
     from stretto.run.data.mixture import training_samples
 
     samples = training_samples(source, config)
     size = config.batch.global_size
-    return [samples.batch(range(step * size, (step + 1) * size)) for step in range(steps)]
+    wanted = [range(step * size, (step + 1) * size) for step in range(steps)]
+    return [_with_edges(samples.batch(indices), indices) for indices in wanted]
+
+
+def _with_edges(batch: Batch, indices: range) -> Batch:
+    """Three of four samples of one document cut in two, each in another place."""
+    from stretto.engine.models.language import IGNORED
+
+    if batch.begins is None:
+        return batch
+    begins, targets = batch.begins.clone(), batch.targets.clone()
+    last = begins.shape[1] - 1
+    for row, index in enumerate(indices):
+        if last > 0 and index % 4 and not begins[row].any():
+            edge = 1 + 7 * index % last
+            begins[row, edge:], targets[row, edge - 1] = edge, IGNORED
+    return replace(batch, begins=begins, targets=targets)
 
 
 def _check_memory(cases: Sequence[Job], steps: int) -> None:

@@ -146,10 +146,10 @@ def _located(verdict: Verdict, job: Job, trial: Trial) -> Verdict:
         with late_messages(trial.seed), recorded(modules_of(replica)) as ours, suppress(TrainingFailed):
             TrialStep(replica, trial).make(0)
         if replica.mesh.rank == 0:
-            model, keys = build_reference(job, trial.seed)
-            keys.samples = range(job.micro_batch)
-            with torch.no_grad(), recorded(model.named_modules()) as reference:
-                model(trial.batches[0][0][: job.micro_batch])
+            plain, first = build_reference(job, trial.seed), trial.batches[0].take(slice(0, job.micro_batch))
+            plain.begin(range(job.micro_batch), first)
+            with torch.no_grad(), recorded(plain.model.named_modules()) as reference:
+                plain.model(first.inputs)
         here = ours if replica.mesh.index("dp") == 0 else {}
         beside = partial(beside_positions, split=replica.split)
         where = first_difference(here, reference, beside)

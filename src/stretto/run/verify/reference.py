@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from stretto.engine.documents import Documents, Packing, share_packing
 from stretto.engine.models.build import build
 from stretto.engine.models.language import IGNORED, LanguageModel
 from stretto.engine.models.moe import MoE, correct
@@ -19,9 +20,8 @@ from stretto.engine.optim.rate import Rate
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.fp8 import enable_fp8
 from stretto.prove.compare import scales_of, share
+from stretto.run.data.dataset import Batch
 from stretto.spec.job import Job
-
-Batch = tuple[Tensor, Tensor]  # inputs and targets, int64 [global batch, sequence]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +70,29 @@ class Snapshot:
         return scales_of(self.weights)
 
 
-def build_reference(job: Job, seed: int) -> tuple[LanguageModel, DropoutKeys]:
-    """The plain model in float64 with its initial values, and the keys of its dropout masks.
+@dataclass(frozen=True)
+class Plain:
+    """The plain model, and what it must know of the samples of a forward and its backward."""
+
+    model: LanguageModel
+    keys: DropoutKeys
+    packing: Packing
+
+    def begin(self, samples: range, batch: Batch) -> None:
+        """Begin a microbatch.
+
+        Args:
+            samples: their numbers, on which dropout depends.
+        """
+        self.keys.samples = samples
+        self.packing.documents = None if batch.begins is None else Documents(batch.begins)
+
+
+def build_reference(job: Job, seed: int) -> Plain:
+    """The plain model in float64 with its initial values.
 
     Args:
-        seed: of both.
+        seed: of these and of dropout.
     """
     model = build(job.shape)
     freeze(model, job.trained)
@@ -83,27 +101,29 @@ def build_reference(job: Job, seed: int) -> tuple[LanguageModel, DropoutKeys]:
     model.tie()
     if job.precision.fp8 != "none":
         enable_fp8(model, job.precision.fp8)
-    keys = DropoutKeys(seed)
+    keys, packing = DropoutKeys(seed), Packing()
     key_dropout(model, keys)
-    return model, keys
+    share_packing(model, packing)
+    return Plain(model, keys, packing)
 
 
 def run_reference(job: Job, trial: Trial) -> list[Snapshot]:
     """Train the plain model in float64 for a few steps."""
-    model, keys = build_reference(job, trial.seed)
+    plain = build_reference(job, trial.seed)
+    model = plain.model
     named = list(model.named_parameters())
     learning = [(name, p) for name, p in named if p.requires_grad]
     optimizer, rate = build_optimizer(learning, job.optimiser), trial.rate(job)
     snapshots, size = list[Snapshot](), job.micro_batch
-    for step, (inputs, targets) in enumerate(trial.batches):
-        counted = int((targets != IGNORED).sum()) or 1
+    for step, batch in enumerate(trial.batches):
+        counted = int((batch.targets != IGNORED).sum()) or 1
         total = torch.zeros((), dtype=torch.float64)
         loads = Loads(model)
-        for start in range(0, len(inputs), size):
-            first = step * job.global_batch + start
-            keys.samples = range(first, first + size)
-            loss = model.loss(model(inputs[start : start + size]), targets[start : start + size])
-            loss = loss / counted + model.auxiliary() / inputs.numel()
+        for start in range(0, len(batch.inputs), size):
+            first, part = step * job.global_batch + start, batch.take(slice(start, start + size))
+            plain.begin(range(first, first + size), part)
+            loss = model.loss(model(part.inputs), part.targets)
+            loss = loss / counted + model.auxiliary() / batch.inputs.numel()
             loss.backward()
             total += loss.detach()
             loads.add()

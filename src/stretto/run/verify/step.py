@@ -13,10 +13,11 @@ from stretto.engine.optim.scale import LossScale
 from stretto.engine.parallel.control import gather_json
 from stretto.engine.parallel.fragment import Fragment, Piece, Placed
 from stretto.prove.compare import misplaced, relative
+from stretto.run.data.dataset import Batch
 from stretto.run.train.replica import Replica
 from stretto.run.train.speed import expert_report
 from stretto.run.train.step import StepResult, TrainingStep
-from stretto.run.verify.reference import Batch, Snapshot, Trial
+from stretto.run.verify.reference import Snapshot, Trial
 from stretto.spec.finetune import adjusted
 
 SCALE = 2.0**10  # of the loss, to exercise the path of float16: a power of two changes no bit
@@ -26,13 +27,11 @@ class TrialSamples:
     """The samples of a trial, by the index that training gives them."""
 
     def __init__(self, batches: Sequence[Batch]) -> None:
-        self._inputs = torch.cat([inputs for inputs, _ in batches])
-        self._targets = torch.cat([targets for _, targets in batches])
+        self._all = Batch.concatenated(batches)
 
-    def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, int64 [len(indices), sequence]."""
-        rows = list(indices)
-        return self._inputs[rows], self._targets[rows]
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Some of them."""
+        return self._all.take(list(indices))
 
 
 class TrialStep(TrainingStep):

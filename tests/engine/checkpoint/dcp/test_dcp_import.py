@@ -105,4 +105,5 @@ def test_training_goes_on_as_it_would_have_there(tmp_path: Path, kind: str, layo
 def first_batch(config: TrainConfig) -> tuple[torch.Tensor, torch.Tensor]:
     folder = prepare_data(config, quiet=True)
     samples = Samples(folder, "train", config.data.sequence, config.train.seed, ratio=config.data.split)
-    return samples.batch(range(config.batch.global_size))
+    batch = samples.batch(range(config.batch.global_size))
+    return batch.inputs, batch.targets

@@ -60,6 +60,8 @@ def remarks(settings: Settings) -> Iterator[str]:
         yield f"--fp8-recipe {settings['fp8-recipe']} is priced as one scale for each tensor"
     if settings.get("transformer-impl", "transformer_engine") != "transformer_engine":
         yield f"--transformer-impl {settings['transformer-impl']} is priced with Transformer Engine's kernels"
+    if "reset-attention-mask" in settings:
+        yield "attention is priced over whole samples: --reset-attention-mask saves what documents allow"
     if "rampup-batch-size" in settings:
         yield "the price is that of the full batch, after --rampup-batch-size"
     if settings.get("make-vocab-size-divisible-by") is None and "padded-vocab-size" in settings:

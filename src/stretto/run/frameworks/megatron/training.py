@@ -293,6 +293,22 @@ def _read_bucket(settings: Settings) -> Mapping[str, Any]:
     return {} if size is None else {"train.bucket_mib": size * each / 2**20}
 
 
+_APART = ("reset-position-ids", "reset-attention-mask", "eod-mask-loss")
+
+
+def _write_packing(choices: Choices) -> Settings:
+    packing = choices["data.packing"]
+    if packing == "none":
+        instead = "Megatron-LM's samples are filled with documents"
+        raise refused("data.packing", packing, instead, ("stream", "documents"))
+    return dict.fromkeys(_APART, True) if packing == "documents" else {}
+
+
+def _read_packing(settings: Settings) -> Mapping[str, Any]:
+    """One or two of the three have no choice of ours."""
+    return {"data.packing": "documents"} if all(name in settings for name in _APART) else {}
+
+
 def _minutes(seconds: float) -> int:
     return ceil(seconds / 60)
 
@@ -399,7 +415,7 @@ TRAINING: tuple[Rule, ...] = (
     aside("Megatron-LM deletes no checkpoints", "checkpoint.keep"),
     only("data.chat", (None,), "pretrain_gpt.py learns from text, not from conversations"),
     only("data.phases", ([],), "Megatron-LM's mixture has the same weights in all steps"),
-    only("data.packing", (None, True), "Megatron-LM's samples are filled with documents"),
+    Rule(choices=("data.packing",), settings=_APART, write=_write_packing, read=_read_packing),
     aside("documents fill samples", "data.chat_template", "data.too_long"),
     aside("Megatron-LM compares no fields of the model", "checkpoint.may_differ"),
     aside("Megatron-LM reads its own indexed files", "data.vocab", "data.text_field"),
