@@ -84,7 +84,7 @@ def test_a_legal_job_passes() -> None:
         ("data.source=txt", "data.source is txt: there is no such file or folder", "did you mean text?"),
         ("data.source=no/txt", "there is no such file or folder", "there is no folder no"),
         ('data.source=[text,"*.txt"]', "data.source is *.txt: the pattern matches no file", None),
-        ("data.tokenizer=text", "data.tokenizer is text: there is no such file", None),
+        ("data.tokenizer=text", "data.tokenizer is text: the folder holds no tokenizer", None),
         (
             "data.tokenizer=gpt2",
             "data.tokenizer is gpt2: there is no such",

@@ -20,7 +20,7 @@ from stretto.run.config.run_checks import (
     tensorboard,
 )
 from stretto.run.config.schema import TrainConfig
-from stretto.run.config.sources import vocabulary_is_known
+from stretto.run.config.sources import tokenizer_at, vocabulary_is_known
 from stretto.spec.optimiser import optimiser_problems
 from stretto.spec.parameters import parameter_shapes
 from stretto.spec.rules import problems
@@ -179,14 +179,21 @@ def _source(config: TrainConfig) -> Iterator[Problem]:
     yield from missing_sources(config.data.sources, PYTHON_STDLIB)
 
 
+def _may_be_tokenizer(path: Path) -> bool:
+    return bool(tokenizer_at(path)) if path.is_dir() else path.suffix in (".json", ".model", ".tiktoken")
+
+
 def _tokenizer(config: TrainConfig) -> Iterator[Problem]:
-    name = config.data.tokenizer
-    if name is None:
-        return
-    path = Path(name).expanduser()
-    if not (path / "tokenizer.json").is_file() and not path.is_file():
+    for name in config.data.tokenizer_files:
+        path = Path(name).expanduser()
+        if tokenizer_at(path):
+            continue
+        if path.is_dir():
+            rule = "the folder holds no tokenizer, or several"
+            yield Problem("data.tokenizer", name, rule, "name the file itself, such as its tokenizer.json")
+            continue
         kind = "give a tokenizer.json, or a folder that has one; names of models are not downloaded"
-        fix = beside(path, lambda entry: entry.suffix == ".json" or (entry / "tokenizer.json").is_file())
+        fix = beside(path, _may_be_tokenizer)
         yield Problem("data.tokenizer", name, "there is no such file", fix or kind)
 
 

@@ -59,10 +59,12 @@ class DataConfig(Section):
         description="Other weights of a mixture from later steps on, as "
         "`[{from_step: 1000, weights: {web/: 0.2, code/: 0.8}}]`.",
     )
-    tokenizer: str | None = Field(
+    tokenizer: str | list[str] | None = Field(
         default=None,
-        description="A `tokenizer.json` or its folder; null: a byte-level BPE is trained on the source "
-        "once and kept.",
+        description="A `tokenizer.json`, GPT-2's `vocab.json` with its `merges.txt` beside it, a "
+        "SentencePiece `.model`, a `.tiktoken` file, or a folder that holds one of these; or two files: "
+        "vocabulary and merges, or ranks of tiktoken and a file with the regular expression that cuts words. "
+        "null: a byte-level BPE is trained on the source once and kept.",
     )
     vocab: int = Field(
         default=4096, ge=257, description="Entries of the tokenizer that is trained when none is given."
@@ -113,6 +115,12 @@ class DataConfig(Section):
     def weights(self) -> dict[str, float] | None:
         """The weights of a mixture; None: the source is not one."""
         return self.source if isinstance(self.source, dict) else None
+
+    @property
+    def tokenizer_files(self) -> list[str]:
+        """`tokenizer` as a list; empty where none is named."""
+        named = self.tokenizer or []
+        return [named] if isinstance(named, str) else named
 
 
 class LayoutConfig(Section):

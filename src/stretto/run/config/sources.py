@@ -22,6 +22,28 @@ def megatron_prefix(name: str) -> Path | None:
     return path if not path.exists() and _half_there(path) else None
 
 
+def tokenizer_at(path: Path) -> list[Path]:
+    """The files of the tokenizer that a path names, in a folder or by itself: a `tokenizer.json`, a
+    vocabulary with the merges that lie beside it, a SentencePiece model or the ranks of tiktoken; none where
+    there is no tokenizer.
+    """
+    if path.is_dir():
+        singles = [path / "tokenizer.json", path / "vocab.json", *_models(path)]
+        return next((files for one in singles if (files := tokenizer_at(one))), [])
+    if not path.is_file():
+        return []
+    if path.name.endswith("vocab.json"):
+        merges = path.with_name(path.name.removesuffix("vocab.json") + "merges.txt")
+        return [path, merges] if merges.is_file() else [path]
+    return [path]
+
+
+def _models(folder: Path) -> list[Path]:
+    """Files of vocabularies in a folder by the names that programs give them."""
+    named = [path for suffix in ("*vocab.json", "*.model", "*.tiktoken") for path in folder.glob(suffix)]
+    return sorted(named) if len(named) == 1 else []
+
+
 def is_token_folder(path: Path) -> bool:
     """Whether `path` holds the files of a token folder, complete or not."""
     return (path / INDEX).is_file() and (path / TOKENS).exists()

@@ -16,6 +16,7 @@ from stretto.run.data.chat import Conversations
 from stretto.run.data.conversation import TrainOn
 from stretto.run.data.corpus import Corpus, Source, find_corpus
 from stretto.run.data.megatron import MegatronDataset, MegatronWriter, Vocabulary
+from stretto.run.data.readers import whole_documents
 from stretto.run.data.token_folder import (
     FILES,
     VERSION,
@@ -25,6 +26,7 @@ from stretto.run.data.token_folder import (
     read_index,
 )
 from stretto.run.data.tokenizer import Tokenizer, check_vocab, in_batches
+from stretto.run.data.tokenizer_files import TokenizerPath
 
 DEFAULT_VOCAB = 4096
 TRAINING_CHARACTERS = 8_000_000
@@ -59,7 +61,7 @@ def build(
     *,
     cache: Source | None = None,
     vocab: int = DEFAULT_VOCAB,
-    tokenizer: Source | None = None,
+    tokenizer: TokenizerPath | None = None,
     text_field: str = "text",
     chat: TrainOn | None = None,
     chat_template: str | None = None,
@@ -70,8 +72,9 @@ def build(
 
     `source`: `python-stdlib`, files, directories or globs (see `find_corpus`). The result is at `out`, or in
     `cache` (default `cache_dir()`) under its fingerprint. A byte-level BPE of up to `vocab` tokens is trained
-    on the source, unless `tokenizer` names a `tokenizer.json`; `vocab` is then ignored. With `replace`,
-    tokens of another source at `out` are overwritten. Several processes may build the same folder at once.
+    on the source, unless `tokenizer` names another (see `read_tokenizer`); `vocab` is then ignored. With
+    `replace`, tokens of another source at `out` are overwritten. Several processes may build the same folder
+    at once.
 
     With `chat` the rows of the source are conversations, and the folder has a mask of the tokens to train on:
     those of the assistant, or all. They are rendered by the tokenizer's chat template; `chat_template` names
@@ -123,7 +126,7 @@ def build_megatron(
     prefix: Path,
     *,
     vocab: int = DEFAULT_VOCAB,
-    tokenizer: Source | None = None,
+    tokenizer: TokenizerPath | None = None,
     text_field: str = "text",
     replace: bool = False,
     progress: Report | None = None,
@@ -239,7 +242,8 @@ def _encode(
 ) -> None:
     """Encode all documents into `writer`."""
     characters = 0
-    for batch in in_batches(corpus.pieces(), lambda piece: len(piece.text)):
+    pieces = corpus.pieces() if tokenizer.cut_at_lines else whole_documents(corpus.pieces())
+    for batch in in_batches(pieces, lambda piece: len(piece.text)):
         texts = [piece.text for piece in batch]
         for piece, ids in zip(batch, tokenizer.encode_batch(texts), strict=True):
             writer.add(ids, piece.ends)

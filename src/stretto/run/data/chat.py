@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,10 @@ import numpy as np
 from stretto.errors import StrettoError
 from stretto.run.data.chat_template import ChatTemplate, Rendered
 from stretto.run.data.conversation import Completion, TrainOn, complete, mark, parse_row
-from stretto.run.data.corpus import Corpus, Source
+from stretto.run.data.corpus import Corpus
 from stretto.run.data.readers import read_rows
 from stretto.run.data.tokenizer import Tokenizer, in_batches
+from stretto.run.data.tokenizer_files import TokenizerPath
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Conversations:
 
     @classmethod
     def load(
-        cls, tokenizer: Source | None, train_on: TrainOn | None, choice: str | None
+        cls, tokenizer: TokenizerPath | None, train_on: TrainOn | None, choice: str | None
     ) -> Conversations | None:
         """The settings; None for text, where `train_on` is None.
 
@@ -57,7 +59,8 @@ class Conversations:
                 "conversations need the tokenizer of the model, with its chat template",
                 hint="name its folder: data.tokenizer=DIR in a config, or --tokenizer DIR",
             )
-        place = Path(tokenizer).expanduser()
+        first = tokenizer if isinstance(tokenizer, str | os.PathLike) else tokenizer[0]
+        place = Path(first).expanduser()
         return cls(place=place, train_on=train_on, template=ChatTemplate.find(place, choice))
 
     @property

@@ -27,6 +27,7 @@ from stretto.run.data.checksum import SummedFile
 from stretto.run.data.commit import PartialFolder
 from stretto.run.data.token_source import TokenSource
 from stretto.run.data.tokenizer import TOKENIZER, Tokenizer
+from stretto.run.data.tokenizer_files import TokenizerPath
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
@@ -57,12 +58,12 @@ class Vocabulary:
     """
 
     size: int
-    tokenizer: Path | None = None
+    tokenizer: TokenizerPath | None = None
     endoftext: int | None = None
     fingerprint: str | None = None
 
     @classmethod
-    def of(cls, prefix: Path, tokenizer: Path | None, size: int | None = None) -> Vocabulary:
+    def of(cls, prefix: Path, tokenizer: TokenizerPath | None, size: int | None = None) -> Vocabulary:
         """That of a tokenizer: the one named, else the one that `stretto data build` left beside the dataset;
         without either, `size` ids.
 

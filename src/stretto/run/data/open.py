@@ -12,6 +12,7 @@ from stretto.run.data.megatron import MegatronDataset, Vocabulary
 from stretto.run.data.mixture import Mixture
 from stretto.run.data.token_folder import TokenFolder
 from stretto.run.data.token_source import TokenData, TokenSource
+from stretto.run.data.tokenizer_files import TokenizerPath
 
 
 def open_source(data: DataConfig, vocab: int | None = None, report: Report | None = None) -> TokenData:
@@ -52,8 +53,7 @@ def open_source(data: DataConfig, vocab: int | None = None, report: Report | Non
 def _stream(data: DataConfig, vocab: int | None, report: Report | None) -> TokenSource:
     """The tokens of a source that is no mixture; arguments and errors as of `open_source`."""
     if holds_tokens(data.sources):
-        tokenizer = None if data.tokenizer is None else Path(data.tokenizer).expanduser()
-        sources = [open_tokens(name, tokenizer, vocab) for name in data.sources]
+        sources = [open_tokens(name, data.tokenizer, vocab) for name in data.sources]
         return sources[0] if len(sources) == 1 else JoinedSource(sources)
     return build(
         data.sources,
@@ -68,7 +68,7 @@ def _stream(data: DataConfig, vocab: int | None, report: Report | None) -> Token
 
 
 def open_tokens(
-    name: str, tokenizer: Path | None = None, vocab: int | None = None
+    name: str, tokenizer: TokenizerPath | None = None, vocab: int | None = None
 ) -> TokenFolder | MegatronDataset:
     """The token folder or Megatron dataset at a path.
 

@@ -2,8 +2,8 @@
 
 A document comes as one or more pieces of up to 262,144 characters, so that a text of any length fits in
 memory and a long one is still encoded on all cores. Pieces are cut between a word and the line end after it:
-GPT-2's word pattern never reaches across that place, so a byte-level BPE gives the same tokens for the pieces
-as for the whole.
+GPT-2's word pattern never reaches across that place, so its byte-level BPE gives the same tokens for the
+pieces as for the whole. Other tokenizers get a document as a whole (`whole_documents`).
 """
 
 from __future__ import annotations
@@ -159,6 +159,19 @@ def _pieces(name: str, blocks: Iterable[str]) -> Iterator[Piece]:
         yield Piece(name, held, ends=True)
     else:
         yield Piece(name, "", ends=True, blank=True)
+
+
+def whole_documents(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The same documents, each as one piece."""
+    parts = list[str]()
+    for piece in pieces:
+        if piece.ends and not parts:
+            yield piece
+            continue
+        parts.append(piece.text)
+        if piece.ends:
+            yield Piece(piece.name, "".join(parts), ends=True)
+            parts = []
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

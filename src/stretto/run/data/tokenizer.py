@@ -7,6 +7,7 @@ text can be written and nothing is unknown.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -19,10 +20,10 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from stretto.errors import StrettoError
+from stretto.run.data.tokenizer_files import END_OF_TEXT, TokenizerPath, read_tokenizer
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-END_OF_TEXT = "<|endoftext|>"
 _BATCH_CHARACTERS = 2 << 20
 SMALLEST_VOCAB = 257
 """256 bytes and the end of text."""
@@ -69,23 +70,14 @@ class Tokenizer:
         self.fingerprint: str = hashlib.blake2b(self._text.encode(), digest_size=16).hexdigest()
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Tokenizer:
-        """Read a `tokenizer.json`, from this library or any other.
+    def load(cls, path: TokenizerPath) -> Tokenizer:
+        """Read a tokenizer of any kind that `read_tokenizer` knows.
 
         Raises:
             StrettoError: no such file, not a tokenizer, no end-of-text token.
         """
-        path = Path(path).expanduser()
-        path = path / "tokenizer.json" if path.is_dir() else path
-        if not path.is_file():
-            raise StrettoError(f"tokenizer {path}: no such file", hint="name a tokenizer.json")
-        try:
-            inner = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise StrettoError(
-                f"tokenizer {path}: not a tokenizer file ({error})", hint="name a whole tokenizer.json"
-            ) from None
-        return cls(inner, f"tokenizer {path}")
+        files = [path] if isinstance(path, str | os.PathLike) else path
+        return cls(read_tokenizer(path), f"tokenizer {', '.join(map(str, files))}")
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab: int) -> Tokenizer:
@@ -152,6 +144,16 @@ class Tokenizer:
     def text_of(self, token: int) -> str:
         """A special token as texts spell it."""
         return self._inner.id_to_token(token) or ""
+
+    @cached_property
+    def cut_at_lines(self) -> bool:
+        """Whether text that is cut between a word and the end of its line has the tokens of the whole: so it
+        is where GPT-2's expression, which never reaches across that place, cuts it into words.
+        """
+        body = json.loads(self._text)
+        words = body["pre_tokenizer"] or {}
+        by_gpt2 = words.get("type") == "ByteLevel" and words.get("use_regex", True)
+        return by_gpt2 and body["normalizer"] is None
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """Text of token ids; special tokens are left out unless `special`."""

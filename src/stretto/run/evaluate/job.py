@@ -85,7 +85,7 @@ def evaluation_config(config: TrainConfig, request: Request) -> TrainConfig:
     return config.model_copy(update=update).marking(())
 
 
-def _tokenizer(configured: str | None, request: Request) -> str | None:
+def _tokenizer(configured: str | list[str] | None, request: Request) -> str | list[str] | None:
     """The tokenizer of the text: the config's, else the one that the run keeps. The run's own text needs none
     where training made it: its tokens are in the cache.
     """

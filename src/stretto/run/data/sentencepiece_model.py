@@ -1,0 +1,227 @@
+"""Models of SentencePiece (Kudo & Richardson 2018) as objects of the `tokenizers` library.
+
+The `.model` is a protocol buffer of the message `ModelProto` in SentencePiece's `sentencepiece_model.proto`;
+only the fields named here are read. Models whose ids the library would not reproduce are refused.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+
+from stretto.errors import StrettoError
+
+SPACE = "▁"  # U+2581, which stands for a space
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
+_UNIGRAM, _BPE = 1, 2
+_KINDS = {3: "WORD", 4: "CHAR"}
+_NEVER = 1000.0
+"""How far below all others a unigram scores that only its byte or its special token stands for."""
+_INSTEAD = (
+    "tokenise the text with SentencePiece itself, as Megatron's preprocess_data.py does, and name the PREFIX"
+    " of the result as data.source with model.vocab=N"
+)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    text: str
+    score: float
+    kind: int
+
+
+@dataclass(kw_only=True)
+class _Model:
+    """The fields of the message that decide about ids, with the format's defaults."""
+
+    pieces: list[_Piece] = field(default_factory=list[_Piece])
+    kind: int = _UNIGRAM
+    byte_fallback: bool = False
+    suffix: bool = False
+    """Whether the space belongs to the word before it."""
+    charsmap: bytes = b""
+    prefix: bool = True
+    """Whether text begins with a space that it does not have."""
+    trim: bool = True
+    """Whether spaces at the ends and repeated ones are removed."""
+    escape: bool = True
+
+
+def is_sentencepiece(data: bytes) -> bool:
+    """Whether data begins as a model does: with a piece that has a text."""
+    try:
+        number, value = next(_fields(data[: 1 << 16], partial=True))
+        return number == 1 and isinstance(value, bytes) and any(n == 1 for n, _ in _fields(value))
+    except (ValueError, StopIteration):
+        return False
+
+
+def read_sentencepiece(path: Path, data: bytes) -> tokenizers.Tokenizer:
+    """The tokenizer in the content of a `.model`.
+
+    Raises:
+        StrettoError: damaged, or of a kind whose ids would differ.
+    """
+    try:
+        model = _parse(data)
+    except (ValueError, struct.error, UnicodeDecodeError) as error:
+        raise StrettoError(
+            f"tokenizer {path}: damaged SentencePiece model ({error})", hint="copy it again"
+        ) from None
+    if why := _different(model):
+        raise StrettoError(f"tokenizer {path}: a SentencePiece model {why}", hint=_INSTEAD)
+    inner = tokenizers.Tokenizer(_unigram(model) if model.kind == _UNIGRAM else _bpe(model))
+    inner.normalizer = normalizers.Sequence(_normalizers(model))
+    if not any(re.search(f"[^{SPACE}]{SPACE}", p.text) for p in model.pieces if p.kind == _NORMAL):
+        # nothing is merged across the beginning of a word, and words are looked up once
+        inner.pre_tokenizer = pre_tokenizers.Split(Regex(f"{SPACE}*[^{SPACE}]+|{SPACE}+"), "isolated")
+    strip = [decoders.Strip(" ", 1, 0)] if model.prefix or model.trim else []
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    inner.add_special_tokens([p.text for p in model.pieces if p.kind in (_CONTROL, _UNKNOWN)])
+    return inner
+
+
+def _different(model: _Model) -> str | None:
+    """Why the library would give other ids; None where it gives the same."""
+    if model.kind not in (_UNIGRAM, _BPE):
+        return f"of kind {_KINDS.get(model.kind, model.kind)}; BPE and UNIGRAM are read"
+    kinds = {piece.kind for piece in model.pieces}
+    for kind, name in ((_USER, "user-defined symbols"), (_UNUSED, "unused pieces")):
+        if kind in kinds:
+            first = next(piece.text for piece in model.pieces if piece.kind == kind)
+            return f"with {name} ({first!r}), which are cut out of text in a way of their own"
+    if model.charsmap:
+        # the library applies the rules to what a reader sees as a letter, and loses accents that follow one
+        return "that rewrites text by a table of its own (normalization_rule_name other than identity)"
+    if model.suffix:
+        return "with treat_whitespace_as_suffix"
+    if not model.escape:
+        return "with escape_whitespaces=false"
+    if len({piece.text for piece in model.pieces}) < len(model.pieces):
+        return "in which two pieces are alike"
+    if not any(piece.kind == _UNKNOWN for piece in model.pieces):
+        return "without an unknown piece"
+    normal = {piece.text for piece in model.pieces if piece.kind == _NORMAL}
+    others = {letter for piece in model.pieces if piece.kind != _NORMAL for letter in piece.text} - normal
+    if model.kind == _UNIGRAM and others:
+        return f"of kind UNIGRAM without the character {min(others)!r}, which special pieces are spelt with"
+    return None
+
+
+def _normalizers(model: _Model) -> list[normalizers.Normalizer]:
+    steps = list[normalizers.Normalizer]()
+    if model.trim:
+        steps.append(normalizers.Replace(Regex(r"\A +"), ""))
+        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+    if model.prefix:
+        steps.append(normalizers.Prepend(SPACE))
+    steps.append(normalizers.Replace(" ", SPACE))
+    if model.trim:
+        steps.append(normalizers.Replace(Regex(rf"{SPACE}+\z"), ""))
+    return steps
+
+
+def _unigram(model: _Model) -> models.Unigram:
+    lowest = min((p.score for p in model.pieces if p.kind == _NORMAL), default=0.0)
+    vocab = [(p.text, p.score if p.kind == _NORMAL else lowest - _NEVER) for p in model.pieces]
+    unknown = next(i for i, p in enumerate(model.pieces) if p.kind == _UNKNOWN)
+    return models.Unigram(vocab, unknown, model.byte_fallback)
+
+
+def _bpe(model: _Model) -> models.BPE:
+    """Two neighbours are merged where together they are a piece, those of the best score first."""
+    normal = {p.text: p.score for p in model.pieces if p.kind == _NORMAL}
+    ids = {p.text: i for i, p in enumerate(model.pieces)}
+    merges = list[tuple[str, str]]()
+    for text in sorted(normal, key=lambda text: (-normal[text], ids[text])):
+        cuts = [(text[:i], text[i:]) for i in range(1, len(text))]
+        halves = [(a, b) for a, b in cuts if a in normal and b in normal]
+        merges += sorted(halves, key=lambda half: (ids[half[0]], ids[half[1]]))
+    unknown = next(p.text for p in model.pieces if p.kind == _UNKNOWN)
+    return models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=model.byte_fallback)
+
+
+def _parse(data: bytes) -> _Model:
+    model, parts = _Model(), set[int]()
+    for number, value in _fields(data):
+        parts.add(number)
+        if number == 1:
+            model.pieces.append(_piece(_bytes(value)))
+        elif number == 2:
+            trainer = dict(_fields(_bytes(value)))
+            model.kind = _int(trainer.get(3, _UNIGRAM))
+            model.suffix = bool(trainer.get(24, 0))
+            model.byte_fallback = bool(trainer.get(35, 0))
+        elif number == 3:
+            normalizer = dict(_fields(_bytes(value)))
+            model.charsmap = _bytes(normalizer.get(2, b""))
+            model.prefix = bool(normalizer.get(3, 1))
+            model.trim = bool(normalizer.get(4, 1))
+            model.escape = bool(normalizer.get(5, 1))
+    if not {1, 2, 3} <= parts:
+        raise ValueError("it ends after its pieces")
+    return model
+
+
+def _piece(data: bytes) -> _Piece:
+    fields = dict(_fields(data))
+    (score,) = struct.unpack("<f", _bytes(fields.get(2, b"\0\0\0\0")))
+    return _Piece(_bytes(fields.get(1, b"")).decode(), score, _int(fields.get(3, _NORMAL)))
+
+
+def _bytes(value: int | bytes) -> bytes:
+    if not isinstance(value, bytes):
+        raise ValueError("a number where bytes belong")
+    return value
+
+
+def _int(value: int | bytes) -> int:
+    if not isinstance(value, int):
+        raise ValueError("bytes where a number belongs")
+    return value
+
+
+def _fields(data: bytes, partial: bool = False) -> Iterator[tuple[int, int | bytes]]:
+    """Numbers and values of the fields of a message (protobuf's wire format): integers as such, everything
+    else as bytes; `partial`: the message may be cut off.
+    """
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        number, wire = key >> 3, key & 7
+        if wire == 0:
+            value, at = _varint(data, at)
+            yield number, value
+            continue
+        if wire == 2:
+            size, at = _varint(data, at)
+        elif wire in (1, 5):
+            size = 8 if wire == 1 else 4
+        else:
+            raise ValueError(f"wire type {wire} at byte {at}")
+        if not number or (at + size > len(data) and not partial):
+            raise ValueError(f"field {number} of {size} bytes at byte {at} of {len(data)}")
+        yield number, data[at : at + size]
+        at += size
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """An integer in seven bits a byte, and where it ends."""
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= len(data):
+            raise ValueError("cut off")
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+    raise ValueError(f"an integer of more than 10 bytes at byte {at}")

@@ -1,0 +1,296 @@
+"""Tokenizers in the files of other programs give the ids of their own libraries."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import tiktoken
+import tokenizers
+from tokenizers import Regex, models, pre_tokenizers, trainers
+from transformers import GPT2Tokenizer
+
+from stretto.errors import StrettoError
+from stretto.run.config.sources import tokenizer_at
+from stretto.run.data import tokenizer_files
+from stretto.run.data.build import build
+from stretto.run.data.sentencepiece_model import is_sentencepiece
+from stretto.run.data.tokenizer import Tokenizer
+
+LINES = [line for line in Path(__file__).read_text().splitlines() if line.strip()]
+FOREIGN = """\
+Größe und Maß, naïve café
+数字 123 和汉字
+Привет, мир
+🙂👩‍👩‍👧 🇩🇪
+<s> </s> <unk> <0x41> CDEF 9876543210
+""".splitlines()
+WORDS = [
+    *("a", "é", "e\u0301", "ﬁ", "汉", "🙂", "👩‍👩‍👧", "4567", "...", "</s>", "<s>", "<unk>", "<0x41>"),
+    *("<|endoftext|>", "▁", "'s", "DON'T", "\ufeff", "\x00"),
+]
+BITS = [*WORDS, "the ", " .", " ", "   ", "\t", "\n", "\n\n", "\r\n", "\u00a0", "\u3000"]
+
+
+def texts(number: int = 1500) -> Iterator[str]:
+    """Varied texts: whole lines, and lines and awkward bits in any order."""
+    yield from (*LINES, *FOREIGN, "", "\n".join(LINES))
+    draw = random.Random(0)
+    for _ in range(number):
+        yield "".join(
+            draw.choice(BITS) if draw.random() < 0.7 else draw.choice(LINES)[: draw.randint(1, 30)]
+            for _ in range(draw.randint(1, 14))
+        )
+
+
+def train_bpe(folder: Path) -> tuple[Path, Path]:
+    """GPT-2's two files, as its library writes them."""
+    inner = tokenizers.ByteLevelBPETokenizer()
+    inner.train_from_iterator([*LINES, *FOREIGN], 600, special_tokens=["<|endoftext|>"], show_progress=False)
+    inner.save_model(str(folder))
+    return folder / "vocab.json", folder / "merges.txt"
+
+
+def test_vocab_and_merges(tmp_path: Path) -> None:
+    vocab, merges = train_bpe(tmp_path)
+    theirs = GPT2Tokenizer(str(vocab), str(merges))
+    ours = Tokenizer.load(tmp_path)
+    for text in texts():
+        ids = ours.encode(text)
+        if "<|endoftext|>" not in text:  # which theirs takes for the token itself
+            assert ids == theirs.encode(text)
+        assert ours.decode(ids) == text
+    assert ours.endoftext == json.loads(vocab.read_text())["<|endoftext|>"]
+    names = [tmp_path / "gpt2-vocab.json", tmp_path / "gpt2-merges.txt"]
+    vocab.rename(names[0])
+    merges.rename(names[1])
+    for path in (tmp_path, names[0], names, names[::-1], [str(name) for name in names]):
+        assert Tokenizer.load(path).fingerprint == ours.fingerprint
+
+
+def test_a_vocabulary_needs_its_merges(tmp_path: Path) -> None:
+    vocab, merges = train_bpe(tmp_path)
+    merges.unlink()
+    with pytest.raises(
+        StrettoError, match=r"vocab\.json: the vocabulary of a BPE without its merges"
+    ) as caught:
+        Tokenizer.load(vocab)
+    assert "merges.txt beside it" in str(caught.value.hint)
+
+
+def test_other_families_with_vocab_and_merges_are_refused(tmp_path: Path) -> None:
+    vocab, _ = train_bpe(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    with pytest.raises(StrettoError, match="of Qwen2Tokenizer") as caught:
+        Tokenizer.load(vocab)
+    assert "save_pretrained" in str(caught.value.hint)
+
+
+def train_ranks(pattern: str) -> dict[bytes, int]:
+    inner = tokenizers.Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
+    inner.train_from_iterator([*LINES, *FOREIGN], trainer)
+    byte_of = {character: byte for byte, character in enumerate(tokenizer_files._alphabet())}
+    return {bytes(byte_of[c] for c in token): rank for token, rank in inner.get_vocab().items()}
+
+
+def write_ranks(path: Path, ranks: dict[bytes, int]) -> Path:
+    lines = (
+        base64.b64encode(token) + b" %d\n" % ranks[token] for token in sorted(ranks, key=ranks.__getitem__)
+    )
+    path.write_bytes(b"".join(lines))
+    return path
+
+
+@pytest.mark.parametrize("pattern", ["_GPT2", "_CL100K", "_O200K"])
+def test_ranks_of_tiktoken(tmp_path: Path, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expression = getattr(tokenizer_files, pattern)
+    ranks = train_ranks(expression)
+    end = len(ranks)
+    theirs = tiktoken.Encoding(
+        "small", pat_str=expression, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": end}
+    )
+    path = write_ranks(tmp_path / "small.tiktoken", ranks)
+    (tmp_path / "pattern.txt").write_text(expression + "\n")
+    ours = Tokenizer.load([path, tmp_path / "pattern.txt"])
+    assert (ours.endoftext, ours.vocab_size) == (end, end + 1)
+    for text in texts():
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text, disallowed_special=())
+        assert ours.decode(ids) == text
+    with pytest.raises(StrettoError, match=f"{end} ranks, as no published encoding has"):
+        Tokenizer.load(path)
+    # one that is known by its size
+    special = {end + 1: "<|endoftext|>", end + 3: "<|eot_id|>"}
+    known = tokenizer_files._Encoding(expression, special)
+    monkeypatch.setitem(tokenizer_files._ENCODINGS, end, known)
+    ours = Tokenizer.load(path)
+    assert (ours.endoftext, ours.vocab_size, ours.special("<|eot_id|>")) == (end + 1, end + 4, end + 3)
+    assert ours.encode("the ") == theirs.encode("the ")
+
+
+def test_a_gap_within_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As p50k_base has one, for the end of text."""
+    ranks = {token: rank + (rank >= 300) for token, rank in train_ranks(tokenizer_files._GPT2).items()}
+    known = tokenizer_files._Encoding(tokenizer_files._GPT2, {300: "<|endoftext|>"})
+    monkeypatch.setitem(tokenizer_files._ENCODINGS, len(ranks), known)
+    ours = Tokenizer.load(write_ranks(tmp_path / "gap.tiktoken", ranks))
+    assert (ours.endoftext, ours.vocab_size) == (300, len(ranks) + 1)
+    theirs = tiktoken.Encoding(
+        "gap", pat_str=tokenizer_files._GPT2, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 300}
+    )
+    for text in texts(200):
+        assert ours.encode(text) == theirs.encode(text, disallowed_special=())
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (b"YQ== 0\nno line of ranks\n", "line 2 is not a token in base64"),
+        (b"YQ== 0\n", "not all 256 bytes have a rank"),
+        (b"a text", "line 1 is not a token"),
+        (b"\x00\x01\x02", "line 1 is not a token"),
+        (b"", "not all 256 bytes"),
+    ],
+)
+def test_files_that_are_none_of_them(tmp_path: Path, content: bytes, error: str) -> None:
+    (tmp_path / "x.tiktoken").write_bytes(content)
+    with pytest.raises(StrettoError, match=f"not a tokenizer file .*{error}"):
+        Tokenizer.load(tmp_path / "x.tiktoken")
+
+
+def train_pieces(kind: str, **more: object) -> bytes:
+    model = io.BytesIO()
+    settings = {
+        "sentence_iterator": iter([*LINES, *FOREIGN * 5]),
+        "character_coverage": 1.0,
+        "normalization_rule_name": "identity",
+        **more,
+    }
+    sentencepiece.SentencePieceTrainer.train(
+        model_writer=model,
+        vocab_size=500,
+        hard_vocab_limit=kind != "unigram",
+        minloglevel=2,
+        model_type=kind,
+        **settings,
+    )
+    return model.getvalue()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"byte_fallback": True, "remove_extra_whitespaces": False},  # as Llama's
+        {"byte_fallback": True, "remove_extra_whitespaces": False, "add_dummy_prefix": False},
+        {"byte_fallback": True, "allow_whitespace_only_pieces": True, "split_digits": True},
+        {"add_dummy_prefix": False, "character_coverage": 0.99},
+        {"split_by_whitespace": False, "remove_extra_whitespaces": False},
+    ],
+)
+def test_pieces_of_bpe(tmp_path: Path, more: dict[str, object]) -> None:
+    data = train_pieces("bpe", **more)
+    assert is_sentencepiece(data)
+    (tmp_path / "tokenizer.model").write_bytes(data)
+    theirs, ours = sentencepiece.SentencePieceProcessor(model_proto=data), Tokenizer.load(tmp_path)
+    assert (ours.endoftext, ours.vocab_size) == (theirs.eos_id(), theirs.vocab_size())
+    for text in texts():
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text)
+        if "byte_fallback" in more and not more.get("remove_extra_whitespaces", True):
+            assert ours.decode(ids) == theirs.decode(ids)
+
+
+def test_pieces_of_unigrams(tmp_path: Path) -> None:
+    """Equal, but for cuts into the same pieces in another order, whose scores are the same."""
+    data = train_pieces("unigram", byte_fallback=True, remove_extra_whitespaces=False)
+    (tmp_path / "tokenizer.model").write_bytes(data)
+    theirs, ours = sentencepiece.SentencePieceProcessor(model_proto=data), Tokenizer.load(tmp_path)
+    several, same, ties = [*texts()], 0, 0
+    for text in several:
+        one, two = ours.encode(text), theirs.encode(text)
+        same += one == two
+        ties += one != two and sorted(one) == sorted(two)
+    assert same + ties == len(several)
+    assert ties < 0.01 * len(several)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "error"),
+    [
+        ("bpe", {"normalization_rule_name": "nmt_nfkc"}, "rewrites text by a table of its own"),
+        ("bpe", {"user_defined_symbols": ["<sep>"]}, r"user-defined symbols \('<sep>'\)"),
+        ("bpe", {"treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix"),
+        ("char", {}, "of kind CHAR"),
+        ("unigram", {"sentence_iterator": iter(["no signs at all"] * 9)}, "without the character"),
+    ],
+)
+def test_models_whose_ids_would_differ_are_refused(
+    tmp_path: Path, kind: str, more: dict[str, object], error: str
+) -> None:
+    (tmp_path / "t.model").write_bytes(train_pieces(kind, **more))
+    with pytest.raises(StrettoError, match=error) as caught:
+        Tokenizer.load(tmp_path)
+    assert "preprocess_data.py" in str(caught.value.hint)
+
+
+def test_damaged_models(tmp_path: Path) -> None:
+    data = train_pieces("bpe")
+    (tmp_path / "t.model").write_bytes(data[: len(data) // 2])
+    with pytest.raises(StrettoError, match="damaged SentencePiece model"):
+        Tokenizer.load(tmp_path / "t.model")
+
+
+def test_the_tokens_keep_the_tokenizer_as_a_json_file(tmp_path: Path) -> None:
+    """So that generation, export and another build find it; a long document has the tokens of the whole."""
+    data = train_pieces("bpe", byte_fallback=True, remove_extra_whitespaces=False)
+    (tmp_path / "t.model").write_bytes(data)
+    text = "a longer text. \n\n" * 30_000  # more than a piece
+    (tmp_path / "text.txt").write_text(text)
+    folder = build(tmp_path / "text.txt", tmp_path / "out", tokenizer=tmp_path / "t.model")
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=data)
+    assert folder.tokens[:].tolist() == [*theirs.encode(text), theirs.eos_id()]
+    kept = Tokenizer.load(tmp_path / "out" / "tokenizer.json")
+    assert kept.fingerprint == Tokenizer.load(tmp_path / "t.model").fingerprint == folder.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("ids", "error"),
+    [
+        ({"a": 0, "b": 1_000_000_000}, "has the id 1000000000"),
+        ({"a": 0, "b": -1}, "has the id -1"),
+        ({"a": 0, "b": "1"}, "has the id '1'"),
+    ],
+)
+def test_impossible_ids_are_refused_before_there_is_room_for_them(
+    tmp_path: Path, ids: dict[str, object], error: str
+) -> None:
+    body = {
+        "version": "1.0",
+        "added_tokens": [],
+        "model": {"type": "WordLevel", "vocab": ids, "unk_token": "a"},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(body))
+    with pytest.raises(StrettoError, match=error):
+        Tokenizer.load(tmp_path)
+
+
+def test_what_a_path_names(tmp_path: Path) -> None:
+    assert tokenizer_at(tmp_path) == []
+    (tmp_path / "a.model").write_bytes(b"")
+    assert tokenizer_at(tmp_path) == [tmp_path / "a.model"]
+    (tmp_path / "b.model").write_bytes(b"")
+    assert tokenizer_at(tmp_path) == []  # which of them?
+    (tmp_path / "tokenizer.json").write_bytes(b"")
+    assert tokenizer_at(tmp_path) == [tmp_path / "tokenizer.json"]
+    assert tokenizer_at(tmp_path / "nowhere") == []
