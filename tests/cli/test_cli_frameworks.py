@@ -44,10 +44,15 @@ def test_what_runs_today_is_priced_and_something_faster_is_found(
 ) -> None:
     """Pipeline and full recomputation are of no use to a model that fits one device many times."""
     slow = " --pipeline-model-parallel-size 4 --recompute-granularity full --recompute-method uniform"
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{SIZES}{slow} --log-interval 10 --vocab-file v.json"))
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{SIZES}{slow} --log-interval 10 --num-workers 2"))
     assert run(["predict", "--from", "megatron", "-", "--cluster", "h100:8", "--seconds", "3"]) == 0
     text = capsys.readouterr().out
-    for part in ("pp4 on 8 x h100", "ignored   vocab-file: what is read", "overlap", "what would be faster:"):
+    for part in (
+        "pp4 on 8 x h100",
+        "ignored   num-workers: what is read",
+        "overlap",
+        "what would be faster:",
+    ):
         assert part in text
     assert " 1. " in text.split("what would be faster:")[1]
 

@@ -205,8 +205,13 @@ def _read_dropout(settings: Settings) -> Mapping[str, Any]:
 
 
 def _write_vocabulary(choices: Choices) -> Settings:
-    """Megatron's NullTokenizer adds one entry, for the end of a document."""
-    return {"vocab-size": choices["model.vocab"] - (choices["data.tokenizer"] is None)}
+    """Without a tokenizer it is that of Megatron's NullTokenizer, which adds one for the end of a document; a
+    plan says no more.
+    """
+    vocab = choices["model.vocab"]
+    if choices["data.tokenizer"] is not None:
+        return {"vocab-size": vocab}
+    return {"tokenizer-type": "NullTokenizer", "vocab-size": vocab - 1}
 
 
 def _read_vocabulary(settings: Settings) -> Mapping[str, Any]:
@@ -236,7 +241,7 @@ def _tokenizer_type(settings: Settings) -> str | None:
 def _write_tokenizer(choices: Choices) -> Settings:
     tokenizer = choices["data.tokenizer"]
     if tokenizer is None:
-        return {"tokenizer-type": "NullTokenizer"}
+        return {}
     if isinstance(tokenizer, list | tuple):
         vocab, merges = tokenizer  # pyright: ignore[reportUnknownVariableType]
         return {"tokenizer-type": "GPT2BPETokenizer", "vocab-file": vocab, "merge-file": merges}
