@@ -43,6 +43,7 @@ local.PRELOAD = (
     "numba",
     "hypothesis",
     "pytest",
+    "served",
 )
 set_forkserver_preload(list(local.PRELOAD))  # for a server that a test starts without `run_ranks`
 

@@ -39,7 +39,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, name: str, *overrides: str, freeze: str = FREEZE) -> TrainConfig:
     path = (f"dp.path={folder}",) if any("nvme" in one for one in overrides) else ()
-    return job(folder, freeze, "model.init_std=0.05", f"run.name={name}", *path, *overrides, model=LLAMA)
+    small = ("model.init_std=0.05", "batch.global_size=4")
+    return job(folder, freeze, *small, f"run.name={name}", *path, *overrides, model=LLAMA)
 
 
 @pytest.mark.parametrize("how", HOW)

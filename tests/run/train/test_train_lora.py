@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lora(folder: Path, *overrides: str, model: str = LLAMA) -> TrainConfig:
-    return job(folder, *RANK, *overrides, model=model)
+    return job(folder, "batch.global_size=4", *RANK, *overrides, model=model)
 
 
 CASES = [

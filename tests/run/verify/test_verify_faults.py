@@ -31,7 +31,7 @@ from stretto.run.verify.cases import describe
 from stretto.run.verify.job import verify
 from stretto.spec.job import Job
 from stretto.spec.optimiser import Optimiser
-from tiny_job import LLAMA, Changes, changes, job, varied
+from tiny_job import GPT, LLAMA, Changes, changes, job, varied
 
 STRICT = TOLERANCE * 1e3  # a planted fault is far above rounding
 
@@ -203,6 +203,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("verify")
 
 
+def four(folder: Path, *overrides: str, model: str = GPT) -> TrainConfig:
+    """A job of four microbatches."""
+    return job(folder, "batch.global_size=4", *overrides, model=model)
+
+
 def proved(config: TrainConfig, case: Changes, fault: Callable[[], None]) -> Verdict:
     proof = varied(config, case)
     (verdict,) = verify(config, [proof], on_rank=fault)
@@ -230,7 +235,7 @@ def proved(config: TrainConfig, case: Changes, fault: Callable[[], None]) -> Ver
     ],
 )
 def test_wrong_gradients_are_named(folder: Path, fault: Callable[[], None], case: Changes, says: str) -> None:
-    verdict = proved(job(folder), case, fault)
+    verdict = proved(four(folder), case, fault)
     assert verdict.diagnosis == says
     assert verdict.grad_error > STRICT
 
@@ -244,7 +249,7 @@ def test_wrong_gradients_are_named(folder: Path, fault: Callable[[], None], case
     ],
 )
 def test_a_wrong_tied_sum_names_its_parameter(folder: Path, fault: Callable[[], None], says: str) -> None:
-    verdict = proved(job(folder), PP2_DP2, fault)
+    verdict = proved(four(folder), PP2_DP2, fault)
     assert verdict.worst_gradient == "embed.tok.weight"
     tied = "only the gradient of the tied parameter embed.tok.weight is wrong"
     assert verdict.diagnosis == f"{tied}: {says}"
@@ -271,13 +276,13 @@ def test_a_wrong_tied_sum_names_its_parameter(folder: Path, fault: Callable[[], 
 )
 def test_wrong_routing_weights_are_named(folder: Path, fault: Callable[[], None], says: str) -> None:
     case = changes(tp=1, dp=2, pp=1, schedule="1f1b", ep=2)
-    verdict = proved(job(folder, "model.moe.experts=4", model=LLAMA), case, fault)
+    verdict = proved(four(folder, "model.moe.experts=4", model=LLAMA), case, fault)
     assert says in (verdict.diagnosis or "")
 
 
 def test_a_missing_sum_over_shared_heads_names_its_parameter(folder: Path) -> None:
     verdict = proved(
-        job(folder, model=LLAMA), changes(tp=4, dp=1, pp=1, schedule="1f1b"), forget_the_shared_heads
+        four(folder, model=LLAMA), changes(tp=4, dp=1, pp=1, schedule="1f1b"), forget_the_shared_heads
     )
     assert verdict.worst_gradient in ("blocks.0.attn.qkv.weight", "blocks.1.attn.qkv.weight")
     assert verdict.diagnosis is not None
@@ -305,7 +310,7 @@ def test_a_dropped_microbatch_is_named(folder: Path) -> None:
 def test_a_wrong_clip_norm_is_named(
     folder: Path, fault: Callable[[], None], case: Changes, says: str
 ) -> None:
-    verdict = proved(job(folder), case, fault)
+    verdict = proved(four(folder), case, fault)
     assert verdict.diagnosis is not None
     assert "gradients are equal but their norm is" in verdict.diagnosis
     assert "so clipping is wrong" in verdict.diagnosis
@@ -315,7 +320,7 @@ def test_a_wrong_clip_norm_is_named(
 
 
 def test_swapped_shards_are_traced_to_the_first_wrong_output(folder: Path) -> None:
-    verdict = proved(job(folder), TP2, swap_shards)
+    verdict = proved(four(folder), TP2, swap_shards)
     assert verdict.diagnosis is not None
     assert "wrong data or a wrong forward" in verdict.diagnosis
     assert verdict.diagnosis.endswith("the first output that differs is blocks.0.attn.proj's")
@@ -323,7 +328,7 @@ def test_swapped_shards_are_traced_to_the_first_wrong_output(folder: Path) -> No
 
 
 def test_wrong_dropout_is_traced_to_the_first_wrong_output(folder: Path) -> None:
-    verdict = proved(job(folder), PP2, shift_dropout)
+    verdict = proved(four(folder), PP2, shift_dropout)
     assert verdict.diagnosis is not None
     assert verdict.diagnosis.endswith("the first output that differs is embed.drop's")
 
@@ -344,7 +349,7 @@ def drop_out_otherwise_again() -> None:
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_a_forward_that_runs_again_otherwise_is_named(folder: Path, mode: Any) -> None:
-    verdict = proved(job(folder), changes(**PP2, recompute=mode), drop_out_otherwise_again)
+    verdict = proved(four(folder), changes(**PP2, recompute=mode), drop_out_otherwise_again)
     assert verdict.diagnosis is not None
     assert verdict.loss_error <= TOLERANCE
     assert (
@@ -378,7 +383,7 @@ def forget_the_copies() -> None:
 def test_a_missing_sum_over_copies_is_named(
     folder: Path, case: Changes, overrides: tuple[str, ...], says: str
 ) -> None:
-    verdict = proved(job(folder, *overrides), case, forget_the_copies)
+    verdict = proved(four(folder, *overrides), case, forget_the_copies)
     assert verdict.diagnosis is not None
     assert says in verdict.diagnosis
     assert verdict.grad_error is not None
@@ -480,7 +485,7 @@ def test_wrong_delayed_updates_are_seen(
     ("fault", "eps"), [(decay_all_weights, 1e-8), (lose_the_second_update, 1e-8), (decay_all_weights, 1e-15)]
 )
 def test_a_wrong_update_is_named(folder: Path, fault: Callable[[], None], eps: float) -> None:
-    verdict = proved(job(folder, f"optim.eps={eps}"), TP2, fault)
+    verdict = proved(four(folder, f"optim.eps={eps}"), TP2, fault)
     assert verdict.weight_error > STRICT
     assert verdict.diagnosis is not None
     assert verdict.diagnosis.startswith("gradients and norm are equal but the updated ")
