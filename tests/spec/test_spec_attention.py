@@ -126,19 +126,23 @@ def test_ranks_hold_the_blocks_own_kind() -> None:
 
 
 def test_what_is_kept_before_heads() -> None:
-    """Latent vectors before and after their norms, whole on every rank; queries and keys before theirs.
-    Values and the output are as wide as values are.
+    """Latent vectors before and after their norms, of a rank's own tokens; queries and keys before theirs, as
+    parts of one product with the values. Values and the output are as wide as values are.
     """
     how = ComputeConfig(batch=2, sequence=8, tp=2)
     latent = LatentShape(kv_rank=10, rope_dim=4, value_dim=6, q_rank=12)
     shape = replace(PLAIN, kv_heads=4, head_dim=12, attention=AttentionShape(latent=latent))
     kept = {saved.name: saved.bytes for saved in block_saved(shape, how)}
-    assert kept["attn latent vectors"] == 2 * 16 * (2 * (10 + 12) + 4)
+    assert kept["attn.kv_down_norm input"] == 2 * 16 * (10 + 4)
+    assert kept["attn.kv_up input"] == 2 * 16 * 10
+    assert kept["attn.q_down_norm input"] == kept["attn.q_up input"] == 2 * 16 * 12
+    split = {s.name: s.bytes for s in block_saved(shape, replace(how, sequence_parallel=True))}
+    assert split["attn.kv_up input"] == 2 * 8 * 10
     assert kept["attn.core k, v"] == 2 * 16 * 2 * (12 + 6)
     assert kept["attn.proj input"] == 2 * 16 * 2 * 6
     normed = replace(PLAIN, attention=AttentionShape(norm="head"))
     more = total(block_saved(normed, how)) - total(block_saved(PLAIN, how))
-    assert more == 2 * 16 * (2 + 1) * 8
+    assert more == 2 * 16 * (2 + 2 * 1) * 8 + 4 * 16 * (2 + 1)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm
 
-from stretto.spec.attention import AttentionKernel, ContextKind
+from stretto.spec.attention import AttentionKernel, ContextKind, LatentShape
 from stretto.spec.experts import ExpertShape
 from stretto.spec.flops import Recompute
 from stretto.spec.framework import CORE, STRETTO, Framework, Operator
@@ -152,11 +152,14 @@ def block_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
     """The tensors that one block keeps between its forward and its backward."""
     if how.recompute == "full":
         return tuple(_full(shape, how))
+    after = shape.block_norms == "sandwich"
     saved = (
         *_norm("norm1", shape, how),
         *_attention(shape, how),
+        *(_norm("norm1_post", shape, how) if after else ()),
         *_norm("norm2", shape, how),
         *_mlp(shape, how),
+        *(_norm("norm2_post", shape, how) if after else ()),
     )
     if how.framework.inputs_in_8_bits:
         saved = tuple(_in_8_bits(tensor, how) for tensor in saved)
@@ -167,9 +170,10 @@ def block_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
 
 def _in_8_bits(tensor: Saved, how: ComputeConfig) -> Saved:
     """A tensor as Transformer Engine keeps it: the inputs of linears in 8 bits."""
-    if not tensor.name.endswith(" input") or tensor.name.startswith(("norm", "mlp input", "mlp.router")):
+    name = tensor.name
+    if not name.endswith(" input") or "norm" in name or name.startswith(("mlp input", "mlp.router")):
         return tensor
-    beside = tensor.bytes if tensor.name == "attn.proj input" else 0
+    beside = tensor.bytes if name == "attn.proj input" else 0
     return replace(tensor, bytes=tensor.bytes // how.element + beside)
 
 
@@ -179,9 +183,9 @@ _FREED: Mapping[Operator, tuple[str, ...]] = {
     "core_attn": (),
     "layernorm": ("attn.qkv input", "mlp input", "mlp.up input", "mlp.gate_up input"),
     "mla_up_proj": ("attn.core q", "attn.core k, v"),
-    "mlp": ("mlp.up output", "mlp.gate_up output", "mlp silu", "mlp.down input"),
+    "mlp": ("mlp.up output", "mlp.gate_up output", "mlp activated", "mlp.down input"),
     "moe": ("mlp.router", "mlp.experts", "mlp.shared"),
-    "moe_act": ("mlp.experts silu", "mlp.experts.down input"),
+    "moe_act": ("mlp.experts activated", "mlp.experts.down input"),
     "shared_experts": ("mlp.shared",),
     # products whose outputs are not kept are wk, wo and w3, and everything between products
     "alternate_mm": (
@@ -191,9 +195,9 @@ _FREED: Mapping[Operator, tuple[str, ...]] = {
         "mlp input",
         "mlp.up input",
         "mlp.gate_up input",
-        "mlp silu",
+        "mlp activated",
         "mlp.down input",
-        "mlp.experts silu",
+        "mlp.experts activated",
         "mlp.experts.down input",
     ),
 }
@@ -248,6 +252,7 @@ def head_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
     return (
         *_norm("norm", shape, how),
         _shard("out input", how.element, how, shape),
+        *_capped_logits(shape, how),
         *_loss(shape, how),
     )
 
@@ -300,12 +305,51 @@ def _full(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
     yield Saved("block input", size * tokens * shape.hidden, _formula(size, "sbh", _over(how, over)))
 
 
+def composed_norms(shape: ModelShape, how: ComputeConfig) -> bool:
+    """Whether norms are composed of torch's operators, which keep what is normalised too, and in 16 bits a
+    copy of their input in float32: those with a gain of 1 + weight (Gemma's).
+    """
+    return shape.norm == "rms1p" and how.framework == STRETTO
+
+
+def keeps_input(shape: ModelShape, how: ComputeConfig) -> bool:
+    """Whether a norm keeps its input itself, and not a copy of it."""
+    return how.element == how.statistic or not composed_norms(shape, how)
+
+
 def _norm(name: str, shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
-    yield _shard(f"{name} input", how.element, how, shape)
-    kept = 2 if shape.norm == "layer" else 1
-    size = kept * how.statistic
-    text = _formula(size, "sb", _over(how, how.sequence_parallel))
-    yield Saved(f"{name} statistics", size * how.shard, text)
+    """What a norm of the residual stream keeps."""
+    tokens, over = how.shard, _over(how, how.sequence_parallel)
+    yield from _norm_of(
+        name=name, shape=shape, how=how, sizes=(tokens, shape.hidden), symbols=("sb", "h"), over=over
+    )
+
+
+def _norm_of(
+    name: str,
+    shape: ModelShape,
+    how: ComputeConfig,
+    sizes: tuple[int, int],
+    symbols: tuple[str, str],
+    over: str,
+    held: int | None = None,
+) -> Iterator[Saved]:
+    """What a norm of the model's kind keeps.
+
+    Args:
+        sizes: rows and their width; `symbols` and `over` for formulas.
+        held: elements of the tensor of which the input is a view; None: of the input itself.
+    """
+    (rows, width), (of_rows, of_width) = sizes, symbols
+    itself, exact = keeps_input(shape, how), how.statistic
+    size = how.element if itself else exact
+    kept = held if itself and held is not None else rows * width
+    yield Saved(f"{name} input", size * kept, _formula(size, of_rows + of_width, over))
+    if composed_norms(shape, how):
+        yield Saved(f"{name} normalised", exact * rows * width, _formula(exact, of_rows + of_width, over))
+        yield Saved(f"{name} gain", exact * width, _formula(exact, of_width, ""))
+    statistics = (2 if shape.norm == "layer" else 1) * how.statistic
+    yield Saved(f"{name} statistics", statistics * rows, _formula(statistics, of_rows, over))
 
 
 def _attention(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
@@ -330,19 +374,42 @@ def _attention(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
 
 
 def _before_heads(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
-    """What planned models keep between the residual stream and heads: latent vectors before and after their
-    norms, whole on every rank, and queries and keys before theirs. Not measured: they cannot be built yet.
+    """What stands between the residual stream and heads: latent vectors, which ranks of sequence parallelism
+    have of their own tokens only, before and after their norms; queries and keys before theirs.
     """
-    e, over = how.element, _over(how, False)
     if shape.latent is not None:
-        ranks = [shape.latent.kv_rank, *([shape.latent.q_rank] if shape.latent.q_rank else [])]
-        wide = 2 * sum(ranks) + shape.latent.rope_dim
-        yield Saved(
-            "attn latent vectors", e * how.tokens * wide, f"{e}sb(2r+d)" + (f"/{over}" if over else "")
+        yield from _latent_vectors(shape, shape.latent, how)
+    if shape.attention.norm is None:
+        return
+    d, split = shape.head_dim, _over(how, True)
+    q, kv = shape.attention_width // how.tp, how.kv_heads(shape) * d
+    # queries and keys are views of one product with the values, which a norm that keeps its input keeps whole
+    held = how.tokens * (q + 2 * kv), 0
+    for name, width, whole, symbols in (("q", q, held[0], "sba"), ("k", kv, held[1], "sbk")):
+        rows = how.tokens * width // d
+        norm = _norm_of(
+            name=f"attn.{name}_norm",
+            shape=shape,
+            how=how,
+            sizes=(rows, d),
+            symbols=(symbols, "d"),
+            over=split,
+            held=whole,
         )
-    if shape.attention.norm is not None:
-        width = shape.attention_width // how.tp + how.kv_heads(shape) * shape.head_dim
-        yield Saved("attn norms input", e * how.tokens * width, _formula(e, "sb(a+k)d", _over(how, True)))
+        yield from (saved for saved in norm if saved.bytes)
+
+
+def _latent_vectors(shape: ModelShape, latent: LatentShape, how: ComputeConfig) -> Iterator[Saved]:
+    e, size = how.element, how.statistic
+    over = _over(how, how.sequence_parallel)
+    vectors = [("kv", latent.kv_rank, latent.rope_dim)]
+    if latent.q_rank is not None:
+        vectors.append(("q", latent.q_rank, 0))
+    for name, rank, beside in vectors:
+        made = _formula(e, "sb(r+d)" if beside else "sbr", over)
+        yield Saved(f"attn.{name}_down_norm input", e * how.shard * (rank + beside), made)
+        yield Saved(f"attn.{name}_down_norm statistics", size * how.shard, _formula(size, "sb", over))
+        yield Saved(f"attn.{name}_up input", e * how.shard * rank, _formula(e, "sbr", over))
 
 
 def _core(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
@@ -359,6 +426,8 @@ def _core(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
             pairs = heads * how.tokens * length * (how.cp + 1) // 2
             yield Saved("attn.core mask", pairs, f"{_formula(1, 'as^2b', split)} (c+1)/(2c)")
     elif how.attention == "explicit" or shape.dropout:
+        if shape.attention.softcap is not None:
+            yield Saved("attn.core capped", e * scores, _formula(e, "as^2b", split))
         yield Saved("attn.core probabilities", e * scores, _formula(e, "as^2b", split))
         if shape.dropout:
             yield Saved("attn.core mask", scores, _formula(1, "as^2b", split))
@@ -399,7 +468,9 @@ def _inner(
     wide, over = 2 if shape.gated else 1, _over(how, parts > 1)
     yield Saved(f"{name}.{first} output", wide * e * inner, _formula(wide * e, symbols, over))
     if shape.gated and not how.framework.fused_activation:
-        yield Saved(f"{name} silu", e * inner, _formula(e, symbols, over))
+        # the activated gate; of the clamped kind also the clamped gate, its sigmoid, and the other factor
+        many = 4 if shape.mlp == "swiglu_clamped" else 1
+        yield Saved(f"{name} activated", many * e * inner, _formula(many * e, symbols, over))
     yield Saved(f"{name}.down input", e * inner, _formula(e, symbols, over))
 
 
@@ -418,12 +489,15 @@ def _experts(shape: ModelShape, moe: ExpertShape, how: ComputeConfig) -> Iterato
         yield _shard("mlp input", e, how, shape)
     if e < 4:
         yield Saved("mlp.router input", exact * n * h, _formula(exact, "nh", ""))
-    numbers = (2 * exact * moe.experts + 8 * k + exact * k + 8 * k + exact) * n
-    yield Saved("mlp.router scores, choices, order", numbers, f"({2 * exact}E+{16 + exact}k+{exact})n")
+    scores = (4 if moe.score == "sigmoid" else 2) * exact  # log-sigmoids too, and a number beside each
+    numbers = (scores * moe.experts + 8 * k + exact * k + 8 * k + exact) * n
+    yield Saved("mlp.router scores, choices, order", numbers, f"({scores}E+{16 + exact}k+{exact})n")
     yield Saved(f"mlp.experts.{_first(shape)} input", e * rows * h, _formula(e, "rh", ""))
     yield from _inner(
         name="mlp.experts", rows=rows, width=shape.expert_ffn, parts=parts, symbols="rf", shape=shape, how=how
     )
+    if shape.bias:
+        yield Saved("mlp.experts numbers", 8 * rows, "8r")  # the expert of each row
     yield Saved("mlp.experts output", e * n * k * h, _formula(e, "nkh", ""))
     if moe.shared_ffn:
         yield from _inner(
@@ -435,6 +509,18 @@ def _experts(shape: ModelShape, moe: ExpertShape, how: ComputeConfig) -> Iterato
             shape=shape,
             how=how,
         )
+    if moe.shared_ffn and moe.shared_gate:
+        yield _shard("mlp.shared output", e, how, shape)
+        yield Saved(
+            "mlp.shared_gate output", e * how.shard, _formula(e, "sb", _over(how, how.sequence_parallel))
+        )
+
+
+def _capped_logits(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
+    """The hyperbolic tangent of logits that are soft-capped."""
+    if shape.logit_softcap:
+        size = how.element * how.tokens * how.vocabulary_rows(shape)
+        yield Saved("out capped", size, _formula(how.element, "sbV", _over(how, True)))
 
 
 def _loss(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:

@@ -13,7 +13,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from stretto.planner.counts.activations import ComputeConfig, Saved, block_saved, embedding_saved, head_saved
+from stretto.planner.counts.activations import (
+    ComputeConfig,
+    Saved,
+    block_saved,
+    composed_norms,
+    embedding_saved,
+    head_saved,
+    keeps_input,
+)
+from stretto.spec.attention import LatentShape
 from stretto.spec.framework import CORE
 from stretto.spec.shape import ModelShape
 
@@ -131,6 +140,9 @@ class _Sizes:
         self.wide = self.inner * (2 if shape.gated else 1)
         self.q = e * t * shape.attention_width // tp
         self.kv = e * t * how.kv_heads(shape) * shape.head_dim
+        self.v = self.kv * shape.value_dim // shape.head_dim
+        self.y = self.q * shape.value_dim // shape.head_dim  # attention's output
+        self.wider = how.statistic // e  # elements that norms, scores and losses compute in over these
         self.scores = e * (shape.heads // tp) * t * (t * how.cp // how.batch)
         # beside the scores: scaled scores, and with 16 bits two tensors in float32
         self.softmax = (1 if how.framework.fused_softmax else 4 if self.halves else 2) * self.scores
@@ -171,13 +183,13 @@ def _block(shape: ModelShape, how: ComputeConfig, apart: bool) -> LayerMemory:
     forward, backward = _block_extras(shape, how, size)
     product, waits = _weights(shape, how, size), _waits(shape, how, size)
     columns = ("attn.qkv input", "mlp.gate_up input" if shape.gated else "mlp.up input")
+    fetched: dict[str, int] = dict.fromkeys(columns, size.gathered)
+    if shape.latent is not None:
+        vectors = _latent_vectors(shape, shape.latent, how, size)
+        for extras, of_vectors in zip((forward, backward, product, waits, fetched), vectors, strict=True):
+            extras |= of_vectors
     parts = _parts(
-        saved=whole,
-        forward=forward,
-        backward=backward,
-        product=product,
-        waits=waits,
-        fetched=dict.fromkeys(columns, size.gathered),
+        saved=whole, forward=forward, backward=backward, product=product, waits=waits, fetched=fetched
     )
     if shape.moe is not None:
         parts = [_expert_part(part, shape, how, size) for part in parts]
@@ -189,9 +201,9 @@ def _block(shape: ModelShape, how: ComputeConfig, apart: bool) -> LayerMemory:
             parts = [replace(part, kept=part.name in here) for part in parts]
         else:
             parts = list(_kept_parts(parts, block_saved(shape, how)))
-        return LayerMemory(parts=tuple(parts), input_bytes=first.bytes)
+        return LayerMemory(parts=tuple(parts), input_bytes=first.bytes if keeps_input(shape, how) else 0)
     (kept,) = block_saved(shape, how)
-    again = [replace(part, kept=False) for part in parts[1:]]
+    again = [replace(part, kept=False) for part in parts[keeps_input(shape, how) :]]
     if kept.bytes < size.residual:  # a shard of the input, gathered again
         again.insert(0, Part(name="gathered input", bytes=size.residual, kept=False))
     return LayerMemory(
@@ -251,7 +263,8 @@ def _head(shape: ModelShape, how: ComputeConfig, apart: bool) -> LayerMemory:
         waits=waits,
         fetched={"out input": size.gathered},
     )
-    return LayerMemory(parts=tuple(parts), input_bytes=saved[0].bytes, ends=True)
+    itself = keeps_input(shape, how)
+    return LayerMemory(parts=tuple(parts), input_bytes=saved[0].bytes if itself else 0, ends=True)
 
 
 def _expert_part(part: Part, shape: ModelShape, how: ComputeConfig, size: _Sizes) -> Part:
@@ -264,14 +277,18 @@ def _expert_part(part: Part, shape: ModelShape, how: ComputeConfig, size: _Sizes
     first = "mlp.experts.gate_up" if shape.gated else "mlp.experts.up"
     # the experts' output gradient: as it arrives from other ranks, and sorted by expert
     dy = copies + 2 * rows if how.ep > 1 else rows
+    # the sum of a token's experts, the normalised input, and attention's output; where all ranks route the
+    # same tokens, these too, and the sum cut into the ranks' parts
+    together = how.replicated_routing and size.gathered
+    mixed = 3 * size.gathered + 2 * size.residual if together else 3 * size.residual
     again = 0 if size.halves else 1  # outputs of single experts are copied into one tensor
     extras = {
         "mlp.router input": (0, size.exact_residual + size.residual, None),
         f"{first} input": (copies, wide * inner + (2 + again) * rows, wide * inner),
         f"{first} output": (again * wide * inner, (wide + 1) * inner, None),
-        "mlp.experts silu": (0, 3 * inner, None),
+        "mlp.experts activated": (0, 3 * inner, None),
         "mlp.experts.down input": ((1 + again) * rows, dy + (1 + again) * inner, rows),
-        "mlp.experts output": (rows + 2 * size.residual, 2 * copies + size.residual, None),
+        "mlp.experts output": (rows + mixed, 2 * copies + size.residual, None),
     }
     if part.name not in extras:
         return part
@@ -309,37 +326,168 @@ def _block_extras(
     r, inner = size.residual, size.inner
     first = "mlp.gate_up" if shape.gated else "mlp.up"
     out = 2 * size.gathered + r if size.gathered else 2 * r  # before and after the reduction, or dropout
-    normed = 2 * size.exact_residual if size.halves and shape.gated else 0  # RMSNorm: input and squares
+    core, core_back = _core_extras(shape, how, size)
     forward = {
-        "norm1 statistics": normed,
         "attn.core q": size.gathered + size.ordered,
+        "attn.core capped": size.softmax + 2 * size.q,
         "attn.core probabilities": size.softmax + 2 * size.q,
         "attn.core mask": size.draw,
         "attn.core dropped": 2 * size.q,
-        "attn.core statistics": size.q,
+        "attn.core statistics": core,
         "attn.proj input": out,
-        "norm2 statistics": normed,
         f"{first} output": size.gathered,
-        "mlp.down input": out,
+        "mlp.down input": max(out, inner + r if shape.mlp == "swiglu_clamped" else 0),
         "mlp.drop mask": out,
     }
     dropped = r if shape.dropout else 0  # the gradient before the mask
-    core = r + size.q + 2 * size.kv
+    made = r + size.q + 2 * size.kv
     backward = {
-        "norm1 input": size.norm,
-        "attn.qkv input": r + size.q + 2 * size.kv + size.column + size.ordered,
-        "attn.core statistics": core + size.q,
+        "attn.qkv input": made + size.column + size.ordered,
+        "attn.core statistics": r + core_back,
         "attn.core probabilities": (2 if how.framework.fused_softmax else 3) * size.scores + r,
-        "attn.core dropped": size.scores + core,
-        "attn.core mask": 2 * size.scores + core,
-        "attn.proj input": r + dropped + size.q + size.gathered,
-        "norm2 input": size.norm,
+        "attn.core capped": 3 * size.scores + made,
+        "attn.core dropped": size.scores + made,
+        "attn.core mask": 2 * size.scores + made,
+        "attn.proj input": r + dropped + size.y + size.gathered,
         f"{first} input": size.wide + size.column,
         f"{first} output": size.wide + inner,
-        "mlp silu": 3 * inner,
+        "mlp activated": 3 * inner,
         "mlp.down input": inner + dropped + size.gathered,
     }
+    _add_norms(forward, backward, shape, how, size)
     return forward, backward
+
+
+def _add_norms(
+    forward: dict[str, int], backward: dict[str, int], shape: ModelShape, how: ComputeConfig, size: _Sizes
+) -> None:
+    """Add what is alive beside norms, and because of them beside other tensors."""
+    r, exact = size.residual, size.exact_residual
+    composed, after = composed_norms(shape, how), shape.block_norms == "sandwich"
+    lean = 2 * exact if size.halves and shape.norm == "rms" else 0  # RMSNorm: input and squares
+    copied = size.halves and composed  # the block's input lives as long as its forward, whatever norms keep
+    before = r if copied else 0
+    if copied:
+        for name in forward:
+            later = name.startswith("mlp")
+            forward[name] += 3 * r if later else r  # and the sum after attention, and attention's output
+    # attention's output lives until the MLP's is there
+    for name, alive in (
+        ("norm1", before),
+        ("norm1_post", before + r),
+        ("norm2", 3 * r if copied else r),
+        ("norm2_post", 3 * r if copied else r),
+    ):
+        forward[f"{name} statistics"] = alive + (exact + r * size.halves if composed else lean)
+        backward[f"{name} normalised"] = r + 3 * exact + r * size.halves
+        backward[f"{name} input"] = r + 4 * exact if composed else size.norm
+    if after:  # a branch's gradient is another than the residual stream's
+        for name in backward:
+            if name.startswith(("attn", "mlp")):
+                backward[name] += r
+    made = r + size.q + 2 * size.kv
+    for name, width in (("q", size.q), ("k", size.kv)):
+        wide = size.wider * width
+        product = size.q + 2 * size.kv if composed else 0
+        forward[f"attn.{name}_norm statistics"] = before + product + 2 * wide
+        backward[f"attn.{name}_norm normalised"] = made + 3 * wide
+        backward[f"attn.{name}_norm input"] = made + (4 * wide if composed else 3 * wide + width)
+
+
+_TILE = 64  # queries of a tile of attention written out, on the CPU where dry runs are
+_TILE_SCORES = 1 << 18  # of a tile, unless a single key head has more
+
+
+def _core_extras(shape: ModelShape, how: ComputeConfig, size: _Sizes) -> tuple[int, int]:
+    """Bytes alive beside the statistics of attention that keeps no probabilities: in its forward the product
+    that heads are views of, and queries in another order; in its backward the gradients.
+
+    Kernels for soft-capped scores, for values narrower than keys, and for windows on CPUs accumulate in
+    float32.
+    """
+    special, wider = shape.attention, size.wider
+    length = how.tokens // how.batch * (how.cp if how.context == "ulysses" else 1)
+    window = special.window if special.window is not None and special.window < length * how.cp else None
+    tiled = special.softcap is not None or shape.value_dim < shape.head_dim
+    ring = how.cp > 1 and how.context == "ring" and (tiled or window is not None)
+    summed = tiled or window is not None
+    keys = size.q + size.kv + size.v
+    gradients = wider * keys if summed else keys
+    narrowed = keys if gradients > keys else 0  # rounded at the end
+    y = wider * size.y if summed else 0
+    views = size.q + size.kv + size.v  # products whose views are heads
+    if shape.latent is None:
+        views += size.q if shape.rotary else 0  # queries before they are brought into order
+    forward, backward = size.y, narrowed
+    if tiled:
+        scores = _tile_scores(shape, how, length, window)
+        copied = size.kv if shape.latent is not None else 0  # keys of one head next to each other
+        halves = how.element if size.halves else 0
+        forward = max(forward, copied + scores * (2 * how.statistic + halves))
+        backward = copied + max(backward, scores * (5 * how.statistic + 2 * halves))
+    if special.sinks:
+        backward = max(backward, 2 * wider * size.y)
+    if ring:  # one round's part beside the sum, keys and values on their way, and the gradients of these
+        moved = size.kv + size.v
+        forward += y + moved
+        # half of the queries see all keys of a later rank; nothing is rounded before all rounds are done
+        sums = 2 * wider * moved if how.cp > 2 else 0  # of gradients, received and sent
+        backward += wider * (size.q // 2 + moved) + moved + sums
+        backward += moved - size.kv * (shape.latent is not None) if tiled else -narrowed
+    return views + y + forward, 2 * size.y + gradients + backward  # the output and its gradient, too
+
+
+def _tile_scores(shape: ModelShape, how: ComputeConfig, length: int, window: int | None) -> int:
+    """Scores of the largest tile of attention written out (`engine.kernels.Explicit`)."""
+    heads, kv_heads = shape.heads // how.tp, how.kv_heads(shape)
+    if how.cp > 1 and how.context == "ulysses":
+        heads, kv_heads = heads // how.cp, max(kv_heads // how.cp, 1)
+    rounds = how.cp > 1 and how.context == "ring"  # where queries see whole blocks of keys
+    most = 0
+    for start in range(0, length, _TILE):
+        queries = min(_TILE, length - start)
+        seen = length if rounds else start + queries
+        seen = seen if window is None else min(seen, window + queries - 1)
+        size = heads // kv_heads * queries * seen
+        most = max(most, size * min(max(_TILE_SCORES // size, 1), how.batch * kv_heads))
+    return most
+
+
+def _latent_vectors(
+    shape: ModelShape, latent: LatentShape, how: ComputeConfig, size: _Sizes
+) -> tuple[dict[str, int], ...]:
+    """Of the products and norms around the narrow vectors of latent attention, by the inputs of these: bytes
+    alive in the forward and in the backward, of weight gradients, of the output gradients that wait for them,
+    and of inputs that are gathered again.
+    """
+    e, unit = how.element, size.weight
+    r = size.residual
+    heads, t = shape.heads // how.tp, how.tp if size.gathered else 1
+    up = {"kv": (latent.kv_rank, heads * (shape.head_dim - latent.rope_dim + latent.value_dim))}
+    if latent.q_rank is not None:
+        up["q"] = latent.q_rank, heads * shape.head_dim
+    down = latent.kv_rank + latent.rope_dim
+    q = heads * shape.head_dim if latent.q_rank is None else latent.q_rank
+    forward, backward, product, waits, fetched = (dict[str, int]() for _ in range(5))
+    # the gradients of keys, values and of the residual stream are there until those of queries are done
+    beside = {"q": r + size.kv + size.v, "kv": r + (r if latent.q_rank else size.q)}
+    for name, (rank, rows) in up.items():
+        shard = e * how.shard * rank
+        column = 2 * t * shard + shard if size.gathered else shard
+        forward[f"attn.{name}_down_norm statistics"] = 2 * size.wider * shard * size.halves
+        backward[f"attn.{name}_up input"] = beside[name] + e * how.tokens * rows + column
+        backward[f"attn.{name}_down_norm input"] = beside[name] + 2 * shard + 3 * size.wider * shard
+        product[f"attn.{name}_up input"] = unit * rank * rows
+        waits[f"attn.{name}_up input"] = e * how.tokens * rows
+        fetched[f"attn.{name}_up input"] = t * shard if size.gathered else 0
+    narrow = e * how.shard * (down + (latent.q_rank or 0))
+    wide = 0 if latent.q_rank else size.q + size.column
+    backward["attn.qkv input"] = 3 * r + narrow + wide
+    product["attn.qkv input"] = unit * shape.hidden * max(down, q)
+    waits["attn.qkv input"] = narrow + (0 if latent.q_rank else size.q)
+    if latent.q_rank is not None:
+        fetched["attn.qkv input"] = 0
+    return forward, backward, product, waits, fetched
 
 
 def _weights(shape: ModelShape, how: ComputeConfig, size: _Sizes) -> dict[str, int]:

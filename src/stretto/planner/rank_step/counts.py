@@ -89,6 +89,8 @@ def _linears(shape: ModelShape, how: ComputeConfig) -> tuple[int, int]:
     rows = routed * moe.top_k * (1 if how.replicated_routing else slices)
     inner = rows * wide * h * (shape.expert_ffn // slices)
     inner += how.tokens * wide * h * (moe.shared_ffn // how.tp)
+    if moe.shared_gate:
+        inner += how.shard * h
     # the weighted sum of a token's experts is a matrix product, its gradients are not
     return 2 * (around + inner + routed * h * moe.experts), 2 * routed * moe.top_k * h
 
@@ -433,7 +435,7 @@ class _Counting:
         how, shape = self.memory.how, self.memory.shape
         group = tuple(self.job.layout.group(self.rank, "tp"))
         along = "norm" in name or name == "embed.pos.weight" or name.endswith(("proj.bias", "down.bias"))
-        along = along or ".attn.kv_down." in name or ".attn.q_down." in name
+        along = along or "shared_gate" in name or ".attn.kv_down." in name or ".attn.q_down." in name
         if how.tp > 1 and ("router" in name or (along and how.sequence_parallel)):
             yield group, 0, elements
         if ".attn.qkv." in name and shape.kv_heads < how.tp:

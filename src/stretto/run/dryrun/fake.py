@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from math import prod
 from typing import Any, Literal
 
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from stretto.engine.models import rotary
+from stretto.engine.models.rotary import Rotary
 from stretto.engine.parallel.collectives import native_collectives
 from stretto.engine.parallel.expert.dispatch import even_routing
 from stretto.engine.parallel.mesh import Mesh
@@ -46,6 +49,7 @@ def fake_rank(layout: Layout, rank: int, native: bool = True) -> Generator[Mesh]
             stack.enter_context(native_collectives())
         stack.enter_context(even_routing())
         stack.enter_context(_plain_products())
+        stack.enter_context(_tables_once())
         mesh = Mesh(layout)
         stack.callback(mesh.close)
         yield mesh
@@ -64,6 +68,27 @@ def _plain_products() -> Generator[None]:
         yield
     finally:
         matmul.ONEDNN = was
+
+
+@contextmanager
+def _tables_once() -> Generator[None]:
+    """Tables of rotary positions without values are made once and shared by all layers, as those with values
+    are. None of either kind is left to the other.
+    """
+    tables, shared = rotary.rotary_tables, rotary._cached_tables
+
+    def of(self: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
+        length = x.shape[-2]
+        rows = 1 << (length - 1).bit_length()
+        cos, sin = rotary._cached_tables(rows, self._angles(self._whole(length)), x.device, x.dtype)
+        return cos[:length], sin[:length]
+
+    was = Rotary._tables
+    rotary._cached_tables, Rotary._tables = lru_cache(maxsize=8)(tables), of
+    try:
+        yield
+    finally:
+        rotary._cached_tables, Rotary._tables = shared, was
 
 
 Kind = Literal["products", "attention"]
