@@ -43,7 +43,6 @@ local.PRELOAD = (
     "numba",
     "hypothesis",
     "pytest",
-    "served",
 )
 set_forkserver_preload(list(local.PRELOAD))  # for a server that a test starts without `run_ranks`
 
