@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from stretto.cli.main import run
 from stretto.errors import StrettoError
 from stretto.run.config import load
 from stretto.run.config.job import job_of
@@ -167,7 +169,6 @@ def test_a_script_of_48_layers_converts_whole(tmp_path: Path) -> None:
     vocab = tmp_path / "vocab.json"
     made = moved(GPT, "runs/gpt", "boards", str(vocab), str(tmp_path / "merges.txt"), str(data))
     assert (made.lost, made.needless, made.differs, made.notes) == ({}, {}, {}, [])
-    assert all("data.tokenizer" in lack for lack in made.here)
     config, job = config_of(made), job_of(config_of(made), vocab=50257)
     assert job.layout.sizes == {"tp": 2, "cp": 1, "ep": 1, "dp": 1, "pp": 4}
     assert (job.shape.layers, job.shape.hidden, job.shape.heads, job.shape.dropout) == (48, 1024, 16, 0.1)
@@ -185,6 +186,28 @@ def test_a_script_of_48_layers_converts_whole(tmp_path: Path) -> None:
         10000,
     )
     assert (config.metrics.tensorboard_dir, config.metrics.every) == ("boards", 100)
+
+
+def test_with_its_files_the_config_is_right_on_this_machine(tmp_path: Path) -> None:
+    """An indexed dataset and GPT-2's two files, as `stretto config` checks them."""
+    (tmp_path / "text.txt").write_text("hello world, hello words\n" * 200)
+    prefix = tmp_path / "text_document"
+    build = ["data", "build", str(tmp_path / "text.txt"), "--vocab", "270", "--format", "megatron"]
+    assert run([*build, "--out", str(prefix)]) == 0
+    model = json.loads((tmp_path / "text_document.tokenizer.json").read_text())["model"]
+    vocab, merges = tmp_path / "gpt2-vocab.json", tmp_path / "gpt2-merges.txt"
+    vocab.write_text(json.dumps(model["vocab"]))
+    merges.write_text("\n".join(["#version: 0.2", *(" ".join(pair) for pair in model["merges"])]) + "\n")
+    (tmp_path / "runs").mkdir()
+    made = moved(GPT, str(tmp_path / "runs/gpt"), str(tmp_path / "b"), str(vocab), str(merges), str(prefix))
+    assert (made.lost, made.here) == ({}, [])
+    (tmp_path / "gpt.yaml").write_text(made.text)
+    assert run(["config", str(tmp_path / "gpt.yaml")]) == 0
+
+
+def test_checkpoints_of_megatron_are_brought_over_first(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
+    assert "stretto checkpoint import" in moved(GPT, str(tmp_path), *"bcde").differs["load"]
 
 
 @pytest.mark.parametrize(
@@ -290,6 +313,7 @@ def test_the_text_is_the_config_with_what_is_said_beside_it() -> None:
         ("--mtp-num-layers 1", "mtp-num-layers", "Stretto has no such model"),
         ("--rotary-percent 0.5", "rotary-percent", "it changes what the model computes"),
         ("--fim-data", "fim-data", "Stretto does not read text so"),
+        ("--reset-position-ids", "reset-position-ids", "by itself it has no field"),
         ("--moe-router-topk 3", "moe-router-topk", "by itself it has no field"),
         ("--deepspeed_config ds.json", "deepspeed_config", "its JSON is not read"),
         ("--grpo-iterations 3", "grpo-iterations", "it is for other programs"),
@@ -342,6 +366,11 @@ def test_every_argument_has_a_fate() -> None:
         assert (name in needless()) == (lost(name, object()) is None), name
     unread = {name for rule in MEGATRON.rules if rule.read is None for name in rule.settings}
     assert not unread
+
+
+def test_documents_stay_apart_where_three_flags_say_so() -> None:
+    made = arguments_of("--reset-position-ids --reset-attention-mask --eod-mask-loss")
+    assert (made.lost, config_of(made).data.packing) == ({}, "documents")
 
 
 def test_several_prefixes_are_a_mixture_by_weights() -> None:

@@ -240,7 +240,7 @@ _UNPRICED = {
 _NEEDLESS = {
     "data": "how files are opened and cached is Stretto's own",
     "checkpoints": "Stretto writes and reads checkpoints of its own",
-    "start": "of a checkpoint to begin with: `stretto checkpoint import` brings its weights and states over",
+    "start": "of a checkpoint to begin with, which `stretto checkpoint import --format megatron` brings over",
     "logging": "metrics.jsonl has every step's numbers, metrics.trace records one",
     "numerics": "the same mathematics, in Stretto's own precision",
     "detail": "kernels, messages and initialisation are Stretto's own",

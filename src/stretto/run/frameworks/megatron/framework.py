@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from stretto.run.frameworks.choices import PRICED
@@ -111,10 +112,13 @@ def _overflows(steps: int, settings: Settings) -> str | None:
     return "the scale is halved at the first overflow" if steps > 1 and "fp16" in settings else None
 
 
+_LATEST = "latest_checkpointed_iteration.txt"  # of a folder with checkpoints of Megatron-LM
+
+
 def _load(folder: str, settings: Settings) -> str | None:
-    if folder == settings.get("save"):
+    if folder == settings.get("save") and not (Path(folder).expanduser() / _LATEST).is_file():
         return None
-    return "a checkpoint of Megatron-LM is brought over by `stretto checkpoint import` first"
+    return "a checkpoint of Megatron-LM is brought over by `stretto checkpoint import --format megatron`"
 
 
 # of arguments that rules read, what they say beyond their choices, by value and settings
