@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from stretto.cli.main import run
+from stretto.engine.checkpoint.manifest import read_manifest
 from stretto.engine.checkpoint.save import save
 from stretto.engine.models.build import build
 from stretto.engine.parallel.fragment import Placed
@@ -168,6 +169,37 @@ def test_distributed_checkpoints_go_out_and_come_back(
         (["--format", "dcp", "--model", "llama3-8b"], "tok_embeddings.weight has shape [300, 8] in"),
         (["--model", str(model)], "--model and --weights-only are of --format dcp"),
         ([], "is a checkpoint of torch.distributed.checkpoint"),
+    ):
+        assert run(["checkpoint", "import", str(out), *arguments, "--out", str(tmp_path / "no")]) == 2
+        assert said in capsys.readouterr().err
+        assert not (tmp_path / "no").exists()
+
+
+def test_checkpoints_of_megatron_go_out_and_come_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = ModelShape(family="llama", layers=2, hidden=8, heads=2, ffn=8, vocab=300, sequence=16)
+    weights = dict(build(shape).named_parameters())
+    state = {f"model.{n}": (w, Placed.whole(n, tuple(w.shape))) for n, w in weights.items()}
+    save(tmp_path / "run" / "checkpoints", 10, state, {"model": shape_to_record(shape)})
+    out = tmp_path / "megatron"
+    answered = answer(capsys, 0, "export", tmp_path / "run", "--format", "megatron", "--out", out)
+    names = [Path(file).name for file in answered["files"]]
+    assert names == [
+        ".metadata",
+        "__0_0.distcp",
+        "common.pt",
+        "metadata.json",
+        "latest_checkpointed_iteration.txt",
+    ]
+    back = answer(capsys, 0, "import", out, "--format", "megatron", "--out", tmp_path / "back")
+    assert (back["path"], back["dtype"]) == (str(tmp_path / "back/checkpoints/step-00000000"), "float32")
+    assert answer(capsys, 0, "verify", tmp_path / "back")["ok"]
+    shapes = [read_manifest(path).meta["model"] for path in (tmp_path / "back/checkpoints").glob("step-*")]
+    assert shapes[0]["ffn"] == 8
+    for arguments, said in (
+        ([], "is a checkpoint of Megatron"),
+        (["--format", "megatron", "--model", "llama3-8b"], "has shape"),
     ):
         assert run(["checkpoint", "import", str(out), *arguments, "--out", str(tmp_path / "no")]) == 2
         assert said in capsys.readouterr().err

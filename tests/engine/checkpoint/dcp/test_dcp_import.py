@@ -17,6 +17,7 @@ from stretto.engine.models.build import build
 from stretto.run.config import TrainConfig
 from stretto.run.data.dataset import Samples
 from stretto.run.data.prepare import prepare_data
+from stretto.run.data.token_folder import TokenFolder
 from stretto.spec.shape import ModelShape
 from tiny_job import LLAMA, job
 from train_runs import tensors, train
@@ -104,6 +105,7 @@ def test_training_goes_on_as_it_would_have_there(tmp_path: Path, kind: str, layo
 
 def first_batch(config: TrainConfig) -> tuple[torch.Tensor, torch.Tensor]:
     folder = prepare_data(config, quiet=True)
+    assert isinstance(folder, TokenFolder)
     samples = Samples(folder, "train", config.data.sequence, config.train.seed, ratio=config.data.split)
     batch = samples.batch(range(config.batch.global_size))
     return batch.inputs, batch.targets

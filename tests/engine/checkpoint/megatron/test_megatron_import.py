@@ -20,6 +20,7 @@ from stretto.errors import StrettoError
 from stretto.run.config import TrainConfig
 from stretto.run.data.dataset import Samples
 from stretto.run.data.prepare import prepare_data
+from stretto.run.data.token_folder import TokenFolder
 from stretto.run.frameworks.megatron.saved import read_saved
 from stretto.spec.shape import ModelShape
 from tiny_job import LLAMA, job
@@ -161,8 +162,10 @@ def _written(
 
 def _first_batch(config: TrainConfig) -> tuple[Tensor, Tensor]:
     folder = prepare_data(config, quiet=True)
+    assert isinstance(folder, TokenFolder)
     samples = Samples(folder, "train", config.data.sequence, config.train.seed, ratio=config.data.split)
-    return samples.batch(range(config.batch.global_size))
+    batch = samples.batch(range(config.batch.global_size))
+    return batch.inputs, batch.targets
 
 
 # ------------------------------------------------------------------ what is refused
