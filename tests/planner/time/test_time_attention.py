@@ -7,8 +7,13 @@ from itertools import pairwise
 
 import pytest
 
+from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.machines.catalogue import entries, find_device
+from stretto.planner.time.layer import KernelTimes, kernel_times
 from stretto.planner.time.operators import attention_seconds, matmul_seconds, pass_seconds
+from stretto.spec.framework import Framework
+from stretto.spec.presets import preset
+from stretto.spec.shape import ModelShape
 
 # device, queries, keys, heads, head_dim, causal, backward, TFLOP/s: FlashAttention-2 on A100
 # (liangan1/GPU_travel performance/flash-attn), FlashAttention-3 on H100 (Shah et al. 2024, figure 5),
@@ -188,3 +193,27 @@ def test_measured_attention_replaces_the_model() -> None:
         + pass_seconds(device, "softmax", 8.0 * 4 * 128 * 128)
         + pass_seconds(device, "dropout", 9.0 * 4 * 128 * 128)
     )
+
+
+def kernels(shape: ModelShape, how: ComputeConfig, kind: str = "block") -> KernelTimes:
+    device = find_device("h100-80gb-sxm")
+    return kernel_times(shape=shape, kind=kind, how=how, device=device, precision="bf16")
+
+
+def test_what_gemma_has_beside_a_plain_block_takes_its_time() -> None:
+    """Soft-capped scores, which no kernel here fuses, norms after attention and MLP, soft-capped logits."""
+    how = ComputeConfig(batch=1, sequence=8192)
+    gemma = preset("gemma2-9b").block(1)  # one that sees all positions
+    uncapped = replace(gemma, attention=replace(gemma.attention, softcap=None))
+    assert kernels(gemma, how).core > 2 * kernels(uncapped, how).core
+    elsewhere = replace(how, framework=Framework(fused_softmax=True))
+    assert kernels(gemma, elsewhere).core == kernels(uncapped, elsewhere).core
+    device, stream = find_device("h100-80gb-sxm"), 2 * 8192 * gemma.hidden
+    two = 2 * pass_seconds(device, "norm", 2 * stream)
+    before = replace(uncapped, block_norms="pre")
+    assert kernels(uncapped, how).forward - kernels(before, how).forward == pytest.approx(two)
+    logits = 2 * 8192 * gemma.vocab
+    three = 3 * pass_seconds(device, "loss", 2 * logits)
+    plain = replace(gemma, logit_softcap=0.0)
+    capped = kernels(gemma, how, "head").forward - kernels(plain, how, "head").forward
+    assert capped == pytest.approx(three)

@@ -23,7 +23,7 @@ from stretto.planner.time.operators import (
 )
 from stretto.spec.attention import AttentionShape
 from stretto.spec.flops import attention_flops, block_flops, recomputed_flops
-from stretto.spec.framework import Operator
+from stretto.spec.framework import STRETTO, Operator
 from stretto.spec.lora import is_adapter
 from stretto.spec.parameters import block_shapes
 from stretto.spec.shape import ModelShape
@@ -254,6 +254,7 @@ def _core(
     exact = unscaled(precision)
     heads = shape.heads // how.tp
     keys = rows * how.cp
+    fused = _fused_attention(shape, how)
 
     def attention(queries: int, keys: int, heads: int, causal: bool) -> float:
         return attention_seconds(
@@ -265,28 +266,38 @@ def _core(
             head_dim=shape.head_dim,
             precision=exact,
             causal=causal,
-            flash=how.attention == "flash",
+            flash=fused,
             backward=backward,
             fused_softmax=_fused_softmax(shape, how, kernel),
         )
 
     if how.cp > 1 and how.context == "ulysses":
         seconds = attention(keys, keys, max(1, heads // how.cp), causal)
-    elif how.cp > 1 and causal and how.attention == "flash":
+    elif how.cp > 1 and causal and fused:
         seconds = max(
             _ring_attention(shape=shape, how=how, device=device, attention=attention),
             attention(keys, keys, heads, causal) / how.cp,
         )
     else:
         seconds = attention(rows, keys, heads, causal)
-    if how.attention == "flash":
+    if fused:
         seconds /= speed
+    elif how.attention == "flash" and causal:  # tiles skip the keys that none of their queries sees
+        seconds /= 2
     if shape.latent is not None:  # values are narrower than queries and keys
         seconds *= (shape.head_dim + shape.value_dim) / (2 * shape.head_dim)
     if shape.attention.window is not None:
         whole = AttentionShape().seen(keys, causal)
         seconds *= min(1.0, shape.attention.seen(keys, causal) / whole)
     return seconds
+
+
+def _fused_attention(shape: ModelShape, how: ComputeConfig) -> bool:
+    """Whether one kernel computes softmax(q k^T) v. None of Stretto's knows soft-capped scores, which are
+    computed in tiles whose scores are written out.
+    """
+    written_out = shape.attention.softcap is not None and how.framework == STRETTO
+    return how.attention == "flash" and not written_out
 
 
 def _ring_attention(
@@ -314,10 +325,10 @@ def _between(shape: ModelShape, how: ComputeConfig, device: Device) -> tuple[flo
     inner = shape.ffn / how.tp if moe is None else (shape.expert_ffn * moe.top_k + moe.shared_ffn) / how.tp
     wide = e * how.tokens * inner
     mask = how.shard * h if shape.dropout else 0
-    forward = 2 * pass_seconds(device, "norm", 2 * stream) + 2 * pass_seconds(
-        device, "add", 3 * stream + mask
-    )
-    back = 2 * pass_seconds(device, "norm", 3 * stream) + 2 * pass_seconds(device, "add", 3 * stream + mask)
+    norms = 4 if shape.block_norms == "sandwich" else 2
+    added = 2 * pass_seconds(device, "add", 3 * stream + mask)
+    forward = norms * pass_seconds(device, "norm", 2 * stream) + added
+    back = norms * pass_seconds(device, "norm", 3 * stream) + added
     if shape.gated:
         forward += pass_seconds(device, "gated", 3 * wide)
         back += pass_seconds(device, "gated", 5 * wide)
@@ -350,6 +361,9 @@ def _head(
     )
     passed_back = pass_seconds(device, "loss", (8 + how.element) * logits)
     norm = pass_seconds(device, "norm", 2 * stream)
+    if shape.logit_softcap:  # quotient, tanh and product; in the backward the product and tanh's derivative
+        passed += 3 * pass_seconds(device, "loss", 2 * how.element * logits)
+        passed_back += pass_seconds(device, "loss", 5 * how.element * logits)
     return KernelTimes(
         forward=forward + loss * passed + passes * norm,
         back=back + loss * passed_back + passes * 1.5 * norm,
