@@ -162,9 +162,7 @@ def read_fields(path: Path) -> Fields:
 
 
 def shipped(package: str, name: str) -> Any:
-    """The values of `data/NAME.yaml` in a package of Stretto. Where PyYAML has libyaml, it reads them: Python
-    takes a tenth of a second for the larger files, on rank 0 of every run as well.
-    """
+    """The values of `data/NAME.yaml` in a package of Stretto, read by libyaml where PyYAML has it."""
     text = files(package).joinpath(f"data/{name}.yaml").read_text(encoding="utf-8")
     return yaml.load(text, Loader=_SAFE)
 
