@@ -102,6 +102,12 @@ def test_samples_are_those_of_the_sources(folder: Path) -> None:
     assert set(sources[3 * size :].tolist()) == {1, 2}
     sent = pickle.dumps(source)
     assert len(sent) < 2000  # the tokens are not in it
+    packed = config.model_copy(update={"data": config.data.model_copy(update={"packing": "documents"})})
+    apart = training_samples(source, packed).batch(range(6 * size))
+    assert apart.begins is not None
+    for row, (one, position) in enumerate(zip(sources.tolist(), positions.tolist(), strict=True)):
+        begins = samples_of(list(source.streams.values())[one], packed.data, "train", config.train.seed)
+        assert torch.equal(apart.begins[row : row + 1], begins.batch([position]).begins)  # pyright: ignore
     again = training_samples(pickle.loads(sent), config).batch([5])
     assert torch.equal(again.inputs, samples.batch([5]).inputs)
     assert {one.fingerprint for one in source.streams.values()} == {source.fingerprint}, (
