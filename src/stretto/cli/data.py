@@ -140,7 +140,7 @@ def info(
     as_json: Json = False,
 ) -> None:
     """Show what a folder or dataset holds, and check that it is complete."""
-    from stretto.recommender.clicks.index import is_click_folder
+    from stretto.run.config.sources import is_click_folder
 
     if is_click_folder(path):
         _click_info(path, verify, as_json)

@@ -111,6 +111,19 @@ def test_a_missing_tokenizer_is_not_taken_for_a_hidden_folder_or_a_text() -> Non
     assert str(fails("data.tokenizer=gpt2").hint).startswith("did you mean gpt2.json?")
 
 
+def test_data_of_other_kinds() -> None:
+    """A click folder is no text, and half of a Megatron dataset is none."""
+    Path("clicks").mkdir()
+    for name in ("index.json", "labels.bin"):
+        Path("clicks", name).touch()
+    assert "it is a click folder, which is the data of a recommender" in fails("data.source=clicks").message
+    Path("a.bin").touch()
+    for name in ("a", "a.bin"):
+        error = fails(f"data.source={name}")
+        assert "half of a Megatron dataset: a.idx is missing beside a.bin" in error.message
+        assert error.hint == "copy a.idx there"
+
+
 def test_the_first_with_the_number_of_others() -> None:
     error = fails("layout.tp=8", "optim.momentum=0.5", "data.source=nowhere")
     assert error.message.startswith("layout.tp is 8")

@@ -256,3 +256,29 @@ def test_parquet(tmp_path: Path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and then nothing of the kind PAR1")
     with pytest.raises(StrettoError, match="damaged Parquet"):
         list(find_corpus(tmp_path).pieces())
+
+
+def test_tokens_and_clicks_are_no_text(tmp_path: Path):
+    write(
+        tmp_path,
+        {
+            "tokens/index.json": "{}",
+            "tokens/tokens.bin": "",
+            "clicks/index.json": "{}",
+            "clicks/labels.bin": "",
+            "m.bin": "",
+            "m.idx": "",
+        },
+    )
+    for name in ("tokens", "m", "m.bin"):
+        with pytest.raises(StrettoError, match=f"{name}: tokens already, not text"):
+            find_corpus(tmp_path / name)
+    with pytest.raises(StrettoError, match="clicks: a click folder, which is the data of a recommender"):
+        find_corpus(tmp_path / "clicks")
+
+
+def test_a_folder_without_utf8_says_so(tmp_path: Path):
+    (tmp_path / "a.txt").write_bytes("caf\xe9".encode("latin-1"))
+    with pytest.raises(StrettoError, match=r"a\.txt: not UTF-8 at byte 3") as caught:
+        list(find_corpus(tmp_path).pieces())
+    assert "ISO-8859-1" in str(caught.value.hint)

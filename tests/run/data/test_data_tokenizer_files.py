@@ -285,6 +285,19 @@ def test_impossible_ids_are_refused_before_there_is_room_for_them(
         Tokenizer.load(tmp_path)
 
 
+def test_what_makes_the_library_panic_is_one_error(tmp_path: Path) -> None:
+    charsmap = base64.b64encode(b"\xff\xff\xff\x7f" * 4).decode()
+    body = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": {"type": "Precompiled", "precompiled_charsmap": charsmap},
+        "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(body))
+    with pytest.raises(StrettoError, match="not a tokenizer file"):
+        Tokenizer.load(tmp_path)
+
+
 def test_what_a_path_names(tmp_path: Path) -> None:
     assert tokenizer_at(tmp_path) == []
     (tmp_path / "a.model").write_bytes(b"")

@@ -28,8 +28,9 @@ from numpy.typing import NDArray
 from stretto.errors import StrettoError
 from stretto.recommender.clicks import index as names
 from stretto.recommender.clicks.batch import ClickBatch
-from stretto.recommender.clicks.index import ClickIndex, Feature, Popularity, is_click_folder, read_index
+from stretto.recommender.clicks.index import ClickIndex, Feature, Popularity, read_index
 from stretto.recommender.tables.jagged import Jagged
+from stretto.run.config.sources import is_click_folder
 from stretto.run.data.checksum import check_chunks, check_size
 
 if TYPE_CHECKING:

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from stretto.errors import StrettoError
+from stretto.run.config.sources import INDEX, LABELS
 from stretto.run.data.checksum import FileSums
 
 FORMAT, VERSION = "stretto-clicks", 1
-INDEX = "index.json"
 DENSE = "dense.bin"
-LABELS = "labels.bin"
 IDS = "ids.bin"
 LENGTHS = "lengths.bin"
 OFFSETS = "offsets.bin"
@@ -105,11 +104,6 @@ class ClickIndex:
 
 def _crc32(body: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
-
-
-def is_click_folder(path: Path) -> bool:
-    """Whether `path` holds the files of a click folder, whole or not."""
-    return (path / INDEX).is_file() and (path / LABELS).exists()
 
 
 def read_index(folder: Path) -> ClickIndex:

@@ -15,11 +15,12 @@ from stretto.recommender.clicks.batch import ClickBatch
 from stretto.recommender.clicks.build import bytes_read
 from stretto.recommender.clicks.files import find_files, reader_like
 from stretto.recommender.clicks.folder import ClickFolder
-from stretto.recommender.clicks.index import TRANSFORM, is_click_folder
+from stretto.recommender.clicks.index import TRANSFORM
 from stretto.recommender.clicks.raw import Parsed, Piece
 from stretto.recommender.clicks.transform import RARE, ClickTransform
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.train.clicks import rank_slice
+from stretto.run.config.sources import is_click_folder
 
 OnError = Literal["fatal", "nan"]
 

@@ -198,8 +198,8 @@ def _by_table(
 def _folder_of(config: RecommenderConfig, stop: StopRequest | None, quiet: bool) -> Path:
     """The click folder that the config names, or the cached one built from its files."""
     from stretto.recommender.clicks.build import Progress, Settings, build
-    from stretto.recommender.clicks.index import is_click_folder
     from stretto.recommender.clicks.tabular import Named
+    from stretto.run.config.sources import is_click_folder
     from stretto.run.data.build import cache_dir
 
     data_config = config.data

@@ -20,7 +20,13 @@ from stretto.run.config.run_checks import (
     tensorboard,
 )
 from stretto.run.config.schema import TrainConfig
-from stretto.run.config.sources import tokenizer_at, vocabulary_is_known
+from stretto.run.config.sources import (
+    is_click_folder,
+    megatron_prefix,
+    missing_half,
+    tokenizer_at,
+    vocabulary_is_known,
+)
 from stretto.spec.optimiser import optimiser_problems
 from stretto.spec.parameters import parameter_shapes
 from stretto.spec.rules import problems
@@ -177,6 +183,14 @@ def _weights(field: str, weights: Mapping[str, float]) -> Iterator[Problem]:
 
 def _source(config: TrainConfig) -> Iterator[Problem]:
     yield from missing_sources(config.data.sources, PYTHON_STDLIB)
+    for name in config.data.sources:
+        if is_click_folder(Path(name).expanduser()):
+            rule = "it is a click folder, which is the data of a recommender"
+            yield Problem("data.source", name, rule, "name text or tokens, or train a recommender on it")
+        prefix = megatron_prefix(name)
+        if prefix is not None and (half := missing_half(prefix)) is not None:
+            rule = f"half of a Megatron dataset: {half[0].name} is missing beside {half[1].name}"
+            yield Problem("data.source", name, rule, f"copy {half[0].name} there")
 
 
 def _may_be_tokenizer(path: Path) -> bool:

@@ -9,6 +9,7 @@ from stretto.errors import StrettoError
 from stretto.run.config.schema import DataConfig
 
 INDEX, TOKENS = "index.json", "tokens.bin"  # of a token folder
+LABELS = "labels.bin"  # of a click folder, which has an index too
 BIN, IDX = ".bin", ".idx"
 
 
@@ -47,6 +48,19 @@ def _models(folder: Path) -> list[Path]:
 def is_token_folder(path: Path) -> bool:
     """Whether `path` holds the files of a token folder, complete or not."""
     return (path / INDEX).is_file() and (path / TOKENS).exists()
+
+
+def is_click_folder(path: Path) -> bool:
+    """Whether `path` holds the files of a click folder, whole or not."""
+    return (path / INDEX).is_file() and (path / LABELS).exists()
+
+
+def missing_half(prefix: Path) -> tuple[Path, Path] | None:
+    """Of a Megatron dataset the file that is missing and the one that is there; None where both are."""
+    data, index = (prefix.with_name(prefix.name + suffix) for suffix in (BIN, IDX))
+    if data.is_file() and index.is_file():
+        return None
+    return (index, data) if data.is_file() else (data, index)
 
 
 def holds_tokens(names: Sequence[str]) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stretto.errors import StrettoError, nearest
+from stretto.run.config.sources import is_click_folder, is_token_folder, megatron_prefix
 from stretto.run.data.readers import EncodingError, Piece, read_documents, unreadable
 
 PYTHON_STDLIB = "python-stdlib"
@@ -141,6 +142,7 @@ def _hash(name: str) -> bytes:
 def _expand(source: str, corpus: Corpus) -> list[CorpusFile]:
     """The files of one source."""
     path = Path(source).expanduser()
+    _check_text(source, path)
     try:
         if path.is_file():
             file = _file(path, path.name)
@@ -156,6 +158,19 @@ def _expand(source: str, corpus: Corpus) -> list[CorpusFile]:
     except OSError as error:
         raise unreadable(path, error) from None
     raise StrettoError(f"{source}: no such file or directory", hint=_missing_hint(path))
+
+
+def _check_text(source: str, path: Path) -> None:
+    """Check that a name is not that of tokens or of clicks."""
+    if is_click_folder(path):
+        raise StrettoError(
+            f"{source}: a click folder, which is the data of a recommender",
+            hint="name text, or train a recommender on it",
+        )
+    if is_token_folder(path) or megatron_prefix(source) is not None:
+        raise StrettoError(
+            f"{source}: tokens already, not text", hint="name it as data.source of a config as it is"
+        )
 
 
 def _missing_hint(path: Path) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import StrettoError
-from stretto.run.config.sources import BIN, IDX
+from stretto.run.config.sources import BIN, IDX, missing_half
 from stretto.run.data.checksum import SummedFile
 from stretto.run.data.commit import PartialFolder
 from stretto.run.data.token_source import TokenSource
@@ -44,6 +44,15 @@ _BESIDE = ".tokenizer.json"
 def beside(prefix: Path, suffix: str) -> Path:
     """The file of a dataset with this suffix."""
     return prefix.with_name(prefix.name + suffix)
+
+
+def check_halves(prefix: Path) -> None:
+    """Raise StrettoError where one of the two files is missing."""
+    if (half := missing_half(prefix)) is not None:
+        raise StrettoError(
+            f"{half[0]}: missing, and {half[1]} alone is half of a Megatron dataset",
+            hint=f"copy it beside {half[1].name}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +90,7 @@ class Vocabulary:
                 fingerprint=loaded.fingerprint,
             )
         if size is None:
+            check_halves(prefix)  # which is the likelier reason
             raise StrettoError(
                 f"{prefix}: a Megatron dataset does not say what vocabulary its ids are of",
                 hint="name its tokenizer with data.tokenizer, or only the number of ids with model.vocab=N",
@@ -97,6 +107,7 @@ class MegatronDataset(TokenSource):
         Raises:
             StrettoError: a file is missing, truncated, or of another format; ids outside the vocabulary.
         """
+        check_halves(prefix)
         self.path, self._vocabulary = prefix, vocabulary
         self.name = str(prefix)
         self.vocab, self.endoftext = vocabulary.size, vocabulary.endoftext
@@ -155,12 +166,6 @@ class _Index:
 
     def __init__(self, path: Path, data: Path) -> None:
         self._path = path
-        for file, other in ((path, data), (data, path)):
-            if not file.is_file():
-                raise StrettoError(
-                    f"{file}: missing, and {other} alone is half of a Megatron dataset",
-                    hint=f"copy it beside {other.name}",
-                )
         self.dtype, sequences, boundaries = self._header()
         self._item = self.dtype.itemsize
         pointers_at = _HEADER.size + 4 * sequences

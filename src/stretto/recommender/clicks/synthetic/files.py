@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 from stretto.errors import StrettoError, nearest
 from stretto.recommender.clicks.criteo import FEATURES, NUMBERS
 from stretto.recommender.clicks.folder import ClickFolder, open_if_current
-from stretto.recommender.clicks.index import Feature, is_click_folder
+from stretto.recommender.clicks.index import Feature
 from stretto.recommender.clicks.synthetic.draws import stream
 from stretto.recommender.clicks.synthetic.log import Clicks, Split, SyntheticClicks, SyntheticLog
 from stretto.recommender.clicks.synthetic.spec import SyntheticSpec
 from stretto.recommender.clicks.synthetic.truth import MISSING, BestTally
 from stretto.recommender.clicks.writer import ClickWriter
+from stretto.run.config.sources import is_click_folder
 from stretto.run.data.commit import PartialFolder
 
 Bytes = NDArray[np.uint8]
