@@ -223,7 +223,7 @@ def import_model(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make a run of a published model of Hugging Face.
+    """Make a run of a published model of Hugging Face, or of a checkpoint of torchtitan or Megatron.
 
     GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3 (with and without experts), Gemma 2 and 3, gpt-oss,
     DeepSeek-V2 and V3. RUN gets the weights as the checkpoint of step 0, the tokenizer with what belongs

@@ -235,6 +235,21 @@ def _broken(folder: Path, copy: Path, case: str) -> Path:
     return place
 
 
+def test_a_changed_value_in_a_stacked_tensor_is_found(tmp_path: Path) -> None:
+    """Only parts of a stacked tensor are read at a time, and yet all of it is compared."""
+    given = megatron.weights(GPT)
+    source = megatron.write(tmp_path / "there", GPT, given)
+    data = source / "iter_0000003" / "__0_0.distcp"
+    content = bytearray(data.read_bytes())
+    layer = given["decoder.layers.1.self_attention.linear_proj.weight"].numpy().tobytes()
+    content[content.index(layer) + 9] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(
+        StrettoError, match=r"linear_proj\.weight, at byte .* the checksum of its values differs"
+    ):
+        imported(source, tmp_path / "run", GPT)
+
+
 def test_another_model_is_refused(tmp_path: Path) -> None:
     given = megatron.weights(LLAMA_SHAPE)
     source = megatron.write(tmp_path / "there", LLAMA_SHAPE, given)
