@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 
@@ -15,10 +15,10 @@ from stretto.engine.checkpoint.manifest import Manifest, write_manifest
 from stretto.errors import StrettoError
 from stretto.run.config.load import parse
 from stretto.run.config.schema import TrainConfig
-from stretto.run.train import resume
-from stretto.run.train.resume import MAY_DIFFER, check_fits, differences
+from stretto.run.train.resume import MAY_DIFFER, check_fits, differing
 from stretto.spec.attention import AttentionShape, LatentShape, RopeScaling
 from stretto.spec.experts import ExpertShape
+from stretto.spec.huggingface import config_names
 from stretto.spec.lora import LoraShape
 from stretto.spec.shape import ModelShape, shape_to_record
 
@@ -48,40 +48,60 @@ def names_in(part: Any, prefix: str = "") -> list[str]:
     return names
 
 
+def another(value: Any) -> Any:
+    """Another value of the type, allowed or not."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    return (*value, "another") if isinstance(value, tuple) else 3 if value is None else "another"
+
+
 def changed(part: Any, name: str) -> Any:
-    """The shape with another value of the field, allowed or not."""
+    """The shape with another value of the field."""
     first, _, rest = name.partition(".")
-    other = copy(part)
-    object.__setattr__(other, first, changed(getattr(part, first), rest) if rest else "another")
+    value, other = getattr(part, first), copy(part)
+    object.__setattr__(other, first, changed(value, rest) if rest else another(value))
     return other
+
+
+NO_FUNCTION = {
+    "family",  # names usual values, and each of these is compared itself
+    "rope.low_freq_factor",  # of llama3 positions
+    "rope.high_freq_factor",
+    "rope.mscale",  # of one with mscale_all_dim alone
+    *("attention.full_every", "attention.local_theta"),  # of windows
+    *("moe.balance", "moe.z", "moe.capacity", "moe.drop", "moe.correction_rate"),  # of training
+    "moe.group_score",  # of one group
+}
+NAMED = {"sequence": "positions", "ffn": "moe.ffn"}  # where all blocks have experts, `ffn` is their width
 
 
 @pytest.mark.parametrize("name", names_in(FULL))
 def test_every_field_is_compared_or_said_to_change_no_function(name: str) -> None:
-    other = changed(FULL, name)
-    differing = [one.name for one in differences(FULL, other)]
-    assert (name in differing) == (name not in MAY_DIFFER or (name == "sequence" and not FULL.rotary))
+    named = NAMED.get(name, name)
+    found = differing(FULL, changed(FULL, name))
+    assert (named in found) == (named not in MAY_DIFFER and name not in NO_FUNCTION), found
+
+
+def test_what_computes_the_same_may_be_said_in_another_way() -> None:
+    same = replace(PLAIN, attention=AttentionShape(qkv_bias=False, query_scale=float(PLAIN.head_dim)))
+    assert same != PLAIN
+    assert not differing(PLAIN, same)
+    one = replace(PLAIN, attention=AttentionShape(window=4, full_every=7))  # beyond the last layer
+    assert not differing(one, replace(PLAIN, attention=AttentionShape(window=4)))
+    assert set(differing(one, replace(PLAIN, attention=AttentionShape(window=4, full_every=2)))) == {
+        "attention.full_every"
+    }
 
 
 def test_the_list_of_exceptions_names_fields_that_exist() -> None:
-    assert set(names_in(FULL)) >= set(MAY_DIFFER)
-
-
-def test_a_field_of_tomorrow_is_compared_by_default() -> None:
-    @dataclass(frozen=True)
-    class Tomorrow:
-        layers: int
-        twist: float
-        rotary: bool = True
-
-    (one,) = differences(Tomorrow(2, 0.5), Tomorrow(2, 0.25))  # pyright: ignore[reportArgumentType]
-    assert (one.name, one.theirs, one.ours) == ("twist", 0.5, 0.25)
+    assert config_names(FULL) >= set(MAY_DIFFER)
 
 
 def test_learned_positions_are_weights() -> None:
     gpt = ModelShape(family="gpt", layers=2, hidden=16, heads=2, vocab=31, sequence=12)
-    (one,) = differences(gpt, replace(gpt, sequence=24))
-    assert (one.name, one.theirs, one.ours) == ("positions", 12, 24)
+    assert differing(gpt, replace(gpt, sequence=24)) == {"positions": (12, 24)}
 
 
 def config_of(*overrides: str) -> TrainConfig:
@@ -89,12 +109,10 @@ def config_of(*overrides: str) -> TrainConfig:
     return parse(text, overrides=overrides)
 
 
-class Index:
-    tokenizer = "same"
+class Text:
+    """A source of tokens, as the check sees it."""
 
-
-class Folder:
-    index = Index()
+    fingerprint = "same"
 
 
 def check(tmp_path: Path, theirs: ModelShape, *overrides: str) -> None:
@@ -114,7 +132,7 @@ def check(tmp_path: Path, theirs: ModelShape, *overrides: str) -> None:
     )
     write_manifest(path, manifest)
     config = config_of(*overrides)
-    check_fits(path, config, config.shape(), Folder())  # pyright: ignore[reportArgumentType]
+    check_fits(path, config, config.shape(), Text())  # pyright: ignore[reportArgumentType]
 
 
 PLAIN = config_of().shape()
@@ -164,13 +182,13 @@ def test_the_overrides_of_the_hint_fix_it(tmp_path: Path, theirs: dict[str, Any]
     with pytest.raises(StrettoError) as caught:
         check(tmp_path, shape)
     fix = (caught.value.hint or "").partition(", or the config")[0].split()
-    assert not differences(shape, config_of(*fix).shape())
+    assert not differing(shape, config_of(*fix).shape())
     # and from the other side: the config has the part, and the checkpoint has none of it
     (tmp_path / "other").mkdir()
     with pytest.raises(StrettoError) as caught:
         check(tmp_path / "other", PLAIN, *fix)
     back = (caught.value.hint or "").partition(", or the config")[0].split()
-    assert not differences(PLAIN, config_of(*fix, *back).shape())
+    assert not differing(PLAIN, config_of(*fix, *back).shape())
 
 
 def test_a_field_that_may_differ_on_purpose(tmp_path: Path) -> None:
@@ -180,11 +198,3 @@ def test_a_field_that_may_differ_on_purpose(tmp_path: Path) -> None:
     with pytest.raises(StrettoError, match=r"rope_thetta.*no field") as caught:
         check(tmp_path / "again", longer, "checkpoint.may_differ=[rope_thetta]")
     assert caught.value.hint == "did you mean rope_theta?"
-
-
-def test_parts_of_shapes_are_dataclasses() -> None:
-    """`_flat` looks into dataclasses: a part of another kind would be compared as one value."""
-    hints = get_type_hints(ModelShape)
-    parts = {one for hint in hints.values() for one in (get_args(hint) or (hint,)) if is_dataclass(one)}
-    assert parts == {ExpertShape, AttentionShape, LoraShape, RopeScaling}
-    assert resume._flat(FULL)["attention.latent.kv_rank"] == 16

@@ -27,7 +27,7 @@ from stretto.run.config.written import model_section
 from stretto.run.data.prepare import LEAST_USED
 from stretto.run.data.tokenizer import SMALLEST_VOCAB, Tokenizer
 from stretto.run.train.companions import TOKENIZER, copy_companions, write_generation
-from stretto.run.train.resume import differences
+from stretto.run.train.resume import differing
 from stretto.spec.optimiser import Optimiser
 from stretto.spec.shape import ModelShape
 
@@ -303,8 +303,8 @@ def config_text(
     }
     values = {name: {**section, **(changes or {}).get(name, {})} for name, section in values.items()}
     plain = {**values, "data": {name: value for name, value in data.items() if value != REQUIRED}}
-    if lost := differences(shape, TrainConfig.model_validate(plain).shape()):
-        raise StrettoError(f"a config cannot say that {lost[0].name} is {lost[0].theirs}")
+    for name, (value, _) in differing(shape, TrainConfig.model_validate(plain).shape()).items():
+        raise StrettoError(f"a config cannot say that {name} is {value}")
     head = [
         f"{shape.family}, {model.parameters / 1e6:,.4g} M parameters in {model.dtype}, imported from "
         f"{model.source}.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,23 +12,17 @@ from stretto.engine.checkpoint.manifest import quick_problems, read_manifest
 from stretto.errors import StrettoError, nearest
 from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.data.token_source import TokenData
+from stretto.spec.huggingface import config_names, differences
 from stretto.spec.shape import ModelShape, shape_from_record
 
-# Fields of a model's shape, and of the parts in it, that may differ from those of the checkpoint that a run
-# goes on from, each with the reason. Every other field is compared, those of tomorrow too.
+# Fields of a model that may differ from those of the checkpoint that a run goes on from although its outputs
+# in training, or its record, depend on them; each with the reason. All others of `differences` are compared.
 MAY_DIFFER: Mapping[str, str] = {
-    "family": "names usual values, and each of these is compared itself",
     "dropout": "acts in training only, and may change between two stages of it",
-    "sequence": "limits the context; of learned positions it is a size, and compared",
+    "positions": "limits the context; of learned positions it is a size, and compared",
     "beyond": "says what a model does that is planned and never built",
     "lora.dropout": "acts in training only",
-    "moe.balance": "weighs a loss of training",
-    "moe.z": "weighs a loss of training",
-    "moe.capacity": "drops tokens in training only",
-    "moe.drop": "drops tokens in training only",
-    "moe.correction_rate": "is how fast training moves the correction",
 }
-_CONFIG_NAMES = {"sequence": "positions"}  # where the config calls a field something else
 # what a config says for a part or a value that is not there
 _NONE = {
     "attention.norm": "attention.norm=none",
@@ -131,7 +125,7 @@ def _check_model(path: Path, record: object, shape: ModelShape, allowed: Sequenc
         ) from None
     if theirs.lora is None:
         shape = replace(shape, lora=None)  # new adapters beside it change nothing
-    known = {_CONFIG_NAMES.get(name, name) for flat in (_flat(theirs), _flat(shape)) for name in flat}
+    known = config_names(theirs) | config_names(shape)
     if unknown := [name for name in allowed if not any(_within(one, name) for one in known)]:
         near = nearest(unknown[0], known)
         raise StrettoError(
@@ -140,57 +134,33 @@ def _check_model(path: Path, record: object, shape: ModelShape, allowed: Sequenc
             if near
             else "fields are named as under `model`, such as rope.factor",
         )
-    differing = [
-        one for one in differences(theirs, shape) if not any(_within(one.name, name) for name in allowed)
-    ]
-    if not differing:
+    wrong = {
+        name: both
+        for name, both in differing(theirs, shape).items()
+        if not any(_within(name, one) for one in allowed)
+    }
+    if not wrong:
         return
-    first, more = differing[0], len(differing) - 1
-    fixes = list(dict.fromkeys(map(_fix, differing)))
+    first, more = next(iter(wrong)), len(wrong) - 1
+    fixes = list(dict.fromkeys(_fix(name, value) for name, (value, _) in wrong.items()))
     settings = " ".join(fixes[:_MOST_FIXES]) + " ..." * (len(fixes) > _MOST_FIXES)
-    names = ",".join(dict.fromkeys(one.name.partition(".")[0] for one in differing))
+    names = ",".join(dict.fromkeys(name.partition(".")[0] for name in wrong))
     raise another_model(
         path,
-        first.name,
-        first.theirs,
-        first.ours,
+        first,
+        *wrong[first],
         more=f", and {more} more field{'s' * (more > 1)} differ{'s' * (more == 1)}" if more else "",
         hint=f"{settings}, or the config of its run (config.yaml in the run's folder); to load its weights "
         f"into the model as configured: checkpoint.may_differ=[{names}]",
     )
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A field in which two shapes differ: its name in the config, such as `rope.factor`, and both values."""
-
-    name: str
-    theirs: Any
-    ours: Any
-
-
-def differences(theirs: ModelShape, ours: ModelShape) -> list[Difference]:
-    """The fields in which two models differ so that the same weights give other outputs, or do not fit."""
-    there, here = _flat(theirs), _flat(ours)
-    names = [name for name in dict.fromkeys((*there, *here)) if name not in MAY_DIFFER]
-    if not (theirs.rotary and ours.rotary):
-        names.append("sequence")
-    # a part that is only in one of them is its fields there, and not its name here
-    whole = [n for n in names if not any(other.startswith(f"{n}.") for other in names)]
-    return [
-        Difference(_CONFIG_NAMES.get(name, name), there.get(name), here.get(name))
-        for name in whole
-        if there.get(name) != here.get(name)
-    ]
-
-
-def _flat(part: Any, prefix: str = "") -> dict[str, Any]:
-    """The fields of a shape and of the parts in it, by names such as `attention.latent.kv_rank`."""
-    values: dict[str, Any] = {}
-    for field in fields(part):
-        name, value = prefix + field.name, getattr(part, field.name)
-        values |= _flat(value, f"{name}.") if is_dataclass(value) else {name: value}
-    return values
+def differing(theirs: ModelShape, ours: ModelShape) -> dict[str, tuple[Any, Any]]:
+    """The fields in which two models differ so that the same weights give other outputs, or do not fit, and
+    both values.
+    """
+    allowed = set(MAY_DIFFER) - (set() if theirs.rotary and ours.rotary else {"positions"})
+    return {name: both for name, both in differences(theirs, ours).items() if name not in allowed}
 
 
 def _within(name: str, part: str) -> bool:
@@ -198,9 +168,8 @@ def _within(name: str, part: str) -> bool:
     return name == part or name.startswith(f"{part}.")
 
 
-def _fix(difference: Difference) -> str:
+def _fix(name: str, value: Any) -> str:
     """The override that gives the config's model the checkpoint's value."""
-    name, value = difference.name, difference.theirs
     if _within(name, "lora"):
         return f"{name}={list(value) if isinstance(value, tuple) else value}".replace("'", '"')
     if value is None:

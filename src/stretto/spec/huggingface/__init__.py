@@ -1,6 +1,6 @@
 """Hugging Face's `config.json` and our shapes: both directions from one description of each kind of model."""
 
-from stretto.spec.huggingface.facts import differences
+from stretto.spec.huggingface.facts import config_names, differences
 from stretto.spec.huggingface.read import (
     Reading,
     config_to_huggingface,
@@ -13,6 +13,7 @@ from stretto.spec.huggingface.read import (
 
 __all__ = [
     "Reading",
+    "config_names",
     "config_to_huggingface",
     "differences",
     "kind_of",

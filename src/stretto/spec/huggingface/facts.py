@@ -9,6 +9,7 @@ from typing import Any
 from stretto.spec.attention import AttentionShape, LatentShape, RopeScaling
 from stretto.spec.experts import ExpertShape
 from stretto.spec.families import Family
+from stretto.spec.lora import LoraShape
 from stretto.spec.shape import ModelShape, fields_of
 
 Facts = dict[str, Any]  # fields of a shape by name, those of its parts with a dot: `moe.experts`
@@ -72,17 +73,60 @@ def shape_of(facts: Facts, family: Family) -> ModelShape:
 
 
 def differences(one: ModelShape, other: ModelShape) -> dict[str, tuple[Any, Any]]:
-    """The facts in which the functions of two shapes with the same weights differ, and both values."""
-    first, second = _function(one), _function(other)
-    names = [*first, *(name for name in second if name not in first)]
-    return {
-        name: (first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)
-    }
+    """The facts in which the functions of two shapes with the same weights differ, and both values, by the
+    names of fields under `model` in a config.
+    """
+    functions = _function(one), _function(other)
+    plain = facts_of(one), facts_of(other)
+    differing = dict[str, tuple[Any, Any]]()
+    for name in dict.fromkeys((*functions[0], *functions[1])):
+        one_of, other_of = _both(name, functions)
+        # where all blocks of one have experts and those of the other have not, `moe` says so
+        if one_of == other_of or (name == "ffn" and None in (one_of, other_of)):
+            continue
+        of = plain if name in _MADE_OF else functions  # fields that make up a fact are shown themselves
+        for field in _MADE_OF.get(name, (name,)):
+            values = _both(field, of)
+            if values[0] != values[1]:
+                differing[_config_name(field)] = values
+    return differing
+
+
+# a fact of the function, and the fields that it follows from
+_MADE_OF = {
+    "attention.window": ("attention.window", "attention.full_every"),
+    "moe.dense_layers": ("moe.dense_layers", "moe.every"),
+    "rope.magnitude": ("rope.attention_factor", "rope.mscale", "rope.mscale_all_dim"),
+    "rope.score_factor": ("rope.mscale_all_dim",),
+}
+
+
+def config_names(shape: ModelShape) -> set[str]:
+    """Names of fields under `model` in a config, and of the parts that hold some, that `differences` may
+    name.
+    """
+    names = {_config_name(name) for name in (*facts_of(shape), *_lora(shape))}
+    return names | {"attention", "attention.latent", "moe", "rope", "lora"}
+
+
+def _config_name(fact: str) -> str:
+    if fact.startswith("latent."):
+        return f"attention.{fact}"
+    return "positions" if fact == "sequence" else fact
+
+
+def _both(name: str, facts: tuple[Facts, Facts]) -> tuple[Any, Any]:
+    return facts[0].get(name), facts[1].get(name)
+
+
+def _lora(shape: ModelShape) -> Facts:
+    return {} if shape.lora is None else _part("lora", shape.lora)
 
 
 def _function(shape: ModelShape) -> Facts:
     """The facts that its function depends on, each in one form only."""
-    facts = facts_of(shape)
+    facts = facts_of(shape) | _lora(shape)
+    del facts["lora"]
     blocks = [shape.block(i) for i in range(shape.layers)]
     windows = tuple(block.attention.window for block in blocks)
     facts |= {"attention.window": windows[0] if len(set(windows)) == 1 else windows}
@@ -120,7 +164,7 @@ def _function_of_rope(shape: ModelShape, rope: RopeScaling) -> Facts:
     }
 
 
-def _part(name: str, part: AttentionShape | LatentShape | ExpertShape | RopeScaling) -> Facts:
+def _part(name: str, part: AttentionShape | LatentShape | ExpertShape | RopeScaling | LoraShape) -> Facts:
     return {f"{name}.{field.name}": getattr(part, field.name) for field in fields(part)}
 
 
