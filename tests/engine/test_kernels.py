@@ -235,7 +235,7 @@ def test_dropout_in_a_block_is_dropout_of_its_probabilities(n: int, kv_heads: in
 
 def test_many_heads_in_tiles_are_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles with a range of the key heads each, and a rest."""
-    monkeypatch.setattr("stretto.engine.kernels._SCORES", 3 * 2 * 20 * 20)
+    monkeypatch.setattr("stretto.engine.kernels.SCORES", 3 * 2 * 20 * 20)
     q, k, v = (torch.randn(2, h, 20, 8).double().requires_grad_() for h in (8, 4, 4))
     y, lse = formula(q, k, v, CAUSAL)
     kernel = kernel_for(q, v, HALF, explicit=True)

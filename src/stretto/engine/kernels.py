@@ -14,7 +14,7 @@ from torch import Tensor
 
 BLOCK = 64  # queries of a fused kernel with a window
 TILE = 64  # queries of the formula written out, at most; on accelerators 4 times as many
-_SCORES = 1 << 18  # of a tile: 1 MiB in float32, which stays in a core's second-level cache
+SCORES = 1 << 18  # of a tile: 1 MiB in float32, which stays in a core's second-level cache
 _aten: Any = torch.ops.aten
 
 
@@ -496,7 +496,7 @@ def _tiles(q: Tensor, k: Tensor, band: Band) -> Iterator[tuple[slice, list[_Tile
     count = k.shape[0] * k.shape[1]
     group = q.shape[1] // k.shape[1]
     on_cpu = q.device.type == "cpu"
-    step, most = (TILE, _SCORES) if on_cpu else (4 * TILE, 64 * _SCORES)  # a launch takes time, too
+    step, most = (TILE, SCORES) if on_cpu else (4 * TILE, 64 * SCORES)  # a launch takes time, too
     for start in range(0, n, step):
         queries = slice(start, min(start + step, n))
         keys = band.keys(queries, m)

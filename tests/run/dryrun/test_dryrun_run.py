@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -241,6 +242,26 @@ def test_repeated_microbatches_count_as_if_they_were_run(case: str) -> None:
     # losses of repeated microbatches, 4 bytes each, are not kept
     assert abs(quick.peak - whole.peak) <= 4 * 16
     assert sum(quick.kinds.values()) == quick.peak
+
+
+TILED = [
+    "model.family=gemma2",
+    "model.family=deepseek_v2 model.head_dim=24 model.attention.latent.kv_rank=16 "
+    "model.attention.latent.rope_dim=8 model.attention.latent.value_dim=16",
+]
+
+
+@pytest.mark.parametrize("overrides", TILED)
+def test_attention_in_tiles_counts_as_if_every_call_were_run(
+    overrides: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = described(f"{overrides} data.sequence=130")
+    once = dry_run(job, 0)
+    monkeypatch.setattr("stretto.run.dryrun.run.tiles_once", nullcontext)
+    each = dry_run(job, 0)
+    assert once.operators < 0.8 * each.operators
+    for name in ("flops", "bytes", "calls", "peak", "at", "kinds"):
+        assert getattr(once, name) == getattr(each, name)
 
 
 DEPENDING = [

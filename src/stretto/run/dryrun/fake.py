@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from stretto.engine import kernels
 from stretto.engine.models import rotary
 from stretto.engine.models.rotary import Rotary
 from stretto.engine.parallel.collectives import native_collectives
@@ -50,6 +51,7 @@ def fake_rank(layout: Layout, rank: int, native: bool = True) -> Generator[Mesh]
         stack.enter_context(even_routing())
         stack.enter_context(_plain_products())
         stack.enter_context(_tables_once())
+        stack.enter_context(_large_tiles())
         mesh = Mesh(layout)
         stack.callback(mesh.close)
         yield mesh
@@ -89,6 +91,16 @@ def _tables_once() -> Generator[None]:
         yield
     finally:
         rotary._cached_tables, Rotary._tables = shared, was
+
+
+@contextmanager
+def _large_tiles() -> Generator[None]:
+    """Tiles of attention written out with as many scores as on accelerators: many heads in one call."""
+    was, kernels.SCORES = kernels.SCORES, 64 * kernels.SCORES
+    try:
+        yield
+    finally:
+        kernels.SCORES = was
 
 
 Kind = Literal["products", "attention"]

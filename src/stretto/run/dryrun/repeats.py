@@ -1,13 +1,19 @@
-"""Microbatches that do what others have done: which are run, and what those that are not would add."""
+"""What does the same as before is counted instead of run: microbatches of a step, and tiles of attention."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+
+from stretto.engine.kernels import Explicit
 from stretto.engine.pipeline.live import Call
 from stretto.engine.pipeline.recorder import Recorder
 from stretto.program.action import Action
@@ -124,6 +130,60 @@ class PhaseRecorder(Recorder):
             counter.update(added)
         self.following.change(effect.most)
         self.following.change(_since(effect.after, effect.most))
+
+
+@contextmanager
+def tiles_once(following: Following) -> Generator[None]:
+    """Attention written out goes through hundreds of tiles in each layer: while inside, the first call with
+    tensors of some shapes is run, and later ones have its effect.
+    """
+    known = dict[Any, tuple[Counter[str], Counter[str], list[Any]]]()
+
+    def once(method: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+        def call(kernel: Explicit, *arguments: Any, **named: Any) -> tuple[Tensor, ...]:
+            if kernel.dropout is not None:
+                return method(kernel, *arguments, **named)
+            key = method, kernel, *map(_described, (*arguments, *named.values()))
+            if key not in known:
+                results, most, flops = _measured(following, partial(method, kernel, *arguments, **named))
+                known[key] = most, flops, [_described(x) for x in results]
+                return results
+            most, flops, results = known[key]
+            for kind, count in flops.items():
+                following.flops[following.phase, kind] += count
+            following.change(most)
+            following.change({kind: -size for kind, size in most.items()})
+            return tuple(torch.empty_strided(size, stride, dtype=dtype) for size, stride, dtype in results)
+
+        return call
+
+    was = Explicit.forward, Explicit.backward
+    Explicit.forward, Explicit.backward = map(once, was)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        Explicit.forward, Explicit.backward = was
+
+
+def _measured(
+    following: Following, run: Callable[[], tuple[Tensor, ...]]
+) -> tuple[tuple[Tensor, ...], Counter[str], Counter[str]]:
+    """What a call returns, the bytes of each kind that it adds at most, and its operations by kind."""
+    kinds, flops = following.kinds.copy(), following.flops.copy()
+    before, fullest = following.peak, following.at_peak
+    following.peak, following.at_peak = following.held, kinds
+    results = run()
+    most = _since(following.at_peak, kinds)
+    if following.peak <= before:
+        following.peak, following.at_peak = before, fullest
+    done = Counter[str]()
+    for (_, kind), count in _since(following.flops, flops).items():
+        done[kind] += count
+    return results, most, done
+
+
+def _described(x: Any) -> Any:
+    return (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x
 
 
 def _since(now: Counter[T], was: Counter[T]) -> Counter[T]:

@@ -19,7 +19,7 @@ from stretto.engine.parallel.traffic import traffic
 from stretto.layout.layout import Layout, axes_of
 from stretto.program.action import Action, Kind
 from stretto.run.dryrun.fake import BACKWARD, RECOMPUTE, Following, fake_rank, without_values
-from stretto.run.dryrun.repeats import PhaseRecorder, repeating
+from stretto.run.dryrun.repeats import PhaseRecorder, repeating, tiles_once
 from stretto.run.train.assemble import assemble
 from stretto.run.train.memory_measured import name_kinds, passing_flats, random_step
 from stretto.run.train.replica import Replica
@@ -111,7 +111,7 @@ def _no_progress(_what: str, _done: int, _all: int) -> None:
 def _run(job: Job, mesh: Mesh, quick: bool, progress: Progress, started: float) -> DryRun:
     following = Following()
     heard = _Heard(layout=mesh.layout, following=following)
-    with following:
+    with following, tiles_once(following):
         progress("assembly of the stages", 0, 1)
         replica = assemble(job, mesh, seed=0, fresh=False)
         try:
