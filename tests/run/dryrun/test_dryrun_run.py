@@ -167,6 +167,27 @@ def test_the_planner_counts_the_operations_of_more_ranks(case: str) -> None:
     check(case)
 
 
+LORA = "lora.rank=4"
+ADAPTED = [
+    f"1 {LLAMA} {LORA} layout.pp=2 layout.dp=2 dp.mode=zero3",
+    pytest.param(f"0 {LLAMA} {LORA} {LONGER} recompute.mode=full", marks=pytest.mark.slow),
+    pytest.param(f"0 {GPT} {LORA} layout.pp=2", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("case", ADAPTED)
+def test_adapters_beside_frozen_weights_are_counted(case: str) -> None:
+    check(case)
+
+
+def test_adapters_that_ranks_split_do_the_operations_counted() -> None:
+    """Not their messages: the planner takes those of trained weights."""
+    job = described(f"{LLAMA} {LORA} layout.tp=2 {SP}")
+    ran, said = dry_run(job, 1), counts(job, 1)
+    assert {key: count for key, count in ran.flops.items() if count} == said.flops
+    assert one_rank(memory_of(job), 0).total == pytest.approx(ran.peak, rel=MEMORY)
+
+
 KEPT = [
     f"model.family=gemma2 {GQA} layout.tp=2 {SP}",
     f"model.family=deepseek_v3 {LATENT} {NARROW} {ROUTED} model.moe.dense_layers=2",
