@@ -52,6 +52,30 @@ class Batch:
         return Batch(inputs=self.inputs[rows], targets=self.targets[rows], begins=begins)
 
     @classmethod
+    def empty(cls, samples: int, sequence: int) -> Batch:
+        """One to be filled."""
+        size = (samples, sequence)
+        return cls(inputs=torch.empty(size, dtype=torch.int64), targets=torch.empty(size, dtype=torch.int64))
+
+    @classmethod
+    def scattered(cls, batches: Sequence[Batch], rows: Sequence[NDArray[np.int64]]) -> Batch:
+        """The samples of all of them, those of each in these rows: all with documents, or none."""
+        count = sum(map(len, rows))
+
+        def together(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+            whole = parts[0].new_empty(count, *parts[0].shape[1:])
+            for part, here in zip(parts, rows, strict=True):
+                whole.numpy()[here] = part.numpy()
+            return whole
+
+        begins = [one.begins for one in batches if one.begins is not None]
+        return cls(
+            inputs=together([one.inputs for one in batches]),
+            targets=together([one.targets for one in batches]),
+            begins=together(begins) if begins else None,
+        )
+
+    @classmethod
     def concatenated(cls, batches: Sequence[Batch]) -> Batch:
         """The samples of all of them: all with documents, or none."""
         begins = [one.begins for one in batches if one.begins is not None]
@@ -140,6 +164,9 @@ def indices_after(
     return range(first, first + micro_batch)
 
 
+_RUN = 1 << 10  # samples whose places are computed together
+
+
 class Ordered:
     """Samples of one split of a token source, by index; it keeps no position.
 
@@ -161,6 +188,7 @@ class Ordered:
         self.shuffle = shuffle
         self.range = _range_of(source, split, ratio)
         self._length = 0
+        self._runs = dict[tuple[int, int], NDArray[np.int64]]()
 
     def __len__(self) -> int:
         """Samples in an epoch."""
@@ -170,10 +198,23 @@ class Ordered:
         """Numbers of the samples within the stream: int64 [len(indices)]."""
         epochs, positions = np.divmod(np.asarray(indices, dtype=np.int64), self._length)
         assert (epochs >= 0).all(), "sample indices start at 0"
-        for epoch in np.unique(epochs) if self.shuffle else ():
-            here = epochs == epoch
-            positions[here] = Permutation(self._length, self.seed, int(epoch))(positions[here])
+        if not self.shuffle:
+            return positions
+        runs, places = np.divmod(positions, _RUN)
+        for epoch, run in {*zip(epochs.tolist(), runs.tolist(), strict=True)}:
+            here = (epochs == epoch) & (runs == run)
+            positions[here] = self._permuted(epoch, run)[places[here]]
         return positions
+
+    def _permuted(self, epoch: int, run: int) -> NDArray[np.int64]:
+        """The permuted numbers of a run of samples: many cost hardly more than one."""
+        known = self._runs.get((epoch, run))
+        if known is None:
+            numbers = np.arange(run * _RUN, min((run + 1) * _RUN, self._length))
+            known = Permutation(self._length, self.seed, epoch)(numbers)
+            # only neighbours are needed again; a new dict, for a thread may be reading the other
+            self._runs = {(epoch, run): known, **dict(list(self._runs.items())[:3])}
+        return known
 
 
 class Samples(Ordered):
@@ -197,7 +238,7 @@ class Samples(Ordered):
             StrettoError: no such split, malformed ratio, fewer than `sequence + 1` tokens.
         """
         super().__init__(source, split, sequence, seed, ratio=ratio, shuffle=shuffle)
-        self._apart = apart
+        self.apart = apart
         self._length = (len(self.range) - 1) // sequence
         if self._length < 1:
             raise _too_short(source, split, len(self.range), sequence, ratio)
@@ -214,13 +255,24 @@ class Samples(Ordered):
         """Inputs, and targets shifted by one token, -100 where the source's mask says so, or where a kept
         apart document begins.
         """
+        batch = Batch.empty(len(indices), self.sequence)
+        starts = self.fill(batch, slice(None), indices)
+        return keep_apart(self.source, starts, batch) if self.apart else batch
+
+    def fill(
+        self, batch: Batch, rows: slice | NDArray[np.int64], indices: Sequence[int]
+    ) -> NDArray[np.int64]:
+        """Write inputs and targets of samples, not kept apart, into rows of a batch; returns their first
+        tokens within the source.
+        """
         at = self._at(indices)
-        ids = self.source.tokens[at].astype(np.int64)
-        inputs, targets = ids[:, :-1].copy(), ids[:, 1:].copy()
+        ids = self.source.tokens[at]
+        batch.inputs.numpy()[rows] = ids[:, :-1]
+        following = ids[:, 1:]
         if self.source.mask is not None:
-            targets[self.source.mask[at[:, 1:]] == 0] = IGNORED
-        batch = Batch(inputs=torch.from_numpy(inputs), targets=torch.from_numpy(targets))
-        return keep_apart(self.source, at[:, 0], batch) if self._apart else batch
+            following = np.where(self.source.mask[at[:, 1:]] == 0, IGNORED, following.astype(np.int64))
+        batch.targets.numpy()[rows] = following
+        return at[:, 0]
 
     def _at(self, indices: Sequence[int]) -> NDArray[np.int64]:
         return self.starts(indices)[:, None] + np.arange(self.sequence + 1)

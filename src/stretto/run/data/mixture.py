@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -102,15 +102,15 @@ class MixedSamples:
     def batch(self, indices: Sequence[int]) -> Batch:
         """As those of one source."""
         sources, positions = self._order(indices)
-        rows = list[np.ndarray[Any, Any]]()
-        taken = list[Batch]()
-        for number, part in enumerate(self.parts.values()):
-            here = np.flatnonzero(sources == number)
-            if len(here):
-                rows.append(here)
-                taken.append(part.batch(positions[here].tolist()))
-        # the rows of each source back to their places
-        return Batch.concatenated(taken).take(np.argsort(np.concatenate(rows), kind="stable").tolist())
+        parts = list(self.parts.values())
+        rows = {number: np.flatnonzero(sources == number) for number in dict.fromkeys(sources.tolist())}
+        if all(isinstance(part, Samples) and not part.apart for part in parts):
+            batch = Batch.empty(len(indices), parts[0].sequence)
+            for number, here in rows.items():
+                cast(Samples, parts[number]).fill(batch, here, positions[here].tolist())
+            return batch
+        taken = [parts[number].batch(positions[here].tolist()) for number, here in rows.items()]
+        return taken[0] if len(taken) == 1 else Batch.scattered(taken, list(rows.values()))
 
 
 TrainingSamples = Samples | Documents | MixedSamples

@@ -60,6 +60,12 @@ class MixtureOrder:
 
     def __call__(self, samples: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The source of each of these samples, and which sample of it: two int64 arrays [len(samples)]."""
+        if isinstance(samples, range) and len(samples) and samples.step == 1:
+            first, last = samples[0], samples[-1]
+            phase = self._phase(first)
+            block, place = divmod(first - self._starts[phase], BLOCK)
+            if self._phase(last) == phase and place + len(samples) <= BLOCK:  # as nearly always
+                return self._at(phase, block, slice(place, place + len(samples)))
         numbers = np.asarray(samples, dtype=np.int64)
         assert (numbers >= 0).all(), "sample numbers start at 0"
         phases = np.searchsorted(self._starts, numbers, side="right") - 1
@@ -67,11 +73,16 @@ class MixtureOrder:
         blocks, places = np.divmod(numbers - np.asarray(self._starts)[phases], BLOCK)
         for phase, block in {*zip(phases.tolist(), blocks.tolist(), strict=True)}:
             here = (phases == phase) & (blocks == block)
-            arranged, ranks = self._block(phase, block)
-            sources[here] = arranged[places[here]]
-            before = self._before[phase] + block * self._shares[phase]
-            positions[here] = before[sources[here]] + ranks[places[here]]
+            sources[here], positions[here] = self._at(phase, block, places[here])
         return sources, positions
+
+    def _at(
+        self, phase: int, block: int, places: slice | NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The sources and samples of some places of a block."""
+        arranged, ranks = self._block(phase, block)
+        sources = arranged[places]
+        return sources, (self._before[phase] + block * self._shares[phase])[sources] + ranks[places]
 
     def _phase(self, sample: int) -> int:
         return bisect_right(self._starts, sample) - 1

@@ -1,0 +1,115 @@
+"""What reading samples costs: mixtures beside one source, and a training step that reads a token folder
+beside one on random tokens that are in memory.
+
+Samples: batches of 32 samples of 4,096 tokens from token folders that the script writes. Steps: training's
+own step of the small GPT of the step benchmarks in one process, forward to update, samples taken as the run
+takes them, with and without a thread that reads ahead.
+
+    python benchmarks/samples.py [--rounds 15] [--tokens 50000000]
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import small_gpt
+import torch
+from harness import Step, arguments, race, report
+
+from stretto.engine.optim.rate import Rate
+from stretto.run.config.load import parse
+from stretto.run.data.dataset import Batch, Samples
+from stretto.run.data.mixture import Mixture, TrainingSamples, training_samples
+from stretto.run.data.read_ahead import ReadAhead
+from stretto.run.data.token_folder import TokenFolder, TokenWriter
+from stretto.run.data.tokenizer import Tokenizer
+from stretto.run.train.batches import SampleSource
+from stretto.run.train.step import TrainingStep
+
+BATCH, SEQUENCE = 32, 4096
+
+
+def folder(path: Path, tokens: int, seed: int) -> TokenFolder:
+    """Random tokens in documents of 1,000."""
+    draw = np.random.default_rng(seed)
+    tokenizer = Tokenizer.train(["some text to train on"], 300)
+    with TokenWriter(path, tokenizer) as writer:
+        for _ in range(tokens // 1000):
+            writer.add(draw.integers(tokenizer.vocab_size - 1, size=999), ends=True)
+        writer.commit()
+    return TokenFolder(path)
+
+
+def reader(samples: TrainingSamples) -> Step:
+    """Take the next 32 samples."""
+    batches = count()
+
+    def step() -> None:
+        first = next(batches) * BATCH
+        samples.batch(range(first, first + BATCH))
+
+    return step
+
+
+def trainer(samples: SampleSource) -> Step:
+    """Train on the next global batch."""
+    replica = small_gpt.replica(small_gpt.config())
+    training = TrainingStep(replica, Rate.of(replica.job.optimiser, 1000))
+    steps = count()
+
+    def step() -> None:
+        at = next(steps)
+        training.run(samples, step=at, seen=at * replica.job.global_batch)
+
+    return step
+
+
+class InMemory:
+    """The first samples of another source again and again, read once."""
+
+    def __init__(self, samples: Samples, number: int) -> None:
+        self._samples, self._number = samples, number
+        self._known = dict[tuple[int, ...], Batch]()
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        key = tuple(i % self._number for i in indices)
+        if key not in self._known:
+            self._known[key] = self._samples.batch(key)
+        return self._known[key]
+
+
+def main() -> None:
+    args = arguments(__doc__, rounds=15, tokens=50_000_000)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        sources = {part: folder(Path(name, part), args.tokens // 3, seed) for seed, part in enumerate("abc")}
+        config = parse(
+            f"model: {{family: gpt, layers: 1, hidden: 64, heads: 1}}\ndata: {{sequence: {SEQUENCE}}}\n"
+            f"batch: {{global_size: {BATCH}}}"
+        )
+        mixture = Mixture(sources, {"a": 0.7, "b": 0.2, "c": 0.1})
+        contestants = {
+            "one source": reader(training_samples(sources["a"], config)),
+            "mixture of three": reader(training_samples(mixture, config)),
+        }
+        title = f"batches of {BATCH} samples of {SEQUENCE} tokens"
+        timings = race(contestants, "one source", rounds=20 * args.rounds, warmup=20)
+        report(title, timings, "one source", args.out)
+
+        size, length = small_gpt.MICROBATCHES * small_gpt.SAMPLES, small_gpt.SEQUENCE
+        windows: Callable[[], Samples] = lambda: Samples(sources["a"], "train", length)  # noqa: E731
+        steps = {
+            "random tokens in memory": trainer(InMemory(windows(), 2 * size)),
+            "read ahead": trainer(ReadAhead(windows(), size)),
+            "read in the step": trainer(windows()),
+        }
+        timings = race(steps, "random tokens in memory", rounds=args.rounds)
+        report("training steps of the small GPT", timings, "random tokens in memory", args.out)
+
+
+if __name__ == "__main__":
+    main()
