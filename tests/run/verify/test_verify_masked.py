@@ -79,12 +79,15 @@ WITHIN_LAYERS = [
 
 
 @pytest.mark.parametrize(
-    "overrides", [("data.packing=true", "data.sequence=15"), ("data.sequence=97",)], ids=["packed", "padded"]
+    "overrides",
+    [("data.packing=stream", "data.sequence=15"), ("data.sequence=97",)],
+    ids=["packed", "padded"],
 )
 def test_ranks_that_share_a_sample_count_its_targets_once(folder: Path, overrides: tuple[str, ...]) -> None:
     """Tensor, sequence and context parallelism, on lengths that none of them divides."""
     config = config_of(folder, *overrides)
-    ((_, targets), *_) = batches(config, prepare_data(config, quiet=True), 1)
+    (batch, *_) = batches(config, prepare_data(config, quiet=True), 1)
+    targets = batch.targets
     masked = (targets == IGNORED).sum(1)
     assert 0 < int(masked.sum()) < targets.numel()
     assert len(set(masked.tolist())) > 1
