@@ -78,13 +78,13 @@ def head_traffic(shape: ModelShape, how: ComputeConfig) -> tuple[Message, ...]:
         Message(axis="tp", kind="all-reduce", size=largest, phase="F"),
         Message(axis="tp", kind="all-reduce", size=2 * largest, phase="F"),
     )
-    return (*_into(how, shape.hidden), *loss)
+    return (*into_columns(how, shape.hidden), *loss)
 
 
 # ------------------------------------------------------------------ dense layers
 
 
-def _into(how: ComputeConfig, hidden: int) -> Iterator[Message]:
+def into_columns(how: ComputeConfig, hidden: int) -> Iterator[Message]:
     """Traffic of a linear that is split by output features."""
     size = how.element * how.tokens * hidden
     if how.tp == 1:
@@ -97,7 +97,7 @@ def _into(how: ComputeConfig, hidden: int) -> Iterator[Message]:
         yield Message(axis="tp", kind="all-reduce", size=size, phase="I")
 
 
-def _out_of(how: ComputeConfig, hidden: int) -> Iterator[Message]:
+def out_of_rows(how: ComputeConfig, hidden: int) -> Iterator[Message]:
     """Traffic of a linear that is split by input features."""
     size = how.element * how.tokens * hidden
     if how.tp == 1:
@@ -111,8 +111,8 @@ def _out_of(how: ComputeConfig, hidden: int) -> Iterator[Message]:
 
 def _linears(how: ComputeConfig, hidden: int) -> Iterator[Message]:
     """Traffic of two linears, split by output and then by input features."""
-    yield from _into(how, hidden)
-    yield from _out_of(how, hidden)
+    yield from into_columns(how, hidden)
+    yield from out_of_rows(how, hidden)
 
 
 def _attention_linears(shape: ModelShape, how: ComputeConfig) -> Iterator[Message]:
@@ -123,12 +123,12 @@ def _attention_linears(shape: ModelShape, how: ComputeConfig) -> Iterator[Messag
     if latent is None:
         yield from _linears(how, shape.hidden)
         return
-    yield from _into(how, latent.q_rank or shape.hidden)
-    yield from _into(how, latent.kv_rank)
-    for message in _into(how, latent.rope_dim):  # no product, so nothing is gathered for its weights
+    yield from into_columns(how, latent.q_rank or shape.hidden)
+    yield from into_columns(how, latent.kv_rank)
+    for message in into_columns(how, latent.rope_dim):  # no product, so nothing is gathered for its weights
         if message.phase != "W":
             yield message
-    yield from _out_of(how, shape.hidden)
+    yield from out_of_rows(how, shape.hidden)
 
 
 def _mlp(shape: ModelShape, how: ComputeConfig) -> Iterable[Message]:

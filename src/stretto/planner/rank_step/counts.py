@@ -12,11 +12,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
 
 from stretto.layout.layout import axes_of
 from stretto.planner.counts.activations import ComputeConfig
-from stretto.planner.counts.rank_parameters import Shares, layer_parameters
+from stretto.planner.counts.rank_parameters import layer_parameters
 from stretto.planner.counts.state_bytes import StateUnit
 from stretto.planner.counts.traffic import Message, block_traffic, embedding_traffic, head_traffic
 from stretto.planner.memory.job import memory_of
@@ -32,9 +31,9 @@ from stretto.planner.rank_step.collectives import (
     reductions,
     stage_gathers,
 )
+from stretto.planner.rank_step.frozen import frozen_flops, frozen_traffic, is_column, reached_parts
 from stretto.planner.time.layer import attention_linears
 from stretto.program.action import Action, Kind
-from stretto.spec.finetune import Trained
 from stretto.spec.job import Job
 from stretto.spec.lora import is_adapter
 from stretto.spec.shape import ModelShape
@@ -70,39 +69,6 @@ def layer_flops(shape: ModelShape, kind: str, how: ComputeConfig, index: int = 0
     forward = both_ways + forward_only, attention
     again = forward if how.recompute == "full" else (0, attention * how.repeats("core_attn"))
     return LayerFlops(forward, again, (2 * both_ways, attention_back))
-
-
-def frozen_flops(
-    shape: ModelShape, layer: int, how: ComputeConfig, trained: Trained, upstream: bool
-) -> tuple[int, int]:
-    """Operations of the linears of a dense block, or of the head, forward and backward, where some are frozen
-    or have adapters: a frozen one has no product for its weights, and none for an input that nothing trained
-    comes before.
-
-    Args:
-        layer: 1 the first block, then the others, then the head.
-        upstream: whether anything before this layer is trained.
-    """
-    forward = backward = 0
-    reached, inside = upstream, False
-    module = ""
-    for parameter in layer_parameters(shape, layer, Shares.of(how)):
-        base = parameter.name.partition(".lora.")[0].rpartition(".")[0]
-        if is_adapter(parameter.name):
-            base = parameter.name.partition(".lora.")[0]
-        if base != module:
-            reached, inside = reached or inside, False
-            module = base
-        update = trained(parameter.name)
-        inside = inside or update
-        if len(parameter.plain) != 2 or parameter.name.endswith("pos.weight"):
-            continue
-        # a factor that every rank has whole sees a rank's own tokens only
-        whole = is_adapter(parameter.name) and parameter.elements == prod(parameter.plain)
-        flops = 2 * (how.shard if whole else how.tokens) * parameter.elements
-        forward += flops
-        backward += flops * (update + (reached or parameter.name.endswith(".B.weight")))
-    return forward, backward
 
 
 def _linears(shape: ModelShape, how: ComputeConfig) -> tuple[int, int]:
@@ -333,7 +299,21 @@ class _Counting:
         how = replace(self.memory.how, recompute=self.memory.mode(layer))
         kind = "embed" if layer == 0 else "block" if layer <= shape.layers else "head"
         block = shape.block(layer - 1) if kind == "block" else shape
-        flops = self._frozen(layer, block, how, layer_flops(block, kind, how, self.coordinates["cp"]))
+        flops = layer_flops(block, kind, how, self.coordinates["cp"])
+        traffic = self._traffic(block, kind, how, received)
+        if self._partly_frozen(block):
+            upstream = self._trained_before(layer)
+            trained = self.memory.state_config.trained
+            traffic = frozen_traffic(shape, layer, how, trained, upstream, traffic)
+            if kind != "embed":
+                forward, backward = frozen_flops(shape, layer, how, trained, upstream)
+                attention, here = reached_parts(shape, layer, trained, upstream)
+                again = (forward, flops.again[1]) if how.recompute == "full" else flops.again
+                flops = LayerFlops(
+                    (forward, flops.forward[1]),
+                    again if here else (0, 0),
+                    (backward, flops.backward[1] * attention),
+                )
         for phase, operations in (
             ("forward", flops.forward),
             ("recompute", flops.again),
@@ -341,21 +321,20 @@ class _Counting:
         ):
             for name, count in zip(("products", "attention"), operations, strict=True):
                 self.flops[phase, name] += times * count
-        for message in self._traffic(block, kind, how, received):
+        for message in traffic:
             self._collective(message.axis, message.kind, message.size, times * message.count)
 
-    def _frozen(self, layer: int, block: ModelShape, how: ComputeConfig, flops: LayerFlops) -> LayerFlops:
-        """Operations of a layer where some parameters are frozen; those of experts and of latent attention
+    def _partly_frozen(self, block: ModelShape) -> bool:
+        """Whether some parameters are frozen, in a layer where that is followed: experts and latent attention
         count as trained.
         """
-        trained, shape = self.memory.state_config.trained, self.memory.shape
-        if trained.everything or layer == 0 or block.moe is not None or block.latent is not None:
-            return flops
-        before = (layer_parameters(shape, at, self.memory.shares) for at in range(layer))
-        upstream = any(trained(parameter.name) for of_layer in before for parameter in of_layer)
-        forward, backward = frozen_flops(shape, layer, how, trained, upstream)
-        again = (forward, flops.again[1]) if how.recompute == "full" else flops.again
-        return LayerFlops((forward, flops.forward[1]), again, (backward, flops.backward[1]))
+        return not (self.memory.state_config.trained.everything or block.moe or block.latent)
+
+    def _trained_before(self, layer: int) -> bool:
+        """Whether anything before a layer is trained, so that its input has a gradient."""
+        trained = self.memory.state_config.trained
+        before = (layer_parameters(self.memory.shape, at, self.memory.shares) for at in range(layer))
+        return any(trained(parameter.name) for of_layer in before for parameter in of_layer)
 
     def _traffic(
         self, shape: ModelShape, kind: str, how: ComputeConfig, received: bool
@@ -484,6 +463,15 @@ class _Counting:
         """The ranks with partial sums of elements [low, high) of a parameter."""
         how, shape = self.memory.how, self.memory.shape
         group = tuple(self.job.layout.group(self.rank, "tp"))
+        if is_adapter(name):
+            split = not name.endswith(".A.weight" if is_column(name) else ".B.weight")
+            if how.tp > 1 and how.sequence_parallel and not split:  # of a rank's own tokens
+                yield group, 0, elements
+            if split and name.endswith(("k_proj.B.weight", "v_proj.B.weight")) and shape.kv_heads < how.tp:
+                copies = how.tp // shape.kv_heads
+                index = group.index(self.rank) // copies * copies
+                yield group[index : index + copies], 0, elements
+            return
         along = "norm" in name or name == "embed.pos.weight" or name.endswith(("proj.bias", "down.bias"))
         along = along or "shared_gate" in name or ".attn.kv_down." in name or ".attn.q_down." in name
         if how.tp > 1 and ("router" in name or (along and how.sequence_parallel)):
