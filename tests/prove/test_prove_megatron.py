@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -10,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from installed import installed
 from plain_models import Block, batch, loss, plain, unclipped
 from ranks import on_ranks
 from stretto.prove import Report, prove
 
-pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+pytestmark = pytest.mark.skipif(not installed("megatron-core"), reason="megatron-core is not installed")
 
 
 def linear(kind: str, inputs: int, outputs: int) -> nn.Module:

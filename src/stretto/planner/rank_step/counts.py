@@ -304,7 +304,7 @@ class _Counting:
         if self._partly_frozen(block):
             upstream = self._trained_before(layer)
             trained = self.memory.state_config.trained
-            traffic = frozen_traffic(shape, layer, how, trained, upstream, traffic)
+            traffic = frozen_traffic(shape, layer, how, trained, upstream=upstream, traffic=traffic)
             if kind != "embed":
                 forward, backward = frozen_flops(shape, layer, how, trained, upstream)
                 attention, here = reached_parts(shape, layer, trained, upstream)

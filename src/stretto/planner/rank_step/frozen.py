@@ -54,6 +54,7 @@ def frozen_traffic(
     layer: int,
     how: ComputeConfig,
     trained: Trained,
+    *,
     upstream: bool,
     traffic: Sequence[Message],
 ) -> tuple[Message, ...]:
@@ -97,12 +98,14 @@ def _linears(
     shape: ModelShape, layer: int, how: ComputeConfig, trained: Trained, upstream: bool
 ) -> Iterator[Message]:
     """Messages of the linears and their adapters, in order."""
-    reached, inside, module = upstream, False, ""
+    reached, inside = upstream, False
+    module = ""
     for parameter in layer_parameters(shape, layer, Shares.of(how)):
         name = parameter.name
         base = name.partition(".lora.")[0] if is_adapter(name) else name.rpartition(".")[0]
         if base != module:
-            reached, inside, module = reached or inside, False, base
+            reached, inside = reached or inside, False
+            module = base
         update = trained(name)
         inside = inside or update
         if len(parameter.plain) != 2 or name.endswith("pos.weight"):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from installed import installed
 from ranks import on_ranks
 from stretto.engine.checkpoint.megatron.exporting import export_megatron
 from stretto.engine.checkpoint.megatron.importing import MegatronImport
@@ -17,7 +17,7 @@ from stretto.engine.models.build import build
 from stretto.run.frameworks.megatron.saved import saved_arguments
 from stretto.spec.shape import ModelShape
 
-pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+pytestmark = pytest.mark.skipif(not installed("megatron-core"), reason="megatron-core is not installed")
 SHAPE = ModelShape(family="llama", layers=2, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=32, sequence=12)
 
 
