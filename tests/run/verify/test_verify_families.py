@@ -91,7 +91,8 @@ def test_every_layout_of_every_family_on_two_ranks(name: str, tmp_path: Path) ->
     text = tmp_path / "text.txt"
     config = job(tmp_path)  # writes the text
     values = {
-        "model": model_section(replace(shape, layers=4, vocab=300)),
+        # beyond the positions of the first training, on which dynamic scaling depends
+        "model": model_section(replace(shape, layers=4, vocab=300, sequence=max(shape.sequence, 24))),
         "data": {"source": str(text), "vocab": 300, "sequence": 24, "cache": config.data.cache},
         "batch": {"global_size": 8, "micro_size": 1},
         "train": {"steps": 2},
