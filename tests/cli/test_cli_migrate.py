@@ -35,10 +35,10 @@ def test_a_script_becomes_a_config_that_is_checked(
     out = tmp_path / "gpt.yaml"
     words = ["migrate", str(script), str(tmp_path / "runs/tiny"), "TP=2", "train.steps=7", "--out", str(out)]
     assert run(words) == DONE
-    told = capsys.readouterr().out
-    assert told.startswith(f"{script}: 16 arguments mapped, 0 needless here, 0 not mapped\n")
-    assert "--tensor-model-parallel-size 2 -> layout.tp=2\n" in told
-    assert told.endswith(f"next:\n  stretto config {out}\n")
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"{script}: 16 arguments mapped, 0 needless here, 0 not mapped\n")
+    assert "--tensor-model-parallel-size 2 -> layout.tp=2\n" in shown
+    assert shown.endswith(f"next:\n  stretto config {out}\n")
     config = load(out)
     assert (config.layout.tp, config.layout.dp, config.train.steps, config.run.name) == (2, 1, 7, "tiny")
     assert run(["config", str(out)]) == DONE
@@ -59,7 +59,7 @@ def test_what_is_not_mapped_ends_with_no(script: Path, capsys: pytest.CaptureFix
     printed = capsys.readouterr()
     assert printed.out.startswith(f"# From {script} (Megatron-LM")
     assert "model:\n" in printed.out
-    assert "not mapped  --decoupled-lr: it changes what is learnt" in printed.err
+    assert "not mapped  --decoupled-lr: it changes training" in printed.err
     assert "not mapped  --save:" in printed.err
 
 

@@ -309,7 +309,7 @@ def test_the_text_is_the_config_with_what_is_said_beside_it() -> None:
 @pytest.mark.parametrize(
     ("more", "name", "why"),
     [
-        ("--rampup-batch-size 2 2 100", "rampup-batch-size", "it changes what is learnt"),
+        ("--rampup-batch-size 2 2 100", "rampup-batch-size", "it changes training"),
         ("--mtp-num-layers 1", "mtp-num-layers", "Stretto has no such model"),
         ("--rotary-percent 0.5", "rotary-percent", "it changes what the model computes"),
         ("--fim-data", "fim-data", "Stretto does not read text so"),

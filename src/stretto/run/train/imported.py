@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -80,29 +80,18 @@ def import_model(
         tokenizer = _tokenizer(source, model.shape, notes)
         text = config_text(model, run, tokenizer)
         meta = {} if tokenizer is None else {"tokenizer": tokenizer.fingerprint}
-        with _undone(run) as made:
-            made += [run / CONFIG]
-            (run / CONFIG).write_text(text, encoding="utf-8")
+
+        def companions() -> Iterator[Path]:
             if tokenizer is not None:
-                made += [run / TOKENIZER]
+                yield run / TOKENIZER
                 shutil.copyfile(source / TOKENIZER, run / TOKENIZER)
-            made += copy_companions(source, run)
-            made += write_generation(run, model.config)
-            try:
-                checkpoint = model.write(run, meta, progress)
-            except CollectiveError as error:
-                raise StrettoError(f"the import failed: {error}", hint="nothing is left of it") from None
-        return Imported(
-            checkpoint=checkpoint,
-            config=run / CONFIG,
-            shape=model.shape,
-            dtype=model.dtype,
-            bytes=model.bytes,
-            parameters=model.parameters,
-            tokenizer=None if tokenizer is None else run / TOKENIZER,
-            notes=notes,
-            next=join(["stretto", "train", str(run / CONFIG), "data.source=python-stdlib"]),
+            yield from copy_companions(source, run)
+            yield from write_generation(run, model.config)
+
+        imported = _make_run(
+            model, run, text, notes, write=lambda: model.write(run, meta, progress), beside=companions()
         )
+        return imported if tokenizer is None else replace(imported, tokenizer=run / TOKENIZER)
 
 
 def import_dcp(
@@ -196,11 +185,32 @@ def _written(
     if model.optimiser is not None:
         changes["checkpoint"] = {"resume": str(run / "checkpoints" / step_name(model.step))}
     text = config_text(model, run, None, changes)
+    return _make_run(model, run, text, notes, write=lambda: model.write(run, progress=progress))
+
+
+def _make_run(
+    model: Importing | OpenImport,
+    run: Path,
+    text: str,
+    notes: list[str],
+    *,
+    write: Callable[[], Path],
+    beside: Iterable[Path] = (),
+) -> Imported:
+    """Write a run's config, what lies beside it, and its checkpoint; where one of these fails, none is left.
+
+    Args:
+        text: of the config.
+        write: writes the checkpoint.
+        beside: files that are written as they are listed, each named before it is.
+    """
     with _undone(run) as made:
         made += [run / CONFIG]
         (run / CONFIG).write_text(text, encoding="utf-8")
+        for path in beside:
+            made.append(path)  # one by one: what fails is removed too
         try:
-            checkpoint = model.write(run, progress=progress)
+            checkpoint = write()
         except CollectiveError as error:
             raise StrettoError(f"the import failed: {error}", hint="nothing is left of it") from None
     return Imported(

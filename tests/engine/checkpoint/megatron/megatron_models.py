@@ -61,14 +61,14 @@ def weights(shape: ModelShape, dtype: torch.dtype = torch.float32) -> Tensors:
     }
 
 
-def forward(shape: ModelShape, given: Tensors, tokens: Tensor) -> Tensor:
+def forward(shape: ModelShape, native: Tensors, tokens: Tensor) -> Tensor:
     """Logits of the weights in Megatron's layout."""
-    x = given["embedding.word_embeddings.weight"][tokens]
+    x = native["embedding.word_embeddings.weight"][tokens]
     length = tokens.shape[1]
     if not shape.rotary:
-        x = x + given["embedding.position_embeddings.weight"][:length]
+        x = x + native["embedding.position_embeddings.weight"][:length]
     for i in range(shape.layers):
-        layer = {n.split(".", 3)[3]: t for n, t in given.items() if n.startswith(f"decoder.layers.{i}.")}
+        layer = {n.split(".", 3)[3]: t for n, t in native.items() if n.startswith(f"decoder.layers.{i}.")}
         qkv = _linear(layer, "self_attention.linear_qkv", _norm(shape, x, layer, "self_attention.linear_qkv"))
         x = x + _linear(layer, "self_attention.linear_proj", _attend(shape, qkv))
         y = _linear(layer, "mlp.linear_fc1", _norm(shape, x, layer, "mlp.linear_fc1"))
@@ -78,8 +78,8 @@ def forward(shape: ModelShape, given: Tensors, tokens: Tensor) -> Tensor:
         else:
             y = F.gelu(y, approximate="tanh")
         x = x + _linear(layer, "mlp.linear_fc2", y)
-    last = {f"last.layer_norm_{n}": given[f"decoder.final_layernorm.{n}"] for n in _kinds(shape)}
-    head = given["embedding.word_embeddings.weight"] if shape.tied else given["output_layer.weight"]
+    last = {f"last.layer_norm_{n}": native[f"decoder.final_layernorm.{n}"] for n in _kinds(shape)}
+    head = native["embedding.word_embeddings.weight"] if shape.tied else native["output_layer.weight"]
     return _norm(shape, x, last, "last") @ head.T
 
 
@@ -122,7 +122,7 @@ def _turned(shape: ModelShape, x: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def stored(shape: ModelShape, given: Tensors, form: str = "stacked", ranks: int = 2) -> Tensors:
+def stored(shape: ModelShape, native: Tensors, form: str = "stacked", ranks: int = 2) -> Tensors:
     """The tensors as a checkpoint has them.
 
     Args:
@@ -130,17 +130,17 @@ def stored(shape: ModelShape, given: Tensors, form: str = "stacked", ranks: int 
             distributed optimizer wrote up to core_v0.13 for states under `ranks` tensor-parallel ranks.
     """
     if form == "apart":
-        return dict(_halved(shape, given))
-    made: Tensors = {n: t for n, t in given.items() if not n.startswith("decoder.layers.")}
-    names = [n.split(".", 3)[3] for n in given if n.startswith("decoder.layers.0.")]
+        return dict(_halved(shape, native))
+    made: Tensors = {n: t for n, t in native.items() if not n.startswith("decoder.layers.")}
+    names = [n.split(".", 3)[3] for n in native if n.startswith("decoder.layers.0.")]
     for name in names:
-        layers = [given[f"decoder.layers.{i}.{name}"] for i in range(shape.layers)]
+        layers = [native[f"decoder.layers.{i}.{name}"] for i in range(shape.layers)]
         made[f"decoder.layers.{name}"] = torch.stack(layers)
     return {n: _flat(n, t, ranks) for n, t in made.items()} if form == "flat" else made
 
 
-def _halved(shape: ModelShape, given: Tensors) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in given.items():
+def _halved(shape: ModelShape, native: Tensors) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in native.items():
         if shape.gated and name.endswith("linear_fc1.weight"):
             gate, up = tensor.chunk(2)
             yield from ((f"{name}_w", gate.clone()), (f"{name}_v", up.clone()))
@@ -199,7 +199,7 @@ def arguments(shape: ModelShape, **more: Any) -> Namespace:
 def write(
     folder: Path,
     shape: ModelShape,
-    given: Tensors,
+    native: Tensors,
     *,
     states: dict[str, Tensors] | None = None,
     form: str = "stacked",
@@ -219,7 +219,7 @@ def write(
         The folder to load from.
     """
     place = folder / f"iter_{iteration:07d}"
-    state: dict[str, Any] = dict(stored(shape, given, form))
+    state: dict[str, Any] = dict(stored(shape, native, form))
     for kind, each in (states or {}).items():
         state |= {f"optimizer.state.{kind}.{n}": t for n, t in stored(shape, each, states_form).items()}
     state["decoder.layers.mlp.linear_fc1._extra_state/shard_0_2"] = [None]

@@ -82,18 +82,18 @@ def loaded(out: Path) -> megatron.Tensors:
 def test_the_tensors_are_a_model_in_its_layout(tmp_path: Path, shape: ModelShape) -> None:
     source = written(tmp_path / "run", shape)
     there = loaded(exported(source, tmp_path / "out"))
-    given = {name: tensor for name, tensor in there.items() if not name.startswith("optimizer.")}
-    for name in [name for name in given if name.startswith("decoder.layers.")]:
-        stack = given.pop(name)
-        given |= {name.replace("layers.", f"layers.{i}.", 1): layer for i, layer in enumerate(stack)}
-    assert given.keys() == megatron.weights(shape).keys()
+    native = {name: tensor for name, tensor in there.items() if not name.startswith("optimizer.")}
+    for name in [name for name in native if name.startswith("decoder.layers.")]:
+        stack = native.pop(name)
+        native |= {name.replace("layers.", f"layers.{i}.", 1): layer for i, layer in enumerate(stack)}
+    assert native.keys() == megatron.weights(shape).keys()
     model = build(shape)
     model.tie()
     model.load_state_dict(read_whole(source)[0], strict=False)
     tokens = torch.randint(0, shape.vocab, (2, 10), generator=torch.Generator().manual_seed(5))
     wanted = model(tokens)
     assert torch.allclose(
-        megatron.forward(shape, given, tokens), wanted, atol=1e-5 * wanted.abs().max().item()
+        megatron.forward(shape, native, tokens), wanted, atol=1e-5 * wanted.abs().max().item()
     )
 
 

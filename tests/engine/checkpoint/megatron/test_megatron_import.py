@@ -32,10 +32,10 @@ LLAMA_SHAPE = ModelShape(family="llama", kv_heads=2, ffn=24, **SIZES)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def random_states(given: megatron.Tensors, *kinds: str) -> dict[str, megatron.Tensors]:
+def random_states(native: megatron.Tensors, *kinds: str) -> dict[str, megatron.Tensors]:
     generator = torch.Generator().manual_seed(1)
     return {
-        kind: {name: torch.rand(t.shape, generator=generator) for name, t in given.items()} for kind in kinds
+        kind: {name: torch.rand(t.shape, generator=generator) for name, t in native.items()} for kind in kinds
     }
 
 
@@ -49,15 +49,15 @@ def imported(source: Path, run: Path, shape: ModelShape, *, states: bool = True)
     "shape", [GPT, replace(GPT, tied=False), LLAMA_SHAPE], ids=["gpt", "untied", "llama"]
 )
 def test_an_imported_model_gives_the_same_logits(tmp_path: Path, shape: ModelShape, form: str) -> None:
-    given = megatron.weights(shape, torch.float64)
-    source = megatron.write(tmp_path / "there", shape, given, form=form)
+    native = megatron.weights(shape, torch.float64)
+    source = megatron.write(tmp_path / "there", shape, native, form=form)
     saved = read_saved(read_common(find_iteration(source)).args, "common.pt")
     assert saved.shape == replace(shape, family=saved.shape.family)
     model = build(saved.shape)
     model.double().tie()
     model.load_state_dict(read_whole(imported(source, tmp_path / "run", saved.shape))[0], strict=False)
     tokens = torch.randint(0, shape.vocab, (2, 10), generator=torch.Generator().manual_seed(5))
-    wanted = megatron.forward(shape, given, tokens)
+    wanted = megatron.forward(shape, native, tokens)
     assert wanted.abs().max() > 0.5
     assert torch.allclose(model(tokens), wanted, atol=1e-12)
 
@@ -101,9 +101,9 @@ def test_states_come_as_they_are_stored(tmp_path: Path, form: str, masters: str)
 
 def test_only_weights(tmp_path: Path) -> None:
     """The weights in 16 bits are those of the run that begins, and no optimiser is read."""
-    given = megatron.weights(GPT)
-    states = random_states(given, *MOMENTS)
-    source = megatron.write(tmp_path / "there", GPT, given, states=states, optimiser=megatron.adam(3))
+    native = megatron.weights(GPT)
+    states = random_states(native, *MOMENTS)
+    source = megatron.write(tmp_path / "there", GPT, native, states=states, optimiser=megatron.adam(3))
     path = imported(source, tmp_path / "run", GPT, states=False)
     whole, loaded = read_whole(path, "")
     assert path.name == "step-00000000"
@@ -118,22 +118,22 @@ def test_training_goes_on_as_it_would_have_there(tmp_path: Path, layout: str) ->
     settings = (layout, *fixed, "run.name=on", "train.steps=4")
     config = job(tmp_path, *settings, model=LLAMA)
     shape, rate = config.shape(), config.optim.lr
-    given = {name: tensor.requires_grad_() for name, tensor in megatron.weights(shape).items()}
-    matrices = [t for t in given.values() if t.dim() > 1]
+    native = {name: tensor.requires_grad_() for name, tensor in megatron.weights(shape).items()}
+    matrices = [t for t in native.values() if t.dim() > 1]
     groups = [
         {"params": matrices, "weight_decay": config.optim.weight_decay},
-        {"params": [t for t in given.values() if t.dim() == 1], "weight_decay": 0.0},
+        {"params": [t for t in native.values() if t.dim() == 1], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=config.optim.eps)
     for seed in range(3):
         tokens = torch.randint(0, shape.vocab, (2, 9), generator=torch.Generator().manual_seed(seed))
-        _step(shape, given, adamw, (tokens[:, :-1], tokens[:, 1:]))
-    there = _written(tmp_path / "there", shape, given, adamw, 3)
+        _step(shape, native, adamw, (tokens[:, :-1], tokens[:, 1:]))
+    there = _written(tmp_path / "there", shape, native, adamw, 3)
     run = imported(there, tmp_path / "imported", shape)
     config = job(tmp_path, *settings, f"checkpoint.resume={run}", model=LLAMA)
     assert train(config)["step"] == 4
-    _step(shape, given, adamw, _first_batch(config))
-    imported(_written(tmp_path / "after", shape, given, adamw, 4), tmp_path / "next", shape)
+    _step(shape, native, adamw, _first_batch(config))
+    imported(_written(tmp_path / "after", shape, native, adamw, 4), tmp_path / "next", shape)
     ours, theirs = tensors(config, 4), read_whole(tmp_path / "next/checkpoints/step-00000004", "")[0]
     before = read_whole(run, "")[0]
     assert ours.keys() == theirs.keys()
@@ -143,19 +143,19 @@ def test_training_goes_on_as_it_would_have_there(tmp_path: Path, layout: str) ->
 
 
 def _step(
-    shape: ModelShape, given: megatron.Tensors, adamw: torch.optim.AdamW, batch: tuple[Tensor, Tensor]
+    shape: ModelShape, native: megatron.Tensors, adamw: torch.optim.AdamW, batch: tuple[Tensor, Tensor]
 ) -> None:
-    logits = megatron.forward(shape, given, batch[0])
+    logits = megatron.forward(shape, native, batch[0])
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten()).backward()
     adamw.step()
     adamw.zero_grad()
 
 
 def _written(
-    folder: Path, shape: ModelShape, given: megatron.Tensors, adamw: torch.optim.AdamW, step: int
+    folder: Path, shape: ModelShape, native: megatron.Tensors, adamw: torch.optim.AdamW, step: int
 ) -> Path:
-    states = {m: {n: adamw.state[t][m] for n, t in given.items()} for m in MOMENTS}
-    plain = {name: tensor.detach() for name, tensor in given.items()}
+    states = {m: {n: adamw.state[t][m] for n, t in native.items()} for m in MOMENTS}
+    plain = {name: tensor.detach() for name, tensor in native.items()}
     optimiser = megatron.adam(step)
     return megatron.write(folder, shape, plain, states=states, optimiser=optimiser, iteration=step)
 
@@ -237,11 +237,11 @@ def _broken(folder: Path, copy: Path, case: str) -> Path:
 
 def test_a_changed_value_in_a_stacked_tensor_is_found(tmp_path: Path) -> None:
     """Only parts of a stacked tensor are read at a time, and yet all of it is compared."""
-    given = megatron.weights(GPT)
-    source = megatron.write(tmp_path / "there", GPT, given)
+    native = megatron.weights(GPT)
+    source = megatron.write(tmp_path / "there", GPT, native)
     data = source / "iter_0000003" / "__0_0.distcp"
     content = bytearray(data.read_bytes())
-    layer = given["decoder.layers.1.self_attention.linear_proj.weight"].numpy().tobytes()
+    layer = native["decoder.layers.1.self_attention.linear_proj.weight"].numpy().tobytes()
     content[content.index(layer) + 9] ^= 1
     data.write_bytes(content)
     with pytest.raises(
@@ -251,8 +251,8 @@ def test_a_changed_value_in_a_stacked_tensor_is_found(tmp_path: Path) -> None:
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
-    given = megatron.weights(LLAMA_SHAPE)
-    source = megatron.write(tmp_path / "there", LLAMA_SHAPE, given)
+    native = megatron.weights(LLAMA_SHAPE)
+    source = megatron.write(tmp_path / "there", LLAMA_SHAPE, native)
     for shape, words in (
         (replace(LLAMA_SHAPE, ffn=32), r"linear_fc1.weight has shape \[2, 48, 16\] .* but \[2, 64, 16\]"),
         (replace(LLAMA_SHAPE, layers=3), r"layer_norm_weight has shape \[2, 16\] .* but \[3, 16\]"),
@@ -261,15 +261,15 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(StrettoError, match=words):
             MegatronImport(source, shape)
-    more = {**given, "decoder.extra.weight": torch.ones(3)}
+    more = {**native, "decoder.extra.weight": torch.ones(3)}
     source = megatron.write(tmp_path / "more", LLAMA_SHAPE, more)
     with pytest.raises(StrettoError, match=r"decoder\.extra\.weight .* has no place in the model"):
         MegatronImport(source, LLAMA_SHAPE)
 
 
 def test_states_in_the_ranks_buffers_are_refused_and_weights_read(tmp_path: Path) -> None:
-    given = megatron.weights(GPT)
-    more = {**given, "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.param": torch.ones(4)}
+    native = megatron.weights(GPT)
+    more = {**native, "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.param": torch.ones(4)}
     source = megatron.write(tmp_path / "there", GPT, more, optimiser=megatron.adam(3))
     with pytest.raises(StrettoError, match="follow one rank's buffers") as refused:
         MegatronImport(source, GPT)

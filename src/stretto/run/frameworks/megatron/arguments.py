@@ -285,7 +285,7 @@ def is_usual(name: str, value: Any) -> bool:
 # why arguments of a class have no counterpart
 _LOST = {
     "text": "Stretto does not read text so",
-    "learning": "it changes what is learnt, and Stretto has no such choice",
+    "learning": "it changes training, and Stretto has no such choice",
     "maths": "it changes what the model computes, and Stretto has no such choice",
     **_UNREAD,
     "no-costs": "Stretto has no such model, type or way to keep tensors",
