@@ -237,7 +237,7 @@ def test_records_are_told_in_a_line() -> None:
     )
     assert step_line(step, 300) == (
         "step 10/300 | epoch 0.42 | loss 0.5000 | grad_norm 1.250 | lr 1.0e-03 | tables 2.0e-02 | "
-        "samples/s 81234"
+        "0.02 s/step | samples/s 81234"
     )
     record = ClickEval(
         step=10,

@@ -114,8 +114,9 @@ def test_torchrun_gets_every_word_verbatim(tmp_path: Path) -> None:
     assert cluster.logged("scontrol") == ""
 
 
-def test_setup_lines_run_first(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, script(job(setup=[f"echo set > {shlex.quote(str(tmp_path))}/log.setup"])))
+def test_setup_lines_run_first_and_may_read_variables_that_are_not_set(tmp_path: Path) -> None:
+    setup = [": $NO_SUCH_VARIABLE", f"echo set > {shlex.quote(str(tmp_path))}/log.setup"]
+    cluster = Cluster(tmp_path, script(job(setup=setup)))
     assert cluster.start().wait(20) == 0
     assert cluster.logged("setup") == "set\n"
 

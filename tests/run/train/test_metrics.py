@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stretto.run.train.metrics import EvalRecord, Metrics, StepRecord
+from stretto.run.train.metrics import EvalRecord, Metrics, StepRecord, step_line
 
 
 class Terminal(io.StringIO):
@@ -66,7 +66,12 @@ def test_a_step_of_several_updates_has_no_norm(tmp_path: Path) -> None:
     with Metrics(tmp_path, steps=1, out=out) as metrics:
         metrics.step(record(1, grad_norm=None))
     assert lines(tmp_path / "metrics.jsonl")[0]["grad_norm"] is None
-    assert out.getvalue() == "step 1/1 | loss 7.9900 | lr 3.0e-04 | tokens/s 12345\n"
+    assert out.getvalue() == "step 1/1 | loss 7.9900 | lr 3.0e-04 | 0.33 s/step | tokens/s 12345\n"
+
+
+def test_the_line_of_a_float16_step_shows_its_loss_scale_and_skipped_updates() -> None:
+    assert step_line(record(1, loss_scale=2.0**24, skipped=0), 4).endswith("| loss_scale 16777216")
+    assert step_line(record(3, loss_scale=0.5, skipped=2), 4).endswith("| loss_scale 0.5 | skipped 2")
 
 
 def test_resume_drops_later_lines_and_a_partial_one(tmp_path: Path) -> None:
@@ -108,7 +113,7 @@ def test_plain_lines(tmp_path: Path) -> None:
             if step == 20:
                 metrics.evaluation(EvalRecord(step=20, loss=math.log(50), tokens=10, seconds=0.1))
         metrics.note("saved [bold]checkpoint[/bold]")
-    plain = "grad_norm 1.234 | lr 3.0e-04 | tokens/s 12345"
+    plain = "grad_norm 1.234 | lr 3.0e-04 | 0.33 s/step | tokens/s 12345"
     assert out.getvalue().splitlines() == [
         f"step 1/25 | loss 7.9900 | {plain}",
         f"step 10/25 | loss 7.9000 | {plain} | mfu 12.3%",

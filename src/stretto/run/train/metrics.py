@@ -263,13 +263,14 @@ def display(steps: int, start: int, out: TextIO, words: Words | None = None) -> 
 
 
 def step_line(record: StepRecord, steps: int) -> str:
-    """Such as `step 10/300 | loss 7.123 | grad_norm 1.20 | lr 3.0e-04 | tokens/s 12345 | mfu 12.3%`."""
+    """Such as `step 10/300 | loss 7.123 | grad_norm 1.20 | lr 3.0e-04 | 0.332 s/step | tokens/s 12345`."""
     parts = [
         f"step {record.step}/{steps}",
         *([f"epoch {record.epoch:.2f}"] if record.epoch is not None and record.epoch > 1 else []),
         f"loss {number(record.loss, 4)}",
         *([] if record.grad_norm is None else [f"grad_norm {number(record.grad_norm, 3)}"]),
         f"lr {record.lr:.1e}",
+        f"{record.step_time_s:.3g} s/step",
         f"tokens/s {number(record.tokens_per_s, 0)}",
     ]
     if record.targets is not None:
@@ -278,6 +279,10 @@ def step_line(record: StepRecord, steps: int) -> str:
         parts.append(f"mfu {percent(record.mfu)}")
     if record.memory_gib is not None:
         parts.append(f"memory {record.memory_gib:.2f} GiB")
+    if record.loss_scale is not None:
+        parts.append(f"loss_scale {record.loss_scale:.10g}")
+    if record.skipped:
+        parts.append(f"skipped {record.skipped}")
     if record.expert_busiest is not None:
         parts.append(f"busiest expert {record.expert_busiest:.2f}x")
     if record.expert_dropped:
