@@ -69,7 +69,7 @@ def test_every_type_of_ids(tmp_path: Path, code: int) -> None:
 
 def test_the_ids_are_mapped_not_read(tmp_path: Path) -> None:
     dataset = opened(write(tmp_path / "d", DOCUMENTS))
-    assert isinstance(dataset.tokens, np.memmap)
+    assert isinstance(dataset.tokens.base, np.memmap)
     sent = pickle.dumps(dataset)
     assert len(sent) < 500
     assert pickle.loads(sent).tokens[:].tolist() == dataset.tokens[:].tolist()

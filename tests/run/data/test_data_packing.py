@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -73,7 +72,7 @@ def test_the_stream_is_as_it_is_with_documents_kept_apart(folder: TokenFolder) -
 def test_a_mask_of_tokens_is_kept(folder: TokenFolder) -> None:
     inputs, targets = torch.zeros(1, 12, dtype=torch.int64), torch.arange(12).unsqueeze(0)
     targets[0, 2] = IGNORED
-    batch = keep_apart(folder, np.array([5]), Batch(inputs=inputs, targets=targets))
+    batch = keep_apart([folder], [5], Batch(inputs=inputs, targets=targets))
     assert batch.targets.tolist() == [[0, 1, IGNORED, IGNORED, IGNORED, *range(5, 12)]]
     assert batch.begins is not None
     assert batch.begins.tolist() == [[0, 0, 0, 0, 4, *[5] * 7]]

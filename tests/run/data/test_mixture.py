@@ -117,6 +117,24 @@ def test_samples_are_those_of_the_sources(folder: Path) -> None:
     assert [line.rpartition(" ")[2] for line in shares] == ["37.5%", "37.5%", "25.0%"]
 
 
+@pytest.mark.parametrize("packing", ["stream", "documents"])
+def test_samples_do_not_depend_on_what_is_taken_with_them(folder: Path, packing: str) -> None:
+    config = mixed(folder, f"data.packing={packing}", phases="later")
+    source = prepare_data(config, quiet=True)
+    samples = training_samples(source, config)
+    for indices in (range(1015, 1035), range(12, 9, -1), [5000, 1, 1024, 5000], []):
+        together, alone = (
+            samples.batch(indices),
+            [training_samples(source, config).batch([i]) for i in indices],
+        )
+        assert len(together.inputs) == len(together.targets) == len(indices)
+        for row, one in enumerate(alone):
+            assert torch.equal(together.inputs[row], one.inputs[0])
+            assert torch.equal(together.targets[row], one.targets[0])
+            if together.begins is not None and one.begins is not None:
+                assert torch.equal(together.begins[row], one.begins[0])
+
+
 def test_a_run_resumes_bitwise_in_another_layout(folder: Path) -> None:
     whole = mixed(folder, "run.name=whole", "eval.every=3", "train.dtype=float64", phases="later")
     parts = ("run.name=parts", "eval.every=3", "train.dtype=float64")

@@ -13,7 +13,7 @@ whole one.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -50,12 +50,6 @@ class Batch:
         """Some of the samples."""
         begins = None if self.begins is None else self.begins[rows]
         return Batch(inputs=self.inputs[rows], targets=self.targets[rows], begins=begins)
-
-    @classmethod
-    def empty(cls, samples: int, sequence: int) -> Batch:
-        """One to be filled."""
-        size = (samples, sequence)
-        return cls(inputs=torch.empty(size, dtype=torch.int64), targets=torch.empty(size, dtype=torch.int64))
 
     @classmethod
     def scattered(cls, batches: Sequence[Batch], rows: Sequence[NDArray[np.int64]]) -> Batch:
@@ -164,7 +158,43 @@ def indices_after(
     return range(first, first + micro_batch)
 
 
-_RUN = 1 << 10  # samples whose places are computed together
+_RUN = 1 << 10
+
+
+class Runs:
+    """A function of sample numbers, computed for runs of 1,024 of them: many cost hardly more than one.
+
+    Args:
+        function: takes consecutive numbers, int64 [n], and gives an int64 array of n rows.
+    """
+
+    def __init__(self, function: Callable[[NDArray[np.int64]], NDArray[np.int64]]) -> None:
+        self._function = function
+        self._known = dict[int, NDArray[np.int64]]()
+
+    def __call__(self, numbers: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Its values, in rows."""
+        if isinstance(numbers, range) and len(numbers) and numbers.step == 1:
+            run, place = divmod(numbers.start, _RUN)
+            if place + len(numbers) <= _RUN:  # as nearly always
+                return self._run(run)[place : place + len(numbers)]
+        runs, places = np.divmod(np.asarray(numbers, dtype=np.int64), _RUN)
+        row = self._run(int(runs[0]) if len(runs) else 0).shape[1:]
+        values = np.empty((len(runs), *row), dtype=np.int64)
+        for run in {*runs.tolist()}:
+            here = runs == run
+            values[here] = self._run(run)[places[here]]
+        return values
+
+    def _run(self, run: int) -> NDArray[np.int64]:
+        assert run >= 0, "sample numbers start at 0"
+        known = self._known.get(run)
+        if known is None:
+            known = self._function(np.arange(run * _RUN, (run + 1) * _RUN))
+            known.flags.writeable = False
+            # only neighbours are needed again; a new dict, for a thread may be reading the other
+            self._known = {run: known, **dict(list(self._known.items())[:3])}
+        return known
 
 
 class Ordered:
@@ -188,33 +218,24 @@ class Ordered:
         self.shuffle = shuffle
         self.range = _range_of(source, split, ratio)
         self._length = 0
-        self._runs = dict[tuple[int, int], NDArray[np.int64]]()
+        self._order = Runs(self._ordered)
 
     def __len__(self) -> int:
         """Samples in an epoch."""
         return self._length
 
-    def positions(self, indices: Sequence[int]) -> NDArray[np.int64]:
+    def positions(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Numbers of the samples within the stream: int64 [len(indices)]."""
-        epochs, positions = np.divmod(np.asarray(indices, dtype=np.int64), self._length)
-        assert (epochs >= 0).all(), "sample indices start at 0"
+        return self._order(indices)
+
+    def _ordered(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        epochs, positions = np.divmod(indices, self._length)
         if not self.shuffle:
             return positions
-        runs, places = np.divmod(positions, _RUN)
-        for epoch, run in {*zip(epochs.tolist(), runs.tolist(), strict=True)}:
-            here = (epochs == epoch) & (runs == run)
-            positions[here] = self._permuted(epoch, run)[places[here]]
+        for epoch in {*epochs.tolist()}:
+            here = epochs == epoch
+            positions[here] = Permutation(self._length, self.seed, epoch)(positions[here])
         return positions
-
-    def _permuted(self, epoch: int, run: int) -> NDArray[np.int64]:
-        """The permuted numbers of a run of samples: many cost hardly more than one."""
-        known = self._runs.get((epoch, run))
-        if known is None:
-            numbers = np.arange(run * _RUN, min((run + 1) * _RUN, self._length))
-            known = Permutation(self._length, self.seed, epoch)(numbers)
-            # only neighbours are needed again; a new dict, for a thread may be reading the other
-            self._runs = {(epoch, run): known, **dict(list(self._runs.items())[:3])}
-        return known
 
 
 class Samples(Ordered):
@@ -243,51 +264,47 @@ class Samples(Ordered):
         if self._length < 1:
             raise _too_short(source, split, len(self.range), sequence, ratio)
 
-    def starts(self, indices: Sequence[int]) -> NDArray[np.int64]:
+    def starts(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """First tokens of the samples within the source: int64 [len(indices)]."""
         return self.range.start + self.positions(indices) * self.sequence
 
     def sample(self, index: int) -> NDArray[np.int64]:
         """Token ids of sample `index`: int64 [sequence + 1]."""
-        return self.source.tokens[self._at([index])][0].astype(np.int64)
+        (start,) = self.starts([index]).tolist()
+        return self.source.tokens[start : start + self.sequence + 1].astype(np.int64)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Inputs, and targets shifted by one token, -100 where the source's mask says so, or where a kept
-        apart document begins.
-        """
-        batch = Batch.empty(len(indices), self.sequence)
-        starts = self.fill(batch, slice(None), indices)
-        return keep_apart(self.source, starts, batch) if self.apart else batch
-
-    def fill(
-        self, batch: Batch, rows: slice | NDArray[np.int64], indices: Sequence[int]
-    ) -> NDArray[np.int64]:
-        """Write inputs and targets of samples, not kept apart, into rows of a batch; returns their first
-        tokens within the source.
-        """
-        at = self._at(indices)
-        ids = self.source.tokens[at]
-        batch.inputs.numpy()[rows] = ids[:, :-1]
-        following = ids[:, 1:]
-        if self.source.mask is not None:
-            following = np.where(self.source.mask[at[:, 1:]] == 0, IGNORED, following.astype(np.int64))
-        batch.targets.numpy()[rows] = following
-        return at[:, 0]
-
-    def _at(self, indices: Sequence[int]) -> NDArray[np.int64]:
-        return self.starts(indices)[:, None] + np.arange(self.sequence + 1)
+        """As `windows`."""
+        starts = self.starts(indices).tolist()
+        return windows([self.source] * len(starts), starts, self.sequence, apart=self.apart)
 
 
-def keep_apart(source: TokenSource, starts: NDArray[np.int64], batch: Batch) -> Batch:
-    """The samples with where their documents begin, and without targets that begin one: predicting them would
-    take another document's tokens.
+def windows(sources: Sequence[TokenSource], starts: Sequence[int], sequence: int, *, apart: bool) -> Batch:
+    """Inputs, and targets shifted by one token, -100 where a source's mask says so, or where a document
+    begins that is kept apart.
 
     Args:
-        starts: the first tokens of the samples within the source.
+        sources: of each sample.
+        starts: the first tokens of the samples within their sources.
+    """
+    shape = (len(starts), sequence + 1)
+    rows = [source.tokens[at : at + shape[1]] for source, at in zip(sources, starts, strict=True)]
+    ids = np.concatenate(rows).reshape(shape) if rows else np.empty(shape)
+    inputs, targets = ids[:, :-1].astype(np.int64), ids[:, 1:].astype(np.int64)
+    for row, source, start in zip(targets, sources, starts, strict=True):
+        if source.mask is not None:
+            row[source.mask[start + 1 : start + shape[1]] == 0] = IGNORED
+    batch = Batch(inputs=torch.from_numpy(inputs), targets=torch.from_numpy(targets))
+    return keep_apart(sources, starts, batch) if apart else batch
+
+
+def keep_apart(sources: Sequence[TokenSource], starts: Sequence[int], batch: Batch) -> Batch:
+    """The samples with where their documents begin, and without targets that begin one: predicting them would
+    take another document's tokens. Arguments as `windows`.
     """
     length = batch.inputs.shape[1]
     begins = np.zeros((len(starts), length + 1), dtype=np.int64)
-    for row, start in zip(begins, starts.tolist(), strict=True):
+    for row, source, start in zip(begins, sources, starts, strict=True):
         first = bisect_right(source.offsets, start)
         last = bisect_right(source.offsets, start + length, lo=first)
         inside = np.asarray(source.offsets[first:last]) - start
@@ -511,8 +528,8 @@ class WholeSplit:
                     mask = torch.from_numpy(self.source.mask[start + 1 : start + len(ids)] == 0)
                     targets[row, : len(ids) - 1][mask] = IGNORED
         batch = Batch(inputs=inputs, targets=targets)
-        starts = self.range.start + np.asarray(indices, dtype=np.int64) * self.sequence
-        return keep_apart(self.source, starts, batch) if self._apart else batch
+        starts = [self.range.start + index * self.sequence for index in indices]
+        return keep_apart([self.source] * len(starts), starts, batch) if self._apart else batch
 
 
 class WholeDocuments(Documents):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -21,7 +22,8 @@ class JoinedArray:
 
     def __init__(self, parts: Sequence[Array], lengths: Sequence[int], shifts: Sequence[int]) -> None:
         self._parts, self._shifts = parts, shifts
-        self._starts = np.array([0, *accumulate(lengths)], dtype=np.int64)
+        self._bounds = [0, *accumulate(lengths)]
+        self._starts = np.array(self._bounds, dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -45,11 +47,12 @@ class JoinedArray:
 
     def _run(self, first: int, stop: int) -> NDArray[Any]:
         pieces = list[NDArray[Any]]()
-        for part, (start, end) in enumerate(zip(self._starts[:-1], self._starts[1:], strict=True)):
-            a, b = max(first, int(start)), min(stop, int(end))
-            if a < b or (part == 0 and first == stop):  # an empty run has a type too
-                values: NDArray[Any] = self._parts[part][max(0, a - int(start)) : max(0, b - int(start))]
-                pieces.append(values + self._shifts[part] if self._shifts[part] else values)
+        part = max(0, min(bisect_right(self._bounds, first), len(self._parts)) - 1)
+        while not pieces or self._bounds[part] < stop:  # an empty run has a type too
+            start, end = self._bounds[part : part + 2]
+            values: NDArray[Any] = self._parts[part][max(first, start) - start : min(stop, end) - start]
+            pieces.append(values + self._shifts[part] if self._shifts[part] else values)
+            part += 1
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 

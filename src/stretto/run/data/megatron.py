@@ -232,7 +232,7 @@ class _Index:
                 f"{path}: {what}: {size} bytes, and {self._path.name} describes {expected}",
                 hint="copy it again" if size < expected else f"name the .bin that {self._path.name} is of",
             )
-        return np.memmap(path, dtype=self.dtype, mode="r")
+        return np.memmap(path, dtype=self.dtype, mode="r").view(np.ndarray)
 
     def check(self, *, whole: bool) -> None:
         """Check that sequences and documents follow one another; not `whole`: the first and last of them."""

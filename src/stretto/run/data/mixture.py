@@ -7,17 +7,20 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stretto.errors import StrettoError
 from stretto.run.config.schema import DataConfig, TrainConfig
 from stretto.run.data.dataset import (
     Batch,
     Documents,
+    Runs,
     Samples,
     WholeDocuments,
     WholeSplit,
     samples_of,
     whole_split_of,
+    windows,
 )
 from stretto.run.data.mixture_order import MixtureOrder, Phase
 from stretto.run.data.token_source import TokenData, TokenSource
@@ -94,6 +97,8 @@ class MixedSamples:
     def __init__(self, parts: Mapping[str, Samples | Documents], order: MixtureOrder) -> None:
         self.parts = dict(parts)
         self._order = order
+        self._placed = Runs(self._places)
+        self._windows = all(isinstance(part, Samples) for part in parts.values())
 
     def drawn(self, samples: int) -> list[int]:
         """How many of the first `samples` samples are of each source."""
@@ -101,16 +106,24 @@ class MixedSamples:
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """As those of one source."""
-        sources, positions = self._order(indices)
-        parts = list(self.parts.values())
-        rows = {number: np.flatnonzero(sources == number) for number in dict.fromkeys(sources.tolist())}
-        if all(isinstance(part, Samples) and not part.apart for part in parts):
-            batch = Batch.empty(len(indices), parts[0].sequence)
-            for number, here in rows.items():
-                cast(Samples, parts[number]).fill(batch, here, positions[here].tolist())
-            return batch
-        taken = [parts[number].batch(positions[here].tolist()) for number, here in rows.items()]
+        parts, placed = list(self.parts.values()), self._placed(indices)
+        if self._windows:
+            several, first = cast(list[Samples], parts), cast(Samples, parts[0])
+            sources = [several[part].source for part in placed[:, 0].tolist()]
+            return windows(sources, placed[:, 1].tolist(), first.sequence, apart=first.apart)
+        rows = {number: np.flatnonzero(placed[:, 0] == number) for number in {*placed[:, 0].tolist()}}
+        taken = [parts[number].batch(placed[here, 1].tolist()) for number, here in rows.items()]
         return taken[0] if len(taken) == 1 else Batch.scattered(taken, list(rows.values()))
+
+    def _places(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The source of each sample, and which of its samples it is, or the first token where all are
+        windows: int64 [samples, 2].
+        """
+        sources, positions = self._order(indices)
+        for number, part in enumerate(self.parts.values()) if self._windows else ():
+            here = sources == number
+            positions[here] = cast(Samples, part).starts(positions[here])
+        return np.stack([sources, positions], axis=1)
 
 
 TrainingSamples = Samples | Documents | MixedSamples

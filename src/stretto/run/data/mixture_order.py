@@ -58,14 +58,10 @@ class MixtureOrder:
         """How many of the first `samples` samples each source has: int64 [sources]."""
         return self._drawn(self._phase(samples), samples)
 
-    def __call__(self, samples: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def __call__(
+        self, samples: Sequence[int] | NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The source of each of these samples, and which sample of it: two int64 arrays [len(samples)]."""
-        if isinstance(samples, range) and len(samples) and samples.step == 1:
-            first, last = samples[0], samples[-1]
-            phase = self._phase(first)
-            block, place = divmod(first - self._starts[phase], BLOCK)
-            if self._phase(last) == phase and place + len(samples) <= BLOCK:  # as nearly always
-                return self._at(phase, block, slice(place, place + len(samples)))
         numbers = np.asarray(samples, dtype=np.int64)
         assert (numbers >= 0).all(), "sample numbers start at 0"
         phases = np.searchsorted(self._starts, numbers, side="right") - 1
@@ -77,7 +73,7 @@ class MixtureOrder:
         return sources, positions
 
     def _at(
-        self, phase: int, block: int, places: slice | NDArray[np.int64]
+        self, phase: int, block: int, places: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The sources and samples of some places of a block."""
         arranged, ranks = self._block(phase, block)

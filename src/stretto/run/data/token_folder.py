@@ -234,7 +234,8 @@ class TokenFolder(TokenSource):
 
     def _map(self, name: str, dtype: str) -> NDArray[Any]:
         try:
-            return np.memmap(self.path / name, dtype=np.dtype(dtype), mode="r")
+            # a plain array over the map: memmap's own class makes every slice slower
+            return np.memmap(self.path / name, dtype=np.dtype(dtype), mode="r").view(np.ndarray)
         except (OSError, ValueError) as error:
             raise StrettoError(
                 f"{self.path / name}: cannot be mapped: {error}", hint="check its permissions"
