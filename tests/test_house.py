@@ -186,6 +186,8 @@ def test_light_modules_import_no_torch() -> None:
     ]
     light += [
         "stretto.run.launch.slurm",
+        "stretto.run.train.job",  # starts the server that imports torch for the ranks, at the same time
+        "stretto.recommender.train.job",
         *(f"stretto.engine.checkpoint.{name}" for name in ("folder", "manifest", "index")),
     ]
     code = (

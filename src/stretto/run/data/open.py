@@ -9,7 +9,6 @@ from stretto.run.config.sources import holds_tokens, megatron_prefix
 from stretto.run.data.build import Report, build, shared_tokenizer
 from stretto.run.data.joined import JoinedSource
 from stretto.run.data.megatron import MegatronDataset, Vocabulary
-from stretto.run.data.mixture import Mixture
 from stretto.run.data.token_folder import TokenFolder
 from stretto.run.data.token_source import TokenData, TokenSource
 from stretto.run.data.tokenizer_files import TokenizerPath
@@ -29,6 +28,8 @@ def open_source(data: DataConfig, vocab: int | None = None, report: Report | Non
     """
     if data.weights is None:
         return _stream(data, vocab, report)
+    from stretto.run.data.mixture import Mixture  # imports torch
+
     alone = {name: data.model_copy(update={"source": name, "phases": []}) for name in data.weights}
     streams = {name: _stream(one, vocab, report) for name, one in alone.items() if holds_tokens([name])}
     texts = [name for name in alone if name not in streams]

@@ -13,6 +13,7 @@ from stretto.engine.documents import Documents
 from stretto.engine.models.language import IGNORED
 from stretto.engine.parallel.collectives import all_sum
 from stretto.run.data.dataset import Batch, indices_after
+from stretto.run.data.read_ahead import ReadAhead
 from stretto.run.train.replica import Replica
 
 Pairs = list[tuple[Tensor, Tensor]]  # inputs and targets of microbatches
@@ -24,6 +25,23 @@ class SampleSource(Protocol):
     def batch(self, indices: Sequence[int]) -> Batch:
         """Samples of one number of tokens."""
         ...
+
+
+class Pinned:
+    """Samples in page-locked memory."""
+
+    def __init__(self, samples: SampleSource) -> None:
+        self._samples = samples
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Of several samples."""
+        return self._samples.batch(indices).pinned()
+
+
+def read_ahead(samples: SampleSource, replica: Replica) -> ReadAhead[Batch]:
+    """The samples, those of a replica's next step read while it computes this one; pinned for a GPU."""
+    on_gpu = replica.mesh.device.type == "cuda"
+    return ReadAhead(Pinned(samples) if on_gpu else samples, replica.job.global_batch)
 
 
 class Batches:
@@ -61,8 +79,10 @@ class Batches:
             pairs = [self.replica.share(one.inputs, one.targets) for one in whole]
             begins = [one.begins for one in whole if one.begins is not None]
         self.replica.documents[:] = map(Documents, begins)
-        inputs = [x.to(mesh.device, non_blocking=True) for x, _ in pairs]
-        return (inputs, [y.to(mesh.device) for _, y in pairs]), counts
+        inputs, targets = (
+            [x.to(mesh.device, non_blocking=True) for x in part] for part in zip(*pairs, strict=True)
+        )
+        return (inputs, targets), counts
 
     def _indices(self, seen: int, replica: int) -> list[range]:
         m = self._microbatches

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from stretto.errors import StrettoError
 from stretto.run.data.mixture import HeldOut
-from stretto.run.data.read_ahead import ReadAhead
 from stretto.run.launch.stop import StopRequest
+from stretto.run.train.batches import read_ahead
 from stretto.run.train.loop import StepAgreement
 from stretto.run.train.metrics import EvalRecord
 from stretto.run.train.step import TrainingStep
@@ -38,7 +38,7 @@ class Evaluation:
         self._step = step
         self._size = step.replica.job.global_batch
         self._parts = [(part, self._batches(part, limit)) for part in parts]
-        self._read_ahead = {part.name: ReadAhead(part.split, self._size) for part in parts}
+        self._read_ahead = {part.name: read_ahead(part.split, step.replica) for part in parts}
         self.batches = sum(batches for _, batches in self._parts)
         self.memory_gib: float | None = None  # peak of the fullest rank
 

@@ -20,7 +20,6 @@ from stretto.run.data.prepare import check_samples, check_vocabulary, describe_s
 from stretto.run.launch.local import RanksStopped, check_port, check_ranks, prepare, run_ranks
 from stretto.run.launch.slurm import SAVED
 from stretto.run.launch.stop import Stopped, StopRequest
-from stretto.run.train.banner import banner
 from stretto.run.train.prediction import first_line
 from stretto.run.train.resume import check_resume, starts_afresh
 
@@ -226,6 +225,8 @@ def local_rank(config: TrainConfig, quiet: bool, source: TokenData) -> dict[str,
 
 
 def _say_first(config: TrainConfig, source: TokenData, quiet: bool) -> None:
+    from stretto.run.train.banner import banner
+
     job = job_of(config, vocab=source.vocab)
     lines = [banner(config, job, source), *describe_samples(config, source), first_line(job, config.train)]
     print("\n".join(lines), file=sys.stderr if quiet else sys.stdout, flush=True)

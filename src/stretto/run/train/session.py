@@ -10,10 +10,10 @@ from stretto.engine.optim.rate import Rate
 from stretto.engine.pipeline import Recorder
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.mixture import epochs, held_out, parts_of, training_samples
-from stretto.run.data.read_ahead import ReadAhead
 from stretto.run.data.token_source import TokenData
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train import trace
+from stretto.run.train.batches import read_ahead
 from stretto.run.train.evaluate import Evaluation
 from stretto.run.train.loop import Outcome, TrainingLoop
 from stretto.run.train.metrics import Metrics
@@ -61,7 +61,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         self._speed = Speed(replica, config.metrics.peak_tflops)
         self._forecast = None if metrics is None else Forecast(replica.job, config)
         self._samples = training_samples(source, config)
-        self._read_ahead = ReadAhead(self._samples, replica.job.global_batch)
+        self._read_ahead = read_ahead(self._samples, replica)
         self._evaluation = (
             Evaluation(self._training, held_out(source, config.data, "valid"), config.eval.batches)
             if config.eval.every
