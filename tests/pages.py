@@ -141,6 +141,22 @@ def _output(words: list[str], ended: int, printed: Sequence[str], code: int) -> 
     return printed[0 if code == 0 else 1]
 
 
+_NUMBER = re.compile(r"\d[\d.,]*(e[+-]?\d+)?")
+
+
+def unprinted(command: Command, printed: str, *, numbers: bool = True) -> list[str]:
+    """Lines that a page shows under a command, and that it did not print.
+
+    numbers: whether they must be the same too, not only the words around them.
+    """
+
+    def plain(line: str) -> str:
+        return line.rstrip() if numbers else " ".join(_NUMBER.sub("0", line).split())
+
+    lines = {plain(line) for line in printed.splitlines()}
+    return [line for line in command.shown if line not in ("", "...") and plain(line) not in lines]
+
+
 def swapped(words: list[str], **options: str) -> list[str]:
     """The words with other values of some options."""
     return [options.get(before.strip("-"), word) for before, word in zip(["", *words], words, strict=False)]

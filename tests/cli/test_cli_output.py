@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 
 import pytest
 from rich.console import Console
@@ -94,6 +95,20 @@ def test_suggested_commands_keep_the_overrides() -> None:
     train._print_next(command, load("configs/quickstart.yaml", words), out)
     assert f"stretto verify {command} --layouts all" in out.getvalue()
     assert f"stretto train {command} layout." in out.getvalue()
+
+
+def test_another_layout_replaces_the_one_that_was_said() -> None:
+    """Also the cut of its stages, and it does not go on where the run has ended."""
+    out = io.StringIO()
+    words = ["layout.tp=2", "layout.dp=1", "layout.pp=2", "layout.stages=[3,3]", "checkpoint.resume=auto"]
+    path = "configs/quickstart.yaml"
+    train._print_next(train._command(path, words), load(path, words), out)
+    line = next(line for line in out.getvalue().splitlines() if "on another layout" in line)
+    said = shlex.split(line.partition("#")[0])[3:]
+    assert [word.partition("=")[0] for word in said].count("layout.tp") == 1
+    other = load(path, said)
+    assert (other.layout.stages, other.checkpoint.resume) == (None, "never")
+    assert other.layout.to_layout().world == 4
 
 
 def test_layouts_that_experts_do_not_fit_are_not_suggested() -> None:

@@ -308,7 +308,7 @@ def _print_import(console: Console, source: Path, made: Imported) -> None:
         f"{source}: {made.shape.family}, {made.parameters / 1e6:,.4g} M parameters, {size_text(made.bytes)} "
         f"in {made.dtype}",
         f"  {made.checkpoint}  the checkpoint",
-        f"  {made.config}  the model, and a start for fine-tuning",
+        f"  {made.config}  the model, and what trains on from there",
         *([] if made.tokenizer is None else [f"  {made.tokenizer}"]),
         *(f"note: {note}" for note in made.notes),
         f"next:\n  {made.next}",

@@ -16,6 +16,7 @@ from stretto.errors import StrettoError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from stretto.layout.layout import Layout
     from stretto.recommender.config.load import AnyConfig
     from stretto.recommender.config.schema import RecommenderConfig
     from stretto.run.config.schema import TrainConfig
@@ -234,6 +235,18 @@ def _write_sample(config: TrainConfig, checkpoint: Path, out: TextIO) -> None:
     print("\n", file=out)
 
 
+def _laid_out(command: str, config: TrainConfig, other: Layout) -> str:
+    """The command from the first step under another layout, which cuts its stages by itself."""
+    from shlex import join, split
+
+    sizes = {"tp": other.tp, "dp": other.dp, "pp": other.pp}
+    names = tuple(f"layout.{name}=" for name in (*sizes, "stages"))
+    words = [word for word in split(command) if not word.startswith(names)]
+    words += [f"layout.{axis}={size}" for axis, size in sizes.items()]
+    words += ["layout.stages=null"] * (config.layout.stages is not None)
+    return join([*words, *["checkpoint.resume=never"] * (config.checkpoint.resume == "auto")])
+
+
 def _print_next(command: str, config: TrainConfig, out: TextIO) -> None:
     """Print the run's folder, and commands to try next."""
     from shlex import quote
@@ -248,9 +261,7 @@ def _print_next(command: str, config: TrainConfig, out: TextIO) -> None:
         text = f"stretto generate {folder} --prompt {quote(config.sample.prompt)}"
         rows.insert(0, (text, "more text from this model"))
     if others:
-        other = others[0]
-        sizes = f"layout.tp={other.tp} layout.dp={other.dp} layout.pp={other.pp}"
-        rows.append((f"stretto train {command} {sizes}", "the same on another layout"))
+        rows.append((f"stretto train {_laid_out(command, config, others[0])}", "the same on another layout"))
     width = max(len(each) for each, _ in rows)
     print(f"run folder: {folder}  (config.yaml, metrics.jsonl, checkpoints/)\nnext:", file=out)
     for each, what in rows:

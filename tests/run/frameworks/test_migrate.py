@@ -174,7 +174,7 @@ def test_a_script_of_48_layers_converts_whole(tmp_path: Path) -> None:
     assert (job.shape.layers, job.shape.hidden, job.shape.heads, job.shape.dropout) == (48, 1024, 16, 0.1)
     assert (job.stage_layers, job.schedule, job.microbatches) == ((13, 12, 12, 13), "1f1b", 4)
     assert (job.initial.init_std, job.precision.dtype, job.precision.gradients) == (0.006, "float16", "same")
-    assert (config.data.source, config.data.tokenizer) == (str(data), str(tmp_path))
+    assert (config.data.source, config.data.tokenizer) == (str(data), str(vocab))
     rate = config.optim.rate.settings()
     assert (rate.decay_steps, rate.warmup_steps(500000), rate.warmup_init) == (320000, 3200, 0.0)
     assert rate.min_ratio * config.optim.lr == pytest.approx(1e-5)
@@ -213,7 +213,7 @@ def test_checkpoints_of_megatron_are_brought_over_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("vocab", "merges", "tokenizer"),
     [
-        ("v/vocab.json", "v/merges.txt", "v"),
+        ("v/vocab.json", "v/merges.txt", "v/vocab.json"),
         ("v/gpt2-vocab.json", "v/gpt2-merges.txt", "v/gpt2-vocab.json"),
         ("v/vocab.json", "w/merges.txt", ["v/vocab.json", "w/merges.txt"]),
         ("v/gpt2-vocab.json", "v/merges.txt", ["v/gpt2-vocab.json", "v/merges.txt"]),

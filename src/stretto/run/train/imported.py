@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shlex import join
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import yaml
@@ -181,7 +182,8 @@ def _written(
     """Write the run of a checkpoint of another framework: its config, and the checkpoint."""
     if (run / "metrics.jsonl").exists():
         raise StrettoError(f"{run} already holds a run", hint="import into a new run folder")
-    notes = [*notes, "no tokenizer lies with it: name the model's own as data.tokenizer"]
+    if "tokenizer" not in changes.get("data", {}):
+        notes = [*notes, "no tokenizer lies with it: name the model's own as data.tokenizer"]
     if model.optimiser is not None:
         changes["checkpoint"] = {"resume": str(run / "checkpoints" / step_name(model.step))}
     text = config_text(model, run, None, changes)
@@ -204,6 +206,7 @@ def _make_run(
         write: writes the checkpoint.
         beside: files that are written as they are listed, each named before it is.
     """
+    text_there = [] if REQUIRED not in text else ["data.source=python-stdlib"]
     with _undone(run) as made:
         made += [run / CONFIG]
         (run / CONFIG).write_text(text, encoding="utf-8")
@@ -222,7 +225,7 @@ def _make_run(
         parameters=model.parameters,
         tokenizer=None,
         notes=notes,
-        next=join(["stretto", "train", str(run / CONFIG), "data.source=python-stdlib"]),
+        next=join(["stretto", "train", str(run / CONFIG), *text_there]),
     )
 
 
@@ -277,7 +280,7 @@ def config_text(
     model: Described,
     run: Path,
     tokenizer: Tokenizer | None,
-    changes: Mapping[str, Mapping[str, Any]] | None = None,
+    changes: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> str:
     """The config of a run that goes on from the import: YAML with comments.
 
@@ -291,10 +294,10 @@ def config_text(
     section = model_section(replace(shape, lora=None))
     sequence = min(shape.sequence, _SEQUENCE)
     data: dict[str, Any] = {"source": REQUIRED, "sequence": sequence}
-    if tokenizer is None:
-        data["vocab"] = max(SMALLEST_VOCAB, shape.vocab)
-    else:
+    if tokenizer is not None:
         data["tokenizer"] = str(run / TOKENIZER)
+    elif "tokenizer" not in changes.get("data", {}):
+        data["vocab"] = max(SMALLEST_VOCAB, shape.vocab)
     values: dict[str, dict[str, Any]] = {
         "model": section,
         "data": data,
@@ -311,16 +314,17 @@ def config_text(
         "sample": {"tokens": 0},
         "run": {"name": f"{_plain(run.resolve().name)}-tuned", "dir": str(run.parent)},
     }
-    values = {name: {**section, **(changes or {}).get(name, {})} for name, section in values.items()}
-    plain = {**values, "data": {name: value for name, value in data.items() if value != REQUIRED}}
+    values = {name: {**section, **changes.get(name, {})} for name, section in values.items()}
+    data = {name: value for name, value in values["data"].items() if value != REQUIRED}
+    plain = {**values, "data": data}
     for name, (value, _) in differing(shape, TrainConfig.model_validate(plain).shape()).items():
         raise StrettoError(f"a config cannot say that {name} is {value}")
     head = [
         f"{shape.family}, {model.parameters / 1e6:,.4g} M parameters in {model.dtype}, imported from "
         f"{model.source}.",
         "The model is exactly that of its config.json; the other sections are a start for fine-tuning."
-        if changes is None
-        else "The model is the one named at the import; the optimiser is as the checkpoint has it.",
+        if isinstance(model, Importing)
+        else "What the checkpoint and its arguments say is taken; the rest is a start.",
         "Every field: stretto config --reference",
     ]
     lines = [f"# {line}" for line in head]
@@ -329,7 +333,7 @@ def config_text(
     for line in _dump(values).splitlines():
         name = line.strip().partition(":")[0]
         at = name if not line.startswith(" ") else at
-        about = comments.get(f"{at}.{name}")
+        about = comments.get(f"{at}.{name}") if name not in changes.get(at, {}) else None
         lines.append(line if about is None else f"{line}  # {about}")
     return "\n".join(lines) + "\n"
 

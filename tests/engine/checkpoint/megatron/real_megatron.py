@@ -15,11 +15,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import megatron_models as megatron
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import megatron_models as megatron
 from stretto.spec.shape import ModelShape
 
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import megatron_models as megatron
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+import megatron_models as megatron
 from stretto.engine.checkpoint.megatron.common import find_iteration, read_common
 from stretto.engine.checkpoint.megatron.exporting import export_megatron
 from stretto.engine.checkpoint.megatron.importing import MegatronImport

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import megatron_models as megatron
 import pytest
 import torch
 from torch import Tensor
 
+import megatron_models as megatron
 from stretto.engine.checkpoint.megatron.common import COMMON, find_iteration, read_common
 from stretto.engine.checkpoint.megatron.importing import MegatronImport
 from stretto.engine.checkpoint.read import read_whole
@@ -316,3 +316,20 @@ def test_the_arguments_of_a_run() -> None:
     rate = changes["optim"]["rate"]
     assert (rate["schedule"], rate["warmup"], rate["decay_steps"]) == ("cosine", 20, 900)
     assert rate["min_ratio"] == pytest.approx(0.1)
+
+
+def test_text_and_tokenizer_are_taken_where_they_are_here(tmp_path: Path) -> None:
+    for name in ("text_document.bin", "text_document.idx", "vocab.json", "merges.txt"):
+        (tmp_path / name).touch()
+    files = {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
+    more: dict[str, Any] = {"tokenizer_type": "GPT2BPETokenizer", "split": "949,50,1", **files}
+    args = {**vars(megatron.arguments(GPT)), **more, "data_path": [str(tmp_path / "text_document")]}
+    saved = read_saved(args, "common.pt")
+    wanted = {"source": args["data_path"][0], "tokenizer": files["vocab_file"], "split": "949,50,1"}
+    assert (saved.changes["data"], saved.notes) == ({**wanted, "sequence": GPT.sequence}, [])
+    saved = read_saved({**args, "data_path": ["0.5", "/there/a", "0.5", "/there/b"]}, "common.pt")
+    assert "source" not in saved.changes["data"]
+    assert saved.notes == ["name data.source: /there/a, /there/b, which it was there, is not on this machine"]
+    unread = read_saved({**args, "tokenizer_type": "BertWordPieceCase"}, "common.pt")
+    assert "tokenizer" not in unread.changes["data"]
+    assert "such a tokenizer is not read here" in unread.notes[0]

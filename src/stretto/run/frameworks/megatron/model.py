@@ -249,8 +249,8 @@ def _write_tokenizer(choices: Choices) -> Settings:
 
 
 def _read_tokenizer(settings: Settings) -> Mapping[str, Any]:
-    """A file, a folder with vocab.json and merges.txt, such a vocabulary with another beginning of its name
-    and merges with the same, or two files of other names.
+    """A file, a vocab.json with the merges.txt beside it (or any beginning of both names), or two files of
+    other names.
     """
     kind, model = _tokenizer_type(settings), settings.get("tokenizer-model")
     if kind in (None, "NullTokenizer"):
@@ -267,7 +267,7 @@ def _read_tokenizer(settings: Settings) -> Mapping[str, Any]:
         vocab, merges = (Path(file) for file in files)
         if vocab.name.removesuffix(_PAIR[0]) + _PAIR[1] != merges.name or vocab.parent != merges.parent:
             return {"data.tokenizer": files}
-        return {"data.tokenizer": str(vocab.parent if vocab.name == _PAIR[0] else vocab)}
+        return {"data.tokenizer": str(vocab)}
     if kind not in _FILES:
         hint = f"what is: {', '.join(_FILES)}, GPT2BPETokenizer, NullTokenizer"
         raise StrettoError(f"--tokenizer-type is {kind}: such a tokenizer is not read here", hint=hint)

@@ -74,7 +74,7 @@ def _read_rate(settings: Settings) -> Mapping[str, Any]:
     steps, end = _updates(settings, "train"), _updates(settings, "lr-decay")
     if steps is not None:
         made["train.steps"] = int(steps)
-    if end is not None and (steps is None or int(end) != int(steps)):
+    if end is not None:
         made["optim.rate.decay_steps"] = int(end)
     end = int(end if end is not None else steps or 0)
     style = settings.get("lr-decay-style", "linear")
@@ -85,9 +85,9 @@ def _read_rate(settings: Settings) -> Mapping[str, Any]:
     if lr is not None:
         made["optim.lr"] = lr
     if lr is not None or not least:
-        made["optim.rate.min_ratio"] = least / (lr or 1.0)
+        made["optim.rate.min_ratio"] = _ratio(least, lr)
     if warmup and (lr is not None or "lr-warmup-init" not in settings):
-        made["optim.rate.warmup_init"] = settings.get("lr-warmup-init", 0.0) / (lr or 1.0)
+        made["optim.rate.warmup_init"] = _ratio(settings.get("lr-warmup-init", 0.0), lr)
     if style == "WSD":
         shape = settings.get("lr-wsd-decay-style", "exponential")
         made["optim.rate.decay"] = next(ours for ours, theirs in _SHAPES.items() if theirs == shape)
@@ -95,6 +95,11 @@ def _read_rate(settings: Settings) -> Mapping[str, Any]:
         if length is not None and end:
             made["optim.rate.decay_fraction"] = length / end
     return made
+
+
+def _ratio(rate: float, peak: float | None) -> float:
+    """A rate as a part of the peak, to the 15 digits that a person writes: 6e-5 of 6e-4 is 0.1."""
+    return float(f"{rate / (peak or 1.0):.15g}")
 
 
 def _read_warmup(settings: Settings, end: int) -> float:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from stretto.errors import StrettoError
+from stretto.run.config.sources import megatron_prefix
 from stretto.run.frameworks.choices import choices_of, job_from
 from stretto.run.frameworks.megatron.arguments import Argument, arguments
 from stretto.run.frameworks.megatron.model import MODEL
@@ -27,7 +29,11 @@ _SAME = {
     "mtp_num_layers": (None, "one token is predicted"),
 }
 _SECTIONS = ("data", "batch", "optim", "train")
+_FILES = ("data.source", "data.tokenizer")
 _TAKEN = (
+    *_FILES,
+    "data.split",
+    "data.packing",
     "data.sequence",
     "optim.betas",
     "optim.eps",
@@ -56,6 +62,8 @@ class SavedRun:
 def read_saved(args: Mapping[str, Any], source: str) -> SavedRun:
     """The model and the run that a checkpoint's arguments describe.
 
+    Text and tokenizer are taken where this machine has their files.
+
     Args:
         args: attributes of the namespace; those that are no plain data may be missing.
         source: where they come from, for errors.
@@ -83,12 +91,30 @@ def read_saved(args: Mapping[str, Any], source: str) -> SavedRun:
         )
     rules = (*MODEL, *TRAINING)
     settings = _settings(args, {name for rule in rules for name in rule.settings} | {"global-batch-size"})
-    values = dict[str, Any]()
+    settings.pop("mock-data", None)  # made-up tokens are no text to go on with
+    values, notes = dict[str, Any](), list(_notes(args))
     for rule in rules:
         if rule.read is not None:
-            values |= rule.read(settings)
+            try:
+                values |= rule.read(settings)
+            except StrettoError as error:
+                if not all(name.startswith("data.") for name in rule.choices):
+                    raise
+                notes.append(error.message)
+    for name in _FILES:
+        if name in values and (missing := _not_here(name, values[name])):
+            notes.append(f"name {name}: {', '.join(missing)}, which it was there, is not on this machine")
+            del values[name]
     shape = job_from({name: value for name, value in values.items() if name.startswith("model.")}).shape
-    return SavedRun(shape=shape, changes=_changes(args, values), notes=list(_notes(args)))
+    return SavedRun(shape=shape, changes=_changes(args, values), notes=notes)
+
+
+def _not_here(field: str, value: Any) -> list[str]:
+    """Of the files that a field names, those that this machine lacks."""
+    names: list[str] = [] if value is None else [value] if isinstance(value, str) else list(value)
+    if field == "data.source":
+        return [name for name in names if megatron_prefix(name) is None]
+    return [name for name in names if not Path(name).exists()]
 
 
 def _settings(args: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -124,7 +150,7 @@ def _changes(args: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, di
     made: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
     for name in _TAKEN:
         section, _, field = name.partition(".")
-        if name in values and section in made:
+        if values.get(name) is not None and section in made:
             value = values[name]
             made[section][field] = list(value) if isinstance(value, tuple) else value
     rate = {n.removeprefix("optim.rate."): v for n, v in values.items() if n.startswith("optim.rate.")}
