@@ -1,5 +1,5 @@
 """A training job that takes seconds: a few kilobytes of made-up text and a model of a few thousand
-parameters."""
+parameters, four samples a step."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ MOE = (
     "{family: llama, layers: 2, hidden: 32, heads: 4, ffn: 32, "
     "moe: {experts: 4, capacity: 1.2, shared_ffn: 16, z: 0.001}}"
 )
+EIGHT = "batch.global_size=8"
+"""For two microbatches on each of four replicas, or the schedules that need as many."""
 _JOB = """
 model: {model}
 data: {{source: {text}, vocab: 300, sequence: 16, cache: {cache}}}
-batch: {{global_size: 8, micro_size: 1}}
+batch: {{global_size: 4, micro_size: 1}}
 optim: {{lr: 1e-2, clip: 0.5, rate: {{warmup: 2}}}}
 train: {{steps: 6, seed: 1, device: cpu, vocab_multiple: 4, timeout_s: 60}}
 metrics: {{every: 1}}

@@ -13,7 +13,7 @@ import pytest
 
 from stretto.cli import main
 from stretto.run.compare import runs
-from tiny_job import job_file
+from tiny_job import EIGHT, job_file
 
 TP = ("layout.tp=1,2,3", "model.dropout=0")
 
@@ -100,6 +100,7 @@ def test_a_run_that_fails_is_a_row(place: Path, capsys: pytest.CaptureFixture[st
 def test_predictions_run_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         str(job_file(place)),
+        EIGHT,
         "layout.dp=1,2,16",
         "dp.mode=ddp,zero1",
         "--predict",
@@ -113,7 +114,7 @@ def test_predictions_run_nothing(place: Path, capsys: pytest.CaptureFixture[str]
     times = {r["name"]: r["predicted"] for r in facts["results"] if r["predicted"]}
     assert facts["ranking"] == sorted(times, key=lambda name: times[name])
     assert facts["losses"] == []
-    assert compare(capsys, *words[:1], "layout.dp=8", "--predict", "--cluster", "h100:2", code=1)[0]
+    assert compare(capsys, *words[:2], "layout.dp=8", "--predict", "--cluster", "h100:2", code=1)[0]
 
 
 @pytest.mark.parametrize(

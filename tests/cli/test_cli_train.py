@@ -175,11 +175,11 @@ def test_json_is_one_object_and_a_second_run_takes_a_new_name(
     assert facts["stopped"] is False
     banner = err.splitlines()
     first = next(i for i, line in enumerate(banner) if line.startswith("gpt of 35"))
-    assert "on 4 ranks (tp2 pp2), 1f1b; 6 steps of 8 x 16 tokens in 8 microbatches of 1" in banner[first]
+    assert "on 4 ranks (tp2 pp2), 1f1b; 6 steps of 4 x 16 tokens in 4 microbatches of 1" in banner[first]
     assert "vocabulary 300; results in" in banner[first + 1]
     train, valid, test = banner[first + 2].split(", ")
     assert train.startswith("splits: train 7.1")
-    assert valid.startswith("valid 377 tokens (evaluations read the first 128; ")
+    assert valid.startswith("valid 377 tokens (evaluations read the first 64; ")
     assert test == "test 8 tokens"
     assert banner[first + 3] == "stages: 0 embed..blocks.0 | 1 blocks.1..head"
     assert banner[first + 4].startswith("predicted: ")

@@ -16,7 +16,7 @@ import stretto.run.verify.job as verify_job
 from stretto.cli.main import run
 from stretto.engine.pipeline import Pipeline
 from stretto.prove.diagnose import Verdict
-from tiny_job import job_file
+from tiny_job import EIGHT, job_file
 
 pytestmark = pytest.mark.apart
 
@@ -73,7 +73,7 @@ def test_a_layout_that_differs_ends_with_1_and_a_diagnosis(
 def test_asynchronous_schedules_say_after_how_many_updates(
     config: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["verify", config, "model.tied=false", "optim.name=sgd"]
+    command = ["verify", config, "model.tied=false", "optim.name=sgd", EIGHT]
     layouts = tmp_path / "layouts.yaml"
     layouts.write_text("- {pp: 2, schedule: pipedream-2bw, group: 4}\n- {pp: 2, schedule: zb-h2}\n")
     assert run([*command, "--layouts", str(layouts), "--json"]) == 0

@@ -227,7 +227,7 @@ def test_the_lines_for_people(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert run(["evaluate", str(folder / "runs" / "gpt"), "--limit", "2"]) == 0
     first, numbers, rest = capsys.readouterr().out.splitlines()
     assert first.startswith(f"evaluate step 3 of {folder / 'runs' / 'gpt'} on the test split of ")
-    assert "at most 16 sequences" in first
+    assert "at most 8 sequences" in first
     assert [part.split()[0] for part in numbers.split(" | ")] == ["loss", "perplexity", "bits/byte"]
-    assert rest.startswith("256 tokens in ")
+    assert rest.startswith("128 tokens in ")
     assert rest.endswith(f"added to {folder / 'runs' / 'gpt' / 'eval.jsonl'}")

@@ -172,7 +172,7 @@ def test_no_sample_is_repeated_or_lost(folder: Path, tmp_path: Path) -> None:
         step, samples = json.loads(line)
         by_step.setdefault(step, []).extend(samples)
     assert {step: sorted(samples) for step, samples in by_step.items()} == {
-        step: list(range(8 * (step - 1), 8 * step)) for step in range(1, 7)
+        step: list(range(4 * (step - 1), 4 * step)) for step in range(1, 7)
     }
 
 

@@ -10,7 +10,7 @@ import torch
 from stretto.engine.checkpoint.read import read_whole
 from stretto.engine.models.weights import initial_values
 from stretto.run.train.metrics import read_lines
-from tiny_job import job
+from tiny_job import EIGHT, job
 from train_runs import keep_notes, same, tensors, train
 
 SCALE = 2.0**24  # too much for any model's first steps
@@ -18,7 +18,13 @@ HALF = ("layout.dp=2", "dp.mode=zero2", "checkpoint.every=3", "checkpoint.keep=9
 
 
 def test_overflows_are_skipped_and_the_scale_is_resumed(tmp_path: Path):
-    half = (*HALF, "train.dtype=float16", f"precision.loss_scale={SCALE}", "precision.loss_scale_steps=1")
+    half = (
+        *HALF,
+        EIGHT,
+        "train.dtype=float16",
+        f"precision.loss_scale={SCALE}",
+        "precision.loss_scale_steps=1",
+    )
     straight = job(tmp_path, *half, "run.name=straight")
     notes = tmp_path / "notes"
     train(straight, keep_notes(str(notes)))

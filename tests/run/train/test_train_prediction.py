@@ -61,7 +61,7 @@ def test_a_prediction_with_a_profile_names_it(place: Path, tmp_path: Path) -> No
     assert first_line(job_of(config), config.train).endswith("from profile mine")
     prediction = predict(job_of(config), config.train)
     assert prediction.low < prediction.seconds < prediction.high
-    assert prediction.tokens_per_s == pytest.approx(8 * 16 / prediction.seconds)
+    assert prediction.tokens_per_s == pytest.approx(4 * 16 / prediction.seconds)
 
 
 def test_the_run_ends_with_predicted_and_measured_times(place: Path, tmp_path: Path) -> None:

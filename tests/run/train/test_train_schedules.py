@@ -18,7 +18,7 @@ from stretto.run.train.banner import banner
 from stretto.run.train.metrics import read_lines
 from stretto.run.train.optimizer import scales, update_numbers
 from stretto.run.verify.reference import build_reference
-from tiny_job import LLAMA, job
+from tiny_job import EIGHT, LLAMA, job
 from train_runs import at_step, keep_notes, losses, same, send_self, spoil_a_weight, tensors, train
 
 pytestmark = pytest.mark.apart
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def llama(folder: Path, name: str, *overrides: str) -> TrainConfig:
-    return job(folder, *overrides, f"run.name={name}", model=LLAMA)
+    return job(folder, EIGHT, *overrides, f"run.name={name}", model=LLAMA)
 
 
 @pytest.mark.parametrize("overrides", UPDATES, ids=["stashing", "synched", "2bw"])
@@ -168,7 +168,7 @@ def test_evaluation_is_of_the_held_out_samples(folder: Path) -> None:
 
 
 def test_a_second_epoch_is_shown_and_told_once(folder: Path) -> None:
-    words = ("train.steps=6", "data.split=5,95,0", "run.name=again", "checkpoint.every=5")
+    words = ("train.steps=6", EIGHT, "data.split=5,95,0", "run.name=again", "checkpoint.every=5")
     config = job(folder, *words, model=LLAMA)
     epoch = len(Samples(prepare_data(config, quiet=True), "train", 16, ratio=config.data.split))
     assert 2 * 8 < epoch < 3 * 8, "the third step is the first to reach into the second epoch"

@@ -27,9 +27,9 @@ from stretto.run.verify.job import verify
 from stretto.spec.job import Job
 from stretto.spec.rules import problems
 from stretto.spec.shape import ModelShape
-from tiny_job import LLAMA, job
+from tiny_job import EIGHT, LLAMA, job
 
-PP2 = ("layout.pp=2", "model.layers=4")
+PP2 = ("layout.pp=2", "model.layers=4", EIGHT)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from stretto.run.verify.every import Every, content, ways
 from stretto.spec.job import Job
 from stretto.spec.rules import problems
 from stretto.spec.shape import ModelShape
-from tiny_job import GPT, LLAMA, job
+from tiny_job import EIGHT, GPT, LLAMA, job
 
 SIZES = {
     4: {
@@ -265,7 +265,7 @@ def test_options_other_than_the_defaults_are_tried(folder: Path) -> None:
     ):
         assert wanted in tried
     # four layers (embedding, two blocks, head) make four stages at most
-    cases = chosen(folder).cases
+    cases = chosen(folder, 4, GPT, EIGHT).cases
     assert not [c for c in cases if c.schedule == "interleaved" and c.layout.pp == 4]
     taken = {str(c.options) for c in cases if c.schedule == "interleaved" and sizes(c) == (1, 1, 2, 2)}
     assert taken == {"{}", "{'group': 3}"}
@@ -296,7 +296,7 @@ def test_layouts_that_the_model_cannot_take_are_left_out(folder: Path) -> None:
     assert {case.context for case in three.cases} == {"ring"}
     seven = every_of(job(folder), 7)
     assert {sizes(case) for case in seven.cases} == {(1, 7, 1, 1)}
-    batch = "batch.global_size is 8: it must be a multiple of batch.micro_size=1 x layout.dp=7"
+    batch = "batch.global_size is 4: it must be a multiple of batch.micro_size=1 x layout.dp=7"
     assert batch in [one.reason for one in seven.impossible]
 
 

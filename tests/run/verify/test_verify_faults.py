@@ -31,7 +31,7 @@ from stretto.run.verify.cases import describe
 from stretto.run.verify.job import verify
 from stretto.spec.job import Job
 from stretto.spec.optimiser import Optimiser
-from tiny_job import GPT, LLAMA, Changes, changes, job, varied
+from tiny_job import EIGHT, GPT, LLAMA, Changes, changes, job, varied
 
 STRICT = TOLERANCE * 1e3  # a planted fault is far above rounding
 
@@ -292,7 +292,7 @@ def test_a_missing_sum_over_shared_heads_names_its_parameter(folder: Path) -> No
 
 
 def test_a_dropped_microbatch_is_named(folder: Path) -> None:
-    verdict = proved(job(folder), PP2_DP2, drop_a_microbatch)
+    verdict = proved(job(folder, EIGHT), PP2_DP2, drop_a_microbatch)
     assert verdict.diagnosis is not None
     assert "about 1 of 8 microbatches short: a microbatch is dropped" in verdict.diagnosis
     assert "first output" not in verdict.diagnosis
@@ -474,7 +474,7 @@ SGD = ("optim.name=sgd", "optim.momentum=0.9", "optim.clip=null")
 def test_wrong_delayed_updates_are_seen(
     folder: Path, fault: Callable[[], None], case: Changes, says: str
 ) -> None:
-    verdict = proved(job(folder, *SGD, model=LLAMA), case, fault)
+    verdict = proved(job(folder, *SGD, EIGHT, model=LLAMA), case, fault)
     assert verdict.diagnosis is not None
     assert says in verdict.diagnosis
     assert verdict.weight_error > STRICT

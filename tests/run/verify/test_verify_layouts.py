@@ -22,7 +22,7 @@ from stretto.run.verify.job import batches, verify
 from stretto.run.verify.reference import Trial, build_reference, run_reference
 from stretto.spec.job import Job
 from stretto.spec.rules import fits_tp
-from tiny_job import GPT, LLAMA, job
+from tiny_job import EIGHT, GPT, LLAMA, job
 
 pytestmark = pytest.mark.apart
 
@@ -78,7 +78,7 @@ def test_every_schedule_equals_one_process(
 
 def test_data_parallel_modes_equal_one_process(folder: Path) -> None:
     """With tied embeddings, dropout and clipping; modes of two copies on several layouts in turn."""
-    config = job(folder, "train.bucket_mib=0.01")
+    config = job(folder, "train.bucket_mib=0.01", EIGHT)
     base = configured_job(config)
     two = [
         vary(base, tp=2, dp=2, sequence_parallel=True),
@@ -133,7 +133,7 @@ def asynchronous(config: TrainConfig, ranks: int, pp: int) -> list[Job]:
 def test_asynchronous_schedules_equal_a_replay_of_their_delayed_updates(
     folder: Path, model: str, overrides: tuple[str, ...], within: float
 ) -> None:
-    config = job(folder, *overrides, model=model)
+    config = job(folder, EIGHT, *overrides, model=model)
     cases = asynchronous(config, 4, pp=4) if model is LLAMA else asynchronous(config, 4, pp=2)[:4]
     assert len(cases) == 4
     verdicts = prove(config, cases)
@@ -145,7 +145,7 @@ def test_asynchronous_schedules_equal_a_replay_of_their_delayed_updates(
 
 
 def test_the_replay_is_plain_training_where_nothing_is_late(folder: Path) -> None:
-    config = job(folder, "optim.clip=null", model=LLAMA)
+    config = job(folder, EIGHT, "optim.clip=null", model=LLAMA)
     trial = trial_of(config)
     (samples,) = {len(batch.inputs) for batch in trial.batches}
     assert samples == 8
@@ -159,7 +159,7 @@ def test_the_replay_is_plain_training_where_nothing_is_late(folder: Path) -> Non
 
 def test_one_late_update_by_hand(folder: Path) -> None:
     """Two updates of four microbatches, each late by one: both gradients are at the first weights."""
-    config = job(folder, "optim.clip=null", "optim.name=sgd", "optim.rate.warmup=0", model=LLAMA)
+    config = job(folder, EIGHT, "optim.clip=null", "optim.name=sgd", "optim.rate.warmup=0", model=LLAMA)
     late = vary(configured_job(config), schedule="pipedream-2bw", options={"group": 4})
     trial = trial_of(config)
     trial = replace(trial, batches=trial.batches[:1])

@@ -145,7 +145,7 @@ def test_a_run_reports_tokens_and_those_that_count(folder: Path) -> None:
     )
     outcome = train(config)
     steps = [json.loads(line) for line in (config.run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert steps[-1]["tokens"] == 6 * 8 * 96
+    assert steps[-1]["tokens"] == 6 * 4 * 96
     assert 0 < steps[-1]["targets"] < 0.8 * steps[-1]["tokens"]
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert outcome["loss"] == steps[-1]["loss"]

@@ -19,7 +19,7 @@ from stretto.run.config import TrainConfig
 from stretto.run.data.dataset import whole_split_of
 from stretto.run.data.prepare import prepare_data
 from stretto.run.verify.job import batches, verify
-from tiny_job import GPT, LLAMA, Changes, changes, job, name_of, varied
+from tiny_job import EIGHT, GPT, LLAMA, Changes, changes, job, name_of, varied
 from train_runs import read_lines, train
 
 OSS = (
@@ -77,7 +77,7 @@ def test_samples_hold_all_kinds_of_documents(folder: Path) -> None:
 
 def test_samples_of_one_document_are_cut_for_a_proof(folder: Path) -> None:
     """The text of the tiny job is one document, whose edges no sample would hold."""
-    config = job(folder, "data.packing=documents", "data.sequence=5", model=LLAMA)
+    config = job(folder, EIGHT, "data.packing=documents", "data.sequence=5", model=LLAMA)
     batch, *_ = batches(config, prepare_data(config, quiet=True), 1)
     assert batch.begins is not None
     edges = batch.begins.diff(dim=1) != 0

@@ -18,7 +18,7 @@ from stretto.engine.parallel.data.gradients import GradientBuffer
 from stretto.engine.parallel.data.reduction import ShardGroups
 from stretto.engine.parallel.data.unit import Unit
 from stretto.prove.diagnose import TOLERANCE, Verdict
-from tiny_job import LLAMA, changes, job, name_of
+from tiny_job import EIGHT, LLAMA, changes, job, name_of
 
 STRICT = TOLERANCE * 1e3  # a planted fault is far above rounding
 
@@ -204,7 +204,7 @@ ALL = [
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[Verdict]:
-    config = job(tmp_path_factory.mktemp("faults"), model=LLAMA)
+    config = job(tmp_path_factory.mktemp("faults"), EIGHT, model=LLAMA)
     return prove_planted(config, __name__)
 
 

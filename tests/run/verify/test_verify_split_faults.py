@@ -22,10 +22,10 @@ from stretto.engine.parallel.styles import Positions
 from stretto.layout.shards import ShardSizes
 from stretto.prove.diagnose import TOLERANCE, Verdict
 from stretto.run.train.replica import Replica
-from tiny_job import LLAMA, changes, job, name_of
+from tiny_job import EIGHT, LLAMA, changes, job, name_of
 
 STRICT = TOLERANCE * 1e3  # a planted fault is far above rounding
-JOB = ("model.moe.experts=4", "model.moe.shared_ffn=32", "data.sequence=15", "model.positions=15")
+JOB = ("model.moe.experts=4", "model.moe.shared_ffn=32", "data.sequence=15", "model.positions=15", EIGHT)
 
 
 class Done:

@@ -131,7 +131,7 @@ class TrainingStep:
         if isfinite(norm):
             return norm
         if scale is not None and not scale.exhausted:
-            self._tell(f"{where}: gradients overflow, no update; the loss scale is {scale.value:g} now")
+            self._tell(f"{where}: gradients overflow, no update; the loss scale is {scale.value:.10g} now")
             return norm
         place = self._first_not_finite({f.name: f.gradient for f in self.replica.fragments})
         smallest = "" if scale is None else " at the smallest loss scale"
