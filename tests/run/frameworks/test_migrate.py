@@ -313,7 +313,8 @@ def test_the_text_is_the_config_with_what_is_said_beside_it() -> None:
         ("--mtp-num-layers 1", "mtp-num-layers", "Stretto has no such model"),
         ("--rotary-percent 0.5", "rotary-percent", "it changes what the model computes"),
         ("--fim-data", "fim-data", "Stretto does not read text so"),
-        ("--reset-position-ids", "reset-position-ids", "by itself it has no field"),
+        ("--reset-position-ids", "reset-position-ids", "together are data.packing: documents"),
+        ("--valid-data-path v", "valid-data-path", "what data.split holds out of data.source"),
         ("--moe-router-topk 3", "moe-router-topk", "by itself it has no field"),
         ("--deepspeed_config ds.json", "deepspeed_config", "its JSON is not read"),
         ("--grpo-iterations 3", "grpo-iterations", "it is for other programs"),
@@ -338,7 +339,9 @@ def test_what_has_no_counterpart_is_named_with_the_reason(more: str, name: str, 
         (f"{ROTARY} --hidden-dropout 0.1", "hidden-dropout", "no dropout here"),
         ("--attention-dropout 0.2", "attention-dropout", "there is one probability"),
         ("--fp16 --loss-scale 1024", "loss-scale", "not kept fixed"),
-        ("--load elsewhere", "load", "stretto checkpoint import"),
+        ("--load elsewhere", "load", "stretto checkpoint import elsewhere --format megatron"),
+        ("--dataloader-type external", "dataloader-type", "a loader of the script's own"),
+        ("--mock-data", "mock-data", "tokens are made up there"),
         ("--fp8-format e4m3 --bf16", "fp8-format", "hybrid"),
         ("--min-lr 1e-4 --lr $LR", "min-lr", "which nothing tells"),
     ],
@@ -377,6 +380,25 @@ def test_several_prefixes_are_a_mixture_by_weights() -> None:
     made = arguments_of("--data-path 0.5 a 1.5 b 0.25 a")
     assert {"data.source": {"a": 0.75, "b": 1.5}} in [one.fields for one in made.mapped]
     assert {"data.source": ["a", "b"]} in [one.fields for one in arguments_of("--data-path a b").mapped]
+
+
+def test_prefixes_in_files_and_of_each_split(tmp_path: Path) -> None:
+    words = SIZES + " " + RUN.replace("--data-path t", "") + " " + NONE
+    (tmp_path / "blend.txt").write_text("0.5 a\n0.5 b\n")
+    (tmp_path / "splits.json").write_text('{"train": ["0.7", "a", "0.3", "b"], "valid": ["1", "c"]}')
+    config = config_of(moved(f"{words} --data-args-path {tmp_path}/blend.txt --split 90,10", devices=8))
+    assert (config.data.source, config.data.split) == ({"a": 0.5, "b": 0.5}, "90,10,0")
+    made = moved(f"{words} --per-split-data-args-path {tmp_path}/splits.json", devices=8)
+    config = config_of(made)
+    assert config.data.source == {"a": 0.7, "b": 0.3}
+    assert (config.data.split, config.eval.every) == ("100,0,0", None)
+    assert "all of it is trained on" in made.differs["per-split-data-args-path"]
+    made = moved(f"{words} --train-data-path a --valid-data-path b --dataloader-type cyclic", devices=8)
+    assert (config_of(made).data.source, config_of(made).data.split) == ("a", "100,0,0")
+    assert list(made.lost) == ["valid-data-path"]
+    made = moved(f"{words} --data-args-path {tmp_path}/gone.txt", devices=8)
+    assert "cannot read" in made.lost["data-args-path"]
+    assert made.required == ("data.source",)
 
 
 def test_indexed_datasets_and_their_mixture_are_written_and_come_back(tmp_path: Path) -> None:

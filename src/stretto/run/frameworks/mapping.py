@@ -16,7 +16,7 @@ from stretto.errors import Problem, StrettoError, nearest
 from stretto.planner.assumptions import Assumptions, software_profile
 from stretto.run.config.run_checks import raise_first
 from stretto.run.config.schema import TrainConfig
-from stretto.run.frameworks.choices import NAMES, RUN_DEFAULTS, Choices, choices_of, job_from
+from stretto.run.frameworks.choices import NAMES, PRICED, RUN_DEFAULTS, Choices, choices_of, job_from
 from stretto.spec.job import Job
 from stretto.spec.presets import PRESETS, preset
 from stretto.spec.rules import problems
@@ -444,7 +444,11 @@ def read(
     values = dict[str, Any]()
     for rule in framework.rules:
         if rule.read is not None:
-            values |= rule.read(settings)
+            try:
+                values |= rule.read(settings)
+            except StrettoError:
+                if PRICED & set(rule.choices) or not all(name.startswith("data.") for name in rule.choices):
+                    raise
     values |= beside or {}
     if values.get("model.family") is None:
         raise StrettoError(f"{source} does not say which model it is", hint="say it with --model")

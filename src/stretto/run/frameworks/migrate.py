@@ -160,7 +160,8 @@ def _without_field(framework: Framework, settings: Settings, made: Migration) ->
         if framework.usual is not None and framework.usual(name, value):
             made.needless.setdefault("the usual value", []).append(name)
         else:
-            made.lost[name] = "by itself it has no field here"
+            why = framework.lost(name, value) if framework.lost is not None else None
+            made.lost[name] = why or "by itself it has no field here"
 
 
 def _without_rule(framework: Framework, name: str, value: Any, made: Migration) -> None:

@@ -270,8 +270,14 @@ def needless() -> dict[str, str]:
 
 
 def lost(name: str, value: Any) -> str | None:
-    """Why an argument that no rule reads, with that value, has no counterpart here; None: it needs none."""
+    """Why an argument that is not mapped, with that value, has no counterpart here; None: it needs none, or
+    nothing more is known.
+    """
+    if name in _REASONS:
+        return _REASONS[name]
     group = arguments()[name].group
+    if not group:  # a rule reads it
+        return None
     return None if group in _NEEDLESS or is_usual(name, value) else _LOST[group]
 
 
@@ -282,6 +288,19 @@ def is_usual(name: str, value: Any) -> bool:
     return usual is not None and value in (usual, [usual])
 
 
+_APART = (
+    "--reset-position-ids, --reset-attention-mask and --eod-mask-loss together are data.packing: documents; "
+    "one without the others has no counterpart"
+)
+_OTHER_TEXT = (
+    "evaluations read what data.split holds out of data.source; on other text, `stretto evaluate RUN "
+    "--data PREFIX` after training"
+)
+# why single arguments have no counterpart
+_REASONS = {
+    **dict.fromkeys(("reset-position-ids", "reset-attention-mask", "eod-mask-loss"), _APART),
+    **dict.fromkeys(("valid-data-path", "test-data-path"), _OTHER_TEXT),
+}
 # why arguments of a class have no counterpart
 _LOST = {
     "text": "Stretto does not read text so",

@@ -112,13 +112,18 @@ def _overflows(steps: int, settings: Settings) -> str | None:
     return "the scale is halved at the first overflow" if steps > 1 and "fp16" in settings else None
 
 
+def _loader(kind: str, _: Settings) -> str | None:
+    return "a loader of the script's own is not read: data.source is" if kind == "external" else None
+
+
 _LATEST = "latest_checkpointed_iteration.txt"  # of a folder with checkpoints of Megatron-LM
 
 
 def _load(folder: str, settings: Settings) -> str | None:
     if folder == settings.get("save") and not (Path(folder).expanduser() / _LATEST).is_file():
         return None
-    return "a checkpoint of Megatron-LM is brought over by `stretto checkpoint import --format megatron`"
+    command = f"`stretto checkpoint import {folder} --format megatron --out RUN`"
+    return f"a checkpoint of Megatron-LM: {command} brings it over, RUN/config.yaml goes on from it"
 
 
 # of arguments that rules read, what they say beyond their choices, by value and settings
@@ -129,6 +134,12 @@ _OTHERWISE: Mapping[str, Callable[[Any, Settings], str | None]] = {
     "loss-scale": _scale,
     "hysteresis": _overflows,
     "load": _load,
+    "mock-data": lambda *_: "tokens are made up there; here they are of the source of Python's library",
+    "dataloader-type": _loader,
+    **dict.fromkeys(
+        ("train-data-path", "per-split-data-args-path"),
+        lambda *_: "all of it is trained on, as there, so that nothing is held out for evaluations",
+    ),
     "apply-layernorm-1p": lambda _, settings: (
         None if settings.get("normalization") == "RMSNorm" else "a LayerNorm of gain 1 + weight is not built"
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from math import ceil
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 
 from stretto.errors import StrettoError
 from stretto.run.config.load import run_name
-from stretto.run.config.sources import megatron_prefix
 from stretto.run.frameworks.choices import Choices
 from stretto.run.frameworks.mapping import Open, Rule, Settings, aside, one_of, only, refused, same
+from stretto.run.frameworks.megatron.data import DATA, parted
 from stretto.run.frameworks.megatron.rate import RATE
 from stretto.spec.data_parallel import KEEP
 
@@ -175,56 +174,6 @@ def _seed_notes(choices: Choices) -> Iterable[str]:
         yield f"train.seed=0: Megatron-LM takes seeds above 0, and this is {SEED}"
 
 
-def _write_data(choices: Choices) -> Settings:
-    """The prefixes of indexed datasets, with the weights of a mixture; other sources are left to fill in."""
-    source = choices["data.source"]
-    names: list[str] = [source] if isinstance(source, str) else list(source)
-    prefixes = [megatron_prefix(name) for name in names]
-    if "data.source" in choices.open or not names or None in prefixes:
-        return {"data-path": Open("data.source", "PREFIX")}
-    weights = source.values() if isinstance(source, Mapping) else [None] * len(names)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-    pairs = zip(weights, prefixes, strict=True)  # pyright: ignore[reportUnknownArgumentType]
-    return {"data-path": [word for pair in pairs for word in pair if word is not None]}
-
-
-def _read_data(settings: Settings) -> Mapping[str, Any]:
-    """One prefix, several, or several with weights."""
-    words = settings.get("data-path") or settings.get("train-data-path")
-    if not words:
-        return {"data.source": "python-stdlib"} if "mock-data" in settings else {}
-    if len(words) == 1:
-        return {"data.source": words[0]}
-    try:
-        weights = [float(word) for word in words[::2]]
-    except ValueError:
-        return {"data.source": list(words)}
-    if len(words) % 2:
-        raise StrettoError(
-            f"--data-path has {len(weights)} weights for {len(words) // 2} prefixes",
-            hint="a weight before each prefix, as in 0.7 a 0.3 b",
-        )
-    mixture = dict[str, float]()
-    for weight, prefix in zip(weights, words[1::2], strict=True):
-        mixture[prefix] = mixture.get(prefix, 0.0) + weight
-    return {"data.source": mixture}
-
-
-def _data_notes(choices: Choices) -> Iterable[str]:
-    left = isinstance(_write_data(choices)["data-path"], Open)
-    if left and "data.source" not in choices.unsaid | choices.open:
-        source = choices["data.source"]
-        yield f"data.source={source}: Megatron-LM reads PREFIX.bin and .idx of its tools/preprocess_data.py"
-
-
-def _write_cache(choices: Choices) -> Settings:
-    cache = choices["data.cache"]
-    return {} if cache is None else {"data-cache-path": cache}
-
-
-def _read_cache(settings: Settings) -> Mapping[str, Any]:
-    return {"data.cache": settings.get("data-cache-path")}
-
-
 def _write_evaluation(choices: Choices) -> Settings:
     if choices["eval.every"] is None:
         return {"eval-iters": 0}
@@ -232,6 +181,9 @@ def _write_evaluation(choices: Choices) -> Settings:
 
 
 def _read_evaluation(settings: Settings) -> Mapping[str, Any]:
+    """None where all of the source is trained on: nothing of it is held out."""
+    if parted(settings):
+        return {"eval.every": None}
     batches = settings.get("eval-iters", 100)
     if not batches:
         return {"eval.every": None}
@@ -293,30 +245,8 @@ def _read_bucket(settings: Settings) -> Mapping[str, Any]:
     return {} if size is None else {"train.bucket_mib": size * each / 2**20}
 
 
-_APART = ("reset-position-ids", "reset-attention-mask", "eod-mask-loss")
-
-
-def _write_packing(choices: Choices) -> Settings:
-    packing = choices["data.packing"]
-    if packing == "none":
-        instead = "Megatron-LM's samples are filled with documents"
-        raise refused("data.packing", packing, instead, ("stream", "documents"))
-    return dict.fromkeys(_APART, True) if packing == "documents" else {}
-
-
-def _read_packing(settings: Settings) -> Mapping[str, Any]:
-    """One or two of the three have no choice of ours."""
-    return {"data.packing": "documents"} if all(name in settings for name in _APART) else {}
-
-
 def _minutes(seconds: float) -> int:
     return ceil(seconds / 60)
-
-
-def _ratios(split: str) -> str:
-    """Three numbers, as Megatron-LM finds them: quotes are left out, and those that are missing are 0."""
-    numbers = re.findall(r"[.0-9]+", split)
-    return ",".join([*numbers, "0", "0"][:3])
 
 
 def _seconds(minutes: int) -> float:
@@ -390,15 +320,7 @@ TRAINING: tuple[Rule, ...] = (
         write=_write_bucket,
         read=_read_bucket,
     ),
-    Rule(
-        choices=("data.source",),
-        settings=("data-path", "train-data-path", "mock-data"),
-        write=_write_data,
-        read=_read_data,
-        notes=_data_notes,
-    ),
-    Rule(choices=("data.cache",), settings=("data-cache-path",), write=_write_cache, read=_read_cache),
-    same("split", "data.split", to=lambda split: split.replace(" ", ""), back=_ratios),
+    *DATA,
     Rule(
         choices=("eval.every", "eval.batches"),
         settings=("eval-interval", "eval-iters"),
@@ -415,7 +337,6 @@ TRAINING: tuple[Rule, ...] = (
     aside("Megatron-LM deletes no checkpoints", "checkpoint.keep"),
     only("data.chat", (None,), "pretrain_gpt.py learns from text, not from conversations"),
     only("data.phases", ([],), "Megatron-LM's mixture has the same weights in all steps"),
-    Rule(choices=("data.packing",), settings=_APART, write=_write_packing, read=_read_packing),
     aside("documents fill samples", "data.chat_template", "data.too_long"),
     aside("Megatron-LM compares no fields of the model", "checkpoint.may_differ"),
     aside("Megatron-LM reads its own indexed files", "data.vocab", "data.text_field"),
