@@ -20,7 +20,7 @@ def test_a_plan_is_printed_as_a_script_and_read_back(
 ) -> None:
     assert run([*PLAN, "--emit", "megatron"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("#!/usr/bin/env bash\n# Megatron-LM core_v0.16.1 on 8 processes")
+    assert text.startswith("#!/usr/bin/env bash\n# Megatron-LM core_v0.19.0 on 8 processes")
     path = tmp_path / "run.sh"
     path.write_text(text)
     words = ["predict", "--from", "megatron", str(path), "--cluster", "h100:8", "--seconds", "2", "--json"]

@@ -149,8 +149,7 @@ def _export_dcp(one: Path, out: Path, *, version: str, as_json: bool) -> None:
 
 def _export_megatron(one: Path, out: Path, *, as_json: bool) -> None:
     from stretto.engine.checkpoint.megatron.exporting import export_megatron
-    from stretto.run.frameworks.megatron.arguments import VERSION
-    from stretto.run.frameworks.megatron.saved import saved_arguments
+    from stretto.run.frameworks.megatron.saved import TRIED_WITH, saved_arguments
 
     with byte_progress("export") as progress:
         done = export_megatron(one, out, saved_arguments, progress)
@@ -158,7 +157,7 @@ def _export_megatron(one: Path, out: Path, *, as_json: bool) -> None:
     last = f"to train there from its weights: {load} --finetune --no-load-optim --no-load-rng"
     if done.step is not None:
         last = f"to go on there from step {done.step}: {load}"
-    _print_export(one, out, done, last=last, target=f"Megatron-LM {VERSION}", as_json=as_json)
+    _print_export(one, out, done, last=last, target=f"Megatron-LM {TRIED_WITH}", as_json=as_json)
 
 
 def _print_export(one: Path, out: Path, done: Exported, *, last: str, target: str, as_json: bool) -> None:

@@ -358,7 +358,7 @@ def changed(old: str, new: str) -> Callable[[str], str]:
     [
         (
             changed("--swiglu", "--swiglo"),
-            "run.sh:48: Megatron-LM core_v0.16.1 has no --swiglo\nhint: did",
+            "run.sh:48: Megatron-LM core_v0.19.0 has no --swiglo\nhint: did",
         ),
         (changed("--swiglu", "--swiglu yes"), "run.sh:48: --swiglu takes no value, not 'yes'"),
         (

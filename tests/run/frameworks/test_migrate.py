@@ -314,6 +314,13 @@ def test_the_text_is_the_config_with_what_is_said_beside_it() -> None:
         ("--rotary-percent 0.5", "rotary-percent", "it changes what the model computes"),
         ("--fim-data", "fim-data", "Stretto does not read text so"),
         ("--reset-position-ids", "reset-position-ids", "together are data.packing: documents"),
+        ("--optimizer lion", "optimizer", "--optimizer is lion: not modelled here"),
+        ("--mup-width-mult 2", "mup-width-mult", "it changes what the model computes"),
+        (
+            "--dataloader-inter-document-masking",
+            "dataloader-inter-document-masking",
+            "packing=documents",
+        ),
         ("--valid-data-path v", "valid-data-path", "what data.split holds out of data.source"),
         ("--moe-router-topk 3", "moe-router-topk", "by itself it has no field"),
         ("--deepspeed_config ds.json", "deepspeed_config", "its JSON is not read"),

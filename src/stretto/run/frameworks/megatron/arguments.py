@@ -1,7 +1,7 @@
 """Megatron-LM's command line: what each argument takes, and what those say that no rule maps.
 
-The arguments are those of Megatron-LM core_v0.16.1 (2026-03-16), of whose parser
-`frameworks/data/megatron_lm.csv` lists names, types and choices.
+The arguments are those of Megatron-LM core_v0.19.0 (2026-08-19), of whose parser
+`frameworks/data/megatron_lm.csv` lists names, types and choices, and those of core_v0.16.1 that it dropped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stretto.errors import StrettoError, nearest
 from stretto.run.frameworks.mapping import Former, Unread
 from stretto.run.frameworks.shell import unknown_in
 
-VERSION = "core_v0.16.1"
+VERSION = "core_v0.19.0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,6 +299,9 @@ _OTHER_TEXT = (
 # why single arguments have no counterpart
 _REASONS = {
     **dict.fromkeys(("reset-position-ids", "reset-attention-mask", "eod-mask-loss"), _APART),
+    "dataloader-inter-document-masking": (
+        "it keeps attention inside documents; data.packing=documents does, with positions and targets"
+    ),
     **dict.fromkeys(("valid-data-path", "test-data-path"), _OTHER_TEXT),
 }
 # why arguments of a class have no counterpart

@@ -68,6 +68,9 @@ def _read_scores(settings: Settings) -> Mapping[str, Any]:
     if not settings.get("num-experts"):
         return {}
     score = settings.get("moe-router-score-function", "softmax")
+    if score not in ("softmax", "sigmoid"):
+        what = f"--moe-router-score-function is {score}: not modelled here"
+        raise StrettoError(what, hint="what is: softmax, sigmoid")
     one = settings.get("moe-router-topk", 2) == 1
     whole = not one if score == "sigmoid" else "moe-router-pre-softmax" not in settings
     return {"model.moe.score": score, "model.moe.normalise": whole}

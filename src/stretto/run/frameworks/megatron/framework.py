@@ -1,6 +1,6 @@
 """Megatron-LM as a framework that jobs are written for and read from.
 
-Its arguments are those of core_v0.16.1 (`megatron.arguments`). What it computes differs from Stretto where
+Its arguments are those of core_v0.19.0 (`megatron.arguments`). What it computes differs from Stretto where
 notes say so: initial values and the order of samples always do.
 """
 

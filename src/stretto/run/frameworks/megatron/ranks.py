@@ -296,7 +296,7 @@ def sharing(settings: Settings) -> str:
     if "use-torch-fsdp2" in settings:
         return "zero3"
     if "use-megatron-fsdp" in settings:
-        strategy = settings.get("data-parallel-sharding-strategy", "no_shard")
+        strategy = settings.get("data-parallel-sharding-strategy", _STRATEGIES["zero3"])
         return next((mode for mode, theirs in _STRATEGIES.items() if theirs == strategy), "ddp")
     return "zero1" if "use-distributed-optimizer" in settings else "ddp"
 

@@ -29,6 +29,7 @@ _SAME = {
     "mtp_num_layers": (None, "one token is predicted"),
 }
 _SECTIONS = ("data", "batch", "optim", "train")
+TRIED_WITH = "core_v0.16.1"  # the version that has loaded checkpoints written here
 _FILES = ("data.source", "data.tokenizer")
 _TAKEN = (
     *_FILES,

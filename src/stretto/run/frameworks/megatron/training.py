@@ -121,7 +121,10 @@ def _write_optimiser(choices: Choices) -> Settings:
 
 def _read_optimiser(settings: Settings) -> Mapping[str, Any]:
     name = settings.get("optimizer", "adam").removeprefix("dist_")
-    ours = next(ours for ours, theirs in _OPTIMISERS.items() if theirs == name)
+    ours = next((ours for ours, theirs in _OPTIMISERS.items() if theirs == name), None)
+    if ours is None:
+        hint = f"what is: {', '.join(_OPTIMISERS.values())}"
+        raise StrettoError(f"--optimizer is {name}: not modelled here", hint=hint)
     momentum = 0.0 if ours == "adamw" else settings.get(f"{ours}-momentum", 0.9)
     return {
         "optim.name": ours,
