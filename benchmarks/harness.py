@@ -146,8 +146,16 @@ def where() -> str:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False
     ).stdout.strip()
-    machine = f"{os.cpu_count()} cores {platform.machine()}"
+    machine = f"{os.cpu_count()} cores {_processor()}"
     return f"{date.today()}, {machine}, torch {torch.__version__}, commit {commit}"
+
+
+def _processor() -> str:
+    """The processor's model as the kernel names it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
 
 
 def arguments(description: str | None, rounds: int = 15, **defaults: int | str) -> argparse.Namespace:

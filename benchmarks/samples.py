@@ -3,14 +3,16 @@ beside one on random tokens that are in memory.
 
 Samples: batches of 32 samples of 4,096 tokens from token folders that the script writes. Steps: training's
 own step of the small GPT of the step benchmarks in one process, forward to update, samples taken as the run
-takes them, with and without a thread that reads ahead.
+takes them, with and without a thread that reads ahead. The ratio of such steps is known no better than their
+times, which vary by some percent; how long a step waits for its samples is measured by itself.
 
-    python benchmarks/samples.py [--rounds 15] [--tokens 50000000]
+    python benchmarks/samples.py [--rounds 60] [--tokens 50000000]
 """
 
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
@@ -55,17 +57,27 @@ def reader(samples: TrainingSamples) -> Step:
     return step
 
 
-def trainer(samples: SampleSource) -> Step:
-    """Train on the next global batch."""
-    replica = small_gpt.replica(small_gpt.config())
-    training = TrainingStep(replica, Rate.of(replica.job.optimiser, 1000))
-    steps = count()
+class Trainer:
+    """Trains on the next global batch, and counts the seconds of its steps and those spent on samples."""
 
-    def step() -> None:
-        at = next(steps)
-        training.run(samples, step=at, seen=at * replica.job.global_batch)
+    def __init__(self, samples: SampleSource) -> None:
+        replica = small_gpt.replica(small_gpt.config())
+        self._training = TrainingStep(replica, Rate.of(replica.job.optimiser, 1000))
+        self._size = replica.job.global_batch
+        self._samples, self._steps = samples, count()
+        self.seconds = self.waited = 0.0
 
-    return step
+    def __call__(self) -> None:
+        at, started = next(self._steps), time.perf_counter()
+        self._training.run(self, step=at, seen=at * self._size)
+        self.seconds += time.perf_counter() - started
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """The samples, and how long they took."""
+        started = time.perf_counter()
+        batch = self._samples.batch(indices)
+        self.waited += time.perf_counter() - started
+        return batch
 
 
 class InMemory:
@@ -83,7 +95,7 @@ class InMemory:
 
 
 def main() -> None:
-    args = arguments(__doc__, rounds=15, tokens=50_000_000)
+    args = arguments(__doc__, rounds=60, tokens=50_000_000)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         sources = {part: folder(Path(name, part), args.tokens // 3, seed) for seed, part in enumerate("abc")}
@@ -97,18 +109,21 @@ def main() -> None:
             "mixture of three": reader(training_samples(mixture, config)),
         }
         title = f"batches of {BATCH} samples of {SEQUENCE} tokens"
-        timings = race(contestants, "one source", rounds=20 * args.rounds, warmup=20)
+        timings = race(contestants, "one source", rounds=5 * args.rounds, warmup=20)
         report(title, timings, "one source", args.out)
 
         size, length = small_gpt.MICROBATCHES * small_gpt.SAMPLES, small_gpt.SEQUENCE
         windows: Callable[[], Samples] = lambda: Samples(sources["a"], "train", length)  # noqa: E731
         steps = {
-            "random tokens in memory": trainer(InMemory(windows(), 2 * size)),
-            "read ahead": trainer(ReadAhead(windows(), size)),
-            "read in the step": trainer(windows()),
+            "random tokens in memory": Trainer(InMemory(windows(), 2 * size)),
+            "read ahead": Trainer(ReadAhead(windows(), size)),
+            "read in the step": Trainer(windows()),
         }
         timings = race(steps, "random tokens in memory", rounds=args.rounds)
         report("training steps of the small GPT", timings, "random tokens in memory", args.out)
+        print("\n| steps | of a step spent on its samples |\n|---|---|")
+        for name, trainer in steps.items():
+            print(f"| {name} | {trainer.waited / trainer.seconds:.3%} |")
 
 
 if __name__ == "__main__":

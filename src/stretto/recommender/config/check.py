@@ -153,7 +153,7 @@ def _held_out(config: RecommenderConfig) -> Iterator[Problem]:
 
 
 def _sources(config: RecommenderConfig) -> Iterator[Problem]:
-    yield from missing_sources(config.data.sources, SYNTHETIC)
+    yield from missing_sources(config.data.sources, (SYNTHETIC,))
 
 
 def _table_folder(config: RecommenderConfig) -> Iterator[Problem]:

@@ -21,6 +21,8 @@ from stretto.run.config.run_checks import (
 )
 from stretto.run.config.schema import TrainConfig
 from stretto.run.config.sources import (
+    PYTHON_STDLIB,
+    SAMPLE,
     is_click_folder,
     megatron_prefix,
     missing_half,
@@ -30,8 +32,6 @@ from stretto.run.config.sources import (
 from stretto.spec.optimiser import optimiser_problems
 from stretto.spec.parameters import parameter_shapes
 from stretto.spec.rules import problems
-
-PYTHON_STDLIB = "python-stdlib"
 
 
 def check(config: TrainConfig, *, world: int | None = None, devices: int | None = None) -> None:
@@ -182,7 +182,7 @@ def _weights(field: str, weights: Mapping[str, float]) -> Iterator[Problem]:
 
 
 def _source(config: TrainConfig) -> Iterator[Problem]:
-    yield from missing_sources(config.data.sources, PYTHON_STDLIB)
+    yield from missing_sources(config.data.sources, (PYTHON_STDLIB, SAMPLE))
     for name in config.data.sources:
         if is_click_folder(Path(name).expanduser()):
             rule = "it is a click folder, which is the data of a recommender"

@@ -58,16 +58,18 @@ def writable(field: str, value: str, folder: Path) -> Iterator[Problem]:
         yield Problem(field, value, f"{existing} cannot be written to", "name another folder")
 
 
-def missing_sources(sources: Sequence[str], builtin: str) -> Iterator[Problem]:
-    """Sources of `data.source` that do not exist; `builtin` is a source that every machine has."""
+def missing_sources(sources: Sequence[str], builtin: Sequence[str]) -> Iterator[Problem]:
+    """Sources of `data.source` that do not exist; `builtin` are those that every machine has."""
     if not sources:
-        yield Problem("data.source", "[]", "it must name something", f"{builtin} is on every machine")
+        yield Problem("data.source", "[]", "it must name something", f"{builtin[0]} is on every machine")
     for name in sources:
         path = Path(name).expanduser()
-        if name == builtin or path.exists() or megatron_prefix(name) is not None:
+        if name in builtin or path.exists() or megatron_prefix(name) is not None:
             continue
         if not glob.has_magic(name):
-            yield Problem("data.source", name, "there is no such file or folder", beside(path))
+            near = nearest(name, builtin)
+            fix = f"did you mean {near}?" if near else beside(path)
+            yield Problem("data.source", name, "there is no such file or folder", fix)
         elif not any(True for _ in glob.iglob(str(path), recursive=True)):
             yield Problem("data.source", name, "the pattern matches no file", "check the folder before it")
 

@@ -51,7 +51,8 @@ class DataConfig(Section):
         default="python-stdlib",
         description="`python-stdlib` (the source of Python's own library), a text, JSONL or Parquet file, a "
         "folder of them, a glob, or a list of these; or tokens, which are read as they lie: a token folder "
-        "that `stretto data build` wrote, a Megatron dataset by its `PREFIX`, or a list of these; or a "
+        "that `stretto data build` wrote, `stretto-sample` (a small one that comes with the package), a "
+        "Megatron dataset by its `PREFIX`, or a list of these; or a "
         "mixture of any of these by weights, as `{web/: 0.7, code/: 0.3}`.",
     )
     phases: list[MixturePhase] = Field(

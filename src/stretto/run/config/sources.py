@@ -8,6 +8,10 @@ from pathlib import Path
 from stretto.errors import StrettoError
 from stretto.run.config.schema import DataConfig
 
+PYTHON_STDLIB = "python-stdlib"
+SAMPLE = "stretto-sample"
+SAMPLE_FOLDER = Path(__file__).parents[1] / "data" / "sample"  # shipped with the package
+
 INDEX, TOKENS = "index.json", "tokens.bin"  # of a token folder
 LABELS = "labels.bin"  # of a click folder, which has an index too
 BIN, IDX = ".bin", ".idx"
@@ -48,6 +52,16 @@ def _models(folder: Path) -> list[Path]:
 def is_token_folder(path: Path) -> bool:
     """Whether `path` holds the files of a token folder, complete or not."""
     return (path / INDEX).is_file() and (path / TOKENS).exists()
+
+
+def token_folder(name: str) -> Path | None:
+    """The token folder that `name` refers to, complete or not; `SAMPLE` is the one in the package, unless a
+    file or folder has this name. None where it refers to something else.
+    """
+    path = Path(name).expanduser()
+    if name == SAMPLE and not path.exists():
+        return SAMPLE_FOLDER
+    return path if is_token_folder(path) else None
 
 
 def is_click_folder(path: Path) -> bool:
@@ -91,7 +105,7 @@ def vocabulary_is_known(data: DataConfig) -> bool:
 
 
 def _is_tokens(name: str) -> bool:
-    return megatron_prefix(name) is not None or is_token_folder(Path(name).expanduser())
+    return megatron_prefix(name) is not None or token_folder(name) is not None
 
 
 def _half_there(prefix: Path) -> bool:

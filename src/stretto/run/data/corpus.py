@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stretto.errors import StrettoError, nearest
-from stretto.run.config.sources import is_click_folder, is_token_folder, megatron_prefix
+from stretto.run.config.sources import PYTHON_STDLIB, is_click_folder, megatron_prefix, token_folder
 from stretto.run.data.readers import EncodingError, Piece, read_documents, unreadable
 
-PYTHON_STDLIB = "python-stdlib"
 Source = str | os.PathLike[str]
 
 # Installed packages are not the standard library; its tests are left out because many distributions do not
@@ -167,7 +166,7 @@ def _check_text(source: str, path: Path) -> None:
             f"{source}: a click folder, which is the data of a recommender",
             hint="name text, or train a recommender on it",
         )
-    if is_token_folder(path) or megatron_prefix(source) is not None:
+    if token_folder(source) is not None or megatron_prefix(source) is not None:
         raise StrettoError(
             f"{source}: tokens already, not text", hint="name it as data.source of a config as it is"
         )

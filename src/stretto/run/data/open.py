@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from stretto.run.config.schema import DataConfig
-from stretto.run.config.sources import holds_tokens, megatron_prefix
+from stretto.run.config.sources import holds_tokens, megatron_prefix, token_folder
 from stretto.run.data.build import Report, build, shared_tokenizer
 from stretto.run.data.joined import JoinedSource
 from stretto.run.data.megatron import MegatronDataset, Vocabulary
@@ -82,4 +82,4 @@ def open_tokens(
     """
     if (prefix := megatron_prefix(name)) is not None:
         return MegatronDataset(prefix, Vocabulary.of(prefix, tokenizer, vocab))
-    return TokenFolder(Path(name).expanduser())
+    return TokenFolder(token_folder(name) or Path(name).expanduser())
