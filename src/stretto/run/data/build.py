@@ -5,10 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from stretto.errors import StrettoError
 from stretto.run.config.sources import megatron_prefix
@@ -16,7 +20,7 @@ from stretto.run.data.chat import Conversations
 from stretto.run.data.conversation import TrainOn
 from stretto.run.data.corpus import Corpus, Source, find_corpus
 from stretto.run.data.megatron import MegatronDataset, MegatronWriter, Vocabulary
-from stretto.run.data.readers import whole_documents
+from stretto.run.data.readers import Piece, whole_documents
 from stretto.run.data.token_folder import (
     FILES,
     VERSION,
@@ -237,17 +241,32 @@ def _train(corpus: Corpus, vocab: int, report: Report) -> Tokenizer:
     return Tokenizer.train(corpus.sample(TRAINING_CHARACTERS), vocab)
 
 
+def _encoded(
+    pieces: Iterable[Piece], tokenizer: Tokenizer
+) -> Iterator[tuple[list[Piece], list[NDArray[np.uint32]]]]:
+    """Pieces in batches, and the ids of each. While the library encodes a batch, the next is read, and the
+    one before it is with the caller.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="encode") as thread:
+        batch = list[Piece]()
+        coming: Future[list[NDArray[np.uint32]]] = thread.submit(list)
+        for following in in_batches(pieces, lambda piece: len(piece.text)):
+            later = thread.submit(tokenizer.encode_batch, [piece.text for piece in following])
+            yield batch, coming.result()
+            batch, coming = following, later
+        yield batch, coming.result()
+
+
 def _encode(
     corpus: Corpus, tokenizer: Tokenizer, writer: TokenWriter | MegatronWriter, report: Report
 ) -> None:
     """Encode all documents into `writer`."""
     characters = 0
     pieces = corpus.pieces() if tokenizer.cut_at_lines else whole_documents(corpus.pieces())
-    for batch in in_batches(pieces, lambda piece: len(piece.text)):
-        texts = [piece.text for piece in batch]
-        for piece, ids in zip(batch, tokenizer.encode_batch(texts), strict=True):
+    for batch, encoded in _encoded(pieces, tokenizer):
+        for piece, ids in zip(batch, encoded, strict=True):
             writer.add(ids, piece.ends)
-        characters += sum(map(len, texts))
+        characters += sum(len(piece.text) for piece in batch)
         report(
             Progress(
                 stage="encode",

@@ -311,9 +311,10 @@ class MegatronWriter:
     ) -> None:
         self._stack.close()
 
-    def add(self, ids: Sequence[int], ends: bool) -> None:
+    def add(self, ids: Sequence[int] | NDArray[np.integer], ends: bool) -> None:
         """Append ids to the current document; `ends` closes it with the end of text."""
-        data = np.asarray([*ids, self._tokenizer.endoftext] if ends else ids, dtype=self._dtype)
+        data = np.append(ids, self._tokenizer.endoftext) if ends else np.asarray(ids)
+        data = data.astype(self._dtype)
         self._bin.write(data.tobytes())
         self.tokens += len(data)
         self._length += len(data)
