@@ -1,21 +1,24 @@
 """Models of SentencePiece (Kudo & Richardson 2018) as objects of the `tokenizers` library.
 
 The `.model` is a protocol buffer of the message `ModelProto` in SentencePiece's `sentencepiece_model.proto`;
-only the fields named here are read. Models whose ids the library would not reproduce are refused.
+only the fields named here are read. Models whose ids the library would not reproduce are refused. Two
+differences remain: of two cuts into unigrams with the same score either may be chosen, and a text that is
+nothing but a user-defined symbol lacks the space that a BPE with `add_dummy_prefix` puts before it.
 """
 
 from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import tokenizers
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from stretto.errors import StrettoError
+from stretto.run.data.charsmap import rewriting, rules_of, unequal
 
 SPACE = "▁"  # U+2581, which stands for a space
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
@@ -52,6 +55,11 @@ class _Model:
     """Whether spaces at the ends and repeated ones are removed."""
     escape: bool = True
 
+    @property
+    def symbols(self) -> list[str]:
+        """What is always a token where text spells it."""
+        return [piece.text for piece in self.pieces if piece.kind == _USER]
+
 
 def is_sentencepiece(data: bytes) -> bool:
     """Whether data begins as a model does: with a piece that has a text."""
@@ -70,15 +78,16 @@ def read_sentencepiece(path: Path, data: bytes) -> tokenizers.Tokenizer:
     """
     try:
         model = _parse(data)
+        rules = rules_of(model.charsmap) if model.charsmap else {}
     except (ValueError, struct.error, UnicodeDecodeError) as error:
         raise StrettoError(
             f"tokenizer {path}: damaged SentencePiece model ({error})", hint="copy it again"
         ) from None
-    if why := _different(model):
+    if why := _different(model, rules):
         raise StrettoError(f"tokenizer {path}: a SentencePiece model {why}", hint=_INSTEAD)
     inner = tokenizers.Tokenizer(_unigram(model) if model.kind == _UNIGRAM else _bpe(model))
-    inner.normalizer = normalizers.Sequence(_normalizers(model))
-    if not any(re.search(f"[^{SPACE}]{SPACE}", p.text) for p in model.pieces if p.kind == _NORMAL):
+    inner.normalizer = normalizers.Sequence(_normalizers(model, rules))
+    if not any(re.search(f"[^{SPACE}]{SPACE}", p.text) for p in model.pieces if p.kind in (_NORMAL, _USER)):
         # nothing is merged across the beginning of a word, and words are looked up once
         inner.pre_tokenizer = pre_tokenizers.Split(Regex(f"{SPACE}*[^{SPACE}]+|{SPACE}+"), "isolated")
     strip = [decoders.Strip(" ", 1, 0)] if model.prefix or model.trim else []
@@ -86,21 +95,23 @@ def read_sentencepiece(path: Path, data: bytes) -> tokenizers.Tokenizer:
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     inner.add_special_tokens([p.text for p in model.pieces if p.kind in (_CONTROL, _UNKNOWN)])
+    if model.kind == _BPE:  # cut out before anything is merged; of unigrams the score decides
+        inner.add_tokens([AddedToken(text, normalized=True, special=False) for text in model.symbols])
     return inner
 
 
-def _different(model: _Model) -> str | None:
+def _different(model: _Model, rules: Mapping[str, str]) -> str | None:
     """Why the library would give other ids; None where it gives the same."""
     if model.kind not in (_UNIGRAM, _BPE):
         return f"of kind {_KINDS.get(model.kind, model.kind)}; BPE and UNIGRAM are read"
-    kinds = {piece.kind for piece in model.pieces}
-    for kind, name in ((_USER, "user-defined symbols"), (_UNUSED, "unused pieces")):
-        if kind in kinds:
-            first = next(piece.text for piece in model.pieces if piece.kind == kind)
-            return f"with {name} ({first!r}), which are cut out of text in a way of their own"
-    if model.charsmap:
-        # the library applies the rules to what a reader sees as a letter, and loses accents that follow one
-        return "that rewrites text by a table of its own (normalization_rule_name other than identity)"
+    if (unused := next((p.text for p in model.pieces if p.kind == _UNUSED), None)) is not None:
+        return f"with unused pieces ({unused!r}), which are cut out of text in a way of their own"
+    if (rule := unequal(rules)) is not None:
+        return f"that rewrites text by rules of its own, such as {rule!r} (normalization_rule_name)"
+    rewritten = normalizers.Sequence(rewriting(model.charsmap, rules) if rules else [])
+    for symbol in model.symbols:
+        if " " in symbol or rewritten.normalize_str(symbol) != symbol:
+            return f"with the user-defined symbol {symbol!r}, which its own rules would rewrite"
     if model.suffix:
         return "with treat_whitespace_as_suffix"
     if not model.escape:
@@ -110,28 +121,46 @@ def _different(model: _Model) -> str | None:
     if not any(piece.kind == _UNKNOWN for piece in model.pieces):
         return "without an unknown piece"
     normal = {piece.text for piece in model.pieces if piece.kind == _NORMAL}
-    others = {letter for piece in model.pieces if piece.kind != _NORMAL for letter in piece.text} - normal
+    others = {
+        letter for piece in model.pieces if piece.kind not in (_NORMAL, _USER) for letter in piece.text
+    } - normal
     if model.kind == _UNIGRAM and others:
         return f"of kind UNIGRAM without the character {min(others)!r}, which special pieces are spelt with"
     return None
 
 
-def _normalizers(model: _Model) -> list[normalizers.Normalizer]:
-    steps = list[normalizers.Normalizer]()
+def _normalizers(model: _Model, rules: Mapping[str, str]) -> list[normalizers.Normalizer]:
+    steps = rewriting(model.charsmap, rules, model.symbols) if rules else []
+    prefix = [normalizers.Prepend(SPACE)] if model.prefix else []
     if model.trim:
         steps.append(normalizers.Replace(Regex(r"\A +"), ""))
         steps.append(normalizers.Replace(Regex(" {2,}"), " "))
-    if model.prefix:
-        steps.append(normalizers.Prepend(SPACE))
+        steps += prefix
+    else:  # before text of which the rules leave nothing, too
+        steps = [*prefix, *steps]
     steps.append(normalizers.Replace(" ", SPACE))
     if model.trim:
         steps.append(normalizers.Replace(Regex(rf"{SPACE}+\z"), ""))
+    if model.prefix and model.kind == _BPE and model.symbols:
+        # the library looks for symbols as the steps leave them: without the prefix
+        alone = "|".join(map(re.escape, model.symbols))
+        steps.append(normalizers.Replace(Regex(rf"\A{SPACE}(?=(?:{alone})\z)"), ""))
     return steps
 
 
 def _unigram(model: _Model) -> models.Unigram:
-    lowest = min((p.score for p in model.pieces if p.kind == _NORMAL), default=0.0)
-    vocab = [(p.text, p.score if p.kind == _NORMAL else lowest - _NEVER) for p in model.pieces]
+    scores = [p.score for p in model.pieces if p.kind == _NORMAL] or [0.0]
+    vocab = [
+        (
+            p.text,
+            p.score
+            if p.kind == _NORMAL
+            else len(p.text.encode()) * max(scores) - 0.1  # SentencePiece's own score
+            if p.kind == _USER
+            else min(scores) - _NEVER,
+        )
+        for p in model.pieces
+    ]
     unknown = next(i for i, p in enumerate(model.pieces) if p.kind == _UNKNOWN)
     return models.Unigram(vocab, unknown, model.byte_fallback)
 

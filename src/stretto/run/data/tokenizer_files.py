@@ -129,6 +129,13 @@ def _read(files: Sequence[Path]) -> tokenizers.Tokenizer:
         return _from_json(files[0], data)
     if is_sentencepiece(data):
         return read_sentencepiece(files[0], data)
+    if {b"[UNK]", b"[CLS]", b"[SEP]"} <= {line.strip() for line in data[: 1 << 20].splitlines()}:
+        raise StrettoError(
+            f"tokenizer {files[0]}: the vocabulary of a WordPiece (BERT's), which does not say how text is"
+            " cleaned and whether it is lower-cased",
+            hint=f"write its tokenizer.json: BertTokenizerFast({str(files[0])!r}, do_lower_case=...)"
+            ".save_pretrained(DIR)",
+        )
     return _from_ranks(files[0], data)
 
 
