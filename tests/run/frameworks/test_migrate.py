@@ -323,7 +323,8 @@ def test_the_text_is_the_config_with_what_is_said_beside_it() -> None:
         ),
         ("--valid-data-path v", "valid-data-path", "what data.split holds out of data.source"),
         ("--moe-router-topk 3", "moe-router-topk", "by itself it has no field"),
-        ("--deepspeed_config ds.json", "deepspeed_config", "its JSON is not read"),
+        ("--deepspeed_config gone.json", "deepspeed_config", "cannot read gone.json"),
+        ("--deepspeed_config $DS", "deepspeed_config", "nothing tells which file"),
         ("--grpo-iterations 3", "grpo-iterations", "it is for other programs"),
         ("--swiglo", "swiglo", "has no --swiglo (did you mean --swiglu?)"),
         ("--zero-stage 5", "zero-stage", "has no --zero-stage"),
@@ -367,6 +368,54 @@ def test_arguments_of_megatron_deepspeed_are_read_as_megatrons() -> None:
     config = config_of(made)
     assert (config.dp.mode, config.recompute.mode, config.model.kv_heads) == ("zero3", "full", 2)
     assert made.needless["read as --group-query-attention --num-query-groups 2"] == ["num-key-value-heads"]
+
+
+JSON: dict[str, Any] = {
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "gradient_clipping": 0.5,
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 30}},
+}
+
+
+def test_the_json_of_deepspeed_is_read_beside_the_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(JSON))
+    made = arguments_of(f"--deepspeed --deepspeed_config {path}")
+    config = config_of(made)
+    assert made.lost == {}
+    assert {name.partition(" ")[2] for name in made.differs} == {"optim.rate.schedule", "optim.rate.warmup"}
+    assert (config.dp.mode, config.dp.offload, config.train.dtype) == ("zero2", "cpu", "bfloat16")
+    assert (config.optim.clip, config.optim.rate.schedule, config.optim.rate.warmup) == (0.5, "constant", 30)
+
+
+def test_what_the_json_contradicts_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    more = {"optimizer": {"type": "Adam", "params": {"lr": 1}}, "zero_quantized_weights": False}
+    path.write_text(json.dumps({**JSON, **more, "train_batch_size": 16}))
+    made = arguments_of(f"--zero-stage 1 --fp16 --deepspeed_config={path}")
+    config = config_of(made)
+    assert (config.dp.mode, config.train.dtype, config.batch.global_size) == ("zero2", "bfloat16", 16)
+    assert config.optim.lr == 1e-3
+    names = {name.partition(" ")[2] for name in made.differs}
+    assert {"dp.mode", "train.dtype", "batch.global_size", "optimizer"} <= names
+    path.write_text('{"train_batch_size": 8}')
+    assert arguments_of(f"--deepspeed_config {path}").differs == {}  # the microbatch is the arguments'
+    assert "it is zero2 in" in made.differs["deepspeed_config dp.mode"]
+    path.write_text(json.dumps({**JSON, "curriculum_learning": {"enabled": True}}))
+    assert "deepspeed_config curriculum_learning.enabled" in arguments_of(f"--deepspeed_config {path}").lost
+
+
+def test_a_json_that_the_script_writes_itself_is_read() -> None:
+    written = json.dumps({**JSON, "train_batch_size": "BATCH"}).replace('"BATCH"', "$BATCH")
+    arguments = f"{SIZES} {RUN} {NONE} --deepspeed_config ${{DS}}".replace("--global-batch-size 8", "")
+    script = f"BATCH=8\nDS=./ds.json\ncat <<EOT > $DS\n{written}\nEOT\n"
+    made = moved(f"{script}deepspeed --num_gpus 8 pretrain_gpt.py {arguments} --global-batch-size $BATCH")
+    assert (made.lost, config_of(made).dp.mode) == ({}, "zero2")
+    made = moved(f"DS=ds.json\ncat <<EOT > $DS\n{written}\nEOT\ndeepspeed --num_gpus 8 p.py {arguments}")
+    assert "nothing tells what BATCH is in ds.json" in made.lost["deepspeed_config"]
 
 
 def test_every_argument_has_a_fate() -> None:

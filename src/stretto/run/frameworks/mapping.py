@@ -7,7 +7,7 @@ for is refused by name where it would change the job (`only`), and listed where 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -59,6 +59,32 @@ class Former:
     """
 
     instead: str
+
+
+@dataclass(frozen=True)
+class NamedFile:
+    """A setting that names a file of another framework's.
+
+    Attributes:
+        text: of the file, where the script writes it itself; None: it is to be read.
+    """
+
+    path: str
+    text: str | None = None
+
+
+@dataclass(kw_only=True)
+class Beside:
+    """What such a file says beside the settings.
+
+    Attributes:
+        fields: choices, which win.
+        lost, differs: as those of a `Migration`, by the setting.
+    """
+
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+    lost: dict[str, str] = field(default_factory=dict[str, str])
+    differs: dict[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +149,8 @@ class Framework:
         lost: why a setting that no rule reads, with that value, has no counterpart here; None: it needs none.
         usual: whether a value is what the framework takes where the setting is left out.
         differs: settings that rules read, and in what a run here is not as they say.
+        files: settings that name files of other frameworks, and how these are read: of the file, the values
+            of all choices, and those that settings name.
     """
 
     name: str
@@ -142,6 +170,9 @@ class Framework:
     lost: Callable[[str, Any], str | None] | None = None
     usual: Callable[[str, Any], bool] | None = None
     differs: Callable[[Settings], Iterable[tuple[str, str]]] = lambda _: ()
+    files: Mapping[str, Callable[[NamedFile, Settings, Collection[str]], Beside]] = field(
+        default_factory=dict[str, Callable[[NamedFile, Settings, Collection[str]], Beside]]
+    )
 
     @property
     def assumptions(self) -> Assumptions:
@@ -152,6 +183,10 @@ class Framework:
         """How its software executes a job of settings that were read."""
         name = self.software if self.software_read is None else self.software_read(settings)
         return Assumptions(software=software_profile(name), overlap=self.overlaps(settings))
+
+    def why_unread(self, setting: str) -> str | None:
+        """Why a setting is refused when it is read; None: it is not."""
+        return _matching(self.unread, setting)
 
     @property
     def settings(self) -> dict[str, Rule]:
@@ -430,9 +465,12 @@ def read(
     for name, value in parsed.items():
         if isinstance(value, Unread) and value.matters:
             raise value.error
+        if isinstance(value, NamedFile):
+            hint = "`stretto migrate` reads it; predict takes the config that this makes"
+            raise StrettoError(f"{source}: --{name} {value.path} is a file that is not priced", hint=hint)
         if name in known or name.startswith("$") or isinstance(value, Former):
             continue
-        if (why := _matching(framework.unread, name)) is not None:
+        if (why := framework.why_unread(name)) is not None:
             raise StrettoError(f"{source}: {name} is {shown(value)}: {why}", hint=f"leave {name} out")
         why = _matching(framework.unpriced, name)
         if why is None:

@@ -19,7 +19,7 @@ from stretto.run.config.section import find
 from stretto.run.config.source import CoreDumper
 from stretto.run.config.written import model_section
 from stretto.run.frameworks.choices import RUN_DEFAULTS, job_from
-from stretto.run.frameworks.mapping import Former, Framework, Settings, Start, Unread
+from stretto.run.frameworks.mapping import Former, Framework, NamedFile, Settings, Start, Unread
 from stretto.spec.initial import Initial
 from stretto.spec.rules import problems
 
@@ -94,8 +94,19 @@ def migrate(
             made.needless.setdefault(f"read as {value.instead}", []).append(setting)
         elif isinstance(value, Unread):
             made.lost[setting] = f"{value.error.message.removeprefix(f'{source}: ')}{_hint(value.error)}"
-    settings = {key: value for key, value in parsed.items() if not isinstance(value, Former | Unread)}
+    other = Former | Unread | NamedFile
+    settings = {key: value for key, value in parsed.items() if not isinstance(value, other)}
     values = _read(framework, settings, made)
+    for setting, value in parsed.items():
+        if isinstance(value, NamedFile):
+            beside = framework.files[setting](
+                value, values, {name for one in made.mapped for name in one.fields}
+            )
+            values |= beside.fields
+            made.lost |= beside.lost
+            made.differs |= beside.differs
+            if beside.fields:
+                made.mapped.append(Mapped(settings={setting: value.path}, fields=beside.fields))
     for setting, value in settings.items():
         if setting not in framework.settings:
             _without_rule(framework, setting, value, made)

@@ -27,10 +27,17 @@ Value = str | list[str]
 
 @dataclass(frozen=True)
 class Command:
-    """The words of a command, expanded, and the line it begins on."""
+    """The words of a command, expanded, and the line it begins on.
+
+    Attributes:
+        to: the file that `cat` writes a document to, as in `cat <<EOF > FILE`.
+        document: its text, expanded.
+    """
 
     words: tuple[str, ...]
     line: int
+    to: str | None = None
+    document: str | None = None
 
 
 def unknown_in(word: str) -> str | None:
@@ -253,20 +260,35 @@ class _Run:
         expanded = self._expanded(plain, line)
         inside = self._inside(expanded, document, line)
         if inside is None:
-            yield Command(tuple(expanded), line)
+            to = None if document is None or expanded != ["cat"] else self._written_to(rest, line)
+            text = None if document is None else self._text(document, line)
+            yield Command(tuple(expanded), line, to, text)
             return
         outer = () if document is not None and expanded[0] == "cat" else tuple(expanded)
         for statement in statements(inside, self.source):
             for command in self.step(statement):
                 yield Command((*outer, *command.words), line)
 
+    def _text(self, document: Document, line: int) -> str:
+        """The lines of a document, with the variables that it puts in."""
+        if document.plain:
+            return document.text
+        value, _ = self._double(document.text.replace('"', '\\"') + '"', 0, line)
+        return " ".join(value) if isinstance(value, list) else value
+
+    def _written_to(self, words: Sequence[str | list[str]], line: int) -> str | None:
+        """The file that the output of a command goes to."""
+        plain = [word for word in words if isinstance(word, str)]
+        for at, word in enumerate(plain):
+            if word.startswith(">") and not word.startswith(">&"):
+                name = word.lstrip(">") or "".join(plain[at + 1 : at + 2])
+                return "".join(self._fields(name, line, split=False)) or None
+        return None
+
     def _inside(self, words: list[str], document: Document | None, line: int) -> str | None:
         """The commands that a command is given as a text (`bash -c TEXT`) or as a document."""
         if document is not None:
-            text = document.text
-            if not document.plain:
-                value, _ = self._double(text.replace('"', '\\"') + '"', 0, line)
-                text = " ".join(value) if isinstance(value, list) else value
+            text = self._text(document, line)
             holds = re.search(r"\bpretrain\w*\.py\b|\btorchrun\b", text) is not None
             return text if holds or any(word in _SHELLS for word in words) else None
         shell = next((at for at, word in enumerate(words) if word in _SHELLS), None)

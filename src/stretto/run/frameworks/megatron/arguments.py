@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 from stretto.errors import StrettoError, nearest
-from stretto.run.frameworks.mapping import Former, Unread
+from stretto.run.frameworks.mapping import Former, NamedFile, Unread
 from stretto.run.frameworks.shell import unknown_in
 
 VERSION = "core_v0.19.0"
@@ -118,6 +118,12 @@ def read_arguments(words: Sequence[str], source: str, priced: Mapping[str, objec
         if (instead := _former(name, values)) is not None:
             settings |= read_arguments(instead.split(), source, priced)
             settings[name] = Former(instead or "nothing: it is Stretto's own way")
+        elif name.replace("-", "_") == _FILE and values:
+            missing = unknown_in(values[0])
+            unread = StrettoError(
+                f"{source}: nothing tells which file --{name} names", hint=_say(missing or "")
+            )
+            settings[_FILE] = NamedFile(values[0]) if missing is None else Unread(unread, matters=True)
         elif one is None:
             settings[name] = Unread(_unknown(name, values, source), matters=not name.startswith("$"))
         else:
@@ -187,6 +193,7 @@ def _awaits(name: str, values: Sequence[str]) -> bool:
 
 # what earlier versions and Megatron-DeepSpeed call otherwise, with {} for the value; where that is empty,
 # nothing here depends on it
+_FILE = "deepspeed_config"
 _RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy"
 _FORMER = {
@@ -208,7 +215,6 @@ _FORMER = {
 # the same, where only a person can tell
 _HINTS = {
     "activations-checkpoint-method": f"such as {_RECOMPUTED}",
-    "deepspeed_config": "its JSON is not read: --zero-stage, --bf16 and --fp16 say what depends on it",
     "train-tokens": "--train-samples, tokens divided by --seq-length",
     "lr-decay-tokens": "--lr-decay-samples, tokens divided by --seq-length",
     "lr-warmup-tokens": "--lr-warmup-samples, tokens divided by --seq-length",

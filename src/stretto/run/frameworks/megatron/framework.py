@@ -13,6 +13,7 @@ from typing import Any
 
 from stretto.run.frameworks.choices import PRICED
 from stretto.run.frameworks.mapping import Framework, Rule, Settings, Start
+from stretto.run.frameworks.megatron import deepspeed
 from stretto.run.frameworks.megatron.arguments import VERSION, is_usual, lost, needless, unpriced, unread
 from stretto.run.frameworks.megatron.model import MODEL, positions_of
 from stretto.run.frameworks.megatron.ranks import RANKS
@@ -170,4 +171,5 @@ MEGATRON = Framework(
     lost=lost,
     usual=is_usual,
     differs=differs,
+    files={deepspeed.NAME: deepspeed.read_json},
 )

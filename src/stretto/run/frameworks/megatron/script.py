@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stretto.errors import StrettoError
-from stretto.run.frameworks.mapping import Open, Settings, Start, Unread
+from stretto.run.frameworks.mapping import NamedFile, Open, Settings, Start, Unread
 from stretto.run.frameworks.megatron.arguments import VERSION, arguments, read_arguments
 from stretto.run.frameworks.shell import Command, batch_variables, commands, parameters
 
@@ -81,6 +81,10 @@ def parse(text: str, source: str, start: Start, priced: Mapping[str, object]) ->
         settings = read_arguments(command.words[script + 1 :], f"{source}:{command.line}", priced)
         slurm = {name: str(value) for name, value in batch_variables(text).items()}
         world = _world(command.words[:script], slurm)
+    written = {command.to: command.document for command in every if command.to is not None}
+    for name, value in settings.items():
+        if isinstance(value, NamedFile) and value.path in written:
+            settings[name] = NamedFile(value.path, written[value.path])
     size = start.devices if world is None or (start.wins and start.devices is not None) else world
     sizes = ("num-layers", "hidden-size", "num-attention-heads")
     wrong = next((value for name in sizes if isinstance(value := settings.get(name), Unread)), None)
