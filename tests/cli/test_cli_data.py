@@ -80,3 +80,19 @@ def test_a_corrupt_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "out" / "tokens.bin").write_bytes(data)
     assert run(["data", "info", f"{tmp_path}/out", "--verify"]) == 2
     assert "corrupt in chunk 0 of 1" in capsys.readouterr().err
+
+
+def test_urls(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_text(TEXT)
+    built = answer(capsys, "build", f"file://{tmp_path}/a.txt", "--out", f"{tmp_path}/out", "--vocab", "300")
+    url = f"file://{tmp_path}/out"
+    assert answer(capsys, "info", url, "--verify") == built | {"path": url, "verified": True}
+    assert run(["data", "show", url, "--tokens", "9"]) == 0
+    assert "«from __fut" in capsys.readouterr().out
+    assert run(["data", "build", "x.txt", "--out", "s3://bucket/tokens"]) == 2
+    error = capsys.readouterr().err
+    assert "--out s3://bucket/tokens: a build is written to a disk" in error
+    assert "aws s3 cp --recursive DIR s3://bucket/tokens" in error
+    assert run(["data", "info", "s3://bucket/tokens"]) == 2
+    assert "pip install 'stretto[s3]'" in capsys.readouterr().err

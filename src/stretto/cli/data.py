@@ -34,11 +34,12 @@ def build(
     sources: Annotated[
         list[str],
         typer.Argument(
-            metavar="SOURCE", help="Text, JSONL or Parquet files, folders, globs, or python-stdlib."
+            metavar="SOURCE",
+            help="Text, JSONL or Parquet files, folders, globs, URLs, or python-stdlib.",
         ),
     ],
     out: Annotated[
-        Path | None,
+        str | None,
         typer.Option(metavar="DIR", help="The folder to write; default: one in the user's cache."),
     ] = None,
     vocab: Annotated[
@@ -82,6 +83,7 @@ def build(
 
     A folder that is there already, from the same files and settings, is kept.
     """
+    from stretto.run.config.sources import is_url
     from stretto.run.data.build import DEFAULT_VOCAB, build_megatron
     from stretto.run.data.build import build as build_folder
 
@@ -103,12 +105,19 @@ def build(
             if out is None
             else "leave out --format, for a token folder",
         )
+    if out is not None and is_url(out):
+        copy = {"s3": "aws s3 cp --recursive", "gs": "gcloud storage cp -r", "hdfs": "hdfs dfs -put"}
+        command = copy.get(out.partition("://")[0], "copy")
+        raise StrettoError(
+            f"--out {out}: a build is written to a disk",
+            hint=f"build with --out DIR, then: {command} DIR {out}",
+        )
     size = DEFAULT_VOCAB if vocab is None else vocab
     with stage_progress(as_json, lambda at: (at.stage, at.characters)) as progress:
         if form == "megatron" and out is not None:
             built = build_megatron(
                 sources,
-                out,
+                Path(out).expanduser(),
                 vocab=size,
                 tokenizer=tokenizer,
                 text_field=text_field,
@@ -133,7 +142,10 @@ def build(
 @app.command(epilog="Example: stretto data info tokens --verify")
 def info(
     path: Annotated[
-        Path, typer.Argument(metavar="DIR|PREFIX", help="A token or click folder, or a Megatron dataset.")
+        str,
+        typer.Argument(
+            metavar="DIR|PREFIX|URL", help="A token or click folder, or a Megatron dataset; tokens at a URL."
+        ),
     ],
     tokenizer: data_show.TokenizerOption = None,
     verify: Annotated[bool, typer.Option("--verify", help="Check every byte of large files too.")] = False,
@@ -142,8 +154,8 @@ def info(
     """Show what a folder or dataset holds, and check that it is complete."""
     from stretto.run.config.sources import is_click_folder
 
-    if is_click_folder(path):
-        _click_info(path, verify, as_json)
+    if is_click_folder(Path(path)):
+        _click_info(Path(path), verify, as_json)
         return
     tokens = data_show.open_any(path, tokenizer)
     if verify:

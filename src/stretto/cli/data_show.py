@@ -53,7 +53,8 @@ class Preview:
 
 def show(
     path: Annotated[
-        Path, typer.Argument(metavar="DIR|PREFIX", help="A token folder, or a Megatron dataset.")
+        str,
+        typer.Argument(metavar="DIR|PREFIX|URL", help="A token folder, or a Megatron dataset."),
     ],
     document: Annotated[
         int, typer.Option("--document", "-d", min=0, metavar="N", help="The first document to show, from 0.")
@@ -85,7 +86,7 @@ def show(
     report({"documents": [asdict(one) for one in previews]}, as_json, text)
 
 
-def open_any(path: Path, tokenizer: Path | None) -> TokenFolder | MegatronDataset:
+def open_any(path: str, tokenizer: Path | None) -> TokenFolder | MegatronDataset:
     """The tokens at a path, whether or not it is known what tokenizer made them.
 
     Raises:
@@ -93,7 +94,7 @@ def open_any(path: Path, tokenizer: Path | None) -> TokenFolder | MegatronDatase
     """
     from stretto.run.data.open import open_tokens
 
-    return open_tokens(str(path), tokenizer, vocab=1 << 32)
+    return open_tokens(path, tokenizer, vocab=1 << 32)
 
 
 def preview(source: TokenSource, tokenizer: Tokenizer, document: int, most: int) -> Preview:

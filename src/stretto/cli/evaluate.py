@@ -115,7 +115,7 @@ def configured(trained: Trained, words: Sequence[str]) -> AnyConfig:
 
 def _request(trained: Trained, split: str | None, data: str | None, limit: int | None) -> Request:
     """What to evaluate of a language model: by default the run's test split, or all of other text."""
-    from stretto.run.data.dataset import ALL, SPLITS, check_split
+    from stretto.run.data.split import ALL, SPLITS, check_split
     from stretto.run.evaluate.job import Request
 
     split = split or ("test" if data is None else ALL)
@@ -127,7 +127,7 @@ def _clicks(trained: Trained, split: str | None, data: str | None, limit: int | 
     """What to evaluate of a recommender: by default the run's held-out split, or all of another log."""
     from stretto.recommender.clicks.samples import SPLITS
     from stretto.recommender.serve.job import Request
-    from stretto.run.data.dataset import check_split
+    from stretto.run.data.split import check_split
 
     if data is not None and (split not in (None, "all") or limit is not None):
         raise StrettoError("--data is read whole: a log has no splits", hint="leave --split and --limit out")

@@ -20,8 +20,9 @@ from stretto.recommender.clicks.batch import ClickBatch
 from stretto.recommender.clicks.counting import popularity, spread
 from stretto.recommender.clicks.folder import ClickFolder
 from stretto.recommender.clicks.index import Feature
-from stretto.recommender.clicks.samples import WINDOW, ClickSamples, positions
+from stretto.recommender.clicks.samples import ClickSamples
 from stretto.recommender.clicks.writer import ClickWriter
+from stretto.run.data.permutation import positions
 
 ROWS = (7, 1000, 50)
 
@@ -228,26 +229,6 @@ def test_ids_without_bound_are_wide(tmp_path: Path):
     assert folder.index.dtype == "int64"
     assert folder.arrays.gather(np.array([1])).ids.ids.tolist() == [2**62]
     assert folder.table_rows() == {"C1": None}
-
-
-@given(st.integers(1, 3000), st.integers(0, 40), st.integers(0, 3), st.integers(0, 2))
-def test_an_epoch_is_a_permutation(size: int, block: int, seed: int, epoch: int):
-    order = positions(np.arange(size), size, seed, epoch, block)
-    assert sorted(order.tolist()) == list(range(size))
-    some = np.array([size - 1, 0, size // 2])
-    assert np.array_equal(positions(some, size, seed, epoch, block), order[some])
-
-
-def test_blocks_move_as_runs():
-    """Within a window of batches only its blocks are read; every sample may come anywhere."""
-    size, block = 100_000, 100
-    order = positions(np.arange(size), size, 0, 0, block)
-    for start in (0, 3 * WINDOW * block):
-        window = order[start : start + WINDOW * block]
-        assert len(np.unique(window // block)) == WINDOW
-        assert len(np.unique(window[:block] // block)) > WINDOW // 3
-    first = [positions(np.arange(1), size, seed, 0, block)[0] for seed in range(300)]
-    assert np.std(first) / size == pytest.approx(1 / 12**0.5, rel=0.1)
 
 
 def test_batches_follow_the_order_and_go_on(tmp_path: Path):

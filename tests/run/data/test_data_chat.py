@@ -21,7 +21,7 @@ from chats import (
 )
 from stretto.engine.models.language import IGNORED
 from stretto.errors import StrettoError
-from stretto.run.config.schema import DataConfig, Packing
+from stretto.run.config.data import DataConfig, Packing
 from stretto.run.data.build import build
 from stretto.run.data.chat_template import ChatTemplate
 from stretto.run.data.dataset import Documents, Samples, samples_of, whole_split_of

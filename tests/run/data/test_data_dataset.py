@@ -9,6 +9,7 @@ from test_data_indexed import make
 from stretto.engine.models.language import IGNORED
 from stretto.errors import StrettoError
 from stretto.run.data.dataset import Samples, WholeSplit
+from stretto.run.data.permutation import Permutation
 from stretto.run.data.token_folder import TokenFolder
 
 
@@ -117,3 +118,19 @@ def test_a_split_without_a_token_to_predict(folder: TokenFolder) -> None:
         WholeSplit(folder, "test", 8, ratio="9,1,0")
     with pytest.raises(StrettoError, match="allowed are train, valid, test, all"):
         WholeSplit(folder, "tset", 8)
+
+
+def test_samples_are_shuffled_within_windows(tmp_path: Path) -> None:
+    source = make(tmp_path, [list(range(1, 200))] * 40)
+    whole = Samples(source, "train", 2, seed=3)
+    near = Samples(source, "train", 2, seed=3, within=1 << 10)
+    assert (whole.block, near.block) == (0, 8)
+    for epoch in range(2):
+        order = near.positions(range(epoch * len(near), (epoch + 1) * len(near)))
+        assert sorted(order.tolist()) == list(range(len(near)))
+        first = order[: 64 * 8]
+        assert len({*(first // 8).tolist()}) == 64, "64 runs of 8 samples, wherever they lie"
+    assert near.positions([5]).tolist() == [int(near.positions(range(10))[5])]
+    assert Samples(source, "train", 2, seed=3).positions(range(9)).tolist() == [
+        int(p) for p in Permutation(len(whole), 3)(range(9))
+    ], "without a window the order is what it was"

@@ -13,13 +13,14 @@ import pytest
 
 from stretto.cli.main import run
 from stretto.errors import StrettoError
-from stretto.run.config.schema import DataConfig
+from stretto.run.config.data import DataConfig
 from stretto.run.config.sources import megatron_prefix
 from stretto.run.data import megatron
 from stretto.run.data.build import build, build_megatron
-from stretto.run.data.dataset import Documents, Samples, split_tokens
+from stretto.run.data.dataset import Documents, Samples
 from stretto.run.data.megatron import MegatronDataset, Vocabulary
 from stretto.run.data.open import open_source
+from stretto.run.data.split import split_tokens
 from stretto.run.data.tokenizer import Tokenizer
 
 CODES = {1: "<B", 2: "<b", 3: "<h", 4: "<i", 5: "<q", 8: "<H"}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stretto.errors import StrettoError
-from stretto.run.config.schema import DataConfig
+from stretto.run.config.data import DataConfig
 from stretto.run.config.sources import holds_tokens
 from stretto.run.data.build import build
 from stretto.run.data.open import open_source

@@ -10,7 +10,7 @@ from test_data_indexed import make
 
 from stretto.engine.models.language import IGNORED
 from stretto.errors import StrettoError
-from stretto.run.config.schema import DataConfig
+from stretto.run.config.data import DataConfig
 from stretto.run.data.dataset import Batch, Samples, WholeSplit, keep_apart, samples_of, whole_split_of
 from stretto.run.data.token_folder import TokenFolder
 

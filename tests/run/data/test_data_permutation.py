@@ -3,10 +3,11 @@ from __future__ import annotations
 import tracemalloc
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.run.data.permutation import Permutation
+from stretto.run.data.permutation import WINDOW, Permutation, positions
 
 
 @given(st.integers(1, 3000), st.integers(), st.integers(0, 1 << 40))
@@ -61,3 +62,23 @@ def test_memory_does_not_grow_with_the_size():
     Permutation(1 << 60, 0)([0, 1, (1 << 60) - 1])
     assert tracemalloc.get_traced_memory()[1] < 100_000
     tracemalloc.stop()
+
+
+@given(st.integers(1, 3000), st.integers(0, 40), st.integers(0, 3), st.integers(0, 2))
+def test_an_epoch_is_a_permutation(size: int, block: int, seed: int, epoch: int):
+    order = positions(np.arange(size), size, seed, epoch, block)
+    assert sorted(order.tolist()) == list(range(size))
+    some = np.array([size - 1, 0, size // 2])
+    assert np.array_equal(positions(some, size, seed, epoch, block), order[some])
+
+
+def test_blocks_move_as_runs():
+    """Within a window of batches only its blocks are read; every sample may come anywhere."""
+    size, block = 100_000, 100
+    order = positions(np.arange(size), size, 0, 0, block)
+    for start in (0, 3 * WINDOW * block):
+        window = order[start : start + WINDOW * block]
+        assert len(np.unique(window // block)) == WINDOW
+        assert len(np.unique(window[:block] // block)) > WINDOW // 3
+    first = [positions(np.arange(1), size, seed, 0, block)[0] for seed in range(300)]
+    assert np.std(first) / size == pytest.approx(1 / 12**0.5, rel=0.1)

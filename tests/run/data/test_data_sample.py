@@ -15,8 +15,8 @@ import pytest
 
 from stretto.errors import StrettoError
 from stretto.run.config.check import find_problems
+from stretto.run.config.data import DataConfig
 from stretto.run.config.load import parse
-from stretto.run.config.schema import DataConfig
 from stretto.run.config.sources import SAMPLE, SAMPLE_FOLDER, holds_tokens, token_folder
 from stretto.run.data.build import build
 from stretto.run.data.open import open_source, open_tokens

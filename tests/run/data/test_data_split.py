@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
-from stretto.run.data.dataset import parse_ratio, split_tokens
+from stretto.run.data.split import parse_ratio, split_tokens
 
 LENGTHS = st.lists(st.integers(1, 1000), min_size=1, max_size=200)
 SHARES = st.tuples(*[st.integers(0, 1000)] * 3).filter(any)

@@ -12,7 +12,8 @@ from stretto.cli.frameworks import NAMES as OFFERED
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.program import schedule
-from stretto.run.config.schema import MixturePhase, TrainConfig
+from stretto.run.config.data import MixturePhase
+from stretto.run.config.schema import TrainConfig
 from stretto.run.config.section import find
 from stretto.run.frameworks.choices import NAMES, RUN_DEFAULTS, Choices, choices_of
 from stretto.run.frameworks.mapping import Framework, settings_of, unmapped

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Literal
 
 import numpy as np
@@ -11,43 +10,7 @@ from numpy.typing import NDArray
 from stretto.errors import StrettoError, nearest
 from stretto.recommender.clicks.batch import ClickBatch
 from stretto.recommender.clicks.folder import ClickFolder
-from stretto.run.data.permutation import Permutation
-
-WINDOW = 64
-"""Blocks that are shuffled together."""
-
-
-def positions(
-    wanted: NDArray[np.int64], size: int, seed: int, epoch: int, block: int = 0
-) -> NDArray[np.int64]:
-    """Which of `size` samples stand at positions `wanted` of an epoch: a permutation of range(size).
-
-    block: samples of a run that is moved as one; 0: none, every sample for itself.
-    """
-    if not block or block * 2 > size:
-        return Permutation(size, seed, epoch)(wanted)
-    places = wanted.copy()
-    span = block * WINDOW
-    windows = wanted // span
-    for window in np.unique(windows).tolist():
-        here = windows == window
-        length = min(span, size - window * span)
-        inside = Permutation(length, _window_seed(seed, window), epoch)
-        places[here] = window * span + inside(wanted[here] - window * span)
-    # the last samples that fill no block stay at the end of the order, within the last window
-    whole = size // block
-    blocks = places // block
-    moved = blocks < whole
-    shuffled = Permutation(whole, seed, epoch)(blocks[moved])
-    places[moved] = shuffled * block + places[moved] % block
-    return places
-
-
-def _window_seed(seed: int, window: int) -> int:
-    """A seed for the order within a window, unlike that of the blocks."""
-    digest = hashlib.blake2b(f"window {window} of {seed}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
-
+from stretto.run.data.permutation import positions
 
 SPLITS = ("train", "valid", "all")
 Held = float | Literal["last-part"]
@@ -75,7 +38,7 @@ class ClickSamples:
         Args:
             held: what `valid` is: a share of the log, always its end, as clicks of tomorrow are to be
                 predicted; or `last-part`, the last file, as Criteo's last day.
-            block: shuffle runs of so many neighbouring samples; 0: every sample for itself (see order.py).
+            block: shuffle runs of so many neighbouring samples; 0: every sample for itself (see `positions`).
 
         Raises:
             StrettoError: no such split, a share outside [0, 1), a split without samples.

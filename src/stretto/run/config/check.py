@@ -24,6 +24,7 @@ from stretto.run.config.sources import (
     PYTHON_STDLIB,
     SAMPLE,
     is_click_folder,
+    is_url,
     megatron_prefix,
     missing_half,
     tokenizer_at,
@@ -184,6 +185,8 @@ def _weights(field: str, weights: Mapping[str, float]) -> Iterator[Problem]:
 def _source(config: TrainConfig) -> Iterator[Problem]:
     yield from missing_sources(config.data.sources, (PYTHON_STDLIB, SAMPLE))
     for name in config.data.sources:
+        if is_url(name):
+            continue
         if is_click_folder(Path(name).expanduser()):
             rule = "it is a click folder, which is the data of a recommender"
             yield Problem("data.source", name, rule, "name text or tokens, or train a recommender on it")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stretto.errors import Problem, StrettoError, nearest
 from stretto.run.config.schema import JobConfig
-from stretto.run.config.sources import megatron_prefix
+from stretto.run.config.sources import is_url, megatron_prefix, protocol_problem
 
 
 def raise_first(problems: Sequence[Problem]) -> None:
@@ -63,6 +63,10 @@ def missing_sources(sources: Sequence[str], builtin: Sequence[str]) -> Iterator[
     if not sources:
         yield Problem("data.source", "[]", "it must name something", f"{builtin[0]} is on every machine")
     for name in sources:
+        if is_url(name):  # whether it is there is known once it is opened
+            if problem := protocol_problem(name.partition("://")[0]):
+                yield Problem("data.source", name, problem[0], problem[1])
+            continue
         path = Path(name).expanduser()
         if name in builtin or path.exists() or megatron_prefix(name) is not None:
             continue

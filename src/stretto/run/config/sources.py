@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import glob
+import re
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Protocol, Self, TypeVar
 
-from stretto.errors import StrettoError
-from stretto.run.config.schema import DataConfig
+from stretto.errors import StrettoError, nearest
+from stretto.run.config.data import DataConfig
 
 PYTHON_STDLIB = "python-stdlib"
 SAMPLE = "stretto-sample"
@@ -15,6 +19,38 @@ SAMPLE_FOLDER = Path(__file__).parents[1] / "data" / "sample"  # shipped with th
 INDEX, TOKENS = "index.json", "tokens.bin"  # of a token folder
 LABELS = "labels.bin"  # of a click folder, which has an index too
 BIN, IDX = ".bin", ".idx"
+
+_TEXTS = (".txt", ".md", ".jsonl", ".parquet", ".gz")
+# packages of fsspec's file systems, and the extra that installs them
+_PACKAGES = {
+    "file": None,
+    "memory": None,
+    "s3": ("s3fs", "s3"),
+    "gs": ("gcsfs", "gcs"),
+    "gcs": ("gcsfs", "gcs"),
+    "hdfs": ("pyarrow", "hdfs"),
+}
+
+
+def is_url(name: str) -> bool:
+    """Whether a source is named by a URL, such as s3://bucket/tokens."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", name) is not None
+
+
+def protocol_problem(protocol: str) -> tuple[str, str] | None:
+    """Why URLs of a protocol cannot be read here, and what to do; None where they can."""
+    if protocol in _PACKAGES:
+        needed = _PACKAGES[protocol]
+        if needed is None or find_spec(needed[0]) is not None:
+            return None
+        return f"reading {protocol}:// takes the package {needed[0]}", f"pip install 'stretto[{needed[1]}]'"
+    from fsspec.registry import known_implementations, registry
+
+    if protocol in registry or protocol in known_implementations:
+        return None  # fsspec says itself which package it lacks
+    near = nearest(protocol, _PACKAGES)
+    known = ", ".join(f"{one}://" for one in _PACKAGES)
+    return f"no such protocol: {protocol}", f"did you mean {near}://?" if near else f"known are {known}"
 
 
 def megatron_prefix(name: str) -> Path | None:
@@ -69,7 +105,21 @@ def is_click_folder(path: Path) -> bool:
     return (path / INDEX).is_file() and (path / LABELS).exists()
 
 
-def missing_half(prefix: Path) -> tuple[Path, Path] | None:
+class _FilePath(Protocol):
+    """As much of a path as tells whether a file is there."""
+
+    @property
+    def name(self) -> str: ...
+
+    def with_name(self, name: str) -> Self: ...
+
+    def is_file(self) -> bool: ...
+
+
+F = TypeVar("F", bound=_FilePath)
+
+
+def missing_half(prefix: F) -> tuple[F, F] | None:
     """Of a Megatron dataset the file that is missing and the one that is there; None where both are."""
     data, index = (prefix.with_name(prefix.name + suffix) for suffix in (BIN, IDX))
     if data.is_file() and index.is_file():
@@ -105,6 +155,10 @@ def vocabulary_is_known(data: DataConfig) -> bool:
 
 
 def _is_tokens(name: str) -> bool:
+    """Whether a name is that of tokens: on the disk by the files there, of a URL by its last part alone."""
+    if is_url(name):
+        last = name.rstrip("/").rpartition("/")[2]
+        return not last.lower().endswith(_TEXTS) and not glob.has_magic(name)
     return megatron_prefix(name) is not None or token_folder(name) is not None
 
 

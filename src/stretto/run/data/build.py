@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from stretto.errors import StrettoError
 from stretto.run.config.sources import megatron_prefix
+from stretto.run.data.block_cache import cache_dir
 from stretto.run.data.chat import Conversations
 from stretto.run.data.conversation import TrainOn
 from stretto.run.data.corpus import Corpus, Source, find_corpus
@@ -51,12 +52,6 @@ class Progress:
 
 
 Report = Callable[[Progress], None]
-
-
-def cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/stretto`, else `~/.cache/stretto`."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "stretto"
 
 
 def build(

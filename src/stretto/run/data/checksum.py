@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Protocol
 
 from stretto.errors import StrettoError
 
@@ -77,7 +78,13 @@ class SummedFile:
         return self._sums.sums()
 
 
-def check_size(path: Path, sums: FileSums) -> None:
+class _HasSize(Protocol):
+    def is_file(self) -> bool: ...
+
+    def stat(self) -> Any: ...
+
+
+def check_size(path: _HasSize, sums: FileSums) -> None:
     """Raises StrettoError where the file is missing, too short or too long."""
     if not path.is_file():
         raise StrettoError(f"{path}: missing from its folder", hint="build the folder again")

@@ -10,16 +10,28 @@ import codecs
 import glob
 import hashlib
 import os
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from stretto.errors import StrettoError, nearest
-from stretto.run.config.sources import PYTHON_STDLIB, is_click_folder, megatron_prefix, token_folder
+from stretto.run.config.data import DataConfig
+from stretto.run.config.sources import (
+    PYTHON_STDLIB,
+    is_click_folder,
+    is_url,
+    megatron_prefix,
+    token_folder,
+)
+from stretto.run.data.block_cache import block_cache
 from stretto.run.data.readers import EncodingError, Piece, read_documents, unreadable
+from stretto.run.data.remote import Place, RemotePath
 
 Source = str | os.PathLike[str]
+P = TypeVar("P", Path, RemotePath)
 
 # Installed packages are not the standard library; its tests are left out because many distributions do not
 # ship them. The rest (about 11 MB) is much the same everywhere.
@@ -31,7 +43,7 @@ _SNIFF = 8192
 class CorpusFile:
     """One file: `name` is its path relative to its source; `lenient`: skipped when it is not UTF-8."""
 
-    path: Path
+    path: Place
     name: str
     size: int
     mtime_ns: int
@@ -104,7 +116,7 @@ class Corpus:
 
 
 def find_corpus(sources: Source | Sequence[Source], text_field: str = "text") -> Corpus:
-    """The corpus of one or more sources: `python-stdlib`, files, directories or globs.
+    """The corpus of one or more sources: `python-stdlib`, files, directories or globs, here or at URLs.
 
     A directory stands for all files below it except hidden, binary and empty ones, and token folders. A file
     that is reached twice counts once.
@@ -114,7 +126,7 @@ def find_corpus(sources: Source | Sequence[Source], text_field: str = "text") ->
     """
     listed = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
     corpus = Corpus(files=[], text_field=text_field)
-    files: dict[Path, CorpusFile] = {}
+    files: dict[Place, CorpusFile] = {}
     for source in listed:
         for file in _expand(os.fspath(source), corpus):
             files.setdefault(file.path.resolve(), file)
@@ -140,6 +152,8 @@ def _hash(name: str) -> bytes:
 
 def _expand(source: str, corpus: Corpus) -> list[CorpusFile]:
     """The files of one source."""
+    if is_url(source):
+        return _at_url(RemotePath(source, block_cache(DataConfig())), corpus)
     path = Path(source).expanduser()
     _check_text(source, path)
     try:
@@ -157,6 +171,16 @@ def _expand(source: str, corpus: Corpus) -> list[CorpusFile]:
     except OSError as error:
         raise unreadable(path, error) from None
     raise StrettoError(f"{source}: no such file or directory", hint=_missing_hint(path))
+
+
+def _at_url(place: RemotePath, corpus: Corpus) -> list[CorpusFile]:
+    """The files at a URL, which may be a glob; names are relative to what comes before its wildcards."""
+    if not glob.has_magic(place.url) and place.is_file():
+        return [_file(place, place.name)]
+    root = RemotePath(re.split(r"/[^/]*[*?\[]", place.url, maxsplit=1)[0], place.cache)
+    if not (files := place.below()):
+        raise StrettoError(f"{place}: no such file", hint="check bucket, path and pattern")
+    return _texts(files, root, corpus)
 
 
 def _check_text(source: str, path: Path) -> None:
@@ -180,7 +204,7 @@ def _missing_hint(path: Path) -> str:
     return f"name a file, a directory, a glob, or {PYTHON_STDLIB} for text that every machine has"
 
 
-def _file(path: Path, name: str, lenient: bool = False) -> CorpusFile:
+def _file(path: Place, name: str, lenient: bool = False) -> CorpusFile:
     facts = path.stat()
     return CorpusFile(path=path, name=name, size=facts.st_size, mtime_ns=facts.st_mtime_ns, lenient=lenient)
 
@@ -203,7 +227,7 @@ def _walk(root: Path, hidden: bool, skip: Iterable[str] = ()) -> Iterator[Path]:
                 yield path
 
 
-def _texts(paths: Iterable[Path], root: Path, corpus: Corpus) -> list[CorpusFile]:
+def _texts(paths: Iterable[P], root: P, corpus: Corpus) -> list[CorpusFile]:
     """The text files among the paths; binary files are counted as skipped."""
     files: list[CorpusFile] = []
     for path in paths:
@@ -215,7 +239,7 @@ def _texts(paths: Iterable[Path], root: Path, corpus: Corpus) -> list[CorpusFile
     return files
 
 
-def _is_binary(path: Path) -> bool:
+def _is_binary(path: Place) -> bool:
     """Whether the first 8 KiB hold a NUL, as git decides; UTF-16 text does too, but deserves an error."""
     if path.suffix.lower() in (".parquet", ".gz"):
         return path.suffix.lower() == ".gz" and path.stem.endswith(".tar")

@@ -1,9 +1,10 @@
 """Samples for a language model: windows of one split's token stream or single documents, in an order computed
 from a seed.
 
-Of windows, sample k of an epoch is [p * sequence, (p + 1) * sequence + 1) of the split, p = permutation(seed,
-epoch)(k): the last token of a window is the first of the next, so every token but the first is predicted
-exactly once an epoch (fewer than `sequence` tokens at the end of the split are left out).
+Of windows, sample k of an epoch is [p * sequence, (p + 1) * sequence + 1) of the split, where p(k) is a
+permutation for each seed and epoch: the last token of a window is the first of the next, so every token but
+the first is predicted exactly once an epoch (fewer than `sequence` tokens at the end of the split are left
+out).
 
 Where documents are kept apart, the windows are the same, each says where its documents begin, and the first
 token of a document is not predicted. What a window has of a document that began before it is taken for a
@@ -13,24 +14,20 @@ whole one.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from stretto.engine.models.language import IGNORED
-from stretto.errors import StrettoError, nearest
-from stretto.run.config.schema import DataConfig, Packing
-from stretto.run.data.permutation import Permutation
-from stretto.run.data.token_source import Array, TokenSource
-
-SPLITS = ("train", "valid", "test")
-ALL = "all"
-"""The whole stream as one split, for text that a model is only evaluated on."""
-_HINT = 'three numbers for train, valid and test, as in "949,50,1"'
+from stretto.errors import StrettoError
+from stretto.run.config.data import DataConfig, Packing
+from stretto.run.data.order import Ordered, check_sequence
+from stretto.run.data.split import ALL, SPLITS, check_split, range_of
+from stretto.run.data.token_source import RemoteElements, TokenSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,54 +84,6 @@ class Batch:
         )
 
 
-def parse_ratio(ratio: str) -> tuple[float, float, float]:
-    """The shares of train, valid and test in "949,50,1"; they sum to 1.
-
-    Raises:
-        StrettoError: not three finite numbers >= 0 with a sum > 0.
-    """
-    try:
-        numbers = [float(part) for part in ratio.split(",")]
-    except ValueError:
-        raise StrettoError(f"split {ratio!r}: not numbers", hint=_HINT) from None
-    if len(numbers) != 3:
-        raise StrettoError(f"split {ratio!r}: {len(numbers)} numbers", hint=_HINT)
-    total = sum(numbers)
-    if not all(isfinite(n) and n >= 0 for n in numbers) or not isfinite(total) or total <= 0:
-        raise StrettoError(f"split {ratio!r}: numbers must be >= 0 and not all 0", hint=_HINT)
-    train, valid, test = (n / total for n in numbers)
-    return train, valid, test
-
-
-def split_tokens(offsets: Array, ratio: str) -> dict[str, range]:
-    """Token ranges of each split, in the order train, valid, test; together they cover the stream.
-
-    `offsets` are the documents' first tokens followed by the token count. Cuts are made at the document
-    boundary nearest to where the ratio puts them; a document is cut in two only where that would change the
-    size of a neighbouring split by more than a quarter (few, long documents).
-
-    Raises:
-        StrettoError: malformed ratio.
-    """
-    total = int(offsets[-1])
-    shares = {name: share for name, share in zip(SPLITS, parse_ratio(ratio), strict=True) if share > 0}
-    ideal = [0, *(round(sum(list(shares.values())[:i]) * total) for i in range(1, len(shares))), total]
-    cuts = ideal.copy()
-    for i in range(1, len(shares)):
-        reach = min(ideal[i] - ideal[i - 1], ideal[i + 1] - ideal[i]) // 4
-        near = _nearest(offsets, ideal[i])
-        cuts[i] = near if abs(near - ideal[i]) <= reach else ideal[i]
-    ranges = {name: range(cuts[i], cuts[i + 1]) for i, name in enumerate(shares)}
-    return {name: ranges.get(name, range(total, total)) for name in SPLITS}
-
-
-def _nearest(offsets: Array, position: int) -> int:
-    """The document boundary nearest to `position`."""
-    at = bisect_left(offsets, position)
-    around = [int(offsets[i]) for i in (at - 1, at) if 0 <= i < len(offsets)]
-    return min(around, key=lambda boundary: abs(boundary - position))
-
-
 def microbatch_indices(
     step: int, microbatch: int, dp_rank: int, dp: int, micro_batch: int, microbatches: int
 ) -> range:
@@ -165,86 +114,6 @@ def indices_after(
     return range(first, first + micro_batch)
 
 
-_RUN = 1 << 10
-
-
-class Runs:
-    """A function of sample numbers, computed for runs of 1,024 of them: many cost hardly more than one.
-
-    Args:
-        function: takes consecutive numbers, int64 [n], and gives an int64 array of n rows.
-    """
-
-    def __init__(self, function: Callable[[NDArray[np.int64]], NDArray[np.int64]]) -> None:
-        self._function = function
-        self._known = dict[int, NDArray[np.int64]]()
-
-    def __call__(self, numbers: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Its values, in rows."""
-        if isinstance(numbers, range) and len(numbers) and numbers.step == 1:
-            run, place = divmod(numbers.start, _RUN)
-            if place + len(numbers) <= _RUN:  # as nearly always
-                return self._run(run)[place : place + len(numbers)]
-        runs, places = np.divmod(np.asarray(numbers, dtype=np.int64), _RUN)
-        row = self._run(int(runs[0]) if len(runs) else 0).shape[1:]
-        values = np.empty((len(runs), *row), dtype=np.int64)
-        for run in {*runs.tolist()}:
-            here = runs == run
-            values[here] = self._run(run)[places[here]]
-        return values
-
-    def _run(self, run: int) -> NDArray[np.int64]:
-        assert run >= 0, "sample numbers start at 0"
-        known = self._known.get(run)
-        if known is None:
-            known = self._function(np.arange(run * _RUN, (run + 1) * _RUN))
-            known.flags.writeable = False
-            # only neighbours are needed again; a new dict, for a thread may be reading the other
-            self._known = {run: known, **dict(list(self._known.items())[:3])}
-        return known
-
-
-class Ordered:
-    """Samples of one split of a token source, by index; it keeps no position.
-
-    Index k is sample k % len of epoch k // len; each epoch has an order of its own, a pure function of (seed,
-    epoch). With `shuffle=False` every epoch is in the order of the stream.
-    """
-
-    whole = False  # whether the split may be all of the stream
-
-    def __init__(
-        self, source: TokenSource, split: str, sequence: int, seed: int, *, ratio: str, shuffle: bool
-    ) -> None:
-        check_split(split, (*SPLITS, ALL) if self.whole else SPLITS)
-        _check_sequence(sequence)
-        self.source = source
-        self.split = split
-        self.sequence = sequence
-        self.seed = seed
-        self.shuffle = shuffle
-        self.range = _range_of(source, split, ratio)
-        self._length = 0
-        self._order = Runs(self._ordered)
-
-    def __len__(self) -> int:
-        """Samples in an epoch."""
-        return self._length
-
-    def positions(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Numbers of the samples within the stream: int64 [len(indices)]."""
-        return self._order(indices)
-
-    def _ordered(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        epochs, positions = np.divmod(indices, self._length)
-        if not self.shuffle:
-            return positions
-        for epoch in {*epochs.tolist()}:
-            here = epochs == epoch
-            positions[here] = Permutation(self._length, self.seed, epoch)(positions[here])
-        return positions
-
-
 class Samples(Ordered):
     """Windows of the stream of one split."""
 
@@ -257,6 +126,7 @@ class Samples(Ordered):
         *,
         ratio: str = "949,50,1",
         shuffle: bool = True,
+        within: int = 0,
         apart: bool = False,
     ) -> None:
         """Take `split` ("train", "valid" or "test") of `source` cut by `ratio`; `sequence` in tokens. With
@@ -265,11 +135,21 @@ class Samples(Ordered):
         Raises:
             StrettoError: no such split, malformed ratio, fewer than `sequence + 1` tokens.
         """
-        super().__init__(source, split, sequence, seed, ratio=ratio, shuffle=shuffle)
+        super().__init__(source, split, sequence, seed, ratio=ratio, shuffle=shuffle, within=within)
         self.apart = apart
         self._length = (len(self.range) - 1) // sequence
         if self._length < 1:
             raise _too_short(source, split, len(self.range), sequence, ratio)
+
+    def _tokens(self, samples: range) -> range:
+        start = self.range.start
+        return range(start + samples.start * self.sequence, start + samples.stop * self.sequence + 1)
+
+    def _stretches(self, tokens: int) -> list[tuple[RemoteElements, int]]:
+        parts, offsets = super()._stretches(tokens), self.source.offsets
+        if self.apart and parts and isinstance(offsets, RemoteElements):
+            parts.append((offsets, tokens * self.source.documents // self.source.size + 1))
+        return parts
 
     def starts(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """First tokens of the samples within the source: int64 [len(indices)]."""
@@ -282,6 +162,7 @@ class Samples(Ordered):
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """As `windows`."""
+        self.fetch_ahead(max(indices, default=0))
         starts = self.starts(indices).tolist()
         return windows([self.source] * len(starts), starts, self.sequence, apart=self.apart)
 
@@ -295,6 +176,9 @@ def windows(sources: Sequence[TokenSource], starts: Sequence[int], sequence: int
         starts: the first tokens of the samples within their sources.
     """
     shape = (len(starts), sequence + 1)
+    for one in {*sources}:
+        at = [start for source, start in zip(sources, starts, strict=True) if source is one]
+        one.need([range(start, start + shape[1]) for start in at])
     rows = [source.tokens[at : at + shape[1]] for source, at in zip(sources, starts, strict=True)]
     ids = np.concatenate(rows).reshape(shape) if rows else np.empty(shape)
     inputs, targets = ids[:, :-1].astype(np.int64), ids[:, 1:].astype(np.int64)
@@ -342,6 +226,7 @@ class Documents(Ordered):
         *,
         ratio: str = "949,50,1",
         shuffle: bool = True,
+        within: int = 0,
         drop: bool = False,
     ) -> None:
         """Take `split` of `source` cut by `ratio`; `drop` leaves out what is too long.
@@ -349,7 +234,7 @@ class Documents(Ordered):
         Raises:
             StrettoError: no such split, malformed ratio, no document in the split that can be trained on.
         """
-        super().__init__(source, split, sequence, seed, ratio=ratio, shuffle=shuffle)
+        super().__init__(source, split, sequence, seed, ratio=ratio, shuffle=shuffle, within=within)
         first = bisect_left(source.offsets, self.range.start, hi=source.documents)
         last = bisect_left(source.offsets, self.range.stop, hi=source.documents)
         starts, lengths = source.offsets[first:last], np.diff(source.offsets[first : last + 1])
@@ -364,11 +249,17 @@ class Documents(Ordered):
         self._length = len(self._starts)
         if self._length < 1:
             raise self._none(ratio)
+        self._each = max(1, len(self.range) // self._length)
+
+    def _tokens(self, samples: range) -> range:
+        last = samples.stop - 1
+        return range(int(self._starts[samples.start]), int(self._starts[last] + self._lengths[last]))
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Inputs, padded with the end of text, and targets shifted by one token, -100 where the mask says so
         and on padding.
         """
+        self.fetch_ahead(max(indices, default=0))
         size = (len(indices), self.sequence)
         inputs = np.full(size, self.source.padding, dtype=np.int64)
         targets = np.full(size, IGNORED, dtype=np.int64)
@@ -433,11 +324,20 @@ def samples_of(
         StrettoError: the split is too short, or conversations are configured and the source holds text.
     """
     packing = packing_of(source, data)
+    order: dict[str, Any] = {
+        "ratio": data.split,
+        "shuffle": shuffle,
+        "within": shuffled_within(source, data),
+    }
     if packing != "none":
-        apart = packing == "documents"
-        return Samples(source, split, data.sequence, seed, ratio=data.split, shuffle=shuffle, apart=apart)
-    drop = data.too_long == "drop"
-    return Documents(source, split, data.sequence, seed, ratio=data.split, shuffle=shuffle, drop=drop)
+        return Samples(source, split, data.sequence, seed, **order, apart=packing == "documents")
+    return Documents(source, split, data.sequence, seed, **order, drop=data.too_long == "drop")
+
+
+def shuffled_within(source: TokenSource, data: DataConfig) -> int:
+    """The tokens among which samples of a source are shuffled; 0: all of the split."""
+    usual = "window" if source.cached else "global"
+    return data.shuffle_window if (data.shuffle or usual) == "window" else 0
 
 
 def whole_split_of(source: TokenSource, data: DataConfig, split: str) -> WholeSplit | WholeDocuments:
@@ -494,12 +394,12 @@ class WholeSplit:
             StrettoError: no such split, malformed ratio, no token to predict.
         """
         check_split(split, (*SPLITS, ALL))
-        _check_sequence(sequence)
+        check_sequence(sequence)
         self.source = source
         self.split = split
         self.sequence = sequence
         self._apart = apart
-        self.range = _range_of(source, split, ratio)
+        self.range = range_of(source, split, ratio)
         if len(self.range) < 2:
             part = "" if split == ALL else f"the {split} split (data.split={ratio}) of "
             why = "is empty" if not self.range else "has one token, and nothing before it to predict it from"
@@ -556,28 +456,6 @@ class WholeDocuments(Documents):
         missing = (len(indices) - len(there), self.sequence)
         inputs, targets = torch.full(missing, self.source.padding), torch.full(missing, IGNORED)
         return Batch.concatenated([super().batch(there), Batch(inputs=inputs, targets=targets)])
-
-
-def _range_of(source: TokenSource, split: str, ratio: str) -> range:
-    """The tokens of a split, or of the whole stream."""
-    return range(source.size) if split == ALL else split_tokens(source.offsets, ratio)[split]
-
-
-def check_split(split: str, allowed: Sequence[str]) -> None:
-    """Raise StrettoError for a split that there is none of."""
-    if split not in allowed:
-        near = nearest(split, allowed)
-        raise StrettoError(
-            f"split {split!r}: allowed are {', '.join(allowed)}",
-            hint=f"did you mean {near}?" if near else None,
-        )
-
-
-def _check_sequence(sequence: int) -> None:
-    if sequence < 1:
-        raise StrettoError(
-            f"sequence {sequence}: must be at least 1", hint="the usual lengths are 128 to 8192"
-        )
 
 
 def _too_short(source: TokenSource, split: str, tokens: int, sequence: int, ratio: str) -> StrettoError:

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import StrettoError
-from stretto.run.data.token_source import Array, TokenSource
+from stretto.run.data.token_source import Array, RemoteElements, TokenSource
 from stretto.run.data.tokenizer import Tokenizer
 
 
 class JoinedArray:
     """Arrays one after another, read where they lie: of each the first `lengths[i]` elements, plus
     `shifts[i]`.
+
+    Attributes:
+        remote_bytes: of the files of all of them, as far as they are remote.
     """
 
     def __init__(self, parts: Sequence[Array], lengths: Sequence[int], shifts: Sequence[int]) -> None:
         self._parts, self._shifts = parts, shifts
         self._bounds = [0, *accumulate(lengths)]
         self._starts = np.array(self._bounds, dtype=np.int64)
+        self._remote = [part if isinstance(part, RemoteElements) else None for part in parts]
+        self.remote_bytes = sum(part.remote_bytes for part in self._remote if part is not None)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -44,6 +49,27 @@ class JoinedArray:
             here = which == part
             values[here] = self._parts[part][flat[here] - self._starts[part]] + self._shifts[part]
         return values.reshape(indices.shape) if indices.ndim else int(values[0])
+
+    def need(self, runs: Sequence[range]) -> None:
+        """As `RemoteElements.need`."""
+        for part, inside in self._parted(runs):
+            part.need(inside)
+
+    def fetch_ahead(self, start: int, stop: int) -> None:
+        """As `RemoteElements.fetch_ahead`."""
+        for part, inside in self._parted([range(start, stop)]):
+            part.fetch_ahead(inside[0].start, inside[0].stop)
+
+    def _parted(self, runs: Sequence[range]) -> Iterator[tuple[RemoteElements, list[range]]]:
+        """The remote parts with what of the runs lies in them."""
+        for part, (start, end) in zip(self._remote, pairwise(self._bounds), strict=True):
+            inside = [range(max(run.start, start) - start, min(run.stop, end) - start) for run in runs]
+            if part is not None and (inside := [run for run in inside if run]):
+                yield part, inside
+
+    def stretch_bytes(self, length: int) -> int:
+        """As `RemoteElements.stretch_bytes`."""
+        return max((part.stretch_bytes(length) for part in self._remote if part is not None), default=0)
 
     def _run(self, first: int, stop: int) -> NDArray[Any]:
         pieces = list[NDArray[Any]]()

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,8 @@ from stretto.errors import StrettoError
 from stretto.run.config.sources import BIN, IDX, missing_half
 from stretto.run.data.checksum import SummedFile
 from stretto.run.data.commit import PartialFolder
-from stretto.run.data.token_source import TokenSource
+from stretto.run.data.remote import Place, RemotePath, load_tokenizer, mapped, read_head
+from stretto.run.data.token_source import Array, TokenSource
 from stretto.run.data.tokenizer import TOKENIZER, Tokenizer
 from stretto.run.data.tokenizer_files import TokenizerPath
 
@@ -38,15 +39,19 @@ _FLOATS = {6: "float64", 7: "float32"}
 _UINT16_BELOW = 65_500
 """Vocabularies that Megatron's builder writes as uint16; larger ones as int32."""
 _CHUNK = 1 << 24  # ids or entries that are checked at a time
+_FETCHED = 1 << 20  # the same, where they are at a URL
 _BESIDE = ".tokenizer.json"
 
 
-def beside(prefix: Path, suffix: str) -> Path:
+P = TypeVar("P", bound=Place)
+
+
+def beside(prefix: P, suffix: str) -> P:
     """The file of a dataset with this suffix."""
-    return prefix.with_name(prefix.name + suffix)
+    return cast(P, prefix.with_name(prefix.name + suffix))
 
 
-def check_halves(prefix: Path) -> None:
+def check_halves(prefix: Place) -> None:
     """Raise StrettoError where one of the two files is missing."""
     if (half := missing_half(prefix)) is not None:
         raise StrettoError(
@@ -67,12 +72,12 @@ class Vocabulary:
     """
 
     size: int
-    tokenizer: TokenizerPath | None = None
+    tokenizer: TokenizerPath | RemotePath | None = None
     endoftext: int | None = None
     fingerprint: str | None = None
 
     @classmethod
-    def of(cls, prefix: Path, tokenizer: TokenizerPath | None, size: int | None = None) -> Vocabulary:
+    def of(cls, prefix: Place, tokenizer: TokenizerPath | None, size: int | None = None) -> Vocabulary:
         """That of a tokenizer: the one named, else the one that `stretto data build` left beside the dataset;
         without either, `size` ids.
 
@@ -82,7 +87,7 @@ class Vocabulary:
         kept = beside(prefix, _BESIDE)
         path = kept if tokenizer is None and kept.is_file() else tokenizer
         if path is not None:
-            loaded = Tokenizer.load(path)
+            loaded = load_tokenizer(path)
             return cls(
                 size=loaded.vocab_size,
                 tokenizer=path,
@@ -99,9 +104,13 @@ class Vocabulary:
 
 
 class MegatronDataset(TokenSource):
-    """An open indexed dataset, mapped into memory; `sequences` counts what documents consist of."""
+    """An open indexed dataset, mapped into memory, or read by blocks from a URL.
 
-    def __init__(self, prefix: Path, vocabulary: Vocabulary) -> None:
+    Attributes:
+        sequences: number of those that documents consist of.
+    """
+
+    def __init__(self, prefix: Place, vocabulary: Vocabulary) -> None:
         """Open and check: of large files the sizes, and the first and last entries and ids.
 
         Raises:
@@ -113,13 +122,13 @@ class MegatronDataset(TokenSource):
         self.vocab, self.endoftext = vocabulary.size, vocabulary.endoftext
         self.fingerprint = vocabulary.fingerprint
         self.mask = self.trained = None
-        self._index = _Index(beside(prefix, IDX), beside(prefix, BIN))
+        self._index = _Index(beside(prefix, IDX))
         self.sequences, self.dtype = len(self._index.lengths), self._index.dtype
         self._ids = self._index.map_ids(beside(prefix, BIN))
         self.tokens, self.offsets = self._ids, self._index
-        last = max(0, len(self._ids) - _CHUNK)
-        for start in {0, last}:
-            self._check_ids(start)
+        most = _FETCHED if isinstance(prefix, RemotePath) else _CHUNK
+        for start in {0, max(0, len(self._ids) - most)}:
+            self._check_ids(start, most)
 
     def __reduce__(self) -> tuple[object, ...]:
         return MegatronDataset, (self.path, self._vocabulary)
@@ -141,14 +150,14 @@ class MegatronDataset(TokenSource):
                 f"{self.path}: the tokenizer that made these ids is not known",
                 hint="name it with data.tokenizer in a config, or with --tokenizer",
             )
-        return Tokenizer.load(self._vocabulary.tokenizer)
+        return load_tokenizer(self._vocabulary.tokenizer)
 
     def companions(self) -> dict[str, bytes]:
         """As `TokenSource.companions`; nothing where no tokenizer is known."""
         return {} if self.fingerprint is None else {TOKENIZER: self.tokenizer().to_bytes()}
 
-    def _check_ids(self, start: int) -> None:
-        ids = self._ids[start : start + _CHUNK]
+    def _check_ids(self, start: int, count: int = _CHUNK) -> None:
+        ids = self._ids[start : start + count]
         wrong = (ids < 0) | (ids >= self.vocab) if ids.dtype.kind == "i" else ids >= self.vocab
         if wrong.any():
             at = int(np.argmax(wrong))
@@ -164,7 +173,7 @@ class MegatronDataset(TokenSource):
 class _Index:
     """The index of a dataset; as a sequence, the first token of each document, then the number of tokens."""
 
-    def __init__(self, path: Path, data: Path) -> None:
+    def __init__(self, path: Place) -> None:
         self._path = path
         self.dtype, sequences, boundaries = self._header()
         self._item = self.dtype.itemsize
@@ -179,23 +188,22 @@ class _Index:
                 f" {boundaries - 1} documents",
                 hint="copy it again",
             )
-        content = np.memmap(path, mode="r")
-        self.lengths: NDArray[np.int32] = content[_HEADER.size : pointers_at].view("<i4")
-        self._pointers: NDArray[np.int64] = content[pointers_at:documents_at].view("<i8")
-        self._documents: NDArray[np.int64] = content[documents_at:modes_at].view("<i8")
-        if content[modes_at:].any():
+        self.lengths = mapped(path, "<i4", start=_HEADER.size, length=sequences)
+        self._pointers = mapped(path, "<i8", start=pointers_at, length=sequences)
+        self._documents = mapped(path, "<i8", start=documents_at, length=boundaries)
+        modes = mapped(path, "u1", start=modes_at, length=sequences)[:] if size > modes_at else np.zeros(1)
+        if modes.any():
             raise StrettoError(
-                f"{path}: multimodal: {np.count_nonzero(content[modes_at:])} of {sequences} sequences are not"
-                " text",
+                f"{path}: multimodal: {np.count_nonzero(modes)} of {sequences} sequences are not text",
                 hint="name a dataset of text alone",
             )
         self.tokens = (int(self._pointers[-1]) // self._item) + int(self.lengths[-1])
-        self.check(whole=sequences <= _CHUNK)
+        self._checked = _FETCHED if isinstance(path, RemotePath) else _CHUNK
+        self.check(whole=sequences <= self._checked)
 
     def _header(self) -> tuple[np.dtype[Any], int, int]:
         """The type of the ids, the number of sequences and that of document boundaries."""
-        with self._path.open("rb") as file:
-            head = file.read(_HEADER.size)
+        head = read_head(self._path, _HEADER.size)
         if not head.startswith(MAGIC):
             older = head.startswith(b"TNTIDX")
             raise StrettoError(
@@ -223,7 +231,7 @@ class _Index:
             raise StrettoError(f"{self._path}: holds no document", hint="build it from text")
         return np.dtype(_TYPES[code]), sequences, boundaries
 
-    def map_ids(self, path: Path) -> NDArray[np.integer]:
+    def map_ids(self, path: Place) -> Array:
         """The ids in the `.bin`: [tokens]."""
         size, expected = path.stat().st_size, self.tokens * self._item
         if size != expected:
@@ -232,22 +240,23 @@ class _Index:
                 f"{path}: {what}: {size} bytes, and {self._path.name} describes {expected}",
                 hint="copy it again" if size < expected else f"name the .bin that {self._path.name} is of",
             )
-        return np.memmap(path, dtype=self.dtype, mode="r").view(np.ndarray)
+        return mapped(path, self.dtype)
 
     def check(self, *, whole: bool) -> None:
         """Check that sequences and documents follow one another; not `whole`: the first and last of them."""
         sequences, boundaries = len(self.lengths), len(self._documents)
-        for start in range(0, sequences, _CHUNK) if whole else {0, sequences - min(sequences, _CHUNK)}:
-            lengths = self.lengths[start : start + _CHUNK].astype(np.int64)
-            pointers = self._pointers[start : start + _CHUNK]
+        most = self._checked
+        for start in range(0, sequences, most) if whole else {0, sequences - min(sequences, most)}:
+            lengths = self.lengths[start : start + most].astype(np.int64)
+            pointers = self._pointers[start : start + most]
             following = np.append(pointers[1:], self._end(start + len(lengths)))
             wrong = (lengths < 0) | (following - pointers != lengths * self._item)
             if start == 0:
                 wrong[0] |= pointers[0] != 0
             if wrong.any():
                 raise self._damaged("sequence", start + int(np.argmax(wrong)))
-        for start in range(0, boundaries, _CHUNK) if whole else {0, boundaries - min(boundaries, _CHUNK)}:
-            documents = self._documents[max(0, start - 1) : start + _CHUNK]
+        for start in range(0, boundaries, most) if whole else {0, boundaries - min(boundaries, most)}:
+            documents = self._documents[max(0, start - 1) : start + most]
             wrong = np.append(documents[0] < 0, np.diff(documents) < 0) | (documents > sequences)
             if wrong.any():
                 raise self._damaged("document", start + int(np.argmax(wrong)))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil, floor, log10
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import StrettoError
-from stretto.run.config.schema import DataConfig, TrainConfig
+from stretto.run.config.data import DataConfig
+from stretto.run.config.schema import TrainConfig
+from stretto.run.data.block_cache import block_cache
 from stretto.run.data.dataset import (
     Batch,
     Documents,
-    Runs,
     Samples,
     WholeDocuments,
     WholeSplit,
@@ -23,6 +25,7 @@ from stretto.run.data.dataset import (
     windows,
 )
 from stretto.run.data.mixture_order import MixtureOrder, Phase
+from stretto.run.data.order import Runs
 from stretto.run.data.token_source import TokenData, TokenSource
 from stretto.run.data.tokenizer import Tokenizer
 
@@ -108,12 +111,19 @@ class MixedSamples:
         """As those of one source."""
         parts, placed = list(self.parts.values()), self._placed(indices)
         if self._windows:
+            self._fetch_ahead(max(indices, default=0))
             several, first = cast(list[Samples], parts), cast(Samples, parts[0])
             sources = [several[part].source for part in placed[:, 0].tolist()]
             return windows(sources, placed[:, 1].tolist(), first.sequence, apart=first.apart)
         rows = {number: np.flatnonzero(placed[:, 0] == number) for number in {*placed[:, 0].tolist()}}
         taken = [parts[number].batch(placed[here, 1].tolist()) for number, here in rows.items()]
         return taken[0] if len(taken) == 1 else Batch.scattered(taken, list(rows.values()))
+
+    def _fetch_ahead(self, index: int) -> None:
+        """As `Ordered.fetch_ahead`, for the parts at URLs."""
+        if any(one.source.cached for one in self.parts.values()):
+            for one, count in zip(self.parts.values(), self.drawn(index + 1), strict=True):
+                one.fetch_ahead(max(0, count - 1))
 
     def _places(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The source of each sample, and which of its samples it is, or the first token where all are
@@ -133,10 +143,12 @@ def training_samples(source: TokenData, config: TrainConfig) -> TrainingSamples:
     """The samples that a run trains on, in its order.
 
     Raises:
-        StrettoError: a source is too short, or holds text where conversations are configured.
+        StrettoError: a source is too short, or holds text where conversations are configured; the cache has
+            no room for what is read of sources at URLs.
     """
     data, seed = config.data, config.train.seed
     parts = {name: samples_of(one, data, "train", seed) for name, one in source.streams.items()}
+    _check_cache(parts, data)
     if not isinstance(source, Mixture):
         (alone,) = parts.values()
         return alone
@@ -147,6 +159,28 @@ def training_samples(source: TokenData, config: TrainConfig) -> TrainingSamples:
         for phase in data.phases
     ]
     return MixedSamples(parts, MixtureOrder(phases, seed))
+
+
+def _check_cache(parts: Mapping[str, Samples | Documents], data: DataConfig) -> None:
+    """Check that the cache holds what sources at URLs have to keep there."""
+    needed = sum(part.cache_bytes for part in parts.values())
+    cache = block_cache(data)
+    if needed <= cache.kept:
+        return
+    room = f"data.cache_gib={_gib(needed * cache.limit / cache.kept)}"
+    smaller = f"a data.shuffle_window smaller than {data.shuffle_window}"
+    windows = any(part.block for part in parts.values())
+    raise StrettoError(
+        f"data.cache_gib is {data.cache_gib:g}, and {_gib(needed)} GiB of the sources at URLs are kept: "
+        + ("the windows that are read, and the next" if windows else "any sample may come next"),
+        hint=f"{room}, or {smaller if windows else 'data.shuffle=window'}",
+    )
+
+
+def _gib(size: float) -> str:
+    """In GiB, rounded up to three digits."""
+    digits = 2 - floor(log10(size / 2**30))
+    return f"{ceil(size / 2**30 * 10**digits) / 10**digits:.{max(0, digits)}f}"
 
 
 def parts_of(samples: TrainingSamples) -> Mapping[str, Samples | Documents]:

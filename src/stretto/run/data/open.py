@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stretto.run.config.schema import DataConfig
-from stretto.run.config.sources import holds_tokens, megatron_prefix, token_folder
+from stretto.errors import StrettoError
+from stretto.run.config.data import DataConfig
+from stretto.run.config.sources import BIN, IDX, INDEX, holds_tokens, is_url, megatron_prefix, token_folder
+from stretto.run.data.block_cache import BlockCache, block_cache
 from stretto.run.data.build import Report, build, shared_tokenizer
 from stretto.run.data.joined import JoinedSource
-from stretto.run.data.megatron import MegatronDataset, Vocabulary
+from stretto.run.data.megatron import MegatronDataset, Vocabulary, beside
+from stretto.run.data.remote import RemotePath
 from stretto.run.data.token_folder import TokenFolder
 from stretto.run.data.token_source import TokenData, TokenSource
 from stretto.run.data.tokenizer_files import TokenizerPath
@@ -54,7 +57,7 @@ def open_source(data: DataConfig, vocab: int | None = None, report: Report | Non
 def _stream(data: DataConfig, vocab: int | None, report: Report | None) -> TokenSource:
     """The tokens of a source that is no mixture; arguments and errors as of `open_source`."""
     if holds_tokens(data.sources):
-        sources = [open_tokens(name, data.tokenizer, vocab) for name in data.sources]
+        sources = [open_tokens(name, data.tokenizer, vocab, block_cache(data)) for name in data.sources]
         return sources[0] if len(sources) == 1 else JoinedSource(sources)
     return build(
         data.sources,
@@ -69,17 +72,46 @@ def _stream(data: DataConfig, vocab: int | None, report: Report | None) -> Token
 
 
 def open_tokens(
-    name: str, tokenizer: TokenizerPath | None = None, vocab: int | None = None
+    name: str,
+    tokenizer: TokenizerPath | None = None,
+    vocab: int | None = None,
+    cache: BlockCache | None = None,
 ) -> TokenFolder | MegatronDataset:
-    """The token folder or Megatron dataset at a path.
+    """The token folder or Megatron dataset at a path or URL.
 
     Args:
         tokenizer: of a Megatron dataset, unless it lies beside it.
         vocab: as `open_source`.
+        cache: of blocks of what is at a URL; None: the user's, of the usual size.
 
     Raises:
         StrettoError: neither of them, or an unusable one.
     """
-    if (prefix := megatron_prefix(name)) is not None:
+    if is_url(name):
+        place = RemotePath(name, cache or block_cache(DataConfig()))
+        prefix = _remote_prefix(place)
+    else:
+        place = token_folder(name) or Path(name).expanduser()
+        prefix = megatron_prefix(name)
+    if prefix is not None:
         return MegatronDataset(prefix, Vocabulary.of(prefix, tokenizer, vocab))
-    return TokenFolder(token_folder(name) or Path(name).expanduser())
+    return TokenFolder(place)
+
+
+def _remote_prefix(place: RemotePath) -> RemotePath | None:
+    """The prefix of the Megatron dataset that a URL names; None: it is a token folder.
+
+    Raises:
+        StrettoError: it is neither.
+    """
+    if place.suffix in (BIN, IDX):
+        return place.with_name(place.name.removesuffix(place.suffix))
+    if (place / INDEX).is_file():
+        return None
+    if any(beside(place, suffix).is_file() for suffix in (BIN, IDX)):
+        return place
+    raise StrettoError(
+        f"{place}: neither a token folder ({place}/{INDEX}) nor a Megatron dataset ({place}{IDX})",
+        hint="check the path; text is named by its files, such as "
+        f"{place}/*.jsonl, and tokenised on this machine first",
+    )

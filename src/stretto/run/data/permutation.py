@@ -51,6 +51,54 @@ class Permutation:
         return left + self._a * right
 
 
+WINDOW = 64
+"""Blocks that are shuffled together."""
+
+
+def positions(
+    wanted: NDArray[np.int64], size: int, seed: int, epoch: int, block: int = 0
+) -> NDArray[np.int64]:
+    """Which of `size` samples stand at positions `wanted` of an epoch: a permutation of range(size).
+
+    With `block` the blocks of so many neighbouring samples are permuted, then the samples within windows of
+    64 blocks of that order, so that reading by position goes through each block within one window. The orders
+    of MosaicML's Streaming have the same two stages (its documentation, "Shuffling", `py1s` and `py1b`), but
+    keep tables of samples; this one is computed for each.
+
+    block: samples of a run that is moved as one; 0: none, every sample for itself.
+    """
+    if not block or block * 2 > size:
+        return Permutation(size, seed, epoch)(wanted)
+    places = wanted.copy()
+    span = block * WINDOW
+    windows = wanted // span
+    for window in np.unique(windows).tolist():
+        here = windows == window
+        length = min(span, size - window * span)
+        inside = Permutation(length, _window_seed(seed, window), epoch)
+        places[here] = window * span + inside(wanted[here] - window * span)
+    blocks = places // block
+    return block_order(blocks, size, seed, epoch, block) * block + places % block
+
+
+def block_order(wanted: NDArray[np.int64], size: int, seed: int, epoch: int, block: int) -> NDArray[np.int64]:
+    """Which of the blocks of `size` samples stand at places `wanted` of an epoch's order of blocks.
+
+    The last samples that fill no block stay at the end, within the last window.
+    """
+    whole = size // block
+    order = wanted.copy()
+    moved = wanted < whole
+    order[moved] = Permutation(whole, seed, epoch)(wanted[moved])
+    return order
+
+
+def _window_seed(seed: int, window: int) -> int:
+    """A seed for the order within a window, unlike that of the blocks."""
+    digest = hashlib.blake2b(f"window {window} of {seed}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
 def uniform(key: str, count: int) -> NDArray[np.float64]:
     """`count` numbers from 0 to below 1 that depend on the key alone: SplitMix64 from a start that the key
     gives.

@@ -16,10 +16,10 @@ import zlib
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any, cast
 
 from stretto.errors import StrettoError, nearest
+from stretto.run.data.remote import Place
 
 PIECE = 1 << 18
 _TAIL = 1 << 14
@@ -46,7 +46,7 @@ class EncodingError(StrettoError):
     """A file that is not UTF-8."""
 
 
-def read_documents(path: Path, name: str, field: str) -> Iterator[Piece]:
+def read_documents(path: Place, name: str, field: str) -> Iterator[Piece]:
     """The documents of one file, in the file's order; a blank one is a single piece without text.
 
     `.jsonl` (also `.jsonl.gz`) and `.parquet` hold one document a row in `field`; any other file is one
@@ -67,11 +67,11 @@ def read_documents(path: Path, name: str, field: str) -> Iterator[Piece]:
 
 
 @contextmanager
-def opened(path: Path) -> Generator[IO[bytes]]:
+def opened(path: Place) -> Generator[IO[bytes]]:
     """The file's bytes, unpacked; what goes wrong while reading becomes a StrettoError."""
     try:
-        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
-            yield cast(IO[bytes], file)
+        with path.open("rb") as file:
+            yield cast(IO[bytes], gzip.GzipFile(fileobj=file) if path.suffix.lower() == ".gz" else file)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise StrettoError(f"{path}: damaged gzip file ({error})", hint="copy or pack it again") from None
     except OSError as error:
@@ -79,7 +79,7 @@ def opened(path: Path) -> Generator[IO[bytes]]:
 
 
 @contextmanager
-def opened_parquet(path: Path) -> Generator[Any]:
+def opened_parquet(path: Place) -> Generator[Any]:
     """A `pyarrow.parquet.ParquetFile`; what goes wrong while reading becomes a StrettoError."""
     try:
         import pyarrow as arrow  # pyright: ignore[reportMissingImports]
@@ -89,7 +89,7 @@ def opened_parquet(path: Path) -> Generator[Any]:
             f"{path}: reading Parquet takes the package pyarrow", hint="pip install 'stretto[parquet]'"
         ) from None
     try:
-        with parquet.ParquetFile(path) as file:
+        with path.open("rb") as content, parquet.ParquetFile(content) as file:
             yield file
     except OSError as error:
         raise unreadable(path, error) from None
@@ -97,12 +97,12 @@ def opened_parquet(path: Path) -> Generator[Any]:
         raise StrettoError(f"{path}: damaged Parquet file ({error})", hint="copy or write it again") from None
 
 
-def unreadable(path: Path, error: OSError) -> StrettoError:
+def unreadable(path: Place, error: OSError) -> StrettoError:
     """The error message for a file that cannot be read."""
     return StrettoError(f"{path}: cannot be read: {error.strerror or error}", hint="check its permissions")
 
 
-def _decoded(path: Path, file: IO[bytes]) -> Iterator[str]:
+def _decoded(path: Place, file: IO[bytes]) -> Iterator[str]:
     """The file's text in blocks, less a byte-order mark."""
     start = 0
     pending = b""
@@ -122,7 +122,7 @@ def _decoded(path: Path, file: IO[bytes]) -> Iterator[str]:
         head = False
 
 
-def _undecodable(path: Path, start: int, data: bytes, at: int) -> EncodingError:
+def _undecodable(path: Place, start: int, data: bytes, at: int) -> EncodingError:
     """`at` is the bad byte within `data`, which begins `start` bytes into the (unpacked) file."""
     wide = start == 0 and data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
     guess = "UTF-16" if wide else "ISO-8859-1"
@@ -174,7 +174,7 @@ def whole_documents(pieces: Iterable[Piece]) -> Iterator[Piece]:
             parts = []
 
 
-def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_rows(path: Place) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows of a `.jsonl` (also `.jsonl.gz`) or `.parquet` file, and where each is, for messages. Empty
     lines are left out.
 
@@ -199,13 +199,13 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield where, row
 
 
-def _read_jsonl(path: Path, name: str, field: str) -> Iterator[Piece]:
+def _read_jsonl(path: Place, name: str, field: str) -> Iterator[Piece]:
     for number, text in _lines(path):
         content = _field(text, field, f"{path}, line {number}") if text.strip() else ""
         yield from _pieces(f"{name}:{number}", [content])
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def _lines(path: Place) -> Iterator[tuple[int, str]]:
     """The lines of a file of UTF-8 text, from 1."""
     offset = 0
     with opened(path) as file:
@@ -268,7 +268,7 @@ def _text_field(name: str) -> str:
     return f"say data.text_field={name} in a config, or --text-field {name}"
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parquet_rows(path: Place) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
     with opened_parquet(path) as file:
         for batch in file.iter_batches(batch_size=256):
@@ -277,7 +277,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"{path}, row {number}", row
 
 
-def _read_parquet(path: Path, name: str, field: str) -> Iterator[Piece]:
+def _read_parquet(path: Place, name: str, field: str) -> Iterator[Piece]:
     with opened_parquet(path) as file:
         columns = {column.name: column.type for column in file.schema_arrow}
         if field not in columns or str(columns[field]) not in ("string", "large_string"):

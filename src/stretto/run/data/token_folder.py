@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 
 from stretto.errors import StrettoError
 from stretto.run.config.sources import INDEX, TOKENS, is_token_folder
-from stretto.run.data.checksum import CHUNK, FileSums, SummedFile, check_chunks, check_size
+from stretto.run.data.checksum import FileSums, SummedFile, check_chunks, check_size
 from stretto.run.data.commit import PartialFolder
-from stretto.run.data.token_source import TokenSource
+from stretto.run.data.remote import BLOCK, Place, RemoteFile, RemotePath, load_tokenizer, mapped
+from stretto.run.data.token_source import Array, TokenSource
 from stretto.run.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG, Tokenizer
 
 FORMAT = "stretto-tokens"
@@ -86,7 +87,7 @@ def dtype_for(vocab: int) -> str:
     return "uint16" if vocab <= 1 << 16 else "uint32"
 
 
-def read_index(folder: Path) -> Index:
+def read_index(folder: Place) -> Index:
     """Read and check `index.json`.
 
     Raises:
@@ -103,7 +104,7 @@ def read_index(folder: Path) -> Index:
     return parse_index(data, path)
 
 
-def parse_index(data: bytes, path: Path) -> Index:
+def parse_index(data: bytes, path: Place) -> Index:
     """The index in `data`, which came from `path`; raises as `read_index`."""
     try:
         parsed: object = json.loads(data)
@@ -130,7 +131,7 @@ def parse_index(data: bytes, path: Path) -> Index:
     return index
 
 
-def _from_body(body: Mapping[str, Any], path: Path) -> Index:
+def _from_body(body: Mapping[str, Any], path: Place) -> Index:
     """The fields, checked for their types."""
 
     def take(name: str, kind: type) -> Any:
@@ -158,7 +159,7 @@ def _from_body(body: Mapping[str, Any], path: Path) -> Index:
     return Index(**text, **counts, source=source, files=files, blank=blank, trained=trained)
 
 
-def _check(index: Index, path: Path) -> None:
+def _check(index: Index, path: Place) -> None:
     """Check that the fields agree with one another."""
     if index.dtype not in ITEM_BYTES:
         raise StrettoError(
@@ -194,19 +195,19 @@ _BUFFERED = 1 << 16
 
 
 class TokenFolder(TokenSource):
-    """An open token folder, mapped into memory.
+    """An open token folder, mapped into memory, or at a URL read by blocks.
 
     `tokens`, `offsets` and `mask` are read-only maps; a document of text ends with `endoftext`, a
     conversation as its template has it.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Open and check.
+    def __init__(self, path: str | os.PathLike[str] | RemotePath) -> None:
+        """Open and check; of a folder at a URL the ends of the files, each block being checked as it comes.
 
         Raises:
             StrettoError: not a token folder, another version, truncated, corrupt, ids outside the vocabulary.
         """
-        self.path = Path(path)
+        self.path: Place = path if isinstance(path, RemotePath) else Path(path)
         self.index: Index = read_index(self.path)
         self.name = str(self.path)
         self.vocab, self.endoftext = self.index.vocab, self.index.endoftext
@@ -216,8 +217,9 @@ class TokenFolder(TokenSource):
         self.tokens = self._map(TOKENS, f"<u{self._item}")
         self.offsets = self._map(DOCUMENTS, "<i8")
         self.mask = self._map(MASK, "u1") if MASK in self.index.files else None
+        most = 0 if isinstance(self.path, RemotePath) else CHECKED_WHOLE
         for name, sums in self.index.files.items():
-            self._check(name, None if sums.bytes < CHECKED_WHOLE else {0, len(sums.crc32) - 1})
+            self._check(name, None if sums.bytes < most else {0, len(sums.crc32) - 1})
         if (int(self.offsets[0]), int(self.offsets[-1])) != (0, self.index.tokens):
             raise StrettoError(
                 f"{self.path / DOCUMENTS}: does not span the {self.index.tokens} tokens",
@@ -232,10 +234,10 @@ class TokenFolder(TokenSource):
     def _item(self) -> int:
         return ITEM_BYTES[self.index.dtype]
 
-    def _map(self, name: str, dtype: str) -> NDArray[Any]:
+    def _map(self, name: str, dtype: str) -> Array:
+        sums, block = self.index.files[name], self.index.chunk
         try:
-            # a plain array over the map: memmap's own class makes every slice slower
-            return np.memmap(self.path / name, dtype=np.dtype(dtype), mode="r").view(np.ndarray)
+            return mapped(self.path / name, dtype, sums=sums, block=block)
         except (OSError, ValueError) as error:
             raise StrettoError(
                 f"{self.path / name}: cannot be mapped: {error}", hint="check its permissions"
@@ -261,7 +263,7 @@ class TokenFolder(TokenSource):
             raise StrettoError(
                 f"{self.path}: has no {TOKENIZER}", hint="put the one that made the tokens there"
             )
-        tokenizer = Tokenizer.load(self.path / TOKENIZER)
+        tokenizer = load_tokenizer(self.path / TOKENIZER)
         if tokenizer.fingerprint != self.index.tokenizer:
             raise StrettoError(
                 f"{self.path / TOKENIZER}: not the tokenizer that made the tokens",
@@ -284,7 +286,17 @@ class TokenFolder(TokenSource):
             DOCUMENTS: self._check_offsets,
             MASK: self._check_mask,
         }
-        check_chunks(self.path / name, self.index.files[name], self.index.chunk, which, look.get(name))
+        sums, path = self.index.files[name], self.path / name
+        chunk = self.index.chunk
+        if not isinstance(path, RemotePath):
+            check_chunks(path, sums, chunk, which, look.get(name))
+            return
+        file = RemoteFile(path, sums, chunk)
+        for number in range(len(sums.crc32)) if which is None else sorted(which):
+            start = number * chunk
+            data = file.read(start, min(start + chunk, sums.bytes))
+            if name in look:
+                look[name](start, data)
 
     def _check_ids(self, start: int, data: bytes) -> None:
         ids = np.frombuffer(data, dtype=f"<u{self._item}")
@@ -333,7 +345,7 @@ class TokenWriter:
         *,
         key: str = "",
         source: Sequence[str] = (),
-        chunk: int = CHUNK,
+        chunk: int = BLOCK,
         masked: bool = False,
         config: bytes | None = None,
     ) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from stretto.run.data.tokenizer import Tokenizer
 
@@ -22,6 +23,29 @@ class Array(Protocol):
 
     def __getitem__(self, key: Any, /) -> Any:
         """One element for an int; an ndarray for a slice or an int64 ndarray of any shape."""
+        ...
+
+
+@runtime_checkable
+class RemoteElements(Array, Protocol):
+    """An array that is read by blocks over a network, through a cache on the disk.
+
+    Attributes:
+        remote_bytes: of the files that it lies in, as far as they are remote.
+    """
+
+    remote_bytes: int
+
+    def need(self, runs: Sequence[range]) -> None:
+        """Fetch what the cache lacks of runs of elements that are read next, several blocks at a time."""
+        ...
+
+    def fetch_ahead(self, start: int, stop: int) -> None:
+        """Have elements that will be read soon fetched meanwhile."""
+        ...
+
+    def stretch_bytes(self, length: int) -> int:
+        """Bytes in the cache that `length` neighbouring elements may take."""
         ...
 
 
@@ -103,6 +127,17 @@ class TokenSource(TokenData):
     @property
     def documents(self) -> int:
         return len(self.offsets) - 1
+
+    def need(self, runs: Sequence[range]) -> None:
+        """Have runs of tokens, which are read next, here: nothing to do for files on this machine."""
+        for array in self.cached:
+            array.need(runs)
+
+    @cached_property
+    def cached(self) -> list[RemoteElements]:
+        """Those of the arrays of ids and mask that are read over a network."""
+        arrays = (self.tokens, self.mask)
+        return [one for one in arrays if isinstance(one, RemoteElements) and one.remote_bytes]
 
     @property
     def padding(self) -> int:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from stretto.errors import StrettoError
-from stretto.run.data.tokenizer_files import END_OF_TEXT, TokenizerPath, read_tokenizer
+from stretto.run.data.tokenizer_files import END_OF_TEXT, TokenizerPath, parse_tokenizer, read_tokenizer
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -79,6 +79,15 @@ class Tokenizer:
         """
         files = [path] if isinstance(path, str | os.PathLike) else path
         return cls(read_tokenizer(path), f"tokenizer {', '.join(map(str, files))}")
+
+    @classmethod
+    def parse(cls, where: str, data: bytes) -> Tokenizer:
+        """The tokenizer in the content of a `tokenizer.json`; `where` it came from, for messages.
+
+        Raises:
+            StrettoError: not a tokenizer, no end-of-text token.
+        """
+        return cls(parse_tokenizer(where, data), f"tokenizer {where}")
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab: int) -> Tokenizer:

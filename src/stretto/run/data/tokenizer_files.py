@@ -10,7 +10,8 @@ import base64
 import binascii
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -91,8 +92,25 @@ def read_tokenizer(path: TokenizerPath) -> tokenizers.Tokenizer:
     for file in files:
         if not file.is_file():
             raise StrettoError(f"tokenizer {file}: no such file", hint=_KINDS)
-    try:
+    with _reading(where):
         return _read(files)
+
+
+def parse_tokenizer(where: str, data: bytes) -> tokenizers.Tokenizer:
+    """The tokenizer in the content of a `tokenizer.json`; `where` it came from, for messages.
+
+    Raises:
+        StrettoError: not a tokenizer.
+    """
+    with _reading(where):
+        return _from_json(where, data)
+
+
+@contextmanager
+def _reading(where: str) -> Generator[None]:
+    """What goes wrong while a tokenizer is read becomes a StrettoError."""
+    try:
+        yield
     except StrettoError:
         raise
     except OSError as error:
@@ -100,7 +118,7 @@ def read_tokenizer(path: TokenizerPath) -> tokenizers.Tokenizer:
             f"tokenizer {where}: cannot be read: {error.strerror}", hint="check its permissions"
         ) from None
     except BaseException as error:  # the library raises bare Exception, and where it panics a BaseException
-        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError | GeneratorExit):
             raise
         raise _not_one(where, str(error)) from None
 
@@ -139,12 +157,12 @@ def _read(files: Sequence[Path]) -> tokenizers.Tokenizer:
     return _from_ranks(files[0], data)
 
 
-def _from_json(path: Path, data: bytes) -> tokenizers.Tokenizer:
+def _from_json(path: Path | str, data: bytes) -> tokenizers.Tokenizer:
     body: Any = json.loads(data)
     if len(body) >= 256 and all(type(value) is int for value in body.values()):
         raise StrettoError(
             f"tokenizer {path}: the vocabulary of a BPE without its merges",
-            hint=f"put its merges.txt beside it, or name both: data.tokenizer=[{path.name}, MERGES]",
+            hint=f"put its merges.txt beside it, or name both: data.tokenizer=[{Path(path).name}, MERGES]",
         )
     if not isinstance(body.get("model"), dict):
         raise _not_one(path, "a JSON object without a model")
@@ -156,7 +174,7 @@ def _from_json(path: Path, data: bytes) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(data.decode())
 
 
-def _check_ids(path: Path, ids: Sequence[Any]) -> None:
+def _check_ids(path: object, ids: Sequence[Any]) -> None:
     wrong = next((i for i in ids if type(i) is not int or not 0 <= i < _MOST_IDS), None)
     if wrong is not None:
         raise StrettoError(

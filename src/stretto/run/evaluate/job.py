@@ -19,9 +19,9 @@ from stretto.run.config.schema import (
     TrainConfig,
 )
 from stretto.run.config.sources import vocabulary_is_known
-from stretto.run.data.dataset import ALL
 from stretto.run.data.mixture import HeldOut, held_out
 from stretto.run.data.prepare import prepare_data
+from stretto.run.data.split import ALL
 from stretto.run.data.token_source import TokenData
 from stretto.run.data.tokenizer import TOKENIZER
 from stretto.run.evaluate.trained import Trained

@@ -424,7 +424,9 @@ RULES = (
     aside(
         "the training script's",
         *under(
-            "data", "source phases tokenizer vocab text_field split cache chat chat_template packing too_long"
+            "data",
+            "source phases tokenizer vocab text_field split shuffle shuffle_window cache cache_gib chat "
+            "chat_template packing too_long",
         ),
         *under("train", "seed device threads timeout_s"),
         *under("eval", "every batches"),

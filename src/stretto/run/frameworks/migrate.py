@@ -11,10 +11,11 @@ from pydantic import ValidationError
 
 from stretto.errors import StrettoError
 from stretto.run.config.check import find_problems
+from stretto.run.config.data import DataConfig
 from stretto.run.config.load import parse, plain_values
 from stretto.run.config.required import FIELDS, REQUIRED, explain_marks
 from stretto.run.config.run_checks import raise_first
-from stretto.run.config.schema import DataConfig, TrainConfig
+from stretto.run.config.schema import TrainConfig
 from stretto.run.config.section import find
 from stretto.run.config.source import CoreDumper
 from stretto.run.config.written import model_section

@@ -383,7 +383,10 @@ def _write_checkpoint(choices: Choices) -> Settings:
 # ------------------------------------------------------------------ all of it
 
 _AROUND = (
-    *under("data", "tokenizer vocab text_field split cache chat_template too_long"),
+    *under(
+        "data",
+        "tokenizer vocab text_field split shuffle shuffle_window cache cache_gib chat_template too_long",
+    ),
     *under("train", "device threads timeout_s"),
     *under("eval", "every batches"),
     *under("metrics", "tensorboard tensorboard_dir peak_tflops trace"),

@@ -7,7 +7,7 @@ from math import prod
 from stretto.program.action import Kind
 from stretto.program.program import Program
 from stretto.run.config.schema import TrainConfig
-from stretto.run.data.dataset import SPLITS, split_tokens
+from stretto.run.data.split import SPLITS, split_tokens
 from stretto.run.data.token_source import TokenData
 from stretto.spec.job import Job
 from stretto.spec.parameters import count_parameters, parameter_shapes

@@ -12,6 +12,7 @@ from stretto.engine.checkpoint.load import latest, load
 from stretto.engine.checkpoint.save import save
 from stretto.errors import StrettoError
 from stretto.run.config.schema import JobConfig, TrainConfig
+from stretto.run.data.dataset import shuffled_within
 from stretto.run.data.token_source import TokenData
 from stretto.run.train.loop import Position
 from stretto.run.train.replica import (
@@ -28,6 +29,7 @@ from stretto.spec.lora import is_adapter
 from stretto.spec.shape import shape_to_record
 
 Report = Callable[[str], object]
+_ORDER = "shuffle_windows"  # of the text: within how many tokens the samples of each stream are shuffled
 
 
 @dataclass(kw_only=True)
@@ -179,6 +181,8 @@ def _text(config: TrainConfig, source: TokenData, samples: int) -> dict[str, Any
             {"samples": phase.from_step * config.batch.global_size, "weights": list(phase.weights.values())}
             for phase in begun
         ]
+    if any(windows := [shuffled_within(one, data) for one in source.streams.values()]):
+        text[_ORDER] = windows  # an order without is that of older checkpoints
     if source.trained is None and data.packing in (None, "stream"):
         return text
     return {"trained": None, **text, "packing": data.packing, "too_long": data.too_long}
@@ -191,6 +195,8 @@ def _changed(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
         parts = [{**part, "weight": None} for part in text.get("mixture", ())]
         return {**text, "mixture": parts, "phases": None}
 
+    if {**theirs, _ORDER: None} == {**ours, _ORDER: None}:
+        return "data.shuffle or data.shuffle_window, the order of the samples,"
     if without_weights(theirs) == without_weights(ours):
         return "the mixture's weights of steps that are done (data.phases changes those of later ones)"
     return "the text or data.sequence"

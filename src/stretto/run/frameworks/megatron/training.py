@@ -342,6 +342,8 @@ TRAINING: tuple[Rule, ...] = (
     only("data.phases", ([],), "Megatron-LM's mixture has the same weights in all steps"),
     aside("documents fill samples", "data.chat_template", "data.too_long"),
     aside("Megatron-LM compares no fields of the model", "checkpoint.may_differ"),
+    aside("Megatron-LM shuffles all samples of an epoch", "data.shuffle", "data.shuffle_window"),
+    aside("Megatron-LM limits no cache of its data", "data.cache_gib"),
     aside("Megatron-LM reads its own indexed files", "data.vocab", "data.text_field"),
     aside("set OMP_NUM_THREADS", "train.threads"),
     aside("Megatron-LM computes no such figure", "metrics.peak_tflops"),

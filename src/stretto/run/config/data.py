@@ -1,0 +1,117 @@
+"""The section of a training job that says what a language model reads."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from stretto.run.config.section import Section
+
+Packing = Literal["documents", "stream", "none"]
+
+
+class MixturePhase(Section):
+    """The weights of a mixture from a step on."""
+
+    from_step: int = Field(gt=0, description="Steps before it.")
+    weights: dict[str, float] = Field(
+        description="The weight of each source; one that is not named has none from here on."
+    )
+
+
+class DataConfig(Section):
+    """What the model reads."""
+
+    source: str | list[str] | dict[str, float] = Field(
+        default="python-stdlib",
+        description="`python-stdlib` (the source of Python's own library), a text, JSONL or Parquet file, a "
+        "folder of them, a glob, or a list of these; or tokens, which are read as they lie: a token folder "
+        "that `stretto data build` wrote, `stretto-sample` (a small one that comes with the package), a "
+        "Megatron dataset by its `PREFIX`, or a list of these; or a mixture of any of these by weights, as "
+        "`{web/: 0.7, code/: 0.3}`. Files and tokens may be at URLs, such as `s3://bucket/tokens`.",
+    )
+    phases: list[MixturePhase] = Field(
+        default_factory=list[MixturePhase],
+        description="Other weights of a mixture from later steps on, as "
+        "`[{from_step: 1000, weights: {web/: 0.2, code/: 0.8}}]`.",
+    )
+    tokenizer: str | list[str] | None = Field(
+        default=None,
+        description="A `tokenizer.json`, GPT-2's `vocab.json` with its `merges.txt` beside it, a "
+        "SentencePiece `.model`, a `.tiktoken` file, or a folder that holds one of these; or two files: "
+        "vocabulary and merges, or ranks of tiktoken and a file with the regular expression that cuts words. "
+        "null: a byte-level BPE is trained on the source once and kept.",
+    )
+    vocab: int = Field(
+        default=4096, ge=257, description="Entries of the tokenizer that is trained when none is given."
+    )
+    text_field: str = Field(
+        default="text", min_length=1, description="The field of JSONL and Parquet that holds the text."
+    )
+    chat: Literal["assistant", "all"] | None = Field(
+        default=None,
+        description="The rows of JSONL or Parquet are conversations: `messages` with roles, or `prompt` and "
+        "`completion`. The loss counts the tokens of the `assistant`, or `all`. null: the source is text.",
+    )
+    chat_template: str | None = Field(
+        default=None,
+        description="With `chat`: a file with a Jinja template, or the name of one of the tokenizer's; null: "
+        "the tokenizer's own.",
+    )
+    packing: Packing | None = Field(
+        default=None,
+        description="What fills a sample. `stream`: documents one after another, and attention crosses them. "
+        "`documents`: the same, but attention stays inside each, positions begin anew, and no token is "
+        "predicted from those of another document. `none`: one document, padded or cut to `sequence`. null: "
+        "`stream` for text, `none` for conversations.",
+    )
+    too_long: Literal["truncate", "drop"] = Field(
+        default="truncate",
+        description="With `packing: none`, what becomes of documents longer than `sequence`: the end is cut "
+        "off, or they are left out.",
+    )
+    split: str = Field(
+        default="949,50,1",
+        pattern=r"^\s*\d+(\.\d+)?(\s*,\s*\d+(\.\d+)?){2}\s*$",
+        examples=["949,50,1"],
+        description="Ratio of training, evaluation and test text: three numbers.",
+    )
+    sequence: int = Field(default=128, gt=0, description="Tokens of a sample.")
+    shuffle: Literal["global", "window"] | None = Field(
+        default=None,
+        description="The order of the samples of an epoch. `global`: any may come next. `window`: runs of "
+        "neighbouring samples are shuffled, then the samples of 64 runs at a time, so that every part of a "
+        "source is read within one stretch of the epoch. null: `window` for sources at URLs, `global` for "
+        "others.",
+    )
+    shuffle_window: int = Field(
+        default=1 << 29, gt=0, description="Tokens that are shuffled at a time with `shuffle: window`."
+    )
+    cache: str | None = Field(
+        default=None,
+        description="Folder that keeps tokenizers, token files and blocks of sources at URLs; null: the "
+        "user's cache folder.",
+    )
+    cache_gib: float = Field(
+        default=16.0,
+        gt=0,
+        description="Disk space that blocks of sources at URLs may take in `cache` on each machine, GiB; the "
+        "longest unused are dropped first.",
+    )
+
+    @property
+    def sources(self) -> list[str]:
+        """`source` as a list."""
+        return [self.source] if isinstance(self.source, str) else list(self.source)
+
+    @property
+    def weights(self) -> dict[str, float] | None:
+        """The weights of a mixture; None: the source is not one."""
+        return self.source if isinstance(self.source, dict) else None
+
+    @property
+    def tokenizer_files(self) -> list[str]:
+        """`tokenizer` as a list; empty where none is named."""
+        named = self.tokenizer or []
+        return [named] if isinstance(named, str) else named

@@ -1,0 +1,217 @@
+"""Blocks of remote files on the local disk: at most so many bytes, shared by all processes of a machine.
+
+A block is a file of its own, `KEY/NUMBER`, that ends with its CRC-32. It is written as `NUMBER.partial` under
+a lock that dies with its process, and renamed: what a killed process leaves is never taken for a block, and
+is removed. Each read opens the file and closes it again, so that a block that is dropped gives its space back
+at once; whoever has it open reads on.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from fcntl import LOCK_EX, LOCK_NB, flock
+from pathlib import Path
+
+from stretto.errors import StrettoError
+from stretto.run.config.data import DataConfig
+
+_SUM = 4  # bytes of the checksum after those of the block
+_PARTIAL = ".partial"
+_RECENT = 1.0  # seconds within which a block is not marked as used again; its time of change is that mark
+_REMEMBERED = 1 << 16  # blocks that this process has checked
+
+
+@dataclass(frozen=True)
+class BlockCache:
+    """The cache in `folder`, of at most `limit` bytes; beyond, the blocks unused for longest are dropped."""
+
+    folder: Path
+    limit: int
+    _checked: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]], repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return BlockCache, (self.folder, self.limit)
+
+    @property
+    def kept(self) -> int:
+        """Bytes of blocks that are never dropped while they are in use: making room goes a little below the
+        limit, so that it is not done for every block.
+        """
+        return self.limit - self.limit // 16
+
+    def has(self, key: str, number: int) -> bool:
+        """Whether a block is there, whatever its content."""
+        return self._path(key, number).exists()
+
+    def wanted(self, key: str, number: int) -> bool:
+        """Whether a block is there; if so it will be read soon, and counts as used."""
+        try:
+            os.utime(self._path(key, number))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def get(self, key: str, number: int, size: int, part: slice) -> bytes | None:
+        """Bytes `part` of a block of `size` bytes; None where it is not there, or damaged."""
+        try:
+            fd = os.open(self._path(key, number), os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            if (key, number) not in self._checked and not self._is_whole(fd, size):
+                self._path(key, number).unlink(missing_ok=True)
+                return None
+            self._remember(key, number)
+            if time.time() - os.fstat(fd).st_mtime > _RECENT:
+                os.utime(fd)
+            data = os.pread(fd, part.stop - part.start, part.start)
+            return data if len(data) == part.stop - part.start else None
+        finally:
+            os.close(fd)
+
+    def fill(
+        self, key: str, number: int, size: int, fetch: Callable[[], bytes], *, wait: bool = True
+    ) -> bytes | None:
+        """The content of a block, fetched unless it is there. One process at a time fetches a block: others
+        wait for it, or get None without `wait`.
+
+        Raises:
+            StrettoError: the cache cannot be written to, or what `fetch` raises.
+        """
+        with self._claimed(key, number, wait) as fd:
+            if fd is None:
+                return None
+            if (data := self.get(key, number, size, slice(0, size))) is not None:
+                return data
+            with self._writing():
+                self._make_room(fd, size + _SUM)
+            data = fetch()
+            with self._writing():
+                content = memoryview(data + zlib.crc32(data).to_bytes(_SUM, "little"))
+                while content:
+                    content = content[os.write(fd, content) :]
+                path = self._path(key, number)
+                path.with_name(f"{number}{_PARTIAL}").rename(path)
+            self._remember(key, number)
+            return data
+
+    def _path(self, key: str, number: int) -> Path:
+        return self.folder / key / str(number)
+
+    def _remember(self, key: str, number: int) -> None:
+        if len(self._checked) >= _REMEMBERED:
+            self._checked.clear()
+        self._checked.add((key, number))
+
+    def _is_whole(self, fd: int, size: int) -> bool:
+        data = os.pread(fd, size + _SUM + 1, 0)
+        return len(data) == size + _SUM and zlib.crc32(data[:size]) == int.from_bytes(data[size:], "little")
+
+    @contextmanager
+    def _claimed(self, key: str, number: int, wait: bool) -> Generator[int | None]:
+        """The open, empty file that becomes the block, locked; None where another has it and not `wait`."""
+        path = self._path(key, number).with_name(f"{number}{_PARTIAL}")
+        while True:
+            with self._writing():
+                try:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+                except FileNotFoundError:  # its folder was empty, and removed
+                    continue
+            try:
+                flock(fd, LOCK_EX if wait else LOCK_EX | LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+                yield None
+                return
+            if _is_open_as(fd, path):  # else another has renamed or removed it meanwhile
+                break
+            os.close(fd)
+        try:
+            os.ftruncate(fd, 0)
+            yield fd
+        finally:
+            if _is_open_as(fd, path):
+                path.unlink()
+            os.close(fd)
+
+    def _make_room(self, fd: int, size: int) -> None:
+        """Give the file that becomes a block its size, and drop others for it where need be."""
+        with (self.folder / "bytes").open("a+b") as file:
+            flock(file, LOCK_EX)
+            os.ftruncate(fd, size)  # from now on other processes count it
+            file.seek(0)
+            before = file.read()
+            total = int(before) + size if before.isdigit() else None
+            if total is None or total > self.limit:
+                total = self._drop()
+            file.truncate(0)
+            file.write(str(total).encode())
+
+    def _drop(self) -> int:
+        """Drop the blocks unused for longest where there are more than the limit; returns the bytes left."""
+        files, total = list[tuple[float, int, Path]](), 0
+        for folder in [entry for entry in self.folder.iterdir() if entry.is_dir()]:
+            for path in folder.iterdir():
+                with suppress(FileNotFoundError):
+                    facts = path.stat()
+                    if path.suffix == _PARTIAL and _removed_if_abandoned(path):
+                        continue
+                    total += facts.st_size
+                    if path.suffix != _PARTIAL:
+                        files.append((facts.st_mtime, facts.st_size, path))
+            with suppress(OSError):
+                folder.rmdir()  # where it is empty
+        if total > self.limit:
+            for _, size, path in sorted(files):
+                if total <= self.kept:
+                    break
+                path.unlink(missing_ok=True)
+                total -= size
+        return total
+
+    @contextmanager
+    def _writing(self) -> Generator[None]:
+        """What goes wrong while files are written becomes a StrettoError."""
+        try:
+            yield
+        except OSError as error:
+            raise StrettoError(
+                f"{self.folder}: cannot be written: {error.strerror or error}",
+                hint="make room or lower data.cache_gib, or name another folder with data.cache",
+            ) from None
+
+
+def block_cache(data: DataConfig) -> BlockCache:
+    """The cache of blocks of sources at URLs."""
+    return BlockCache(Path(data.cache or cache_dir()).expanduser() / "blocks", int(data.cache_gib * 2**30))
+
+
+def cache_dir() -> Path:
+    """`$XDG_CACHE_HOME/stretto`, else `~/.cache/stretto`."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "stretto"
+
+
+def _is_open_as(fd: int, path: Path) -> bool:
+    """Whether the open file is the one that the path names."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _removed_if_abandoned(path: Path) -> bool:
+    """Remove a file that no process is writing; returns whether it was one."""
+    with path.open("rb") as file:
+        try:
+            flock(file, LOCK_EX | LOCK_NB)
+        except BlockingIOError:
+            return False
+        path.unlink()  # under the lock: whoever waits for it sees that the file has gone
+        return True

@@ -1,0 +1,78 @@
+"""Training, evaluation and test data: a token stream cut in three at the ends of documents."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from math import isfinite
+
+from stretto.errors import StrettoError, nearest
+from stretto.run.data.token_source import Array, TokenSource
+
+SPLITS = ("train", "valid", "test")
+ALL = "all"
+"""The whole stream as one split, for text that a model is only evaluated on."""
+_HINT = 'three numbers for train, valid and test, as in "949,50,1"'
+
+
+def parse_ratio(ratio: str) -> tuple[float, float, float]:
+    """The shares of train, valid and test in "949,50,1"; they sum to 1.
+
+    Raises:
+        StrettoError: not three finite numbers >= 0 with a sum > 0.
+    """
+    try:
+        numbers = [float(part) for part in ratio.split(",")]
+    except ValueError:
+        raise StrettoError(f"split {ratio!r}: not numbers", hint=_HINT) from None
+    if len(numbers) != 3:
+        raise StrettoError(f"split {ratio!r}: {len(numbers)} numbers", hint=_HINT)
+    total = sum(numbers)
+    if not all(isfinite(n) and n >= 0 for n in numbers) or not isfinite(total) or total <= 0:
+        raise StrettoError(f"split {ratio!r}: numbers must be >= 0 and not all 0", hint=_HINT)
+    train, valid, test = (n / total for n in numbers)
+    return train, valid, test
+
+
+def split_tokens(offsets: Array, ratio: str) -> dict[str, range]:
+    """Token ranges of each split, in the order train, valid, test; together they cover the stream.
+
+    `offsets` are the documents' first tokens followed by the token count. Cuts are made at the document
+    boundary nearest to where the ratio puts them; a document is cut in two only where that would change the
+    size of a neighbouring split by more than a quarter (few, long documents).
+
+    Raises:
+        StrettoError: malformed ratio.
+    """
+    total = int(offsets[-1])
+    shares = {name: share for name, share in zip(SPLITS, parse_ratio(ratio), strict=True) if share > 0}
+    ideal = [0, *(round(sum(list(shares.values())[:i]) * total) for i in range(1, len(shares))), total]
+    cuts = ideal.copy()
+    for i in range(1, len(shares)):
+        reach = min(ideal[i] - ideal[i - 1], ideal[i + 1] - ideal[i]) // 4
+        near = _nearest(offsets, ideal[i])
+        cuts[i] = near if abs(near - ideal[i]) <= reach else ideal[i]
+    ranges = {name: range(cuts[i], cuts[i + 1]) for i, name in enumerate(shares)}
+    return {name: ranges.get(name, range(total, total)) for name in SPLITS}
+
+
+def _nearest(offsets: Array, position: int) -> int:
+    """The document boundary nearest to `position`."""
+    at = bisect_left(offsets, position)
+    around = [int(offsets[i]) for i in (at - 1, at) if 0 <= i < len(offsets)]
+    return min(around, key=lambda boundary: abs(boundary - position))
+
+
+def range_of(source: TokenSource, split: str, ratio: str) -> range:
+    """The tokens of a split, or of the whole stream."""
+    return range(source.size) if split == ALL else split_tokens(source.offsets, ratio)[split]
+
+
+def check_split(split: str, allowed: Sequence[str]) -> None:
+    """Raise StrettoError for a split that there is none of."""
+    if split not in allowed:
+        near = nearest(split, allowed)
+        raise StrettoError(
+            f"split {split!r}: allowed are {', '.join(allowed)}",
+            hint=f"did you mean {near}?" if near else None,
+        )
