@@ -7,6 +7,7 @@ the linear after it; a tensor of all layers is stacked.
 
 from __future__ import annotations
 
+import io
 import json
 from argparse import Namespace
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
 
 from stretto.spec.shape import ModelShape
 
@@ -24,7 +27,7 @@ Tensors = dict[str, Tensor]
 
 
 def weights(shape: ModelShape, dtype: torch.dtype = torch.float32) -> Tensors:
-    """Random weights of a GPT or a Llama, each layer's under `decoder.layers.I.`."""
+    """Random weights of a GPT or a Llama, a layer's under `decoder.layers.I.`, experts stacked."""
     torch.manual_seed(0)
     hidden, width, ffn = shape.hidden, shape.head_dim, shape.ffn
     rows = (shape.heads + 2 * shape.kv_heads) * width
@@ -48,6 +51,14 @@ def weights(shape: ModelShape, dtype: torch.dtype = torch.float32) -> Tensors:
                 "mlp.linear_fc1.layer_norm_bias": (hidden,),
                 "mlp.linear_fc1.bias": (ffn,),
                 "mlp.linear_fc2.bias": (hidden,),
+            }
+        if shape.moe is not None:
+            experts = shape.moe.experts
+            layer = {name: size for name, size in layer.items() if not name.startswith("mlp.")} | {
+                "pre_mlp_layernorm.weight": (hidden,),
+                "mlp.router.weight": (experts, hidden),
+                "mlp.experts.experts.linear_fc1.weight": (experts, 2 * ffn, hidden),
+                "mlp.experts.experts.linear_fc2.weight": (experts, hidden, ffn),
             }
         sizes |= {f"decoder.layers.{i}.{name}": size for name, size in layer.items()}
     sizes["decoder.final_layernorm.weight"] = (hidden,)
@@ -206,6 +217,7 @@ def write(
     states_form: str = "stacked",
     optimiser: dict[str, Any] | None = None,
     args: dict[str, Any] | None = None,
+    beside: dict[str, Any] | None = None,
     iteration: int = 3,
 ) -> Path:
     """A checkpoint as Megatron writes it.
@@ -214,6 +226,7 @@ def write(
         states: by kind, such as exp_avg, in the layout of the weights.
         optimiser: what common.pt has of it.
         args: beside those of the model.
+        beside: other tensors and objects by name.
 
     Returns:
         The folder to load from.
@@ -223,7 +236,7 @@ def write(
     for kind, each in (states or {}).items():
         state |= {f"optimizer.state.{kind}.{n}": t for n, t in stored(shape, each, states_form).items()}
     state["decoder.layers.mlp.linear_fc1._extra_state/shard_0_2"] = [None]
-    dcp.save(state, checkpoint_id=place, no_dist=True)
+    dcp.save({**state, **(beside or {})}, checkpoint_id=place, planner=_AsTheyAre(), no_dist=True)
     common: dict[str, Any] = {"args": arguments(shape, **(args or {})), "iteration": iteration}
     common |= {"checkpoint_version": 3.0, **({} if optimiser is None else {"optimizer": optimiser})}
     torch.save(common, place / "common.pt")
@@ -231,6 +244,21 @@ def write(
     (place / "metadata.json").write_text(json.dumps(kind), encoding="utf-8")
     (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration), encoding="utf-8")
     return folder
+
+
+def saved(value: Any) -> io.BytesIO:
+    """An object as Megatron saves it, keys of dicts as they are."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file
+
+
+class _AsTheyAre(DefaultSavePlanner):
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        if isinstance(object, io.BytesIO):
+            return object
+        return super().transform_object(write_item, object)
 
 
 def adam(updates: int, *, tensor: bool = True, **settings: Any) -> dict[str, Any]:

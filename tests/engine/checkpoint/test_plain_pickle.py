@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from stretto.engine.checkpoint.plain_pickle import Name, Record, read_pickle
 from stretto.errors import StrettoError
@@ -43,6 +44,17 @@ def test_plain_data_comes_back(protocol: int) -> None:
 def test_plain_text_pickles_come_back() -> None:
     value = {"list": [1, 2], "tuple": (1, 2, 3, 4), "text": "a\nb", "float": 0.5, "long": 2**70}
     assert read_pickle(pickle.dumps(value, 0)) == value
+
+
+def test_names_and_pairs_of_them_are_keys_and_nothing_deeper() -> None:
+    """Megatron names a buffer by the types of its parameters and gradients."""
+    types = {"torch.float32", "torch.bfloat16"}
+    value = {(torch.bfloat16, torch.float32): 1, torch.float32: 2}
+    pair = (Name("torch.bfloat16"), Name("torch.float32"))
+    assert read_pickle(pickle.dumps(value, 2), types) == {pair: 1, pair[1]: 2}
+    for key in (((torch.float32,),), (1, torch.float32), 1.5):
+        with pytest.raises(StrettoError, match="a key that is neither text nor a number"):
+            read_pickle(pickle.dumps({key: 1}, 2), types)
 
 
 class Evil:

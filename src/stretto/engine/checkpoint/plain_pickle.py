@@ -12,7 +12,7 @@ from __future__ import annotations
 import pickletools
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from stretto.errors import StrettoError
 
@@ -179,10 +179,15 @@ class _Machine:
 
 
 def _pairs(items: _Stack) -> dict[Any, Any]:
-    """Keys and values by turns; a key that holds others is refused, as hashing it may never end."""
-    if any(type(key) not in (str, int, Record) for key in items[::2]):
+    """Keys and values by turns; a key that holds more than names is refused, as hashing it may never end."""
+    if not all(map(_is_key, items[::2])):
         raise TypeError("a key that is neither text nor a number")
     return dict(zip(items[::2], items[1::2], strict=True))
+
+
+def _is_key(key: Any) -> bool:
+    names = cast("tuple[Any, ...]", key) if type(key) is tuple else (key,)
+    return type(key) in (str, int, Record) or all(type(name) is Name for name in names)
 
 
 def _of(kind: type[T], value: Any) -> T:

@@ -1,4 +1,4 @@
-"""Megatron-core itself on CPUs and gloo: a small Llama, its optimiser, and its checkpoints.
+"""Megatron-core itself on CPUs and gloo: a small Llama, its optimisers, and its checkpoints.
 
 Megatron-core asks for CUDA in a few places; `on_cpu` gives it the CPU there. It writes files in processes,
 which here are threads.
@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -57,6 +58,39 @@ def _placed(make: Any) -> Any:
     return on
 
 
+def _config(shape: ModelShape, **ranks: Any) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    experts: dict[str, Any] = {}
+    if shape.moe is not None:
+        experts = {"num_moe_experts": shape.moe.experts, "moe_router_topk": shape.moe.top_k}
+        experts |= {"moe_token_dispatcher_type": "allgather", "moe_ffn_hidden_size": shape.ffn}
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        ffn_hidden_size=shape.ffn,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        init_method_std=0.2,
+        **experts,
+        **ranks,
+    )
+
+
 class Run:
     """A model with its optimiser, on all ranks as tensor-parallel ones."""
 
@@ -67,33 +101,10 @@ class Run:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-        from megatron.core.transformer.transformer_config import TransformerConfig
 
         ranks = dist.get_world_size()
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
-        config = TransformerConfig(
-            num_layers=shape.layers,
-            hidden_size=shape.hidden,
-            num_attention_heads=shape.heads,
-            num_query_groups=shape.kv_heads,
-            ffn_hidden_size=shape.ffn,
-            gated_linear_unit=True,
-            activation_func=torch.nn.functional.silu,
-            add_bias_linear=False,
-            normalization="RMSNorm",
-            layernorm_epsilon=shape.norm_eps,
-            use_cpu_initialization=True,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            tensor_model_parallel_size=ranks,
-            gradient_accumulation_fusion=False,
-            bias_activation_fusion=False,
-            masked_softmax_fusion=False,
-            bias_dropout_fusion=False,
-            apply_rope_fusion=False,
-            persist_layer_norm=False,
-            init_method_std=0.2,
-        )
+        config = _config(shape, tensor_model_parallel_size=ranks)
         torch.manual_seed(7)
         self.shape = shape
         self.model = GPTModel(
@@ -152,3 +163,114 @@ class Run:
         loaded = dist_checkpointing.load(self._state(loading=True), str(place))
         self.model.load_state_dict(loaded["model"])
         self.optimiser.load_state_dict(loaded["optimizer"])
+
+
+class Buffered:
+    """A model in bfloat16 under Megatron's distributed optimizer, which trains on random gradients.
+
+    Args:
+        tp, pp, chunks, ep: ranks of each kind, and chunks of a pipeline's rank; other ranks are replicas.
+        bucket: elements at which a bucket of the first chunk ends.
+    """
+
+    def __init__(
+        self, shape: ModelShape, *, tp: int, pp: int, chunks: int = 1, ep: int = 1, bucket: int
+    ) -> None:
+        on_cpu()
+        from megatron.core import parallel_state
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.models.gpt.gpt_model import GPTModel
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        ranks: dict[str, Any] = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+        ranks |= {"expert_model_parallel_size": ep}
+        ranks |= {"virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None}
+        parallel_state.initialize_model_parallel(**ranks)
+        half: dict[str, Any] = dict.fromkeys(("pipeline_dtype", "params_dtype"), torch.bfloat16)
+        config = _config(shape, bf16=True, **half, **ranks)
+        torch.manual_seed(7)
+        self.chunks = list[Any]()
+        experts = None if shape.moe is None else shape.moe.experts
+        for number in range(chunks):
+            stage = {"vp_stage": number} if chunks > 1 else {}
+            ends = {"ignore_virtual": False, **stage} if chunks > 1 else {}
+            model = GPTModel(
+                config=config,
+                transformer_layer_spec=get_gpt_layer_local_spec(experts, normalization="RMSNorm"),
+                vocab_size=shape.vocab,
+                max_sequence_length=shape.sequence,
+                share_embeddings_and_output_weights=shape.tied,
+                position_embedding_type="rope",
+                pre_process=parallel_state.is_pipeline_first_stage(**ends),
+                post_process=parallel_state.is_pipeline_last_stage(**ends),
+                **stage,
+            )
+            buckets = DistributedDataParallelConfig(
+                use_distributed_optimizer=True,
+                overlap_grad_reduce=True,
+                grad_reduce_in_fp32=True,
+                bucket_size=bucket,
+            )
+            wrapped = DistributedDataParallel(config, buckets, model.bfloat16(), disable_bucketing=number > 0)
+            self.chunks.append(wrapped)
+        settings = OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            adam_beta2=0.95,
+            clip_grad=0.0,
+            bf16=True,
+            use_distributed_optimizer=True,
+        )
+        self.optimiser = get_megatron_optimizer(settings, self.chunks)
+        self.args = megatron.arguments(
+            shape,
+            bf16=True,
+            transformer_impl="local",
+            consumed_train_samples=24,
+            overlap_grad_reduce=True,
+            ddp_bucket_size=bucket,
+            **{name: size for name, size in ranks.items() if size is not None},
+        )
+        if shape.moe is not None:
+            self.args.num_experts, self.args.moe_router_topk = shape.moe.experts, shape.moe.top_k
+
+    def step(self, number: int) -> None:
+        """One update; the gradients of a parameter are those of its name, the same on all of its replicas."""
+        from megatron.core import parallel_state as ranks
+
+        for chunk in self.chunks:
+            for name, parameter in chunk.module.named_parameters():
+                shared = getattr(parameter, "shared_embedding", False)
+                tp = ranks.get_tensor_model_parallel_rank()
+                pp = ranks.get_pipeline_model_parallel_rank()
+                ep = ranks.get_expert_model_parallel_rank()
+                seed = [number, tp if getattr(parameter, "tensor_model_parallel", False) else 0]
+                seed += [0 if getattr(parameter, "allreduce", True) else ep]
+                text = f"shared {seed}" if shared else f"{name} {seed} {pp}"
+                generator = torch.Generator().manual_seed(crc32(text.encode()))
+                parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
+        self.optimiser.step()
+
+    def save(self, folder: Path, form: str, step: int) -> None:
+        """Write `folder`/iter_... with the optimiser's states in a form of Megatron's."""
+        from megatron.core import dist_checkpointing
+
+        place = folder / f"iter_{step:07d}"
+        place.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        metadata = {"distrib_optim_sharding_type": form, "chained_optim_avoid_prefix": True}
+        metadata |= {"singleton_local_shards": False}
+        names = ["model"] if len(self.chunks) == 1 else [f"model{i}" for i in range(len(self.chunks))]
+        state: dict[str, Any] = {
+            name: chunk.module.sharded_state_dict(metadata=metadata)
+            for name, chunk in zip(names, self.chunks, strict=True)
+        }
+        state["optimizer"] = self.optimiser.sharded_state_dict(state, metadata=metadata)
+        common = {
+            "args": self.args,
+            "checkpoint_version": 3.0,
+            "iteration": step,
+            "content_metadata": metadata,
+        }
+        dist_checkpointing.save({**common, **state}, str(place), ("torch_dist", 1))

@@ -267,16 +267,6 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         MegatronImport(source, LLAMA_SHAPE)
 
 
-def test_states_in_the_ranks_buffers_are_refused_and_weights_read(tmp_path: Path) -> None:
-    native = megatron.weights(GPT)
-    more = {**native, "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.param": torch.ones(4)}
-    source = megatron.write(tmp_path / "there", GPT, more, optimiser=megatron.adam(3))
-    with pytest.raises(StrettoError, match="follow one rank's buffers") as refused:
-        MegatronImport(source, GPT)
-    assert "--dist-ckpt-optim-fully-reshardable" in str(refused.value.hint)
-    imported(source, tmp_path / "run", GPT, states=False)
-
-
 @pytest.mark.parametrize(
     ("more", "words"),
     [

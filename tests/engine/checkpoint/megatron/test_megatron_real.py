@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from stretto.engine.checkpoint.megatron.exporting import export_megatron
 from stretto.engine.checkpoint.megatron.importing import MegatronImport
 from stretto.engine.checkpoint.read import read_whole
 from stretto.engine.models.build import build
+from stretto.errors import StrettoError
 from stretto.run.frameworks.megatron.saved import saved_arguments
+from stretto.spec.experts import ExpertShape
 from stretto.spec.shape import ModelShape
 
 pytestmark = pytest.mark.skipif(not installed("megatron-core"), reason="megatron-core is not installed")
@@ -71,3 +74,57 @@ def test_there_and_back(tmp_path: Path, ranks: int) -> None:
         )
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+FORMS = ("fully_reshardable", "dp_reshardable", "dp_zero_gather_scatter")
+MOE = replace(SHAPE, moe=ExpertShape(experts=4, top_k=2))
+# sizes of parameters that need no padding at the end of a bucket: with it, core_v0.16.1 writes zeros for the
+# last values of `fully_reshardable`, and cannot write the bucket of a tied embedding
+TIED = replace(SHAPE, hidden=64, head_dim=16, tied=True)
+
+
+def buffered_run(folder: Path, shape: ModelShape, ranks: dict[str, int], forms: tuple[str, ...]) -> None:
+    from real_megatron import Buffered
+
+    run = Buffered(shape, **ranks)
+    for number in range(3):
+        run.step(number)
+    for form in forms:
+        run.save(folder / form, form, 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "world", "ranks"),
+    [
+        (replace(SHAPE, layers=4), 4, {"tp": 2, "pp": 2, "bucket": 1500}),
+        (replace(SHAPE, layers=4), 2, {"tp": 1, "pp": 2, "chunks": 2, "bucket": 10**6}),
+        (TIED, 2, {"tp": 1, "pp": 2, "bucket": 10**6}),
+        (MOE, 2, {"tp": 1, "pp": 1, "ep": 2, "bucket": 5000}),
+    ],
+    ids=["tp2-pp2", "chunks", "tied", "experts"],
+)
+def test_states_in_buffers(tmp_path: Path, shape: ModelShape, world: int, ranks: dict[str, int]) -> None:
+    on_ranks(world, buffered_run, tmp_path, shape, ranks, FORMS)
+    whole, *others = (
+        read_whole(imported_as(tmp_path / form / "iter_0000003", tmp_path / f"run-{form}", shape), "")[0]
+        for form in FORMS
+    )
+    for states in others:
+        assert states.keys() == whole.keys()
+        assert all(torch.equal(states[name], whole[name]) for name in whole)
+    assert whole["optim.exp_avg.head.norm.weight"].abs().min() > 0
+
+
+def test_replicas_and_padding(tmp_path: Path) -> None:
+    """Buckets that are padded for two replicas; what Megatron-core itself makes of them whole is refused."""
+    ranks = {"tp": 1, "pp": 1, "bucket": 1500}
+    on_ranks(2, buffered_run, tmp_path, SHAPE, ranks, FORMS[:2])
+    imported_as(tmp_path / "dp_reshardable" / "iter_0000003", tmp_path / "run", SHAPE)
+    with pytest.raises(StrettoError, match="do not round to the weights of the model"):
+        imported_as(tmp_path / "fully_reshardable" / "iter_0000003", tmp_path / "other", SHAPE)
+
+
+def imported_as(place: Path, run: Path, shape: ModelShape) -> Path:
+    with MegatronImport(place, shape) as opened:
+        assert (opened.step, opened.updates, opened.samples) == (3, 3, 24)
+        return opened.write(run)

@@ -62,7 +62,7 @@ class Archives:
     def __init__(self, index: DcpIndex) -> None:
         self.index = index
         self._files = dict[str, BinaryIO]()
-        self._intact = set[Extent]()  # of which parts are read, once all of it has been compared
+        self._intact = set[tuple[Extent, str]]()  # members of which parts are read, after all was compared
 
     def __enter__(self) -> Archives:
         return self
@@ -75,13 +75,34 @@ class Archives:
         for file in self._files.values():
             file.close()
 
-    def read_object(self, name: str) -> Any:
-        """A number, text, or container of them.
+    def read_object(self, name: str, names: Container[str] = frozenset()) -> Any:
+        """A number, text, or container of them; where `names` may occur, tensors too, as in `read_saved`.
 
         Raises:
             StrettoError: it is damaged, or anything else.
         """
-        return self._guarded(name, self.index.objects[name], lambda archive: archive.value(frozenset()))
+        extent = self.index.objects[name]
+        return self._guarded(name, extent, lambda archive: _numbers(archive, archive.value(names)))
+
+    def read_from_object(self, name: str, tensor: SavedTensor, start: int, into: Tensor) -> None:
+        """Read elements of a tensor in an object, in order, from number `start` on, into a flat one of its
+        dtype.
+
+        Raises:
+            StrettoError: it is damaged.
+        """
+        extent, member = self.index.objects[name], f"data/{tensor.key}"
+
+        def read(archive: _Archive) -> None:
+            first = (tensor.first + start) * tensor.dtype.itemsize
+            if tensor.dtype != into.dtype or not tensor.dense or start + len(into) > prod(tensor.sizes):
+                raise DamageError(f"it has no {len(into)} elements of {into.dtype} in order")
+            if first + into.nbytes > archive.size(member):
+                raise DamageError("its values reach beyond what is stored")
+            self._compare(archive, extent, member)
+            archive.read_range(member, first, as_bytes(into))
+
+        self._guarded(name, extent, read)
 
     def read_tensor(self, name: str, into: Tensor) -> None:
         """Read a tensor chunk by chunk into one of its dtype and shape; beside it at most one chunk is in
@@ -148,12 +169,16 @@ class Archives:
             _read_chunk(archive, stored, chunk, whole)
             target.copy_(whole[within])
             return
-        if chunk.extent not in self._intact:
-            archive.compare(member)
-            self._intact.add(chunk.extent)
+        self._compare(archive, chunk.extent, member)
         rows = torch.empty((first.stop - first.start, *saved.sizes[1:]), dtype=saved.dtype)
         archive.read_range(member, saved.first * item + row * first.start, as_bytes(rows))
         target.copy_(rows[(slice(None), *within[1:])])
+
+    def _compare(self, archive: _Archive, extent: Extent, member: str) -> None:
+        """Compare the checksum of a member that is read in parts, once."""
+        if (extent, member) not in self._intact:
+            archive.compare(member)
+            self._intact.add((extent, member))
 
     def number(self, name: str, otherwise: float) -> float:
         """A number or truth value, stored as an object or as a tensor of one element; `otherwise` where there
@@ -204,7 +229,8 @@ class Archives:
 
 
 def read_saved(path: Path, names: Container[str]) -> Any:
-    """A small file of torch.save as plain data; a tensor of one element is its number.
+    """A small file of torch.save as plain data; a tensor of one element is its number, others are what is
+    known of them.
 
     Args:
         names: of classes, functions and constants that may occur: what is made with them is a `Record`.
@@ -224,7 +250,7 @@ def read_saved(path: Path, names: Container[str]) -> Any:
 
 
 def _numbers(archive: _Archive, value: Any) -> Any:
-    """The value with a number for each tensor of one element in its containers."""
+    """The value with a number for each tensor of one element in its containers, a SavedTensor for others."""
     if isinstance(value, dict):
         return {key: _numbers(archive, one) for key, one in cast("dict[Any, Any]", value).items()}
     if isinstance(value, list | tuple):
@@ -237,10 +263,11 @@ def _numbers(archive: _Archive, value: Any) -> Any:
             values = torch.empty(size // saved.dtype.itemsize, dtype=saved.dtype)
             archive.read_into(f"data/{saved.key}", as_bytes(values))
             return values[saved.first].item()
+        return saved
     return value
 
 
-def _agreeing(archive: _Archive, stored: StoredTensor, chunk: Chunk) -> _Saved:
+def _agreeing(archive: _Archive, stored: StoredTensor, chunk: Chunk) -> SavedTensor:
     """What the archive's pickle says of a chunk, which must be what the index says."""
     saved = _saved(archive.value(_NAMES))
     dtype: torch.dtype = getattr(torch, stored.dtype)
@@ -270,8 +297,11 @@ def _read_chunk(archive: _Archive, stored: StoredTensor, chunk: Chunk, target: T
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Saved:
-    """A tensor in a pickle: a view of the values that the zip's member `data/KEY` holds."""
+class SavedTensor:
+    """A tensor in a pickle: a view of the values that the zip's member `data/KEY` holds.
+
+    first: element, and `strides` of `sizes` in elements.
+    """
 
     key: str
     dtype: torch.dtype
@@ -290,7 +320,7 @@ class _Saved:
         return True
 
 
-def _saved(value: Any) -> _Saved:
+def _saved(value: Any) -> SavedTensor:
     if not isinstance(value, Record) or value.name != _TENSOR or len(value.arguments) < 4:
         raise DamageError("it is no tensor of a type that is read here")
     storage, first, sizes, strides, *_ = value.arguments
@@ -306,7 +336,7 @@ def _saved(value: Any) -> _Saved:
         raise DamageError("its sizes are no sizes")
     if len(sizes) != len(strides):
         raise DamageError("it has another number of sizes than of strides")
-    return _Saved(key=key, dtype=dtype, sizes=sizes, strides=strides, first=first)
+    return SavedTensor(key=key, dtype=dtype, sizes=sizes, strides=strides, first=first)
 
 
 def _whole_numbers(value: Any) -> bool:

@@ -30,11 +30,14 @@ _BUILTINS = ("builtins.getattr", "__builtin__.getattr", "builtins.set", "__built
 
 
 class _Names(Container[str]):
-    """Names that a common.pt of Megatron may have: its arguments hold enumerations and types."""
+    """Names that Megatron's objects may have: its arguments hold enumerations and types."""
 
     def __contains__(self, name: object) -> bool:
         text = str(name)
         return text.partition(".")[0] in _MODULES or text in _BUILTINS
+
+
+NAMES = _Names()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +92,8 @@ def _check_kind(folder: Path) -> None:
             f"{folder} is no distributed checkpoint of Megatron: it has no {KIND}",
             hint=f"name a folder iter_..., or the one with {LATEST}"
             if not (folder / METADATA).is_file()
-            else "a checkpoint of torchtitan has none: --format dcp",
+            else "of torchtitan: --format dcp. Of Megatron-FSDP (fsdp_dtensor): not read; export its weights "
+            "to Hugging Face's format with Megatron-Bridge",
         )
     try:
         kind: Any = json.loads((folder / KIND).read_text(encoding="utf-8"))
@@ -117,7 +121,7 @@ def read_common(folder: Path) -> Common:
             f"{folder} has no {COMMON}, where Megatron keeps its arguments and the optimiser's settings",
             hint="copy the whole folder again",
         )
-    value = read_saved(folder / COMMON, _Names())
+    value = read_saved(folder / COMMON, NAMES)
     if not isinstance(value, dict):
         raise StrettoError(f"{folder / COMMON} is no state of Megatron")
     state = cast("dict[str, Any]", value)

@@ -1,16 +1,18 @@
 """A checkpoint of Megatron-core (torch_dist) to one of ours, tensor by tensor, with the states of Adam.
 
 Weights and states may be stacked over layers or layer by layer. A state of the distributed optimizer may be
-whole like its weight (`fully_reshardable`, and without that optimizer), or in flat pieces
+whole like its weight (`fully_reshardable`, and without that optimizer), in flat pieces
 (`fully_sharded_model_space`, to core_v0.13): for a weight [X, Y] that was cut into [x, y] for the ranks,
-[X / x, Y / y, x y], of which the last dimension is cut once more.
+[X / x, Y / y, x y], of which the last dimension is cut once more; or in the flat buffers of the ranks.
+Whatever its form, every float32 weight must round to the model's, or it is another parameter's.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -21,6 +23,7 @@ from torch import Tensor
 from stretto.engine.checkpoint.dcp.archive import Archives
 from stretto.engine.checkpoint.dcp.index import read_dcp_index
 from stretto.engine.checkpoint.dcp.written import Incoming, OpenImport
+from stretto.engine.checkpoint.megatron.buffers import MASTER, has_buffers, read_buffers
 from stretto.engine.checkpoint.megatron.common import (
     Common,
     find_iteration,
@@ -37,6 +40,7 @@ from stretto.engine.checkpoint.megatron.names import (
     is_trained,
     rules,
 )
+from stretto.engine.checkpoint.megatron.ordering import OrderedStates, rounds_to
 from stretto.errors import StrettoError, nearest
 from stretto.spec.parameters import Sizes
 from stretto.spec.shape import ModelShape
@@ -46,16 +50,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTERS = ("fp32_param", "param", "master_param")
 WEIGHTS_ONLY = "--weights-only imports the model without its optimiser"
 _PREFIXES = ("", "module.", "model.")  # of parameters: of Megatron-LM, and of NeMo
-_CHAINED = re.compile(r"chained_\d+\.")
-# forms of the distributed optimizer that follow the ranks' buffers, by a part of the names
-_UNREADABLE = {
-    "optimizer.distributed.dp_group_idx_": "one rank's buffers (dp_reshardable, dp_zero_gather_scatter or "
-    "fully_sharded_bucket_space)",
-}
-_SAVE_WHOLE = (
-    "save once more in Megatron with --dist-ckpt-optim-fully-reshardable (before core_v0.14: "
-    "--ckpt-fully-parallel-save), or --weights-only"
+_NOT_ITS = (
+    "where Megatron warned 'param range exceeds unpadded buffer' as it saved, save dp_reshardable there; or "
+    "--weights-only"
 )
+_CHAINED = re.compile(r"chained_\d+\.")
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,14 @@ class _Slot:
     shape: Sizes
 
 
+@dataclass(frozen=True)
+class _Theirs:
+    """A parameter or a state of it in the checkpoint; `read` gives it in Megatron's layout."""
+
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
 class MegatronImport(OpenImport):
     """A checkpoint of Megatron-core.
 
@@ -80,8 +87,8 @@ class MegatronImport(OpenImport):
         states: whether the optimiser's states are imported, where there are any.
 
     Raises:
-        StrettoError: no such checkpoint, a damaged one, one of another model, or the optimiser's states in a
-            form that follows the ranks' buffers.
+        StrettoError: no such checkpoint, a damaged one, one of another model, or the optimiser's states in
+            buffers whose order of parameters is not known.
     """
 
     def __init__(self, source: Path, shape: ModelShape, *, states: bool = True) -> None:
@@ -102,50 +109,83 @@ class MegatronImport(OpenImport):
         """A tensor for every parameter and state, after a check of all names, types and sizes."""
         mapping = list(rules(self.shape))
         self.parameters = sum(prod(rule.shape) for rule in mapping)
-        weights = {rule.ours: self._slots(rule, "") for rule in mapping}
-        self._check_unused({slot.name for slots in weights.values() for slot in slots})
+        self._used = set[str]()
+        weights = {rule.ours: self._stored(rule, "") for rule in mapping}
+        self._check_unused(self._used)
         self.updates, self.optimiser = 0, None
         self.step = common.iteration
         counted = common.args.get("consumed_train_samples", 0)
         self.samples = counted if isinstance(counted, int) and counted >= 0 else 0
         sequence = common.args.get("seq_length", 0)
         self.tokens = self.samples * (sequence if isinstance(sequence, int) else 0)
+        trained = [rule for rule in mapping if is_trained(rule.ours)] if states else []
         moments = list[Incoming]()
-        if states and self._has_states():
-            trained = [rule for rule in mapping if is_trained(rule.ours)]
+        if trained and (made := self._states(common, trained, weights)):
+            for rule in trained:
+                if (master := made.get((rule.ours, MASTER))) is not None:
+                    weights[rule.ours] = self._checked(rule, master, weights[rule.ours])
             moments = [
-                self._incoming(f"optim.{moment}.{rule.ours}", rule, self._slots(rule, f"{STATE}{moment}."))
+                _incoming(f"optim.{moment}.{rule.ours}", rule, made[rule.ours, moment])
                 for rule in trained
                 for moment in MOMENTS
             ]
-            masters = next(
-                (m for m in MASTERS if any(n.startswith(f"{STATE}{m}.") for n in self._names)), None
-            )
-            if masters is not None:
-                weights |= {rule.ours: self._slots(rule, f"{STATE}{masters}.") for rule in trained}
-            groups, self.updates = groups_of(common, self.source)
-            self.optimiser = optimiser_of(common, groups, self.notes)
         self.tensors = [
-            *(self._incoming(f"model.{rule.ours}", rule, weights[rule.ours]) for rule in mapping),
+            *(_incoming(f"model.{rule.ours}", rule, weights[rule.ours]) for rule in mapping),
             *moments,
         ]
 
-    def _has_states(self) -> bool:
-        index = self.archives.index
-        for part, form in _UNREADABLE.items():
-            if any(part in name for name in (*index.tensors, *index.objects)):
+    def _states(
+        self, common: Common, trained: Sequence[Rule], weights: Mapping[str, _Theirs]
+    ) -> dict[tuple[str, str], _Theirs]:
+        """The optimiser's states and, as MASTER, float32 weights; none where it was not saved."""
+        if has_buffers(self.archives.index):
+            buffers = read_buffers(self.archives)
+            self._set_optimiser(replace(common, optimiser=dict(enumerate(buffers.settings))))
+            states = OrderedStates(
+                buffers, trained, common.args, lambda rule: weights[rule.ours].read(), self.source
+            )
+            return {
+                (rule.ours, key): _Theirs(torch.float32, partial(states.read, rule, key))
+                for rule in trained
+                for key in (*MOMENTS, MASTER)
+            }
+        kinds = {kind for kind in (*MOMENTS, *MASTERS) if self._has(kind)}
+        if MOMENTS[0] not in kinds:
+            return {}
+        self._set_optimiser(common)
+        theirs: dict[str, str] = dict(zip(MOMENTS, MOMENTS, strict=True))
+        if masters := [kind for kind in MASTERS if kind in kinds]:
+            theirs[MASTER] = masters[0]
+        return {
+            (rule.ours, ours): self._stored(rule, f"{STATE}{name}.")
+            for rule in trained
+            for ours, name in theirs.items()
+        }
+
+    def _has(self, kind: str) -> bool:
+        return any(name.startswith(f"{STATE}{kind}.") for name in self._names)
+
+    def _set_optimiser(self, common: Common) -> None:
+        groups, self.updates = groups_of(common, self.source)
+        self.optimiser = optimiser_of(common, groups, self.notes)
+
+    def _checked(self, rule: Rule, master: _Theirs, weight: _Theirs) -> _Theirs:
+        """Float32 weights that round to those of the model."""
+
+        def read() -> Tensor:
+            theirs = master.read()
+            if not rounds_to(theirs, weight.read()):
                 raise StrettoError(
-                    f"the optimiser's states in {self.source} follow {form}, and are not read",
-                    hint=_SAVE_WHOLE,
+                    f"{rule.ours}: the float32 weights that the optimiser in {self.source} has for it do not "
+                    "round to the weights of the model, so its states may be another parameter's",
+                    hint=_NOT_ITS,
                 )
-        return any(name.startswith(f"{STATE}{MOMENTS[0]}.") for name in self._names)
+            return theirs
+
+        return _Theirs(master.dtype, read)
 
     def _slots(self, rule: Rule, kind: str) -> Sequence[_Slot]:
-        """Where a parameter, or a state of it, is stored.
-
-        Args:
-            kind: what stands before the names of states; "" for the weights.
-        """
+        """Where a parameter, or a state of it, is stored."""
         stacked = [(name, 0) for name in rule.names] if rule.layer is not None else []
         for name, _ in stacked or [(rule.names[0], 0)]:
             for parts in self._forms(rule, name, kind):
@@ -207,23 +247,26 @@ class MegatronImport(OpenImport):
                 hint="the arguments in common.pt do not say that the model has it; --model names another",
             )
 
-    def _incoming(self, name: str, rule: Rule, slots: Sequence[_Slot]) -> Incoming:
+    def _stored(self, rule: Rule, kind: str) -> _Theirs:
+        """A parameter, or a state of it, that is stored in tensors of its own.
+
+        Args:
+            kind: what stands before the names of states; "" for the weights.
+        """
+        slots = self._slots(rule, kind)
+        self._used |= {slot.name for slot in slots}
         kinds = sorted({self.archives.index.tensors[slot.name].dtype for slot in slots})
         if len(kinds) > 1:
             raise StrettoError(f"{slots[0].name} and the parts beside it are of types {', '.join(kinds)}")
         dtype: torch.dtype = getattr(torch, kinds[0])
-        return Incoming(name, rule.shape, dtype, lambda: self._read(rule, slots, dtype))
 
-    def _read(self, rule: Rule, slots: Sequence[_Slot], dtype: torch.dtype) -> Tensor:
-        theirs = torch.empty(rule.shape, dtype=dtype)
-        for slot, target in zip(slots, _shares(theirs, slots, rule), strict=True):
-            self._read_slot(slot, target)
-        if not rule.order:
+        def read() -> Tensor:
+            theirs = torch.empty(rule.shape, dtype=dtype)
+            for slot, target in zip(slots, _shares(theirs, slots, rule), strict=True):
+                self._read_slot(slot, target)
             return theirs
-        ours = torch.empty_like(theirs)
-        for mine, other in rule.order:
-            mine(ours).copy_(other(theirs))
-        return ours
+
+        return _Theirs(dtype, read)
 
     def _read_slot(self, slot: _Slot, target: Tensor) -> None:
         """Read a part, which lies whole or in flat pieces."""
@@ -249,6 +292,21 @@ class MegatronImport(OpenImport):
 
     def check_head(self) -> None:
         """A tied head is stored once there: nothing can differ."""
+
+
+def _incoming(name: str, rule: Rule, theirs: _Theirs) -> Incoming:
+    """One of our tensors out of theirs."""
+
+    def read() -> Tensor:
+        stored = theirs.read()
+        if not rule.order:
+            return stored
+        ours = torch.empty_like(stored)
+        for mine, other in rule.order:
+            mine(ours).copy_(other(stored))
+        return ours
+
+    return Incoming(name, rule.shape, theirs.dtype, read)
 
 
 def _experts(name: str, start: tuple[int, ...], rule: Rule) -> Iterator[list[_Slot]]:
