@@ -36,6 +36,60 @@ def test_the_last_command(text: str, out: str) -> None:
     assert last.removeprefix("echo ") == out
 
 
+OWN = """TP=2
+PP=1
+while [[ $# -gt 0 ]]; do
+  case "$1" in
+    --tp) TP="$2"; shift 2 ;;
+    --pp=*)  # joined
+      PP="${1#*=}"
+      shift
+      ;;
+    -b|--bf16) ARGS=(--bf16); shift ;;
+    *) usage; exit 1 ;;
+  esac
+done
+echo $TP $PP ${ARGS[@]} $#
+"""
+LETTERS = """TP=2
+while getopts "t:b" opt; do
+  case $opt in
+    t) TP=$OPTARG ;;
+    b) BF=1 ;;
+  esac
+done
+shift $((OPTIND-1))
+echo $TP ${BF:-0}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "out"),
+    [
+        (OWN, "", "2 1 0"),
+        (OWN, "--tp 8 --pp=4 -b", "8 4 --bf16 0"),
+        (LETTERS, "", "2 0"),
+        (LETTERS, "-b -t 8", "8 1"),
+        (LETTERS, "-bt8", "8 1"),
+        ("A=x.tar.gz; echo ${A%.*} ${A%%.*} ${A#*.} ${A##*.} ${A#y}", "", "x.tar x tar.gz gz x.tar.gz"),
+    ],
+)
+def test_options_of_the_script_itself(text: str, words: str, out: str) -> None:
+    assert said(text, *words.split())[-1] == f"echo {out}"
+
+
+def test_a_word_that_the_script_refuses() -> None:
+    with pytest.raises(StrettoError, match=r"run\.sh:3: the script ends at '--tq'"):
+        said(OWN, "--tq", "8")
+
+
+def test_other_loops_are_no_options_and_lines_keep_their_numbers() -> None:
+    with pytest.raises(StrettoError, match=r"run\.sh:1: while is not read"):
+        said("while [[ $# -gt 0 ]]; do case $1 in a) ARGS+=(--a) ;; esac; done", "a")
+    with pytest.raises(StrettoError, match=r"run\.sh:15: for is not read"):
+        said(f"{OWN}for i in 1 2; do ARGS=(--a); done", "--tp", "8")
+
+
 def test_what_is_redirected_is_no_argument() -> None:
     assert said("python x.py --a 1 > log.txt 2>&1 &> all 2> errors")[0] == "python x.py --a 1"
 

@@ -14,8 +14,10 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 
 from stretto.errors import StrettoError
+from stretto.run.frameworks.shell_options import written_out
 from stretto.run.frameworks.shell_words import ASSIGNED, HINT, Document, Statement, statements
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -62,6 +64,8 @@ def commands(text: str, source: str, known: Mapping[str, Value] | None = None) -
     """
     run = _Run(source, {**batch_variables(text), "0": source, "BASH_SOURCE": [source]})
     run.variables |= parameters(()) if known is None else known
+    words = run.variables.get("@", [])
+    text = written_out(text, source, words if isinstance(words, list) else [words])
     for statement in statements(text, source):
         yield from run.step(statement)
 
@@ -258,6 +262,9 @@ class _Run:
         if not plain:
             return
         expanded = self._expanded(plain, line)
+        if expanded and expanded[0] == "shift":
+            self._shift(expanded[1:])
+            return
         inside = self._inside(expanded, document, line)
         if inside is None:
             to = None if document is None or expanded != ["cat"] else self._written_to(rest, line)
@@ -268,6 +275,15 @@ class _Run:
         for statement in statements(inside, self.source):
             for command in self.step(statement):
                 yield Command((*outer, *command.words), line)
+
+    def _shift(self, words: Sequence[str]) -> None:
+        """Leave out the first words that the script was started with."""
+        count = int(words[0]) if words and words[0].isdecimal() else 1
+        left = self.variables.get("@", [])
+        kept = (left if isinstance(left, list) else [left])[count:]
+        for name in [name for name in self.variables if name.isdecimal() and name != "0"]:
+            del self.variables[name]
+        self.variables |= parameters(kept)
 
     def _text(self, document: Document, line: int) -> str:
         """The lines of a document, with the variables that it puts in."""
@@ -387,6 +403,9 @@ class _Run:
 
     def _parameter(self, inside: str, line: int) -> Value:
         """`${...}`: a variable, an array, or a default."""
+        cut = re.fullmatch(r"([A-Za-z_]\w*|\d+)(##?|%%?)(.+)", inside, re.DOTALL)
+        if cut is not None and isinstance(whole := self.variables.get(cut[1]), str):
+            return _cut(whole, cut[2], "".join(self._fields(cut[3], line, split=False)))
         match = re.fullmatch(r"([A-Za-z_]\w*|\d+)(\[(?:[@*]|\d+)\])?(?:(:?[-=?+])(.*))?", inside, re.DOTALL)
         if match is None:
             return _unknown(f"${{{inside}}}")
@@ -441,6 +460,18 @@ def _unredirected(words: list[str]) -> list[str]:
         else:
             skip = match.end() == len(word) and not match[3]
     return kept
+
+
+def _cut(text: str, where: str, pattern: str) -> str:
+    """`${NAME#PATTERN}` and its kind: a text without what matches at its begin or end, short or long."""
+    sizes = range(len(text) + 1) if len(where) == 1 else range(len(text), -1, -1)
+    for size in sizes:
+        part, kept = (
+            (text[:size], text[size:]) if where[0] == "#" else (text[-size:], text[: len(text) - size])
+        )
+        if fnmatchcase(part if size else "", pattern):
+            return kept
+    return text
 
 
 def _unknown(what: str) -> str:
