@@ -273,6 +273,12 @@ def test_a_vocabulary_of_bert_is_named(tmp_path: Path) -> None:
     assert "BertTokenizerFast" in str(caught.value.hint)
 
 
+def test_ranks_of_megatron_are_named(tmp_path: Path) -> None:
+    (tmp_path / "ranks.json").write_text('[{"rank": 0, "token_bytes": "AA==", "token_str": "0"}]')
+    with pytest.raises(StrettoError, match="as Megatron's TikTokenizer has"):
+        Tokenizer.load(tmp_path / "ranks.json")
+
+
 def test_damaged_models(tmp_path: Path) -> None:
     data = train_pieces("bpe")
     (tmp_path / "t.model").write_bytes(data[: len(data) // 2])

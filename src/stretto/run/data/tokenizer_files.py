@@ -154,6 +154,12 @@ def _read(files: Sequence[Path]) -> tokenizers.Tokenizer:
             hint=f"write its tokenizer.json: BertTokenizerFast({str(files[0])!r}, do_lower_case=...)"
             ".save_pretrained(DIR)",
         )
+    if data.lstrip()[:1] == b"[":
+        raise StrettoError(
+            f"tokenizer {files[0]}: a JSON list, as Megatron's TikTokenizer has of its ranks, which says"
+            " neither the special tokens before them nor the expression that cuts text into words",
+            hint="name the PREFIX of text that Megatron has tokenised as data.source, with model.vocab=N",
+        )
     return _from_ranks(files[0], data)
 
 

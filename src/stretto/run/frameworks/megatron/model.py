@@ -24,8 +24,17 @@ _FILES = (
     "SentencePieceTokenizer",
     "GPTSentencePieceTokenizer",
     "Llama2Tokenizer",
-    "TikTokenizer",
 )
+# why others are not read
+_UNREAD = {
+    "TikTokenizer": "its JSON of ranks says neither the special tokens before them nor the expression that"
+    " cuts text into words",
+    **dict.fromkeys(
+        ("BertWordPieceLowerCase", "BertWordPieceCase"), "a vocab.txt does not say how text is cleaned"
+    ),
+    **dict.fromkeys(("MultimodalTokenizer", "NullMultimodalTokenizer"), "it is for text with images"),
+    "SFTTokenizer": "its chat templates are Megatron-LM's own; data.chat takes that of a tokenizer.json",
+}
 _PAIR = ("vocab.json", "merges.txt")
 _POSITIONS = {"rope": "rotary", "learned_absolute": "learned"}
 _FAMILIES = {"rotary": "llama", "learned": "gpt"}
@@ -269,8 +278,12 @@ def _read_tokenizer(settings: Settings) -> Mapping[str, Any]:
             return {"data.tokenizer": files}
         return {"data.tokenizer": str(vocab)}
     if kind not in _FILES:
-        hint = f"what is: {', '.join(_FILES)}, GPT2BPETokenizer, NullTokenizer"
-        raise StrettoError(f"--tokenizer-type is {kind}: such a tokenizer is not read here", hint=hint)
+        why = f": {_UNREAD[kind]}" if kind in _UNREAD else ""
+        raise StrettoError(
+            f"--tokenizer-type is {kind}: such a tokenizer is not read here{why}",
+            hint="text that is tokenised already needs none: --data-path PREFIX"
+            f" (what is read: {', '.join(_FILES)}, GPT2BPETokenizer, NullTokenizer)",
+        )
     return {"data.tokenizer": model}
 
 
