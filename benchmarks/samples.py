@@ -4,7 +4,9 @@ beside one on random tokens that are in memory.
 Samples: batches of 32 samples of 4,096 tokens from token folders that the script writes. Steps: training's
 own step of the small GPT of the step benchmarks in one process, forward to update, samples taken as the run
 takes them, with and without a thread that reads ahead. The ratio of such steps is known no better than their
-times, which vary by some percent; how long a step waits for its samples is measured by itself.
+times, which vary by some percent; how long a step waits for its samples is measured by itself. Tokens at a
+URL: samples a second of one epoch in order of windows, of a folder on the disk and of the same at file://,
+with an empty cache of blocks and with a full one.
 
     python benchmarks/samples.py [--rounds 60] [--tokens 50000000]
 """
@@ -26,6 +28,7 @@ from stretto.engine.optim.rate import Rate
 from stretto.run.config.load import parse
 from stretto.run.data.dataset import Batch, Samples
 from stretto.run.data.mixture import Mixture, TrainingSamples, training_samples
+from stretto.run.data.open import open_source
 from stretto.run.data.read_ahead import ReadAhead
 from stretto.run.data.token_folder import TokenFolder, TokenWriter
 from stretto.run.data.tokenizer import Tokenizer
@@ -94,11 +97,40 @@ class InMemory:
         return self._known[key]
 
 
+def epoch(url: str, cache: Path) -> float:
+    """Samples a second of all batches of an epoch."""
+    config = parse(
+        "model: {family: gpt, layers: 1, hidden: 64, heads: 1}\n"
+        f"data: {{source: {url}, sequence: {SEQUENCE}, shuffle: window, shuffle_window: {1 << 23}, "
+        f"cache: {cache}}}"
+    )
+    samples = training_samples(open_source(config.data), config)
+    assert isinstance(samples, Samples)
+    started, batches = time.perf_counter(), len(samples) // BATCH
+    for number in range(batches):
+        samples.batch(range(number * BATCH, (number + 1) * BATCH))
+    return batches * BATCH / (time.perf_counter() - started)
+
+
+def at_url(folder: Path) -> None:
+    """A folder on the disk, and the same at a URL with an empty cache and with a full one."""
+    speeds: dict[str, list[float]] = {"on the disk": [], "at file://, empty cache": [], "full cache": []}
+    for _ in range(7):
+        with tempfile.TemporaryDirectory() as cache:
+            for speed, url in zip(speeds.values(), (f"{folder}", *[f"file://{folder}"] * 2), strict=True):
+                speed.append(epoch(url, Path(cache)))
+    print("\n| tokens | samples/s, median (quartiles) |\n|---|---|")
+    for name, each in speeds.items():
+        low, middle, high = np.quantile(each, (0.25, 0.5, 0.75))
+        print(f"| {name} | {middle:,.0f} ({low:,.0f} to {high:,.0f}) |")
+
+
 def main() -> None:
     args = arguments(__doc__, rounds=60, tokens=50_000_000)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         sources = {part: folder(Path(name, part), args.tokens // 3, seed) for seed, part in enumerate("abc")}
+        at_url(Path(name, "a"))
         config = parse(
             f"model: {{family: gpt, layers: 1, hidden: 64, heads: 1}}\ndata: {{sequence: {SEQUENCE}}}\n"
             f"batch: {{global_size: {BATCH}}}"

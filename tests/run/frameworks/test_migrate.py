@@ -434,6 +434,12 @@ def test_documents_stay_apart_where_three_flags_say_so() -> None:
     assert (made.lost, config_of(made).data.packing) == ({}, "documents")
 
 
+def test_data_in_object_storage() -> None:
+    made = arguments_of("--data-path s3://bucket/data/d --object-storage-cache-path /scratch")
+    assert {"data.source": "s3://bucket/data/d"} in [one.fields for one in made.mapped]
+    assert {"data.cache": "/scratch"} in [one.fields for one in made.mapped]
+
+
 def test_several_prefixes_are_a_mixture_by_weights() -> None:
     made = arguments_of("--data-path 0.5 a 1.5 b 0.25 a")
     assert {"data.source": {"a": 0.75, "b": 1.5}} in [one.fields for one in made.mapped]

@@ -99,7 +99,7 @@ def _write_cache(choices: Choices) -> Settings:
 
 
 def _read_cache(settings: Settings) -> Mapping[str, Any]:
-    return {"data.cache": settings.get("data-cache-path")}
+    return {"data.cache": settings.get("data-cache-path", settings.get("object-storage-cache-path"))}
 
 
 def _ratios(split: str) -> str:
@@ -132,7 +132,12 @@ DATA: tuple[Rule, ...] = (
         read=_read_data,
         notes=_data_notes,
     ),
-    Rule(choices=("data.cache",), settings=("data-cache-path",), write=_write_cache, read=_read_cache),
+    Rule(
+        choices=("data.cache",),
+        settings=("data-cache-path", "object-storage-cache-path"),
+        write=_write_cache,
+        read=_read_cache,
+    ),
     Rule(
         choices=("data.split",),
         settings=("split",),
