@@ -21,6 +21,7 @@ from stretto.run.data.dataset import (
     WholeDocuments,
     WholeSplit,
     samples_of,
+    shuffled_within,
     whole_split_of,
     windows,
 )
@@ -169,7 +170,7 @@ def _check_cache(parts: Mapping[str, Samples | Documents], data: DataConfig) -> 
         return
     room = f"data.cache_gib={_gib(needed * cache.limit / cache.kept)}"
     smaller = f"a data.shuffle_window smaller than {data.shuffle_window}"
-    windows = any(part.block for part in parts.values())
+    windows = any(shuffled_within(part.source, data) for part in parts.values())
     raise StrettoError(
         f"data.cache_gib is {data.cache_gib:g}, and {_gib(needed)} GiB of the sources at URLs are kept: "
         + ("the windows that are read, and the next" if windows else "any sample may come next"),
