@@ -84,6 +84,14 @@ def export(
     torchtitan: Annotated[
         Literal["0.3", "0.2"], typer.Option(help="With --format dcp: the version that is to load it.")
     ] = "0.3",
+    expert_parallel: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --format megatron, of a model with experts: --expert-model-parallel-size as it is "
+            "loaded. Adam's states differ between 1 and more; the default is more.",
+        ),
+    ] = None,
     adapters: Annotated[
         bool,
         typer.Option("--adapters", help="Of a run with adapters (LoRA): write these only, as peft does."),
@@ -117,7 +125,9 @@ def export(
             raise StrettoError(
                 f"--dtype with --format {form}", hint="weights are converted as they are loaded"
             )
-        export_to = _export_megatron if form == "megatron" else partial(_export_dcp, version=torchtitan)
+        export_to = partial(_export_dcp, version=torchtitan)
+        if form == "megatron":
+            export_to = partial(_export_megatron, spread_experts=expert_parallel != 1)
         export_to(one, out, as_json=as_json)
         return
     import torch
@@ -147,12 +157,12 @@ def _export_dcp(one: Path, out: Path, *, version: str, as_json: bool) -> None:
     _print_export(one, out, done, last=last, target=f"torchtitan {version}", as_json=as_json)
 
 
-def _export_megatron(one: Path, out: Path, *, as_json: bool) -> None:
+def _export_megatron(one: Path, out: Path, *, spread_experts: bool, as_json: bool) -> None:
     from stretto.engine.checkpoint.megatron.exporting import export_megatron
     from stretto.run.frameworks.megatron.saved import TRIED_WITH, saved_arguments
 
     with byte_progress("export") as progress:
-        done = export_megatron(one, out, saved_arguments, progress)
+        done = export_megatron(one, out, saved_arguments, progress, experts_spread=spread_experts)
     load = f"--load {out} --use-checkpoint-args"
     last = f"to train there from its weights: {load} --finetune --no-load-optim --no-load-rng"
     if done.step is not None:

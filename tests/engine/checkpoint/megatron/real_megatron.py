@@ -192,12 +192,16 @@ class Buffered:
         torch.manual_seed(7)
         self.chunks = list[Any]()
         experts = None if shape.moe is None else shape.moe.experts
+        layer = get_gpt_layer_local_spec(experts, normalization="RMSNorm")
+        if experts is not None:  # as with Transformer Engine, the norm before a router has its own name
+            names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+            layer.submodules.sharded_state_dict_keys_map = names
         for number in range(chunks):
             stage = {"vp_stage": number} if chunks > 1 else {}
             ends = {"ignore_virtual": False, **stage} if chunks > 1 else {}
             model = GPTModel(
                 config=config,
-                transformer_layer_spec=get_gpt_layer_local_spec(experts, normalization="RMSNorm"),
+                transformer_layer_spec=layer,
                 vocab_size=shape.vocab,
                 max_sequence_length=shape.sequence,
                 share_embeddings_and_output_weights=shape.tied,
@@ -252,13 +256,7 @@ class Buffered:
                 parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
         self.optimiser.step()
 
-    def save(self, folder: Path, form: str, step: int) -> None:
-        """Write `folder`/iter_... with the optimiser's states in a form of Megatron's."""
-        from megatron.core import dist_checkpointing
-
-        place = folder / f"iter_{step:07d}"
-        place.mkdir(parents=True, exist_ok=True)
-        dist.barrier()
+    def _state(self, form: str, *, loading: bool = False) -> dict[str, Any]:
         metadata = {"distrib_optim_sharding_type": form, "chained_optim_avoid_prefix": True}
         metadata |= {"singleton_local_shards": False}
         names = ["model"] if len(self.chunks) == 1 else [f"model{i}" for i in range(len(self.chunks))]
@@ -266,11 +264,38 @@ class Buffered:
             name: chunk.module.sharded_state_dict(metadata=metadata)
             for name, chunk in zip(names, self.chunks, strict=True)
         }
-        state["optimizer"] = self.optimiser.sharded_state_dict(state, metadata=metadata)
-        common = {
-            "args": self.args,
-            "checkpoint_version": 3.0,
-            "iteration": step,
-            "content_metadata": metadata,
-        }
-        dist_checkpointing.save({**common, **state}, str(place), ("torch_dist", 1))
+        states = self.optimiser.sharded_state_dict(state, is_loading=loading, metadata=metadata)
+        return {**state, "optimizer": states, "content_metadata": metadata}
+
+    def save(self, folder: Path, form: str, step: int) -> None:
+        """Write `folder`/iter_... with the optimiser's states in a form of Megatron's."""
+        from megatron.core import dist_checkpointing
+
+        place = folder / f"iter_{step:07d}"
+        place.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        common = {"args": self.args, "checkpoint_version": 3.0, "iteration": step}
+        dist_checkpointing.save({**common, **self._state(form)}, str(place), ("torch_dist", 1))
+
+    def load(self, place: Path) -> None:
+        """Load an iteration with whole states into a model of one chunk."""
+        from megatron.core import dist_checkpointing
+
+        # torch's Adam, unlike Transformer Engine's, has no states to load into before a step, and counts each
+        self.step(-1)
+        for one in self.optimiser.chained_optimizers:
+            one._set_main_param_and_optimizer_states = _with_step(one)
+        loaded = dist_checkpointing.load(self._state("fully_reshardable", loading=True), str(place))
+        self.chunks[0].module.load_state_dict(loaded["model"])
+        self.optimiser.load_state_dict(loaded["optimizer"])
+
+
+def _with_step(optimiser: Any) -> Any:
+    """The optimiser's way to take a parameter's states, which leaves its number of steps as it is."""
+    take = optimiser._set_main_param_and_optimizer_states
+
+    def taken(parameter: Any, states: Any) -> None:
+        step = optimiser._get_main_param_and_optimizer_states(parameter)["step"].clone()
+        take(parameter, {**states, "step": step})
+
+    return taken

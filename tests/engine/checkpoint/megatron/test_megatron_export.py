@@ -133,17 +133,27 @@ def test_float32_weights_of_two_names_are_written_once(tmp_path: Path) -> None:
     assert size < 3 * weights + objects * 2 * 1500  # each archive has a head
 
 
+@pytest.mark.parametrize("spread", [True, False])
 @pytest.mark.parametrize("shape", [MOE, LATE])
-def test_experts_go_without_states(tmp_path: Path, shape: ModelShape) -> None:
+def test_experts_have_an_optimiser_of_their_own_where_they_are_spread(
+    tmp_path: Path, shape: ModelShape, spread: bool
+) -> None:
     source = written(tmp_path / "run", shape)
-    done = export_megatron(source, tmp_path / "out", saved_arguments)
-    assert done.step is None
-    assert "several optimisers" in done.notes[0]
-    args = read_common(find_iteration(tmp_path / "out")).args
-    assert read_saved(args, "common.pt").shape.moe == shape.moe
+    done = export_megatron(source, tmp_path / "out", saved_arguments, experts_spread=spread)
+    words = "above 1, not 1" if spread else "1, not above"
+    assert (done.step, done.notes) == (
+        7,
+        [f"Adam's states are laid out for --expert-model-parallel-size {words}"],
+    )
+    common = read_common(find_iteration(tmp_path / "out"))
+    assert read_saved(common.args, "common.pt").shape.moe == shape.moe
+    several = list(common.optimiser.values()) if spread else [common.optimiser]
+    groups = [[group["is_expert_parallel"] for group in one["param_groups"]] for one in several]
+    assert groups == ([[False, False], [True]] if spread else [[False, False]])
     with MegatronImport(tmp_path / "out", shape) as opened:
-        ours, _ = read_whole(opened.write(tmp_path / "back"))
-    theirs, _ = read_whole(source)
+        assert (opened.step, opened.updates) == (7, 6)
+        ours, _ = read_whole(opened.write(tmp_path / "back"), "")
+    theirs, _ = read_whole(source, "")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 

@@ -124,6 +124,28 @@ def test_replicas_and_padding(tmp_path: Path) -> None:
         imported_as(tmp_path / "fully_reshardable" / "iter_0000003", tmp_path / "other", SHAPE)
 
 
+@pytest.mark.parametrize("spread", [True, False])
+def test_experts_there_and_back(tmp_path: Path, spread: bool) -> None:
+    """Exported states are those that Megatron has after it loaded them, for either of its optimisers."""
+    ranks = {"tp": 1, "pp": 1, "ep": 2 if spread else 1, "bucket": 10**6}
+    on_ranks(2, buffered_run, tmp_path / "there", MOE, ranks, FORMS[1:2])
+    path = imported_as(tmp_path / "there" / FORMS[1] / "iter_0000003", tmp_path / "run", MOE)
+    export_megatron(path, tmp_path / "out", saved_arguments, experts_spread=spread)
+    on_ranks(2, loaded_run, tmp_path / "out" / "iter_0000003", tmp_path / "again", MOE, ranks)
+    again = imported_as(tmp_path / "again" / "iter_0000003", tmp_path / "back", MOE)
+    ours, theirs = (read_whole(one, "")[0] for one in (again, path))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def loaded_run(place: Path, folder: Path, shape: ModelShape, ranks: dict[str, int]) -> None:
+    from real_megatron import Buffered
+
+    run = Buffered(shape, **ranks)
+    run.load(place)
+    run.save(folder, FORMS[1], 3)
+
+
 def imported_as(place: Path, run: Path, shape: ModelShape) -> Path:
     with MegatronImport(place, shape) as opened:
         assert (opened.step, opened.updates, opened.samples) == (3, 3, 24)

@@ -20,7 +20,7 @@ from stretto.engine.checkpoint.dcp.groups import MOMENTS
 from stretto.engine.checkpoint.dcp.streaming import (
     OPTIM,
     Exported,
-    check_new,
+    open_export,
     saved_optimiser,
     steps_of,
     write_whole,
@@ -36,12 +36,10 @@ from stretto.engine.checkpoint.dcp.titan import (
     trained,
 )
 from stretto.engine.checkpoint.dcp.written import Progress
-from stretto.engine.checkpoint.manifest import read_manifest
-from stretto.engine.checkpoint.read import MODEL, StoredTensors, shape_of
+from stretto.engine.checkpoint.read import MODEL, StoredTensors
 from stretto.engine.checkpoint.shards import Streamed
 from stretto.engine.optim.base import decays
 from stretto.engine.optim.rate import Rate
-from stretto.errors import StrettoError
 from stretto.spec.optimiser import Optimiser
 from stretto.spec.shape import ModelShape
 
@@ -60,22 +58,12 @@ def export_dcp(
         StrettoError: a damaged checkpoint, a model that torchtitan does not have, a folder with files, or no
             room.
     """
-    out = Path(out)
-    check_new(out)
-    manifest = read_manifest(path)
-    shape = shape_of(path, manifest.meta)
-    mapping = list(rules(shape))
-    notes = list[str]()
-    with StoredTensors(path, "") as stored:
-        known = {MODEL + rule.ours for rule in mapping}
-        if extra := sorted(name for name in stored.saved if name.startswith(MODEL) and name not in known):
-            raise StrettoError(
-                f"{extra[0]}, one of {len(extra)} tensors that {path} has beside its model, has no "
-                "counterpart in torchtitan",
-                hint="export for transformers or PEFT instead, without --format dcp",
-            )
+    out, notes = Path(out), list[str]()
+    with open_export(path, out, rules, framework="torchtitan", form="dcp") as opened:
+        manifest, mapping = opened.manifest, opened.mapping
+        stored = opened.stored
         source = _Source(stored, progress)
-        state = _weights(source, mapping, shape, version)
+        state = _weights(source, mapping, opened.shape, version)
         step, states = None, [rule.ours for rule in mapping if is_trained(rule.ours)]
         if optimiser := saved_optimiser(manifest.meta, stored, states, notes):
             step = manifest.step

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,11 +22,13 @@ from torch.futures import Future
 
 from stretto.engine.checkpoint.dcp.groups import MOMENTS
 from stretto.engine.checkpoint.files import check_room, remove
-from stretto.engine.checkpoint.read import StoredTensors
+from stretto.engine.checkpoint.manifest import Manifest, read_manifest
+from stretto.engine.checkpoint.read import MODEL, StoredTensors, shape_of
 from stretto.engine.checkpoint.shards import Streamed
 from stretto.engine.checkpoint.storage import run_collective
 from stretto.errors import StrettoError
 from stretto.spec.optimiser import Optimiser, RateSchedule
+from stretto.spec.shape import ModelShape
 
 OPTIM = "optim."
 
@@ -44,10 +47,59 @@ class Exported:
     notes: list[str]
 
 
-def check_new(out: Path) -> None:
-    """Raise StrettoError for a place that something is at."""
+class _Named(Protocol):
+    """A rule for one of our parameters."""
+
+    @property
+    def ours(self) -> str:
+        """Its name here."""
+        ...
+
+
+R = TypeVar("R", bound=_Named)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenExport(Generic[R]):
+    """A checkpoint of ours whose model another framework has.
+
+    Attributes:
+        mapping: a rule for every parameter of the model.
+    """
+
+    manifest: Manifest
+    shape: ModelShape
+    mapping: Sequence[R]
+    stored: StoredTensors
+
+
+@contextmanager
+def open_export(
+    path: str | Path, out: Path, rules: Callable[[ModelShape], Iterable[R]], *, framework: str, form: str
+) -> Generator[OpenExport[R]]:
+    """Open a checkpoint that is to be written to the new folder `out`.
+
+    Args:
+        rules: of a model's parameters there.
+        framework, form: what it is called, and its `--format`, for errors.
+
+    Raises:
+        StrettoError: a damaged checkpoint, a model that the framework does not have, or a folder with files.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise StrettoError(f"{out} is not empty", hint="export to a new folder")
+    manifest = read_manifest(path)
+    shape = shape_of(path, manifest.meta)
+    mapping = list(rules(shape))
+    with StoredTensors(path, "") as stored:
+        known = {MODEL + rule.ours for rule in mapping}
+        if extra := sorted(name for name in stored.saved if name.startswith(MODEL) and name not in known):
+            raise StrettoError(
+                f"{extra[0]}, one of {len(extra)} tensors that {path} has beside its model, has no "
+                f"counterpart in {framework}",
+                hint=f"export for transformers or PEFT instead, without --format {form}",
+            )
+        yield OpenExport(manifest=manifest, shape=shape, mapping=mapping, stored=stored)
 
 
 def write_whole(state: dict[str, Any], out: Path, size: int, source: str | Path) -> list[Path]:

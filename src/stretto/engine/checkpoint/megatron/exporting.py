@@ -22,20 +22,18 @@ from torch import Tensor
 from stretto.engine.checkpoint.dcp.streaming import (
     OPTIM,
     Exported,
-    check_new,
+    open_export,
     saved_optimiser,
     steps_of,
     write_whole,
 )
 from stretto.engine.checkpoint.dcp.written import Progress
-from stretto.engine.checkpoint.manifest import read_manifest
 from stretto.engine.checkpoint.megatron.common import BACKEND, COMMON, KIND, LATEST
 from stretto.engine.checkpoint.megatron.importing import MASTERS, MOMENTS, STATE
 from stretto.engine.checkpoint.megatron.names import LAYERS, Rule, is_trained, rules
-from stretto.engine.checkpoint.read import MODEL, StoredTensors, shape_of
+from stretto.engine.checkpoint.read import MODEL, StoredTensors
 from stretto.engine.checkpoint.shards import Streamed
 from stretto.engine.optim.rate import Rate
-from stretto.errors import StrettoError
 from stretto.spec.optimiser import Optimiser
 from stretto.spec.shape import ModelShape
 
@@ -52,6 +50,8 @@ def export_megatron(
     out: str | Path,
     arguments: Callable[[ModelShape], Mapping[str, Any]],
     progress: Progress | None = None,
+    *,
+    experts_spread: bool = True,
 ) -> Exported:
     """Write a checkpoint for Megatron: the model, and where the optimiser is AdamW its states and the step.
     One layer of a tensor at a time is in memory.
@@ -60,31 +60,21 @@ def export_megatron(
         out: the folder that Megatron loads from; it gets one folder `iter_...`.
         arguments: attributes of Megatron's arguments for a model.
         progress: called with the bytes written so far, and with all that there are.
+        experts_spread: whether ranks of Megatron will share experts out among them: they then have an
+            optimiser of their own, and else none.
 
     Raises:
         StrettoError: a damaged checkpoint, a model that Megatron does not have, a folder with files, or no
             room.
     """
-    out = Path(out)
-    check_new(out)
-    manifest = read_manifest(path)
-    shape, meta = shape_of(path, manifest.meta), manifest.meta
-    mapping, notes = list(rules(shape)), list[str]()
-    args = dict(arguments(shape))
-    with StoredTensors(path, "") as stored:
-        known = {MODEL + rule.ours for rule in mapping}
-        if extra := sorted(name for name in stored.saved if name.startswith(MODEL) and name not in known):
-            raise StrettoError(
-                f"{extra[0]}, one of {len(extra)} tensors that {path} has beside its model, has no "
-                "counterpart in Megatron",
-                hint="export for transformers or PEFT instead, without --format megatron",
-            )
+    out, notes = Path(out), list[str]()
+    with open_export(path, out, rules, framework="Megatron", form="megatron") as opened:
+        shape, mapping = opened.shape, opened.mapping
+        stored = opened.stored
+        manifest, meta = opened.manifest, opened.manifest.meta
+        args = dict(arguments(shape))
         trained = [rule for rule in mapping if is_trained(rule.ours)]
-        optimiser = None
-        if shape.moe is not None:
-            notes.append("the optimiser's states are left out: with experts Megatron has several optimisers")
-        else:
-            optimiser = saved_optimiser(meta, stored, [rule.ours for rule in trained], notes)
+        optimiser = saved_optimiser(meta, stored, [rule.ours for rule in trained], notes)
         source = _Source(stored, shape, progress)
         half = _half(meta)
         state: dict[str, Any] = source.tensors(mapping, MODEL, "", half)
@@ -98,7 +88,11 @@ def export_megatron(
                 name = source.name(rule)
                 state |= {f"{STATE}{one}.{name}": masters[name] for one in MASTERS[:2]}
             updates = int(meta.get("updates") or manifest.step)
-            common["optimizer"] = _optimiser_state(optimiser, updates, steps_of(meta))
+            spread = shape.moe is not None and experts_spread
+            if shape.moe is not None:
+                ranks = "above 1, not 1" if spread else "1, not above"
+                notes.append(f"Adam's states are laid out for --expert-model-parallel-size {ranks}")
+            common["optimizer"] = _optimiser_state(optimiser, updates, steps_of(meta), spread=spread)
             common["opt_param_scheduler"] = _scheduler(optimiser, updates, meta)
             common["content_metadata"] = {"distrib_optim_sharding_type": _FORM}
         common["args"] = Namespace(**{**args, **_run(meta, step, half)})
@@ -229,14 +223,19 @@ def _run(meta: Mapping[str, Any], step: int | None, half: torch.dtype | None) ->
     }
 
 
-def _optimiser_state(optimiser: Optimiser, updates: int, steps: int | None) -> dict[str, Any]:
-    """The optimiser's groups, of what decays and what does not, where each of Megatron's optimisers looks."""
+def _optimiser_state(
+    optimiser: Optimiser, updates: int, steps: int | None, *, spread: bool
+) -> dict[Any, Any]:
+    """The optimiser's settings where each of Megatron's optimisers looks; with experts that are spread over
+    ranks, the two optimisers' by number.
+    """
     rate = optimiser.lr if steps is None else Rate.of(optimiser, steps)(updates)
-    groups = [
-        {
+
+    def group(decays: bool, experts: bool) -> dict[str, Any]:
+        return {
             "wd_mult": float(decays),
             "lr_mult": 1.0,
-            "is_expert_parallel": False,
+            "is_expert_parallel": experts,
             "is_decoupled_lr": False,
             "default_config": True,
             "max_lr": optimiser.lr,
@@ -247,10 +246,13 @@ def _optimiser_state(optimiser: Optimiser, updates: int, steps: int | None) -> d
             "weight_decay": optimiser.weight_decay * decays,
             "step": updates,
         }
-        for decays in (True, False)
-    ]
-    one = {"state": {"common_step": torch.tensor(float(updates))}, "param_groups": groups}
-    return {"optimizer": one, **one, "param_state_sharding_type": _FORM}
+
+    def whole(*groups: dict[str, Any]) -> dict[str, Any]:
+        one = {"state": {"common_step": torch.tensor(float(updates))}, "param_groups": list(groups)}
+        return {"optimizer": one, **one, "param_state_sharding_type": _FORM}
+
+    dense = whole(group(True, False), group(False, False))
+    return {0: dense, 1: whole(group(True, True))} if spread else dense
 
 
 def _scheduler(optimiser: Optimiser, updates: int, meta: Mapping[str, Any]) -> dict[str, Any]:
