@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from pages import commands, text_of, unprinted
 from stretto import Layout
 from stretto.cli import main
+from stretto.view.exchanges import exchanges
+from stretto.view.grid import grid_svg
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:  # type: ignore[type-arg]
@@ -60,3 +63,66 @@ def test_svg_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main.run(["layout", "--world", "16", "--pp", "4", "--svg", str(path)]) == 0
     assert f"wrote {path}" in capsys.readouterr().out
     assert ET.parse(path).getroot().tag.endswith("svg")
+
+
+def test_groups_over_any_axes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """As Megatron-LM's RankGenerator(tp=2, ep=1, dp=2, pp=4, cp=1).get_ranks("tp-pp")."""
+    layout = ("--world", "16", "--tp", "2", "--pp", "4")
+    assert main.run(["layout", *layout, "--groups", "tp-pp,dp"]) == 0
+    shown = capsys.readouterr().out
+    assert "tp-pp: 2 groups of 8\n   0  2 nodes   [0, 1, 4, 5, 8, 9, 12, 13]\n" in shown
+    assert "\ndp: 8 groups of 2\n   0  1 node    [0, 2]\n" in shown
+    facts = run_json(capsys, *layout, "--groups", "tp-pp")
+    assert facts["groups"]["tp-pp"] == [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]]
+
+
+def test_json_says_what_is_sent_where(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = run_json(capsys, "--world", "32", "--tp", "8", "--pp", "2", "--cluster", "dgx-h100")
+    assert facts["ranks_per_node"] == 8
+    lying = {each["axes"]: (each["size"], each["count"], each["inside"]) for each in facts["exchanges"]}
+    assert lying == {"tp": (8, 4, 4), "dp": (2, 16, 0), "pp": (2, 16, 0)}
+    pp = facts["exchanges"][2]
+    assert [(send["what"], send["to"]) for send in pp["sends"]] == [
+        ("activations", "next"),
+        ("gradients of activations", "previous"),
+    ]
+    assert facts["cluster"]["links"]["inside"]["kind"] == "NVLink 4"
+    assert facts["cluster"]["links"]["between"]["bandwidth"] == 5e10
+
+
+def test_a_page_and_a_picture_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    svg, html = tmp_path / "layout.svg", tmp_path / "layout.html"
+    words = ["--world", "16", "--pp", "4", "--groups", "tp-pp", "--svg", str(svg), "--html", str(html)]
+    assert main.run(["layout", *words]) == 0
+    assert capsys.readouterr().out.endswith(f"\nwrote {svg}\nwrote {html}\n")
+    assert "tp-pp: 4 groups of 4" in svg.read_text()
+    assert "<title>Layout dp4 pp4</title>" in html.read_text()
+    assert main.run(["layout", "--world", "16", "--html", str(tmp_path / "none" / "page.html")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--groups", "tpp-pp"], "group 'tpp-pp' names unknown axis 'tpp'\nhint: did you mean 'tp'?"),
+        (["--groups", "tp,"], "group '' names unknown axis ''\nhint: axes are tp, cp, ep, dp, pp"),
+        (["--groups", "tp-dp-tp"], "names tp twice\nhint: name every axis once, as in tp-dp\n"),
+        (["--ep", "2", "--groups", "cp-ep"], "names cp beside an axis of experts"),
+        (["--cluster", "dgx-h1000"], "cluster 'dgx-h1000' is not known\nhint: did you mean"),
+        (["--cluster", "dgx-h100:8"], "has 8 devices, not 16"),
+    ],
+)
+def test_what_is_wrong_is_said(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["layout", "--world", "16", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_page_on_layouts_shows_what_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (command,) = commands(text_of("docs/layout.md"))
+    assert main.run(command.words[1:]) == 0
+    assert not unprinted(command, capsys.readouterr().out)
+    svg = grid_svg(layout := Layout(tp=2, dp=2, pp=4), groups=exchanges(layout, 8))
+    assert text_of("docs/pictures/layout.svg") == svg

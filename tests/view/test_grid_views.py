@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ET
+from itertools import pairwise
 
 import pytest
 
 from stretto import Layout
 from stretto.view import colours
+from stretto.view.exchanges import exchanges
 from stretto.view.grid import cell, grid, grid_svg, nodes, some
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -52,6 +55,77 @@ def test_svg_has_a_cell_a_rank_in_its_stage_s_colour(layout: Layout) -> None:
         assert float(rect.get("y", "")) + 38 <= float(root.get("height", ""))
     texts = {"".join(each.itertext()) for each in root.iter(f"{SVG}text")}
     assert {str(rank) for rank in range(layout.offset, layout.offset + layout.world)} <= texts
+
+
+def panels(svg: str) -> dict[str, ET.Element]:
+    """The elements of each panel, by its axes, gathered under one element."""
+    found, panel = dict[str, ET.Element](), None
+    for each in ET.fromstring(svg):
+        text = "".join(each.itertext())
+        if each.tag == f"{SVG}text" and (title := re.match(r"([a-z_-]+): [\d,]+ groups? of", text)):
+            panel = found[title[1]] = ET.Element("panel")
+        if panel is not None:
+            panel.append(each)
+    return found
+
+
+def numbers(panel: ET.Element) -> dict[int, int]:
+    """The group of every rank, as written in its cell."""
+    texts = ["".join(each.itertext()) for each in panel.iter(f"{SVG}text")]
+    return {int(a): int(b[1:]) for a, b in pairwise(texts) if a.isdecimal() and re.fullmatch(r"g\d+", b)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("node", [4, 8, 24])
+def test_every_group_is_outlined(layout: Layout, node: int) -> None:
+    shown = exchanges(layout, node, ("tp-pp",))
+    drawn = panels(grid_svg(layout, ranks_per_node=node, groups=shown))
+    assert list(drawn) == [each.axes for each in shown]
+    for axes, panel in drawn.items():
+        groups = layout.groups(axes)
+        assert numbers(panel).items() <= {rank: n for n, group in enumerate(groups) for rank in group}.items()
+        if layout.world <= 8 * node:
+            assert len(numbers(panel)) == layout.world
+        cells = [
+            (float(each.get("x", "")), float(each.get("y", "")) - 8, numbers(panel)[int(each.text or "")])
+            for each in panel.iter(f"{SVG}text")
+            if (each.text or "").isdecimal()
+        ]
+        outlined = list[int]()
+        for box in panel.iter(f"{SVG}rect"):
+            if box.get("class") != "group":
+                continue
+            x, y, wide, high = (float(box.get(name, "")) for name in ("x", "y", "width", "height"))
+            inside = {group for a, b, group in cells if x < a < x + wide and y < b < y + high}
+            assert len(inside) == 1  # no outline goes round ranks of two groups
+            outlined += [n for n in inside for a, b, _ in cells if x < a < x + wide and y < b < y + high]
+            colour = colours.GROUPS[inside.pop() % len(colours.GROUPS)]
+            assert box.get("stroke") == colours.hexed(colour)
+        assert len(outlined) == len(cells)
+
+
+def test_links_of_the_first_group_are_dashed_between_nodes() -> None:
+    layout = Layout(tp=2, dp=2, pp=4)
+    drawn = panels(grid_svg(layout, groups=exchanges(layout, 8)))
+    dashes = {
+        axes: [bool(path.get("stroke-dasharray")) for path in panel.iter(f"{SVG}path")]
+        for axes, panel in drawn.items()
+    }
+    # 0 to 1 are one box; 0 to 2; 0 to 4 to 8 to 12 with the second node from 8
+    assert dashes == {"tp": [], "dp": [False], "pp": [False, True, False]}
+
+
+def test_of_many_nodes_the_panels_draw_those_of_the_first_group() -> None:
+    layout = Layout(tp=8, dp=128, pp=16)
+    svg = grid_svg(layout, groups=exchanges(layout, 8))
+    assert len(svg) < 500_000
+    drawn = panels(svg)
+    first = layout.group(0, "pp")
+    assert set(first[:8]) <= set(numbers(drawn["pp"]))
+    assert "2,040 more nodes are not drawn" in "".join(drawn["pp"].itertext())
+    root = ET.fromstring(svg)
+    for each in root.iter(f"{SVG}rect"):
+        assert float(each.get("x", "")) + float(each.get("width", "")) <= float(root.get("width", ""))
 
 
 def test_a_large_svg_is_summed_up() -> None:

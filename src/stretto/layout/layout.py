@@ -82,6 +82,7 @@ class RankGrid:
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 EXPERT_AXES = {"expert_tp": "tp", "ep": "ep", "expert_dp": "dp"}  # name to the name in the expert grid
+_GROUP_AXES = {*AXES, *EXPERT_AXES}
 ORDER = "-".join(AXES)
 
 
@@ -158,9 +159,15 @@ class Layout:
             )
         return grid
 
-    def _grid(self, axes: str) -> tuple[RankGrid, str]:
-        """The grid that `axes` means, and their names there."""
+    def grid_of(self, axes: str) -> tuple[RankGrid, str]:
+        """The grid that `axes` means, and their names there; no names where each rank is alone.
+
+        Raises:
+            StrettoError: a name that is no axis or that stands twice, or cp beside axes of experts.
+        """
         names = axes.split("-")
+        if len(names) != len(_GROUP_AXES & set(names)):
+            raise _wrong_group(axes, names)
         if not EXPERT_AXES.keys() & set(names):
             return self.grid, axes
         if (
@@ -168,18 +175,23 @@ class Layout:
         ):  # experts are laid out like the dense layers, in any order
             same = {"expert_tp": "tp", "expert_dp": "cp-dp", "ep": ""}
             return self.grid, "-".join(filter(None, (same.get(name, name) for name in names)))
+        if "cp" in names:
+            raise StrettoError(
+                f"group {axes!r} names cp beside an axis of experts",
+                hint="experts are laid out over expert_tp, ep, expert_dp and pp; cp is a part of these",
+            )
         return self.expert_grid, "-".join(EXPERT_AXES.get(name, name) for name in names)
 
     def groups(self, axes: str) -> list[list[int]]:
         """All groups over `axes` ("tp", "tp-dp", ...); a name with ep, expert_tp or expert_dp means the
         expert grid.
         """
-        grid, names = self._grid(axes)
+        grid, names = self.grid_of(axes)
         return grid.groups(names) if names else [[self.offset + rank] for rank in range(self.world)]
 
     def group(self, rank: int, axes: str) -> list[int]:
         """The group over `axes` that holds `rank`."""
-        grid, names = self._grid(axes)
+        grid, names = self.grid_of(axes)
         return grid.group(self._inside(rank), names) if names else [self._inside(rank)]
 
     def size(self, axes: str) -> int:
@@ -311,6 +323,20 @@ def _at_least(field: str, value: object, least: int) -> None:
         raise StrettoError(
             f"{field}={value!r} is not allowed", hint=f"{field} is a whole number, at least {least}"
         )
+
+
+def _wrong_group(axes: str, names: list[str]) -> StrettoError:
+    known = (*AXES, *(name for name in EXPERT_AXES if name not in AXES))
+    for name in names:
+        if name not in known:
+            near = nearest(name, known)
+            return StrettoError(
+                f"group {axes!r} names unknown axis {name!r}",
+                hint=f"did you mean {near!r}? " * bool(near) + f"axes are {', '.join(known)}, as in tp-pp",
+            )
+    twice = next(name for name in names if names.count(name) > 1)
+    once = "-".join(dict.fromkeys(names))
+    return StrettoError(f"group {axes!r} names {twice} twice", hint=f"name every axis once, as in {once}")
 
 
 def _complete_order(order: str, sizes: Mapping[str, int]) -> str:

@@ -25,6 +25,15 @@ OTHER: Rgb = (118, 118, 118)
 # lines and marks on a light or a dark ground: at least 3 to 1 on both (WCAG 2, graphical objects)
 SERIES: tuple[Rgb, ...] = ((38, 120, 190), (196, 98, 16), (28, 138, 116), (158, 90, 190))
 
+# eight outlines beside one another, each at least 3 to 1 on a light and on a dark ground
+GROUPS: tuple[Rgb, ...] = (
+    *SERIES,
+    (206, 72, 112),
+    (110, 122, 30),
+    (96, 112, 208),
+    (122, 118, 112),
+)
+
 _RAMP: tuple[Rgb, ...] = ((55, 32, 105), (52, 96, 141), (38, 142, 136), (110, 197, 98), (250, 226, 60))
 
 

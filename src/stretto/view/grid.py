@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 
@@ -9,6 +10,8 @@ from rich.text import Text
 
 from stretto.layout import Layout
 from stretto.view import colours
+from stretto.view.exchanges import Exchange
+from stretto.view.outlines import outlines
 from stretto.view.svg import element, page, words
 
 LETTERS = {"pp": "p", "tp": "t", "cp": "c", "ep": "e", "dp": "d"}
@@ -65,8 +68,10 @@ _MARGIN = 16
 _TOP = 62
 
 
-def grid_svg(layout: Layout, *, ranks_per_node: int = 8, most_nodes: int = 128) -> str:
-    """The grid as SVG; of many nodes the first and the last are drawn."""
+def grid_svg(
+    layout: Layout, *, ranks_per_node: int = 8, most_nodes: int = 128, groups: Sequence[Exchange] = ()
+) -> str:
+    """The grid as SVG, and under it outlined groups; of many nodes the first and the last are drawn."""
     rows, left_out = some(nodes(layout, ranks_per_node), most_nodes)
     wide, high = _cell_size(layout), 38
     across = max(len(row) for _, row in rows)
@@ -86,9 +91,15 @@ def grid_svg(layout: Layout, *, ranks_per_node: int = 8, most_nodes: int = 128) 
     lines = -(-len(rows) // columns)
     bottom = _TOP + lines * (box[1] + 10)
     key, bottom = _stages(layout, bottom)
-    width = 2 * _MARGIN + max(columns * (box[0] + 70) - 12, 6.2 * len(text))
+    inner = max(columns * (box[0] + 70) - 12, 6.2 * len(text))
+    drawn, bottom, right = outlines(
+        layout, groups, ranks_per_node=ranks_per_node, left=_MARGIN, top=bottom, width=max(inner, 940)
+    )
+    width = _MARGIN + max(_MARGIN + inner, right)
     about = f"{layout.world} ranks in nodes of {ranks_per_node}, coloured by pipeline stage"
-    return page(width, bottom + 8, f"Layout {layout}", about, parts + key)
+    if groups:
+        about += f"; then the groups over {', '.join(each.axes for each in groups)}, each outlined"
+    return page(width, bottom + 8, f"Layout {layout}", about, parts + key + drawn)
 
 
 def _cell_size(layout: Layout) -> float:

@@ -62,10 +62,11 @@ def plain_html(title: str, body: str, more: str = "") -> str:
     """A page of a title and HTML, whose tables sort by a click on a column's name.
 
     Args:
-        more: name of the file with further style, such as "page_compare".
+        more: name of the files with further style, such as "page_compare", and script, if there is one.
     """
     whole = f'<main>\n<h1 class="unseen">{escape(title)}</h1>\n{body}\n</main>\n'
-    return _page(title, whole, more, f'"use strict";\n{_file("page_table.js")}')
+    script = _file(f"{more}.js") if more and (files("stretto.view") / f"{more}.js").is_file() else ""
+    return _page(title, whole, more, f'"use strict";\n{_file("page_table.js")}{script}')
 
 
 def _page(title: str, body: str, more: str, script: str) -> str:

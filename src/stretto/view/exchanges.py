@@ -1,0 +1,135 @@
+"""What the ranks of each group of a layout send to one another in a training step, and over which links."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from stretto.layout import Layout
+
+if TYPE_CHECKING:
+    from stretto.planner.machines.cluster import Link
+
+Receiver = Literal["others", "before", "next", "previous"]
+RECEIVERS: dict[Receiver, str] = {
+    "others": "to the others",
+    "before": "round the ring",
+    "next": "to the next stage",
+    "previous": "to the previous one",
+}
+
+
+@dataclass(frozen=True)
+class Send:
+    """One kind of message of every rank of a group.
+
+    Attributes:
+        how: the collective or message, and when.
+        to: every other rank of the group, the one before it in the ring, or a neighbour along the group.
+    """
+
+    what: str
+    how: str
+    to: Receiver
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """The groups over some axes: what their ranks send, and how the groups lie on nodes.
+
+    Attributes:
+        axes: as `Layout.groups` takes them: "tp", "cp-dp", "expert_dp".
+        size: ranks of a group.
+        count: number of groups.
+        inside: how many groups have all their ranks on one node.
+        note: in place of messages, for groups that send none.
+    """
+
+    axes: str
+    size: int
+    count: int
+    inside: int
+    sends: tuple[Send, ...] = ()
+    note: str = ""
+
+    @property
+    def links(self) -> str:
+        """Where the groups' messages run: "inside a node", "across nodes", or how many groups stay inside."""
+        if self.inside in (0, self.count):
+            return "inside a node" if self.inside else "across nodes"
+        return f"{self.inside} inside a node"
+
+
+_SENDS: dict[str, tuple[Send, ...]] = {
+    "tp": (
+        Send(
+            "activations and their gradients",
+            "all-gather and reduce-scatter around each pair of split linears; all-reduce without "
+            "sequence parallelism",
+            "others",
+        ),
+    ),
+    "cp": (
+        Send(
+            "keys and values, then their gradients",
+            "round the ring, block by block, beside the attention; with all-to-all attention, heads to "
+            "every other rank",
+            "before",
+        ),
+    ),
+    "ep": (Send("tokens", "all-to-all: to the ranks with their experts, and back", "others"),),
+    "expert_tp": (
+        Send("tokens of the experts", "all-gather before the experts, reduce-scatter after them", "others"),
+    ),
+    "dp": (
+        Send(
+            "gradients",
+            "all-reduce; with ZeRO reduce-scatter, and all-gather of the updated weights",
+            "others",
+        ),
+    ),
+    "expert_dp": (
+        Send("gradients of experts", "as those of the other layers, over the copies of an expert", "others"),
+    ),
+    "pp": (
+        Send("activations", "forward of each microbatch, point to point", "next"),
+        Send("gradients of activations", "backward of each microbatch, point to point", "previous"),
+    ),
+}
+_SENDS["cp-dp"] = _SENDS["dp"]  # the ranks with the same parameters, which see different tokens
+
+
+def exchanges(layout: Layout, ranks_per_node: int, more: tuple[str, ...] = ()) -> list[Exchange]:
+    """The groups of more than one rank, and what they send as far as the layout alone says it.
+
+    Args:
+        more: further axes, as in "tp-pp", also where each rank is alone.
+
+    Raises:
+        StrettoError: `more` names an unknown axis.
+    """
+    names = ["tp", "cp", "dp", "pp"]
+    if layout.cp > 1:
+        names.insert(3, "cp-dp")
+    if layout.ep > 1 or layout.expert_tp is not None:
+        names += ["expert_tp", "ep", "expert_dp"]
+    shown = [_exchange(layout, axes, ranks_per_node) for axes in names if layout.size(axes) > 1]
+    others = [axes for axes in dict.fromkeys(more) if axes not in {each.axes for each in shown}]
+    return shown + [_exchange(layout, axes, ranks_per_node) for axes in others]
+
+
+def _exchange(layout: Layout, axes: str, ranks_per_node: int) -> Exchange:
+    groups = layout.groups(axes)
+    inside = sum(
+        (min(ranks) - layout.offset) // ranks_per_node == (max(ranks) - layout.offset) // ranks_per_node
+        for ranks in groups
+    )
+    sends, note = _SENDS.get(axes, ()), ""
+    if axes == "dp" and layout.cp > 1:
+        sends, note = (), "replicas: other samples; gradients are summed over cp-dp"
+    return Exchange(axes=axes, size=len(groups[0]), count=len(groups), inside=inside, sends=sends, note=note)
+
+
+def link_text(link: Link) -> str:
+    """Kind and bandwidth of one device's share, as in "NVLink 4, 450 GB/s"."""
+    return f"{link.kind or 'link'}, {link.bandwidth / 1e9:.4g} GB/s"

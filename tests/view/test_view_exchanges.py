@@ -1,0 +1,44 @@
+"""What the ranks of each group send, and how the groups lie on nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+from stretto import Layout
+from stretto.view.exchanges import exchanges
+
+
+def test_groups_that_communicate_by_layout() -> None:
+    def axes(layout: str) -> list[str]:
+        return [each.axes for each in exchanges(Layout.parse(layout), 8)]
+
+    assert axes("single") == []
+    assert axes("tp2 dp2 pp2") == ["tp", "dp", "pp"]
+    assert axes("cp2") == ["cp", "cp-dp"]  # gradients are summed over the parts of a sample
+    assert axes("cp2 dp2") == ["cp", "dp", "cp-dp"]
+    assert axes("tp2 dp4 ep2") == ["tp", "dp", "expert_tp", "ep", "expert_dp"]
+    assert axes("tp2 dp4 ep2 expert_tp1") == ["tp", "dp", "ep", "expert_dp"]
+
+
+def test_gradients_are_summed_over_the_ranks_with_the_same_parameters() -> None:
+    both = {each.axes: each for each in exchanges(Layout(cp=2, dp=2), 8)}
+    assert both["dp"].sends == ()
+    assert "cp-dp" in both["dp"].note
+    assert [send.what for send in both["cp-dp"].sends] == ["gradients"]
+    (only,) = exchanges(Layout(dp=2), 8)
+    assert [send.what for send in only.sends] == ["gradients"]
+
+
+@pytest.mark.parametrize(
+    ("node", "inside", "links"), [(8, 4, "inside a node"), (1, 0, "across nodes"), (3, 3, "3 inside a node")]
+)
+def test_groups_on_nodes(node: int, inside: int, links: str) -> None:
+    """Pairs 5 6, 7 8, 9 10, 11 12 on nodes that begin at rank 5."""
+    tp, _ = exchanges(Layout(tp=2, dp=4, offset=5), node)
+    assert (tp.size, tp.count, tp.inside, tp.links) == (2, 4, inside, links)
+
+
+def test_further_axes_are_added_once() -> None:
+    shown = exchanges(Layout(tp=2, pp=2), 8, ("tp-pp", "tp", "tp-pp", "dp"))
+    assert [each.axes for each in shown] == ["tp", "pp", "tp-pp", "dp"]
+    assert shown[-1].size == 1
