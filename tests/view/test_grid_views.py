@@ -57,6 +57,23 @@ def test_svg_has_a_cell_a_rank_in_its_stage_s_colour(layout: Layout) -> None:
     assert {str(rank) for rank in range(layout.offset, layout.offset + layout.world)} <= texts
 
 
+def test_a_node_of_many_ranks_takes_several_lines() -> None:
+    root = ET.fromstring(grid_svg(Layout(tp=8, dp=8, pp=4), ranks_per_node=72))
+    assert float(root.get("width", "")) < 1100
+    rects = [
+        tuple(float(rect.get(name, "")) for name in ("x", "y", "width", "height"))
+        for rect in root.iter(f"{SVG}rect")
+    ]
+    cells = [rect for rect in rects if rect[3] == 38]
+    boxes = [rect for rect in rects if rect[3] > 100][1:]  # the first is the ground
+    assert len(cells) == len(set(cells)) == 256
+    inside = [
+        sum(x <= a and y <= b and a + w <= x + wide and b + h <= y + high for a, b, w, h in cells)
+        for x, y, wide, high in boxes
+    ]
+    assert inside == [72, 72, 72, 40]
+
+
 def panels(svg: str) -> dict[str, ET.Element]:
     """The elements of each panel, by its axes, gathered under one element."""
     found, panel = dict[str, ET.Element](), None

@@ -74,8 +74,12 @@ def grid_svg(
     """The grid as SVG, and under it outlined groups; of many nodes the first and the last are drawn."""
     rows, left_out = some(nodes(layout, ranks_per_node), most_nodes)
     wide, high = _cell_size(layout), 38
-    across = max(len(row) for _, row in rows)
-    box = (2 * _PAD + across * (wide + _GAP) - _GAP, 2 * _PAD + high)
+    most = max(len(row) for _, row in rows)
+    across = _per_line(most, 16)
+    box = (
+        2 * _PAD + across * (wide + _GAP) - _GAP,
+        2 * _PAD + -(-most // across) * (high + _GAP) - _GAP,
+    )
     columns = max(1, min(len(rows), int(940 // (box[0] + 70))))
     text = _about(layout)
     parts = [
@@ -87,7 +91,7 @@ def grid_svg(
         top = _TOP + place // columns * (box[1] + 10)
         note = f"node {node}" if not left_out or node < rows[-1][0] else f"... node {node}"
         parts.append(words(note, left, top + box[1] / 2 + 4, 11, class_="quiet"))
-        parts += _node(layout=layout, row=row, left=left + 58, top=top, wide=wide, high=high, box=box)
+        parts += _node(layout, row, left=left + 58, top=top, cell_size=(wide, high), box=box)
     lines = -(-len(rows) // columns)
     bottom = _TOP + lines * (box[1] + 10)
     key, bottom = _stages(layout, bottom)
@@ -113,14 +117,23 @@ def _about(layout: Layout) -> str:
 
 
 def _node(
-    layout: Layout, row: range, left: float, top: float, wide: float, high: float, box: tuple[float, float]
+    layout: Layout,
+    row: range,
+    *,
+    left: float,
+    top: float,
+    cell_size: tuple[float, float],
+    box: tuple[float, float],
 ) -> list[str]:
     parts = [element("rect", x=left, y=top, width=box[0], height=box[1], rx=5, class_="box")]
-    for column, rank in enumerate(row):
+    wide, high = cell_size
+    across = round((box[0] - 2 * _PAD + _GAP) / (wide + _GAP))
+    for place, rank in enumerate(row):
+        line, column = divmod(place, across)
         shown = cell(layout, rank)
         colour = colours.of_stage(shown.stage, layout.pp)
         ink = {"style": f"fill:{colours.text_on(colour)}", "text_anchor": "middle"}
-        x, y = left + _PAD + column * (wide + _GAP), top + _PAD
+        x, y = left + _PAD + column * (wide + _GAP), top + _PAD + line * (high + _GAP)
         parts.append(element("rect", x=x, y=y, width=wide, height=high, rx=3, fill=colours.hexed(colour)))
         parts.append(words(str(rank), x + wide / 2, y + 16, 13, font_weight="bold", **ink))
         if shown.place:

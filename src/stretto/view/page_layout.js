@@ -174,29 +174,37 @@ const everyRank = function* () {
 };
 
 const drawCells = () => {
-  pen.textAlign = "center"; pen.textBaseline = "middle";
   const pp = grids[0].axes.find(({ axis }) => axis === "pp");
-  const rest = state.mask && fixed(state.grid, state.mask);
+  pen.textAlign = "left"; pen.textBaseline = "middle"; pen.font = `11px ${FONT}`;
   for (let node = 0; node < cells.drawn; node++) {
     const [x, y] = corner(node);
     pen.strokeStyle = colours.line; pen.lineWidth = 1;
     pen.beginPath(); pen.roundRect(x + 0.5, y + 0.5, cells.boxW - 1, cells.boxH - 1, cells.text ? 6 : 3); pen.stroke();
     if (!cells.text) continue;
-    pen.textAlign = "left"; pen.font = `11px ${FONT}`; pen.fillStyle = colours.quiet;
+    pen.fillStyle = colours.quiet;
     pen.fillText(`node ${node}`, x + 2, y - 8);
-    pen.textAlign = "center";
   }
   for (const rank of everyRank()) {
     const [x, y, w, h] = place(rank);
     pen.fillStyle = data.stages[coordinate(rank, pp)];
     if (cells.text === 0 && !state.mask) { pen.fillRect(x, y, w, h); continue; }
     if (cells.text && data.stages.length > 1) pen.fillRect(x, y + h - 4, w, 4);
-    if (!cells.text) continue;
-    pen.fillStyle = colours.text; pen.font = `${cells.text === 2 ? "bold 13" : 11}px ${FONT}`;
-    pen.fillText(rank, x + w / 2, y + (cells.text === 2 ? 11 : 8));
+  }
+};
+// on top of the arrows, with a rim that parts it from them
+const drawText = () => {
+  const rest = state.mask && fixed(state.grid, state.mask);
+  const write = (text, x, y, font) => {
+    pen.font = `${font} ${FONT}`;
+    pen.strokeText(text, x, y); pen.fillText(text, x, y);
+  };
+  pen.textAlign = "center"; pen.textBaseline = "middle"; pen.lineJoin = "round";
+  pen.strokeStyle = colours.ground; pen.fillStyle = colours.text; pen.lineWidth = 3;
+  for (const rank of everyRank()) {
+    const [x, y, w] = place(rank);
+    write(rank, x + w / 2, y + (cells.text === 2 ? 11 : 8), cells.text === 2 ? "bold 13px" : "11px");
     if (cells.text < 2) continue;
-    pen.font = `10.5px ${FONT}`;
-    pen.fillText(rest ? `g${numberOf(rank, rest)}` : letters(rank), x + w / 2, y + 26);
+    write(rest ? `g${numberOf(rank, rest)}` : letters(rank), x + w / 2, y + 26, "10.5px");
   }
 };
 
@@ -224,6 +232,7 @@ const draw = () => {
     const colour = mask ? colours.text : colourOfGroup(group);
     for (const { to } of group.sends) for (const other of receivers(rank, ranks, to).slice(0, MOST_LINES)) arrow(rank, other, colour);
   }
+  if (cells.text) drawText();
   for (const each of mask ? steps()[state.step].ranks ?? [] : []) ring(each, colours.feeds, thick + 0.5);
   ring(rank, colours.needs, thick + 0.5);
 };
@@ -243,7 +252,7 @@ const resize = () => {
   canvas.style.height = `${cells.height}px`;
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
   const style = getComputedStyle(document.documentElement);
-  for (const name of ["text", "quiet", "line", "needs", "feeds"]) colours[name] = style.getPropertyValue(`--${name}`).trim();
+  for (const name of ["ground", "text", "quiet", "line", "needs", "feeds"]) colours[name] = style.getPropertyValue(`--${name}`).trim();
   const rest = data.world - Math.min(data.world, cells.drawn * data.node), note = byId("left");
   note.hidden = !rest && cells.text > 0;
   note.textContent = rest
@@ -391,12 +400,12 @@ const showArithmetic = () => {
       document.querySelector(`#axes input[data-axis="${one.axis}"]`).focus();
     });
     box.dataset.axis = one.axis;
-    const label = make("label", {}, box, mask.includes(one.axis) ? "True: varies" : "False: stays");
+    const label = make("label", {}, box, mask.includes(one.axis) ? "True" : "False");
     return make("tr", {}, make("th", { textContent: one.axis }), cell(one.axis, "size", one.size),
       cell(one.axis, "stride", one.stride), cell(one.axis, "coordinate", coordinate(state.rank, one)),
       make("td", { className: `text ${lit(one.axis, "mask")}` }, label));
   });
-  const head = ["axis, fastest first", "size", "stride", `of rank ${state.rank}`, "mask"];
+  const head = ["axis", "size", "stride", `of rank ${state.rank}`, "mask"];
   byId("axes").replaceChildren(make("table", {},
     make("thead", {}, make("tr", {}, ...head.map((text, i) => make("th", { textContent: text, className: i === 4 ? "text" : "" })))),
     make("tbody", {}, ...rows)));
