@@ -5,6 +5,11 @@ from __future__ import annotations
 import pytest
 
 from stretto import Layout
+from stretto.layout.layout import axes_of
+from stretto.planner.rank_step.counts import counts
+from stretto.spec.experts import ExpertShape
+from stretto.spec.job import Job
+from stretto.spec.shape import ModelShape
 from stretto.view.exchanges import exchanges
 
 
@@ -42,3 +47,38 @@ def test_further_axes_are_added_once() -> None:
     shown = exchanges(Layout(tp=2, pp=2), 8, ("tp-pp", "tp", "tp-pp", "dp"))
     assert [each.axes for each in shown] == ["tp", "pp", "tp-pp", "dp"]
     assert shown[-1].size == 1
+
+
+LAYOUTS = (
+    "tp2 dp2 pp2",
+    "cp3 dp2",
+    "tp2 cp2 dp2 pp2",
+    "tp2 dp4 pp2 ep2 expert_tp2",
+    "tp2 cp2 dp4 ep4 expert_tp1",
+)
+KINDS = {
+    "tp": "all-reduce",
+    "cp": "send",
+    "pp": "send",
+    "ep": "all-to-all",
+    "expert_tp": "reduce-scatter",
+    **dict.fromkeys(("dp", "cp-dp", "expert_dp"), "all-reduce"),
+}
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_what_is_said_to_be_sent_is_what_a_step_sends(text: str) -> None:
+    """Against the calls of a rank's step, which `stretto dryrun` compares with the real code."""
+    layout = Layout.parse(text)
+    moe = ExpertShape(experts=8, top_k=2, ffn=32) if layout.ep > 1 else None
+    shape = ModelShape(
+        family="llama", layers=4, hidden=96, heads=12, kv_heads=6, vocab=512, sequence=48, moe=moe
+    )
+    job = Job(shape=shape, layout=layout, global_batch=32, micro_batch=2, sequence=48)
+    shown = exchanges(layout, 8)
+    named = {each.axes: axes_of(layout, layout.group(0, each.axes)) for each in shown}
+    calls = set(counts(job, 0).calls)
+    assert {(named[each.axes], KINDS[each.axes]) for each in shown if each.sends} <= calls
+    # the rest are small: the norm of the gradients, and with experts the counts of routed tokens
+    over = {axes for axes, _ in calls} - {named[each.axes] for each in shown}
+    assert over <= {"tp-pp", "tp-dp-pp"} | ({"tp-cp", "tp-dp"} if moe else set())
