@@ -14,7 +14,7 @@ SMALL = ("model.layers=2", "model.hidden=32", "model.heads=2", "data.sequence=16
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["dryrun", QUICK, *SMALL, "layout.tp=2", "--rank", "3", "--json"]
+    arguments = ["dryrun", QUICK, *SMALL, "optim.name=adamw", "layout.tp=2", "--rank", "3", "--json"]
     assert main.run(arguments) == 0
     output = capsys.readouterr()
     facts = json.loads(output.out)

@@ -96,7 +96,7 @@ def test_measured_beside_predicted(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_modes_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
-    facts = run_json(capsys, QUICK, "--modes", "train.dtype=bfloat16")
+    facts = run_json(capsys, QUICK, "--modes", "train.dtype=bfloat16", "optim.name=adamw")
     assert facts["copies"] == 2
     by_mode = {one["mode"]: one for one in facts["modes"]}
     assert list(by_mode) == ["server", "ddp", "zero1", "zero2", "zero3"]

@@ -188,10 +188,8 @@ def every_schedule(ranks: int, ways: Ways, wanted: Sequence[str] = ()) -> int:
 
 def with_tensor_parallel() -> None:
     mesh = Mesh(Layout(tp=2, pp=2))
-    for shape in (GPT, LLAMA):
-        for name in ("1f1b", "zb-v"):
-            program = schedule(name, 2, 4)
-            beside(shape, program, mesh, f"{name} tp2", ALIKE)
+    for shape, name in ((GPT, "zb-v"), (LLAMA, "1f1b")):
+        beside(shape, schedule(name, 2, 4), mesh, f"{name} tp2", ALIKE)
     mesh.close()
 
 

@@ -39,16 +39,16 @@ CASES = [
     f"1 {GPT} layout.tp=2",
     f"3 {LLAMA} layout.tp=4 {SP} recompute.mode=full",
     f"1 {LLAMA} layout.cp=4 recompute.mode=selective",
-    f"1 {LLAMA} layout.cp=2 layout.context=ulysses",
     f"3 {GPT} layout.pp=4 layout.dp=2 schedule.name=zb-h1",
     f"5 {LLAMA} layout.dp=4 layout.pp=2 dp.mode=zero3",
-    f"2 {GPT} layout.dp=4 dp.mode=zero2",
     f"3 {MOE} layout.tp=2 layout.dp=2 layout.ep=2 {SP}",
-    f"1 model.family=qwen3 {GQA} layout.tp=2 {SP} recompute.mode=full",
     f"1 model.family=mistral {GQA} model.attention.window=16 layout.cp=2",
-    f"0 model.family=qwen3_moe {GQA} {ROUTED} layout.dp=2 layout.ep=2 dp.mode=zero1",
 ]
 MORE = [
+    f"1 {LLAMA} layout.cp=2 layout.context=ulysses",
+    f"2 {GPT} layout.dp=4 dp.mode=zero2",
+    f"1 model.family=qwen3 {GQA} layout.tp=2 {SP} recompute.mode=full",
+    f"0 model.family=qwen3_moe {GQA} {ROUTED} layout.dp=2 layout.ep=2 dp.mode=zero1",
     f"0 {GPT} layout.tp=2 recompute.mode=full recompute.shard_inputs=true layout.pp=2",
     f"0 {GPT} layout.tp=2 {SP} recompute.mode=full model.dropout=0.1",
     f"0 {GPT} recompute.mode=selective train.attention=explicit",
@@ -337,6 +337,13 @@ def test_weights_that_layers_gather_are_not_there_between_steps() -> None:
     ran, said = dry_run(job, 1), one_rank(memory_of(job), 0)
     assert ran.at.startswith("0B")
     assert said.total == pytest.approx(ran.peak, rel=MEMORY)
+
+
+@pytest.mark.parametrize("layout", ["layout.tp=2", "layout.dp=2 dp.mode=zero1"])
+def test_muon_s_exchange_of_sharded_matrices_is_refused(layout: str) -> None:
+    dry_run(described(f"{GPT} optim.name=muon layout.dp=2"), 1)
+    with pytest.raises(StrettoError, match="a dry run does not follow how it gathers matrices"):
+        dry_run(described(f"{GPT} optim.name=muon {layout}"), 1)
 
 
 def test_a_rank_that_is_none() -> None:

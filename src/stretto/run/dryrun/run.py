@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.recompute import Recompute
 from stretto.engine.parallel.traffic import traffic
+from stretto.errors import StrettoError
 from stretto.layout.layout import Layout, axes_of
 from stretto.program.action import Action, Kind
 from stretto.run.dryrun.fake import BACKWARD, RECOMPUTE, Following, fake_rank, without_values
@@ -97,11 +98,29 @@ def dry_run(job: Job, rank: int, *, quick: bool = False, progress: Progress | No
         progress: called with what is done now, and how much of it: done, and all.
 
     Raises:
-        StrettoError: no such rank.
+        StrettoError: no such rank, or an optimiser whose messages cannot be followed.
     """
+    _check_optimiser(job)
     started = time.perf_counter()
     with fake_rank(job.layout, rank, native=not job.one_memory) as mesh, without_values():
         return _run(job, mesh, quick, progress or _no_progress, started)
+
+
+def _check_optimiser(job: Job) -> None:
+    """Raise for matrices that Muon gathers from several ranks: what is sent depends on what the others hold,
+    which they tell one another in messages, and here messages have no content.
+    """
+    sharded = {
+        "layout.tp": job.layout.tp > 1,
+        "layout.ep": job.layout.ep > 1,
+        "dp.mode": job.dp.mode.startswith("zero") and job.layout.dp * job.layout.cp > 1,
+    }
+    if job.optimiser.name == "muon" and any(sharded.values()):
+        field = next(name for name, here in sharded.items() if here)
+        raise StrettoError(
+            f"optim.name is muon: a dry run does not follow how it gathers matrices that {field} shards",
+            hint="optim.name=adamw: everything but the update is the same",
+        )
 
 
 def _no_progress(_what: str, _done: int, _all: int) -> None:
