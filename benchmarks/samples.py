@@ -1,12 +1,13 @@
 """What reading samples costs: mixtures beside one source, and a training step that reads a token folder
 beside one on random tokens that are in memory.
 
-Samples: batches of 32 samples of 4,096 tokens from token folders that the script writes. Steps: training's
-own step of the small GPT of the step benchmarks in one process, forward to update, samples taken as the run
-takes them, with and without a thread that reads ahead. The ratio of such steps is known no better than their
-times, which vary by some percent; how long a step waits for its samples is measured by itself. Tokens at a
-URL: samples a second of one epoch in order of windows, of a folder on the disk and of the same at file://,
-with an empty cache of blocks and with a full one.
+Samples: 20 batches of 32 samples of 4,096 tokens from token folders that the script writes, the one source
+as large as those of the mixture together. Steps: training's own step of the small GPT of the step benchmarks
+in one process, forward to update, samples taken as the run takes them, with and without a thread that reads
+ahead. The ratio of such steps is known no better than their times, which vary by some percent; how long a
+step waits for its samples is measured by itself. Tokens at a URL: samples a second of one epoch in order of
+windows, of a folder on the disk and of the same at file://, with an empty cache of blocks and with a full
+one.
 
     python benchmarks/samples.py [--rounds 60] [--tokens 50000000]
 """
@@ -35,7 +36,7 @@ from stretto.run.data.tokenizer import Tokenizer
 from stretto.run.train.batches import SampleSource
 from stretto.run.train.step import TrainingStep
 
-BATCH, SEQUENCE = 32, 4096
+BATCHES, BATCH, SEQUENCE = 20, 32, 4096
 
 
 def folder(path: Path, tokens: int, seed: int) -> TokenFolder:
@@ -50,12 +51,13 @@ def folder(path: Path, tokens: int, seed: int) -> TokenFolder:
 
 
 def reader(samples: TrainingSamples) -> Step:
-    """Take the next 32 samples."""
-    batches = count()
+    """Take the next batches."""
+    calls = count()
 
     def step() -> None:
-        first = next(batches) * BATCH
-        samples.batch(range(first, first + BATCH))
+        first = next(calls) * BATCHES * BATCH
+        for at in range(first, first + BATCHES * BATCH, BATCH):
+            samples.batch(range(at, at + BATCH))
 
     return step
 
@@ -135,13 +137,14 @@ def main() -> None:
             f"model: {{family: gpt, layers: 1, hidden: 64, heads: 1}}\ndata: {{sequence: {SEQUENCE}}}\n"
             f"batch: {{global_size: {BATCH}}}"
         )
+        whole = folder(Path(name, "whole"), args.tokens, len(sources))
         mixture = Mixture(sources, {"a": 0.7, "b": 0.2, "c": 0.1})
         contestants = {
-            "one source": reader(training_samples(sources["a"], config)),
+            "one source": reader(training_samples(whole, config)),
             "mixture of three": reader(training_samples(mixture, config)),
         }
-        title = f"batches of {BATCH} samples of {SEQUENCE} tokens"
-        timings = race(contestants, "one source", rounds=5 * args.rounds, warmup=20)
+        title = f"{BATCHES} batches of {BATCH} samples of {SEQUENCE} tokens"
+        timings = race(contestants, "one source", rounds=args.rounds, warmup=5)
         report(title, timings, "one source", args.out)
 
         size, length = small_gpt.MICROBATCHES * small_gpt.SAMPLES, small_gpt.SEQUENCE

@@ -177,8 +177,9 @@ def windows(sources: Sequence[TokenSource], starts: Sequence[int], sequence: int
     """
     shape = (len(starts), sequence + 1)
     for one in {*sources}:
-        at = [start for source, start in zip(sources, starts, strict=True) if source is one]
-        one.need([range(start, start + shape[1]) for start in at])
+        if one.cached:
+            at = [start for source, start in zip(sources, starts, strict=True) if source is one]
+            one.need([range(start, start + shape[1]) for start in at])
     rows = [source.tokens[at : at + shape[1]] for source, at in zip(sources, starts, strict=True)]
     ids = np.concatenate(rows).reshape(shape) if rows else np.empty(shape)
     inputs, targets = ids[:, :-1].astype(np.int64), ids[:, 1:].astype(np.int64)
