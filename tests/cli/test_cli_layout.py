@@ -101,9 +101,31 @@ def test_a_page_and_a_picture_are_written(tmp_path: Path, capsys: pytest.Capture
     assert "cannot write" in capsys.readouterr().err
 
 
+def test_an_encoder_has_the_first_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    svg, html = tmp_path / "layout.svg", tmp_path / "layout.html"
+    layout = ["--world", "8", "--pp", "4", "--encoder-pp", "1"]
+    assert main.run(["layout", *layout, "--svg", str(svg), "--html", str(html)]) == 0
+    shown = capsys.readouterr().out
+    assert "rank, then p stage, d replica; encoder: stage 0, decoder: stages 1 to 3" in shown
+    assert "encoder: stage 0, decoder: stages 1 to 3" in svg.read_text()
+    assert "in the decoder the memory too" in svg.read_text()
+    assert '"encoder":1' in html.read_text()
+    facts = run_json(capsys, *layout)
+    assert facts["encoder_pp"] == 1
+    pp = next(each for each in facts["exchanges"] if each["axes"] == "pp")
+    memory = [send["stages"] for send in pp["sends"] if "memory" in send["what"]]
+    assert memory == [[1, 4], [2, 4]]
+    assert "encoder_pp" not in run_json(capsys, *layout[:4])
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (
+            ["--pp", "4", "--encoder-pp", "4"],
+            "leaves none of the 4 pipeline ranks to the decoder\nhint: --enc",
+        ),
+        (["--encoder-pp", "1"], "leaves none of the 1 pipeline ranks to the decoder\nhint: --pp 2"),
         (["--groups", "tpp-pp"], "group 'tpp-pp' names unknown axis 'tpp'\nhint: did you mean 'tp'?"),
         (["--groups", "tp,"], "group '' names unknown axis ''\nhint: axes are tp, cp, ep, dp, pp"),
         (["--groups", "tp-dp-tp"], "names tp twice\nhint: name every axis once, as in tp-dp\n"),

@@ -29,9 +29,10 @@ def browser() -> Iterator[Browser]:
         yield started
 
 
-def page(layout: Layout, node: int = 8, *, cluster: str | None = None) -> str:
+def page(layout: Layout, node: int = 8, *, cluster: str | None = None, encoder_pp: int = 0) -> str:
     named = find_cluster(cluster) if cluster else None
-    return layout_page(layout, exchanges(layout, node, MORE), ranks_per_node=node, cluster=named)
+    shown = exchanges(layout, node, MORE, encoder_pp=encoder_pp)
+    return layout_page(layout, shown, ranks_per_node=node, cluster=named, encoder_pp=encoder_pp)
 
 
 READ = """
@@ -63,6 +64,8 @@ def lines(layout: Layout, exchange: Exchange, rank: int, node: int) -> list[str]
     """What the page must say that a rank of some group sends, to whom, and where."""
     expected = list[str]()
     for send in exchange.sends:
+        if send.stages is not None and layout.coordinates(rank)["pp"] not in range(*send.stages):
+            continue
         ranks = receivers(layout.group(rank, exchange.axes), rank, send.to)
         here = (rank - layout.offset) // node
         near = [other for other in ranks if (other - layout.offset) // node == here]
@@ -75,11 +78,16 @@ def lines(layout: Layout, exchange: Exchange, rank: int, node: int) -> list[str]
     return expected
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("node", [4, 6])
-def test_every_rank_has_its_groups_and_messages(browser: Browser, layout: Layout, node: int) -> None:
-    seen = browser.opened(page(layout, node), READ)
-    shown = exchanges(layout, node, MORE)
+@pytest.mark.parametrize(
+    ("layout", "node", "encoder_pp"),
+    [*((layout, node, 0) for layout in LAYOUTS for node in (4, 6)), (LAYOUTS[1], 4, 1), (LAYOUTS[4], 6, 2)],
+    ids=str,
+)
+def test_every_rank_has_its_groups_and_messages(
+    browser: Browser, layout: Layout, node: int, encoder_pp: int
+) -> None:
+    seen = browser.opened(page(layout, node, encoder_pp=encoder_pp), READ)
+    shown = exchanges(layout, node, MORE, encoder_pp=encoder_pp)
     assert len(seen) == layout.world
     for rank in range(layout.offset, layout.offset + layout.world):
         cards = seen[str(rank)]
@@ -93,6 +101,21 @@ def test_every_rank_has_its_groups_and_messages(browser: Browser, layout: Layout
             assert len(card["sends"]) == len(expected) + bool(each.note)
             for line, start in zip(card["sends"], expected, strict=False):
                 assert line.startswith(start)
+
+
+def test_each_stage_of_an_encoder_and_a_decoder_sends_its_own(browser: Browser) -> None:
+    layout = Layout(tp=2, pp=4)
+    text = page(layout, encoder_pp=2)
+    seen = browser.opened(text, READ)
+    sends = [[line.partition(" to ")[0] for line in seen[str(rank)][1]["sends"]] for rank in range(0, 8, 2)]
+    encoder, decoder = "activations of the encoder", "activations of the decoder, and the memory"
+    back = "gradients of the encoder's activations"
+    assert sends[:2] == [[encoder, back]] * 2
+    assert sends[2] == [decoder, back]
+    assert sends[3] == [decoder, "gradients of the decoder's activations and of the memory"]
+    assert "encoder: stages 0 to 1" in text
+    seats = browser.opened(text, "return document.querySelector('#facts p.quiet').textContent;")
+    assert seats.startswith("stage 0 of 4 (pp, encoder)")
 
 
 def test_links_have_the_cluster_s_names(browser: Browser) -> None:

@@ -35,6 +35,12 @@ def layout(
     ] = None,
     pp: Annotated[int | None, typer.Option(min=1, help="Pipeline ranks.")] = None,
     expert_tp: Annotated[int | None, typer.Option(min=1, help="Tensor parallel ranks of experts.")] = None,
+    encoder_pp: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="The first pipeline ranks, which hold the encoder; the others hold the decoder."
+        ),
+    ] = None,
     order: Annotated[str, typer.Option(help="Order of the axes, fastest-varying first.")] = "tp-cp-ep-dp-pp",
     groups: Annotated[
         str | None,
@@ -62,6 +68,7 @@ def layout(
 
     check_writable(svg, html)
     described = Layout.fill(world, tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, order=order, expert_tp=expert_tp)
+    encoder = _check_encoder(encoder_pp, described)
     machine = None
     if cluster is not None:
         from stretto.planner.machines.catalogue import find_cluster
@@ -69,19 +76,19 @@ def layout(
         machine = find_cluster(cluster).sized(world)
     node = ranks_per_node or (machine.node if machine else 8)
     listed = tuple(axes.strip() for axes in groups.split(",")) if groups is not None else ()
-    communicating = exchanges(described, node, listed)
+    communicating = exchanges(described, node, listed, encoder_pp=encoder)
     if svg is not None:
         from stretto.view.grid import grid_svg
 
-        write_text(svg, grid_svg(described, ranks_per_node=node, groups=communicating))
+        write_text(svg, grid_svg(described, ranks_per_node=node, groups=communicating, encoder_pp=encoder))
     if html is not None:
         from stretto.view.layout_page import layout_page
 
-        page = layout_page(described, communicating, ranks_per_node=node, cluster=machine)
+        page = layout_page(described, communicating, ranks_per_node=node, cluster=machine, encoder_pp=encoder)
         write_text(html, page)
 
     def text(to: Console) -> None:
-        _show(to, described, node, communicating)
+        _show(to, described, node, communicating, encoder)
         if machine is not None:
             inside, between = link_text(machine.inner), link_text(machine.outer)
             to.print(f"\n{machine.name}: inside a node {inside}; between nodes {between}", soft_wrap=True)
@@ -91,7 +98,21 @@ def layout(
             to.print(f"\nwrote {path}" if path is (svg or html) else f"wrote {path}", soft_wrap=True)
 
     known = facts(described, communicating, node, machine, listed) if as_json else {}
+    if known and encoder_pp is not None:
+        known["encoder_pp"] = encoder_pp
     report(known, as_json, text)
+
+
+def _check_encoder(encoder_pp: int | None, layout: Layout) -> int:
+    """The pipeline ranks of the encoder; 0: there is none."""
+    if encoder_pp is None or encoder_pp < layout.pp:
+        return encoder_pp or 0
+    from stretto.errors import StrettoError
+
+    raise StrettoError(
+        f"--encoder-pp {encoder_pp} leaves none of the {layout.pp} pipeline ranks to the decoder",
+        hint=f"--encoder-pp {layout.pp - 1}, or more --pp" if layout.pp > 1 else "--pp 2, or more",
+    )
 
 
 def facts(
@@ -131,12 +152,15 @@ def facts(
     return record
 
 
-def _show(to: Console, layout: Layout, ranks_per_node: int, exchanges: Sequence[Exchange]) -> None:
+def _show(
+    to: Console, layout: Layout, ranks_per_node: int, exchanges: Sequence[Exchange], encoder_pp: int
+) -> None:
     from stretto.view.grid import grid
 
     ranks = f"{layout.world} ranks" if layout.world > 1 else "1 rank"
     to.print(f"[bold]{layout}[/]: {ranks}, order {layout.order} (fastest first)\n")
-    to.print(grid(layout, width=to.width, ranks_per_node=ranks_per_node), soft_wrap=True)
+    drawn = grid(layout, width=to.width, ranks_per_node=ranks_per_node, encoder_pp=encoder_pp)
+    to.print(drawn, soft_wrap=True)
     if exchanges:
         to.print()
         to.print(_groups(layout, to.width, exchanges), soft_wrap=True)

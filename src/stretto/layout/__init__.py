@@ -1,7 +1,7 @@
 """Who: axes and rank groups, stage placement, cutting layers into stages."""
 
 from stretto.layout.cut import cut, describe_cut
-from stretto.layout.layout import AXES, ORDER, EncoderDecoder, Layout, RankGrid
+from stretto.layout.layout import AXES, ORDER, Layout, RankGrid
 from stretto.layout.placement import place
 
-__all__ = ["AXES", "ORDER", "EncoderDecoder", "Layout", "RankGrid", "cut", "describe_cut", "place"]
+__all__ = ["AXES", "ORDER", "Layout", "RankGrid", "cut", "describe_cut", "place"]

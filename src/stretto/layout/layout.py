@@ -1,4 +1,4 @@
-"""Which ranks work together: grids of ranks, layouts of a job, and an encoder beside a decoder.
+"""Which ranks work together: grids of ranks, and layouts of a job.
 
 A grid gives every axis a size and the axes an order, the first varying fastest over ranks. A group over some
 axes is the set of ranks that have the same coordinates on all other axes. The stride arithmetic is that of
@@ -413,63 +413,3 @@ def _axes_of(layout: Layout, ranks: tuple[int, ...]) -> str:
     places = [layout.coordinates(rank) for rank in ranks]
     differ = [axis for axis in _DENSE if len({place[axis] for place in places}) > 1]
     return "-".join(differ) or "single"
-
-
-@dataclass(frozen=True)
-class EncoderDecoder:
-    """Two layouts with the same dp and cp; the decoder's ranks begin where the encoder's end.
-
-    Pipelines run through both: a decoder rank is fed by the encoder ranks that have its dp and cp coordinates
-    and its tp coordinate modulo the encoder's tp. Where the encoder's tp is smaller, one encoder rank feeds
-    several decoder ranks and is in several pipeline groups.
-
-    Raises:
-        StrettoError: dp or cp differ, or the encoder's tp exceeds the decoder's.
-    """
-
-    encoder: Layout
-    decoder: Layout
-
-    def __post_init__(self) -> None:
-        for axis in ("dp", "cp"):
-            first, second = self.encoder.sizes[axis], self.decoder.sizes[axis]
-            if first != second:
-                raise StrettoError(
-                    f"encoder {axis}={first} and decoder {axis}={second} differ",
-                    hint=f"give both {axis}={second}",
-                )
-        if self.encoder.tp > self.decoder.tp:
-            raise StrettoError(
-                f"encoder tp={self.encoder.tp} is above decoder tp={self.decoder.tp}",
-                hint=f"use at most tp={self.decoder.tp} for the encoder",
-            )
-        first = self.encoder.offset + self.encoder.world
-        object.__setattr__(self, "decoder", replace(self.decoder, offset=first))
-
-    @property
-    def world(self) -> int:
-        """Ranks of both."""
-        return self.encoder.world + self.decoder.world
-
-    def groups(self, axes: str) -> list[list[int]]:
-        """All groups over `axes`. Those with pp run through both; of others the encoder's come first."""
-        if "pp" not in axes.split("-"):
-            return self.encoder.groups(axes) + self.decoder.groups(axes)
-        return [self._before(group[0], axes) + group for group in self.decoder.groups(axes)]
-
-    def group(self, rank: int, axes: str) -> list[int]:
-        """The group over `axes` that holds `rank`; the first one where an encoder rank is in several."""
-        inside = self.encoder if rank < self.decoder.offset else self.decoder
-        members = inside.group(rank, axes)
-        if "pp" not in axes.split("-"):
-            return members
-        if inside is self.decoder:
-            return self._before(members[0], axes) + members
-        return members + self.decoder.group(
-            self.decoder.rank(**self.encoder.coordinates(members[0]) | {"pp": 0}), axes
-        )
-
-    def _before(self, rank: int, axes: str) -> list[int]:
-        """The encoder's part of the group of decoder rank `rank`."""
-        at = self.decoder.coordinates(rank)
-        return self.encoder.group(self.encoder.rank(**at | {"tp": at["tp"] % self.encoder.tp, "pp": 0}), axes)

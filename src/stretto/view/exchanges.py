@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from stretto.layout import Layout
@@ -26,11 +26,13 @@ class Send:
     Attributes:
         how: the collective or message, and when.
         to: every other rank of the group, the one before it in the ring, or a neighbour along the group.
+        stages: the pipeline ranks that send it, the first and one after the last; None: all.
     """
 
     what: str
     how: str
     to: Receiver
+    stages: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,7 @@ class Exchange:
         count: number of groups.
         inside: how many groups have all their ranks on one node.
         note: in place of messages, for groups that send none.
+        brief: the messages in a line, where they depend on the stage; "": as they are.
     """
 
     axes: str
@@ -51,6 +54,7 @@ class Exchange:
     inside: int
     sends: tuple[Send, ...] = ()
     note: str = ""
+    brief: str = ""
 
     @property
     def links(self) -> str:
@@ -99,11 +103,14 @@ _SENDS: dict[str, tuple[Send, ...]] = {
 _SENDS["cp-dp"] = _SENDS["dp"]  # the ranks with the same parameters, which see different tokens
 
 
-def exchanges(layout: Layout, ranks_per_node: int, more: tuple[str, ...] = ()) -> list[Exchange]:
+def exchanges(
+    layout: Layout, ranks_per_node: int, more: tuple[str, ...] = (), *, encoder_pp: int = 0
+) -> list[Exchange]:
     """The groups of more than one rank, and what they send as far as the layout alone says it.
 
     Args:
         more: further axes, as in "tp-pp", also where each rank is alone.
+        encoder_pp: the first pipeline ranks, which hold an encoder; 0: there is none.
 
     Raises:
         StrettoError: `more` names an unknown axis.
@@ -114,6 +121,10 @@ def exchanges(layout: Layout, ranks_per_node: int, more: tuple[str, ...] = ()) -
     if layout.ep > 1 or layout.expert_tp is not None:
         names += ["expert_tp", "ep", "expert_dp"]
     shown = [_exchange(layout, axes, ranks_per_node) for axes in names if layout.size(axes) > 1]
+    if encoder_pp:
+        sends = _between_stacks(encoder_pp, layout.pp)
+        brief = "activations, in the decoder the memory too, to the next stage; their gradients back"
+        shown = [replace(each, sends=sends, brief=brief) if each.axes == "pp" else each for each in shown]
     others = [axes for axes in dict.fromkeys(more) if axes not in {each.axes for each in shown}]
     return shown + [_exchange(layout, axes, ranks_per_node) for axes in others]
 
@@ -128,6 +139,24 @@ def _exchange(layout: Layout, axes: str, ranks_per_node: int) -> Exchange:
     if axes == "dp" and layout.cp > 1:
         sends, note = (), "replicas: other samples; gradients are summed over cp-dp"
     return Exchange(axes=axes, size=len(groups[0]), count=len(groups), inside=inside, sends=sends, note=note)
+
+
+def _between_stacks(encoder_pp: int, pp: int) -> tuple[Send, ...]:
+    """What goes along a pipeline whose first ranks hold an encoder. Each rank of the decoder but the last
+    passes on the memory, the encoder's output, and gets its gradient back.
+    """
+    forward, backward = (f"{way} of each microbatch, point to point" for way in ("forward", "backward"))
+    return (
+        Send("activations of the encoder", forward, "next", (0, encoder_pp)),
+        Send("activations of the decoder, and the memory", forward, "next", (encoder_pp, pp)),
+        Send("gradients of the encoder's activations", backward, "previous", (0, encoder_pp + 1)),
+        Send(
+            "gradients of the decoder's activations and of the memory",
+            backward,
+            "previous",
+            (encoder_pp + 1, pp),
+        ),
+    )
 
 
 def link_text(link: Link) -> str:

@@ -41,9 +41,23 @@ def cell(layout: Layout, rank: int) -> Cell:
     return Cell(rank, at["pp"], place)
 
 
-def legend(layout: Layout) -> str:
-    """The meaning of the letters: "p stage, t shard, d replica"."""
-    return ", ".join(f"{LETTERS[axis]} {WORDS[axis]}" for axis in shown_axes(layout))
+def stacks(layout: Layout, encoder_pp: int) -> list[tuple[str, range]]:
+    """The pipeline ranks of encoder and decoder; nothing where there is no encoder."""
+    if not encoder_pp:
+        return []
+    return [("encoder", range(encoder_pp)), ("decoder", range(encoder_pp, layout.pp))]
+
+
+def stages_text(stages: range) -> str:
+    """Such as "stages 0 to 3", or "stage 0"."""
+    return f"stages {stages[0]} to {stages[-1]}" if len(stages) > 1 else f"stage {stages[0]}"
+
+
+def legend(layout: Layout, encoder_pp: int = 0) -> str:
+    """The meaning of the letters: "p stage, t shard, d replica", and which stages hold the encoder."""
+    letters = [f"{LETTERS[axis]} {WORDS[axis]}" for axis in shown_axes(layout)]
+    held = [f"{stack}: {stages_text(stages)}" for stack, stages in stacks(layout, encoder_pp)]
+    return "; ".join(filter(None, (", ".join(letters), ", ".join(held))))
 
 
 def nodes(layout: Layout, ranks_per_node: int) -> list[range]:
@@ -69,9 +83,18 @@ _TOP = 62
 
 
 def grid_svg(
-    layout: Layout, *, ranks_per_node: int = 8, most_nodes: int = 128, groups: Sequence[Exchange] = ()
+    layout: Layout,
+    *,
+    ranks_per_node: int = 8,
+    most_nodes: int = 128,
+    groups: Sequence[Exchange] = (),
+    encoder_pp: int = 0,
 ) -> str:
-    """The grid as SVG, and under it outlined groups; of many nodes the first and the last are drawn."""
+    """The grid as SVG, and under it outlined groups; of many nodes the first and the last are drawn.
+
+    Args:
+        encoder_pp: the first pipeline ranks, which hold an encoder; 0: there is none.
+    """
     rows, left_out = some(nodes(layout, ranks_per_node), most_nodes)
     wide, high = _cell_size(layout), 38
     most = max(len(row) for _, row in rows)
@@ -81,7 +104,7 @@ def grid_svg(
         2 * _PAD + -(-most // across) * (high + _GAP) - _GAP,
     )
     columns = max(1, min(len(rows), int(940 // (box[0] + 70))))
-    text = _about(layout)
+    text = _about(layout, encoder_pp)
     parts = [
         words(str(layout), _MARGIN, 26, 16, font_weight="bold"),
         words(text, _MARGIN, 46, 12, class_="quiet"),
@@ -94,7 +117,7 @@ def grid_svg(
         parts += _node(layout, row, left=left + 58, top=top, cell_size=(wide, high), box=box)
     lines = -(-len(rows) // columns)
     bottom = _TOP + lines * (box[1] + 10)
-    key, bottom = _stages(layout, bottom)
+    key, bottom = _stages(layout, bottom, encoder_pp)
     inner = max(columns * (box[0] + 70) - 12, 6.2 * len(text))
     drawn, bottom, right = outlines(
         layout, groups, ranks_per_node=ranks_per_node, left=_MARGIN, top=bottom, width=max(inner, 940)
@@ -111,9 +134,9 @@ def _cell_size(layout: Layout) -> float:
     return max(46.0, 6.2 * max(len(last.place), 2 + len(str(last.rank))) + 12)
 
 
-def _about(layout: Layout) -> str:
+def _about(layout: Layout, encoder_pp: int) -> str:
     text = f"{layout.world} ranks, order {layout.order} (fastest first)"
-    return text + (f"; in each cell the rank, then {names}" if (names := legend(layout)) else "")
+    return text + (f"; in each cell the rank, then {names}" if (names := legend(layout, encoder_pp)) else "")
 
 
 def _node(
@@ -141,8 +164,10 @@ def _node(
     return parts
 
 
-def _stages(layout: Layout, top: float) -> tuple[list[str], float]:
-    """A legend of the stages' colours (of many, the first and last), and its lower edge."""
+def _stages(layout: Layout, top: float, encoder_pp: int) -> tuple[list[str], float]:
+    """A legend of the stages' colours (of many, the first and last), and its lower edge. A bracket under them
+    parts the stages of an encoder from those of the decoder.
+    """
     if layout.pp == 1:
         return [], top
     stages = list(range(layout.pp)) if layout.pp <= 12 else [*range(6), *range(layout.pp - 5, layout.pp)]
@@ -152,10 +177,19 @@ def _stages(layout: Layout, top: float) -> tuple[list[str], float]:
         colour = colours.hexed(colours.of_stage(stage, layout.pp))
         parts.append(element("rect", x=x, y=top + 6, width=14, height=12, rx=2, fill=colour))
         parts.append(words(str(stage), x + 18, top + 16, 11))
-    return parts, top + 26
+    if not encoder_pp:
+        return parts, top + 26
+    for stack, held in stacks(layout, encoder_pp):
+        places = [place for place, stage in enumerate(stages) if stage in held]
+        left, right = _MARGIN + 44 + places[0] * 44, _MARGIN + 44 + places[-1] * 44 + 32
+        parts.append(element("path", d=f"M{left:g} {top + 22:g}v4H{right:g}v-4", fill="none", class_="line"))
+        parts.append(words(stack, left, top + 38, 11, class_="quiet"))
+    return parts, top + 48
 
 
-def grid(layout: Layout, *, width: int, ranks_per_node: int = 8, most_nodes: int = 16) -> Text:
+def grid(
+    layout: Layout, *, width: int, ranks_per_node: int = 8, most_nodes: int = 16, encoder_pp: int = 0
+) -> Text:
     """The grid as text within `width` columns.
 
     A node takes several lines where its ranks do not fit on one. Of more nodes than `most_nodes` the first
@@ -179,7 +213,7 @@ def grid(layout: Layout, *, width: int, ranks_per_node: int = 8, most_nodes: int
                 line.append(" ")
             line.rstrip()
             lines.append(line)
-    if names := legend(layout):
+    if names := legend(layout, encoder_pp):
         indent = " " * margin
         wrapped = wrap(f"rank, then {names}", width, initial_indent=indent, subsequent_indent=indent)
         lines += [Text(line, style="dim") for line in wrapped]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from stretto.layout import Layout, RankGrid
 from stretto.view import colours
 from stretto.view.exchanges import Exchange, link_text
-from stretto.view.grid import LETTERS, WORDS, shown_axes
+from stretto.view.grid import LETTERS, WORDS, shown_axes, stacks, stages_text
 from stretto.view.html import plain_html
 
 if TYPE_CHECKING:
@@ -60,20 +60,22 @@ def layout_page(
     *,
     ranks_per_node: int = 8,
     cluster: Cluster | None = None,
+    encoder_pp: int = 0,
 ) -> str:
     """The page; it loads nothing, and its size does not grow with the number of ranks.
 
     Args:
         groups: those that can be chosen by a button.
         cluster: names the links.
+        encoder_pp: the first pipeline ranks, which hold an encoder; 0: there is none.
     """
-    facts = _data(layout, groups, ranks_per_node, cluster)
+    facts = _data(layout, groups, ranks_per_node, cluster) | {"encoder": encoder_pp}
     about = _about(layout, ranks_per_node, cluster)
     parts = {
         "first": str(layout.offset),
         "last": str(layout.offset + layout.world - 1),
         "about": escape(f"{about}."),
-        "stages": _stages(layout),
+        "stages": _stages(layout, encoder_pp),
         "inside": escape(_beside(facts["links"]["inside"])),
         "between": escape(_beside(facts["links"]["between"])),
         "data": json.dumps(facts, separators=(",", ":")).replace("<", "\\u003c"),
@@ -94,8 +96,14 @@ def _beside(text: str) -> str:
     return f": {text}" if text else ""
 
 
-def _stages(layout: Layout) -> str:
+def _stages(layout: Layout, encoder_pp: int) -> str:
     """The legend of the stages' colours."""
+    if encoder_pp:
+        return "</li><li>".join(
+            f'<i style="background:{colours.hexed(colours.of_stage(ranks[0], layout.pp))}"></i> {stack}: '
+            f"{stages_text(ranks)}"
+            for stack, ranks in stacks(layout, encoder_pp)
+        )
     ends = [colours.hexed(colours.of_stage(stage, layout.pp)) for stage in (0, layout.pp - 1)]
     swatches = "".join(f'<i style="background:{colour}"></i>' for colour in dict.fromkeys(ends))
     return f"{swatches} stages 0 to {layout.pp - 1}" if layout.pp > 1 else f"{swatches} one stage"

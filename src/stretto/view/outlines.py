@@ -80,8 +80,8 @@ class _Panel:
 
     @property
     def about(self) -> str:
-        sends = self.exchange.sends
-        return self.exchange.note or ", ".join(f"{send.what} {RECEIVERS[send.to]}" for send in sends)
+        sends, said = self.exchange.sends, self.exchange.note or self.exchange.brief
+        return said or ", ".join(f"{send.what} {RECEIVERS[send.to]}" for send in sends)
 
     @property
     def _box(self) -> float:

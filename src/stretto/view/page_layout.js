@@ -40,6 +40,12 @@ const numberOf = (rank, others) => {
   for (const one of others) { number += coordinate(rank, one) * scale; scale *= one.size; }
   return number;
 };
+const pipeline = grids[0].axes.find(({ axis }) => axis === "pp");
+// the messages of a group that this rank sends: some are of the ranks of an encoder or a decoder alone
+const sent = (rank, group) => group.sends.filter(({ stages }) => {
+  const stage = coordinate(rank, pipeline);
+  return !stages || (stages[0] <= stage && stage < stages[1]);
+});
 const receivers = (rank, ranks, to) => {
   const at = ranks.indexOf(rank), many = ranks.length;
   if (to === "others") return ranks.filter((other) => other !== rank);
@@ -174,7 +180,6 @@ const everyRank = function* () {
 };
 
 const drawCells = () => {
-  const pp = grids[0].axes.find(({ axis }) => axis === "pp");
   pen.textAlign = "left"; pen.textBaseline = "middle"; pen.font = `11px ${FONT}`;
   for (let node = 0; node < cells.drawn; node++) {
     const [x, y] = corner(node);
@@ -186,7 +191,7 @@ const drawCells = () => {
   }
   for (const rank of everyRank()) {
     const [x, y, w, h] = place(rank);
-    pen.fillStyle = data.stages[coordinate(rank, pp)];
+    pen.fillStyle = data.stages[coordinate(rank, pipeline)];
     if (cells.text === 0 && !state.mask) { pen.fillRect(x, y, w, h); continue; }
     if (cells.text && data.stages.length > 1) pen.fillRect(x, y + h - 4, w, 4);
   }
@@ -230,7 +235,7 @@ const draw = () => {
   for (const group of mask ? [chosen()].filter(Boolean) : data.groups) {
     const ranks = members(rank, group.grid, group.mask);
     const colour = mask ? colours.text : colourOfGroup(group);
-    for (const { to } of group.sends) for (const other of receivers(rank, ranks, to).slice(0, MOST_LINES)) arrow(rank, other, colour);
+    for (const { to } of sent(rank, group)) for (const other of receivers(rank, ranks, to).slice(0, MOST_LINES)) arrow(rank, other, colour);
   }
   if (cells.text) drawText();
   for (const each of mask ? steps()[state.step].ranks ?? [] : []) ring(each, colours.feeds, thick + 0.5);
@@ -278,9 +283,11 @@ const where = (rank, others) => {
     [outside, `between nodes${named(data.links.between)}`],
   ].filter(([ranks]) => ranks.length).map(([ranks, link]) => `to ${some(ranks)} ${link}`);
 };
-const nothing = (send, ranks) => (send.to === "next"
-  ? `it has the last stage; where a rank has several chunks in a loop, to ${ranks[0]}`
-  : `it has the first stage; where a rank has several chunks in a loop, to ${ranks[ranks.length - 1]}`);
+const nothing = (send, ranks) => {
+  const [stage, loop] = send.to === "next" ? ["last", ranks[0]] : ["first", ranks[ranks.length - 1]];
+  const chunks = data.encoder ? "" : `; where a rank has several chunks in a loop, to ${loop}`;
+  return `it has the ${stage} stage${chunks}`;
+};
 
 const groupFacts = (group) => {
   const ranks = members(state.rank, group.grid, group.mask);
@@ -295,7 +302,7 @@ const groupFacts = (group) => {
   const head = make("h3", {}, swatch, button, make("span", { className: "quiet", textContent: `g${number} of ${group.count}` }));
   const parts = [head, make("p", { className: "members", textContent: some(ranks) })];
   const list = make("ul");
-  for (const send of group.sends) {
+  for (const send of sent(state.rank, group)) {
     const others = receivers(state.rank, ranks, send.to);
     const lines = others.length ? where(state.rank, others) : [`to none: ${nothing(send, ranks)}`];
     for (const line of lines) list.append(make("li", {}, `${send.what} ${line}`));
@@ -310,7 +317,8 @@ const showFacts = () => {
   const { rank } = state, inside = (rank - first) % data.node;
   const seats = data.letters.map(([axis, , word]) => {
     const one = (axis === "ep" ? grids[1] : grids[0]).axes.find((each) => each.axis === axis);
-    return `${word} ${coordinate(rank, one)} of ${one.size} (${axis})`;
+    const stack = axis !== "pp" || !data.encoder ? "" : coordinate(rank, one) < data.encoder ? ", encoder" : ", decoder";
+    return `${word} ${coordinate(rank, one)} of ${one.size} (${axis}${stack})`;
   });
   byId("facts").replaceChildren(
     make("h2", { textContent: `Rank ${rank}` }),
