@@ -125,3 +125,17 @@ def test_bad_input(arguments: list[str], error: str, hint: str, capsys: pytest.C
     assert first.startswith("error: ")
     assert error in first
     assert hint in second
+
+
+def test_a_window_of_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    size = ("--ranks", "4", "--microbatches", "8", "--steps", "5")
+    for name in ("pipedream", "pipedream-2bw"):
+        facts = run_json(capsys, name, *size)
+        assert (facts["steps"], facts["microbatches"]) == (5, 40)
+        assert facts["bubble"]["rate"] == pytest.approx(3 / 43)
+    assert main.run(["schedule", "pipedream", *size]) == 0
+    text = capsys.readouterr().out
+    assert "4 ranks, 40 microbatches in 5 steps: makespan 129, bubble 7.0%" in text
+    assert "bubble until all meet 9 (1.8 a step)" in text
+    assert main.run(["schedule", "1f1b", *size]) == 2
+    assert "steps is 5, but schedule '1f1b' takes no steps" in capsys.readouterr().err

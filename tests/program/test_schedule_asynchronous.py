@@ -1,12 +1,17 @@
-"""pipedream and pipedream-2bw: orders, weight versions, delays."""
+"""pipedream and pipedream-2bw: orders, weight versions, delays; windows of several steps."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from stretto.program import Action, Kind, Program, check, schedule
+from stretto.errors import StrettoError
+from stretto.program import Action, Kind, Program, ScheduleError, check, schedule
+from stretto.program.replay import Costs, simulate
 
 
 def updates_before(program: Program, action: Action) -> int:
@@ -23,6 +28,22 @@ def test_small_orders_written_out():
     assert [" ".join(map(str, order)) for order in schedule("pipedream-2bw", 2, 5, group=2).orders] == [
         "0F0 0F1 0B0 0F2 0B1 0U1 0F3 0B2 0F4 0B3 0U3 0B4 0U4",
         "1F0 1B0 1F1 1B1 1U1 1F2 1B2 1F3 1B3 1U3 1F4 1B4 1U4",
+    ]
+
+
+def test_small_windows_written_out():
+    assert [" ".join(map(str, order)) for order in schedule("pipedream", 2, 2, steps=2).orders] == [
+        "0F0 0F1 0B0 0U0 0F2 0B1 0U1 0F3 0B2 0U2 0B3 0U3",
+        "1F0 1B0 1U0 1F1 1B1 1U1 1F2 1B2 1U2 1F3 1B3 1U3",
+    ]
+    # each step has an update of two microbatches and one of one; 0F3 needs the weights after 0U1, 0F5 those
+    # after 0U2
+    assert [
+        " ".join(map(str, order)) for order in schedule("pipedream-2bw", 3, 3, group=2, steps=2).orders
+    ] == [
+        "0F0 0F1 0F2 0B0 0B1 0U1 0F3 0F4 0B2 0U2 0F5 0B3 0B4 0U4 0B5 0U5",
+        "1F0 1F1 1B0 1F2 1B1 1U1 1F3 1B2 1U2 1F4 1B3 1F5 1B4 1U4 1B5 1U5",
+        "2F0 2B0 2F1 2B1 2U1 2F2 2B2 2U2 2F3 2B3 2F4 2B4 2U4 2F5 2B5 2U5",
     ]
 
 
@@ -83,3 +104,83 @@ def test_2bw_holds_no_more_than_1f1b():
     for p in range(1, 9):
         for m in (1, p, 2 * p + 1, 20):
             assert list(check(schedule("pipedream-2bw", p, m)).peak_held) == [min(m, p - r) for r in range(p)]
+
+
+SIZES = {"p": st.integers(1, 8), "m": st.integers(1, 12), "k": st.integers(1, 6)}
+
+
+@given(**SIZES, vertical_sync=st.booleans())
+def test_a_window_of_pipedream_never_drains(p: int, m: int, k: int, vertical_sync: bool):
+    program = schedule("pipedream", p, m, vertical_sync=vertical_sync, steps=k)
+    assert (program.microbatches, program.steps, program.step_microbatches) == (k * m, k, m)
+    # the same as one step of all its microbatches
+    once = schedule("pipedream", p, k * m, vertical_sync=vertical_sync)
+    assert (program.orders, program.versions) == (once.orders, once.versions)
+    report = check(program)
+    late = [p - 1 if vertical_sync else p - 1 - rank for rank in range(p)]
+    assert report.weight_delays == tuple(tuple(min(i, late[r]) for i in range(k * m)) for r in range(p))
+    versions = [p] * p if vertical_sync else [p - rank for rank in range(p)]
+    assert all(held <= most for held, most in zip(report.weight_versions, versions, strict=True))
+    assert k * m < 2 * p or report.weight_versions == tuple(versions)
+    assert simulate(program).bubble.rate == pytest.approx((p - 1) / (k * m + p - 1))
+
+
+@given(**SIZES, group=st.integers(1, 12))
+def test_a_window_of_2bw_is_late_by_one_across_steps(p: int, m: int, k: int, group: int):
+    group = min(group, m)
+    program = schedule("pipedream-2bw", p, m, group=group, steps=k)
+    report = check(program)
+    a_step = -(-m // group)  # updates
+    for order in program.orders:
+        updates = [a.microbatch for a in order if a.kind is Kind.UPDATE]
+        # the groups of every step are the same
+        assert updates == [n * m + min(m, at + group) - 1 for n in range(k) for at in range(0, m, group)]
+    batch = [i // m * a_step + i % m // group for i in range(k * m)]
+    assert report.weight_delays == (tuple(min(1, t) for t in batch),) * p
+    assert report.weight_versions == (min(2, batch[-1] + 1),) * p
+    assert all(held <= p - rank for rank, held in enumerate(report.peak_held))
+
+
+@given(p=st.integers(1, 6), k=st.integers(1, 6), groups=st.integers(1, 3), more=st.integers(0, 3))
+def test_2bw_never_waits_where_groups_are_no_shorter_than_the_pipeline(
+    p: int, k: int, groups: int, more: int
+):
+    group = max(1, p - 1 + more)
+    program = schedule("pipedream-2bw", p, groups * group, group=group, steps=k)
+    assert simulate(program).bubble.rate == pytest.approx((p - 1) / (program.microbatches + p - 1))
+
+
+@given(p=st.integers(1, 8), m=st.integers(1, 10), group=st.integers(1, 10))
+def test_2bw_waits_behind_groups_shorter_than_the_pipeline(p: int, m: int, group: int):
+    """A group of s < p-1 microbatches lets every rank wait for the time of p-1-s."""
+    group = min(group, m)
+    six, twelve = (
+        simulate(schedule("pipedream-2bw", p, m, group=group, steps=k)).bubble.barrier for k in (6, 12)
+    )
+    sizes = [min(group, m - at) for at in range(0, m, group)]
+    assert (twelve - six) / 6 == pytest.approx(3 * sum(max(0, p - 1 - size) for size in sizes))
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 8), (8, 8)])
+def test_memory_does_not_grow_with_the_window(name: str, p: int, m: int):
+    one, five = (simulate(schedule(name, p, m, steps=k), Costs(activations=[1.0] * p)) for k in (1, 5))
+    assert one.peak_bytes == five.peak_bytes == [float(p - rank) for rank in range(p)]
+    assert max(five.weight_versions) == (p if name == "pipedream" else 2)
+
+
+def test_windows_that_are_none():
+    program = schedule("pipedream", 2, 3, steps=2)
+    with pytest.raises(ScheduleError, match="steps is 4, must divide the 6 microbatches"):
+        check(replace(program, steps=4))
+    with pytest.raises(ScheduleError, match="steps is 0"):
+        check(replace(program, steps=0))
+    with pytest.raises(ScheduleError, match="steps is 2, but the program has no weight versions"):
+        check(replace(schedule("1f1b", 2, 4), steps=2))
+    # a group of microbatches 2 and 3, of two steps of three
+    with pytest.raises(ScheduleError, match="0U3 applies gradients of steps 0 and 1 at once"):
+        check(replace(schedule("pipedream-2bw", 2, 6, group=2), steps=2))
+    with pytest.raises(StrettoError, match="steps is 0, must be a whole number of at least 1"):
+        schedule("pipedream", 2, 3, steps=0)
+    with pytest.raises(StrettoError, match=r"steps is 2, but schedule '1f1b' takes no steps(?s:.*)pipedream"):
+        schedule("1f1b", 2, 3, steps=2)

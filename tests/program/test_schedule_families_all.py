@@ -30,6 +30,8 @@ def job(draw: st.DrawFn, name: str) -> tuple[int, int, dict[str, Any]]:
         chosen["waves"] = draw(st.integers(1, 4))
     if "vertical_sync" in options(name):
         chosen["vertical_sync"] = draw(st.booleans())
+    if "steps" in options(name):
+        chosen["steps"] = draw(st.integers(1, 4))
     if "group" in options(name):
         low, high = (1, m) if name == "pipedream-2bw" else sorted((p, m))
         chosen["group"] = draw(st.none() | st.integers(low, high))
@@ -55,7 +57,9 @@ def crossings(program: Program) -> int:
 def test_completes_before_and_after_lowering(name: str, data: st.DataObject):
     p, m, options = data.draw(job(name))
     program = schedule(name, p, m, **options)
-    assert (program.name, program.ranks, program.microbatches) == (name, p, m)
+    steps = options.pop("steps", 1)
+    assert (program.name, program.ranks, program.microbatches) == (name, p, m * steps)
+    assert (program.steps, program.step_microbatches) == (steps, m)
     assert check(program).transfers == crossings(program)
     assert check(lower(program)).transfers == crossings(program)
     recorded = {

@@ -26,6 +26,7 @@ PROGRAMS = [
 ]
 PROGRAMS += [
     schedule("pipedream", 2, 3),
+    schedule("pipedream-2bw", 2, 3, group=2, steps=2),
     schedule("dualpipe", 2, 4),
     schedule("dualpipe-v", 2, 5),
     gather(recompute(schedule("dualpipe-v", 2, 4))),
@@ -73,13 +74,21 @@ def test_what_is_no_action(text: str):
 @pytest.mark.parametrize("program", PROGRAMS + LOWERED)
 def test_json_round_trip(program: Program):
     assert from_json(to_json(program)) == program
-    assert json.loads(to_json(program))["version"] == 2
+    assert json.loads(to_json(program))["version"] == 3
 
 
 @pytest.mark.parametrize("program", PROGRAMS + LOWERED)
 def test_csv_round_trip(program: Program):
-    facts = {"lowered": program.lowered, "copies": program.copies, "tied": program.tied}
-    back = from_csv(to_csv(program), placement=program.placement, name=program.name, **facts)
+    back = from_csv(
+        to_csv(program),
+        placement=program.placement,
+        name=program.name,
+        lowered=program.lowered,
+        copies=program.copies,
+        tied=program.tied,
+        versions=program.versions if program.name == "pipedream-2bw" else None,  # else the newest
+        steps=program.steps,
+    )
     assert back.orders == as_blocks(program).orders
     assert (back.tied, back.pairs, back.versions) == (program.tied, program.pairs, program.versions)
     assert (back.placement, back.microbatches, back.lowered) == (
@@ -87,6 +96,7 @@ def test_csv_round_trip(program: Program):
         program.microbatches,
         program.lowered,
     )
+    assert back.steps == program.steps
 
 
 def test_csv_infers_what_it_leaves_out():
@@ -149,9 +159,14 @@ def edited(**fields: object) -> str:
         ("[" * 100_000, "no program"),
         ("1" * 10_000, "no program"),
         ('{"format": "other"}', "no program"),
-        (edited(version=3), "version is 3, must be 1 or 2"),
-        (edited(version=True), "version is True, must be 1 or 2"),
-        (edited(version=[]), "version is [], must be 1 or 2"),
+        (edited(version=4), "version is 4, must be 1, 2 or 3"),
+        (edited(version=True), "version is True, must be 1, 2 or 3"),
+        (edited(version=[]), "version is [], must be 1, 2 or 3"),
+        (edited(version=2), "unknown field 'steps'"),
+        (edited(steps=2), "steps is 2, must divide the 5 microbatches"),
+        (edited(steps=5), "steps is 5, but the program has no weight versions"),
+        (edited(steps=0), "steps is 0, must divide"),
+        (edited(steps="1"), "steps is '1', must be a whole number"),
         (edited(version=1), "unknown field 'copies'"),
         (edited(copies=2), "copies is 2, must divide the 3 stages"),
         (edited(copies=0), "copies is 0, must divide"),
@@ -188,10 +203,14 @@ def test_json_that_is_no_program(text: str, says: str):
     assert says in str(caught.value)
 
 
-def test_json_of_version_1_is_read():
+def test_json_of_earlier_versions_is_read():
+    late = schedule("pipedream", 2, 3)
+    fields = json.loads(to_json(late)) | {"version": 2}
+    del fields["steps"]
+    assert from_json(json.dumps(fields)) == late
     program = schedule("1f1b", 2, 3)
     fields = json.loads(to_json(program)) | {"version": 1}
-    for added in ("copies", "pairs", "versions"):
+    for added in ("copies", "pairs", "versions", "steps"):
         del fields[added]
     assert from_json(json.dumps(fields)) == program
     with pytest.raises(StrettoError, match="field 'versions' is missing"):
@@ -246,6 +265,7 @@ def programs_of_noise() -> st.SearchStrategy[str]:
         copies=number,
         pairs=st.lists(st.lists(action, min_size=2, max_size=2), max_size=2),
         versions=lists,
+        steps=number,
         orders=st.lists(st.lists(action, max_size=6), max_size=3),
     )
 

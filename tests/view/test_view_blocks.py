@@ -11,7 +11,9 @@ from stretto.program import Action, Kind, names
 from stretto.program.memory import peak_held
 from stretto.program.replay import Costs
 from stretto.program.transforms.activations import offload, recompute
-from stretto.view.panel import Block, blocks, held, peak, stacked
+from stretto.view.panel import Block, Phase, blocks, held, panel, peak, stacked, window
+from stretto.view.panel_svg import timeline_svg
+from stretto.view.terminal import timeline_text
 
 NAMES = [name for name in names() if name != "auto"]
 
@@ -89,3 +91,38 @@ def test_recomputed_and_offloaded_activations_are_not_held_in_between() -> None:
     assert [peak(curve) for curve in held(simulate(recompute(program)))] == [1]
     moved = offload(program)
     assert [peak(curve) for curve in held(simulate(moved))] == peak_held(moved)
+
+
+def test_a_window_has_fill_steady_state_and_drain() -> None:
+    line = simulate(schedule("pipedream", 4, 8, steps=3))
+    steps = window(line)
+    assert steps is not None
+    # rank 0 has its first backward after 4 forwards and 6 units of waiting, its last forward before the last
+    # 3 backwards and half of one before
+    assert steps.phases == (Phase("fill", 0, 10), Phase("steady state", 10, 70), Phase("drain", 70, 81))
+    assert steps.steps == (Phase("step 0", 3, 27), Phase("step 1", 27, 51), Phase("step 2", 51, 75))
+    # a step's last update goes up through the ranks
+    assert steps.ends == ((33, 31, 29, 27), (57, 55, 53, 51))
+    assert panel(line).window == steps
+    busy = sum(min(b.end, 70) - max(b.start, 10) for b in blocks(line) if b.start < 70 and b.end > 10)
+    assert busy == 4 * 60  # no rank waits
+    assert window(simulate(schedule("pipedream", 4, 8))) is None
+    # too few microbatches for a steady state
+    short = window(simulate(schedule("pipedream", 4, 1, steps=2)))
+    assert short is not None
+    assert [phase.name for phase in short.phases] == ["fill", "drain"]
+
+
+def test_windows_are_drawn() -> None:
+    line = simulate(schedule("pipedream", 4, 8, steps=3))
+    svg = timeline_svg(line)
+    for name in ("fill", "steady state", "drain", "step 0", "step 2", "end of a step"):
+        assert f">{name}</text>" in svg
+    assert svg.count('stroke-dasharray="5 3"') == 3  # two ends of steps, one in the legend
+    assert "stroke-dasharray" not in timeline_svg(simulate(schedule("pipedream", 4, 8)))
+    text = timeline_text(line, width=240, colour=False).plain.splitlines()
+    steps, phases = text[4:6]
+    assert [part.strip() for part in steps.strip(" |").split("|")] == ["step 0", "step 1", "step 2"]
+    assert [part.strip() for part in phases.strip(" |").split("|")] == ["fill", "steady state", "drain"]
+    # the end of step 0 stands under the end of 3B7 on the last rank
+    assert text[3][: steps.index("|", steps.index("|") + 1)].endswith("F7B7--")

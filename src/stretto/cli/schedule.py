@@ -29,6 +29,7 @@ def facts(timeline: Timeline) -> dict[str, Any]:
         "stages": program.stages,
         "copies": program.copies,
         "microbatches": program.microbatches,
+        "steps": program.steps,
         "parameters": dict(program.parameters),
         "placement": list(program.placement),
         "makespan": timeline.makespan,
@@ -82,6 +83,10 @@ def schedule(
     vertical_sync: Annotated[
         bool, typer.Option("--vertical-sync", help="Every microbatch uses one weight version on all ranks.")
     ] = False,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps between filling and draining an asynchronous pipeline."),
+    ] = None,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -141,7 +146,13 @@ def schedule(
     if list_all:
         _list(as_json)
         return
-    named = {"chunks": chunks, "group": group, "waves": waves, "vertical_sync": vertical_sync or None}
+    named = {
+        "chunks": chunks,
+        "group": group,
+        "waves": waves,
+        "vertical_sync": vertical_sync or None,
+        "steps": steps,
+    }
     if name is not None and file is None and name.endswith((".csv", ".json")):
         name, file = None, Path(name)
     request = Request(
@@ -203,11 +214,12 @@ def _show(to: Console, timeline: Timeline, written: list[Path]) -> None:
     from stretto.view.panel import headline
     from stretto.view.terminal import timeline_text
 
-    bubble = timeline.bubble
+    bubble, steps = timeline.bubble, timeline.program.steps
+    a_step = f" ({bubble.barrier / steps:g} a step)" if steps > 1 else ""
     to.print(f"{timeline.program.name}: {headline(timeline)}\n", soft_wrap=True, markup=False)
     to.print(timeline_text(timeline, width=_width(to), colour=coloured(to)), soft_wrap=True)
     to.print(
-        f"\nideal {timeline.ideal:g}, bubble until all meet {bubble.barrier:g}, "
+        f"\nideal {timeline.ideal:g}, bubble until all meet {bubble.barrier:g}{a_step}, "
         f"within a rank's own span {bubble.span:g} at most\n"
         f"activations held at most: {_some(timeline.peak_activations)} microbatches by rank\n"
         f"transfers: {timeline.transfers}",
@@ -218,6 +230,14 @@ def _show(to: Console, timeline: Timeline, written: list[Path]) -> None:
 
 def _say_training(to: Console, path: Path, program: Program) -> None:
     """Print what the config that trains the written program must have."""
+    if program.steps > 1:
+        to.print(
+            f"{path} is a window of {program.steps} steps; a config names the schedule "
+            f"(schedule.name={program.name}), and training decides when to drain",
+            soft_wrap=True,
+            markup=False,
+        )
+        return
     count = program.microbatches
     to.print(
         f"stretto train CONFIG schedule.file={path} layout.pp={program.ranks}"

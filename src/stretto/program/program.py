@@ -1,4 +1,4 @@
-"""A program, what every pipeline rank does in one training step, and the error of one that cannot run."""
+"""A program, what every pipeline rank does between two drains, and the error of one that cannot run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from stretto.program.action import Action, Kind
 class Program:
     """What every pipeline rank does in one training step, in order.
 
+    An asynchronous pipeline does not drain between steps. Its program is a window of `steps` steps: it fills,
+    runs through all their microbatches, numbered from the first step's on, and drains once.
+
     A schedule gives compute actions only (and `U`, where weights change within the step); `lower` adds
     communications and sets `lowered`.
 
@@ -23,7 +26,7 @@ class Program:
 
     name: str
     placement: tuple[int, ...]  # rank of each stage
-    microbatches: int
+    microbatches: int  # of all steps
     orders: tuple[tuple[Action, ...], ...]  # one per rank
     parameters: Mapping[str, int] = field(default_factory=dict[str, int])  # chunks, group, ...
     tied: tuple[tuple[int, ...], ...] = ()  # sets of stages that share a parameter; known once lowered
@@ -35,13 +38,15 @@ class Program:
     # asynchronous schedules: for each stage and microbatch, how many updates (`U`) within the program the
     # weights of its forward, and so of its backward, have had; empty: updated after the last action only
     versions: tuple[tuple[int, ...], ...] = ()
+    steps: int = 1  # training steps of as many microbatches each, one after another without a drain
 
     def __repr__(self) -> str:
         """A summary: orders of thousands of actions are not for reading."""
         actions = sum(map(len, self.orders))
         stages = f", {self.stages} stages" if self.stages != self.ranks else ""
+        steps = f" of {self.steps} steps" if self.steps > 1 else ""
         lowered = ", lowered" if self.lowered else ""
-        sizes = f"{self.ranks} ranks{stages}, {self.microbatches} microbatches, {actions} actions"
+        sizes = f"{self.ranks} ranks{stages}, {self.microbatches} microbatches{steps}, {actions} actions"
         return f"Program({self.name!r}: {sizes}{lowered})"
 
     @property
@@ -58,6 +63,11 @@ class Program:
         """Stages of the model, which is one copy."""
         return len(self.placement) // self.copies
 
+    @property
+    def step_microbatches(self) -> int:
+        """Microbatches of one training step."""
+        return self.microbatches // self.steps
+
     def is_first(self, stage: int) -> bool:
         """Whether the stage takes the model's input."""
         return stage % self.depth == 0
@@ -65,6 +75,13 @@ class Program:
     def is_last(self, stage: int) -> bool:
         """Whether the stage has the loss."""
         return (stage + 1) % self.depth == 0
+
+    def updates(self, stage: int) -> int:
+        """How often a stage is updated: once, after the last action, in a synchronous program."""
+        if not self.versions:
+            return 1
+        order = self.orders[self.placement[stage]]
+        return sum(action.stage == stage and action.kind is Kind.UPDATE for action in order)
 
     @cached_property
     def copy_of(self) -> tuple[int, ...]:

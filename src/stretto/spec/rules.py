@@ -184,6 +184,14 @@ def _pipeline(job: Job) -> Iterator[Problem]:
     if not job.microbatches:
         return  # the batch is wrong already, and which schedules fit depends on it
     pp, custom = job.layout.pp, job.custom_program
+    if custom is not None and custom.steps > 1:
+        yield Problem(
+            "schedule.file",
+            custom.name,
+            f"its program is a window of {custom.steps} steps, and training decides itself when to drain",
+            "a program of one step, written without --steps",
+        )
+        return
     if custom is not None and (custom.ranks, custom.microbatches) != (pp, job.microbatches):
         yield Problem(
             "schedule.file",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -130,6 +131,8 @@ def _panel(panel: Panel, kinds: list[Kind]) -> dict[str, Any]:
         "microbatch": [block.action.microbatch for block in drawn],
         "shade": [block.chunk for block in drawn],
     }
+    if panel.window is not None:
+        data["window"] = asdict(panel.window)
     if panel.path:
         data["path"] = [panel.path.get(block.action, "") for block in drawn]
     if any(block.lanes > 1 for block in drawn):
@@ -157,6 +160,8 @@ def _legend(panels: Sequence[Panel]) -> str:
     items.append('<li><i class="bubble"></i> bubble</li>')
     if most_held(panels):
         items.append('<li><i class="held"></i> activations held</li>')
+    if any(panel.window for panel in panels):
+        items.append('<li><i class="step"></i> end of a step</li>')
     items.append('<li><i class="needs"></i> waits for</li>')
     items.append('<li><i class="feeds"></i> is waited for by</li>')
     if any(panel.path for panel in panels):

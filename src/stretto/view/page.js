@@ -1,7 +1,7 @@
 "use strict";
 // A page of timelines: panels under one another that share one view of the time axis.
 const data = JSON.parse(document.getElementById("data").textContent);
-const [LEFT, RIGHT, ROW, CURVE, GAP, AXIS] = [data.left, 12, 28, data.held ? 20 : 0, 7, 26];
+const [LEFT, RIGHT, ROW, CURVE, GAP, AXIS, PHASE] = [data.left, 12, 28, data.held ? 20 : 0, 7, 26, 20];
 const FONT = getComputedStyle(document.body).fontFamily;
 const view = { from: 0, to: data.end, path: false };
 const CAUSES = {
@@ -25,7 +25,7 @@ class Chart {
   constructor(panel, at) {
     Object.assign(this, { panel, at });
     this.pitch = ROW + CURVE + GAP;
-    this.height = panel.rows.length * this.pitch + AXIS;
+    this.height = panel.rows.length * this.pitch + (panel.window ? 2 * PHASE : 0) + AXIS;
     this.rows = panel.rows.map(() => []);
     this.blocks = panel.start.map((start, i) => ({
       i, start, end: panel.end[i], row: panel.row[i], kind: data.kinds[panel.kind[i]].kind,
@@ -145,6 +145,7 @@ class Chart {
       if (data.held) this.drawHeld(pen, row, top);
       pen.restore();
     }
+    if (this.panel.window) this.drawWindow(pen);
     this.drawAxis(pen);
     this.frame.dataset.drawn = drawn;
     this.frame.dataset.from = view.from;
@@ -202,6 +203,44 @@ class Chart {
     pen.lineTo(this.x(curve.length ? curve[curve.length - 1][0] : 0), base);
     pen.fill();
     pen.fillRect(LEFT, base - 0.5, this.width, 0.5);
+  }
+
+  // where each rank is done with a step; below the rows, steps and phases
+  drawWindow(pen) {
+    const low = this.panel.rows.length * this.pitch, { ends, steps, phases } = this.panel.window;
+    pen.save();
+    pen.beginPath(); pen.rect(LEFT - 1, 0, this.width - LEFT - RIGHT + 2, this.height); pen.clip();
+    pen.strokeStyle = colours.needs; pen.lineWidth = 1.6; pen.setLineDash([5, 3]);
+    for (const times of ends) {
+      pen.beginPath();
+      let x = this.x(times[0]);
+      pen.moveTo(x, 0);
+      times.forEach((time, row) => {
+        if (row) pen.lineTo(x, row * this.pitch - 3);
+        x = this.x(time);
+        pen.lineTo(x, Math.max(0, row * this.pitch - 3));
+      });
+      pen.lineTo(x, low);
+      pen.stroke();
+    }
+    pen.setLineDash([]); pen.lineWidth = 1; pen.strokeStyle = colours.line; pen.fillStyle = colours.text;
+    pen.font = `11px ${FONT}`; pen.textAlign = "center";
+    [steps, phases].forEach((line, at) => {
+      const y = low + at * PHASE + 8;
+      for (const { name, start, end } of line) {
+        const [x, right] = [this.x(start) + 1, this.x(end) - 1];
+        // the name stays in sight where only a part of its phase is
+        const middle = (Math.max(x, LEFT) + Math.min(right, this.width - RIGHT)) / 2;
+        const half = pen.measureText(name).width / 2 + 5, shown = right - x > 2 * half + 8;
+        pen.beginPath();
+        pen.moveTo(x, y - 5); pen.lineTo(x, y + 5); pen.moveTo(x, y);
+        if (shown) { pen.lineTo(middle - half, y); pen.moveTo(middle + half, y); }
+        pen.lineTo(right, y); pen.moveTo(right, y - 5); pen.lineTo(right, y + 5);
+        pen.stroke();
+        if (shown) pen.fillText(name, middle, y);
+      }
+    });
+    pen.restore();
   }
 
   drawAxis(pen) {

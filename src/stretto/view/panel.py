@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import floor, log10
 from typing import Any
 
@@ -130,8 +131,10 @@ def headline(timeline: Timeline) -> str:
     held = f", {each} chunks" if each > 1 else ""
     copies = f", {program.copies} copies of the weights" if program.copies > 1 else ""
     unit = " at F = I = W = 1" if timeline.costs == Costs() else ""
+    steps = f" in {program.steps} steps" if program.steps > 1 else ""
+    work = count(program.microbatches, "microbatch", "es") + steps
     return (
-        f"{count(program.ranks, 'rank')}{held}{copies}, {count(program.microbatches, 'microbatch', 'es')}: "
+        f"{count(program.ranks, 'rank')}{held}{copies}, {work}: "
         f"makespan {timeline.makespan:g}, bubble {timeline.bubble.rate:.1%}{unit}"
     )
 
@@ -186,6 +189,56 @@ class Row:
     curve: Curve = ()
 
 
+@dataclass(frozen=True)
+class Phase:
+    """A named part of the time axis."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Several training steps that a pipeline goes through without draining.
+
+    Attributes:
+        ends: for each step but the last, when each rank is done with it.
+        steps: the steps, as the last rank goes through them.
+        phases: fill, steady state and drain, as the first rank goes through them: from the first backward to
+            the last forward it has one for the other.
+    """
+
+    ends: tuple[tuple[float, ...], ...]
+    steps: tuple[Phase, ...]
+    phases: tuple[Phase, ...]
+
+
+def window(timeline: Timeline) -> Window | None:
+    """Where the steps of a window end; None for a program of one step."""
+    program = timeline.program
+    if program.steps == 1:
+        return None
+    ends = [[0.0] * program.ranks for _ in range(program.steps)]
+    for rank, action, _, end in timeline.events:
+        if action.microbatch is not None and action.kind in NAMES and action.kind is not Kind.F:
+            step = action.microbatch // program.step_microbatches
+            ends[step][rank] = max(ends[step][rank], end)
+    last, whole = program.ranks - 1, timeline.makespan
+    begins = [timeline.spans[last][0], *(step[last] for step in ends)]
+    first = [event for event in timeline.events if event.rank == 0]
+    back = min(event.start for event in first if event.action.kind in (Kind.B, Kind.I))
+    filled = max(event.end for event in first if event.action.kind is Kind.F)
+    phases = [Phase("fill", 0.0, min(back, filled)), Phase("drain", filled, whole)]
+    if back < filled:
+        phases.insert(1, Phase("steady state", back, filled))
+    return Window(
+        ends=tuple(map(tuple, ends[:-1])),
+        steps=tuple(Phase(f"step {n}", *span) for n, span in enumerate(pairwise(begins))),
+        phases=tuple(phases),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Panel:
     """One timeline: its title and line of figures, its rows, and its blocks by row and start."""
@@ -202,6 +255,7 @@ class Panel:
     path: Mapping[Action, str] = field(
         default_factory=dict[Action, str]
     )  # critical path: what each action waited for
+    window: Window | None = None
 
     @property
     def kinds(self) -> list[Kind]:
@@ -223,6 +277,7 @@ def panel(timeline: Timeline) -> Panel:
         end=timeline.makespan,
         chunks=chunks(program),
         copies=program.copies,
+        window=window(timeline),
     )
 
 

@@ -13,6 +13,7 @@ from stretto.view.panel import (
     Block,
     Curve,
     Panel,
+    Window,
     all_kinds,
     figures_table,
     headline,
@@ -34,6 +35,7 @@ _HEAD = 62
 _GAP = 6
 _CURVE = 16
 _BETWEEN = 14
+_PHASE = 19  # a line of phases
 _WIDTH = 920.0
 _WIDEST = 6000.0
 _NARROWEST_BLOCK = 15.0
@@ -60,6 +62,9 @@ def panels_svg(panels: Sequence[Panel], about: str, table: Sequence[Sequence[str
     for panel in panels:
         parts += _panel(panel, left, y, scale, top_held)
         low = y + _HEAD + len(panel.rows) * _pitch(panel)
+        if panel.window is not None:
+            parts += _window(panel.window, left, y + _HEAD, _pitch(panel), scale)
+            low += 2 * _PHASE + 4
         if len(panels) > 1:  # mark where this one ends
             x = left + panel.end * scale
             path = f"M{x:.2f} {y + _HEAD - 4:g}V{low:g}"
@@ -115,6 +120,39 @@ def _panel(panel: Panel, left: int, y: float, scale: float, top_held: float) -> 
         place = f"translate({left} {y + _HEAD + at * pitch:g})"
         parts.append(element("g", "".join(body), class_="row", transform=place))
     return parts
+
+
+def _window(window: Window, left: int, top: float, pitch: float, scale: float) -> list[str]:
+    """A dashed line down the rows where each rank is done with a step; below them steps and phases."""
+    parts: list[str] = []
+    low = top + len(window.ends[0]) * pitch + 4
+    for ends in window.ends:
+        path, way = "", "M"
+        for row, end in enumerate(ends):
+            x, y = left + end * scale, top + row * pitch - 3
+            path += f"{way}{x:.2f} {y:g}" if way == "M" else f"V{y:g}H{x:.2f}"
+            way = "V"
+        parts.append(element("path", d=f"{path}V{low:g}", **_STEP))
+    for line, phases in enumerate((window.steps, window.phases)):
+        for phase in phases:
+            x, right = left + phase.start * scale + 1, left + phase.end * scale - 1
+            parts += _bracket(phase.name, x, right, low + line * _PHASE)
+    return parts
+
+
+# a colour that can be seen on light ground and on dark
+_STEP = {"fill": "none", "stroke": "#e5534b", "stroke_width": 1.6, "stroke_dasharray": "5 3"}
+
+
+def _bracket(name: str, x: float, right: float, y: float) -> list[str]:
+    """A line between two ends with its name in the middle, where there is room for it."""
+    half = 3.1 * len(name) + 4
+    middle = (x + right) / 2
+    shown = right - x > 2 * half + 8
+    across = f"H{middle - half:.2f}M{middle + half:.2f} {y + 5:g}" if shown else ""
+    path = f"M{x:.2f} {y:g}v10m0 -5{across}H{right:.2f}m0 -5v10"
+    parts = [element("path", d=path, class_="line", fill="none")]
+    return [*parts, words(name, middle, y + 9, 11, text_anchor="middle")] if shown else parts
 
 
 def _blocks(drawn: Iterable[Block], scale: float, chunks: int) -> list[str]:
@@ -192,6 +230,10 @@ def _legend(panels: Sequence[Panel], left: int, y: float) -> tuple[list[str], fl
         x += 40 + 6.3 * len(name)
         if not any(row.curve for panel in panels for row in panel.rows):
             break
+    if any(panel.window for panel in panels):
+        parts.append(element("path", d=f"M{x + 7:g} {y - 12:g}v16", **_STEP))
+        parts.append(words("end of a step", x + 14, y, 12))
+        x += 14 + 6.3 * len("end of a step") + 20
     return parts, x - 20
 
 

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from stretto.program.action import Kind
 from stretto.view import colours
-from stretto.view.panel import NAMES, Block, Panel, all_kinds, panel, ticks
+from stretto.view.panel import NAMES, Block, Panel, Phase, all_kinds, panel, ticks
 
 if TYPE_CHECKING:
     from stretto.program.replay import Timeline
@@ -42,6 +42,8 @@ def panels_text(panels: Sequence[Panel], *, width: int, colour: bool) -> Text:
         if len(panels) > 1:
             lines.append(Text(f"{each.title}: {each.line}"[:width], style="bold" if colour else ""))
         lines += _rows(each, margin, scale, colour)
+        if each.window is not None:
+            lines += [_phases(phases, margin, scale) for phases in (each.window.steps, each.window.phases)]
         if len(panels) > 1:
             lines.append(Text(""))
     lines.append(_axis(end, scale, margin))
@@ -125,6 +127,16 @@ def _style(block: Block, chunks: int) -> str:
     odd = bool(block.label) and int(block.label) % 2 == 1
     shade = colours.mix(base, (255, 255, 255), 0.16) if odd else base
     return f"{colours.text_on(shade)} on {colours.hexed(shade)}"
+
+
+def _phases(phases: Sequence[Phase], margin: int, scale: float) -> Text:
+    """The names between bars, where there is room for them."""
+    line = ""
+    for phase in phases:
+        start, end = (margin + round(time * scale) for time in (phase.start, phase.end))
+        room = end - start - 1
+        line = line.ljust(start) + "|" + (phase.name if len(phase.name) <= room else "").center(room)
+    return Text(line + "|", style="dim")
 
 
 def _axis(end: float, scale: float, margin: int) -> Text:

@@ -199,8 +199,8 @@ def test_how_weights_begin_is_of_the_job() -> None:
 
 
 def test_every_option_of_a_schedule_is_a_field() -> None:
-    """Costs of the model."""
-    taken = {option for name in names() for option in options(name)} - {"costs"}
+    """But for the model's costs, and for the steps of a window: training decides itself when to drain."""
+    taken = {option for name in names() for option in options(name)} - {"costs", "steps"}
     assert set(ScheduleConfig.option_names()) == taken
 
 

@@ -39,6 +39,15 @@ def _check_shape(program: Program) -> None:
     """The program's fields are consistent."""
     if program.microbatches < 1:
         raise ScheduleError(f"microbatches is {program.microbatches}, must be at least 1")
+    if program.steps < 1 or program.microbatches % program.steps:
+        raise ScheduleError(
+            f"steps is {program.steps}, must divide the {program.microbatches} microbatches of all steps"
+        )
+    if program.steps > 1 and not program.versions:
+        raise ScheduleError(
+            f"steps is {program.steps}, but the program has no weight versions",
+            hint="a program whose weights are updated after its last action is of one step",
+        )
     if not program.placement or not all(0 <= rank < program.ranks for rank in program.placement):
         raise ScheduleError(f"placement is {program.placement}, must name ranks 0 to {program.ranks - 1}")
     if program.copies < 1 or program.stages % program.copies:

@@ -17,7 +17,7 @@ def check_versions(program: Program) -> None:
     A synchronous program has no versions and no `U`. In an asynchronous one, for every stage:
 
     - each B or W is followed by a `U`, which applies it with all others since the `U` before; a `U` applies
-      at least one, and its microbatch, where it names one, is the last that it applies;
+      at least one, all of one training step, and its microbatch, where it names one, is the last;
     - the version of a forward is the number of a `U` done before it, or 0; forwards that come later never
       take an older one.
 
@@ -46,7 +46,7 @@ def check_versions(program: Program) -> None:
 def _check_stage(program: Program, rank: int, stage: int) -> None:
     """One stage's forwards, gradients and updates, in order."""
     updates = newest = 0  # U's done; version of the last forward
-    waiting: list[int | None] = []  # microbatches whose gradients no U has applied yet
+    waiting: list[int] = []  # microbatches whose gradients no U has applied yet
     for action in _of_stage(program, stage):
         _, kind, i = action
         problem = None
@@ -59,12 +59,16 @@ def _check_stage(program: Program, rank: int, stage: int) -> None:
                 problem = f"uses version {version} of the weights after a forward that used {newest}"
             newest = version
         elif kind in _GRADIENT:
+            assert i is not None
             waiting.append(i)
         elif kind is Kind.UPDATE:
             if not waiting:
                 problem = "has no gradient to apply"
             elif i is not None and i != waiting[-1]:
                 problem = f"names microbatch {i}, but the last gradient that it applies is of {waiting[-1]}"
+            elif len(steps := {mb // program.step_microbatches for mb in waiting}) > 1:
+                which = " and ".join(map(str, sorted(steps)))
+                problem = f"applies gradients of steps {which} at once"
             waiting.clear()
             updates += 1
         if problem is not None:

@@ -1,20 +1,24 @@
 """Asynchronous schedules: weights are updated within the step, so gradients are of older weights.
 
-A backward uses the weight version of its forward; `Program.versions` says which that is.
+A backward uses the weight version of its forward; `Program.versions` says which that is. Nothing waits for
+the end of a step, so a program is a window of `steps` steps: the pipeline fills at its start, drains at its
+end, and is full in between. With k steps of m microbatches on p ranks its bubble is (p-1) / (km + p-1) where
+all ranks take equally long.
 """
 
 from __future__ import annotations
+
+from collections.abc import Container, Sequence
 
 from stretto.errors import StrettoError
 from stretto.layout.placement import linear
 from stretto.program.action import Action, Kind
 from stretto.program.program import Program
-from stretto.program.schedules.one_f_one_b import alternate
 from stretto.program.schedules.registry import register
 
 
 @register("pipedream", "asynchronous 1f1b: each rank updates after every backward, and stashes weights")
-def pipedream(ranks: int, microbatches: int, vertical_sync: bool = False) -> Program:
+def pipedream(ranks: int, microbatches: int, vertical_sync: bool = False, steps: int = 1) -> Program:
     """Narayanan et al. 2019, "PipeDream", sections 3.2 and 3.3 (weight stashing, vertical sync).
 
     There is no bubble but start-up and drain, for stale gradients and stashed weights. A forward uses the
@@ -22,42 +26,50 @@ def pipedream(ranks: int, microbatches: int, vertical_sync: bool = False) -> Pro
     p-r versions.
 
     Args:
+        microbatches: of one training step.
         vertical_sync: a microbatch uses on every rank the version that was the newest on rank 0 when it
             entered: the updates of p-1 microbatches are missing everywhere, alike on all ranks.
+        steps: training steps between filling and draining the pipeline.
     """
     if not isinstance(vertical_sync, bool):
         raise StrettoError(
             f"vertical_sync is {vertical_sync!r}, must be true or false",
             hint="nearest is vertical_sync=false",
         )
-    orders: list[tuple[Action, ...]] = []
-    for rank in range(ranks):
-        order = _one_f_one_b(rank, microbatches, warmup=ranks - 1 - rank)
-        orders.append(_updating(order, ends=set(range(microbatches))))
+    total = steps * microbatches
+    ends = set(range(total))
+    orders = [
+        _updating(rank, [max(0, i - (ranks - 1 - rank)) for i in range(total)], ends) for rank in range(ranks)
+    ]
     delays = [ranks - 1 if vertical_sync else ranks - 1 - rank for rank in range(ranks)]
-    versions = tuple(tuple(max(0, i - delay) for i in range(microbatches)) for delay in delays)
-    parameters = {"chunks": 1, "vertical_sync": int(vertical_sync)}
     return Program(
         name="pipedream",
         placement=linear(ranks),
-        microbatches=microbatches,
+        microbatches=total,
         orders=tuple(orders),
-        parameters=parameters,
-        versions=versions,
+        parameters={"chunks": 1, "vertical_sync": int(vertical_sync)},
+        versions=tuple(tuple(max(0, i - delay) for i in range(total)) for delay in delays),
+        steps=steps,
     )
 
 
 @register("pipedream-2bw", "1f1b across batches, two versions of the weights: gradients one update late")
-def pipedream_2bw(ranks: int, microbatches: int, group: int | None = None) -> Program:
+def pipedream_2bw(ranks: int, microbatches: int, group: int | None = None, steps: int = 1) -> Program:
     """Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training", section 3.1 (2BW).
 
-    PipeDream with two weight versions instead of p - rank. A batch is `group` microbatches (the last may be
-    short); each rank updates after a batch's last backward. Batch t uses the weights after t - 1 updates, so
-    every gradient is exactly one update late on all ranks. Those weights must exist when the batch's first
-    forward starts: with fewer than p - 1 microbatches a batch, the warm-up is at most `group` forwards.
+    PipeDream with two weight versions instead of p - rank. A batch is `group` microbatches of a training step
+    (the last of a step may be short); each rank updates after a batch's last backward. Batch t uses the
+    weights after t - 1 updates, so every gradient is exactly one update late on all ranks.
+
+    Those weights must exist when the batch's first forward starts. With at least p - 1 microbatches a batch
+    they do in time (the paper has at least p). Behind a batch of s < p - 1, the next one's forwards wait for
+    the update before: all ranks are idle for the time of p - 1 - s microbatches, at the end of every step
+    where only its last batch is short.
 
     Args:
+        microbatches: of one training step.
         group: microbatches of a batch, that is between updates; default p.
+        steps: training steps between filling and draining the pipeline.
 
     Raises:
         StrettoError: `group` is more than there are microbatches.
@@ -68,34 +80,40 @@ def pipedream_2bw(ranks: int, microbatches: int, group: int | None = None) -> Pr
             hint=f"nearest is group={microbatches}",
         )
     size = min(ranks, microbatches) if group is None else group
-    ends = {*range(size - 1, microbatches, size), microbatches - 1}
-    orders: list[tuple[Action, ...]] = []
-    for rank in range(ranks):
-        order = _one_f_one_b(rank, microbatches, warmup=min(ranks - 1 - rank, size))
-        orders.append(_updating(order, ends))
-    versions = (tuple(max(0, i // size - 1) for i in range(microbatches)),) * ranks
-    parameters = {"chunks": 1, "group": size}
+    total = steps * microbatches
+    firsts = [step * microbatches + at for step in range(steps) for at in range(0, microbatches, size)]
+    batch = [
+        step * -(-microbatches // size) + i // size for step in range(steps) for i in range(microbatches)
+    ]
+    needed = [firsts[t - 1] if t else 0 for t in batch]  # backwards that the version of a forward contains
+    ends = {first - 1 for first in firsts[1:]} | {total - 1}
+    orders = [
+        _updating(rank, [max(i - (ranks - 1 - rank), needed[i]) for i in range(total)], ends)
+        for rank in range(ranks)
+    ]
     return Program(
         name="pipedream-2bw",
         placement=linear(ranks),
-        microbatches=microbatches,
+        microbatches=total,
         orders=tuple(orders),
-        parameters=parameters,
-        versions=versions,
+        parameters={"chunks": 1, "group": size},
+        versions=(tuple(max(0, t - 1) for t in batch),) * ranks,
+        steps=steps,
     )
 
 
-def _one_f_one_b(stage: int, microbatches: int, warmup: int) -> tuple[Action, ...]:
-    forwards = [Action(stage, Kind.F, i) for i in range(microbatches)]
-    backwards = [Action(stage, Kind.B, i) for i in range(microbatches)]
-    return alternate(forwards, backwards, warmup)
-
-
-def _updating(order: tuple[Action, ...], ends: set[int]) -> tuple[Action, ...]:
-    """The order with an update after the backward of each microbatch in `ends`."""
-    updated: list[Action] = []
-    for action in order:
-        updated.append(action)
-        if action.kind is Kind.B and action.microbatch in ends:
-            updated.append(Action(action.stage, Kind.UPDATE, action.microbatch))
-    return tuple(updated)
+def _updating(stage: int, before: Sequence[int], ends: Container[int]) -> tuple[Action, ...]:
+    """The order of a stage: forward i comes right after `before[i]` backwards, which never decrease; and an
+    update follows the backward of each microbatch in `ends`.
+    """
+    order = list[Action]()
+    done = 0
+    for i, backwards in enumerate([*before, len(before)]):
+        for mb in range(done, backwards):
+            order.append(Action(stage, Kind.B, mb))
+            if mb in ends:
+                order.append(Action(stage, Kind.UPDATE, mb))
+        done = max(done, backwards)
+        if i < len(before):
+            order.append(Action(stage, Kind.F, i))
+    return tuple(order)

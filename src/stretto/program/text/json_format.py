@@ -12,7 +12,7 @@ from stretto.program.program import Program
 from stretto.program.text.actions import parse_action
 
 FORMAT = "stretto.program"
-VERSION = 2
+VERSION = 3
 
 
 def to_json(program: Program) -> str:
@@ -30,6 +30,7 @@ def to_json(program: Program) -> str:
         "copies": program.copies,
         "pairs": sorted([str(first), str(second)] for first, second in program.pairs),
         "versions": program.versions,
+        "steps": program.steps,
     }
     fields = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     rows = ",\n".join("    " + json.dumps([str(action) for action in order]) for order in program.orders)
@@ -37,7 +38,7 @@ def to_json(program: Program) -> str:
 
 
 def from_json(text: str) -> Program:
-    """Read what `to_json` wrote, now or in version 1, and check the program.
+    """Read what `to_json` wrote, now or in an earlier version, and check the program.
 
     Raises:
         StrettoError: no JSON (with line and column), another format or version, an unknown or missing field,
@@ -65,15 +66,21 @@ def from_json(text: str) -> Program:
         copies=_whole("copies", fields["copies"]),
         pairs=frozenset(_pair(f"pairs[{at}]", pair) for at, pair in enumerate(_of(fields, "pairs", list))),
         versions=_rows_of_wholes(fields, "versions"),
+        steps=_whole("steps", fields["steps"]),
     )
     check(program)
     return program
 
 
-# what version 2 added, and what a file of version 1 means
-_ADDED: dict[str, Any] = {"copies": 1, "pairs": [], "versions": []}
+# what later versions added, and what a file without it means
+_SECOND: dict[str, Any] = {"copies": 1, "pairs": [], "versions": []}
+_THIRD: dict[str, Any] = {"steps": 1}
 _FIRST = ("format", "version", "name", "placement", "microbatches", "parameters", "tied", "lowered", "trains")
-_FIELDS = {1: (*_FIRST, "orders"), VERSION: (*_FIRST, *_ADDED, "orders")}
+_FIELDS = {
+    1: (*_FIRST, "orders"),
+    2: (*_FIRST, *_SECOND, "orders"),
+    VERSION: (*_FIRST, *_SECOND, *_THIRD, "orders"),
+}
 
 
 def _fields(text: str) -> dict[str, Any]:
@@ -90,7 +97,8 @@ def _fields(text: str) -> dict[str, Any]:
         raise StrettoError(f"the text is no program: it has no field format={FORMAT!r}")
     version = fields.get("version")
     if type(version) is not int or version not in _FIELDS:
-        must = " or ".join(map(str, _FIELDS))
+        *others, last = _FIELDS
+        must = f"{', '.join(map(str, others))} or {last}"
         raise StrettoError(f"version is {version!r}, must be {must}", hint="write it again")
     allowed = _FIELDS[version]
     for key in fields:
@@ -100,7 +108,7 @@ def _fields(text: str) -> dict[str, Any]:
     for key in allowed:
         if key not in fields:
             raise StrettoError(f"field {key!r} is missing", hint=f"fields are {', '.join(allowed)}")
-    return {**_ADDED, **fields}
+    return {**_SECOND, **_THIRD, **fields}
 
 
 def _of(fields: dict[str, Any], key: str, kind: type) -> Any:

@@ -19,7 +19,8 @@ def to_csv(program: Program) -> str:
     two come before it, sends after it.
 
     torch's runtime knows F, B, I, W, the transfers, `UNSHARD`, `RESHARD`, `REDUCE_GRAD` and pairs, one copy
-    of the weights, and no `U`, `REDUCE_TIED`, `RECOMPUTE`, `OFFLOAD` and `RELOAD`.
+    of the weights, and no `U`, `REDUCE_TIED`, `RECOMPUTE`, `OFFLOAD` and `RELOAD`. Where one step of an
+    asynchronous window ends is not in the CSV either.
 
     Raises:
         ScheduleError: a pair is not in the program.
@@ -85,6 +86,7 @@ def from_csv(
     tied: Iterable[Iterable[int]] | None = None,
     copies: int = 1,
     versions: Iterable[Iterable[int]] | None = None,
+    steps: int = 1,
 ) -> Program:
     """Read torch's CSV, and check the program; empty cells (torch's idle slots) are left out.
 
@@ -96,6 +98,7 @@ def from_csv(
         tied: sets of stages that share a parameter; by default one set of all stages that have `REDUCE_TIED`.
         copies: of the weights; stages are numbered copy after copy.
         versions: `Program.versions`; by default each forward uses the newest weights, if there is any `U`.
+        steps: training steps of the window, each of as many microbatches.
 
     Raises:
         StrettoError: a cell that is no action, with its line and column; a stage in two rows.
@@ -124,6 +127,7 @@ def from_csv(
         copies=copies,
         pairs=frozenset(pairs),
         versions=tuple(tuple(row) for row in versions),
+        steps=steps,
     )
     _check_shifted(orders)
     check(program)
