@@ -1,0 +1,1 @@
+"""How each operator of a network is best split over the ranks."""
