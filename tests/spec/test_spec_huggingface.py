@@ -344,6 +344,35 @@ def experts(draw: st.DrawFn, family: Family, ffn: int) -> ExpertShape:
 
 
 @st.composite
+def stacks(draw: st.DrawFn, family: Family) -> ModelShape:
+    """Models with an encoder."""
+    heads, hidden = draw(st.sampled_from([2, 4])), 12 * draw(st.integers(1, 4))
+    special: dict[str, Any] = {"embedding_scale": draw(st.sampled_from([1.0, hidden**0.5]))}
+    if family == "t5":
+        buckets = 2 * draw(st.integers(2, 9))
+        special = {
+            "head_dim": draw(st.integers(1, 9)),
+            "norm_eps": draw(_RATE),
+            "mlp": draw(st.sampled_from(["relu", "gelu", "geglu"])),
+            "attention": AttentionShape(query_scale=1.0, buckets=buckets, max_distance=buckets + 1),
+            "logit_scale": draw(st.sampled_from([1.0, hidden**-0.5])),
+        }
+    return ModelShape(
+        family=family,
+        layers=draw(st.integers(1, 4)),
+        encoder_layers=draw(st.integers(1, 4)),
+        hidden=hidden,
+        heads=heads,
+        ffn=draw(st.integers(1, 99)),
+        vocab=draw(st.integers(1, 99)),
+        sequence=draw(st.integers(1, 99)),
+        tied=draw(_FLAG),
+        dropout=draw(st.sampled_from([0.0, 0.1])),
+        **special,
+    )
+
+
+@st.composite
 def shapes(draw: st.DrawFn) -> ModelShape:
     family = draw(st.sampled_from(FAMILIES))
     heads, kv_heads = draw(st.sampled_from([(4, 4), (4, 2), (6, 1)]))
@@ -366,6 +395,8 @@ def shapes(draw: st.DrawFn) -> ModelShape:
             dropout=draw(st.sampled_from([0.0, 0.1])),
             bias=draw(_FLAG),
         )
+    if family in ("t5", "bart"):
+        return draw(stacks(family))
     usual: AttentionShape = USUAL[family].shape.get("attention", AttentionShape())
     attention: dict[str, Any] = {}
     if usual.latent is not None:

@@ -151,4 +151,5 @@ def test_names_add_up_to_the_count(name: str):
             elements *= size
         total += elements
     count = count_parameters(shape)
-    assert total == count.total == count.embedding + count.blocks + count.norm + count.output
+    assert total == count.total
+    assert total == count.embedding + count.encoder + count.blocks + count.norm + count.output

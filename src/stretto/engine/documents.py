@@ -175,10 +175,14 @@ class Packing:
     """What the modules of a rank that `share_packing` reaches know of the current microbatch.
 
     documents: None where attention does not end at a document's.
+    decoder: of a model with an encoder, the tokens that its decoder reads [b, s], int64.
+    lengths: how many of the encoder's tokens are real, int64 [b]; None: all of them.
     """
 
     def __init__(self) -> None:
         self.documents: Documents | None = None
+        self.decoder: Tensor | None = None
+        self.lengths: Tensor | None = None
 
 
 def share_packing(model: nn.Module, packing: Packing) -> None:

@@ -122,6 +122,10 @@ class AttentionShape:
     local_theta: base of the rotary frequencies, unscaled, in blocks with a window (Gemma 3, arXiv 2503.19786,
         section 2); None: that of the others.
     interleaved: rotary positions turn pairs of neighbouring features (2i, 2i + 1); otherwise (i, i + d/2).
+    causal: a position sees none that come after it; not so in an encoder.
+    buckets: distances that have a bias of their own, where positions are relative; in an encoder half of them
+        are of keys after the query (Raffel et al. 2020, arXiv 1910.10683, section 2.1).
+    max_distance: from which on all distances share one.
     """
 
     norm: HeadNorm | None = None
@@ -135,6 +139,9 @@ class AttentionShape:
     query_scale: float | None = None
     local_theta: float | None = None
     interleaved: bool = False
+    causal: bool = True
+    buckets: int = 32
+    max_distance: int = 128
 
     def __post_init__(self) -> None:
         for name in ("softcap", "query_scale", "local_theta"):
@@ -145,6 +152,11 @@ class AttentionShape:
             raise Problem("norm", self.norm, "it must be head or all")
         if self.window is not None and self.window < 1:
             raise Problem("window", self.window, "it must be above 0", "null: no window")
+        if self.buckets < 4 or self.buckets % 2:
+            raise Problem("buckets", self.buckets, "it must be even, and at least 4", "32 is T5's")
+        if self.max_distance <= self.buckets // 2:
+            rule = f"it must be above half of buckets, which is {self.buckets}"
+            raise Problem("max_distance", self.max_distance, rule, "128 is T5's")
         if self.full_every < 0:
             raise Problem("full_every", self.full_every, "it must be 0 or more", "0: no block sees all")
 

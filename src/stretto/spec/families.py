@@ -26,6 +26,8 @@ Family = Literal[
     "gpt_oss",
     "deepseek_v2",
     "deepseek_v3",
+    "t5",
+    "bart",
 ]
 
 
@@ -37,19 +39,24 @@ class Usual:
     experts: of fields of `ExpertShape`, where a model of the family has experts.
     ffn: the inner width of the MLP over `hidden`, and what it is rounded up to a multiple of.
     scaled_embedding: the embedding is multiplied by sqrt(hidden).
+    scaled_logits: the input of a tied output projection is divided by sqrt(hidden).
+    encoder: there is one, with as many blocks as the decoder.
     """
 
     shape: Mapping[str, Any] = field(default_factory=dict[str, Any])
     experts: Mapping[str, Any] = field(default_factory=dict[str, Any])
     ffn: tuple[float, int] = (8 / 3, 256)
     scaled_embedding: bool = False
+    scaled_logits: bool = False
+    encoder: bool = False
 
     def values(self, hidden: int) -> dict[str, Any]:
         """The usual value of every field of a shape that has one, for a residual stream of `hidden`."""
         ratio, multiple = self.ffn
         scale = hidden**0.5 if self.scaled_embedding else 1.0
         ffn = -(-round(ratio * hidden * 3) // (3 * multiple)) * multiple
-        return {**_LLAMA, "ffn": ffn, "embedding_scale": scale, **self.shape}
+        output = hidden**-0.5 if self.scaled_logits else 1.0
+        return {**_LLAMA, "ffn": ffn, "embedding_scale": scale, "logit_scale": output, **self.shape}
 
 
 _LLAMA: dict[str, Any] = {
@@ -61,6 +68,7 @@ _LLAMA: dict[str, Any] = {
     "bias": False,
     "tied": False,
     "logit_softcap": 0.0,
+    "embedding_norm": False,
 }
 _GEMMA: dict[str, Any] = {"mlp": "geglu", "norm": "rms1p", "block_norms": "sandwich", "tied": True}
 _LATENT = LatentShape(kv_rank=512, rope_dim=64, value_dim=128, q_rank=1536)
@@ -119,6 +127,31 @@ USUAL: Mapping[Family, Usual] = {
             "group_score": "top2",
             "dense_layers": 3,
         },
+    ),
+    "t5": Usual(
+        shape={
+            "position_embedding": "relative",
+            "attention": AttentionShape(query_scale=1.0),
+            "mlp": "relu",
+            "head_dim": 64,
+            "tied": True,
+        },
+        ffn=(4, 1),
+        scaled_logits=True,
+        encoder=True,
+    ),
+    "bart": Usual(
+        shape={
+            "position_embedding": "learned",
+            "mlp": "gelu_exact",
+            "norm": "layer",
+            "block_norms": "post",
+            "bias": True,
+            "tied": True,
+            "embedding_norm": True,
+        },
+        ffn=(4, 1),
+        encoder=True,
     ),
 }
 FAMILIES: tuple[Family, ...] = tuple(USUAL)

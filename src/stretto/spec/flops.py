@@ -1,4 +1,8 @@
-"""What every layer of a model costs beside the others, for cutting the model into stages of equal work."""
+"""What every layer of a model costs beside the others, for cutting the model into stages of equal work.
+
+With an encoder, `sequence` counts the tokens of its sample, and `target` those of the decoder's (0: as many);
+costs "per token" of the whole model are then per token of the encoder's sample.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +17,22 @@ from stretto.spec.shape import ModelShape
 Recompute = Literal["none", "selective", "full"]
 
 
-def attention_flops(shape: ModelShape, sequence: int, causal: bool = False) -> float:
-    """Forward FLOPs per token of one block's softmax(q k^T) v, without the linears around it.
+def attention_flops(shape: ModelShape, sequence: int, causal: bool = False, memory: int = 0) -> float:
+    """Forward FLOPs per token of one block's softmax(q k^T) v, without the linears around it; of a decoder's
+    block also that of cross-attention.
 
     Where blocks differ it is their mean; ask for one with `shape.block(index)`.
+
+    Args:
+        sequence: tokens of the block's sample.
+        memory: tokens that cross-attention sees; 0: as many.
     """
-    return _mean(shape, lambda kind: _attention(kind, sequence, causal))
+    return _mean(shape, lambda kind: _attention(kind, sequence, causal, memory))
 
 
-def block_flops(shape: ModelShape, sequence: int, causal: bool = False) -> float:
-    """Forward FLOPs per token of one block; where blocks differ, their mean."""
-    return _mean(shape, lambda kind: _block(kind, sequence, causal))
+def block_flops(shape: ModelShape, sequence: int, causal: bool = False, memory: int = 0) -> float:
+    """Forward FLOPs per token of one block; where blocks differ, their mean; see `attention_flops`."""
+    return _mean(shape, lambda kind: _block(kind, sequence, causal, memory))
 
 
 def _mean(shape: ModelShape, count: Callable[[ModelShape], float]) -> float:
@@ -33,13 +42,19 @@ def _mean(shape: ModelShape, count: Callable[[ModelShape], float]) -> float:
     return sum(many * count(kind) for kind, many in kinds) / shape.layers
 
 
-def _attention(kind: ModelShape, sequence: int, causal: bool) -> float:
+def _attention(kind: ModelShape, sequence: int, causal: bool, memory: int = 0) -> float:
     """Scores, and their product with the values, of the positions that one is scored against."""
-    return 2.0 * kind.heads * (kind.head_dim + kind.value_dim) * kind.attention.seen(sequence, causal)
+    seen = kind.attention.seen(sequence, causal and kind.attention.causal)
+    if kind.encoder_layers:
+        seen += memory or sequence
+    return 2.0 * kind.heads * (kind.head_dim + kind.value_dim) * seen
 
 
-def _block(kind: ModelShape, sequence: int, causal: bool) -> float:
-    return 2.0 * _weights(kind) + _attention(kind, sequence, causal)
+def _block(kind: ModelShape, sequence: int, causal: bool, memory: int = 0) -> float:
+    linears = 2.0 * _weights(kind)
+    if kind.encoder_layers and memory:  # keys and values of cross-attention are of the encoder's tokens
+        linears += 2.0 * prod(block_shapes(kind)["cross.kv.weight"]) * (memory / sequence - 1.0)
+    return linears + _attention(kind, sequence, causal, memory)
 
 
 def _weights(shape: ModelShape) -> int:
@@ -96,24 +111,31 @@ def head_flops(shape: ModelShape) -> float:
     return 2.0 * shape.hidden * shape.vocab
 
 
-def forward_flops_per_token(shape: ModelShape, sequence: int, causal: bool = False) -> float:
+def forward_flops_per_token(shape: ModelShape, sequence: int, causal: bool = False, target: int = 0) -> float:
     """FLOPs per token of one forward pass over rows of `sequence` tokens."""
-    blocks = sum(many * _block(kind, sequence, causal) for kind, many in shape.kinds())
-    return blocks + head_flops(shape)
+    if not shape.encoder_layers:
+        blocks = sum(many * _block(kind, sequence, causal) for kind, many in shape.kinds())
+        return blocks + head_flops(shape)
+    target = target or sequence
+    encoder = sum(many * _block(kind, sequence, causal) for kind, many in shape.encoder_stack.kinds())
+    decoder = sum(many * _block(kind, target, causal, sequence) for kind, many in shape.kinds())
+    return encoder + (decoder + head_flops(shape)) * target / sequence
 
 
-def model_flops_per_token(shape: ModelShape, sequence: int, causal: bool = False) -> float:
+def model_flops_per_token(shape: ModelShape, sequence: int, causal: bool = False, target: int = 0) -> float:
     """FLOPs per token of forward and backward, nothing recomputed.
 
     Model FLOPs utilisation, MFU = model_flops_per_token * tokens per second / (devices * peak FLOPs per
     second).
     """
-    return 3.0 * forward_flops_per_token(shape, sequence, causal)
+    return 3.0 * forward_flops_per_token(shape, sequence, causal, target)
 
 
-def model_flops_per_step(shape: ModelShape, sequence: int, batch: int, causal: bool = False) -> float:
+def model_flops_per_step(
+    shape: ModelShape, sequence: int, batch: int, causal: bool = False, target: int = 0
+) -> float:
     """Model FLOPs of one step over `batch` rows of `sequence` tokens, on all devices together."""
-    return batch * sequence * model_flops_per_token(shape, sequence, causal)
+    return batch * sequence * model_flops_per_token(shape, sequence, causal, target)
 
 
 def hardware_flops_per_token(
@@ -145,12 +167,19 @@ def model_flops_utilisation(flops: float, seconds: float, devices: int, peak_flo
     return flops / (devices * peak_flops * seconds)
 
 
-def layer_costs(shape: ModelShape, sequence: int) -> list[float]:
-    """Forward FLOPs per token of [embed, block, ..., block, head]; the embedding, a look-up, costs none."""
-    blocks = shape.each(lambda kind: block_flops(kind, sequence))
-    return [0.0, *blocks, head_flops(shape)]
+def layer_costs(shape: ModelShape, sequence: int, target: int = 0) -> list[float]:
+    """Forward FLOPs per token of the layers that `layer_names` names; embeddings, look-ups, cost none."""
+    if not shape.encoder_layers:
+        blocks = shape.each(lambda kind: block_flops(kind, sequence))
+        return [0.0, *blocks, head_flops(shape)]
+    target = target or sequence
+    encoder = shape.encoder_stack.each(lambda kind: block_flops(kind, sequence))
+    decoder = [*shape.each(lambda kind: block_flops(kind, target, memory=sequence)), head_flops(shape)]
+    return [0.0, *encoder, 0.0, *(cost * target / sequence for cost in decoder)]
 
 
 def layer_names(shape: ModelShape) -> list[str]:
-    """Names of the layers that `layer_costs` counts, in the same order."""
-    return ["embed", *(f"blocks.{i}" for i in range(shape.layers)), "head"]
+    """Names of the layers of the model, in the order in which they are cut into stages."""
+    encoder = [*(f"encoder.{i}" for i in range(shape.encoder_layers)), "decoder_embed"]
+    blocks = [f"blocks.{i}" for i in range(shape.layers)]
+    return ["embed", *(encoder if shape.encoder_layers else []), *blocks, "head"]

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_INTO_RESIDUAL = ("attn.proj.weight", "mlp.down.weight", "mlp.experts.down", "mlp.shared.down.weight")
+_INTO_RESIDUAL = (
+    "attn.proj.weight",
+    "cross.proj.weight",
+    "mlp.down.weight",
+    "mlp.experts.down",
+    "mlp.shared.down.weight",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,15 @@ from stretto.spec.finetune import Trained
 from stretto.spec.framework import STRETTO, Framework
 from stretto.spec.initial import Initial
 from stretto.spec.optimiser import Optimiser
-from stretto.spec.program import ProgramKey, build_program, complete, short_step, shortened, stages_of
+from stretto.spec.program import (
+    ProgramKey,
+    SearchedFor,
+    build_program,
+    complete,
+    short_step,
+    shortened,
+    stages_of,
+)
 from stretto.spec.shape import ModelShape
 
 VOCAB_MULTIPLE = 64  # of each rank's share of the vocabulary in training, so that products have even sizes
@@ -46,7 +54,11 @@ class Job:
     Attributes:
         global_batch: samples of a step, over all replicas.
         micro_batch: samples of a microbatch.
-        sequence: tokens of a sample; 0 stands for all positions of the model.
+        sequence: tokens of a sample, of the encoder's where there is one; 0 stands for all positions of the
+            model.
+        target_sequence: tokens of a decoder's sample beside an encoder; 0: as many.
+        encoder_pp: the first pipeline ranks, which encode, each with one stage; None: stages are cut by their
+            cost.
         options: keyword arguments of the schedule.
         stage_layers: how many layers each stage has, embedding and head among them; None: cut evenly by
             their forward FLOPs.
@@ -72,6 +84,8 @@ class Job:
     global_batch: int = 1
     micro_batch: int = 1
     sequence: int = 0
+    target_sequence: int = 0
+    encoder_pp: int | None = None
     schedule: str = PLAIN
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     stage_layers: tuple[int, ...] | None = None
@@ -96,6 +110,8 @@ class Job:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sequence", self.sequence or self.shape.pretraining_sequence)
+        if not self.target_sequence or not self.shape.encoder_layers:
+            object.__setattr__(self, "target_sequence", self.sequence)
         if self.shape.lora is not None:
             object.__setattr__(self, "trained", replace(self.trained, adapters=True))
 
@@ -139,7 +155,14 @@ class Job:
     @property
     def _program_key(self) -> ProgramKey:
         assert self.microbatches
-        costs = (self.shape, self.sequence, self.recompute.mode, self.stage_layers)
+        costs = SearchedFor(
+            shape=self.shape,
+            sequence=self.sequence,
+            recompute=self.recompute.mode,
+            stage_layers=self.stage_layers,
+            target=self.target_sequence,
+            encoder_stages=self.encoder_pp,
+        )
         options = ((k, tuple(v) if isinstance(v, list) else v) for k, v in sorted(self.options.items()))
         return ProgramKey(
             name=self.schedule,
@@ -156,10 +179,15 @@ class Job:
         return self.schedule if self.custom_program is None else self.custom_program.name
 
     def stages(self, depth: int) -> tuple[range, ...]:
-        """The layers of each of the model's `depth` stages: 0 is the embedding, then the blocks, then the
-        head.
-        """
-        return stages_of(self.shape, self.sequence, depth, self.stage_layers)
+        """The layers of each of the model's `depth` stages, in the order of `spec.flops.layer_names`."""
+        return stages_of(
+            self.shape,
+            self.sequence,
+            depth,
+            self.stage_layers,
+            target=self.target_sequence,
+            encoder_stages=self.encoder_pp,
+        )
 
 
 Rule = Callable[[Job], Iterator[Problem]]

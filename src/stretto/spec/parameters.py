@@ -20,17 +20,18 @@ Sizes = tuple[int, ...]
 class ParameterCount:
     """Parameters of a model, each counted once: a tied head counts with the embedding."""
 
-    embedding: int  # tokens, and learned positions
+    embedding: int  # tokens, learned positions of every stack, and norms of embeddings
     per_layer: int  # one block, the last where they are of several kinds
     layers: int
     norm: int  # the last norm
     output: int  # the output projection; 0 when tied
     idle: int = 0  # what a token does not meet, in all blocks: the experts that it is not sent to
-    uneven: int = 0  # what the blocks of other kinds have more than the last, in all
+    uneven: int = 0  # what the blocks of other kinds have more than the last, in all, and what blocks share
+    encoder: int = 0  # its blocks, with what they share, and its last norm
 
     @property
     def total(self) -> int:
-        return self.embedding + self.blocks + self.norm + self.output
+        return self.embedding + self.encoder + self.blocks + self.norm + self.output
 
     @property
     def active(self) -> int:
@@ -39,45 +40,84 @@ class ParameterCount:
 
     @property
     def blocks(self) -> int:
-        """All blocks together."""
+        """All blocks of the decoder together."""
         return self.layers * self.per_layer + self.uneven
 
     @property
     def non_embedding(self) -> int:
         """All but embeddings and output projection (Kaplan et al. 2020, section 2.1)."""
-        return self.blocks + self.norm
+        return self.encoder + self.blocks + self.norm
 
 
 def count_parameters(shape: ModelShape) -> ParameterCount:
     """Parameters of the plain model of that shape, vocabulary without padding."""
     output = 0 if shape.tied else shape.vocab * shape.hidden
     usual = _elements(block_shapes(shape.block(shape.layers - 1)))
+    second = decoder_embedding_shapes(shape) if shape.encoder_layers else {}
+    of_memory = _elements({name: sizes for name, sizes in second.items() if name.startswith("memory")})
     return ParameterCount(
-        embedding=_elements(embedding_shapes(shape)),
+        embedding=_elements(embedding_shapes(shape)) + _elements(second) - of_memory,
         per_layer=usual,
         layers=shape.layers,
         norm=_elements(head_shapes(shape)) - output,
         output=output,
         idle=sum(many * _idle(kind) for kind, many in shape.kinds()),
-        uneven=sum(many * (_elements(block_shapes(kind)) - usual) for kind, many in shape.kinds()),
+        uneven=sum(many * (_elements(block_shapes(kind)) - usual) for kind, many in shape.kinds())
+        + _elements(shared_shapes(shape)),
+        encoder=_encoder(shape) + of_memory,
     )
+
+
+def _encoder(shape: ModelShape) -> int:
+    if not shape.encoder_layers:
+        return 0
+    stack = shape.encoder_stack
+    blocks = sum(many * _elements(block_shapes(kind)) for kind, many in stack.kinds())
+    return blocks + _elements(shared_shapes(stack))
 
 
 def parameter_shapes(shape: ModelShape) -> dict[str, Sizes]:
     """Name and sizes of every parameter of the plain model, in the order of its layers."""
     shapes = {f"embed.{name}": sizes for name, sizes in embedding_shapes(shape).items()}
-    for i in range(shape.layers):
-        block = block_shapes(shape.block(i))
-        shapes |= {f"blocks.{i}.{name}": sizes for name, sizes in block.items()}
+    if shape.encoder_layers:
+        shapes |= _stack("encoder", shape.encoder_stack)
+        between = decoder_embedding_shapes(shape)
+        shapes |= {f"decoder_embed.{name}": sizes for name, sizes in between.items()}
+    shapes |= _stack("blocks", shape)
     return shapes | {f"head.{name}": sizes for name, sizes in head_shapes(shape).items()}
+
+
+def _stack(prefix: str, stack: ModelShape) -> dict[str, Sizes]:
+    """Parameters of all blocks of a stack; what they share has its name in the first."""
+    shapes: dict[str, Sizes] = {}
+    for i in range(stack.layers):
+        block = block_shapes(stack.block(i))
+        if i == 0:  # in the order of the modules: the first norm stands before attention
+            block = {**_norm("norm1", stack), **shared_shapes(stack), **block}
+        shapes |= {f"{prefix}.{i}.{name}": sizes for name, sizes in block.items()}
+    return shapes
 
 
 def embedding_shapes(shape: ModelShape) -> dict[str, Sizes]:
     """Parameters of the embedding layer."""
     shapes: dict[str, Sizes] = {"tok.weight": (shape.vocab, shape.hidden)}
-    if not shape.rotary:
+    if shape.learned:
         shapes["pos.weight"] = (shape.sequence, shape.hidden)
-    return shapes
+    return {**shapes, **(_norm("norm", shape) if shape.embedding_norm else {})}
+
+
+def decoder_embedding_shapes(shape: ModelShape) -> dict[str, Sizes]:
+    """Parameters of the layer between encoder and decoder that are its own: the embedding of the decoder's
+    tokens but for their table, which is the encoder's, and the encoder's last norm.
+    """
+    embedding = embedding_shapes(shape)
+    del embedding["tok.weight"]
+    return {**embedding, **(_norm("memory_norm", shape) if shape.last_norm else {})}
+
+
+def shared_shapes(shape: ModelShape) -> dict[str, Sizes]:
+    """Parameters that all blocks of a stack share, by their names in each."""
+    return {"attn.relative": (shape.heads, shape.attention.buckets)} if shape.relative else {}
 
 
 def block_shapes(shape: ModelShape) -> dict[str, Sizes]:
@@ -88,6 +128,7 @@ def block_shapes(shape: ModelShape) -> dict[str, Sizes]:
         **(_attention(shape) if shape.latent is None else _latent(shape, shape.latent)),
         **_linear("attn.proj", shape.hidden, shape.heads * shape.value_dim, shape.proj_bias),
         **(_norm("norm1_post", shape) if after else {}),
+        **(_cross(shape) if shape.encoder_layers else {}),
         **_norm("norm2", shape),
         **(_mlp("mlp", shape, shape.ffn) if shape.moe is None else _moe(shape, shape.moe)),
         **(_norm("norm2_post", shape) if after else {}),
@@ -122,7 +163,7 @@ def expert_shapes(shape: ModelShape) -> dict[str, Sizes]:
 def head_shapes(shape: ModelShape) -> dict[str, Sizes]:
     """Parameters of the head that are its own."""
     output: dict[str, Sizes] = {} if shape.tied else {"out.weight": (shape.vocab, shape.hidden)}
-    return {**_norm("norm", shape), **output}
+    return {**(_norm("norm", shape) if shape.last_norm else {}), **output}
 
 
 def _attention(shape: ModelShape) -> dict[str, Sizes]:
@@ -134,6 +175,16 @@ def _attention(shape: ModelShape) -> dict[str, Sizes]:
         shapes["attn.q_norm.weight"] = (shape.attention_width if whole else shape.head_dim,)
         shapes["attn.k_norm.weight"] = (shape.kv_width if whole else shape.head_dim,)
     return shapes
+
+
+def _cross(shape: ModelShape) -> dict[str, Sizes]:
+    """Attention of the decoder to the encoder's output."""
+    return {
+        **_norm("norm_cross", shape),
+        **_linear("cross.q", shape.attention_width, shape.hidden, shape.qkv_bias),
+        **_linear("cross.kv", 2 * shape.kv_width, shape.hidden, shape.qkv_bias),
+        **_linear("cross.proj", shape.hidden, shape.attention_width, shape.proj_bias),
+    }
 
 
 def _latent(shape: ModelShape, latent: LatentShape) -> dict[str, Sizes]:

@@ -61,6 +61,11 @@ ALIASES = {
     "olmo2-1124-7b": "olmo2-7b",
     "olmo2-1124-13b": "olmo2-13b",
     "gpt-oss": "gpt-oss-120b",
+    "flan-t5-small": "t5-v1.1-small",
+    "flan-t5-base": "t5-v1.1-base",
+    "flan-t5-large": "t5-v1.1-large",
+    "flan-t5-xl": "t5-v1.1-xl",
+    "flan-t5-xxl": "t5-v1.1-xxl",
 }
 
 # what says nothing about sizes

@@ -3,8 +3,9 @@
 Sources: GPT-2, Radford et al. 2019, table 2; GPT-3, Brown et al. 2020, table 2.1, and NeMo's recipes;
 Megatron, Narayanan et al. 2021, table 1; Korthikanti et al. 2022, table 3; MPT, the pretraining files of
 llm-foundry; Llama, Touvron et al. 2023; Llama 3, Grattafiori et al. 2024, table 3; Mixtral, Jiang et al.
-2024; Gemma 2, arXiv 2408.00118, table 1; Gemma 3, arXiv 2503.19786, table 1; Nemotron, NeMo's recipes; and of
-these and the others the published `config.json`.
+2024; T5, Raffel et al. 2020, section 3.7, and t5x for version 1.1; BART, Lewis et al. 2020; Gemma 2, arXiv
+2408.00118, table 1; Gemma 3, arXiv 2503.19786, table 1; Nemotron, NeMo's recipes; and of these and the others
+the published `config.json`.
 
 Dropout is 0 in all. `sequence` is the most positions that the published model sees; where they were stretched
 after the first training, `rope` says from how many.
@@ -428,6 +429,33 @@ _rows(
         "nemotron4-15b": (32, 6144, 48, 8),
         "nemotron4-340b": (96, 18432, 96, 8),
     },
+)
+_rows(
+    partial(ModelShape, family="t5", vocab=32128, sequence=512, norm_eps=1e-6),
+    "layers encoder_layers hidden heads head_dim ffn",
+    {
+        "t5-small": (6, 6, 512, 8, 64, 2048),
+        "t5-base": (12, 12, 768, 12, 64, 3072),
+        "t5-large": (24, 24, 1024, 16, 64, 4096),
+        "t5-3b": (24, 24, 1024, 32, 128, 16384),
+        "t5-11b": (24, 24, 1024, 128, 128, 65536),
+    },
+)
+_rows(
+    partial(ModelShape, family="t5", mlp="geglu", tied=False, vocab=32128, sequence=512, norm_eps=1e-6),
+    "layers encoder_layers hidden heads ffn",
+    {
+        "t5-v1.1-small": (8, 8, 512, 6, 1024),
+        "t5-v1.1-base": (12, 12, 768, 12, 2048),
+        "t5-v1.1-large": (24, 24, 1024, 16, 2816),
+        "t5-v1.1-xl": (24, 24, 2048, 32, 5120),
+        "t5-v1.1-xxl": (24, 24, 4096, 64, 10240),
+    },
+)
+_rows(
+    partial(ModelShape, family="bart", vocab=50265, sequence=1024),
+    "layers encoder_layers hidden heads",
+    {"bart-base": (6, 6, 768, 12), "bart-large": (12, 12, 1024, 16)},
 )
 TABLE.update({"falcon-180b": _falcon, "gpt-neox-20b": _neox})
 _rows(_gpt_oss, "layers experts", {"gpt-oss-20b": (24, 32), "gpt-oss-120b": (36, 128)})

@@ -26,21 +26,57 @@ Times = tuple[float, float, float]  # of F, I, W
 
 @lru_cache(maxsize=4096)
 def stages_of(
-    shape: ModelShape, sequence: int, depth: int, stage_layers: tuple[int, ...] | None = None
+    shape: ModelShape,
+    sequence: int,
+    depth: int,
+    stage_layers: tuple[int, ...] | None = None,
+    target: int = 0,
+    encoder_stages: int | None = None,
 ) -> tuple[range, ...]:
-    """The layers of each of the model's `depth` stages: 0 is the embedding, then the blocks, then the head.
+    """The layers of each of the model's `depth` stages, in the order of `layer_names`.
 
     Args:
         stage_layers: how many each stage has; None: cut so that the stage with most forward FLOPs has as few
-            as possible.
+            as possible, and where there is an encoder, that no stage has layers of both stacks.
+        target: tokens of the decoder's sample; 0: as many as the encoder's.
+        encoder_stages: how many the encoder has; None: by the same costs.
     """
-    if stage_layers is None:
-        return tuple(cut(layer_costs(shape, sequence), depth))
-    ends = list(accumulate(stage_layers))
-    return tuple(range(end - count, end) for end, count in zip(ends, stage_layers, strict=True))
+    if stage_layers is not None:
+        ends = list(accumulate(stage_layers))
+        return tuple(range(end - count, end) for end, count in zip(ends, stage_layers, strict=True))
+    costs = layer_costs(shape, sequence, target)
+    if not shape.encoder_layers or depth == 1:
+        return tuple(cut(costs, depth))
+    first = 1 + shape.encoder_layers  # the decoder's first layer
+    fewest, most = max(1, depth - len(costs) + first), min(first, depth - 1)
+    counts = range(fewest, most + 1) if encoder_stages is None else [encoder_stages]
+    cuts = [
+        (
+            *cut(costs[:first], n),
+            *(range(s.start + first, s.stop + first) for s in cut(costs[first:], depth - n)),
+        )
+        for n in counts
+    ]
+    return min(cuts, key=lambda stages: max(sum(costs[layer] for layer in stage) for stage in stages))
 
 
-_ForCosts = tuple[ModelShape, int, str, tuple[int, ...] | None] | None
+@dataclass(frozen=True, kw_only=True)
+class SearchedFor:
+    """What the costs of a searched schedule depend on.
+
+    Attributes:
+        sequence, target: tokens of a sample, and of the decoder's beside an encoder.
+        recompute: of all blocks, which makes backwards longer ("auto" counts as "none", since what it
+            recomputes is chosen for the program).
+        stage_layers, encoder_stages: as in `stages_of`.
+    """
+
+    shape: ModelShape
+    sequence: int
+    recompute: str = "none"
+    stage_layers: tuple[int, ...] | None = None
+    target: int = 0
+    encoder_stages: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +85,7 @@ class ProgramKey:
 
     Attributes:
         options: of the schedule, but for `costs`.
-        costs: of a schedule that is searched for: model, tokens of a sample, recomputation of all blocks,
-            which makes backwards longer ("auto" counts as "none", since what it recomputes is chosen for the
-            program), and the layers of each stage as in `stages_of`.
+        costs: of a schedule that is searched for.
         gathered: parameters are sharded, and gathered stage by stage; not where weights change within the
             step, which the rules of a job refuse.
     """
@@ -60,7 +94,7 @@ class ProgramKey:
     ranks: int
     microbatches: int
     options: tuple[tuple[str, Any], ...] = ()
-    costs: _ForCosts = None
+    costs: SearchedFor | None = None
     gathered: bool = False
 
 
@@ -108,27 +142,24 @@ def _made(key: ProgramKey) -> Program:
     options = dict(key.options)
     if key.costs is None:
         return schedule(key.name, key.ranks, key.microbatches, **options)
-    return _searched(key, options, *key.costs)
+    return _searched(key, options, key.costs)
 
 
 def _searched(
     key: ProgramKey,
     options: dict[str, Any],
-    shape: ModelShape,
-    sequence: int,
-    recompute: str,
-    stage_layers: tuple[int, ...] | None,
+    of: SearchedFor,
 ) -> Program:
     """The best program for the model's costs."""
     ranks, known = key.ranks, options_of(key.name)
     counts = [options["chunks"]] if options.get("chunks") else [1]
     if "chunks" in known and not options.get("chunks"):
-        counts = [c for c in _CHUNKS if c == 1 or (ranks > 1 and c * ranks <= shape.layers + 2)]
+        counts = [c for c in _CHUNKS if c == 1 or (ranks > 1 and c * ranks <= of.shape.chain)]
     candidates, refused = list[tuple[float, Program]](), list[StrettoError]()
-    if stage_layers is not None:
-        counts = [max(1, len(stage_layers) // ranks)]
+    if of.stage_layers is not None:
+        counts = [max(1, len(of.stage_layers) // ranks)]
     for chunks in counts:
-        costs = Costs(per_stage=stage_times(shape, sequence, ranks * chunks, recompute, stage_layers))
+        costs = Costs(per_stage=stage_times(of, ranks * chunks))
         try:
             program = schedule(key.name, ranks, key.microbatches, **options, costs=costs)
         except StrettoError as error:
@@ -140,34 +171,37 @@ def _searched(
     return min(candidates, key=lambda one: one[0])[1]
 
 
-def stage_times(
-    shape: ModelShape,
-    sequence: int,
-    stages: int,
-    recompute: str = "none",
-    stage_layers: tuple[int, ...] | None = None,
-) -> list[Times]:
+def stage_times(of: SearchedFor, stages: int) -> list[Times]:
     """(F, I, W) of every stage, in blocks' forwards: the cost of its layers.
 
     A product of a weight costs as much in F, I and W; those of attention have no weight, and cost twice in I.
     What is recomputed costs another forward, in I.
     With fewer layers than stages, which no job may have, all stages are alike.
-
-    Args:
-        stage_layers: as in `stages_of`.
     """
-    if stages > shape.layers + 2:
+    shape = of.shape
+    if stages > shape.chain:
         return [(1.0, 1.0, 1.0)] * stages
+    target, share = of.target or of.sequence, (of.target or of.sequence) / of.sequence
 
-    def of(kind: ModelShape) -> Times:
-        block, attention = block_flops(kind, sequence), attention_flops(kind, sequence)
-        again = {"selective": attention, "full": block}.get(recompute, 0.0)
+    def times_of(kind: ModelShape, sequence: int, memory: int = 0) -> Times:
+        block = block_flops(kind, sequence, memory=memory)
+        attention = attention_flops(kind, sequence, memory=memory)
+        again = {"selective": attention, "full": block}.get(of.recompute, 0.0)
         return block, block + attention + again, block - attention
 
-    head, unit = head_flops(shape), block_flops(shape, sequence)
-    times = [(0.0, 0.0, 0.0), *shape.each(of), (head, head, head)]
+    head, unit = head_flops(shape), block_flops(shape, of.sequence)
+    none, times = (0.0, 0.0, 0.0), [(0.0, 0.0, 0.0)]
+    if shape.encoder_layers:
+        times += [*shape.encoder_stack.each(lambda kind: times_of(kind, of.sequence)), none]
+        decoder = [*shape.each(lambda kind: times_of(kind, target, of.sequence)), (head, head, head)]
+        times += [(f * share, i * share, w * share) for f, i, w in decoder]
+    else:
+        times += [*shape.each(lambda kind: times_of(kind, of.sequence)), (head, head, head)]
     by_stage: list[Times] = []
-    for stage in stages_of(shape, sequence, stages, stage_layers):
+    cut_into = stages_of(
+        shape, of.sequence, stages, of.stage_layers, target=of.target, encoder_stages=of.encoder_stages
+    )
+    for stage in cut_into:
         f, i, w = (sum(times[layer][kind] for layer in stage) / unit for kind in range(3))
         by_stage.append((f, i, w))
     return by_stage

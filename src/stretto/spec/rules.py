@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stretto.errors import Problem, StrettoError
+from stretto.program.program import Program
 from stretto.spec.job import Job, Rule, either, nearest_values
 from stretto.spec.optimiser import optimiser_problems
 from stretto.spec.program import stages_of
@@ -211,26 +212,28 @@ def _pipeline(job: Job) -> Iterator[Problem]:
         yield Problem("schedule", job.schedule_name, "it has no backwards, so it cannot train", "use 1f1b")
         return
     # cut as embedding, blocks and head, each stage at least one of them
-    layers, stages = job.shape.layers + 2, program.depth
+    layers, stages = job.shape.chain, program.depth
     chunks = max(1, stages // pp)
     if stages > layers:
         yield Problem(
             "layout.pp",
             pp,
             f"{stages} stages (pp x {chunks} chunks) for {layers} layers, each stage needs one "
-            f"(embedding, {job.shape.layers} blocks, head)",
+            f"({_described(job.shape)})",
             f"largest that fits: layout.pp={layers // chunks}" if layers >= chunks else "use fewer chunks",
         )
     elif job.stage_layers is not None:
         yield from _stage_layers(job, stages)
+    elif job.encoder_pp is not None:
+        yield from _encoder_ranks(job, program)
     if program.versions:
         yield from _updates_within(job, stages)
 
 
 def _stage_layers(job: Job, stages: int) -> Iterator[Problem]:
-    counts, layers = job.stage_layers or (), job.shape.layers + 2
+    counts, layers = job.stage_layers or (), job.shape.chain
     shown = list(counts)
-    even = [len(stage) for stage in stages_of(job.shape, job.sequence, stages)]
+    even = [len(stage) for stage in stages_of(job.shape, job.sequence, stages, target=job.target_sequence)]
     fix = f"layout.stages={even}, or null: cut evenly"
     if min(counts, default=1) < 1:
         yield Problem("layout.stages", shown, "each stage needs at least one layer", fix)
@@ -238,18 +241,54 @@ def _stage_layers(job: Job, stages: int) -> Iterator[Problem]:
         rule = f"there are {len(counts)} counts and the schedule has {stages} stages"
         yield Problem("layout.stages", shown, rule, fix)
     elif sum(counts) != layers:
-        rule = f"they add up to {sum(counts)}, the model has {layers} layers: embedding, "
+        rule = f"they add up to {sum(counts)}, the model has {layers} layers: "
         if sum(counts) == job.shape.layers:  # only the blocks were counted
             counted = list(counts)
             counted[0] += 1
             counted[-1] += 1
             fix = f"layout.stages={counted}, if the embedding and the head go with the first and last blocks"
-        yield Problem("layout.stages", shown, rule + f"{job.shape.layers} blocks and head", fix)
+        yield Problem("layout.stages", shown, rule + _described(job.shape), fix)
+    elif job.encoder_pp is not None:
+        rule = "layout.encoder_pp says how the stacks are cut already"
+        yield Problem("layout.stages", shown, rule, "layout.stages=null, or layout.encoder_pp=null")
+
+
+def _described(shape: ModelShape) -> str:
+    """The layers that are cut into stages, in words."""
+    if not shape.encoder_layers:
+        return f"embedding, {shape.layers} blocks, head"
+    stacks = f"{shape.encoder_layers} of the encoder, the decoder's embedding, {shape.layers} of the decoder"
+    return f"embedding, blocks: {stacks}; and head"
+
+
+def _encoder_ranks(job: Job, program: Program) -> Iterator[Problem]:
+    """Whether the first pipeline ranks can hold the encoder, and nothing else."""
+    pp, first = job.layout.pp, job.encoder_pp or 0
+    if program.stages > pp:
+        rule = (
+            f"schedule {job.schedule_name} gives each rank {program.stages // pp} stages, some of the "
+            "encoder and some of the decoder"
+        )
+        fix = "layout.encoder_pp=null, or a schedule with one stage a rank, such as 1f1b"
+        yield Problem("layout.encoder_pp", first, rule, fix)
+        return
+    fewest, most = max(1, pp - job.shape.layers - 2), min(pp - 1, job.shape.encoder_layers + 1)
+    if not fewest <= first <= most:
+        rule = f"of layout.pp={pp} ranks it may have {fewest}" + (f" to {most}" if most > fewest else "")
+        fix = f"nearest: layout.encoder_pp={min(max(first, fewest), most)}, or null"
+        yield Problem("layout.encoder_pp", first, rule, fix)
 
 
 def _updates_within(job: Job, stages: int) -> Iterator[Problem]:
     """What an asynchronous schedule asks for: stages that update by themselves."""
-    if stages > 1 and job.shape.tied:
+    if stages > 1 and job.shape.encoder_layers:
+        yield Problem(
+            "schedule",
+            job.schedule_name,
+            "it updates each stage by itself, but the stages of an encoder and its decoder share embeddings",
+            "layout.pp=1, or a schedule that updates after the step, such as 1f1b",
+        )
+    elif stages > 1 and job.shape.tied:
         yield Problem(
             "model.tied",
             "true",
@@ -273,14 +312,51 @@ def _describe(job: Job) -> str:
     return f"{job.schedule_name} with {shown}"
 
 
-def _sequence(job: Job) -> Iterator[Problem]:
-    if job.sequence > job.shape.sequence:
+def _encoder(job: Job) -> Iterator[Problem]:
+    """What is not done beside an encoder, and what only an encoder has."""
+    layout, stacks = job.layout, job.shape.encoder_layers > 0
+    if not stacks:
+        if job.encoder_pp is not None:
+            yield Problem(
+                "layout.encoder_pp", job.encoder_pp, "the model has no encoder", "layout.encoder_pp=null"
+            )
+        return
+    if job.encoder_pp is not None and layout.pp == 1:
+        rule = "with layout.pp=1 one rank holds both stacks"
+        yield Problem("layout.encoder_pp", job.encoder_pp, rule, "layout.encoder_pp=null, or layout.pp=2")
+    if layout.cp > 1:
+        rule = "the attention of an encoder, and to its output, is not split over context-parallel ranks"
         yield Problem(
-            "data.sequence",
-            job.sequence,
-            f"the model has {job.shape.sequence} positions",
-            f"data.sequence={job.shape.sequence}, or model.positions={job.sequence}",
+            "layout.cp", layout.cp, rule, "layout.cp=1, and layout.tp with layout.sequence_parallel"
         )
+    if job.recompute.mode == "auto" or job.recompute.blocks is not None:
+        name = "mode" if job.recompute.mode == "auto" else "blocks"
+        value = job.recompute.mode if name == "mode" else job.recompute.blocks
+        rule = "beside an encoder all blocks are recomputed alike"
+        fix = "recompute.mode=full" + (", recompute.blocks=null" if name == "blocks" else "")
+        yield Problem(f"recompute.{name}", value, rule, fix)
+    if job.dp.mode == "server":
+        rule = "a server sends samples of one sequence, and those of a model with an encoder have two"
+        yield Problem("dp.mode", "server", rule, "dp.mode=zero")
+    if job.sequence_parallel and layout.tp > 1:
+        lengths = {"data.sequence": job.sequence, "data.target_sequence": job.target_sequence}
+        for name, length in lengths.items():
+            if length % layout.tp:
+                legal = [length // layout.tp * layout.tp, -(-length // layout.tp) * layout.tp]
+                rule = f"with layout.sequence_parallel it must be a multiple of layout.tp={layout.tp}"
+                yield Problem(name, length, rule, either(name, [n for n in legal if n]))
+
+
+def _sequence(job: Job) -> Iterator[Problem]:
+    lengths = {"data.sequence": job.sequence, "data.target_sequence": job.target_sequence}
+    for name, length in list(lengths.items())[: 2 if job.shape.encoder_layers else 1]:
+        if length > job.shape.sequence and not job.shape.relative:  # distances have no end
+            yield Problem(
+                name,
+                length,
+                f"the model has {job.shape.sequence} positions",
+                f"{name}={job.shape.sequence}, or model.positions={length}",
+            )
 
 
 def _optimiser(job: Job) -> Iterator[Problem]:
@@ -297,6 +373,7 @@ RULES: tuple[Rule, ...] = (
     _shard_inputs,
     _batch,
     _pipeline,
+    _encoder,
     _sequence,
     *STATE_RULES,
     _optimiser,

@@ -1,4 +1,6 @@
-"""The shape of a decoder-only transformer: everything that decides what it computes, as plain values."""
+"""The shape of a transformer, decoder-only or encoder and decoder: everything that decides what it computes,
+as plain values.
+"""
 
 from __future__ import annotations
 
@@ -14,43 +16,52 @@ from stretto.spec.families import FAMILIES, USUAL, Family
 from stretto.spec.lora import LoraShape
 
 T = TypeVar("T")
-Mlp = Literal["gelu", "relu2", "swiglu", "geglu", "swiglu_clamped"]
-MLPS: tuple[Mlp, ...] = ("gelu", "relu2", "swiglu", "geglu", "swiglu_clamped")
+Mlp = Literal["gelu", "gelu_exact", "relu", "relu2", "swiglu", "geglu", "swiglu_clamped"]
+MLPS: tuple[Mlp, ...] = ("gelu", "gelu_exact", "relu", "relu2", "swiglu", "geglu", "swiglu_clamped")
 Norm = Literal["layer", "rms", "rms1p"]
 NORMS: tuple[Norm, ...] = ("layer", "rms", "rms1p")
-BlockNorms = Literal["pre", "sandwich"]
-BLOCK_NORMS: tuple[BlockNorms, ...] = ("pre", "sandwich")
-PositionEmbedding = Literal["learned", "rotary"]
-POSITION_EMBEDDINGS: tuple[PositionEmbedding, ...] = ("learned", "rotary")
+BlockNorms = Literal["pre", "sandwich", "post"]
+BLOCK_NORMS: tuple[BlockNorms, ...] = ("pre", "sandwich", "post")
+PositionEmbedding = Literal["learned", "rotary", "relative"]
+POSITION_EMBEDDINGS: tuple[PositionEmbedding, ...] = ("learned", "rotary", "relative")
 
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "sequence")
 
 
 @dataclass(frozen=True, init=False, kw_only=True)
 class ModelShape:
-    """A decoder-only transformer.
+    """A transformer: a decoder, or an encoder and a decoder that attends to what it made of its tokens.
 
     `family` is a name for usual values (`spec/families.py`): what is left out or None takes them, so every
     field of a built shape is filled in. Models with something in `unbuilt` can be planned and not yet built.
     `dataclasses.replace` keeps what is already filled in: with a new `hidden`, set `ffn` and `head_dim` too.
 
+    layers: blocks of the decoder.
+    encoder_layers: blocks of the encoder, whose sizes are those of the decoder; 0: there is none. None: as
+        many as `layers` in families with an encoder.
     kv_heads: heads of keys and values; equal to `heads` unless attention is grouped-query.
     head_dim: features of a head; hidden / heads unless set.
     ffn: inner width of the MLP.
     vocab: entries of the tokeniser, without padding.
     sequence: most positions that the model sees at once.
     tied: head and token embedding share one weight.
-    dropout: one probability for embedding, attention and residual dropout; of learned positions only.
+    dropout: one probability for embedding, attention and residual dropout; not with rotary positions.
     rope_theta: base of the rotary frequencies.
     rope: how they are scaled; None: not at all.
     bias: biases in linear layers, and in LayerNorm.
     moe: experts in place of the MLP, in every block unless they say else; None: none.
     attention: what attention has beside heads.
-    mlp: `relu2` is the square of relu, without a gate; `swiglu` and `geglu` have a gate, of silu and of GELU
-        in its tanh form; `swiglu_clamped` is gpt-oss's, with bounds (arXiv 2508.10925, section 2).
+    mlp: `gelu` is GELU in its tanh form, `gelu_exact` by the error function, `relu2` the square of relu, all
+        without a gate; `swiglu` and `geglu` have a gate, of silu and of GELU in its tanh form;
+        `swiglu_clamped` is gpt-oss's, with bounds (arXiv 2508.10925, section 2).
     norm: `rms1p` multiplies by 1 + weight (Gemma); a layer norm beside rotary positions has a bias.
-    block_norms: `pre`: attention and MLP have a norm before them; `sandwich`: one after them too (Gemma 2).
+    block_norms: `pre`: attention and MLP have a norm before them; `sandwich`: one after them too (Gemma 2);
+        `post`: the sum with the residual stream is normalised, and there is no last norm (BART).
+    position_embedding: `relative`: a bias of the scores by head and distance, one table for all blocks of a
+        stack (T5).
     embedding_scale: by which the token embedding is multiplied; 1.0: nothing.
+    embedding_norm: embeddings are normalised (BART).
+    logit_scale: by which the input of the output projection is multiplied; 1.0: nothing.
     logit_softcap: logits are cap * tanh(logit / cap); 0.0: as they are.
     lora: low-rank adapters beside linears; None: none.
     beyond: what else the model does, in words; it changes no size and hardly a cost.
@@ -81,6 +92,9 @@ class ModelShape:
     logit_softcap: float
     lora: LoraShape | None
     beyond: tuple[str, ...]
+    encoder_layers: int
+    embedding_norm: bool
+    logit_scale: float
 
     def __init__(
         self,
@@ -110,6 +124,9 @@ class ModelShape:
         logit_softcap: float | None = None,
         lora: LoraShape | None = None,
         beyond: tuple[str, ...] = (),
+        encoder_layers: int | None = None,
+        embedding_norm: bool | None = None,
+        logit_scale: float | None = None,
     ) -> None:
         """Fill in what was left out, and check.
 
@@ -133,6 +150,8 @@ class ModelShape:
             "block_norms": block_norms,
             "embedding_scale": embedding_scale,
             "logit_softcap": logit_softcap,
+            "embedding_norm": embedding_norm,
+            "logit_scale": logit_scale,
         }
         filled = {
             "family": family,
@@ -150,8 +169,13 @@ class ModelShape:
             "moe": moe,
             "lora": lora,
             "beyond": beyond,
+            "encoder_layers": encoder_layers,
             **{name: usual[name] if value is None else value for name, value in chosen.items()},
         }
+        if logit_scale is None and not filled["tied"]:
+            filled["logit_scale"] = 1.0
+        if encoder_layers is None:
+            filled["encoder_layers"] = layers if USUAL[family].encoder else 0
         for name, value in filled.items():
             object.__setattr__(self, name, value)
         for name in _SIZES:
@@ -189,6 +213,33 @@ class ModelShape:
     def rotary(self) -> bool:
         """Whether attention turns queries and keys by their positions."""
         return self.position_embedding == "rotary"
+
+    @property
+    def learned(self) -> bool:
+        """Whether positions have embeddings, which are added to those of tokens."""
+        return self.position_embedding == "learned"
+
+    @property
+    def relative(self) -> bool:
+        """Whether attention adds a bias to its scores by distance."""
+        return self.position_embedding == "relative"
+
+    @property
+    def last_norm(self) -> bool:
+        """Whether a stack of blocks ends with a norm."""
+        return self.block_norms != "post"
+
+    @property
+    def chain(self) -> int:
+        """Layers that are cut into stages: embedding, blocks and head, and with an encoder its blocks and the
+        decoder's embedding.
+        """
+        return self.layers + 2 + (self.encoder_layers + 1 if self.encoder_layers else 0)
+
+    @property
+    def encoder_stack(self) -> ModelShape:
+        """A model with nothing but the encoder's blocks; only of a model that has any."""
+        return _encoder_stack(self)
 
     @property
     def pretraining_sequence(self) -> int:
@@ -290,6 +341,13 @@ def _block(shape: ModelShape, index: int) -> ModelShape:
 
 
 @lru_cache(maxsize=256)
+def _encoder_stack(shape: ModelShape) -> ModelShape:
+    assert shape.encoder_layers, "the model has no encoder"
+    attention = replace(shape.attention, causal=False)
+    return replace(shape, layers=shape.encoder_layers, encoder_layers=0, attention=attention)
+
+
+@lru_cache(maxsize=256)
 def _kinds(shape: ModelShape) -> tuple[tuple[ModelShape, int], ...]:
     counts: dict[ModelShape, int] = {}
     for i in range(shape.layers):
@@ -309,12 +367,24 @@ def _block_counts(shape: ModelShape, layers: range) -> tuple[int, ...]:
 
 
 def _unbuilt(shape: ModelShape) -> list[str]:
+    attention, stacks = shape.attention, shape.encoder_layers > 0
     said = [
-        ("one norm of queries and keys over all heads", shape.attention.norm == "all"),
+        ("one norm of queries and keys over all heads", attention.norm == "all"),
         ("an MLP of kind relu2", shape.mlp == "relu2"),
         ("layer norms beside rotary positions", shape.norm == "layer" and shape.rotary),
-        ("sinks beside latent attention", shape.latent is not None and shape.attention.sinks),
-        ("norms of heads beside latent attention", shape.latent is not None and shape.attention.norm),
+        ("sinks beside latent attention", shape.latent is not None and attention.sinks),
+        ("norms of heads beside latent attention", shape.latent is not None and attention.norm),
+        ("relative positions without an encoder", shape.relative and not stacks),
+        ("bidirectional attention without an encoder", not attention.causal),
+        ("rotary positions in an encoder", stacks and shape.rotary),
+        ("latent attention beside an encoder", stacks and shape.latent is not None),
+        ("experts beside an encoder", stacks and shape.moe is not None),
+        ("adapters beside an encoder", stacks and shape.lora is not None),
+        ("attention windows beside an encoder", stacks and attention.window is not None),
+        ("soft-capped scores beside an encoder", stacks and attention.softcap is not None),
+        ("attention sinks beside an encoder", stacks and attention.sinks),
+        ("norms of heads beside an encoder", stacks and attention.norm is not None),
+        ("sandwich norms beside an encoder", stacks and shape.block_norms == "sandwich"),
     ]
     return [words for words, there in said if there]
 
@@ -363,6 +433,11 @@ def _check(shape: ModelShape) -> None:
     _check_choice("position_embedding", shape.position_embedding, POSITION_EMBEDDINGS)
     if not 0.0 < shape.embedding_scale < float("inf"):
         raise Problem("embedding_scale", shape.embedding_scale, "it must be above 0", "1.0 changes nothing")
+    if not 0.0 < shape.logit_scale < float("inf"):
+        raise Problem("logit_scale", shape.logit_scale, "it must be above 0", "1.0 changes nothing")
+    if shape.encoder_layers < 0:
+        rule = "it must be a whole number, 0 or more"
+        raise Problem("encoder_layers", shape.encoder_layers, rule, "0: a decoder alone")
     if not 0.0 <= shape.logit_softcap < float("inf"):
         raise Problem("logit_softcap", shape.logit_softcap, "it must be 0 or more", "0.0: none")
     latent = shape.latent
@@ -401,6 +476,8 @@ _LATER = (
     "logit_softcap",
     "lora",
     "beyond",
+    "embedding_norm",
+    "logit_scale",
 )
 
 
@@ -410,6 +487,8 @@ def shape_to_record(shape: ModelShape) -> dict[str, Any]:
         family=shape.family, layers=1, hidden=shape.hidden, heads=1, head_dim=256, vocab=1, sequence=1
     )
     same = {name for name in _LATER if getattr(shape, name) == getattr(usual, name)}
+    if not shape.encoder_layers and not USUAL[shape.family].encoder:
+        same.add("encoder_layers")
     return {name: value for name, value in asdict(shape).items() if name not in same}
 
 

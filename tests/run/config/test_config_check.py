@@ -14,7 +14,7 @@ from stretto.run.config.load import dump, parse
 from stretto.run.config.schema import ScheduleConfig
 from stretto.spec.flops import layer_costs
 from stretto.spec.initial import Initial
-from stretto.spec.program import stage_times
+from stretto.spec.program import SearchedFor, stage_times
 
 MODEL = "model: {family: gpt, layers: 4, hidden: 64, heads: 4}\n"
 
@@ -229,17 +229,18 @@ def test_a_searched_schedule_uses_the_costs_of_the_stages() -> None:
     """Four equal blocks and a head that costs two of them: its stage gets fewer blocks."""
     config = parse(MODEL, overrides=["schedule.name=auto", "schedule.effort=0", "layout.pp=2"])
     shape = config.shape()
-    times = stage_times(shape, config.data.sequence, 2)
+    of = SearchedFor(shape=shape, sequence=config.data.sequence)
+    times = stage_times(of, 2)
     per_layer = layer_costs(shape, config.data.sequence)
     assert sum(f for f, _, _ in times) == pytest.approx(sum(per_layer) / per_layer[1])
     for f, i, w in times:
         assert i + w == pytest.approx(2 * f)
     one = schedule("auto", 2, config.microbatches, costs=Costs(per_stage=times), effort=0)
-    program, costs = job_of(config).program(), Costs(per_stage=stage_times(shape, config.data.sequence, 2))
+    program, costs = job_of(config).program(), Costs(per_stage=stage_times(of, 2))
     if program.depth == 2:
         assert program.orders == one.orders
     else:
-        costs = Costs(per_stage=stage_times(shape, config.data.sequence, program.depth))
+        costs = Costs(per_stage=stage_times(of, program.depth))
     assert simulate(program, costs).makespan <= simulate(one, Costs(per_stage=times)).makespan
 
 

@@ -38,6 +38,7 @@ def replica_on(device: str) -> Any:
         share=lambda inputs, targets: (inputs, targets),
         samples=[],
         documents=[],
+        decoders=[],
     )
 
 

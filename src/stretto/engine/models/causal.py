@@ -92,8 +92,8 @@ class CausalAttention(nn.Module):
 def make_explicit(model: nn.Module) -> None:
     """Let all attention in `model` store its probabilities, as the published memory formulas assume."""
     for module in model.modules():
-        if isinstance(module, CausalAttention):
-            module.explicit = True
+        if isinstance(getattr(module, "explicit", None), bool):
+            cast(Any, module).explicit = True
 
 
 def causal_probabilities(

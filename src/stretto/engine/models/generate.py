@@ -45,6 +45,11 @@ def stream(
     Raises:
         StrettoError: at once, for an empty prompt, a token outside the vocabulary, or arguments out of range.
     """
+    if model.shape.encoder_layers:
+        raise StrettoError(
+            "a model with an encoder answers its input, which texts are not generated from yet",
+            hint="export the checkpoint (`stretto checkpoint export`) and generate with transformers",
+        )
     if ids.ndim != 2 or ids.numel() == 0:
         raise StrettoError(f"prompt of {list(ids.shape)} tokens", hint="give at least one row of one token")
     low, high = int(ids.min()), int(ids.max())

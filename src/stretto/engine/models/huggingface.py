@@ -2,7 +2,8 @@
 
 Their weights differ from ours in names, and in form: GPT-2's linears are stored transposed; queries, keys and
 values, and gate and up, are separate tensors where ours are stacked by rows; experts are separate tensors in
-files, and stacked in memory as ours are; gpt-oss's experts are transposed, gate and up taking turns.
+files, and stacked in memory as ours are; gpt-oss's experts are transposed, gate and up taking turns; T5's
+biases by distance are transposed; BART's learned positions begin with two rows that none has.
 Heads and rotary features have the same order.
 """
 
@@ -23,6 +24,17 @@ from stretto.spec.shape import ModelShape
 
 HEAD = "lm_head.weight"
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # in older files; not parameters
+# of models with an encoder, what repeats another weight, or is not used: of the first, all published are zero
+_REPEATED = frozenset(
+    {
+        "final_logits_bias",
+        "encoder.embed_tokens.weight",
+        "decoder.embed_tokens.weight",
+        "model.encoder.embed_tokens.weight",
+        "model.decoder.embed_tokens.weight",
+        "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
+    }
+)
 # of a model that sees pictures too: first parts of its language model's names, and of the others
 _LANGUAGE = ("language_model.model.", "model.language_model.", "language_model.")
 _PICTURES = ("vision_tower.", "multi_modal_projector.")
@@ -91,6 +103,30 @@ class GptOssExperts:
         return [(turns.transpose(1, 2) if turns.dim() == 3 else turns).contiguous()]
 
 
+@dataclass(frozen=True)
+class Transposed:
+    """Theirs has rows where ours has columns."""
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        return parts[0].t().contiguous()
+
+    def split(self, whole: Tensor) -> list[Tensor]:
+        return [whole.t().contiguous()]
+
+
+@dataclass(frozen=True)
+class After:
+    """Theirs begins with some rows that are not used."""
+
+    rows: int
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        return parts[0][self.rows :].contiguous()
+
+    def split(self, whole: Tensor) -> list[Tensor]:
+        return [torch.cat([whole.new_zeros(self.rows, whole.shape[1]), whole])]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """One of our tensors, and the tensors of theirs that make it up.
@@ -130,6 +166,8 @@ def rules(shape: ModelShape, present: Collection[str] = ()) -> Iterator[Rule]:
     for ours, sizes in parameter_shapes(shape).items():
         if kind == "gpt2":
             yield _gpt2_rule(ours, sizes, shape)
+        elif kind in _STACKS:
+            yield _stacks_rule(ours, sizes, kind, shape)
         elif ".experts." in ours:
             yield _experts_rule(ours, sizes, kind=kind, present=present)
         else:
@@ -140,11 +178,11 @@ def plain_names(names: Iterable[str], shape: ModelShape) -> dict[str, str]:
     """The weights of the language model under the names that `rules` has, and what their source calls them.
 
     Files of the body alone lack the first part of names; models that see pictures too have another one.
-    Buffers, vision towers and layers that predict further tokens are left out.
+    Buffers, copies of the embedding, vision towers and layers that predict further tokens are left out.
     """
     kind = kind_of(shape).name
     body = _body(kind)
-    kept = [name for name in names if not name.endswith(_BUFFERS)]
+    kept = [name for name in names if not name.endswith(_BUFFERS) and name not in _REPEATED]
     further = _further_layers(kept, shape) if kind == "deepseek_v3" else ()
     plain = dict[str, str]()
     for name in kept:
@@ -166,6 +204,8 @@ def from_huggingface(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[s
     Raises:
         StrettoError: a weight is missing, unknown, or of another size than in the shape.
     """
+    if (bias := weights.get("final_logits_bias")) is not None and not bias.is_meta and bool(bias.any()):
+        raise StrettoError("final_logits_bias is not zero, and our head has none")
     named = {plain: weights[name] for plain, name in plain_names(weights, shape).items()}
     mapping = list(rules(shape, named))
     if shape.tied and HEAD in named:
@@ -206,6 +246,58 @@ _GPT2 = {
     "head.norm": "transformer.ln_f",
     "head.out": "lm_head",
 }
+# of models with an encoder: modules outside of blocks, first parts of names in both stacks, and modules in
+# blocks
+_STACKS: Mapping[str, Mapping[str, str]] = {
+    "t5": {
+        "embed.tok": "shared",
+        "decoder_embed.memory_norm": "encoder.final_layer_norm",
+        "head.norm": "decoder.final_layer_norm",
+        "head.out": "lm_head",
+    },
+    "bart": {
+        "embed.tok": "model.shared",
+        "embed.pos": "model.encoder.embed_positions",
+        "embed.norm": "model.encoder.layernorm_embedding",
+        "decoder_embed.pos": "model.decoder.embed_positions",
+        "decoder_embed.norm": "model.decoder.layernorm_embedding",
+        "head.out": "lm_head",
+    },
+}
+_STACK_BLOCKS = {
+    "t5": {"encoder": "encoder.block.", "blocks": "decoder.block."},
+    "bart": {"encoder": "model.encoder.layers.", "blocks": "model.decoder.layers."},
+}
+_T5_SELF, _T5_CROSS = "layer.0.SelfAttention.", "layer.1.EncDecAttention."
+_STACK_MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "t5": {
+        "norm1": ("layer.0.layer_norm",),
+        "attn.qkv": (f"{_T5_SELF}q", f"{_T5_SELF}k", f"{_T5_SELF}v"),
+        "attn.relative": (f"{_T5_SELF}relative_attention_bias",),
+        "attn.proj": (f"{_T5_SELF}o",),
+        "norm_cross": ("layer.1.layer_norm",),
+        "cross.q": (f"{_T5_CROSS}q",),
+        "cross.kv": (f"{_T5_CROSS}k", f"{_T5_CROSS}v"),
+        "cross.proj": (f"{_T5_CROSS}o",),
+        "norm2": ("layer.{last}.layer_norm",),
+        "mlp.up": ("layer.{last}.DenseReluDense.wi",),
+        "mlp.gate_up": ("layer.{last}.DenseReluDense.wi_0", "layer.{last}.DenseReluDense.wi_1"),
+        "mlp.down": ("layer.{last}.DenseReluDense.wo",),
+    },
+    "bart": {
+        "norm1": ("self_attn_layer_norm",),
+        "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attn.proj": ("self_attn.out_proj",),
+        "norm_cross": ("encoder_attn_layer_norm",),
+        "cross.q": ("encoder_attn.q_proj",),
+        "cross.kv": ("encoder_attn.k_proj", "encoder_attn.v_proj"),
+        "cross.proj": ("encoder_attn.out_proj",),
+        "norm2": ("final_layer_norm",),
+        "mlp.up": ("fc1",),
+        "mlp.down": ("fc2",),
+    },
+}
+_BART_OFFSET = 2  # rows before those of positions
 # of all others; a parameter without a module ends in a name of its own, as attn.sinks
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "embed.tok": ("model.embed_tokens",),
@@ -267,6 +359,30 @@ def _gpt2_rule(ours: str, sizes: Sizes, shape: ModelShape) -> Rule:
     return Rule(ours=ours, sizes={**whole, f"{theirs}.bias": sizes[:1]}, form=Gpt2Linear(linear, sizes[0]))
 
 
+def _stacks_rule(ours: str, sizes: Sizes, kind: str, shape: ModelShape) -> Rule:
+    """The rule of a parameter of a model with an encoder."""
+    stack, _, inside = ours.partition(".")
+    if stack not in _STACK_BLOCKS[kind]:
+        module, _, leaf = ours.rpartition(".")
+        theirs = f"{_STACKS[kind][module]}.{leaf}"
+        if module.endswith(".pos"):
+            whole = (sizes[0] + _BART_OFFSET, *sizes[1:])
+            return Rule(ours=ours, sizes={theirs: whole}, form=After(_BART_OFFSET))
+        return Rule(ours=ours, sizes={theirs: sizes}, form=Stacked(sizes[:1]))
+    block, _, module = inside.partition(".")
+    prefix, last = f"{_STACK_BLOCKS[kind][stack]}{block}.", 1 if stack == "encoder" else 2
+    if module == "attn.relative":
+        (theirs,) = _STACK_MODULES[kind][module]
+        return Rule(ours=ours, sizes={f"{prefix}{theirs}.weight": sizes[::-1]}, form=Transposed())
+    module, _, leaf = module.rpartition(".")
+    names = [f"{prefix}{name.format(last=last)}.{leaf}" for name in _STACK_MODULES[kind][module]]
+    rows = (sizes[0] // len(names),) * len(names)
+    if module == "attn.qkv":
+        rows = (shape.attention_width, shape.kv_width, shape.kv_width)
+    theirs_sizes = {name: (count, *sizes[1:]) for name, count in zip(names, rows, strict=True)}
+    return Rule(ours=ours, sizes=theirs_sizes, form=Stacked(rows))
+
+
 def _rule(ours: str, sizes: Sizes, *, kind: str, shape: ModelShape, present: Collection[str]) -> Rule:
     prefix, module, suffix = _parse(ours, "model.layers.")
     names = _OF_KIND.get(kind, {}).get(module) or _NAMES[module]
@@ -317,7 +433,7 @@ def _parse(ours: str, blocks: str) -> tuple[str, str, str]:
 
 def _body(kind: str) -> str:
     """The first part of all names but the head's."""
-    return "transformer." if kind == "gpt2" else "model."
+    return {"gpt2": "transformer.", "t5": ""}.get(kind, "model.")
 
 
 def _of_language_model(name: str) -> str:

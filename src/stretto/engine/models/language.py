@@ -1,5 +1,5 @@
 """Language models in one process, the specification that every layout must equal: a chain of embedding,
-blocks and head, and a loss.
+blocks and head, with an encoder before the decoder or without, and a loss.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.engine.documents import Packing
-from stretto.engine.models.attention import SelfAttention
+from stretto.engine.documents import Packing, share_packing
+from stretto.engine.models.attention import CrossAttention, SelfAttention
 from stretto.engine.models.causal import dropout
 from stretto.engine.models.latent import LatentAttention
 from stretto.engine.models.moe import MoE, feed_forward
@@ -27,7 +27,7 @@ def added(x: Tensor, y: Tensor) -> Tensor:
 
 class Embedding(nn.Module):
     """Token embedding, which may be scaled, plus a learned embedding of the position where attention encodes
-    none.
+    none; the sum may be normalised.
 
     Attributes:
         positions: of the tokens in the output of `tok`, int64; None: 0, 1, 2, ...
@@ -38,7 +38,8 @@ class Embedding(nn.Module):
         super().__init__()
         self.scale = shape.embedding_scale
         self.tok = nn.Embedding(shape.vocab, shape.hidden)
-        self.pos = None if shape.rotary else nn.Embedding(shape.sequence, shape.hidden)
+        self.pos = nn.Embedding(shape.sequence, shape.hidden) if shape.learned else None
+        self.norm = norm(shape, shape.hidden) if shape.embedding_norm else None
         self.drop = dropout(shape.dropout)
         self.positions: Tensor | None = None
         self.packing = Packing()
@@ -48,7 +49,8 @@ class Embedding(nn.Module):
         x = self.tok(ids)
         if self.scale != 1.0:  # rounded to the weights' type, as published models were trained
             x = x * torch.full((), self.scale, dtype=x.dtype, device=x.device)
-        return x if self.pos is None else self.drop(x + self._position(self.pos, ids))
+        x = x if self.pos is None else x + self._position(self.pos, ids)
+        return self.drop(x if self.norm is None else self.norm(x))
 
     def _position(self, pos: nn.Embedding, ids: Tensor) -> Tensor:
         """The embedding of positions, [s, hidden], or [b, s, hidden]."""
@@ -66,25 +68,73 @@ class Embedding(nn.Module):
         return pos(torch.arange(length, device=ids.device))
 
 
-class Block(nn.Module):
-    """Attention, then an MLP or experts, each applied to the normalised residual stream and added to it; with
-    "sandwich" norms each is normalised once more before it is added.
+class DecoderEmbedding(Embedding):
+    """The layer between encoder and decoder: it ends the one with its last norm and begins the other with the
+    embedding of the tokens that the decoder reads.
     """
 
     def __init__(self, shape: ModelShape) -> None:
+        super().__init__(shape)
+        self.memory_norm = norm(shape, shape.hidden) if shape.last_norm else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """What the encoder's last block gives [b, m, hidden] to embedded tokens [b, s, hidden] and the
+        memory, [b, m, hidden], to which the decoder attends.
+        """
+        ids = self.packing.decoder
+        if ids is None:
+            raise StrettoError(
+                "the decoder has no tokens to read", hint="model(ids, decoder=...) takes those of both stacks"
+            )
+        return super().forward(ids), x if self.memory_norm is None else self.memory_norm(x)
+
+
+class Block(nn.Module):
+    """Attention, in a decoder beside an encoder also to the memory, then an MLP or experts, each applied to
+    the normalised residual stream and added to it; with "sandwich" norms each is normalised once more before
+    it is added. With "post" norms it is the sum that is normalised.
+
+    Args:
+        last: of its stack, after which nothing needs the memory.
+    """
+
+    def __init__(self, shape: ModelShape, last: bool = False) -> None:
         super().__init__()
+        self.post = shape.block_norms == "post"
+        self.last = last
         after = shape.block_norms == "sandwich"
         self.norm1 = norm(shape, shape.hidden)
         self.attn = SelfAttention(shape) if shape.latent is None else LatentAttention(shape)
         self.norm1_post = norm(shape, shape.hidden) if after else None
+        self.norm_cross = norm(shape, shape.hidden) if shape.encoder_layers else None
+        self.cross = CrossAttention(shape) if shape.encoder_layers else None
         self.norm2 = norm(shape, shape.hidden)
         self.mlp = feed_forward(shape)
         self.norm2_post = norm(shape, shape.hidden) if after else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[b, s, hidden] to [b, s, hidden]."""
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """[b, s, hidden] to [b, s, hidden]; with the memory [b, m, hidden] beside it, which is passed on."""
+        if memory is None:
+            return self._second(self._first(x))
+        assert self.cross is not None, "an encoder's block got a memory"
+        assert self.norm_cross is not None
+        x = self._first(x)
+        if self.post:
+            x = self.norm_cross(added(x, self.cross(x, memory)))
+        else:
+            x = added(x, self.cross(self.norm_cross(x), memory))
+        x = self._second(x)
+        return x if self.last else (x, memory)
+
+    def _first(self, x: Tensor) -> Tensor:
+        if self.post:
+            return self.norm1(added(x, self.attn(x)))
         y = self.attn(self.norm1(x))
-        x = added(x, y if self.norm1_post is None else self.norm1_post(y))
+        return added(x, y if self.norm1_post is None else self.norm1_post(y))
+
+    def _second(self, x: Tensor) -> Tensor:
+        if self.post:
+            return self.norm2(added(x, self.mlp(x)))
         y = self.mlp(self.norm2(x))
         return added(x, y if self.norm2_post is None else self.norm2_post(y))
 
@@ -103,52 +153,88 @@ class CrossEntropy(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm and the projection to logits, which may be bounded."""
+    """The last norm, unless each block ends with one, and the projection to logits, which may be bounded."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.softcap = shape.logit_softcap
-        self.norm = norm(shape, shape.hidden)
+        self.scale = shape.logit_scale
+        self.norm = norm(shape, shape.hidden) if shape.last_norm else nn.Identity()
         self.out = nn.Linear(shape.hidden, shape.vocab, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, hidden] to logits [b, s, vocab]."""
-        logits = self.out(self.norm(x))
+        x = self.norm(x)
+        logits = self.out(x if self.scale == 1.0 else x * self.scale)
         return logits if not self.softcap else torch.tanh(logits / self.softcap) * self.softcap
 
 
 class LanguageModel(nn.Module):
-    """A decoder as a chain of layers, each from one tensor to one tensor: embed, blocks.0, ..., head."""
+    """A chain of layers. A decoder alone is embed, blocks.0, ..., head, each from one tensor to one tensor;
+    with an encoder it is embed, encoder.0, ..., decoder_embed, blocks.0, ..., head, where the memory travels
+    beside the decoder's activation.
+    """
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
         self.embed = Embedding(shape)
-        self.blocks = nn.ModuleList(Block(shape.block(i)) for i in range(shape.layers))
+        self.encoder = nn.ModuleList()
+        self.packing = Packing()
+        if shape.encoder_layers:
+            stack = shape.encoder_stack
+            self.encoder.extend(Block(stack.block(i)) for i in range(stack.layers))
+            self.decoder_embed = DecoderEmbedding(shape)
+        self.blocks = nn.ModuleList(
+            Block(shape.block(i), last=i + 1 == shape.layers) for i in range(shape.layers)
+        )
         self.head = Head(shape)
         self.loss = CrossEntropy()
         self.tie()
+        share_packing(self, self.packing)
 
     def tie(self) -> None:
-        """Let head and embedding share one parameter if the shape is tied. Call it again after `to_empty`,
+        """Let modules share the parameters that are one: those of head and embedding if the shape is tied, of
+        both stacks' embeddings of tokens, and a stack's biases by distance. Call it again after `to_empty`,
         which separates them.
         """
+        tokens = self.get_parameter("embed.tok.weight")
         if self.shape.tied:
-            self.head.out.weight = self.get_parameter("embed.tok.weight")
+            self.head.out.weight = tokens
+        if self.shape.encoder_layers:
+            self.decoder_embed.tok.weight = tokens
+        if self.shape.relative:
+            for stack in (self.encoder, self.blocks):
+                for block in stack:
+                    block.get_submodule("attn").relative = stack[0].get_parameter("attn.relative")
 
     def layers(self) -> list[tuple[str, nn.Module]]:
         """Name and module of every layer, in the order of the forward."""
         blocks = [(f"blocks.{i}", block) for i, block in enumerate(self.blocks)]
+        if self.shape.encoder_layers:
+            encoder = [(f"encoder.{i}", block) for i, block in enumerate(self.encoder)]
+            blocks = [*encoder, ("decoder_embed", self.decoder_embed), *blocks]
         return [("embed", self.embed), *blocks, ("head", self.head)]
 
-    def forward(self, ids: Tensor, last: bool = False) -> Tensor:
+    def forward(
+        self, ids: Tensor, last: bool = False, *, decoder: Tensor | None = None, lengths: Tensor | None = None
+    ) -> Tensor:
         """Token ids [b, s], int64, to logits [b, s, vocab]; with `last` those of the last token alone,
         [b, 1, vocab].
+
+        Args:
+            decoder: with an encoder, which reads `ids`, the tokens that the decoder reads, int64 [b, n];
+                logits are then of these. None: as `packing` says.
+            lengths: how many of the encoder's tokens are real, int64 [b]; the rest is padding that nothing
+                sees.
         """
-        x = ids
+        if decoder is not None:
+            self.packing.decoder, self.packing.lengths = decoder, lengths
+        x: tuple[Tensor, ...] = (ids,)
         for _, layer in self.layers()[:-1]:
-            x = layer(x)
-        return self.head(x[:, -1:] if last else x)
+            y = layer(*x)
+            x = y if isinstance(y, tuple) else (y,)
+        return self.head(x[0][:, -1:] if last else x[0])
 
     def auxiliary(self) -> Tensor:
         """The auxiliary loss of the last forward: that of all routers, summed over tokens, a scalar. 0 in

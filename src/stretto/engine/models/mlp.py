@@ -23,6 +23,10 @@ def activate(y: Tensor, kind: Mlp) -> Tensor:
     """
     if kind == "gelu":
         return F.gelu(y, approximate="tanh")
+    if kind == "gelu_exact":
+        return F.gelu(y)
+    if kind == "relu":
+        return F.relu(y)
     if kind == "relu2":
         return F.relu(y).square()
     gate, up = y.chunk(2, dim=-1)

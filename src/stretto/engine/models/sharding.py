@@ -5,6 +5,7 @@ sequence (Korthikanti et al. 2022, section 4.2.2), and by experts.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from stretto.engine.parallel.adapters import adapter_styles
 from stretto.engine.parallel.context.style import ContextAttention
@@ -36,20 +37,41 @@ def sharding_plan(job: Job) -> dict[str, Style]:
     multiple = job.vocab_multiple
     plan: dict[str, Style] = {
         "embed.tok": Vocabulary(multiple, sequence=sp),
-        "head.norm": Replicate(sequence=sp),
         "head.out": Vocabulary(multiple, sequence=sp),
         "loss": VocabularyLoss(shape.vocab, multiple),
         "embed.drop": _dropout(job),
     }
-    if not shape.rotary:
-        plan |= {
-            "embed": Positions(job.sequence, sequence=sp, sharded=True),
-            "embed.pos": Replicate(sequence=sp),
-        }
-    if len(shape.kinds()) == 1:
-        return plan | _block("blocks.*", job, shape.block(0))
-    for i in range(shape.layers):
-        plan |= _block(f"blocks.{i}", job, shape.block(i))
+    if shape.last_norm:
+        plan["head.norm"] = Replicate(sequence=sp)
+    plan |= _embedding("embed", job)
+    if shape.encoder_layers:
+        decoder = replace(job, sequence=job.target_sequence)
+        plan["decoder_embed.tok"] = Vocabulary(multiple, sequence=sp)
+        plan["decoder_embed.drop"] = _dropout(decoder)
+        plan |= _embedding("decoder_embed", decoder)
+        if shape.last_norm:
+            plan["decoder_embed.memory_norm"] = Replicate(sequence=sp)
+        return plan | _stack("encoder", job, shape.encoder_stack) | _stack("blocks", decoder, shape)
+    return plan | _stack("blocks", job, shape)
+
+
+def _embedding(name: str, job: Job) -> dict[str, Style]:
+    """Of learned positions and of the norm of embeddings."""
+    shape, sp = job.shape, _sequence_parallel(job)
+    styles: dict[str, Style] = {f"{name}.norm": Replicate(sequence=sp)} if shape.embedding_norm else {}
+    if shape.learned:
+        styles[name] = Positions(job.sequence, sequence=sp, sharded=True)
+        styles[f"{name}.pos"] = Replicate(sequence=sp)
+    return styles
+
+
+def _stack(name: str, job: Job, stack: ModelShape) -> dict[str, Style]:
+    """Of the blocks of a stack, for samples of `job.sequence` tokens."""
+    if len(stack.kinds()) == 1:
+        return _block(f"{name}.*", job, stack.block(0))
+    plan = dict[str, Style]()
+    for i in range(stack.layers):
+        plan |= _block(f"{name}.{i}", job, stack.block(i))
     return plan
 
 
@@ -71,6 +93,7 @@ def _block(name: str, job: Job, shape: ModelShape) -> dict[str, Style]:
     parts = {
         **{norm: Replicate(sequence=_sequence_parallel(job)) for norm in norms},
         **(_attention(job, shape) if shape.latent is None else _latent(job, shape, shape.latent)),
+        **(_cross(job, shape) if shape.encoder_layers else {}),
         **(_mlp(job, shape) if shape.moe is None else _experts(job, shape, shape.moe)),
     }
     if shape.lora is not None:
@@ -97,7 +120,7 @@ def _adapters(parts: Mapping[str, Style], job: Job, shape: ModelShape, lora: Lor
 def _attention(job: Job, shape: ModelShape) -> dict[str, Style]:
     d, sp = shape.head_dim, _sequence_parallel(job)
     fused = ((shape.heads, d), (shape.kv_heads, d), (shape.kv_heads, d))
-    styles = {**_heads(job, shape), "attn.qkv": Column(segments=fused, sequence=sp)}
+    styles = {**_heads("attn", job, shape), "attn.qkv": Column(segments=fused, sequence=sp)}
     if shape.attention.norm is not None:  # of this rank's heads alone, so that gradients are summed
         styles |= dict.fromkeys(("attn.q_norm", "attn.k_norm"), Replicate(sequence=True))
     if shape.rotary:
@@ -105,14 +128,28 @@ def _attention(job: Job, shape: ModelShape) -> dict[str, Style]:
     return styles
 
 
-def _heads(job: Job, shape: ModelShape) -> dict[str, Style]:
-    """Of softmax(q k^T) v, each rank with some of the heads, and of what follows."""
+def _cross(job: Job, shape: ModelShape) -> dict[str, Style]:
+    """Of attention to the encoder's output, whose tokens sequence parallelism splits as it does the
+    decoder's.
+    """
+    d, sp = shape.head_dim, _sequence_parallel(job)
     return {
-        "attn": Heads(),
-        "attn.core": ContextAttention(job.context, job.sequence),
-        "attn.core.drop": SplitDropout(heads=(1, shape.heads)),
-        "attn.proj": Row(sequence=_sequence_parallel(job)),
-        "attn.drop": _dropout(job),
+        "norm_cross": Replicate(sequence=sp),
+        "cross.q": Column(segments=((shape.heads, d),), sequence=sp),
+        "cross.kv": Column(segments=((shape.kv_heads, d), (shape.kv_heads, d)), sequence=sp),
+        **_heads("cross", job, shape),
+    }
+
+
+def _heads(name: str, job: Job, shape: ModelShape) -> dict[str, Style]:
+    """Of softmax(q k^T) v, each rank with some of the heads, and of what follows."""
+    plain = name == "attn" and shape.attention.causal and not shape.relative
+    return {
+        name: Heads(),
+        **({f"{name}.core": ContextAttention(job.context, job.sequence)} if plain else {}),
+        f"{name}.core.drop": SplitDropout(heads=(1, shape.heads)),
+        f"{name}.proj": Row(sequence=_sequence_parallel(job)),
+        f"{name}.drop": _dropout(job),
     }
 
 
@@ -126,7 +163,7 @@ def _latent(job: Job, shape: ModelShape, latent: LatentShape) -> dict[str, Style
     narrow = ["attn.kv_down"] if latent.q_rank is None else ["attn.kv_down", "attn.q_down"]
     queries = "attn.q" if latent.q_rank is None else "attn.q_up"
     return {
-        **_heads(job, shape),
+        **_heads("attn", job, shape),
         **{name: WholeLinear(sequence=sp) for name in narrow},
         **{f"{name}_norm": Replicate(sequence=sp) for name in narrow},
         queries: Column(segments=((shape.heads, shape.head_dim),), sequence=sp),

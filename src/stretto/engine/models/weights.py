@@ -24,6 +24,9 @@ def initial_values(
 
     Norm gains are 1 (weights of `rms1p` 0), biases 0, all other values normal with the spread that `initial`
     says (None: the usual one). Of adapters B is 0, and A uniform as PEFT draws it: within 1/sqrt(in).
+
+    Where attention does not scale its scores, its queries begin smaller by as much (T5); where the head
+    scales its input and is tied, the embedding begins larger by as much, so that logits begin alike.
     """
     if is_adapter(name):
         if name.endswith(".B.weight"):
@@ -38,7 +41,12 @@ def initial_values(
     if len(shape) == 1:
         return torch.ones(shape, device="cpu")
     std = (initial or Initial()).std(name, model_shape.layers)
-    return torch.empty(shape, device="cpu").normal_(std=std, generator=seeded_generator(seed, name))
+    if name == "embed.tok.weight" and model_shape.tied:
+        std /= model_shape.logit_scale
+    values = torch.empty(shape, device="cpu").normal_(std=std, generator=seeded_generator(seed, name))
+    if model_shape.attention_scale == 1.0 and name.endswith(("attn.qkv.weight", "cross.q.weight")):
+        values[: model_shape.attention_width] *= model_shape.head_dim**-0.5
+    return values
 
 
 def seeded_generator(seed: int, name: str) -> torch.Generator:

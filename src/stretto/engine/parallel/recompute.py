@@ -65,8 +65,9 @@ MODES: tuple[Mode, ...] = ("none", "selective", "full")
 def recompute_blocks(
     blocks: Sequence[nn.Module], modes: Sequence[Mode], mesh: Mesh, shard_inputs: bool = False
 ) -> None:
-    """Let each block save everything, recompute its `attn.core`, or recompute as a whole. In place; may be
-    called again with other modes. Parameter names stay the same; evaluation and no_grad are unaffected.
+    """Let each block save everything, recompute its `attn.core` (and `cross.core`), or recompute as a whole.
+    In place; may be called again with other modes. Parameter names stay the same; evaluation and no_grad are
+    unaffected.
 
     Args:
         modes: one for each block.
@@ -92,7 +93,8 @@ def recompute_blocks(
         if mode == "full":
             recompute(block, group)
         elif mode == "selective":
-            recompute(_core(block))
+            for core in _cores(block):
+                recompute(core)
 
 
 def recompute(module: nn.Module, shards: ProcessGroup | None = None) -> None:
@@ -111,14 +113,14 @@ def undo_recompute(module: nn.Module) -> None:
         del module.__dict__["forward"]
 
 
-def _core(block: nn.Module) -> nn.Module:
-    try:
-        return block.get_submodule("attn.core")
-    except AttributeError:
+def _cores(block: nn.Module) -> list[nn.Module]:
+    named = dict(block.named_modules())
+    if "attn.core" not in named:
         raise StrettoError(
             f"selective recomputation of {type(block).__name__}, which has no attn.core",
             hint="recompute it in full",
-        ) from None
+        )
+    return [named[name] for name in ("attn.core", "cross.core") if name in named]
 
 
 class Recompute:

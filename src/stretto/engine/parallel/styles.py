@@ -285,8 +285,8 @@ class VocabularyLoss(Style):
 
 @dataclass(frozen=True)
 class Heads(Style):
-    """An attention module whose `heads` and `kv_heads` become the numbers of heads held locally; its `sinks`,
-    if it has any, are split like its query heads.
+    """An attention module whose `heads` and `kv_heads` become the numbers of heads held locally; its `sinks`
+    and the rows of `relative`, if it has any, are split like its query heads.
     """
 
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
@@ -298,7 +298,7 @@ class Heads(Style):
             )
         mine = even(f"{name}.heads", heads, index, tp)  # key heads may be copied, query heads may not
         parameters = (leaf for leaf, _ in module.named_parameters(recurse=False))
-        return {leaf: Part(dim=0, runs=(mine,)) for leaf in parameters if leaf == "sinks"}
+        return {leaf: Part(dim=0, runs=(mine,)) for leaf in parameters if leaf in ("sinks", "relative")}
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         tp = mesh.size("tp")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -117,8 +117,8 @@ class Pipeline:
         ties: shared parameters. By default they are detected by identity, which is lost when layers leave the
             meta device.
         partial: slices whose gradients several tensor-parallel ranks share.
-        boundary: shape and dtype of the activations between stages, where all are alike; by default a trial
-            forward determines them.
+        boundary: shape and dtype of the activations between stages, where all are alike, or of what enters
+            each stage of the model but the first, by its number; by default a trial forward determines them.
         varying: microbatches differ in shape; each message then begins with its shapes.
         lookahead: how many actions before its use a receive is posted. Each takes a buffer of the size of a
             boundary; a message whose receive is posted when it arrives costs the CPU about half.
@@ -148,7 +148,7 @@ class Pipeline:
         skips: Sequence[Skip] = (),
         ties: Sequence[Tie] | None = None,
         partial: Sequence[PartialGradient] = (),
-        boundary: Boundary | None = None,
+        boundary: Boundary | Mapping[int, Boundaries] | None = None,
         varying: bool = False,
         lookahead: int = LOOKAHEAD,
         before_forward: Callable[[int], None] | None = None,
@@ -192,8 +192,10 @@ class Pipeline:
             Transfer(mesh.layout.groups("pp"), self.program, mesh.timeout) if mesh.size("pp") > 1 else None
         )
         self._boundaries: dict[int, Boundaries] | None = None  # unknown before the trial forward
-        if boundary is not None:
+        if isinstance(boundary, Boundary):
             self._boundaries = dict.fromkeys(range(1, program.depth), (boundary,))
+        elif boundary is not None:
+            self._boundaries = dict(boundary)
         self._versions = self._make_versions()
         self._train: Executor | None = None
         self._infer = dict[int, Executor]()

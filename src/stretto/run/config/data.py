@@ -77,7 +77,14 @@ class DataConfig(Section):
         examples=["949,50,1"],
         description="Ratio of training, evaluation and test text: three numbers.",
     )
-    sequence: int = Field(default=128, gt=0, description="Tokens of a sample.")
+    sequence: int = Field(
+        default=128, gt=0, description="Tokens of a sample; of a model with an encoder, those that it reads."
+    )
+    target_sequence: int | None = Field(
+        default=None,
+        gt=0,
+        description="Tokens of the decoder's sample of a model with an encoder; null: `sequence`.",
+    )
     shuffle: Literal["global", "window"] | None = Field(
         default=None,
         description="The order of the samples of an epoch. `global`: any may come next. `window`: runs of "

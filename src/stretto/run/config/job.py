@@ -39,6 +39,8 @@ def job_of(
         global_batch=config.batch.global_size,
         micro_batch=config.batch.micro_size,
         sequence=config.data.sequence,
+        target_sequence=config.target_sequence,
+        encoder_pp=config.layout.encoder_pp,
         schedule=config.schedule.name,
         options=config.schedule.options,
         stage_layers=None if config.layout.stages is None else tuple(config.layout.stages),

@@ -117,6 +117,18 @@ class AttentionConfig(Section):
         description="Rotary positions turn pairs of neighbouring features, otherwise of the halves of a "
         "head; null: the preset's, else the family's.",
     )
+    buckets: int | None = Field(
+        default=None,
+        gt=0,
+        description="Of relative positions, distances that have a bias of their own; null: the preset's, "
+        "else 32.",
+    )
+    max_distance: int | None = Field(
+        default=None,
+        gt=0,
+        description="Of relative positions, from which distance on all have one bias; null: the preset's, "
+        "else 128.",
+    )
     latent: LatentConfig = Field(default_factory=LatentConfig)
 
     def shape(self, known: AttentionShape) -> AttentionShape:
@@ -361,7 +373,15 @@ class ModelConfig(Section):
         "dropout). `llama`: Llama (rotary positions, RMSNorm, SwiGLU, grouped-query attention). The others "
         "are in docs/models.md.",
     )
-    layers: int | None = Field(default=None, gt=0, description="Transformer blocks.")
+    layers: int | None = Field(
+        default=None, gt=0, description="Transformer blocks; with an encoder, those of the decoder."
+    )
+    encoder_layers: int | None = Field(
+        default=None,
+        ge=0,
+        description="Blocks of the encoder, 0: none; null: the preset's, else as many as `layers` in "
+        "families with an encoder (`t5`, `bart`).",
+    )
     hidden: int | None = Field(default=None, gt=0, description="Features of the residual stream.")
     heads: int | None = Field(default=None, gt=0, description="Query heads of a block.")
     kv_heads: int | None = Field(
@@ -405,13 +425,13 @@ class ModelConfig(Section):
     )
     position_embedding: PositionEmbedding | None = Field(
         default=None,
-        description="Positions are `learned` and added to the embedding, or `rotary`, in the attention; "
-        "null: the family's.",
+        description="Positions are `learned` and added to the embedding, or `rotary` or `relative`, in the "
+        "attention (`relative`: a bias of scores by distance, beside an encoder only); null: the family's.",
     )
     mlp: Mlp | None = Field(
         default=None,
-        description="Activation of the MLP: `gelu`, or with a gate `swiglu`, `geglu` (Gemma) or "
-        "`swiglu_clamped` (gpt-oss); null: the family's.",
+        description="Activation of the MLP: `gelu` (tanh form), `gelu_exact`, `relu`, or with a gate "
+        "`swiglu`, `geglu` (Gemma) or `swiglu_clamped` (gpt-oss); null: the family's.",
     )
     norm: Norm | None = Field(
         default=None,
@@ -420,8 +440,8 @@ class ModelConfig(Section):
     )
     block_norms: BlockNorms | None = Field(
         default=None,
-        description="Norms before attention and MLP (`pre`), or before and after (`sandwich`, Gemma); null: "
-        "the family's.",
+        description="Norms before attention and MLP (`pre`), before and after (`sandwich`, Gemma), or of the "
+        "sum with the residual stream (`post`, BART); null: the family's.",
     )
     embedding_scale: float | None = Field(
         default=None,
@@ -434,6 +454,16 @@ class ModelConfig(Section):
         ge=0,
         description="Logits are `cap tanh(logit / cap)`, 0: as they are; null: the preset's, else the "
         "family's.",
+    )
+    embedding_norm: bool | None = Field(
+        default=None,
+        description="Embeddings are normalised (BART); null: the preset's, else the family's.",
+    )
+    logit_scale: float | None = Field(
+        default=None,
+        gt=0,
+        description="By which the input of the output projection is multiplied; null: the preset's, else the "
+        "family's, as t5 `1 / sqrt(hidden)` where `tied`.",
     )
     init_std: float = Field(
         default=Initial.init_std,
@@ -539,7 +569,10 @@ _FOLLOW = {
         "block_norms",
         "embedding_scale",
         "logit_softcap",
+        "embedding_norm",
+        "logit_scale",
+        "encoder_layers",
     ),
-    "hidden": ("head_dim", "ffn", "embedding_scale"),
+    "hidden": ("head_dim", "ffn", "embedding_scale", "logit_scale"),
     "heads": ("head_dim", "kv_heads"),
 }

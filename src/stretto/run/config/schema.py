@@ -62,7 +62,14 @@ class LayoutConfig(Section):
         default=None,
         examples=["[7, 7, 7, 5]"],
         description="Layers per stage, in the model's order; the embedding and the head count as layers, so "
-        "that they add up to `model.layers` + 2. null: cut evenly by FLOPs.",
+        "that they add up to `model.layers` + 2 (with an encoder, its blocks and the decoder's embedding "
+        "count too). null: cut evenly by FLOPs.",
+    )
+    encoder_pp: int | None = Field(
+        default=None,
+        gt=0,
+        description="Of a model with an encoder, the first so many pipeline ranks hold it and the others the "
+        "decoder, each rank one stage; null: stages are cut by FLOPs, none with layers of both.",
     )
     sequence_parallel: bool = Field(
         default=False,
@@ -481,13 +488,19 @@ class TrainConfig(JobSection):
         """Microbatches of a step in each data parallel replica; whole once the config is checked."""
         return self.batch.global_size // (self.batch.micro_size * self.layout.dp)
 
+    @property
+    def target_sequence(self) -> int:
+        """Tokens of the decoder's sample, of a model without an encoder those of a sample."""
+        return self.data.target_sequence or self.data.sequence
+
     def shape(self, vocab: int | None = None) -> ModelShape:
         """The model's sizes; `vocab` is the tokenizer's, where it is known already.
 
         Raises:
             StrettoError: sizes that do not fit each other.
         """
-        shape = self.model.shape(vocab or self._likely_vocab, self.data.sequence)
+        positions = max(self.data.sequence, self.target_sequence)
+        shape = self.model.shape(vocab or self._likely_vocab, positions)
         lora = self.lora.shape()
         return shape if lora is None else replace(shape, lora=lora)
 

@@ -69,6 +69,8 @@ def _sections(job: Job, base: TrainConfig | None) -> dict[str, dict[str, Any]]:
     again = job.recompute
     dp = job.dp
     data: dict[str, Any] = {"sequence": job.sequence}
+    if job.target_sequence != job.sequence:
+        data["target_sequence"] = job.target_sequence
     if base is None:
         data["vocab"] = max(_LEAST_VOCAB, job.shape.vocab)
     # a text at the end would load the whole model in one process
@@ -82,6 +84,7 @@ def _sections(job: Job, base: TrainConfig | None) -> dict[str, dict[str, Any]]:
             "expert_tp": job.expert_tp,
             "sequence_parallel": job.sequence_parallel,
             "context": job.context,
+            "encoder_pp": job.encoder_pp,
             "stages": None if job.stage_layers is None else list(job.stage_layers),
         },
         "dp": {

@@ -14,8 +14,8 @@ whole one.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -37,27 +37,37 @@ class Batch:
     inputs, targets: int64 [samples, sequence] on the CPU; targets of -100 do not count.
     begins: of the same shape, for each position the one in its sample at which its document begins; None
         where attention does not end at a document's.
+    decoder: of a model with an encoder, which reads `inputs`, what its decoder reads, of the shape of
+        `targets`.
+    lengths: how many of the inputs are real, int64 [samples], the rest being padding; None: all of them.
     """
 
     inputs: torch.Tensor
     targets: torch.Tensor
     begins: torch.Tensor | None = None
+    decoder: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        changed = dict[str, Any]()
+        for one in fields(self):
+            value = getattr(self, one.name)
+            changed[one.name] = None if value is None else change(value)
+        return Batch(**changed)
 
     def take(self, rows: slice | list[int]) -> Batch:
         """Some of the samples."""
-        begins = None if self.begins is None else self.begins[rows]
-        return Batch(inputs=self.inputs[rows], targets=self.targets[rows], begins=begins)
+        return self._each(lambda values: values[rows])
 
     def pinned(self) -> Batch:
         """A copy in page-locked memory, from which a GPU copies while the host goes on. Such memory is used
         anew only when the copies from it are done: torch's allocator keeps an event of each.
         """
-        begins = None if self.begins is None else self.begins.pin_memory()
-        return Batch(inputs=self.inputs.pin_memory(), targets=self.targets.pin_memory(), begins=begins)
+        return self._each(torch.Tensor.pin_memory)
 
     @classmethod
     def scattered(cls, batches: Sequence[Batch], rows: Sequence[NDArray[np.int64]]) -> Batch:
-        """The samples of all of them, those of each in these rows: all with documents, or none."""
+        """The samples of all of them, those of each in these rows: all have the same fields."""
         count = sum(map(len, rows))
 
         def together(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -66,22 +76,21 @@ class Batch:
                 whole.numpy()[here] = part.numpy()
             return whole
 
-        begins = [one.begins for one in batches if one.begins is not None]
-        return cls(
-            inputs=together([one.inputs for one in batches]),
-            targets=together([one.targets for one in batches]),
-            begins=together(begins) if begins else None,
-        )
+        return cls._joined(batches, together)
 
     @classmethod
     def concatenated(cls, batches: Sequence[Batch]) -> Batch:
-        """The samples of all of them: all with documents, or none."""
-        begins = [one.begins for one in batches if one.begins is not None]
-        return cls(
-            inputs=torch.cat([one.inputs for one in batches]),
-            targets=torch.cat([one.targets for one in batches]),
-            begins=torch.cat(begins) if begins else None,
-        )
+        """The samples of all of them: all have the same fields."""
+        return cls._joined(batches, torch.cat)
+
+    @classmethod
+    def _joined(cls, batches: Sequence[Batch], join: Callable[[list[torch.Tensor]], torch.Tensor]) -> Batch:
+        parts: dict[str, list[Any]] = {
+            one.name: [part for batch in batches if (part := getattr(batch, one.name)) is not None]
+            for one in fields(cls)
+        }
+        joined: dict[str, Any] = {name: join(of) if of else None for name, of in parts.items()}
+        return cls(**joined)
 
 
 def microbatch_indices(

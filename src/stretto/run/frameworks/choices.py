@@ -35,6 +35,8 @@ _JOB = {
     "global_batch": "batch.global_size",
     "micro_batch": "batch.micro_size",
     "sequence": "data.sequence",
+    "target_sequence": "data.target_sequence",
+    "encoder_pp": "layout.encoder_pp",
     "schedule": "schedule.name",
     "stage_layers": "layout.stages",
     "custom_program": "schedule.file",

@@ -29,12 +29,14 @@ from stretto.engine.parallel.tensor.fp8 import enable_fp8
 from stretto.engine.parallel.tensor.norm import lean_norms
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.pipeline import Boundary, PartialGradient, Pipeline
+from stretto.engine.pipeline.live import Boundaries
 from stretto.engine.pipeline.shared import Tie, find_ties
 from stretto.planner.memory.job import memory_of
 from stretto.program.program import Program
 from stretto.run.train.optimizer import ReplicaOptimizer
 from stretto.run.train.replica import Replica
 from stretto.spec.data_parallel import Precision
+from stretto.spec.flops import Recompute
 from stretto.spec.job import Job
 from stretto.spec.lora import is_adapter
 from stretto.spec.reduction import reduction
@@ -58,8 +60,8 @@ def dtype_of(precision: Precision, name: str) -> torch.dtype:
 class _Setup:
     """What every step of building a replica reads.
 
-    samples, documents, auxiliary_scales: of each microbatch, written by the replica before a step; the
-        pipeline reads them before each forward.
+    samples, documents, decoders, auxiliary_scales: of each microbatch, written by the replica before a step;
+        the pipeline reads them before each forward.
     """
 
     job: Job
@@ -72,6 +74,7 @@ class _Setup:
     packing: Packing = field(default_factory=Packing)
     samples: list[range] = field(default_factory=list[range])
     documents: list[Documents] = field(default_factory=list[Documents])
+    decoders: list[tuple[Tensor, Tensor | None]] = field(default_factory=list[tuple[Tensor, Tensor | None]])
     auxiliary_scales: list[float] = field(default_factory=list[float])
 
 
@@ -129,6 +132,7 @@ def assemble(job: Job, mesh: Mesh, *, seed: int, fresh: Fresh = True) -> Replica
         norm=None if setup.program.versions else _gradient_norm(states, table),
         samples=setup.samples,
         documents=setup.documents,
+        decoders=setup.decoders,
         split=setup.split,
         auxiliary=setup.auxiliary,
         auxiliary_scales=setup.auxiliary_scales,
@@ -155,10 +159,20 @@ def _shard(setup: _Setup, model: LanguageModel) -> dict[str, Sharded]:
     table = parallelize(model, sharding_plan(job), mesh)
     if job.precision.fp8 != "none":
         enable_fp8(model, job.precision.fp8, mesh)
-    modes = memory_of(job, setup.program).modes
-    recompute_blocks(list(model.blocks), modes, mesh, job.recompute.shard_inputs)
+    modes = _modes(setup)
+    recompute_blocks([*model.encoder, *model.blocks], modes, mesh, job.recompute.shard_inputs)
     bind_auxiliary(model, setup.auxiliary)
     return table
+
+
+def _modes(setup: _Setup) -> Sequence[Recompute]:
+    """How each block is recomputed, those of an encoder first."""
+    job = setup.job
+    if job.shape.encoder_layers:
+        assert job.recompute.mode != "auto", "the rules refuse it"
+        modes: list[Recompute] = [job.recompute.mode]
+        return modes * (job.shape.encoder_layers + job.shape.layers)
+    return memory_of(job, setup.program).modes
 
 
 def _cut_stages(setup: _Setup, model: LanguageModel, table: dict[str, Sharded]) -> _Stages:
@@ -213,6 +227,8 @@ def _connect(
 
     def before_forward(microbatch: int) -> None:
         setup.packing.documents = setup.documents[microbatch] if setup.documents else None
+        if setup.decoders:
+            setup.packing.decoder, setup.packing.lengths = setup.decoders[microbatch]
         if setup.samples:  # an evaluation needs neither these nor scales
             setup.keys.samples = setup.samples[microbatch]
         if setup.auxiliary_scales:
@@ -232,10 +248,28 @@ def _connect(
             if p.requires_grad
             for shared in table[n].shared
         ],
-        boundary=Boundary((job.micro_batch, len(setup.split.shard), job.shape.hidden), stream),
+        boundary=_boundaries(setup, stages, stream),
         before_forward=before_forward,
         weights=states,
     )
+
+
+def _boundaries(setup: _Setup, stages: _Stages, stream: torch.dtype) -> Boundary | dict[int, Boundaries]:
+    """What enters each stage: the activation of its first layer, in a decoder beside an encoder with the
+    memory.
+    """
+    job, shape = setup.job, setup.job.shape
+    first = Boundary((job.micro_batch, len(setup.split.shard), shape.hidden), stream)
+    if not shape.encoder_layers:
+        return first
+    ranks = job.layout.tp if setup.split.tp > 1 else 1
+    second = Boundary((job.micro_batch, job.target_sequence // ranks, shape.hidden), stream)
+    embedding, head = shape.encoder_layers + 1, shape.chain - 1
+    return {
+        stage: (first,) if at <= embedding else (second,) if at == head else (second, first)
+        for stage, at in enumerate(layers.start for layers in stages.layers)
+        if stage
+    }
 
 
 def _begin_optimizer(

@@ -62,12 +62,16 @@ class Batches:
     ) -> tuple[tuple[list[Tensor], list[Tensor]], list[float]]:
         """This rank's part of its replica's microbatches of the global batch after `seen` samples, on the
         device; and of each microbatch the tokens that count, over all replicas. The replica knows the
-        documents of each from then on.
+        documents of each from then on, or what its decoder reads.
 
         Args:
             keyed: let dropout know the samples.
         """
         mesh, d = self.mesh, self.mesh.index("dp")
+
+        def to_device(values: Tensor) -> Tensor:
+            return values.to(mesh.device, non_blocking=True)
+
         if keyed:
             self.replica.samples[:] = self._indices(seen, d)
         group = mesh.group("dp")
@@ -78,10 +82,13 @@ class Batches:
             counts = self._count([one.targets for one in whole])
             pairs = [self.replica.share(one.inputs, one.targets) for one in whole]
             begins = [one.begins for one in whole if one.begins is not None]
+            self.replica.decoders[:] = [
+                (to_device(one.decoder), None if one.lengths is None else to_device(one.lengths))
+                for one in whole
+                if one.decoder is not None
+            ]
         self.replica.documents[:] = map(Documents, begins)
-        inputs, targets = (
-            [x.to(mesh.device, non_blocking=True) for x in part] for part in zip(*pairs, strict=True)
-        )
+        inputs, targets = ([to_device(x) for x in part] for part in zip(*pairs, strict=True))
         return (inputs, targets), counts
 
     def _indices(self, seen: int, replica: int) -> list[range]:

@@ -36,6 +36,8 @@ class Replica:
     samples: of each microbatch, set before the step: what dropout depends on.
     documents: of each microbatch, set before a step or an evaluation; none where attention does not end at a
         document's.
+    decoders: of each microbatch, what the decoder beside an encoder reads, and how many of the encoder's
+        tokens are real; set before a step or an evaluation.
     split: which positions of a sample this rank holds.
     auxiliary: losses that layers add to the step's, and their statistics.
     auxiliary_scales: gradients of the losses that layers add in each microbatch, set by `step`.
@@ -52,6 +54,7 @@ class Replica:
     norm: GradientNorm | None
     samples: list[range]
     documents: list[Documents]
+    decoders: list[tuple[Tensor, Tensor | None]]
     split: SequenceSplit
     auxiliary: Auxiliary
     auxiliary_scales: list[float]

@@ -80,7 +80,9 @@ class Speed:
 
     def __init__(self, replica: Replica, peak: float | None) -> None:
         self.fullest: float | None = None
-        self._flops = model_flops_per_token(replica.shape, replica.job.sequence)
+        self._flops = model_flops_per_token(
+            replica.shape, replica.job.sequence, target=replica.job.target_sequence
+        )
         self._ranks = replica.mesh.layout.world
         self._device = replica.mesh.device
         # measured on one rank while the others wait for it

@@ -39,19 +39,19 @@ def vary(job: Job, **changes: Any) -> Job:
     """The job with other settings, by the keys of a file of layouts.
 
     Another `recompute` or `mode` starts from the defaults of all that belongs to it; another schedule or
-    number of pipeline ranks cuts the stages evenly and drops a custom program. A schedule that updates within
-    the step has no clipping. Files go to the system's temporary folder where the job names none, for a proof
-    needs a file, not a fast one.
+    number of pipeline ranks cuts the stages by their cost and drops a custom program. A schedule that updates
+    within the step has no clipping. Files go to the system's temporary folder where the job names none, for a
+    proof needs a file, not a fast one.
 
     Args:
-        changes: axes, `expert_tp`, `sequence_parallel`, `context`; `recompute` (the mode), `shard_inputs`;
-            fields of `DataParallel`; `schedule` (the name) and its `options`.
+        changes: axes, `expert_tp`, `encoder_pp`, `sequence_parallel`, `context`; `recompute` (the mode),
+            `shard_inputs`; fields of `DataParallel`; `schedule` (the name) and its `options`.
 
     Raises:
         StrettoError: sizes that make no layout.
     """
     if {"schedule", "options"} & changes.keys() or changes.get("pp", job.layout.pp) != job.layout.pp:
-        changes |= {"stage_layers": None, "custom_program": None}
+        changes = {"encoder_pp": None, **changes, "stage_layers": None, "custom_program": None}
     sizes = {axis: changes.pop(axis) for axis in AXES if axis in changes}
     sharding = {name: changes.pop(name) for name in SHARDING if name in changes}
     mode = changes.pop("recompute", job.recompute.mode)
@@ -94,6 +94,7 @@ def describe_layout(job: Job) -> str:
     stages = job.stage_layers
     used = {
         "stages=" + "-".join(map(str, stages or ())): stages is not None,
+        f"encoder_pp={job.encoder_pp}": job.encoder_pp is not None,
         "sp": job.sequence_parallel,
         job.context: job.context != "ring",
         f"recompute={recompute.mode}": recompute.mode != "none",
@@ -180,7 +181,7 @@ def smaller(config: TrainConfig, ranks: int) -> TrainConfig:
     data = config.data.model_copy(update={"sequence": min(config.data.sequence, _TOKENS)})
     model = _narrow(config, ranks)
     usual: dict[str, Any] = {"recompute": RecomputeConfig(), "dp": DataParallelConfig(path=config.dp.path)}
-    usual["layout"] = config.layout.model_copy(update={"stages": None})
+    usual["layout"] = config.layout.model_copy(update={"stages": None, "encoder_pp": None})
     if config.schedule.file is not None:
         usual["schedule"] = ScheduleConfig()
     parts = {"batch": batch, "data": data, "model": model, **usual}
@@ -204,6 +205,7 @@ def _narrow(config: TrainConfig, ranks: int) -> ModelConfig:
     narrow: dict[str, Any] = {
         "positions": shape.sequence,
         "layers": min(shape.layers, _CHUNKS * ranks),
+        "encoder_layers": min(shape.encoder_layers, _CHUNKS * ranks),
         "hidden": min(shape.hidden, shape.heads * _HEAD),
         "kv_heads": shape.kv_heads,
         "head_dim": min(shape.head_dim, _HEAD),
@@ -218,7 +220,7 @@ def _narrow(config: TrainConfig, ranks: int) -> ModelConfig:
 
 
 _EXAMPLE = "write lines such as: - {tp: 2, dp: 2, pp: 1}"
-_LAYOUT = (*AXES, "expert_tp", "sequence_parallel", "context")
+_LAYOUT = (*AXES, "expert_tp", "encoder_pp", "sequence_parallel", "context")
 _RECOMPUTE = {"recompute": "mode", "shard_inputs": "shard_inputs"}  # the key, and the config's field
 
 

@@ -96,15 +96,27 @@ def _rank(
 
 def batches(config: TrainConfig, source: TokenData, steps: int) -> list[Batch]:
     """The first global batches of the training split: what `stretto train` sees, but with an edge in most of
-    the samples that would be inside one document where documents are kept apart. Proofs have few and short
-    samples, and without edges they would not see what mixes documents up.
+    the samples that would be inside one document where documents are kept apart, and with padding after most
+    of those that an encoder reads. Proofs have few and short samples, and without these they would not see
+    what mixes documents up, or attends to padding.
     """
     from stretto.run.data.mixture import training_samples
 
     samples = training_samples(source, config)
     size = config.batch.global_size
     wanted = [range(step * size, (step + 1) * size) for step in range(steps)]
-    return [_with_edges(samples.batch(indices), indices) for indices in wanted]
+    return [_with_padding(_with_edges(samples.batch(indices), indices), indices) for indices in wanted]
+
+
+def _with_padding(batch: Batch, indices: range) -> Batch:
+    """Three of four samples of an encoder with other numbers of real tokens."""
+    import torch
+
+    if batch.decoder is None or batch.lengths is not None:
+        return batch
+    whole = batch.inputs.shape[1]
+    lengths = [whole - (3 * index % whole if index % 4 else 0) for index in indices]
+    return replace(batch, lengths=torch.tensor(lengths, dtype=torch.int64))
 
 
 def _with_edges(batch: Batch, indices: range) -> Batch:

@@ -31,12 +31,13 @@ from stretto.run.verify.reference import (
 )
 from stretto.run.verify.step import TrialStep
 from stretto.run.verify.synchronous import prove_synchronous
+from stretto.spec.flops import layer_names
 from stretto.spec.job import Job
 
 
 def modules_of(replica: Replica) -> list[tuple[str, nn.Module]]:
     """Every module held here, by its name in the plain model."""
-    names = ["embed", *(f"blocks.{i}" for i in range(replica.shape.layers)), "head"]
+    names = layer_names(replica.shape)
     modules = list[tuple[str, nn.Module]]()
     for stage, module in replica.pipeline.stages.items():
         for at, layer in zip(replica.pipeline.layers_of(stage), module.children(), strict=True):

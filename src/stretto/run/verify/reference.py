@@ -86,6 +86,7 @@ class Plain:
         """
         self.keys.samples = samples
         self.packing.documents = None if batch.begins is None else Documents(batch.begins)
+        self.packing.decoder, self.packing.lengths = batch.decoder, batch.lengths
 
 
 def build_reference(job: Job, seed: int) -> Plain:

@@ -114,7 +114,7 @@ def observe(
             weights=weights,
             microbatches=replica.pipeline.program.microbatches * job.layout.dp,
             sums=_sums(replica),
-            tied=["embed.tok.weight"] if replica.shape.tied else [],
+            tied=_tied(replica),
             misplaced=wrong,
             tp=job.layout.tp,
             experts=experts,
@@ -133,6 +133,14 @@ def observe(
         if not verdict.equal:  # what comes after it follows from it
             break
     return _worst(verdicts)
+
+
+def _tied(replica: Replica) -> list[str]:
+    """Names of parameters that several layers share."""
+    shape = replica.shape
+    stacks = ["encoder", "blocks"] if shape.relative else []
+    tokens = ["embed.tok.weight"] if shape.tied or shape.encoder_layers else []
+    return [*tokens, *(f"{stack}.0.attn.relative" for stack in stacks)]
 
 
 def failed_verdict(layout: str, failure: str) -> Verdict:

@@ -24,6 +24,9 @@ _PLAIN: Facts = {
     "bias": False,
     "embedding_scale": 1.0,
     "logit_softcap": 0.0,
+    "embedding_norm": False,
+    "logit_scale": 1.0,
+    "encoder_layers": 0,
 }
 _TRAINING = ("balance", "z", "capacity", "drop", "correction_rate")  # of experts: no part of the function
 _OF_TYPE = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow", "truncate")}
@@ -136,6 +139,10 @@ def _function(shape: ModelShape) -> Facts:
     if not shape.rotary:
         for name in [name for name in facts if name.startswith("rope")]:
             del facts[name]
+    if shape.relative:
+        del facts["sequence"]
+    else:
+        del facts["attention.buckets"], facts["attention.max_distance"]
     if shape.rope is not None:
         facts |= _function_of_rope(shape, shape.rope)
     moe = shape.moe

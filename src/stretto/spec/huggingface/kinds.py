@@ -7,7 +7,7 @@ that every published file has must be there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stretto.spec.families import Family
@@ -24,8 +24,12 @@ from stretto.spec.huggingface.parts import (
     LatentAttention,
     Noted,
     Part,
+    Same,
+    ScaledEmbedding,
+    ScaledLogits,
     SharedExperts,
     SparseBlocks,
+    Word,
 )
 from stretto.spec.huggingface.positions import Rope, Windows
 
@@ -40,6 +44,7 @@ class Kind:
     parts: what its keys say; later parts may use facts of earlier ones.
     silent: keys of its published files that change nothing that is computed.
     planned_only: it has parts without a module here.
+    also: keys that are written beside those of the parts, for generation.
     """
 
     name: str
@@ -48,6 +53,7 @@ class Kind:
     parts: tuple[Part, ...]
     silent: frozenset[str] = frozenset()
     planned_only: bool = False
+    also: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 _SILU = Always("hidden_act", ("silu", "swish"))
@@ -374,6 +380,100 @@ _DEEPSEEK_V3 = Kind(
 )
 
 
+_T5 = Kind(
+    name="t5",
+    family="t5",
+    architecture="T5ForConditionalGeneration",
+    parts=(
+        Key(theirs="num_layers", ours="encoder_layers", type=LAYERS),
+        Key(theirs="num_decoder_layers", ours="layers", type=LAYERS, usual=None, null=None),
+        Computed(lambda facts: {"layers": facts["layers"] or facts["encoder_layers"]}),
+        Key(theirs="d_model", ours="hidden"),
+        Key(theirs="num_heads", ours="heads", type=EXPERTS),
+        Key(theirs="d_kv", ours="head_dim", type=EXPERTS, usual=64),
+        Key(theirs="d_ff", ours="ffn"),
+        Key(theirs="vocab_size", ours="vocab"),
+        Key(theirs="n_positions", ours="sequence", usual=512),
+        Key(theirs="tie_word_embeddings", ours="tied", type=FLAG, usual=True),
+        Key(theirs="layer_norm_epsilon", ours="norm_eps", type=POSITIVE, usual=1e-6),
+        Key(theirs="relative_attention_num_buckets", ours="attention.buckets", usual=32),
+        Key(theirs="relative_attention_max_distance", ours="attention.max_distance", usual=128),
+        Word(
+            theirs="feed_forward_proj",
+            ours="mlp",
+            words={"relu": "relu", "gated-gelu": "geglu", "gated-gelu_new": "geglu", "gelu_new": "gelu"},
+            usual="relu",
+        ),
+        Dropout(("dropout_rate",), 0.1),
+        ScaledLogits(),
+        Implied({"position_embedding": "relative", "attention.query_scale": 1.0}),
+    ),
+    silent=frozenset(
+        {
+            "initializer_factor",
+            "classifier_dropout",
+            "dense_act_fn",
+            "is_gated_act",
+            "output_past",
+            "num_hidden_layers",
+        }
+    ),
+    also={"is_encoder_decoder": True, "pad_token_id": 0, "decoder_start_token_id": 0},
+)
+_BART = Kind(
+    name="bart",
+    family="bart",
+    architecture="BartForConditionalGeneration",
+    parts=(
+        Key(theirs="encoder_layers", ours="encoder_layers", type=LAYERS),
+        Key(theirs="decoder_layers", ours="layers", type=LAYERS),
+        Key(theirs="d_model", ours="hidden"),
+        Key(theirs="decoder_attention_heads", ours="heads", type=EXPERTS),
+        Same(theirs="encoder_attention_heads", ours="heads"),
+        Key(theirs="decoder_ffn_dim", ours="ffn"),
+        Same(theirs="encoder_ffn_dim", ours="ffn"),
+        Key(theirs="vocab_size", ours="vocab"),
+        Key(theirs="max_position_embeddings", ours="sequence", usual=1024),
+        Key(theirs="tie_word_embeddings", ours="tied", type=FLAG, usual=True),
+        Dropout(("dropout",), 0.1),
+        Always("activation_function", ("gelu",)),
+        Always("normalize_before", (False,)),
+        Always("add_final_layer_norm", (False,)),
+        Always("normalize_embedding", (True,)),
+        Always("static_position_embeddings", (False,)),
+        ScaledEmbedding(),
+        Implied(
+            {
+                "position_embedding": "learned",
+                "mlp": "gelu_exact",
+                "norm": "layer",
+                "norm_eps": 1e-5,
+                "block_norms": "post",
+                "bias": True,
+                "embedding_norm": True,
+            }
+        ),
+    ),
+    silent=frozenset(
+        {
+            "attention_dropout",  # in training our models have one rate, for all but activations
+            "activation_dropout",
+            "classifier_dropout",
+            "classif_dropout",
+            "encoder_layerdrop",
+            "decoder_layerdrop",
+            "init_std",
+            "add_bias_logits",
+            "extra_pos_embeddings",
+            "num_hidden_layers",
+            "output_past",
+            "force_bos_token_to_be_generated",
+        }
+    ),
+    also={"is_encoder_decoder": True, "pad_token_id": 1, "decoder_start_token_id": 2},
+)
+
+
 def _no_positions(config: Fields) -> list[str]:
     config.numbers("no_rope_layers")
     config.get("no_rope_layer_interval", COUNT, 4, 0)
@@ -469,6 +569,8 @@ KINDS: Mapping[str, Kind] = {
         _GPT_OSS,
         _DEEPSEEK_V2,
         _DEEPSEEK_V3,
+        _T5,
+        _BART,
         *_PLANNED,
     )
 }

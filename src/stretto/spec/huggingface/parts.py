@@ -15,6 +15,7 @@ from stretto.spec.huggingface.fields import (
     NUMBER,
     POSITIVE,
     SIZE,
+    WORD,
     Fields,
     Required,
     Type,
@@ -102,6 +103,76 @@ def _same(value: object, allowed: object) -> bool:
 def _json(value: object) -> str:
     words = {True: "true", False: "false", None: "null"}
     return words[value] if isinstance(value, bool) or value is None else str(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Word:
+    """One key with a few words, each of which is a value of one fact.
+
+    words: the facts by the words; of words of one fact the first is written.
+    usual: the word that transformers takes where the key is absent.
+    """
+
+    theirs: str
+    ours: str
+    words: Mapping[str, Any]
+    usual: str
+
+    def read(self, config: Fields, facts: Facts) -> None:
+        word = config.get(self.theirs, WORD, self.usual)
+        if word not in self.words:
+            listed = " or ".join(self.words)
+            rule = f"our modules compute only {listed}"
+            raise config.problem(self.theirs, rule, f"{self.theirs}: {next(iter(self.words))}")
+        facts[self.ours] = self.words[word]
+
+    def write(self, facts: Facts, config: Config) -> None:
+        words = [word for word, fact in self.words.items() if fact == facts[self.ours]]
+        if words:
+            config[self.theirs] = words[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Same:
+    """One key that must say the same as a fact."""
+
+    theirs: str
+    ours: str
+
+    def read(self, config: Fields, facts: Facts) -> None:
+        value = facts[self.ours]
+        if config.get(self.theirs, SIZE, value, value) != value:
+            rule = f"both stacks of our modules have the same sizes, here {value}"
+            raise config.problem(self.theirs, rule, f"{self.theirs}: {value}")
+
+    def write(self, facts: Facts, config: Config) -> None:
+        config[self.theirs] = facts[self.ours]
+
+
+@dataclass(frozen=True)
+class ScaledEmbedding:
+    """Whether the embedding is multiplied by sqrt(d_model): `scale_embedding` of BART."""
+
+    def read(self, config: Fields, facts: Facts) -> None:
+        scaled = config.get("scale_embedding", FLAG, False, False)
+        facts["embedding_scale"] = facts["hidden"] ** 0.5 if scaled else 1.0
+
+    def write(self, facts: Facts, config: Config) -> None:
+        config["scale_embedding"] = facts["embedding_scale"] != 1.0
+
+
+@dataclass(frozen=True)
+class ScaledLogits:
+    """T5's head: where it is tied, its input is divided by sqrt(d_model), unless `scale_decoder_outputs`,
+    which transformers 5 writes, says else.
+    """
+
+    def read(self, config: Fields, facts: Facts) -> None:
+        scaled = config.get("scale_decoder_outputs", FLAG, facts["tied"], facts["tied"])
+        facts["logit_scale"] = facts["hidden"] ** -0.5 if scaled else 1.0
+
+    def write(self, facts: Facts, config: Config) -> None:
+        config["scale_decoder_outputs"] = facts["logit_scale"] != 1.0
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,8 @@ def config_to_huggingface(shape: ModelShape) -> dict[str, Any]:
         StrettoError: no kind of model in `transformers` computes the same.
     """
     kind = kind_of(shape)
-    return {"model_type": kind.name, "architectures": [kind.architecture], **_written(shape, kind)}
+    about = {"model_type": kind.name, "architectures": [kind.architecture], **kind.also}
+    return {**about, **_written(shape, kind)}
 
 
 @lru_cache(maxsize=256)

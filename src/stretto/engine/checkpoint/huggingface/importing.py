@@ -116,10 +116,10 @@ class Importing:
     def _matched(self) -> list[_Part]:
         """A part for every parameter, after a check of all names, types and sizes."""
         tensors, shape = self._weights.tensors, self.shape
-        if shape.layers > len(tensors):  # before anything is counted layer by layer
+        layers = shape.layers + shape.encoder_layers
+        if layers > len(tensors):  # before anything is counted layer by layer
             raise StrettoError(
-                f"{self.source / CONFIG} says {shape.layers} layers, and the files hold {len(tensors)} "
-                "tensors",
+                f"{self.source / CONFIG} says {layers} layers, and the files hold {len(tensors)} tensors",
                 hint="config.json and weights are of different models, or files are missing",
             )
         names = plain_names(tensors, shape)
