@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ SOURCE = ROOT / "src" / "stretto"
 
 # A room imports only rooms before it. Those without torch are quick to import.
 ROOMS = (
-    *("errors", "layout", "program", "spec", "planner", "view", "engine.offload"),
+    *("errors", "layout", "program", "spec", "planner", "view", "engine.device", "engine.offload"),
     *("engine.kernels", "engine.documents", "engine.parallel", "engine.pipeline", "engine.models"),
     *("engine.optim", "engine.checkpoint", "prove", "run.config", "run.launch", "run.data"),
     *("run.diagnose", "run.train", "run.evaluate", "run.generate", "run.calibrate"),
@@ -400,6 +401,66 @@ def test_names_say_what_they_name() -> None:
 )
 def test_the_guard_of_nameless_values_sees(code: str) -> None:
     assert any(nameless(node) for node in ast.walk(ast.parse(code)))
+
+
+# the files that know kinds of devices and communication libraries by name
+DEVICES = {"engine/device.py", "spec/devices.py"}
+# others that write such a name, because somebody else's file or program has it
+NAMED_ELSEWHERE = {
+    "cli/diagnose.py": "the names of the files that NCCL's watchdog writes",
+    "planner/machines/networks.py": "how tables of measurements write per device",
+    "planner/table/values.py": "how tables of measurements write that memory ran out",
+    "recommender/torchrec.py": "a program for TorchRec",
+    "run/diagnose/dump.py": "the names of the files that NCCL's watchdog writes",
+    "run/frameworks/megatron/script.py": "a variable of Megatron-LM's scripts",
+    "run/frameworks/megatron/training.py": "Megatron-LM trains on GPUs alone",
+    "run/frameworks/torchtitan.py": "a setting of torchtitan",
+}
+NAMES_A_DEVICE = re.compile(r"cuda|nccl|rccl|hccl|xccl|\b(npu|xpu|mps|hpu)\b", re.IGNORECASE)
+
+
+def device_names(code: ast.AST) -> Iterator[str]:
+    """Where code goes by the name of a kind of device or of its library: `torch.cuda`, `x.is_cuda`, "cuda".
+    Docstrings and comments may name them.
+    """
+    said = {
+        id(node.body[0].value)
+        for node in ast.walk(code)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(code):
+        name = None
+        if isinstance(node, ast.Attribute):
+            name = node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
+            name = node.value
+        if name is not None and NAMES_A_DEVICE.search(name):
+            yield f"line {getattr(node, 'lineno', 0)}: {name[:60]!r}"
+
+
+def test_devices_are_named_in_one_place() -> None:
+    naming = {str(path.relative_to(SOURCE)): [*device_names(tree(path))] for path in FILES}
+    naming = {path: lines for path, lines in naming.items() if lines}
+    wrong = {path: lines for path, lines in naming.items() if path not in DEVICES | {*NAMED_ELSEWHERE}}
+    assert not wrong
+    assert not {*NAMED_ELSEWHERE} - {*naming}, "an exception that is none any more"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        *("torch.cuda.synchronize()", "x.is_cuda", "x.cuda()", 'x.to("cuda:0")', "f(torch.xpu)"),
+        *('dist.init_process_group("nccl")', 'device.type == "npu"', 'f"{x}:cuda"'),
+    ],
+)
+def test_the_guard_of_device_names_sees(code: str) -> None:
+    assert [*device_names(ast.parse(code))]
+
+
+def test_the_guard_of_device_names_reads_code_alone() -> None:
+    assert not [*device_names(ast.parse('"""On CUDA."""\nx = 1  # NCCL\ndef f():\n    """CUDA."""\n'))]
 
 
 def test_every_module_has_a_docstring() -> None:

@@ -14,15 +14,15 @@ from stretto.planner.machines.catalogue import add_history, find_cluster, histor
 from stretto.planner.machines.cluster import Cluster
 from stretto.run.calibrate import profile
 
-calls = list[tuple[int | None, bool, bool]]()
+calls = list[tuple[int | None, bool, bool, str]]()
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is measured at once."""
 
-    def calibrate(ranks: int | None = None, quick: bool = False, quiet: bool = False) -> Cluster:
-        calls.append((ranks, quick, quiet))
+    def calibrate(ranks: int | None, quick: bool, *, quiet: bool, device: str) -> Cluster:
+        calls.append((ranks, quick, quiet, device))
         cpu = find_cluster("cpu")
         rows = [[4, 4, 4096, 0.002], [4, 4, 2**20, 0.004]]
         kernels = {"launch": 1e-6, "layer": 1e-3, "action": 5e-4}
@@ -37,8 +37,8 @@ def test_the_profile_is_written_to_its_usual_place(
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     add_history(profile_path(), {"cluster": "mine", "ratio": 2.0})
-    assert main.run(["calibrate", "--ranks", "3"]) == 0
-    assert calls[-1] == (3, False, False)
+    assert main.run(["calibrate", "--ranks", "3", "--device", "npu"]) == 0
+    assert calls[-1] == (3, False, False, "npu")
     text = " ".join(capsys.readouterr().out.split())
     assert f"profile: {profile_path()}" in text
     assert "a block 1000 us, an action 500 us; ranks share 2 cores" in text
@@ -51,7 +51,7 @@ def test_json_is_one_object_with_profile_and_path(
 ) -> None:
     out = tmp_path / "my.yaml"
     assert main.run(["calibrate", "--quick", "--json", "--out", str(out)]) == 0
-    assert calls[-1] == (None, True, True)
+    assert calls[-1] == (None, True, True, "auto")
     facts = json.loads(capsys.readouterr().out)
     assert facts["path"] == str(out)
     assert facts["profile"]["layer_us"] == pytest.approx(1000)
@@ -66,6 +66,7 @@ def test_json_is_one_object_with_profile_and_path(
         (["--out", "{tmp}/here.txt"], "a profile is a YAML file"),
         (["--out", "{tmp}/folder.yaml"], "cannot be written to"),
         (["--ranks", "0"], "--ranks"),
+        (["--device", "gpu:1"], "--device is 'gpu:1', must be auto or a kind of device"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_measured(

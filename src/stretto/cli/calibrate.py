@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stretto.cli.output import Json, command_app, report
+from stretto.spec.devices import METAVAR, check_device
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,8 +25,15 @@ def calibrate(
         typer.Option(help="The profile to write; default: this machine's file in your configuration folder."),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Local ranks; default: one per GPU, or 4 on a CPU.")
+        int | None, typer.Option(min=1, help="Local ranks; default: one per accelerator, or 4 on a CPU.")
     ] = None,
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar=METAVAR,
+            help="Kind of device; auto: the accelerator that torch sees, else the CPU.",
+        ),
+    ] = "auto",
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer shapes and sizes: seconds instead of a minute or two.")
     ] = False,
@@ -45,10 +53,11 @@ def calibrate(
     from stretto.planner.machines.describe import save_cluster
     from stretto.run.calibrate.profile import calibrate as measure
 
+    check_device(device, "--device")
     path = out or profile_path()
     _check_place(path, default=out is None)
     begun = time.monotonic()
-    cluster = measure(ranks, quick, quiet=as_json)
+    cluster = measure(ranks, quick, quiet=as_json, device=device)
     save_cluster(cluster, path)
     if history_path(path).is_file():
         history_path(path).unlink()  # corrections of an earlier profile do not apply to this one
@@ -109,7 +118,8 @@ def _show(to: Console, cluster: Cluster, path: Path, seconds: float) -> None:
 
     facts = _facts(cluster)
     speeds = ", ".join(f"{p} {1e3 * v:.0f} GFLOP/s" for p, v in facts["tflops"].items())
-    to.print(f"{cluster.device.name}: {speeds}; copies at {facts['bandwidth_gbs']:.1f} GB/s")
+    to.print(f"{cluster.device.name} ({cluster.device.notes})")
+    to.print(f"{speeds}; copies at {facts['bandwidth_gbs']:.1f} GB/s")
     beside = f"a block {facts['layer_us']:.0f} us, an action {facts['action_us']:.0f} us"
     if facts["layer_us"]:
         to.print(f"host overhead: {beside}; ranks share {cluster.computing} cores")

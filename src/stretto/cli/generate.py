@@ -10,6 +10,7 @@ import typer
 
 from stretto.cli.output import Json, command_app
 from stretto.errors import StrettoError
+from stretto.spec.devices import METAVAR, check_device
 
 if TYPE_CHECKING:
     from stretto.run.generate.text import Prompt, Wording
@@ -79,7 +80,11 @@ def generate(
         Literal["float32", "bfloat16", "float16", "float64"], typer.Option(help="Of weights and products.")
     ] = "float32",
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU for each rank if there is one.")
+        str,
+        typer.Option(
+            metavar=METAVAR,
+            help="Kind of device; auto: an accelerator for each rank if there is one.",
+        ),
     ] = "auto",
     checkpoint: Annotated[
         int | None, typer.Option(metavar="STEP", min=0, help="The run's checkpoint of this step.")
@@ -97,6 +102,7 @@ def generate(
     from stretto.run.generate.job import Request, run_generation
     from stretto.run.generate.text import Sampling, Wording
 
+    check_device(device, "--device")
     where = find_trained(path, checkpoint).checkpoint
     ranks = tp or int(os.environ.get("WORLD_SIZE", 1))
     stops = stop or []

@@ -33,7 +33,10 @@ def slurm(
     ] = None,
     gpus_per_node: Annotated[
         int | None,
-        typer.Option(min=0, help="GPUs per node; default: one per rank, none with train.device=cpu."),
+        typer.Option(
+            min=0,
+            help="Accelerators per node, if Slurm counts them as GPUs; default: one per rank, none on CPUs.",
+        ),
     ] = None,
     cpus_per_rank: Annotated[int | None, typer.Option(min=1, help="CPU cores to request per rank.")] = None,
     partition: Annotated[str | None, typer.Option(help="SLURM partition.")] = None,

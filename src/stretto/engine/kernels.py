@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stretto.engine.device import has_cuda_kernels
+
 BLOCK = 64  # queries of a fused kernel with a window
 TILE = 64  # queries of the formula written out, at most; on accelerators 4 times as many
 SCORES = 1 << 18  # of a tile: 1 MiB in float32, which stays in a core's second-level cache
@@ -583,7 +585,7 @@ def kernel_for(
     d, equal = q.shape[-1], q.shape[-1] == v.shape[-1]
     if q.device.type == "cpu" and equal:  # padding the values takes longer than the formula in tiles
         return Cpu(scores.scale)
-    if q.device.type == "cuda" and d % 8 == 0 and v.shape[-1] % 8 == 0:
+    if has_cuda_kernels(q.device) and d % 8 == 0 and v.shape[-1] % 8 == 0:
         half = q.dtype in (torch.float16, torch.bfloat16)
         if half and equal and d <= 256:
             return Flash(scores.scale)

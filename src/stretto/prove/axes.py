@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from stretto.engine.parallel.control import gather_json, message_device, this_rank, world_size
+from stretto.engine.device import carrier
+from stretto.engine.parallel.control import gather_json, this_rank, world_size
 from stretto.errors import StrettoError
 
 Grid = DeviceMesh | Mapping[str, int] | None
@@ -65,7 +66,7 @@ def gathered(mine: Tensor | None, shape: Sequence[int]) -> list[Tensor | None]:
     if world_size() == 1:
         return [mine]
     sent = torch.zeros(tuple(shape), dtype=torch.float64) if mine is None else mine
-    sent = sent.contiguous().to(message_device())
+    sent = sent.contiguous().to(carrier())
     rows = [torch.empty_like(sent) for _ in there]
     dist.all_gather(rows, sent)
     return [row.cpu() if has else None for row, has in zip(rows, there, strict=True)]

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.engine.parallel.control import gather_json, message_device, world_size
+from stretto.engine.device import carrier
+from stretto.engine.parallel.control import gather_json, world_size
 from stretto.engine.parallel.fragment import Piece, Placed
 
 FLOOR = 1e-6
@@ -234,13 +235,13 @@ def share(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         tensor = torch.empty(shape, dtype=torch.float64)
     if world_size() == 1:
         return tensor
-    sent = tensor.contiguous().to(message_device())
+    sent = tensor.contiguous().to(carrier())
     dist.broadcast(sent, 0)
     return sent.to(tensor.device)
 
 
 def _reduce(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
     if world_size() > 1:
-        sent = tensor.to(message_device())
+        sent = tensor.to(carrier())
         dist.all_reduce(sent, operation)
         tensor.copy_(sent)

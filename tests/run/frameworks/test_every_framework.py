@@ -28,6 +28,8 @@ from stretto.spec.presets import preset
 
 # other values of choices whose type or usual value suggests none
 OTHERS: dict[str, tuple[Any, ...]] = {
+    "train.device": ("auto", "cpu", "cuda"),
+    "train.backend": ("auto", "gloo", "nccl"),
     "data.phases": ([MixturePhase(from_step=5, weights={"a": 1.0})],),
     "layout.stages": ((2, 9, 9, 6),),
     "layout.order": ("tp-cp-ep-pp-dp", "dp-tp-cp-ep-pp"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from stretto.engine.device import current_stream, new_event, new_stream, on_accelerator, on_stream
 from stretto.engine.offload.ring import Ring
 from stretto.engine.offload.scratch import Scratch
 from stretto.engine.offload.tensor_files import away
@@ -28,7 +29,7 @@ class _Shard:
     dtype: torch.dtype
     host: Tensor | None = None
     here: Tensor | None = None
-    event: torch.cuda.Event | None = None
+    event: torch.Event | None = None
 
 
 class _Part:
@@ -58,9 +59,9 @@ class ShardStore:
     def __init__(
         self, device: torch.device, path: str | Path | None = None, rank: int = 0, slots: int = 4
     ) -> None:
-        self._cuda, self._device = device.type == "cuda", device
+        self._device, self._copies = device, on_accelerator(device)
         self._shards = dict[int, _Shard]()
-        self._side: torch.cuda.Stream | None = None
+        self._side: torch.Stream | None = None
         self._scratch: Scratch | None = None
         self._parts = list[_Part]()
         self._looked: tuple[int, Tensor] | None = None
@@ -68,7 +69,7 @@ class ShardStore:
         self.ring: Ring | None = None
         if path is not None:
             self._scratch = Scratch(path, rank)
-            self.ring = Ring(self._scratch.folder, "parameters of unit", slots, self._cuda)
+            self.ring = Ring(self._scratch.folder, "parameters of unit", slots, self._copies)
 
     def add(self, key: int, tensor: Tensor) -> None:
         """Copy a tensor into the store, off the device.
@@ -83,7 +84,7 @@ class ShardStore:
             self.ring.put(key)
         else:
             shard.host = tensor.to("cpu", copy=True)
-            if self._cuda:
+            if self._copies:
                 shard.host = shard.host.pin_memory()
 
     def start_fetch(self, key: int) -> None:
@@ -109,8 +110,8 @@ class ShardStore:
             self._start_copy(shard)
         assert shard.here is not None
         if shard.event is not None:
-            torch.cuda.current_stream(self._device).wait_event(shard.event)
-            shard.here.record_stream(torch.cuda.current_stream(self._device))
+            current_stream(self._device).wait_event(shard.event)
+            shard.here.record_stream(current_stream(self._device))
         return shard.here
 
     def blank(self, key: int) -> Tensor:
@@ -120,22 +121,22 @@ class ShardStore:
         if shard.here is None:
             if shard.host is None:
                 shard.host = self._view(self._files.blank(key), shard)
-            shard.here = torch.empty_like(shard.host, device=self._device) if self._cuda else shard.host
+            shard.here = torch.empty_like(shard.host, device=self._device) if self._copies else shard.host
             shard.event = None
         return shard.here
 
     def put(self, key: int) -> None:
         """End the use of a modified tensor and write it back."""
         shard = self._shards[key]
-        if self._cuda:
+        if self._copies:
             assert shard.here is not None
             assert shard.host is not None
             side = self._stream()
-            side.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(side):
+            side.wait_stream(current_stream(self._device))
+            with on_stream(side):
                 shard.host.copy_(shard.here, non_blocking=True)
                 shard.here.record_stream(side)
-                shard.event = torch.cuda.Event()
+                shard.event = new_event(self._device)
                 shard.event.record(side)
         self._let_go(key, shard, changed=True)
 
@@ -189,20 +190,20 @@ class ShardStore:
         size = shard.shape.numel() * shard.dtype.itemsize
         return memory[:size].view(shard.dtype).view(shard.shape)
 
-    def _stream(self) -> torch.cuda.Stream:
+    def _stream(self) -> torch.Stream:
         if self._side is None:
-            self._side = torch.cuda.Stream(self._device)
+            self._side = new_stream(self._device)
         return self._side
 
     def _start_copy(self, shard: _Shard) -> None:
         assert shard.host is not None
-        if not self._cuda:
+        if not self._copies:
             shard.here = shard.host
             return
         side = self._stream()  # also the stream of `put`, so an earlier `put` of this tensor completes first
-        with torch.cuda.stream(side):
+        with on_stream(side):
             shard.here = shard.host.to(self._device, non_blocking=True)
-            shard.event = torch.cuda.Event()
+            shard.event = new_event(self._device)
             shard.event.record(side)
 
     def _let_go(self, key: int, shard: _Shard, changed: bool) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from stretto.engine.device import current_stream, new_event, new_stream, on_accelerator, on_stream
 from stretto.engine.offload.tensor_files import TensorFiles
 from stretto.engine.optim.states import STEP, prepare
 from stretto.engine.parallel.fragment import Fragment
@@ -24,14 +25,14 @@ from stretto.spec.data_parallel import Offload
 
 
 class GradientCopies:
-    """Asynchronous copies of reduced gradients from a GPU to pinned host memory, as in ZeRO-Offload (Ren et
-    al. 2021). The host memory of each is allocated at its first copy and kept.
+    """Asynchronous copies of reduced gradients from an accelerator to pinned host memory, as in ZeRO-Offload
+    (Ren et al. 2021). The host memory of each is allocated at its first copy and kept.
     """
 
     def __init__(self) -> None:
         self._memory = dict[int, Tensor]()
-        self._events = dict[int, torch.cuda.Event]()
-        self._side: torch.cuda.Stream | None = None
+        self._events = dict[int, torch.Event]()
+        self._side: torch.Stream | None = None
 
     def start(self, key: int, gradient: Tensor, dtype: torch.dtype) -> None:
         """Start a copy, ordered after the current stream; later changes to the gradient are not copied."""
@@ -40,13 +41,13 @@ class GradientCopies:
             host = torch.empty(gradient.shape, dtype=dtype, pin_memory=True)
             self._memory[key] = host
         if self._side is None:
-            self._side = torch.cuda.Stream(gradient.device)
-        self._side.wait_stream(torch.cuda.current_stream(gradient.device))
-        with torch.cuda.stream(self._side):
+            self._side = new_stream(gradient.device)
+        self._side.wait_stream(current_stream(gradient.device))
+        with on_stream(self._side):
             # converted on the device where dtypes differ: only a plain copy is asynchronous
             host.copy_(gradient.to(dtype), non_blocking=True)
             gradient.record_stream(self._side)
-            self._events[key] = event = torch.cuda.Event()
+            self._events[key] = event = new_event(gradient.device)
             event.record(self._side)
 
     def take(self, key: int) -> Tensor | None:
@@ -102,12 +103,13 @@ class ShardedOptimizer:
         copy: UnitCallback | None = None,
         eager: bool = False,
     ) -> None:
-        self._cuda = device is not None and device.type == "cuda"
+        self._device = device if device is not None and on_accelerator(device) else None
         self._after, self._copy = after, copy
         self.files: TensorFiles | None = None
         if where == "nvme":
             assert path is not None, "files need a path"
-            self.files = TensorFiles(path, rank, "optimiser states of unit", READ_AHEAD + 1, self._cuda)
+            pin = self._device is not None
+            self.files = TensorFiles(path, rank, "optimiser states of unit", READ_AHEAD + 1, pin)
         self._units = dict[int, list[Fragment]]()
         self._of = dict[int, torch.optim.Optimizer]()
         for unit, group in groupby(fragments, lambda fragment: fragment.unit):
@@ -124,7 +126,7 @@ class ShardedOptimizer:
         else:
             self.optimizers = list(self._of.values())
         self._apart = where != "none"
-        self._host = GradientCopies() if self._cuda and self._apart else None
+        self._host = GradientCopies() if self._device is not None and self._apart else None
         assert not eager or self._apart, "one optimiser updates everything at once"
         self._thread = ThreadPoolExecutor(1, "stretto-update") if eager else None
         self._begun = dict[int, Future[None]]()
@@ -261,8 +263,8 @@ class ShardedOptimizer:
             if call is not None:
                 call(unit)
         if self.files is not None:
-            if self._cuda:  # copies to the device must finish before the memory is reused for another unit
-                torch.cuda.current_stream().synchronize()
+            if self._device is not None:  # copies to it must finish before another unit has the memory
+                current_stream(self._device).synchronize()
             self.files.put(unit)
 
     def _step(self, optimizer: torch.optim.Optimizer, fragments: Sequence[Fragment], ratio: float) -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from stretto.engine.device import carrier
 from stretto.errors import StrettoError
 
 T = TypeVar("T")
@@ -39,18 +40,11 @@ def world_size() -> int:
     return dist.get_world_size() if has_group() else 1
 
 
-def message_device() -> torch.device:
-    """Where a tensor must lie to be sent over the default group."""
-    if "gloo" not in dist.get_backend() and (accelerator := torch.accelerator.current_accelerator()):
-        return torch.device(accelerator.type, torch.accelerator.current_device_index())
-    return torch.device("cpu")
-
-
 def gather_json(value: Any) -> list[Any]:
     """Every rank's JSON-able value, in rank order, on all ranks. Collective."""
     if not has_group():
         return [value]
-    device = message_device()
+    device = carrier()
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size())]
     dist.all_gather(sizes, torch.tensor([data.numel()], dtype=torch.int64, device=device))

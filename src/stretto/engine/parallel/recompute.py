@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from stretto.engine.device import forked_random, on_accelerator, random_state, set_random_state
 from stretto.engine.parallel.collectives import gather
 from stretto.errors import StrettoError, nearest
 from stretto.spec.flops import Recompute as Mode
@@ -31,31 +32,31 @@ class RandomState:
 
     def __init__(self) -> None:
         self._host: Tensor | None = None
-        self._devices = list[int]()
+        self._devices = list[torch.device]()
         self._states = list[Tensor]()
 
     def save(self, x: tuple[Any, ...]) -> None:
         """Save the state of the CPU's generator and of those of the inputs' devices."""
         self._host = torch.get_rng_state()
-        self._devices = sorted({t.device.index for t in x if isinstance(t, Tensor) and t.is_cuda})
-        self._states = [torch.cuda.get_rng_state(device) for device in self._devices]
+        devices = {t.device for t in x if isinstance(t, Tensor) and on_accelerator(t.device)}
+        self._devices = sorted(devices, key=str)
+        self._states = [*map(random_state, self._devices)]
 
     @property
     def drawn(self) -> bool:
         """Whether any random number has been drawn since."""
         assert self._host is not None, "no forward came before"
-        now = [torch.cuda.get_rng_state(device) for device in self._devices]
-        saved = [self._host, *self._states]
-        return not all(map(torch.equal, saved, [torch.get_rng_state(), *now]))
+        saved, now = [self._host, *self._states], [torch.get_rng_state(), *map(random_state, self._devices)]
+        return not all(map(torch.equal, saved, now))
 
     @contextmanager
     def restored(self) -> Generator[None]:
         """Within this context draw from the saved state; the current state is restored afterwards."""
         assert self._host is not None, "no forward came before"
-        with torch.random.fork_rng(self._devices):
+        with forked_random(self._devices):
             torch.set_rng_state(self._host)
             for device, state in zip(self._devices, self._states, strict=True):
-                torch.cuda.set_rng_state(state, device)
+                set_random_state(device, state)
             yield
 
 

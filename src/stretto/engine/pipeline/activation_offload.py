@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from stretto.engine.device import current_stream, new_stream, on_accelerator, on_stream
+
 
 class _Kept:
     """One saved tensor: on the device, or on the host."""
@@ -23,13 +25,13 @@ class ActivationCopies:
     """The activations that one forward of one stage saves, and their copies in host memory.
 
     Parameters stay on the device, and so does the stage's input, which lies in a buffer of the pipeline.
-    On CUDA, copies run on a separate stream, through pinned memory.
+    On an accelerator, copies run on a separate stream, through pinned memory.
     """
 
     def __init__(self) -> None:
         self._kept = list[_Kept]()
         self._inputs = set[int]()
-        self._side: torch.cuda.Stream | None = None
+        self._side: torch.Stream | None = None
 
     @contextmanager
     def watching(self, x: tuple[Any, ...]) -> Generator[None]:
@@ -51,7 +53,7 @@ class ActivationCopies:
         with self._stream():
             for kept in self._kept:
                 assert kept.here is not None
-                host = torch.empty_like(kept.here, device="cpu", pin_memory=kept.here.is_cuda)
+                host = torch.empty_like(kept.here, device="cpu", pin_memory=on_accelerator(kept.here.device))
                 host.copy_(kept.here, non_blocking=True)
                 if self._side is not None:
                     kept.here.record_stream(self._side)
@@ -59,13 +61,13 @@ class ActivationCopies:
 
     def reload(self) -> None:
         """Start copying back to the device; the backward's stream waits for the copies."""
-        device = torch.device("cuda") if self._side is not None else torch.device("cpu")
+        device = torch.device("cpu") if self._side is None else self._side.device
         with self._stream():
             for kept in self._kept:
                 assert kept.host is not None
                 kept.here = torch.empty_like(kept.host, device=device).copy_(kept.host, non_blocking=True)
         if self._side is not None:
-            current = torch.cuda.current_stream()
+            current = current_stream(self._side.device)
             current.wait_stream(self._side)
             for kept in self._kept:
                 assert kept.here is not None
@@ -74,13 +76,15 @@ class ActivationCopies:
 
     @contextmanager
     def _stream(self) -> Generator[None]:
-        if not any(k.here is not None and k.here.is_cuda for k in self._kept) and self._side is None:
-            yield
-            return
         if self._side is None:
-            self._side = torch.cuda.Stream()
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
+            devices = [k.here.device for k in self._kept if k.here is not None]
+            device = next(filter(on_accelerator, devices), None)
+            if device is None:
+                yield
+                return
+            self._side = new_stream(device)
+        self._side.wait_stream(current_stream(self._side.device))
+        with on_stream(self._side):
             yield
 
 

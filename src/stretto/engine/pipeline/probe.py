@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from stretto.engine.device import forked_random
 from stretto.engine.parallel.collectives import all_sum
 from stretto.engine.pipeline.exchange import FORWARD, HEADER, Transfer, boundaries_of, pack, unpack
 from stretto.engine.pipeline.executor import PipelineError, error_text
@@ -39,7 +40,7 @@ def probe_boundaries(
         StrettoError: a stage returns something else than tensors, or none with a gradient.
     """
     entering = dict[int, Boundaries]()
-    with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type):
+    with forked_random([device]):
         for stage in range(program.depth - 1):
             here, there = program.placement[stage], program.placement[stage + 1]
             if rank == here:

@@ -1,4 +1,4 @@
-"""Timing of a step's calls, by the host's clock or, on CUDA, by the device's events."""
+"""Timing of a step's calls, by the host's clock or, on an accelerator, by the device's events."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from stretto.engine.device import new_event, on_accelerator, synchronize
 from stretto.engine.pipeline.live import Call
 
 T = TypeVar("T")
@@ -26,18 +27,18 @@ class Span:
 class Recorder:
     """Records one step of one rank.
 
-    The wait for a message is recorded separately from the action that uses it. On CUDA, calls only enqueue
-    work: times are those of the device's stream, and `spans` synchronises with it.
+    The wait for a message is recorded separately from the action that uses it. On an accelerator, calls only
+    queue work: times are those of the device's stream, and `spans` waits for it.
 
     Args:
         device: that the stages run on.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        self._cuda = torch.device(device).type == "cuda"
+        self._device = torch.device(device)
+        self._by_events = on_accelerator(self._device)
         self._marks = list[tuple[str, Any, Any]]()
-        if self._cuda:
-            torch.cuda.synchronize(device)
+        synchronize(self._device)
         self.started = time.time()  # since the epoch, to align the traces of several ranks
         self._zero = self._now()
 
@@ -57,18 +58,17 @@ class Recorder:
         return result
 
     def _now(self) -> Any:
-        if not self._cuda:
+        if not self._by_events:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = new_event(self._device, timing=True)
         event.record()
         return event
 
     @property
     def spans(self) -> list[Span]:
-        """All calls in order; synchronises on CUDA."""
-        if self._cuda:
-            torch.cuda.synchronize()
+        """All calls in order; waits for an accelerator."""
+        synchronize(self._device)
         return [Span(label, self._since(start), self._since(end)) for label, start, end in self._marks]
 
     def _since(self, mark: Any) -> float:
-        return self._zero.elapsed_time(mark) / 1e3 if self._cuda else mark - self._zero
+        return self._zero.elapsed_time(mark) / 1e3 if self._by_events else mark - self._zero

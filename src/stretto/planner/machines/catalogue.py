@@ -21,6 +21,7 @@ from stretto.planner.machines.describe import cluster_of, device_of
 from stretto.planner.machines.device import Device, Precision
 from stretto.planner.machines.names import ParsedName, head, normalised, parse_name
 from stretto.planner.machines.reading import Fields, read_fields
+from stretto.spec.devices import AUTO, HOST
 
 DATA = Path(__file__).parent / "data"
 SOURCES = (
@@ -245,18 +246,25 @@ def cluster_here(devices: int | None = None, device: str = "auto") -> Cluster:
     """This machine, with so many devices.
 
     Args:
-        device: "cpu" or "cuda": use a profile only if it is of that kind; "auto": whichever there is.
+        device: of the ranks, as `train.device` names it: a profile of the CPU is for "cpu" alone, any other
+            for accelerators; "auto": whichever there is.
 
     Raises:
-        StrettoError: the profile is broken, or has fewer devices.
+        StrettoError: the profile is broken, or has fewer devices; or it is of another kind, and nothing says
+            what the accelerator is.
     """
-    driver = None if device == "cpu" else driver_name()
+    driver = None if device == HOST else driver_name()
     path, cluster = profile_path(), None
     if path.is_file():
         measured = read_cluster(path)
-        if device == "auto" or is_cpu(measured) == (device == "cpu"):
+        if device == AUTO or is_cpu(measured) == (device == HOST):
             cluster = with_history(measured, path)
     if cluster is None:
+        if driver is None and device not in (AUTO, HOST):
+            raise StrettoError(
+                f"nothing is known of this machine's device of kind {device}",
+                hint="`stretto calibrate` measures it, or name a cluster of `stretto catalogue`",
+            )
         known = known_by_driver(driver) if driver else None
         cluster = find_cluster("cpu" if driver is None else known.name if known else driver)
     return cluster if devices is None else cluster.sized(devices)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from stretto.engine.device import on_accelerator
 from stretto.errors import StrettoError
 from stretto.recommender.placement import Place
 from stretto.recommender.stores.backing import FileRows, HostRows
@@ -40,7 +41,7 @@ def build_store(
     if place == "device":
         return DeviceStore(rows, width, dtype, states, device)
     if place == "cpu":
-        backing = HostRows(rows, width, dtype, states, pin=torch.device(device).type == "cuda")
+        backing = HostRows(rows, width, dtype, states, pin=on_accelerator(torch.device(device)))
     elif folder is None:
         raise StrettoError(
             "tables in files need a folder", hint="tables.folder: a folder on a fast local disk"

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stretto.engine.device import current_stream, new_event, new_stream, on_accelerator, on_stream
 from stretto.recommender.stores.backing import HostRows
 from stretto.recommender.stores.store import Fetched
 
@@ -206,7 +207,7 @@ class CachedStore:
         self._pool = ThreadPoolExecutor(1, "stretto-rows")
         self._last: Future[None] | None = None
         self._warned = False
-        self._side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._side = new_stream(self._device) if on_accelerator(self._device) else None
 
     @property
     def slots(self) -> int:
@@ -269,15 +270,15 @@ class CachedStore:
     def _start(self, moves: CacheMoves) -> None:
         ready = None
         if self._side is not None:  # evicted rows include the updates queued so far
-            ready = torch.cuda.Event()
-            ready.record(torch.cuda.current_stream(self._device))
+            ready = new_event(self._device)
+            ready.record(current_stream(self._device))
         self._last = self._pool.submit(self._move, moves, self._held(), ready, self._last)
 
     def _move(
         self,
         moves: CacheMoves,
         held: Mapping[str, Tensor],
-        ready: torch.cuda.Event | None,
+        ready: torch.Event | None,
         before: Future[None] | None,
     ) -> None:
         if before is not None:
@@ -289,7 +290,7 @@ class CachedStore:
             self.backing.put(old, held, old_slots)
             self.backing.get(new, held, new_slots)
             return
-        with torch.cuda.stream(self._side):
+        with on_stream(self._side):
             if self._side is not None and ready is not None:
                 self._side.wait_event(ready)
             rows = max(1, _CHUNK // self.backing.record)

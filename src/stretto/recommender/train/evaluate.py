@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.engine.device import carrier
 from stretto.errors import StrettoError
 from stretto.recommender.clicks.ranking import DISTINCT, Ranking
 from stretto.recommender.clicks.samples import ClickSamples
@@ -138,7 +139,7 @@ def _over_ranks(ranking: Ranking, sums: np.ndarray, group: dist.ProcessGroup | N
     more than two rankings at a time.
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    device = carrier(group)
     step = 1
     while step < world:
         if rank % (2 * step) == step:

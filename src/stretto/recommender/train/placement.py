@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from stretto.planner.machines.catalogue import cluster_here, driver_name
+from stretto.planner.machines.catalogue import cluster_here
 from stretto.recommender.config.placement import configured_placements
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements, TablePlacement, TableSpec, physical_tables
@@ -18,6 +18,8 @@ from stretto.recommender.planner.placement_file import placements_to_yaml
 from stretto.recommender.planner.table_times import program_of
 from stretto.recommender.popularity import Popularity, measured
 from stretto.recommender.train.clicks import ClickData
+from stretto.run.train.prediction import kind_here
+from stretto.spec.devices import HOST
 
 _WIRE = {"float32": 4, "float16": 2, "bfloat16": 2}
 _OF_MEMORY = 0.7  # share of memory for tables
@@ -40,9 +42,11 @@ def _planned(config: RecommenderConfig, data: ClickData) -> Placements:
     dtype = config.train.dtype
     program = program_of("stretto")
     stored, element = physical_tables(data.tables), 8 if dtype == "float64" else 4
+    kind = kind_here(config.train)
+    shared = _memory(layout.ranks) if kind == HOST else None  # on CPUs, devices and host are one
     job = table_job(
         stored,
-        cluster_here(device="cpu" if on_cpu(config) else "cuda"),
+        cluster_here(device=kind),
         layout.ranks,
         config.batch.global_size,
         network=network_of(config.shape(data.tables)),
@@ -51,19 +55,12 @@ def _planned(config: RecommenderConfig, data: ClickData) -> Placements:
         wire_bytes=element if dtype == "float64" else _WIRE[settings.wire],
         popularity=_popularity(stored, data),
         ranks_per_node=layout.ranks_per_node or layout.ranks,
-        device_bytes=_bytes(settings.device_gib) or (_memory(layout.ranks) if on_cpu(config) else None),
+        device_bytes=_bytes(settings.device_gib) or shared,
         host_bytes=_bytes(settings.host_gib) or _memory(layout.ranks),
         places=None if settings.place is None else [settings.place],
         program=program if settings.overlap else replace(program, ahead=False, beside=False),
     )
     return place_tables(job).placements
-
-
-def on_cpu(config: RecommenderConfig) -> bool:
-    """Whether ranks compute on CPUs."""
-    if config.train.device != "auto":
-        return config.train.device == "cpu"
-    return driver_name() is None
 
 
 def _popularity(stored: Sequence[TableSpec], data: ClickData) -> dict[str, Popularity]:

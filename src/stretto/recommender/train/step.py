@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from stretto.engine.device import peak_memory
 from stretto.engine.optim.rate import Rate
 from stretto.recommender.clicks.batch import ClickBatch, ClickSource
 from stretto.recommender.config.schema import RecommenderConfig
@@ -76,12 +77,11 @@ class TrainingStep:
         self._recommender.factor = ratio
         result = self._recommender.step(batch, following)
         total, finite = float(result.loss_sum), bool(result.loss_sum.isfinite())
-        on_gpu = self._device.type == "cuda"
         report = StepReport(
             loss=total if finite else 0.0,
             bad_microbatch=None if finite else 0,
             stop=stop is not None and stop.signal is not None,
-            memory_gib=torch.cuda.max_memory_allocated(self._device) / 2**30 if on_gpu else 0.0,
+            memory_gib=peak_memory(self._device),
         )
         return TrainedStep(agreed=agree(report, self._device), norm=result.norm, ratio=ratio)
 

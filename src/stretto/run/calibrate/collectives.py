@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from stretto.engine.device import on_accelerator, synchronize
 from stretto.engine.parallel.collectives import all_sum, start_gather, start_scatter_sum
 from stretto.engine.parallel.mesh import make_group
 
 Row = list[float]  # ranks, local ranks, bytes, seconds
 
-SIZES = {"cpu": (2**12, 2**17, 2**20, 2**23), "cuda": (2**14, 2**18, 2**22, 2**26, 2**29)}
+_HOST_SIZES, _SIZES = (2**12, 2**17, 2**20, 2**23), (2**14, 2**18, 2**22, 2**26, 2**29)  # bytes
 _ROUNDS = 5
 _ENOUGH = 40
 
@@ -100,8 +101,7 @@ class CollectiveTimer:
         return _Round(float(slowest) / count, cpu, idle)
 
     def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
 
 
 def groups_of(world: int) -> list[int]:
@@ -114,7 +114,7 @@ def collective_times(
 ) -> Iterator[tuple[str, Callable[[dict[str, list[Row]]], None]]]:
     """Measurements in the same order on all ranks: a name, and the call that adds its row."""
     world = dist.get_world_size()
-    sizes = SIZES["cuda" if timer.device.type == "cuda" else "cpu"]
+    sizes = _SIZES if on_accelerator(timer.device) else _HOST_SIZES
     for ranks in groups_of(world):
         group = _group(world, ranks)
         for kind, make in KINDS.items():

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stretto.engine.device import on_accelerator
 from stretto.engine.models.rotary import Rotary
 from stretto.engine.parallel.tensor import matmul
 from stretto.engine.parallel.tensor.norm import LeanLayerNorm
@@ -24,7 +25,7 @@ from stretto.run.calibrate.stopwatch import Stopwatch
 Row = list[float]  # batch, queries, keys, heads, head_dim, causal, backward, seconds
 
 # batch, positions, heads, head_dim
-_CPU_CASES = (
+_HOST_CASES = (
     (1, 128, 4, 64),
     (4, 128, 4, 64),
     (4, 128, 1, 64),
@@ -32,7 +33,7 @@ _CPU_CASES = (
     (2, 512, 4, 64),
     (1, 1024, 2, 64),
 )
-_CUDA_CASES = (
+_CASES = (
     (1, 1024, 16, 128),
     (4, 2048, 16, 128),
     (1, 4096, 8, 128),
@@ -45,7 +46,7 @@ def attention(
     watch: Stopwatch, device: torch.device, quick: bool
 ) -> Iterator[tuple[str, Callable[[list[Row]], None]]]:
     """Measurements: a name, and a call that adds the rows of forward and backward."""
-    shapes = _CUDA_CASES if device.type == "cuda" else _CPU_CASES
+    shapes = _CASES if on_accelerator(device) else _HOST_CASES
     for batch, rows, heads, width in shapes[1:3] if quick else shapes:
 
         def measure(into: list[Row], b: int = batch, s: int = rows, h: int = heads, d: int = width) -> None:
@@ -55,7 +56,7 @@ def attention(
 
 
 def _attend(watch: Stopwatch, device: torch.device, b: int, s: int, h: int, d: int) -> Iterator[Row]:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if on_accelerator(device) else torch.float32
     # laid out by position, as a block's projections leave them
     q, k, v = (
         torch.randn(b, s, h, d, device=device, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3)
@@ -78,11 +79,11 @@ def _attend(watch: Stopwatch, device: torch.device, b: int, s: int, h: int, d: i
 
 _DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # rows of a microbatch, and (output, input) features, as in small models on CPUs split over a few ranks
-_CPU = (
+_HOST_SHAPES = (
     (128, 512, 2048),
     ((64, 64), (128, 256), (256, 256), (768, 256), (1024, 256), (256, 1024), (4096, 256)),
 )
-_CUDA = (
+_SHAPES = (
     (512, 2048, 8192),
     ((1024, 1024), (4096, 1024), (1024, 4096), (4096, 4096), (12288, 4096), (4096, 12288), (32768, 4096)),
 )
@@ -90,7 +91,7 @@ _CUDA = (
 
 def shapes(device: torch.device, quick: bool) -> list[tuple[int, int, int]]:
     """(rows, output, input) features of the linears that are measured."""
-    rows, features = _CUDA if device.type == "cuda" else _CPU
+    rows, features = _SHAPES if on_accelerator(device) else _HOST_SHAPES
     if quick:
         rows, features = rows[1:2], features[1:6:2]
     return [(m, n, k) for n, k in features for m in rows]
@@ -98,7 +99,7 @@ def shapes(device: torch.device, quick: bool) -> list[tuple[int, int, int]]:
 
 def precisions(device: torch.device) -> tuple[Precision, ...]:
     """Measured precisions; the second by few shapes only, since it is rarely used on such a device."""
-    return ("bf16", "fp32") if device.type == "cuda" else ("fp32", "bf16")
+    return ("bf16", "fp32") if on_accelerator(device) else ("fp32", "bf16")
 
 
 def products(
@@ -141,7 +142,7 @@ def merged(rows: list[Row]) -> list[Row]:
 Passes = tuple[Callable[[], object], float, int]  # a call, the bytes counted for it, its number of passes
 
 _WIDTH = 256
-_ROWS = {"cpu": (8, 512, 4096), "cuda": (512, 8192, 65536)}
+_HOST_ROWS, _ROWS = (8, 512, 4096), (512, 8192, 65536)
 _LEAST = 1.5e-6  # seconds of the shortest kernel
 _FASTEST = 2e11  # bytes/s, out of the cache of a CPU's core
 
@@ -150,7 +151,7 @@ def passes(
     watch: Stopwatch, device: torch.device, quick: bool
 ) -> Iterator[tuple[str, Callable[[dict[str, list[Row]]], None]]]:
     """Measurements: the kind of pass, and a call that adds its rows."""
-    rows = _ROWS["cuda" if device.type == "cuda" else "cpu"]
+    rows = _ROWS if on_accelerator(device) else _HOST_ROWS
     for kind, make in KINDS.items():
 
         def measure(
@@ -229,7 +230,7 @@ def _rope(device: torch.device, rows: int) -> Passes:
 
 
 def _loss(device: torch.device, rows: int) -> Passes:
-    vocab = 4096 if device.type == "cuda" else 2048
+    vocab = 4096 if on_accelerator(device) else 2048
     rows = max(8, rows * _WIDTH // vocab)
     target = torch.zeros(rows, dtype=torch.int64, device=device)
     scores = _tensor(device, rows, vocab).requires_grad_()

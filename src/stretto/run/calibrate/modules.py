@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stretto.engine.device import forked_random, synchronize
 from stretto.engine.pipeline.shared import find_ties
 from stretto.errors import StrettoError
 from stretto.planner.cutting.profile import LayerProfile, ModelProfile, SharedWeights
@@ -51,7 +52,7 @@ def profile_layers(
     for parameter, _ in gradients:
         parameter.grad = None  # so that nothing accumulates into it
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type):
+        with forked_random([device]):
             _keep(runs, first)
             for turn in range(_WARMUP + repeats):
                 _round(runs, first, device, turn >= _WARMUP)
@@ -182,8 +183,7 @@ def _keep(runs: Sequence[_Layer], x: tuple[Any, ...]) -> None:
 
 
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter()
 
 

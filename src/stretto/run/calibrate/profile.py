@@ -15,6 +15,14 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from stretto.engine.device import (
+    backend_for,
+    device_count,
+    device_kind,
+    model_name,
+    rank_device,
+    total_memory,
+)
 from stretto.errors import StrettoError
 from stretto.planner.machines.catalogue import find_cluster, known_by_driver, machine_name
 from stretto.planner.machines.cluster import Cluster, Link
@@ -24,6 +32,7 @@ from stretto.run.calibrate.host import host_of, small_steps
 from stretto.run.calibrate.kernels import attention, merged, passes, products
 from stretto.run.calibrate.stopwatch import Stopwatch
 from stretto.run.launch.local import RANKS_PER_CORE, check_ranks, run_ranks
+from stretto.spec.devices import AUTO, HOST
 
 _WIDTH = 78
 
@@ -71,8 +80,10 @@ class Measured:
         matmul: rows by precision.
         passes: rows by kind.
         collectives: rows by kind.
-        steps: seconds of small models' steps, by blocks and microbatches; empty on GPUs.
-        driver: the GPU's name; None on a CPU.
+        steps: seconds of small models' steps, by blocks and microbatches; empty on accelerators.
+        kind: of the device.
+        driver: the vendor's name of the accelerator; None on a CPU.
+        backend: the communication library.
     """
 
     launch: float = 0.0
@@ -82,17 +93,16 @@ class Measured:
     collectives: dict[str, Rows] = field(default_factory=dict[str, Rows])
     steps: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
     memory: float = 0.0
+    kind: str = HOST
     driver: str | None = None
+    backend: str = "gloo"
 
 
-def measure_rank(device_type: str, quick: bool, quiet: bool) -> Measured:
+def measure_rank(kind: str, quick: bool, quiet: bool) -> Measured:
     """Measure as one of the ranks that RANK and WORLD_SIZE describe. Collective over all ranks."""
     torch.set_num_threads(1)
-    device = torch.device("cpu")
-    if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    device = rank_device(kind)
+    dist.init_process_group(backend_for(kind))
     try:
         with Bar(quiet or dist.get_rank() > 0) as bar:
             return _measure(device, quick, bar)
@@ -101,7 +111,7 @@ def measure_rank(device_type: str, quick: bool, quiet: bool) -> Measured:
 
 
 def _measure(device: torch.device, quick: bool, bar: Bar) -> Measured:
-    measured = Measured()
+    measured = Measured(kind=device.type, backend=dist.get_backend())
     watch = Stopwatch(device, _BUDGET / (4 if quick else 1))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     timer = CollectiveTimer(
@@ -119,8 +129,7 @@ def _measure(device: torch.device, quick: bool, bar: Bar) -> Measured:
         measured.steps = small_steps(watch)
         measured.memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     else:
-        facts = torch.cuda.get_device_properties(device)
-        measured.memory, measured.driver = float(facts.total_memory), facts.name
+        measured.memory, measured.driver = total_memory(device), model_name(device)
     return measured
 
 
@@ -155,7 +164,9 @@ def merge_ranks(ranks: list[Measured]) -> Measured:
         },
         steps={key: median(one.steps[key] for one in ranks) for key in first.steps},
         memory=first.memory,
+        kind=first.kind,
         driver=first.driver,
+        backend=first.backend,
     )
 
 
@@ -171,25 +182,31 @@ def _median(ranks: list[Rows]) -> Rows:
 USUAL_RANKS = 4  # on a CPU
 
 
-def calibrate(ranks: int | None = None, quick: bool = False, quiet: bool = False) -> Cluster:
-    """Measure this machine: its GPUs with NCCL, or its CPU with gloo and one thread a rank.
+def calibrate(
+    ranks: int | None = None, quick: bool = False, quiet: bool = False, device: str = AUTO
+) -> Cluster:
+    """Measure this machine: its accelerators with their communication library, or its CPU with gloo and one
+    thread a rank.
 
     Args:
-        ranks: local ranks; None: one per GPU, or four on a CPU.
+        ranks: local ranks; None: one per accelerator, or four on a CPU.
         quick: fewer shapes and sizes, a few seconds in all.
         quiet: show no progress.
+        device: its kind; `auto`: the accelerator that torch sees, else the CPU.
 
     Raises:
-        StrettoError: more ranks than GPUs, or too many for the cores.
+        StrettoError: no such device, more ranks than accelerators, or too many for the cores.
     """
-    import torch
-
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    count = ranks or gpus or USUAL_RANKS
-    if gpus and count > gpus:
-        raise StrettoError(f"{count} ranks, but there are {gpus} GPUs here", hint=f"--ranks {gpus}")
+    kind = device_kind(device)
+    backend_for(kind)
+    devices = 0 if kind == HOST else device_count(kind)
+    count = ranks or devices or USUAL_RANKS
+    if devices and count > devices:
+        raise StrettoError(
+            f"{count} ranks, but there are {devices} devices of kind {kind} here", hint=f"--ranks {devices}"
+        )
     check_ranks(count)
-    measured = merge_ranks(run_ranks(count, measure_rank, "cuda" if gpus else "cpu", quick, quiet))
+    measured = merge_ranks(run_ranks(count, measure_rank, kind, quick, quiet))
     return profile(measured, count)
 
 
@@ -223,7 +240,7 @@ def _device(measured: Measured, ranks: int) -> Device:
     kernels["attention"] = measured.attention
     bandwidth = max(size / seconds for size, seconds in measured.passes["copy"])
     device = Device(
-        name=known.name if known else f"{'gpu' if measured.driver else 'cpu'}-{machine_name()}",
+        name=known.name if known else f"{measured.kind}-{machine_name()}",
         tflops=known.tflops if known else peaks,
         memory=measured.memory if measured.driver else measured.memory / ranks,
         bandwidth=known.bandwidth if known else bandwidth,
@@ -244,7 +261,7 @@ def _best(rows: list[list[float]]) -> float:
 
 def _link(measured: Measured, usual: Cluster | None) -> Link:
     """Latency and bandwidth of messages, from the smallest and the largest measured."""
-    kind = "gloo" if measured.driver is None else "NCCL"
+    kind = measured.backend
     rows = sorted(measured.collectives.get("send", []))
     rows = [row for row in rows if row[0] == rows[0][0]]  # of the smallest groups
     if len(rows) < 2:

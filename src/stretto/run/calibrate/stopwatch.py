@@ -9,6 +9,8 @@ from statistics import median
 
 import torch
 
+from stretto.engine.device import synchronize
+
 _ROUNDS = 5  # of which the median is taken
 _SHORTEST = 1e-3  # seconds of a round: shorter calls are repeated within it
 
@@ -57,5 +59,4 @@ class Stopwatch:
         return max(self._clock() - begun, 1e-9)
 
     def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)

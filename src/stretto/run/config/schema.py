@@ -21,6 +21,7 @@ from stretto.run.config.section import JobSection, Section
 from stretto.run.config.states import DataParallelConfig, FinetuneConfig, LoraConfig, PrecisionConfig
 from stretto.spec.attention import AttentionKernel, ContextKind
 from stretto.spec.data_parallel import Dtype
+from stretto.spec.devices import AUTO, BACKENDS, KINDS, check_backend, check_device
 from stretto.spec.job import VOCAB_MULTIPLE, RecomputeMode
 from stretto.spec.optimiser import (
     DecayShape,
@@ -293,13 +294,32 @@ class LoopConfig(Section):
     seed: int = Field(
         default=0, ge=0, lt=2**63, description="Seed of initial values, data order and dropout."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="`auto`: CUDA if there is a GPU, else CPU."
+    device: str = Field(
+        default="auto",
+        examples=[", ".join((AUTO, *KINDS))],
+        description="The kind of device of all ranks, by torch's name; `auto`: the accelerator that torch "
+        "sees, else the CPU. See docs/accelerators.md.",
+    )
+    backend: str = Field(
+        default="auto",
+        examples=[", ".join((AUTO, *BACKENDS))],
+        description="The communication library of all ranks, by the name that torch.distributed has for it; "
+        "`auto`: the one for the device.",
     )
     threads: int = Field(default=1, gt=0, description="CPU threads of each rank.")
     timeout_s: float = Field(
         default=600.0, gt=0, description="Longest wait for another rank before the job fails, seconds."
     )
+
+    @field_validator("device")
+    @classmethod
+    def _is_a_kind(cls, value: str) -> str:
+        return check_device(value)
+
+    @field_validator("backend")
+    @classmethod
+    def _is_one_library(cls, value: str) -> str:
+        return check_backend(value)
 
 
 class RunTimeConfig(LoopConfig):

@@ -35,7 +35,6 @@ _SYNONYMS: dict[str, tuple[str, ...]] = {
     "explicit": ("eager", "math"),
     "ring": ("ringattention", "cp"),
     "ulysses": ("alltoall", "a2a", "deepspeedulysses"),
-    "cuda": ("gpu", "nvidia"),
     "cpu": ("host", "ram", "dram", "memory"),
     "nvme": ("disk", "ssd", "file", "files"),
     "disk": ("nvme", "ssd", "file", "files"),

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stretto.engine.device import rank_device
 from stretto.engine.models.generate import check_sampling, check_tokens
 from stretto.engine.parallel.mesh import Mesh
 from stretto.errors import StrettoError
@@ -22,7 +23,7 @@ from stretto.run.config.schema import LoopConfig
 from stretto.run.generate.text import Prompt, Sampling, Wording, Writer, shape_of
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.job import PRELOAD, Kind, Result, run_kind, under_torchrun
-from stretto.run.train.loop import pick_device, process_group
+from stretto.run.train.loop import process_group
 from stretto.spec.data_parallel import Dtype
 from stretto.spec.job import Job
 from stretto.spec.rules import problems
@@ -67,7 +68,7 @@ def run_generation(request: Request, port: int = 0) -> Result:
     if request.tp > 1 or under_torchrun():
         return run_kind(_Generation(), request, port=port)
     check_request(request)
-    return Result(_generate(request, Mesh(Layout(), pick_device(request.train))))
+    return Result(_generate(request, Mesh(Layout(), rank_device(request.train.device))))
 
 
 def check_request(request: Request, world: int | None = None, devices: int | None = None) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from stretto.engine.device import on_accelerator
 from stretto.engine.documents import Documents
 from stretto.engine.models.language import IGNORED
 from stretto.engine.parallel.collectives import all_sum
@@ -39,9 +40,11 @@ class Pinned:
 
 
 def read_ahead(samples: SampleSource, replica: Replica) -> ReadAhead[Batch]:
-    """The samples, those of a replica's next step read while it computes this one; pinned for a GPU."""
-    on_gpu = replica.mesh.device.type == "cuda"
-    return ReadAhead(Pinned(samples) if on_gpu else samples, replica.job.global_batch)
+    """The samples, those of a replica's next step read while it computes this one; pinned memory for
+    an accelerator.
+    """
+    apart = on_accelerator(replica.mesh.device)
+    return ReadAhead(Pinned(samples) if apart else samples, replica.job.global_batch)
 
 
 class Batches:

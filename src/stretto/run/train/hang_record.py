@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
 from stretto.engine.checkpoint.plain_pickle import read_pickle
+from stretto.engine.device import flight_record
 from stretto.engine.pipeline.executor import Awaited, PipelineError
 from stretto.errors import StrettoError
 from stretto.run.launch.failure import peer_failure
@@ -42,8 +42,7 @@ def hang_record(folder: Path, pipeline: Sequence[int]) -> Generator[None]:
 def _write(folder: Path, pipeline: Sequence[int], error: BaseException) -> None:
     """torch's record as JSON, with what gloo leaves out: the ranks of groups, and the message waited for."""
     gloo = "gloo" in dist.get_backend()
-    dump: Any = c10d._dump_fr_trace if gloo else c10d._dump_nccl_trace  # pyright: ignore
-    record = read_pickle(dump(True, True, False))
+    record = read_pickle(flight_record())
     names: Mapping[Any, str] = dist.distributed_c10d._world.pg_names
     record["pg_config"] = {
         name: {

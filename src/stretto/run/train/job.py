@@ -22,6 +22,7 @@ from stretto.run.launch.slurm import SAVED
 from stretto.run.launch.stop import Stopped, StopRequest
 from stretto.run.train.prediction import first_line
 from stretto.run.train.resume import check_resume, starts_afresh
+from stretto.spec.devices import AUTO, HOST
 
 if TYPE_CHECKING:
     from stretto.run.data.token_source import TokenData
@@ -243,15 +244,15 @@ def check_fresh(config: JobConfig) -> None:
 
 
 def _devices(config: RanksConfig, world: int | None) -> int | None:
-    """GPUs of all machines, which bound the number of ranks; None on the CPU."""
-    if config.train.device == "cpu":
+    """Accelerators of all machines, which bound the number of ranks; None on the CPU."""
+    train = config.train
+    if train.device == HOST and train.backend == AUTO:
         return None
-    import torch
+    from stretto.engine.device import backend_for, device_count, device_kind
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if config.train.device == "cuda" and count == 0:
-        raise StrettoError(
-            "train.device is cuda, but there is no GPU here", hint="use train.device=auto or cpu"
-        )
+    kind = device_kind(train.device)
+    backend_for(kind, train.backend)
+    if kind == HOST:
+        return None
     machines = 1 if world is None else max(1, world // int(os.environ.get("LOCAL_WORLD_SIZE", world)))
-    return count * machines or None
+    return device_count(kind) * machines

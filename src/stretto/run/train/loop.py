@@ -4,7 +4,6 @@ folder, steps to the end, agrees with the other ranks on each step, evaluates, a
 
 from __future__ import annotations
 
-import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Generic, TypeVar
 import torch
 import torch.distributed as dist
 
+from stretto.engine.device import backend_for, rank_device
 from stretto.errors import StrettoError
 from stretto.run.config import dump
 from stretto.run.config.run_checks import rate_notes
@@ -167,24 +167,14 @@ class TrainingLoop(ABC, Generic[C, P]):
 def process_group(train: LoopConfig) -> Generator[torch.device]:
     """Join the ranks of the job that RANK and WORLD_SIZE describe; yields this rank's device."""
     torch.set_num_threads(train.threads)
-    device = pick_device(train)
+    device = rank_device(train.device)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=train.timeout_s)
+        backend_for(device.type, train.backend), timeout=timedelta(seconds=train.timeout_s)
     )
     try:
         yield device
     finally:
         dist.destroy_process_group()
-
-
-def pick_device(train: LoopConfig) -> torch.device:
-    """The device of this rank."""
-    wanted = train.device
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    torch.cuda.set_device(device)
-    return device
 
 
 def start_run(

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stretto.engine.device import backend_for, rank_device
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.pipeline.live import Call
 from stretto.engine.pipeline.recorder import Recorder
 from stretto.run.config.schema import LoopConfig
 from stretto.run.train.assemble import assemble
-from stretto.run.train.loop import pick_device
 from stretto.run.train.optimizer import scales, update_numbers
 from stretto.run.train.replica import Replica
 from stretto.spec.job import Job
@@ -280,8 +280,8 @@ def random_step(replica: Replica, step: int, recorder: Recorder | None = None) -
 def measure_rank(job: Job, train: LoopConfig) -> RankHeld:
     """`measure` as one rank of the job that RANK and WORLD_SIZE describe."""
     torch.set_num_threads(train.threads)
-    device = pick_device(train)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    device = rank_device(train.device)
+    dist.init_process_group(backend_for(device.type, train.backend))
     try:
         return measure(job, Mesh(job.layout, device))
     finally:

@@ -10,6 +10,7 @@ from typing import Any
 from stretto.engine.checkpoint.folder import checkpoints, is_checkpoint
 from stretto.engine.checkpoint.load import latest, load
 from stretto.engine.checkpoint.save import save
+from stretto.engine.device import random_states, set_random_states
 from stretto.errors import StrettoError
 from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.data.dataset import shuffled_within
@@ -20,8 +21,6 @@ from stretto.run.train.replica import (
     OPTIM,
     Replica,
     prepare_optimizer,
-    random_state,
-    set_random_state,
     tensors_of,
 )
 from stretto.run.train.resume import check_fits, is_base, none_at, place_of
@@ -64,7 +63,7 @@ def save_run(config: TrainConfig, replica: Replica, source: TokenData, position:
         step=position.step,
         tensors=tensors_of(replica),
         meta=meta,
-        per_rank=random_state(replica.mesh.device),
+        per_rank=random_states(replica.mesh.device),
         keep=config.checkpoint.keep,
     )
 
@@ -138,7 +137,7 @@ def go_on(
     replica.refresh()
     if replica.loss_scale is not None and meta.get("loss_scale"):
         replica.loss_scale.load(meta["loss_scale"])
-    set_random_state(loaded.per_rank, replica.mesh.device)
+    set_random_states(replica.mesh.device, loaded.per_rank)
     text = _text(config, source, meta["samples"])
     theirs = meta.get("text", text)  # of an imported run it is not known
     report_resumed(config, path, meta, report, None if theirs == text else _changed(theirs, text))

@@ -16,12 +16,12 @@ from stretto.planner.estimate import Estimate, estimate
 from stretto.planner.machines.catalogue import (
     add_history,
     cluster_here,
-    driver_name,
     is_measured,
     profile_path,
 )
 from stretto.planner.machines.cluster import Cluster
 from stretto.run.config.schema import LoopConfig, TrainConfig
+from stretto.spec.devices import AUTO, HOST
 from stretto.spec.job import Job
 
 WARM_UP = 3  # first steps, in which buffers and connections are made
@@ -38,9 +38,9 @@ def machine_of(job: Job, train: LoopConfig) -> Cluster:
     Raises:
         StrettoError: there is no model of such a job on this machine; says why.
     """
-    device = _device(train)
-    _check(job, train, device)
-    return cluster_here(job.layout.world, device)
+    kind = kind_here(train)
+    _check(job, train, kind)
+    return cluster_here(job.layout.world, kind)
 
 
 def predict(job: Job, train: LoopConfig) -> Estimate:
@@ -137,16 +137,19 @@ class Forecast:
             add_history(profile_path(), row)
 
 
-def _device(train: LoopConfig) -> str:
-    if train.device == "auto":
-        return "cpu" if driver_name() is None else "cuda"
-    return train.device
+def kind_here(train: LoopConfig) -> str:
+    """The kind of device that ranks on this machine compute on; torch is asked only for `auto`."""
+    if train.device != AUTO:
+        return train.device
+    from stretto.engine.device import device_kind
+
+    return device_kind(AUTO)
 
 
-def _check(job: Job, train: LoopConfig, device: str) -> None:
+def _check(job: Job, train: LoopConfig, kind: str) -> None:
     """Raise StrettoError where profiles of machines do not cover such a job."""
     dtype = job.precision.dtype
-    if device != "cpu":
+    if kind != HOST:
         return
     if train.threads != 1:
         raise StrettoError(f"profiles of CPUs are of ranks with one thread, train.threads is {train.threads}")
@@ -169,4 +172,4 @@ def _reason(error: Exception) -> str:
     return " ".join(str(text).split())[:200]
 
 
-__all__ = ["Forecast", "first_line", "machine_of", "predict"]
+__all__ = ["Forecast", "first_line", "kind_here", "machine_of", "predict"]

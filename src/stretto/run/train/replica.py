@@ -167,21 +167,3 @@ def prepare_optimizer(replica: Replica, weight_updates: int) -> None:
     them."""
     for sharded in replica.optimizer.sharded:
         sharded.prepare(weight_updates)
-
-
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """State of torch's generators on this rank, for layers of users: data, dropout and initial values are
-    functions of the seed alone.
-    """
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
-    """Restore the generators that `random_state` saved."""
-    if "cpu" in state:
-        torch.set_rng_state(state["cpu"])
-    if "cuda" in state and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.engine.device import model_name, on_accelerator
 from stretto.planner.machines.catalogue import peak_tflops
 from stretto.planner.machines.device import Precision
 from stretto.run.train.metrics import StepRecord
@@ -92,9 +93,9 @@ class Speed:
         self._recent: deque[float] = deque(maxlen=_WINDOW)
 
     def _find_peak(self, dtype: str) -> float | None:
-        if self._device.type == "cuda":
-            return peak_tflops(torch.cuda.get_device_name(self._device), _precision(dtype))
-        return measured_peak() if self._device.type == "cpu" else None
+        if on_accelerator(self._device):
+            return peak_tflops(model_name(self._device), _precision(dtype))
+        return measured_peak()
 
     @property
     def median(self) -> float | None:
@@ -131,11 +132,6 @@ class Speed:
             mfu=mfu,
             memory_gib=self.fullest,
         )
-
-
-def peak_memory(device: torch.device) -> float:
-    """Peak memory of a rank's device so far, GiB; 0 on a CPU."""
-    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
 
 
 def measured_peak(size: int = 512, tries: int = 8) -> float:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.engine.device import peak_memory
 from stretto.engine.models.moe import correct
 from stretto.engine.optim.rate import Rate
 from stretto.engine.pipeline import Recorder
@@ -23,7 +24,6 @@ from stretto.run.train.batches import Batches, SampleSource
 from stretto.run.train.loop import StepAgreement, StepReport, agree
 from stretto.run.train.optimizer import scales, update_numbers
 from stretto.run.train.replica import Replica
-from stretto.run.train.speed import peak_memory
 from stretto.spec.finetune import adjusted
 
 T = TypeVar("T")

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from stretto.engine.device import on_accelerator
 from stretto.engine.offload.shard_store import ShardStore
 from stretto.engine.parallel.collectives import Pending, start_gather_into
 from stretto.engine.parallel.data.reduction import ShardGroups
@@ -137,7 +138,7 @@ class Unit:
             return
         if self._apart:
             device = torch.device("cpu") if self._host else self.device
-            pin = self._host and self.device.type == "cuda"
+            pin = self._host and on_accelerator(self.device)
             part = torch.zeros(stop - start, dtype=self._master_dtype, device=device, pin_memory=pin)
         else:
             assert self.shard is not None

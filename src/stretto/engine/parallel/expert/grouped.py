@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stretto.engine.device import compute_capability, on_accelerator
 from stretto.engine.parallel.precision import HALVES, gradient_dtype
 from stretto.engine.parallel.tensor import matmul
 from stretto.engine.parallel.tensor.linear import Fused, add_sum
@@ -60,7 +61,7 @@ class Groups:
 @cache
 def _has_kernel(device: torch.device) -> bool:
     """Whether a CUDA device has torch's grouped kernel; otherwise torch loops, and synchronises with it."""
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    return compute_capability(device) >= (8, 0)
 
 
 def in_one_call(x: Tensor, groups: int, out: int, into: int) -> bool:
@@ -68,7 +69,7 @@ def in_one_call(x: Tensor, groups: int, out: int, into: int) -> bool:
     step = ALIGNED // x.element_size()
     if out % step or into % step:
         return False
-    if x.device.type == "cuda":
+    if on_accelerator(x.device):
         return x.dtype is torch.bfloat16 and _has_kernel(x.device)
     large = matmul.ONEDNN and len(x) * out * into >= groups * matmul.SMALL
     return x.dtype in HALVES or (x.dtype is torch.float32 and not large)
@@ -104,7 +105,7 @@ def add_grouped_weight_gradient(grad: Tensor, dy: Tensor, x: Tensor, groups: Gro
     """Add dy^T x of every group's rows to grad [groups, out, in], in place; groups without rows stay as they
     are.
     """
-    if x.device.type == "cuda" and in_one_call(x, *grad.shape):
+    if on_accelerator(x.device) and in_one_call(x, *grad.shape):
         products = functional.grouped_mm(dy.t(), x, offs=groups.ends)
         for group, count in enumerate(groups.counts):
             if not count:  # the kernel leaves these undefined

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
+from stretto.engine.device import compute_capability
 from stretto.engine.parallel.collectives import all_max
 from stretto.engine.parallel.tensor.linear import AdoptedLinear, FusedLinear
 from stretto.errors import StrettoError, nearest
@@ -174,7 +175,7 @@ def _by_hardware(a: Quantised, b: Quantised, dtype: torch.dtype) -> bool:
 @cache
 def _multiplies(device: torch.device) -> bool:
     """Whether a device has 8-bit matrix products."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return compute_capability(device) >= (8, 9)
 
 
 def _work(dtype: torch.dtype) -> torch.dtype:

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from stretto.engine.device import has_cuda_kernels
 from stretto.engine.parallel.precision import HALVES
 
 
@@ -21,7 +22,7 @@ class LeanRMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] to [..., hidden], in the input's type."""
-        if x.is_cuda and not _mixed(x, self.weight):  # torch then has a single kernel, which saves as little
+        if has_cuda_kernels(x.device) and not _mixed(x, self.weight):  # a single one, which saves as little
             return super().forward(x)
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         return cast(Tensor, _RMSNorm.apply(x, self.weight, eps))

@@ -316,6 +316,7 @@ TRAINING: tuple[Rule, ...] = (
     RATE,
     Rule(choices=("train.seed",), settings=("seed",), write=_write_seed, read=_read_seed, notes=_seed_notes),
     only("train.device", ("auto", "cuda"), "Megatron-LM trains on GPUs"),
+    only("train.backend", ("auto", "nccl"), "Megatron-LM's ranks exchange tensors of GPUs by NCCL"),
     same("distributed-timeout-minutes", "train.timeout_s", to=_minutes, back=_seconds),
     Rule(
         choices=("train.bucket_mib",),

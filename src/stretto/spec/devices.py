@@ -1,0 +1,82 @@
+"""Kinds of devices and communication libraries by the names that torch has for them, without torch.
+
+Plug-ins add kinds under names of their own, so the table is not all that there is: a config may name any, and
+`stretto.engine.device` finds out whether torch has it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from stretto.errors import StrettoError
+
+AUTO, HOST = "auto", "cpu"
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """A kind of device that people ask for.
+
+    Attributes:
+        about: whose devices these are.
+        words: what else they are called.
+        plugin: the module that makes torch know them; None: torch itself.
+    """
+
+    about: str
+    words: tuple[str, ...] = ()
+    plugin: str | None = None
+
+
+KINDS = {
+    HOST: DeviceKind("the host's cores", ("host",)),
+    "cuda": DeviceKind("NVIDIA, and AMD with ROCm", ("gpu", "nvidia", "amd", "rocm", "hip")),
+    "npu": DeviceKind("Huawei Ascend", ("ascend", "huawei"), "torch_npu"),
+    "xpu": DeviceKind("Intel GPUs", ("intel", "arc")),
+    "hpu": DeviceKind("Intel Gaudi", ("gaudi", "habana"), "habana_frameworks.torch.core"),
+    "mps": DeviceKind("Apple", ("apple", "metal")),
+    "mlu": DeviceKind("Cambricon", ("cambricon",), "torch_mlu"),
+    "musa": DeviceKind("Moore Threads", ("moorethreads",), "torch_musa"),
+}
+BACKENDS = ("nccl", "gloo", "hccl", "xccl", "mpi", "ucc")
+METAVAR = "|".join((AUTO, *KINDS, "..."))  # of a command's option
+
+
+def check_device(name: str, field: str = "") -> str:
+    """The name, if it can be that of a kind of device or is `auto`.
+
+    Args:
+        field: that the error begins with.
+
+    Raises:
+        StrettoError: it cannot; says what is meant, if that is known.
+    """
+    plain = name.strip().lower()
+    kind, _, index = plain.partition(":")
+    meant = next((known for known, facts in KINDS.items() if kind in (known, *facts.words)), None)
+    if re.fullmatch(r"[a-z][a-z0-9_]*", name) and (meant is None or meant == name):
+        return name
+    hint = f"did you mean {meant}?" if meant else None
+    if meant and index:
+        hint = f"write {meant}: the number of each rank's device is its LOCAL_RANK"
+    raise StrettoError(
+        f"{field} is {name!r}, must be auto or a kind of device: {', '.join(KINDS)} or a plug-in's".lstrip(),
+        hint=hint,
+    )
+
+
+def check_backend(name: str) -> str:
+    """The name, if it can be that of a communication library or is `auto`.
+
+    Raises:
+        StrettoError: it cannot.
+    """
+    if re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        return name
+    plain = name.strip().lower()
+    meant = next((known for known in (AUTO, *BACKENDS) if known in plain), None)
+    raise StrettoError(
+        f"is {name!r}, must be auto or one communication library: {', '.join(BACKENDS)} or a plug-in's",
+        hint=f"did you mean {meant}?" if meant else None,
+    )
