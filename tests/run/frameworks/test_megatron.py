@@ -15,6 +15,7 @@ import pytest
 
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
+from stretto.layout.shards import Mode
 from stretto.program import schedule
 from stretto.run.config import load
 from stretto.run.config.job import job_of
@@ -196,6 +197,10 @@ def test_a_config_is_written_in_full() -> None:
             {"dp": DataParallel(mode="zero1", offload="nvme")},
             "dp.offload is nvme: Megatron-LM keeps",
         ),
+        (
+            {"dp": DataParallel(mode="zero2", shard_gradients=4)},
+            "dp.shard_gradients is 4: Megatron-LM shards all that it shards over the same ranks",
+        ),
         ({"precision": replace(BFLOAT16, fp8="row")}, "precision.fp8 is row: Megatron-LM's scales are of"),
         ({"optimiser": Optimiser(name="lamb")}, "optim.name is lamb: Megatron-LM has Adam, SGD and Muon"),
         ({"recompute": Recompute("auto", memory_gib=60.0)}, "recompute.mode is auto: Megatron-LM recomputes"),
@@ -210,6 +215,14 @@ def test_what_megatron_lacks_is_refused_by_name(changes: dict[str, Any], said: s
     with pytest.raises(StrettoError) as caught:
         settings_of(MEGATRON, Choices(values))
     assert caught.value.message.startswith(said)
+
+
+@pytest.mark.parametrize("mode", ["zero1", "zero2", "zero3"])
+def test_shards_over_a_part_of_the_copies(mode: Mode) -> None:
+    """Gradients and parameters are sharded as states are, where the config does not say otherwise."""
+    dp = DataParallel(mode=mode, shard_states=4)
+    job = replace(JOBS["norms"], layout=Layout(dp=16), global_batch=64, dp=dp)
+    assert written_and_read(job).dp.sizes(16) == dp.sizes(16)
 
 
 # ------------------------------------------------------------------ the layout of a pipeline

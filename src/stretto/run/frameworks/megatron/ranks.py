@@ -307,17 +307,18 @@ def _read_sharing(settings: Settings) -> Mapping[str, Any]:
 
 def _write_shards(choices: Choices) -> Settings:
     """Sizes of shards: Megatron-LM repeats the whole sharding in so many instances."""
-    mode, copies = choices["dp.mode"], choices["layout.dp"] * choices["layout.cp"]
-    sizes = {name: choices[f"dp.{name}"] for name in _SHARDS}
-    chosen = {name: size for name, size in sizes.items() if size is not None}
-    if not chosen:
+    job = choices.job
+    sizes = job.dp.sizes(job.copies)
+    sharded = zip(_STRATEGIES, _SHARDS, (sizes.states, sizes.gradients, sizes.parameters), strict=True)
+    for mode, name, size in sharded:
+        if size != sizes.states:
+            instead = "Megatron-LM shards all that it shards over the same ranks"
+            raise refused(f"dp.{name}", size, instead, (sizes.states,))
+        if mode == job.dp.mode:
+            break
+    if sizes.whole or sizes.states == job.copies:
         return {}
-    name, size = next(iter(chosen.items()))
-    wanted = {"zero1": 1, "zero2": 2, "zero3": 3}.get(mode, 0)
-    if len(chosen) != wanted or len(set(chosen.values())) > 1:
-        instead = "Megatron-LM shards all that it shards over the same ranks"
-        raise refused(f"dp.{name}", size, instead, (None,))
-    return {"num-distributed-optimizer-instances": copies // size}
+    return {"num-distributed-optimizer-instances": job.copies // sizes.states}
 
 
 _SHARDS = ("shard_states", "shard_gradients", "shard_parameters")
