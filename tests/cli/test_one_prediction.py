@@ -100,7 +100,12 @@ def test_what_a_plan_predicts_is_predicted_of_its_layout_in_words(
 
 @pytest.mark.parametrize(
     ("name", "cluster"),
-    [("quickstart", "cpu:4"), ("long-context", "cpu:2"), ("gpt2-124m", "dgx-a100-80gb:8")],
+    [
+        ("quickstart", "cpu:4"),
+        ("long-context", "cpu:2"),
+        ("gpt2-124m", "dgx-a100-80gb:8"),
+        ("pipedream-2bw", "dgx-a100-80gb:4"),
+    ],
 )
 def test_a_config_s_layout_has_the_same_prediction_among_plans(
     capsys: pytest.CaptureFixture[str], name: str, cluster: str
@@ -110,6 +115,7 @@ def test_a_config_s_layout_has_the_same_prediction_among_plans(
     choices = [f"{axis}={size}" for axis, size in job.layout.sizes.items() if axis != "dp"]
     choices += [f"micro={job.micro_batch}", f"schedule={job.schedule}", f"zero={job.dp.mode}"]
     choices += [f"recompute={job.recompute.mode}", f"sp={str(job.sequence_parallel).lower()}"]
+    choices += [f"{name}={value}" for name, value in job.options.items()]
     fixed = [word for choice in choices for word in ("--fix", choice)]
     (first,) = run_json(capsys, "plan", path, "--cluster", cluster, "--top", "1", *fixed)["ranking"]
     (row,) = run_json(capsys, "predict", path, "--cluster", cluster)["rows"]

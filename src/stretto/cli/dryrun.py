@@ -70,7 +70,7 @@ def dryrun(
         ran = dry_run(job, rank, quick=quick, progress=progress)
         if progress is not None:
             progress("the planner's counts", 0, 1)
-        held = memory_of(job)
+        held = memory_of(job, job.program())  # of one step, as it ran
         predicted = counts(job, rank, held) if countable(job, held) else None
         memory = one_rank(held, ran.coordinates["pp"]).total
     report(_facts(ran, predicted, memory), as_json, lambda to: _show(to, job.layout, ran, predicted, memory))

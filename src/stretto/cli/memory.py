@@ -73,7 +73,9 @@ def memory(
     described = job_of(config)
     _check(described)
     held = _measured(described, config.train) if measure else None
-    job = memory_of(described, apart=measure and _apart(described))
+    # what is measured are steps that drain
+    program = described.program() if measure else None
+    job = memory_of(described, program, apart=measure and _apart(described))
     ranks = rank_memory(job)
     advices = advice(job)
     report(

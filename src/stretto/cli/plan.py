@@ -89,7 +89,8 @@ def plan(
         bool,
         typer.Option(
             "--asynchronous",
-            help="Also try asynchronous schedules, which update within the step and train differently.",
+            help="Also try asynchronous schedules, which update within the step and train differently; "
+            "without a CONFIG they drain every 100 steps.",
         ),
     ] = False,
     wide: Annotated[
@@ -304,7 +305,7 @@ def _task(
         known, shape = None, find_shape(model)
     job = job_to_plan(shape=shape, global_batch=batch, sequence=sequence or shape.pretraining_sequence)
     if known is not None:
-        kept = ("precision", "optimiser", "attention", "vocab_multiple", "bucket", "one_memory")
+        kept = ("precision", "optimiser", "attention", "vocab_multiple", "bucket", "one_memory", "undrained")
         job = replace(job, **{name: getattr(known, name) for name in kept})
     else:
         job = replace(job, precision=Precision(dtype=usual_dtype(sized.device)))

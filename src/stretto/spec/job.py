@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Any, Literal
 
 from stretto.errors import Problem
 from stretto.layout.layout import Layout
 from stretto.program import PLAIN
-from stretto.program.lower import RankLowering
+from stretto.program import options as options_of
+from stretto.program.lower import LOOKAHEAD, RankLowering
 from stretto.program.program import Program
 from stretto.program.schedules.traits import is_searched
 from stretto.spec.attention import AttentionKernel, ContextKind
@@ -30,6 +32,8 @@ from stretto.spec.program import (
 from stretto.spec.shape import ModelShape
 
 VOCAB_MULTIPLE = 64  # of each rank's share of the vocabulary in training, so that products have even sizes
+
+UNDRAINED = 100.0  # steps between two drains of an asynchronous schedule, where no config says them
 
 RecomputeMode = Literal["none", "selective", "full", "auto"]
 
@@ -77,6 +81,8 @@ class Job:
         one_memory: host and device share one memory, as on a CPU.
         trained: which parameters the optimiser updates; all others are frozen.
         initial: how new weights begin.
+        undrained: steps of an asynchronous schedule from one drain to the next, on average over the run: it
+            drains for an evaluation, for a checkpoint and at the end.
     """
 
     shape: ModelShape
@@ -107,6 +113,7 @@ class Job:
     one_memory: bool = False
     trained: Trained = field(default_factory=Trained)
     initial: Initial = field(default_factory=Initial)
+    undrained: float = UNDRAINED
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sequence", self.sequence or self.shape.pretraining_sequence)
@@ -137,6 +144,34 @@ class Job:
             return complete(self.custom_program, gathered=self._gathers_stages)
         return build_program(self._program_key)
 
+    @property
+    def window(self) -> Callable[[int], Program] | None:
+        """The schedule's program of several steps without a drain between them; None where each step drains:
+        under synchronous schedules, with a program of one's own, and where the ranks add up the loads of
+        experts after each step.
+        """
+        if self.custom_program is not None or self.shape.moe is not None:
+            return None
+        if "steps" not in options_of(self.schedule):
+            return None
+        key = self._program_key
+        return lambda steps: build_program(replace(key, options=(*key.options, ("steps", steps))))
+
+    def peak_program(self) -> Program:
+        """The program in which ranks hold the most: that of a step, or, where steps follow one another
+        without a drain, of enough steps that each rank has all the microbatches and versions of weights that
+        it ever holds.
+
+        Raises:
+            StrettoError: as `program`.
+        """
+        program, window = self.program(), self.window
+        if window is None:
+            return program
+        enough = 2 * (program.ranks - 1 + program.parameters.get("group", 1))
+        steps = ceil(enough / program.microbatches)
+        return program if steps == 1 else window(steps)
+
     def short_step(self) -> RankLowering:
         """The program without the microbatches that make no rank hold more (`program.transforms.shorten`), to
         be lowered rank by rank.
@@ -146,6 +181,8 @@ class Job:
         """
         if self.custom_program is not None:
             return shortened(self.custom_program, gathered=self._gathers_stages)
+        if self.window is not None:
+            return RankLowering(self.peak_program(), lookahead=LOOKAHEAD)
         return short_step(self._program_key)
 
     @property

@@ -100,3 +100,17 @@ def test_ranks_with_other_kinds_of_blocks_are_not_taken_for_alike() -> None:
     fullest = max(short_step_memory(mixed), key=lambda rank: rank.total)
     assert fullest.total == max(rank.total for rank in short_step_memory(mixed, every=True))
     assert fullest.rank == 2  # the first without dense blocks, which has as many blocks as the one before
+
+
+@pytest.mark.parametrize(
+    ("name", "more"), [("pipedream", {}), ("pipedream", {"vertical_sync": True}), ("pipedream-2bw", {})]
+)
+def test_a_rank_holds_no_more_in_a_longer_window(name: str, more: dict[str, Any]) -> None:
+    """Whatever the microbatches of a step, an asynchronous pipeline fills over the steps."""
+    for pp, microbatches in ((2, 1), (2, 6), (4, 1), (4, 2), (4, 6), (4, 24)):
+        one = job(name, pp, microbatches, 12, "ddp", **more)
+        assert one.window is not None
+        held = rank_memory(memory_of(one))
+        assert [rank.total for rank in held] == [r.total for r in rank_memory(memory_of(one, one.window(24)))]
+        assert [rank.total for rank in held] == [rank.total for rank in short_step_memory(one, every=True)]
+        assert max(rank.versions for rank in held) > 0

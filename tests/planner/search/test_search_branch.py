@@ -147,6 +147,10 @@ FIXES: list[tuple[float, dict[str, tuple[Any, ...]]]] = [
     ),
     (0.35e9, {"tp": (1,), "pp": (2,), "cp": (1,), "micro_batch": (4,), "schedule": ("zb-v", "zb-h1", "bfs")}),
     (0.2e9, {"pp": (1,), "cp": (1,), "tp": (1, 2), "micro_batch": (1,)}),
+    (
+        0.35e9,
+        {"tp": (1,), "cp": (1,), "micro_batch": (2,), "schedule": ("1f1b", "pipedream", "pipedream-2bw")},
+    ),
 ]
 
 
@@ -196,11 +200,15 @@ def test_the_best_is_found_on_any_cluster(inner: float, outer: float, memory: fl
         assert min(one.estimate.seconds for one in plan.ranking) <= fastest * (1 + NOISE)
 
 
-def test_time_bounds_are_below_exact_times() -> None:
-    wanted = task(fixed={"micro_batch": (1, 4)}, wide=True)
+@pytest.mark.parametrize(
+    ("fixed", "share"),
+    [({}, 97), ({"schedule": ("1f1b", "pipedream", "pipedream-2bw"), "pp": (2, 4), "mode": ("ddp",)}, 3)],
+)
+def test_time_bounds_are_below_exact_times(fixed: dict[str, tuple[Any, ...]], share: int) -> None:
+    wanted = task(fixed={"micro_batch": (1, 4), **fixed}, wide=True)
     bounds, space, seen = TimeBounds(wanted), Space(wanted), 0
     for at, candidate in enumerate(every(wanted)):
-        if at % 97 or space.illegal(candidate.job(wanted), ""):
+        if at % share or space.illegal(candidate.job(wanted), ""):
             continue
         job = candidate.job(wanted)
         exact = estimate(job, wanted.cluster, wanted.assumptions, memory=False).seconds * (1 + 1e-9)

@@ -20,6 +20,7 @@ from stretto.planner.memory.fits import FULL, PROCESS, RESERVE
 from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.data_parallel import across, data_time, part_of, stage_elements
 from stretto.planner.time.layer import kernel_times_of, layer_time
+from stretto.planner.time.step import step_time
 from stretto.spec.data_parallel import DataParallel, Precision
 from stretto.spec.job import Job, Recompute
 from stretto.spec.parameters import count_parameters
@@ -61,6 +62,10 @@ def seconds(
         (Layout(cp=2, dp=2), {"recompute": Recompute("selective")}),
         (Layout(pp=2, dp=2), {"dp": DataParallel(mode="zero1", offload="cpu")}),
         (Layout(pp=4), {"schedule": "pipedream"}),
+        (
+            Layout(pp=4, dp=2),
+            {"schedule": "pipedream-2bw", "dp": DataParallel(mode="zero1"), "undrained": 7.5},
+        ),
     ],
 )
 def test_parts_add_up_to_the_step(layout: Layout, more: dict[str, object]) -> None:
@@ -72,6 +77,35 @@ def test_parts_add_up_to_the_step(layout: Layout, more: dict[str, object]) -> No
     outside = sum(step.parts.get(name, 0.0) for name in ("bubble", "data", "optimiser", "offload"))
     assert step.forward + step.backward + outside == pytest.approx(step.seconds, rel=1e-9)
     assert 0 < step.forward < step.backward
+
+
+@pytest.mark.parametrize(("batch", "undrained"), [(64, 100.0), (64, 12.0), (4, 30.0), (2, 1.0), (16, 2.0)])
+@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
+def test_an_asynchronous_step_is_the_mean_of_its_window(name: str, batch: int, undrained: float) -> None:
+    at = job(Layout(pp=4), schedule=name, global_batch=batch, undrained=undrained)
+    step = step_time(at, CLUSTER, Assumptions(), "bf16")
+    # the whole window replayed as one program
+    assert at.window is not None
+    whole = replace(at, custom_program=at.window(int(undrained)))
+    line = step_time(whole, CLUSTER, Assumptions(), "bf16")
+    assert step.seconds == pytest.approx(line.seconds / undrained, rel=2e-3)
+    for part, taken in line.parts.items():
+        assert step.parts[part] == pytest.approx(taken / undrained, rel=2e-3, abs=2e-3 * step.seconds)
+
+
+def test_the_bubble_of_an_asynchronous_step_shrinks_with_its_window() -> None:
+    def bubble(undrained: float) -> float:
+        return seconds(Layout(pp=4), schedule="pipedream", global_batch=16, undrained=undrained).parts[
+            "bubble"
+        ]
+
+    drained = bubble(1.0)
+    steady = bubble(1e9)  # messages and uneven stages
+    assert steady < 0.2 * drained
+    assert bubble(10.0) - steady == pytest.approx((drained - steady) / 10, rel=0.05)
+    # groups of two microbatches are too short for four ranks
+    small = [seconds(Layout(pp=4), schedule=f"pipedream{two}", global_batch=2).bubble for two in ("", "-2bw")]
+    assert small[1] > 2 * small[0]
 
 
 def test_waiting_for_offloaded_states_is_no_bubble() -> None:

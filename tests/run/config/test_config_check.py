@@ -225,6 +225,26 @@ def test_options_reach_the_schedule(overrides: str) -> None:
             assert program.parameters[name] == config.schedule.options[name]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "undrained"),
+    [
+        ("train.steps=300", 300),
+        ("train.steps=300 eval.every=50", 50),
+        ("train.steps=310 eval.every=50", 310 / 7),
+        ("train.steps=300 eval.every=50 checkpoint.every=100", 50),
+        ("train.steps=300 eval.every=40 checkpoint.every=100", 300 / 9),  # 200 is a multiple of both
+        ("train.steps=30 eval.every=40", 30),
+    ],
+)
+def test_asynchronous_schedules_drain_for_evaluations_checkpoints_and_the_end(
+    overrides: str, undrained: float
+) -> None:
+    config = parse(MODEL, overrides=overrides.split(" "))
+    steps, every = config.train.steps, (config.eval.every, config.checkpoint.every)
+    drains = {steps, *(step for n in every if n for step in range(n, steps + 1, n))}
+    assert job_of(config).undrained == steps / len(drains) == undrained
+
+
 def test_a_searched_schedule_uses_the_costs_of_the_stages() -> None:
     """Four equal blocks and a head that costs two of them: its stage gets fewer blocks."""
     config = parse(MODEL, overrides=["schedule.name=auto", "schedule.effort=0", "layout.pp=2"])

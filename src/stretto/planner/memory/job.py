@@ -158,14 +158,14 @@ def memory_of(
     """What the memory of the job's ranks depends on, with a mode of recomputation for each block.
 
     Args:
-        program: of a step, where it is made already.
+        program: in which memory is counted; None: `Job.peak_program`.
         apart: weight gradients are formed apart, as the matrix library of the machine may do.
 
     Raises:
         StrettoError: with recompute mode `auto`, if no choice fits the budget.
     """
     recompute = job.recompute
-    program = program or job.program()
+    program = program or job.peak_program()
     memory_job = MemoryJob(
         shape=job.shape,
         program=program,

@@ -205,7 +205,7 @@ class _Walk:
                 self.held["messages"] -= self._boundary(send.stage)
             self._act(action)
         self._update()
-        batch = 2 * _ID * self.job.how.tokens * self.program.microbatches + _tables(self.job)
+        batch = 2 * _ID * self.job.how.tokens * self.program.step_microbatches + _tables(self.job)
         batch += self.job.how.framework.buckets
         return RankMemory(
             rank=self.rank,

@@ -26,7 +26,7 @@ def short_program(job: Job) -> RankLowering:
         StrettoError: the job has no program.
     """
     if job.recompute.mode == "auto":
-        return RankLowering(job.program(), lookahead=LOOKAHEAD)
+        return RankLowering(job.peak_program(), lookahead=LOOKAHEAD)
     return job.short_step()
 
 
@@ -42,7 +42,7 @@ def short_step_memory(job: Job, every: bool = False) -> list[RankMemory]:
     memory_job = memory_of(job, program=program)
     ranks = list(range(program.ranks)) if every else fullest(memory_job)
     memory_job = replace(memory_job, program=lowering.lowered(ranks))
-    more = (job.microbatches or 0) - program.microbatches
+    more = (job.microbatches or 0) - program.step_microbatches
     tokens = 2 * _ID * memory_job.how.tokens * more  # and targets
     memories = [one_rank(memory_job, rank) for rank in ranks]
     return [replace(rank, batch=rank.batch + tokens) for rank in memories]

@@ -14,6 +14,7 @@ from stretto.planner.search.task import Candidate, Parallelism, Saving, Schedule
 from stretto.planner.search.time_bounds import TimeBounds
 from stretto.planner.time.step import step_time
 from stretto.program.program import Program
+from stretto.program.schedules.traits import updates_within
 from stretto.spec.flops import Recompute as Mode
 from stretto.spec.job import Job
 from stretto.spec.program import stages_of
@@ -99,6 +100,8 @@ class Exact:
     def _actions(self, candidate: Candidate, short: bool = False) -> int:
         layout, choice = candidate.parallelism.layout, candidate.schedule
         microbatches = self.task.global_batch // (layout.dp * candidate.parallelism.micro_batch)
+        if updates_within(choice.name):
+            microbatches *= 4  # a step, and the windows of `planner.time.step`
         if short:
             microbatches = min(microbatches, 2 * filling_microbatches(choice, layout.pp, microbatches))
         return max(1, _KINDS * depth_of(choice, layout.pp) * microbatches)
@@ -109,8 +112,8 @@ class Exact:
         modes = memory_of(job).modes if job.recompute.mode == "auto" else self._modes(candidate)
         precision = task.assumptions.products or precision_of(job)
         time = step_time(job, cluster, task.assumptions, precision, modes)
-        # other ways of sharding states can make actions longer, never shorter
-        if job.dp.mode in ("ddp", "zero1"):
+        # other ways of sharding states can make actions longer, never shorter; updates within the step too
+        if job.dp.mode in ("ddp", "zero1") and not time.timeline.program.versions:
             key = candidate.parallelism, candidate.schedule, candidate.saving
             self._makespans[key] = time.timeline.makespan * cluster.correction
         return estimate_of(job=job, cluster=cluster, precision=precision, time=time)

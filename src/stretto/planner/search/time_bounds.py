@@ -3,9 +3,10 @@
 The bounds use the same functions of layers and of data-parallel ranks as `planner.time.step`, without the
 order of microbatches. No rank begins before the forwards of all stages before its first one; from then on it
 does all of its work; and after its last backward gradients pass back through those stages. Then comes the
-optimiser. Waiting, messages between stages and late data can only add to that, and a replay never gets
-shorter when an action gets longer, so that a bound for some choices holds for all candidates that have them.
-They are the bounds of `program.replay.lower_bound` for stages of blocks of few kinds.
+optimiser. Between the steps of an asynchronous schedule no rank waits, so that only its work counts.
+Waiting, messages between stages and late data can only add to that, and a replay never gets shorter when an
+action gets longer, so that a bound for some choices holds for all candidates that have them. They are the
+bounds of `program.replay.lower_bound` for stages of blocks of few kinds.
 """
 
 from __future__ import annotations
@@ -170,6 +171,8 @@ class TimeBounds:
         self._data = dict[object, tuple[_RankStages, ...]]()
         self._orders = dict[object, float]()
         self._stages = dict[object, list[list[tuple[float, float, float]]]]()
+        names = task.fixed.get("schedule", ())
+        self._drains = not task.asynchronous and not any(map(updates_within, names))  # every schedule
 
     def cluster(self, world: int) -> Cluster:
         """The task's cluster with so many devices: one object for each number, since caches compare clusters
@@ -233,12 +236,14 @@ class TimeBounds:
         return LayerSeconds(forward, min(back, whole), forward + min(back + weight, whole))
 
     def parallelism(self, parallelism: Parallelism) -> float:
-        """A bound for every schedule: the work of all layers shared evenly over pipeline ranks, or one
-        microbatch on its way through all layers and back.
+        """A bound for every schedule: the work of all layers shared evenly over pipeline ranks, or, where all
+        drain after each step, one microbatch on its way through all layers and back.
         """
         layout, layers = parallelism.layout, self.layers(parallelism, "none", "both")
         work = layers.embed.work + layers.work(self._all) + layers.head.work
-        trip = _round_trip(layers.embed) + layers.round_trip(self._all) + _round_trip(layers.head)
+        trip = 0.0
+        if self._drains:
+            trip = _round_trip(layers.embed) + layers.round_trip(self._all) + _round_trip(layers.head)
         return self._corrected(max(self._microbatches(parallelism) / layout.pp * work, trip), layout.world)
 
     def typical(self, layout: Layout, expert_tp: int | None) -> float:
@@ -285,7 +290,8 @@ class TimeBounds:
         action = self.task.assumptions.software.action
         # each copy of the weights gets its part of the microbatches
         each, odd = divmod(self._microbatches(parallelism), program.copies)
-        worst = _round_trip(embed) + _round_trip(head) + layers.round_trip(self._all)
+        drains = not updates_within(choice.name)
+        worst = drains * (_round_trip(embed) + _round_trip(head) + layers.round_trip(self._all))
         repeats = recomputed_blocks(stages, shape, most)
         for rank in rank_layers(choice, layout.pp, stages, shape):
             blocks = tuple(map(sum, zip(*rank.blocks, strict=True)))
@@ -303,7 +309,7 @@ class TimeBounds:
                 + 2 * len(rank.blocks) * action
             )
             on_the_way = each * (ends + layers.round_trip(blocks) + repeated)
-            worst = max(worst, wait + work, wait + on_the_way + tail)
+            worst = max(worst, work, drains * (wait + work), drains * (wait + on_the_way + tail))
         return self._corrected(worst, layout.world)
 
     def candidate(

@@ -170,7 +170,7 @@ def shared_step(
 
     stage_data = [data[s % program.depth] for s in range(program.stages)]
     talk = sum(_data_seconds(job, program, s, share, each) for s, share in enumerate(stage_data))
-    update = sum(share.update for share in stage_data)
+    update = sum(program.updates(s) * share.update for s, share in enumerate(stage_data))
     return SharedStep(
         compute=shared_replay(program, seconds, processes, cores),
         data=talk * processes / cores,
@@ -192,13 +192,14 @@ def _seconds_of(device: Device, name: str) -> float:
 
 
 def _data_seconds(job: Job, program: Program, stage: int, share: DataTime, each: bool) -> float:
-    """Seconds of one rank in a step for the reductions and gathers of one of its stages."""
+    """Seconds of one rank for the reductions and gathers of one of its stages."""
     forwards = sum(a.stage == stage and a.kind is Kind.F for order in program.orders for a in order)
     gathers = job.dp.gathers(job.layout.pp)
     # gathers by layers happen in each forward and backward, gathers by stages where the program has them
     unshards = sum(a.stage == stage and a.kind is Kind.UNSHARD for order in program.orders for a in order)
-    times = 2 * forwards if gathers == "layer" else unshards if gathers else 1
-    return share.reduce * (forwards if each else 1) + share.gather * times
+    updates = program.updates(stage)
+    times = 2 * forwards if gathers == "layer" else unshards if gathers else updates
+    return share.reduce * (forwards if each else updates) + share.gather * times
 
 
 def layer_seconds(
@@ -236,8 +237,8 @@ def _seconds(message: Message, job: Job, cluster: Cluster) -> float:
 
 
 def _messages(job: Job, cluster: Cluster, program: Program) -> float:
-    """Seconds of both ends of all messages between the stages of one pipeline. A measured row of `send` is
-    that of a rank that sends one message and receives another.
+    """Seconds of both ends of all messages of a program between the stages of one pipeline. A measured row of
+    `send` is that of a rank that sends one message and receives another.
     """
     how = ComputeConfig.of(job)
     size = how.element * how.shard * job.shape.hidden
@@ -246,7 +247,6 @@ def _messages(job: Job, cluster: Cluster, program: Program) -> float:
         for s in range(program.stages - 1)
         if s // program.depth == (s + 1) // program.depth
     )
-    microbatches = job.microbatches or 0
     copies = max(1, program.stages // program.depth)
-    hops = 2 * microbatches * apart / copies
+    hops = 2 * program.microbatches * apart / copies
     return hops * collective_seconds(cluster, "send", size, Group(job.layout.pp, job.layout.pp))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil, floor
 
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.counts.activations import ComputeConfig
@@ -45,12 +47,12 @@ class StageTime:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """A step, in seconds.
+    """A step, in seconds; that of an asynchronous schedule has its share of filling and draining.
 
     Attributes:
         parts: of the busiest pipeline rank, by the names of `estimate.PARTS`; they add up to `seconds`.
         forward, backward: the parts within the busiest rank's forwards and backwards.
-        timeline: the replay of the program.
+        timeline: the replay of one step's program.
     """
 
     seconds: float
@@ -70,12 +72,76 @@ def step_time(
 ) -> StepTime:
     """The step of a job, replayed.
 
+    An asynchronous schedule does not drain between steps: its step is the mean over a window of
+    `job.undrained` steps, of which the first fills the pipeline and the last drains it.
+
     Args:
         modes: recomputation of each block; None: as the job says, with `auto` taken as none.
         stages: the layers of each stage; None: the job's.
     """
     program = job.program()
-    stages = stages or job.stages(program.depth)
+    times = partial(
+        _program_time,
+        job=job,
+        cluster=cluster,
+        assumptions=assumptions,
+        precision=precision,
+        modes=modes,
+        stages=stages or job.stages(program.depth),
+    )
+    one = times(program=program)
+    window = job.window
+    if window is None:
+        return one
+    return _mean_of_window(job, one, lambda steps: times(program=window(steps)))
+
+
+_FILLED = 4  # microbatches for each rank, after which every rank is in its steady state
+
+
+def _mean_of_window(job: Job, one: StepTime, times: Callable[[int], StepTime]) -> StepTime:
+    """The mean step of `job.undrained` steps without a drain.
+
+    Once the pipeline is full, every further step takes equally long: from a short window and one of twice its
+    steps follow those of any length.
+
+    Args:
+        one: a window of one step.
+        times: the replay of so many steps.
+    """
+    ranks, length = one.timeline.program.ranks, max(1.0, job.undrained)
+    steps = min(floor(length), ceil(_FILLED * ranks / one.timeline.program.microbatches))
+    short, long = one if steps == 1 else times(steps), times(2 * steps)
+    more = (length - steps) / steps  # windows of steady state
+
+    def mean(first: float, both: float) -> float:
+        return (first + more * (both - first)) / length
+
+    def means(first: Mapping[str, float], both: Mapping[str, float]) -> dict[str, float]:
+        names = {**first, **both}
+        return {name: mean(first.get(name, 0.0), both.get(name, 0.0)) for name in names}
+
+    parts = means(short.parts, long.parts)
+    parts["bubble"] = max(0.0, parts["bubble"])  # rounding
+    return StepTime(
+        seconds=mean(short.seconds, long.seconds),
+        parts=parts,
+        forward=means(short.forward, long.forward),
+        backward=means(short.backward, long.backward),
+        timeline=one.timeline,
+    )
+
+
+def _program_time(
+    job: Job,
+    cluster: Cluster,
+    assumptions: Assumptions,
+    precision: Precision,
+    program: Program,
+    modes: Sequence[Recompute] | None,
+    stages: Sequence[range],
+) -> StepTime:
+    """A program replayed, of one step or of a window."""
     split = any(action.kind is Kind.W for order in program.orders for action in order)
     data = [data_time(job, assumptions, cluster, stage) for stage in stages]
     each = reduction(program, job.dp.mode, job.dp.reduce) == "microbatch"
@@ -232,7 +298,7 @@ def _replayed(
         blocking=assumptions.blocking,
         unshard=[stage.gather if by_stage else 0.0 for stage in data],
         reduce=[stage.reduce for stage in data] if program.versions else 0.0,
-        update=[stage.update for stage in data] if program.versions else 0.0,
+        update=[stage.update + _gathered(job, stage) for stage in data] if program.versions else 0.0,
     )
     line = simulate(program, costs)
     ends = [
@@ -245,7 +311,7 @@ def _replayed(
     away = max(_of(program, rank, data, "away") for rank in range(program.ranks))
     gather = (
         0.0
-        if job.dp.mode == "zero3"
+        if job.dp.mode == "zero3" or program.versions
         else max(_late_weights(program, r, times, data, assumptions) for r in range(program.ranks))
     )
     seconds = max(line.makespan, *ends) + update + gather
@@ -255,7 +321,12 @@ def _replayed(
     phases = _phases(program, busiest, times)
     shares = _total(phases)
     shares["data"] += max(0.0, max(ends) - line.makespan) + gather
-    shares["optimiser"] = update + _updates(program, busiest, data)
+    shares["optimiser"] = update
+    if program.versions:
+        shares["optimiser"] = _of(program, busiest, data, "update")
+        shares["data"] += sum(
+            program.updates(s) * _gathered(job, data[s]) for s in program.stages_of(busiest)
+        )
     shares["bubble"] = max(0.0, seconds - sum(shares.values()))
     if away and away + update > seconds:
         shares["offload"] = away + update - seconds
@@ -320,8 +391,8 @@ def _placed(
 
 
 def _of(program: Program, rank: int, data: Sequence[DataTime], name: str) -> float:
-    """A sum over the stages of a rank."""
-    return sum(getattr(data[s % program.depth], name) for s in program.stages_of(rank))
+    """A sum over the stages of a rank, for each of their updates."""
+    return sum(program.updates(s) * getattr(data[s % program.depth], name) for s in program.stages_of(rank))
 
 
 def _reduced_at(
@@ -384,11 +455,9 @@ def _phases(
     return forward, backward
 
 
-def _updates(program: Program, rank: int, data: Sequence[DataTime]) -> float:
-    """Seconds of a rank's updates within the step, where the schedule is asynchronous."""
-    if not program.versions:
-        return 0.0
-    return sum(data[a.stage % program.depth].update for a in program.orders[rank] if a.kind is Kind.UPDATE)
+def _gathered(job: Job, stage: DataTime) -> float:
+    """Seconds for which an update within the step waits until the stage's new weights are gathered."""
+    return 0.0 if job.dp.mode == "zero3" else stage.gather
 
 
 def _total(phases: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from math import lcm
 from pathlib import Path
 
 from stretto.errors import Problem, StrettoError
@@ -60,7 +61,17 @@ def job_of(
         one_memory=config.train.device == "cpu",
         trained=Trained(freeze=tuple(config.finetune.freeze)),
         initial=config.model.initial(),
+        undrained=_undrained(config),
     )
+
+
+def _undrained(config: TrainConfig) -> float:
+    """Steps from one drain of an asynchronous schedule to the next, on average over the run."""
+    steps = config.train.steps
+    every = [n for n in (config.eval.every, config.checkpoint.every) if n is not None]
+    drains = sum(steps // n for n in every) - (steps // lcm(*every) if len(every) == 2 else 0)
+    ends = any(steps % n == 0 for n in every)  # the last step is one of them already
+    return steps / (drains + (not ends))
 
 
 def _precision(config: TrainConfig) -> Precision:
