@@ -54,6 +54,17 @@ class Parameter:
     plain: tuple[int, ...]
     expert: bool = False
 
+    @property
+    def matrices(self) -> tuple[int, ...]:
+        """The plain shape; for stacked biases of experts, without their stack."""
+        return self.plain[-1:] if self.name.endswith("bias") else self.plain
+
+    @property
+    def by_muon(self) -> bool:
+        """Whether Muon updates it: a matrix of a block other than the router's."""
+        inside = self.name.startswith("blocks.") and "router" not in self.name
+        return inside and len(self.matrices) > 1
+
 
 def layer_parameters(shape: ModelShape, layer: int, shares: Shares) -> list[Parameter]:
     """The parameters of a layer that one rank holds, by their names in the plain model. A tied output weight

@@ -361,7 +361,7 @@ class StateUnit:
                 return 2 * full + count
             case "adafactor":
                 return _factored(parameter, here, self._master) + count
-            case "muon" if _orthogonal(parameter):
+            case "muon" if parameter.by_muon:
                 return full
             case _:
                 return 2 * (state_config.moment or self._master) * here + count
@@ -430,18 +430,7 @@ def _factored(parameter: Parameter, here: int, element: int) -> int:
     """Bytes of Adafactor's means: of rows and columns of each matrix, the same on every rank; of each element
     of a vector.
     """
-    if len(_matrix(parameter)) < 2:
+    if len(parameter.matrices) < 2:
         return element * here
-    *many, rows, columns = _matrix(parameter)
+    *many, rows, columns = parameter.matrices
     return element * prod(many) * (rows + columns)
-
-
-def _orthogonal(parameter: Parameter) -> bool:
-    """Whether Muon updates the parameter: a matrix of a block other than the router's."""
-    inside = parameter.name.startswith("blocks.") and "router" not in parameter.name
-    return inside and len(_matrix(parameter)) > 1
-
-
-def _matrix(parameter: Parameter) -> tuple[int, ...]:
-    """The plain shape; for stacked biases of experts, without their stack."""
-    return parameter.plain[-1:] if parameter.name.endswith("bias") else parameter.plain

@@ -15,6 +15,7 @@ from stretto.planner.counts.activations import ELEMENT_BYTES, ComputeConfig
 from stretto.planner.counts.rank_parameters import Shares, layer_parameters
 from stretto.planner.machines.cluster import Cluster, Collective, Group, group_of
 from stretto.planner.time.collectives import collective_seconds
+from stretto.planner.time.muon import muon_seconds
 from stretto.planner.time.operators import pass_seconds
 from stretto.spec.finetune import EVERYTHING, Trained
 from stretto.spec.job import Job
@@ -110,6 +111,7 @@ class _Sharding:
     gradient: int
     moment: int
     offload: str
+    muon: bool
 
     @classmethod
     def of(cls, job: Job) -> _Sharding:
@@ -122,6 +124,7 @@ class _Sharding:
             gradient=gradient,
             moment=job.optimiser.moment_bytes or 4,
             offload=job.dp.offload,
+            muon=job.optimiser.name == "muon",
         )
 
 
@@ -137,10 +140,10 @@ def _data_time(
 ) -> DataTime:
     elements = stage_elements(shape, layers, shares, trained)
     dense, expert = group_of(layout, "cp-dp", cluster.node), group_of(layout, "expert_dp", cluster.node)
-    reduce = gather = held = 0.0
-    for count, frozen, group in (
-        (elements.dense, elements.frozen_dense, dense),
-        (elements.expert, elements.frozen_expert, expert),
+    reduce = gather = held = orthogonal = 0.0
+    for count, frozen, group, of_experts in (
+        (elements.dense, elements.frozen_dense, dense, False),
+        (elements.expert, elements.frozen_expert, expert, True),
     ):
         sizes = sharding.sizes.for_copies(group.ranks)
         moved = count + (frozen if sharding.mode == "zero3" else 0)
@@ -150,10 +153,15 @@ def _data_time(
             continue
         reduce += _reduce(cluster, sharding, count * sharding.gradient, group, sizes)
         held += count / sizes.states
+        if sharding.muon:
+            several = (layer_parameters(shape, layer, shares) for layer in layers)
+            updated = (p for each in several for p in each if p.expert == of_experts and trained(p.name))
+            orthogonal += muon_seconds(cluster, updated, part_of(group, sizes.states), cluster.node)
     extra = 2 if sharding.weight == 2 else 0
     passes = _ADAM + _NORM + sharding.gradient + extra
     away = 2 * 12 * held / cluster.host.link if sharding.offload != "none" else 0.0
-    return DataTime(reduce, gather, pass_seconds(cluster.device, "adam", passes * held), away)
+    update = pass_seconds(cluster.device, "adam", passes * held) + orthogonal
+    return DataTime(reduce, gather, update, away)
 
 
 def _reduce(cluster: Cluster, sharding: _Sharding, size: float, group: Group, sizes: ShardSizes) -> float:
