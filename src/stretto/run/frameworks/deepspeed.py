@@ -29,6 +29,7 @@ from stretto.run.frameworks.mapping import (
     only,
     refused,
     under,
+    without_encoder,
 )
 from stretto.run.frameworks.others import others
 from stretto.spec.data_parallel import KEEP
@@ -366,6 +367,7 @@ RULES = (
     Rule(choices=("layout.sequence_parallel",), write=_sequence_parallel),
     only("layout.order", [ORDER], "DeepSpeed's ranks are in the order of tensor, sequence and data"),
     only("layout.stages", [None], _NO_PIPELINE),
+    without_encoder("DeepSpeed's JSON says nothing of an encoder"),
     only("schedule.name", [PLAIN], _NO_PIPELINE),
     only("schedule.file", [None], _NO_PIPELINE),
     *(only(f"schedule.{name}", [None], _NO_PIPELINE) for name in ScheduleConfig.option_names()),

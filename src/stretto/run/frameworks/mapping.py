@@ -17,6 +17,7 @@ from stretto.planner.assumptions import Assumptions, software_profile
 from stretto.run.config.run_checks import raise_first
 from stretto.run.config.schema import TrainConfig
 from stretto.run.frameworks.choices import NAMES, PRICED, RUN_DEFAULTS, Choices, choices_of, job_from
+from stretto.spec.attention import AttentionShape
 from stretto.spec.job import Job
 from stretto.spec.presets import PRESETS, preset
 from stretto.spec.rules import problems
@@ -321,6 +322,25 @@ def without(section: str, kind: type[Any], tells: str, instead: str) -> Rule:
         return {}
 
     return Rule(choices=tuple(f"{section}.{one.name}" for one in fields(kind)), write=write)
+
+
+def without_encoder(instead: str, *choices: str) -> Rule:
+    """What only a model with an encoder has, which the framework has no setting for.
+
+    Args:
+        choices: beside the length of the decoder's samples and the ranks that encode.
+    """
+
+    def write(among: Choices) -> Settings:
+        usual = {f"model.attention.{one.name}": one.default for one in fields(AttentionShape)}
+        usual |= {"model.encoder_layers": 0, "layout.encoder_pp": None}
+        usual["data.target_sequence"] = among["data.sequence"]
+        for name in ("model.encoder_layers", "data.target_sequence", "layout.encoder_pp", *choices):
+            if among[name] != usual[name]:
+                raise refused(name, among[name], instead, (usual[name],))
+        return {}
+
+    return Rule(choices=("data.target_sequence", "layout.encoder_pp", *choices), write=write)
 
 
 def aside(why: str, *choices: str) -> Rule:

@@ -25,6 +25,7 @@ from stretto.run.frameworks.mapping import (
     same,
     under,
     without,
+    without_encoder,
 )
 from stretto.run.frameworks.others import others
 from stretto.run.frameworks.torchtitan_model import BEGIN, MODEL, read_model, write_model
@@ -423,6 +424,7 @@ RULES = (
         write=_write_layout,
         read=_read_layout,
     ),
+    without_encoder("torchtitan trains decoders"),
     only("layout.order", [ORDER], "torchtitan's mesh has tp innermost, then cp, dp and pp"),
     only("layout.context", ["ring"], "torchtitan's context parallelism passes keys and values around"),
     Rule(

@@ -9,7 +9,17 @@ from typing import Any
 
 from stretto.errors import StrettoError
 from stretto.run.frameworks.choices import Choices
-from stretto.run.frameworks.mapping import Rule, Settings, flag, only, refused, rule, same, without
+from stretto.run.frameworks.mapping import (
+    Rule,
+    Settings,
+    flag,
+    only,
+    refused,
+    rule,
+    same,
+    without,
+    without_encoder,
+)
 from stretto.run.frameworks.megatron.experts import EXPERTS, ffn_of
 from stretto.spec.attention import RopeScaling
 from stretto.spec.initial import Initial
@@ -447,6 +457,15 @@ MODEL: tuple[Rule, ...] = (
         _read_rope,
     ),
     flag("rotary-interleaved", "model.attention.interleaved"),
+    without_encoder(
+        "pretrain_gpt.py trains decoders",
+        "model.encoder_layers",
+        "model.attention.causal",
+        "model.attention.buckets",
+        "model.attention.max_distance",
+    ),
+    only("model.embedding_norm", (False,), "Megatron-LM's arguments have no norm of embeddings"),
+    only("model.logit_scale", (1.0,), "Megatron-LM's arguments have no scale of the logits"),
     only("model.block_norms", ("pre",), "Megatron-LM's arguments have no norms after attention and MLP"),
     only("model.embedding_scale", (1.0,), "Megatron-LM's arguments have no scale of the embedding"),
     only("model.logit_softcap", (0.0,), "Megatron-LM's arguments have no bound of the logits"),
