@@ -15,8 +15,20 @@ if TYPE_CHECKING:
     from stretto.engine.optim.data_parallel import data_parallel
     from stretto.engine.parallel.mesh import Mesh
     from stretto.engine.parallel.parallelize import parallelize
-    from stretto.engine.parallel.styles import Column, Part, Replicate, Row, Run, Style, Vocabulary
-    from stretto.engine.pipeline import Pipeline, ReplicatedWeights, Skip
+    from stretto.engine.parallel.styles import (
+        Batch,
+        Column,
+        GatherBatch,
+        Part,
+        Replicate,
+        Row,
+        Run,
+        Style,
+        Vocabulary,
+    )
+    from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
+    from stretto.engine.parallel.traffic import traffic
+    from stretto.engine.pipeline import Pipeline, ReplicatedWeights, Skip, sum_gradients
     from stretto.errors import StrettoError
     from stretto.layout import Layout, place
     from stretto.planner.cutting.partition import partition
@@ -36,9 +48,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Action",
+    "Batch",
     "ClickBatch",
     "Column",
     "Costs",
+    "DropoutKeys",
+    "GatherBatch",
     "Jagged",
     "Kind",
     "Layout",
@@ -62,6 +77,7 @@ __all__ = [
     "check",
     "configured_placements",
     "data_parallel",
+    "key_dropout",
     "load_config",
     "lower",
     "parallelize",
@@ -74,6 +90,8 @@ __all__ = [
     "run_ranks",
     "schedule",
     "simulate",
+    "sum_gradients",
+    "traffic",
 ]
 
 # where each name is defined, as in the imports above
@@ -82,8 +100,20 @@ _MODULES = {
     "stretto.engine.optim.data_parallel": ("data_parallel",),
     "stretto.engine.parallel.mesh": ("Mesh",),
     "stretto.engine.parallel.parallelize": ("parallelize",),
-    "stretto.engine.parallel.styles": ("Column", "Part", "Replicate", "Row", "Run", "Style", "Vocabulary"),
-    "stretto.engine.pipeline": ("Pipeline", "ReplicatedWeights", "Skip"),
+    "stretto.engine.parallel.styles": (
+        "Batch",
+        "Column",
+        "GatherBatch",
+        "Part",
+        "Replicate",
+        "Row",
+        "Run",
+        "Style",
+        "Vocabulary",
+    ),
+    "stretto.engine.parallel.tensor.dropout": ("DropoutKeys", "key_dropout"),
+    "stretto.engine.parallel.traffic": ("traffic",),
+    "stretto.engine.pipeline": ("Pipeline", "ReplicatedWeights", "Skip", "sum_gradients"),
     "stretto.errors": ("StrettoError",),
     "stretto.layout": ("Layout", "place"),
     "stretto.planner.cutting.partition": ("partition",),

@@ -84,6 +84,17 @@ def test_pipeline_learns():
     assert losses[-1] < 0.3 * losses[0]
 
 
+def test_one_weird_trick_sends_less_and_equals_one_process():
+    said = output("one_weird_trick.py").splitlines()
+    matches = [re.fullmatch(r"(.+): a rank sends (\S+) bytes in a step; off by (.+)", line) for line in said]
+    ways = {one[1]: (int(one[2].replace(",", "")), one[3]) for one in matches if one is not None}
+    assert list(ways) == ["all", "turns", "shares", "data parallel"], said
+    for sent, off in ways.values():
+        assert max(float(error) for error in re.findall(r"\d\S*e-\d+", off)) < 1e-10, off
+        assert sent == ways["all"][0] or sent > 10 * ways["all"][0]
+    assert ways["data parallel"][0] > 10 * ways["all"][0]
+
+
 def test_a_planned_cut_gives_the_wide_layers_to_one_rank_and_changes_nothing_else():
     said = output("uneven_layers.py").splitlines()
     matches = [

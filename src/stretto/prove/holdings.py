@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from stretto.engine.parallel.collectives import all_sum
 from stretto.engine.parallel.control import gather_json
+from stretto.engine.parallel.parallelize import HELD, Held
 from stretto.errors import StrettoError, nearest
 
 WRAPPERS = {"module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"}
@@ -69,7 +71,22 @@ def _gathered(local: Tensor, group: ProcessGroup | None) -> list[Tensor]:
     return [share[:size] for share, size in zip(shares, sizes, strict=True)]
 
 
-Rule = Split | Callable[[Tensor], Tensor]
+@dataclass(frozen=True)
+class Pieces:
+    """A parameter that `stretto.parallelize` has split by a sharding plan."""
+
+    held: Held
+
+    def whole(self, local: Tensor) -> Tensor:
+        """The whole tensor, of the pieces that each rank owns. Collective over the ranks of one copy."""
+        full = local.new_zeros(self.held.placed.shape)
+        for piece in self.held.placed.pieces:
+            if piece.owned:
+                piece.of_full(full).copy_(piece.of_local(local))
+        return all_sum(full, self.held.group)
+
+
+Rule = Split | Pieces | Callable[[Tensor], Tensor]
 Names = Mapping[str, str] | Callable[[str], str]
 
 
@@ -113,7 +130,7 @@ class Entry:
                 shape=self.tensor.shape,
                 stride=self.tensor.stride(),
             ).full_tensor()
-        elif isinstance(self.rule, Split):
+        elif isinstance(self.rule, Split | Pieces):
             tensor = self.rule.whole(tensor)
         elif self.rule is not None:
             tensor = self.rule(tensor)
@@ -131,6 +148,8 @@ class Entry:
             self.tensor.copy_(distribute_tensor(whole, self.tensor.device_mesh, self.tensor.placements))
         elif isinstance(self.rule, Split):
             self.tensor.copy_(self.rule.part(whole))
+        elif isinstance(self.rule, Pieces):
+            self.rule.held.placed.fill(self.tensor, whole)
         elif self.rule is not None or whole.shape != self.tensor.shape:
             raise StrettoError(
                 f"{self.local} cannot be loaded with the plain model's {self.name}: its rule gathers only",
@@ -272,6 +291,8 @@ class Holdings:
         for pattern, rule in self._gather.items():
             if fnmatchcase(name, pattern) or fnmatchcase(local, pattern):
                 return rule
+        if isinstance(held := getattr(tensor, HELD, None), Held):
+            return Pieces(held)
         parallel = sys.modules.get("megatron.core.parallel_state")
         if parallel is not None and getattr(tensor, "tensor_model_parallel", False):
             return Split(

@@ -22,8 +22,10 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import (
     AllreduceOptions,
     AllToAllOptions,
+    BroadcastOptions,
     ProcessGroup,
     ReduceOp,
+    ReduceOptions,
     ReduceScatterOptions,
     Work,
 )
@@ -76,6 +78,21 @@ def all_max(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     if group is not None:
         group.allreduce([tensor], _MAX).wait()
     return tensor
+
+
+def start_broadcast(tensor: Tensor, root: int, group: ProcessGroup) -> Work:
+    """Start overwriting the tensor with that of rank `root` of the group."""
+    options = BroadcastOptions()
+    options.rootRank = root
+    return group.broadcast([tensor], options)
+
+
+def start_sum_at(tensor: Tensor, root: int, group: ProcessGroup) -> Work:
+    """Start summing over the group, in place on its rank `root`; other ranks' tensors are undefined then."""
+    options = ReduceOptions()
+    options.reduceOp = ReduceOp.SUM  # pyright: ignore[reportAttributeAccessIssue]
+    options.rootRank = root
+    return group.reduce([tensor], options)
 
 
 def _all_to_all(
@@ -255,6 +272,14 @@ def start_scatter_sum_uneven(
     return out, _SumOnArrival(work, arriving, out)
 
 
+def _exchanged_parts(x: Tensor, group: ProcessGroup, dims: tuple[int, int]) -> Tensor:
+    gathered, split = dims
+    pieces = cut(x, group.size(), split)
+    out = torch.empty_like(pieces)
+    _all_to_all(out=out, x=pieces, receive=[], send=[], group=group).wait()
+    return join(out, gathered)
+
+
 def _complete(started: tuple[Tensor, Pending]) -> Tensor:
     out, work = started
     work.wait()
@@ -322,6 +347,17 @@ class _Exchange(torch.autograd.Function):
         return _complete(start_exchange(grads[0], ctx.receive, ctx.send, ctx.group)), None, None, None
 
 
+class _ExchangeParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, gathered: int, split: int) -> Tensor:
+        ctx.adjoint = group, (split, gathered)
+        return _exchanged_parts(x, group, (gathered, split))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
+        return _exchanged_parts(grads[0], *ctx.adjoint), None, None, None
+
+
 class _GatherUneven(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
@@ -383,6 +419,13 @@ def slice_to(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
 def exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup | None) -> Tensor:
     """All-to-all of rows, and of their gradients in reverse; see `start_exchange`."""
     return x if group is None else cast(Tensor, _Exchange.apply(x, send, receive, group))
+
+
+def exchange_parts(x: Tensor, group: ProcessGroup | None, gathered: int, split: int) -> Tensor:
+    """x, of which each rank has a part along dimension `gathered`, as a part along dimension `split`:
+    all-to-all forward and backward.
+    """
+    return x if group is None else cast(Tensor, _ExchangeParts.apply(x, group, gathered, split))
 
 
 def gather_uneven(x: Tensor, sizes: Sequence[int], group: ProcessGroup | None) -> Tensor:

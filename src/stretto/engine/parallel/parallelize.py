@@ -7,18 +7,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from stretto.engine.parallel.follow import Flow, declared, follow
 from stretto.engine.parallel.fragment import Piece, Placed
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.random_ops import draws, watch_first_forward
-from stretto.engine.parallel.styles import Part, Replicate, Style, shrink
-from stretto.engine.parallel.tensor.dropout import KeyedDropout
+from stretto.engine.parallel.splits import AfterModule, BeforeModule, Split
+from stretto.engine.parallel.styles import Batch, GatherBatch, Part, Replicate, Style, shrink
+from stretto.engine.parallel.tensor.batch_norm import over_ranks
+from stretto.engine.parallel.tensor.dropout import Cut, KeyedDropout
+from stretto.engine.parallel.tensor.linear import FusedLinear
+from stretto.engine.parallel.tensor.rounds import finish_rounds
 from stretto.errors import StrettoError, nearest
 
 Plan = Mapping[str, Style]
@@ -31,6 +36,18 @@ class SharedSlice(NamedTuple):
     start: int
     size: int
     group: ProcessGroup
+
+
+class Held(NamedTuple):
+    """Where a split parameter of a parallelized module lies, kept on the parameter itself under the attribute
+    `HELD`, and the ranks that hold one copy of it together.
+    """
+
+    placed: Placed
+    group: ProcessGroup | None
+
+
+HELD = "_stretto_held"
 
 
 @dataclass
@@ -57,12 +74,32 @@ def matches(pattern: str, name: str) -> bool:
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
-def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Sharded]:
+def parallelize(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    convert: bool | None = None,
+    inputs: Split = "whole",
+    outputs: Split = "whole",
+) -> dict[str, Sharded]:
     """Replace the modules of `model` by their tensor-parallel forms under `plan`, in place, with this rank's
     part of the parameters.
 
     Parameters keep this rank's part of their values. A model too large for one device is built on the meta
     device and gets its values from `materialise`. A module with several names is replaced under all of them.
+
+    Where the split of activations changes between layers, as from `Batch` to `Column`, the model is traced
+    with torch.fx, and every module gets its input in the split that its style takes.
+
+    Args:
+        convert: whether to trace the model; None: if some style is `Batch` or `GatherBatch`. False: only what
+            styles themselves say of their input and output is converted.
+        inputs: of a traced model, what each rank calls it with: "whole", the same on all ranks, or "batch",
+            its part of the batch.
+        outputs: of a traced model, what it returns. With "whole", the loss of the whole batch is computed on
+            every rank. With "batch" each rank's loss is its term of it: the sum over its samples, divided by
+            the size of the whole batch.
 
     Returns:
         Where each parameter lies, by plain-model name.
@@ -70,13 +107,17 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Sharded]:
     Raises:
         StrettoError: a pattern that matches nothing, a module matched twice, a parameter without a style,
             sizes that do not divide, shares that do not add up to the plain model, a style that does not fit
-            its module, or, with tp > 1, a module whose random numbers would not be those of one process. A
-            module that draws them without being of a type known for it raises in the model's first forward
-            in training.
+            its module, a model that cannot be traced, splits that no conversion brings together, or, with
+            tp > 1, a module whose random numbers would not be those of one process. A module that draws them
+            without being of a type known for it raises in the model's first forward in training.
     """
     styles = _assign(model, plan)
+    flow = None
     if mesh.size("tp") > 1:
-        _check_random(model, styles)
+        if convert is None:
+            convert = any(isinstance(style, Batch | GatherBatch) for style in plan.values())
+        flow = follow(model, styles, inputs, outputs) if convert else declared(styles)
+        _check_random(model, styles, flow if convert else flow.only("batch"))
         _check_statistics(styles)
     names = _names(model)
     parts = dict[str, list[dict[str, Part]]]()
@@ -96,15 +137,45 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Sharded]:
         if not share.is_meta:
             placed.fill(share, parameter.detach())
         local[id(parameter)] = nn.Parameter(share, parameter.requires_grad)
+        if shares[index].dim is not None:
+            setattr(local[id(parameter)], HELD, Held(placed, mesh.group(axes)))
     _replace_parameters(model, local)
     swapped = dict[int, nn.Module]()  # by id of the plain module, so that shared modules stay shared
     for name, (module, style) in styles.items():
         if id(module) not in swapped:
             swapped[id(module)] = style.swap(module, mesh)
         _set(model, name, swapped[id(module)])
-    if mesh.size("tp") > 1:
+    if flow is not None:
+        _connect(model, styles, flow, mesh)
         watch_first_forward(model)
     return table
+
+
+def _connect(model: nn.Module, styles: Mapping[str, tuple[nn.Module, Style]], flow: Flow, mesh: Mesh) -> None:
+    """Convert what modules are called with, what they return, and what the model does; and let modules know
+    that compute on a part of the batch.
+    """
+    group = mesh.group("tp")
+    for name, changes in flow.before.items():
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(BeforeModule(changes, group), with_kwargs=True)
+    for name, change in flow.after.items():
+        model.get_submodule(name).register_forward_hook(AfterModule((change,), group))
+    for name in flow.terms:
+        cast(FusedLinear, model.get_submodule(name)).input_group = None
+    for name, changes in flow.rounds.items():
+        if group is not None:
+            finish_rounds(model.get_submodule(name), AfterModule(changes, group).converted)
+    if any(flow.output):
+        model.register_forward_hook(AfterModule(flow.output, group))
+    for name, module in model.named_modules():
+        split, size = flow.of(name) or ("whole", 0)
+        if isinstance(module, _BatchNorm) and split == "batch" and group is not None:
+            over_ranks(module, group)
+        elif isinstance(module, KeyedDropout) and split == "batch":
+            module.share = mesh.index("tp"), mesh.size("tp")
+        elif isinstance(module, KeyedDropout) and split == "features" and size and name not in styles:
+            module.cuts = (Cut.even(-1, size, mesh.index("tp"), mesh.size("tp")),)
 
 
 def _assign(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, Style]]:
@@ -138,7 +209,7 @@ def _assign(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, Style]]:
     return assigned
 
 
-def _check_random(model: nn.Module, styles: Mapping[str, tuple[nn.Module, Style]]) -> None:
+def _check_random(model: nn.Module, styles: Mapping[str, tuple[nn.Module, Style]], flow: Flow) -> None:
     """Refuse modules whose random numbers would differ from those of one process under tensor parallelism.
 
     A mask from torch's global generator depends on the rank. A keyed mask is the same on every rank, which is
@@ -155,6 +226,8 @@ def _check_random(model: nn.Module, styles: Mapping[str, tuple[nn.Module, Style]
                 else "use nn.Dropout, and call key_dropout(model, keys) before parallelize",
             )
         if not isinstance(module, KeyedDropout) or not module.p:
+            continue
+        if flow.of(name) is not None:
             continue
         if not (_replicated(name, styles) or (name in styles and not isinstance(styles[name][1], Replicate))):
             raise StrettoError(
@@ -176,6 +249,12 @@ def _check_statistics(styles: Mapping[str, tuple[nn.Module, Style]]) -> None:
                 f"sharding plan: {norms[0]!r} takes statistics over the batch, of which each rank would see "
                 "its own tokens only",
                 hint="Replicate() without sequence, or a norm over features, such as nn.LayerNorm",
+            )
+        if isinstance(style, GatherBatch) and style.schedule != "all" and norms:
+            raise StrettoError(
+                f"sharding plan: {norms[0]!r} takes statistics over the batch, of which {name!r} has a part "
+                f"in each round of {style}",
+                hint="GatherBatch('all'), or a norm over features, such as nn.LayerNorm",
             )
 
 
@@ -276,7 +355,8 @@ def _shared(parameter: nn.Parameter, part: Part, mesh: Mesh, axes: str) -> tuple
     """The slices that several ranks hold, each of which computes a part of their gradient."""
     if part.partial:
         group = mesh.group(axes)
-        return () if group is None else (SharedSlice(0, 0, parameter.shape[0], group),)
+        rows = parameter.shape[0] if parameter.dim() else 1
+        return () if group is None else (SharedSlice(0, 0, rows, group),)
     shared = list[SharedSlice]()
     at = 0
     for run in part.runs:
@@ -350,4 +430,4 @@ def materialise(
     return made
 
 
-__all__ = ["Plan", "Sharded", "SharedSlice", "matches", "materialise", "parallelize"]
+__all__ = ["HELD", "Held", "Plan", "Sharded", "SharedSlice", "matches", "materialise", "parallelize"]

@@ -7,18 +7,20 @@ module by one that computes with this rank's part (`swap`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import nn
 
+from stretto.engine.parallel.splits import Split
 from stretto.engine.parallel.tensor.dropout import Cut, KeyedDropout
 from stretto.engine.parallel.tensor.linear import GatherLinear, ParallelLinear, ScatterLinear, ToHeads
+from stretto.engine.parallel.tensor.rounds import SCHEDULES, Schedule, in_rounds
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.parallel.tensor.vocabulary import VocabCrossEntropy, VocabEmbedding, WholeLogits
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, nearest
 
 if TYPE_CHECKING:
     from stretto.engine.parallel.mesh import Mesh
@@ -76,13 +78,24 @@ def padded(size: int, index: int, parts: int, multiple: int) -> Part:
     return Part(dim=0, runs=(Run(start, real),) if real else (), padding=step - real)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Style(ABC):
     """How a module is split; one instance serves all modules that its pattern matches.
 
     axes: of the layout, over which the parameters are split.
+    input: how the tensors that the module is called with are split; None: `parallelize` finds it by tracing
+        the model, or they are as the style takes them.
+    output: how its output is to be split; None: as the style leaves it.
     """
 
     axes: ClassVar[str] = "tp"
+    input: Split | None = field(default=None, repr=False)
+    output: Split | None = field(default=None, repr=False)
+
+    @property
+    def natural(self) -> tuple[Split, Split] | None:
+        """How the module takes its input and leaves its output; None: in a way that cannot be converted."""
+        return None
 
     @abstractmethod
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
@@ -157,6 +170,70 @@ class Replicate(Style):
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         return module
 
+    @property
+    def natural(self) -> tuple[Split, Split] | None:
+        return None if self.sequence else ("whole", "whole")
+
+
+@dataclass(frozen=True)
+class Batch(Style):
+    """The same parameters on every rank, each of which computes on its part of the batch, in the order of the
+    ranks: data parallelism over the ranks that split other layers. Gradients are summed over the ranks once a
+    step, by `sum_gradients`. BatchNorm takes its statistics over the whole batch.
+    """
+
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+        for inner, one in module.named_modules():
+            if getattr(one, "batch_first", True) is False:
+                raise StrettoError(
+                    f"{name}{'.' * bool(inner)}{inner} takes batches along dimension 1, and Batch style "
+                    "splits dimension 0",
+                    hint=f"{type(one).__name__}(..., batch_first=True)",
+                )
+        return {n: Part(dim=None, partial=p.requires_grad) for n, p in module.named_parameters()}
+
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        return module
+
+    @property
+    def natural(self) -> tuple[Split, Split] | None:
+        return "batch", "batch"
+
+
+@dataclass(frozen=True)
+class GatherBatch(Style):
+    """A module that is handed each rank's part of the batch, and computes on the whole batch, as its layers
+    with styles of their own are split; parameters without a style are replicated. It takes one tensor, and
+    returns one.
+
+    schedule: when the ranks' parts are gathered (Krizhevsky 2014, section 4, schemes a, b and c).
+        "all": at once, before the module computes.
+        "turns": the ranks take turns to broadcast their parts, each while the module computes on that before.
+        "shares": in each of as many rounds, every rank sends an equal share of its part, while the module
+            computes on the shares of the round before. No rank's link is the bottleneck.
+    """
+
+    schedule: Schedule = "all"
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            near = nearest(self.schedule, SCHEDULES)
+            raise StrettoError(
+                f"schedule is {self.schedule!r}",
+                hint=f"did you mean {near!r}?" if near else " or ".join(map(repr, SCHEDULES)),
+            )
+
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+        return {n: Part(dim=None) for n, _ in module.named_parameters()}
+
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        group = mesh.group("tp")
+        return module if group is None else in_rounds(module, group, self.schedule)
+
+    @property
+    def natural(self) -> tuple[Split, Split] | None:
+        return "batch", "whole"
+
 
 @dataclass(frozen=True)
 class WholeLinear(Replicate):
@@ -201,6 +278,10 @@ class Column(Style):
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         return _column(_linear(module, "Column"), mesh, self.sequence, self.ordered)
 
+    @property
+    def natural(self) -> tuple[Split, Split] | None:
+        return None if self.sequence else ("whole", "features")
+
 
 @dataclass(frozen=True)
 class Row(Style):
@@ -222,6 +303,10 @@ class Row(Style):
         if self.sequence and group is not None:
             return ScatterLinear(*parameters, group, self.ordered)
         return ParallelLinear(*parameters, output_group=group)
+
+    @property
+    def natural(self) -> tuple[Split, Split] | None:
+        return None if self.sequence else ("features", "whole")
 
 
 @dataclass(frozen=True)

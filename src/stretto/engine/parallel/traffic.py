@@ -10,7 +10,7 @@ torch.distributed are counted too; collectives issued from C++, as by DTensor, a
 The bytes are those that leave this rank under a bandwidth-optimal algorithm, for S bytes over n ranks:
 all-reduce 2 (n-1)/n S, all-gather and reduce-scatter (n-1)/n S where S is the whole (Patarasuk & Yuan 2009),
 all-to-all what goes to other ranks, a message its size. A broadcast counts (n-1) S at its root, although
-other ranks may forward it; a gather S at every rank but the root.
+other ranks may forward it; a gather, or a sum that one rank gets ("reduce"), S at every rank but the root.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Traffic:
 
     Attributes:
         bytes: by kind: "all-reduce", "all-gather", "re-gather" (activations that the backward gathers once
-            more), "reduce-scatter", "all-to-all", "broadcast", "gather", "send".
+            more), "reduce-scatter", "all-to-all", "broadcast", "gather", "reduce", "send".
         calls: number of calls by kind.
         on_collective: called for each collective with the group, the kind, and the bytes of the whole tensor
             (the input of a reduce-scatter, the output of an all-gather, else this rank's tensor).
@@ -110,7 +110,7 @@ def _all(tensors: Tensor | Sequence[Tensor]) -> int:
 
 def _whole(kind: str, name: str, arguments: Sequence[Any]) -> int:
     """Bytes of the whole tensor, for a method of kind `kind` whose call counts as `name`."""
-    in_place = kind in ("all-reduce", "broadcast", "send")
+    in_place = kind in ("all-reduce", "broadcast", "reduce", "send")
     return _all(arguments[0 if in_place or name in ("all-gather", "re-gather") else 1])
 
 
@@ -146,6 +146,10 @@ def _collected(group: ProcessGroup, _out: Any, mine: Any, root: Any = 0, *_: Any
     return 0 if _is_root(group, root) else _all(mine)
 
 
+def _summed_at(group: ProcessGroup, tensors: Any, root: Any = 0, *_: Any) -> int:
+    return 0 if _is_root(group, root) else _all(tensors)
+
+
 def _is_root(group: ProcessGroup, root: Any) -> bool:
     """Whether this rank is the root of a call, which passes the root's rank or options with it."""
     return group.rank() == getattr(root, "rootRank", root)
@@ -171,5 +175,6 @@ _METHODS: dict[str, tuple[str, Callable[..., int]]] = {
     "alltoall": ("all-to-all", _exchanged_list),
     "broadcast": ("broadcast", _broadcast),
     "gather": ("gather", _collected),
+    "reduce": ("reduce", _summed_at),
     "send": ("send", _sent),
 }

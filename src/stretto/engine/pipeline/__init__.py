@@ -5,7 +5,7 @@ from stretto.engine.pipeline.executor import Executor, PipelineError, Work
 from stretto.engine.pipeline.live import Boundary
 from stretto.engine.pipeline.pipeline import Pipeline
 from stretto.engine.pipeline.recorder import Recorder
-from stretto.engine.pipeline.shared import PartialGradient
+from stretto.engine.pipeline.shared import PartialGradient, sum_gradients
 from stretto.engine.pipeline.skips import Skip
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "Skip",
     "StageWeights",
     "Work",
+    "sum_gradients",
 ]

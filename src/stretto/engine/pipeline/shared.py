@@ -15,7 +15,7 @@ from stretto.engine.parallel.collectives import all_sum, start_sum
 from stretto.engine.parallel.data.gradients import GradientBuffer
 from stretto.engine.parallel.data.reduction import same_place
 from stretto.engine.parallel.mesh import Mesh
-from stretto.engine.parallel.parallelize import SharedSlice
+from stretto.engine.parallel.parallelize import Sharded, SharedSlice
 from stretto.engine.pipeline.skips import Stage
 from stretto.errors import StrettoError
 from stretto.program.program import Program
@@ -59,6 +59,8 @@ class PartialGradient:
         if part is None or len(part[0]) == self.parameter.numel():
             whole = self.parameter.grad if part is None else part[0].view(self.parameter.shape)
             assert whole is not None
+            if not whole.dim():
+                return whole
             return whole.narrow(self.slice.dim, self.slice.start, self.slice.size)
         assert self.slice.dim == 0, "a gradient split over ranks is split by rows"
         flat, first = part
@@ -90,6 +92,23 @@ def sum_partial(parts: Sequence[PartialGradient], reduced: Reduced | None = None
         if not same_place(flat, views[0]):
             for view, summed in zip(views, flat.split([v.numel() for v in views]), strict=True):
                 view.copy_(summed.view_as(view))
+
+
+def sum_gradients(model: nn.Module, table: Mapping[str, Sharded]) -> None:
+    """Sum the gradients to which several ranks contribute, as those of `Batch` style: once a step, after the
+    last backward and before clipping. Collective over the ranks of tp.
+
+    Args:
+        table: what `parallelize` returned for the model.
+    """
+    sum_partial(
+        [
+            PartialGradient(parameter, shared)
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+            for shared in table[name].shared
+        ]
+    )
 
 
 def _flat(views: Sequence[Tensor]) -> Tensor:

@@ -38,9 +38,14 @@ class Cut:
     Indices of `size` and above are padding, whose mask is arbitrary.
     """
 
-    dim: int  # of the activation; dimension 0 is the samples
+    dim: int  # of the activation; dimension 0 is the samples; negative: counted from the end
     size: int
     indices: Tensor  # int64
+
+    @property
+    def of_sample(self) -> int:
+        """The dimension in one sample."""
+        return self.dim - 1 if self.dim > 0 else self.dim
 
     @classmethod
     def even(cls, dim: int, size: int, index: int, parts: int) -> Cut:
@@ -50,7 +55,14 @@ class Cut:
 
 
 class KeyedDropout(nn.Module):
-    """Dropout with probability `p` of an activation that is whole, or split along some dimensions."""
+    """Dropout with probability `p` of an activation that is whole, or split along some dimensions.
+
+    Attributes:
+        share: (index, parts) of the samples of a microbatch: the activation has the samples of one of so many
+            equal parts.
+    """
+
+    share: tuple[int, int] = (0, 1)
 
     def __init__(self, p: float, name: str, keys: DropoutKeys, cuts: Sequence[Cut] = ()) -> None:
         super().__init__()
@@ -79,18 +91,20 @@ class KeyedDropout(nn.Module):
         Args:
             cuts: in place of the module's `cuts`.
         """
-        assert len(self.keys.samples) == shape[0], "one key for each sample of the microbatch"
+        index, parts = self.share
+        assert len(self.keys.samples) == shape[0] * parts, "one key for each sample of the microbatch"
+        samples = self.keys.samples[index * shape[0] : (index + 1) * shape[0]]
         cuts = self.cuts if cuts is None else cuts
-        return torch.stack([self._mask(shape, sample, device, cuts) for sample in self.keys.samples])
+        return torch.stack([self._mask(shape, sample, device, cuts) for sample in samples])
 
     def _mask(self, shape: Sequence[int], sample: int, device: torch.device, cuts: Sequence[Cut]) -> Tensor:
         whole = list(shape[1:])
         for cut in cuts:
-            whole[cut.dim - 1] = cut.size
+            whole[cut.of_sample] = cut.size
         stream = self.keys.generator(self.name, sample, device)
         mask = torch.rand(whole, generator=stream, device=device) >= self.p
         for cut in cuts:
-            mask = mask.index_select(cut.dim - 1, cut.indices.clamp(max=cut.size - 1).to(device))
+            mask = mask.index_select(cut.of_sample, cut.indices.clamp(max=cut.size - 1).to(device))
         return mask
 
     def extra_repr(self) -> str:

@@ -1,0 +1,443 @@
+"""Follows the splits of activations through a traced model, and finds where they must be converted.
+
+The plain model is traced with torch.fx. Modules convert what they are called with; functions and methods
+between them cannot, so that their arguments must be split alike, and in a way that they leave as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.loss import _Loss
+from torch.utils import _pytree as pytree
+
+from stretto.engine.parallel.splits import Change, Split
+from stretto.engine.parallel.styles import Batch, Column, GatherBatch, Replicate, SplitDropout, Style
+from stretto.engine.parallel.tensor.dropout import KeyedDropout
+from stretto.errors import StrettoError
+
+Styles = Mapping[str, tuple[nn.Module, Style]]
+TORCH = str(Path(torch.__file__).parent)
+
+_ELEMENTWISE_MODULES: tuple[type[nn.Module], ...] = (
+    KeyedDropout,
+    nn.CELU,
+    nn.Dropout,
+    nn.ELU,
+    nn.GELU,
+    nn.Hardsigmoid,
+    nn.Hardswish,
+    nn.Hardtanh,
+    nn.Identity,
+    nn.LeakyReLU,
+    nn.LogSigmoid,
+    nn.Mish,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.SELU,
+    nn.SiLU,
+    nn.Sigmoid,
+    nn.Softplus,
+    nn.Softsign,
+    nn.Tanh,
+)
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_ELEMENTWISE = _words(
+    """abs add celu clamp clone contiguous detach div double elu exp float gelu half hardsigmoid hardswish
+    hardtanh iadd imul isub leaky_relu log log1p logsigmoid mish mul neg pow reciprocal relu relu6 rsqrt
+    rsub selu sigmoid silu softplus softsign sqrt square sub tanh to truediv type type_as"""
+)
+_REDUCTIONS = _words(
+    """all amax amin any argmax argmin logsumexp max mean median min norm prod std std_mean sum var
+    var_mean"""
+)
+_ALONG_FIRST = _words(
+    """cat concat cumprod cumsum flip gather index_select log_softmax narrow select softmax softmin stack
+    unbind unsqueeze"""
+)
+# The position and the default of the dimension along which a function mixes or counts elements; None: all
+_ALONG: dict[str, tuple[int, int | None]] = {
+    **dict.fromkeys(_REDUCTIONS, (1, None)),
+    **dict.fromkeys(_ALONG_FIRST, (1, 0)),
+    **dict.fromkeys(("chunk", "roll", "split", "tensor_split"), (2, 0)),
+    "sort": (1, -1),
+    "topk": (2, -1),
+}
+_OVER_BATCH = _words(
+    """batch_norm binary_cross_entropy binary_cross_entropy_with_logits cross_entropy huber_loss kl_div
+    l1_loss mse_loss nll_loss smooth_l1_loss t"""
+)
+_SWAPPING = _words("transpose swapaxes swapdims")
+_NOT_TENSORS = _words("dim numel size len ndimension is_floating_point")
+_SIZES = _words("shape ndim dtype device")
+_SEVERAL = _words("chunk max median min sort split std_mean tensor_split topk unbind var_mean")
+
+
+@dataclass(kw_only=True)
+class Flow:
+    """Where a model's activations change their split.
+
+    before: by module, the changes of its arguments, by position or keyword.
+    after: by module, the change of its output.
+    output: changes of the leaves of the model's output, in order.
+    splits: of what each module that was not traced into computes on, with the full size of the last dimension
+        where that is split.
+    terms: layers split by output features whose input gradients are summed by what comes before.
+    rounds: of modules with `GatherBatch` style, the changes of the leaves of their output.
+    """
+
+    before: dict[str, dict[int | str | None, Change]] = field(
+        default_factory=dict[str, "dict[int | str | None, Change]"]
+    )
+    after: dict[str, Change] = field(default_factory=dict[str, Change])
+    output: list[Change | None] = field(default_factory=list["Change | None"])
+    splits: dict[str, tuple[Split, int]] = field(default_factory=dict[str, tuple[Split, int]])
+    terms: set[str] = field(default_factory=set[str])
+    rounds: dict[str, list[Change | None]] = field(default_factory=dict[str, "list[Change | None]"])
+
+    def of(self, name: str) -> tuple[Split, int] | None:
+        """Split and full last dimension of what a module computes on."""
+        while name and name not in self.splits:
+            name = name.rpartition(".")[0]
+        return self.splits.get(name)
+
+    def only(self, split: Split) -> Flow:
+        """What is known of the modules that compute on such a split."""
+        return Flow(splits={name: known for name, known in self.splits.items() if known[0] == split})
+
+
+@dataclass(frozen=True)
+class _Value:
+    """What a node of the graph computes.
+
+    split: None: no activation, such as a size or a parameter.
+    size: of the last dimension, where that is split.
+    partial: whether it is a parameter whose gradients are terms, each of a rank's rows; None: no parameter.
+    several: whether it is a tuple of tensors.
+    """
+
+    split: Split | None = None
+    size: int = 0
+    partial: bool | None = None
+    several: bool = False
+
+
+def follow(model: nn.Module, styles: Styles, inputs: Split, outputs: Split) -> Flow:
+    """Trace the plain model, and find the changes of split between its modules.
+
+    Args:
+        styles: by module name.
+        inputs, outputs: how the model's inputs come, and its output is to be left.
+
+    Raises:
+        StrettoError: a model that cannot be traced, or a function whose arguments are split in ways that it
+            cannot compute with.
+    """
+    flow = Flow()
+    _Walk(model, "", styles, inputs=inputs, outputs=outputs, flow=flow).run()
+    return flow
+
+
+def declared(styles: Styles) -> Flow:
+    """The changes that the styles themselves say, for a model that is not traced.
+
+    Raises:
+        StrettoError: a style that says how its input or output is split, and cannot be converted.
+    """
+    flow = Flow()
+    for name, (_, style) in styles.items():
+        if style.natural is None:
+            if style.input is not None or style.output is not None:
+                raise StrettoError(f"sharding plan: {name!r} has {style}, which cannot be converted")
+            continue
+        if isinstance(style, GatherBatch):
+            raise StrettoError(
+                f"sharding plan: {name!r} has {style}, whose layers have to be traced", hint="convert=True"
+            )
+        taken, left = style.natural
+        if style.input not in (None, taken):
+            after = _taken(style, style.input)
+            flow.before[name] = {None: (style.input, after)}
+            if after == "assembled":
+                flow.terms.add(name)
+        if style.output not in (None, left):
+            flow.after[name] = left, style.output
+        flow.splits[name] = taken, 0
+    return flow
+
+
+def _taken(style: Style, split: Split) -> Split:
+    """How a module takes a tensor that is split so. The input gradients of a layer that is split by output
+    features are terms of a sum, which the backward of a conversion can be.
+    """
+    assert style.natural is not None
+    taken = style.natural[0]
+    return "assembled" if isinstance(style, Column) and split != "whole" else taken
+
+
+class _Tracer(fx.Tracer):
+    record_stack_traces = True
+
+    def __init__(self, prefix: str, styles: Styles) -> None:
+        super().__init__()
+        self._prefix, self._styles = prefix, styles
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        name = self._prefix + module_qualified_name
+        style = self._styles[name][1] if name in self._styles else None
+        if isinstance(style, GatherBatch):
+            return True
+        if any(other.startswith(f"{name}.") for other in self._styles):
+            return False
+        return style is not None or not isinstance(m, nn.Sequential)
+
+
+class _Walk:
+    """One pass over the graph of a module."""
+
+    def __init__(
+        self, root: nn.Module, prefix: str, styles: Styles, *, inputs: Split, outputs: Split, flow: Flow
+    ) -> None:
+        self.root, self.prefix = root, prefix
+        self.styles = styles
+        self.inputs: Split = inputs
+        self.outputs: Split = outputs
+        self.flow = flow
+        self.values = dict[fx.Node, _Value]()
+        self.seen = dict[tuple[str, int | str], set[Change]]()
+
+    def run(self) -> list[Change | None]:
+        """The changes of the leaves of the output."""
+        where = f"{self.prefix.rstrip('.')!r}" if self.prefix else "the model"
+        try:
+            graph = _Tracer(self.prefix, self.styles).trace(self.root)
+        except Exception as error:
+            raise StrettoError(
+                f"sharding plan: {where} ({type(self.root).__name__}) cannot be traced to see how its "
+                f"activations are split: {error}",
+                hint="give convert=False, and styles their input and output: Column(input='batch')",
+            ) from error
+        for node in graph.nodes:
+            if node.op == "output":
+                return self._output(node)
+            self.values[node] = self._value(node)
+        raise AssertionError("a graph has an output")
+
+    def _value(self, node: fx.Node) -> _Value:
+        if node.op == "placeholder":
+            return _Value(self.inputs)
+        if node.op == "get_attr":
+            return self._attribute(self.prefix + str(node.target))
+        if node.op == "call_module":
+            return self._module(node, self.prefix + str(node.target))
+        return self._function(node)
+
+    def _attribute(self, name: str) -> _Value:
+        """A parameter that a function uses: its gradient must be what its style says."""
+        tensor = self.root
+        for part in name.removeprefix(self.prefix).split("."):
+            tensor = getattr(tensor, part)
+        style = self._style_over(name.rpartition(".")[0])
+        return _Value(partial=isinstance(style, Batch) if getattr(tensor, "requires_grad", False) else None)
+
+    def _style_over(self, name: str) -> Style | None:
+        """The style of the module, or of the nearest that contains it."""
+        while name and name not in self.styles:
+            name = name.rpartition(".")[0]
+        return self.styles[name][1] if name in self.styles else None
+
+    # ------------------------------------------------------------------ modules
+
+    def _module(self, node: fx.Node, name: str) -> _Value:
+        module = self.root.get_submodule(str(node.target))
+        style = self.styles[name][1] if name in self.styles else None
+        if style is None and any(True for _ in module.parameters()):
+            style = self._style_over(name)
+            style = Replicate() if isinstance(style, GatherBatch) else style
+        arguments = [(at, self._tensor(arg)) for at, arg in (*enumerate(node.args), *node.kwargs.items())]
+        tensors = {at: value for at, value in arguments if value is not None and value.split is not None}
+        inside = [one for arg in (*node.args, *node.kwargs.values()) for one in pytree.tree_leaves(arg)]
+        if sum(isinstance(one, fx.Node) for one in inside) > sum(value is not None for _, value in arguments):
+            raise StrettoError(
+                f"sharding plan: {name!r} is called with tensors in a list or mapping, which cannot be "
+                "converted",
+                hint="hand them over one by one, or give convert=False",
+            )
+        if style is None or isinstance(style, SplitDropout):
+            return self._unstyled(name, module, tensors)
+        if style.natural is None:
+            raise StrettoError(
+                f"sharding plan: {name!r} has {style}, whose input and output cannot be converted",
+                hint="Batch(), Replicate(), Column() or Row() without sequence, or convert=False",
+            )
+        taken, left = style.natural
+        self._take(name, style, tensors)
+        if isinstance(style, GatherBatch):
+            walk = _Walk(module, f"{name}.", self.styles, inputs="assembled", outputs="whole", flow=self.flow)
+            self.flow.rounds[name] = walk.run()
+        size = _features(module)
+        self.flow.splits[name] = taken, 0
+        if style.output is not None and style.output != left:
+            self.flow.after[name] = left, style.output
+            left = style.output
+        return _Value(left, size if left == "features" else 0)
+
+    def _take(self, name: str, style: Style, tensors: Mapping[int | str, _Value]) -> None:
+        """Convert the arguments of a module."""
+        for at, value in tensors.items():
+            split = cast(Split, value.split)
+            if style.input not in (None, split):
+                raise StrettoError(
+                    f"sharding plan: {name!r} is called with a tensor whose split is {split!r}, and its "
+                    f"style says input={style.input!r}",
+                    hint="leave input out: it is found by tracing",
+                )
+            after = _taken(style, split)
+            self._change(name, at, split, after)
+            if after == "assembled":
+                self.flow.terms.add(name)
+
+    def _change(self, name: str, at: int | str, before: Split, after: Split) -> None:
+        """A module's argument is split as `before`, and is to be as `after`: the same each time that it is
+        called, unless nothing is ever to be done.
+        """
+        seen = self.seen.setdefault((name, at), set())
+        seen.add((before, after))
+        if len(seen) > 1 and any(one != other or other == "assembled" for one, other in seen):
+            listed = " and as ".join(sorted(one for one, _ in seen))
+            raise StrettoError(
+                f"sharding plan: {name!r} is called several times, with tensors that are split as {listed}",
+                hint="let what is before it leave the same split each time: output='batch' or 'whole'",
+            )
+        if before != after:
+            self.flow.before.setdefault(name, {})[at] = before, after
+
+    def _unstyled(self, name: str, module: nn.Module, tensors: Mapping[int | str, _Value]) -> _Value:
+        """A module without parameters: it computes on what it is handed, where it can."""
+        splits = {value.split for value in tensors.values()}
+        if not splits:
+            return _Value()
+        sizes = {value.size for value in tensors.values()}
+        stays: Split | None = None
+        if len(splits) == 1 and len(sizes) == 1:
+            only = cast(Split, next(iter(splits)))
+            elementwise = isinstance(module, _ELEMENTWISE_MODULES)
+            mixes = isinstance(module, _Loss) or (
+                isinstance(module, nn.Softmax | nn.LogSoftmax | nn.Softmin) and module.dim in (0, None)
+            )
+            if only in ("whole", "assembled") or elementwise or (only == "batch" and not mixes):
+                stays = only
+        left = stays or "whole"
+        for at, value in tensors.items():
+            self._change(name, at, cast(Split, value.split), left)
+        size = max(sizes) if left == "features" else 0
+        known = self.flow.splits.setdefault(name, (left, size))
+        if known != (left, size) and isinstance(module, KeyedDropout | _BatchNorm):
+            raise StrettoError(
+                f"sharding plan: {name!r} is called several times, with tensors that are split differently",
+                hint="use a module of its own for each",
+            )
+        return _Value(left, size)
+
+    # ------------------------------------------------------------------ functions and methods
+
+    def _function(self, node: fx.Node) -> _Value:
+        called = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "?")
+        name = str(called).strip("_")
+        values = [self.values[one] for one in node.all_input_nodes]
+        if name in _NOT_TENSORS or (
+            name == "getattr" and node.args[1] in ("shape", "ndim", "dtype", "device")
+        ):
+            return _Value()
+        splits = {value.split for value in values} - {None}
+        partial = {value.partial for value in values} - {None}
+        if not splits:
+            return _Value(partial=partial.pop() if len(partial) == 1 else None)
+        if len(splits) > 1:
+            listed = " and ".join(sorted(str(one) for one in splits))
+            raise StrettoError(
+                f"sharding plan: {self._at(node, name)} is called with tensors that are split differently: "
+                f"{listed}",
+                hint="let one of the modules before it leave another split, such as Row(output='batch')",
+            )
+        split = cast(Split, next(iter(splits)))
+        if partial and partial != {split == "batch"}:
+            raise StrettoError(
+                f"sharding plan: {self._at(node, name)} uses a parameter on "
+                f"{'a part of the batch' if split == 'batch' else 'the whole batch'}, and the style of its "
+                f"module says {'the whole' if split == 'batch' else 'a part'}",
+                hint="Batch() for the module that holds it" if split == "batch" else "Replicate()",
+            )
+        if split == "batch":
+            self._check_rows(node, name)
+        if split == "features" and name not in _ELEMENTWISE:
+            raise StrettoError(
+                f"sharding plan: {self._at(node, name)} is called with a part of the features",
+                hint="give the module before it output='whole' or 'batch'",
+            )
+        size = max(value.size for value in values)
+        return _Value(split, size, several=name in _SEVERAL)
+
+    def _check_rows(self, node: fx.Node, name: str) -> None:
+        """Refuse functions that mix or move the samples of a batch, of which a rank has its part only."""
+        wrong = name in _OVER_BATCH or (name == "getattr" and node.args[1] in ("T", "mT", "H"))
+        if name in _ALONG:
+            at, default = _ALONG[name]
+            dims = node.kwargs.get("dim", node.args[at] if len(node.args) > at else default)
+            wrong = dims is None or 0 in (dims if isinstance(dims, list | tuple) else (dims,))
+        elif name in _SWAPPING:
+            wrong = 0 in node.args[1:3]
+        elif name == "permute":
+            order = node.args[1] if isinstance(node.args[1], list | tuple) else node.args[1:]
+            wrong = cast("tuple[Any, ...]", order)[0] != 0
+        elif name == "getitem" and not self.values[cast(fx.Node, node.args[0])].several:
+            index = node.args[1]
+            first = cast("tuple[Any, ...]", index)[0] if isinstance(index, tuple) and index else index
+            wrong = first is not Ellipsis and first != slice(None)
+        if wrong:
+            raise StrettoError(
+                f"sharding plan: {self._at(node, name)} is over the samples of the batch, of which each rank "
+                "has its part",
+                hint="give the module before it output='whole'",
+            )
+
+    def _at(self, node: fx.Node, name: str) -> str:
+        """The function, and the line of the model's code that calls it."""
+        lines = (node.stack_trace or "").splitlines()
+        calls = [
+            line.strip()
+            for frame, line in pairwise(lines)
+            if frame.lstrip().startswith("File ") and f"{TORCH}{os.sep}" not in frame
+        ]
+        return f"{name}() in {type(self.root).__name__}" + (f" ({calls[-1]!r})" if calls else "")
+
+    def _tensor(self, argument: Any) -> _Value | None:
+        return self.values[argument] if isinstance(argument, fx.Node) else None
+
+    def _output(self, node: fx.Node) -> list[Change | None]:
+        changes = list[Change | None]()
+        for leaf in pytree.tree_leaves(node.args[0]):
+            value = self._tensor(leaf)
+            split = None if value is None else value.split
+            changes.append(None if split is None or split == self.outputs else (split, self.outputs))
+        if not self.prefix:
+            self.flow.output = changes
+        return changes
+
+
+def _features(module: nn.Module) -> int:
+    """The full size of the last dimension of what a layer returns, where it is known."""
+    return getattr(module, "out_features", 0)

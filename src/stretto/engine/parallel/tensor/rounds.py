@@ -1,0 +1,277 @@
+"""A module on the whole batch, of which every rank has computed a part: gathered at once, or in rounds under
+the module's computation.
+
+Krizhevsky 2014 ("One weird trick for parallelizing convolutional neural networks", section 4) puts three
+schemes between data-parallel convolutions and fully connected layers that are split over the same K ranks:
+
+- (a) "all": every rank sends its activations to every other, and the layers compute on the whole batch.
+- (b) "turns": K rounds. In round k, rank k's part is broadcast, and the layers compute on it, while that of
+  rank k + 1 is on its way: (K - 1)/K of the communication can be hidden.
+- (c) "shares": K rounds, in each of which every rank sends 1/K of its part to all others. The rounds are as
+  large as those of (b), but no single rank's link carries them.
+
+Backward, the gradient of each sample's activations goes to the rank that sent them, summed over the ranks,
+each of which has the term of its features; in rounds, while the next round computes.
+
+In the paper each round is a forward and a backward, so that the activations of one round only are alive, and
+the weights may be updated after each ("variable batch size"). That takes the loss inside the loop, which
+`InRounds.rounds` is for. Called as a module, all forwards come before all backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from stretto.engine.parallel.collectives import (
+    Pending,
+    cut,
+    start_broadcast,
+    start_gather,
+    start_scatter_sum,
+    start_sum_at,
+)
+from stretto.engine.parallel.tensor.dropout import DropoutKeys, KeyedDropout
+from stretto.errors import StrettoError
+
+Schedule = Literal["all", "turns", "shares"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+
+
+class _Rows:
+    """What of the batch is gathered in each round.
+
+    Args:
+        part: this rank's rows of the batch [b, ...].
+    """
+
+    def __init__(self, part: Tensor, group: ProcessGroup, schedule: Schedule) -> None:
+        self.part = part.detach().contiguous()
+        self.group, self.schedule = group, schedule
+        self.ranks = group.size()
+        self.rounds = 1 if schedule == "all" else self.ranks
+        self.gradient: Tensor | None = None
+        if schedule == "shares" and len(part) % self.ranks:
+            raise StrettoError(
+                f"a rank's {len(part)} samples do not divide into {self.ranks} shares, one for each round",
+                hint=f"a batch that is a multiple of {self.ranks**2}, or schedule 'turns'",
+            )
+
+    @property
+    def share(self) -> int:
+        """Rows of one rank in one round of "shares"."""
+        return len(self.part) // self.ranks
+
+    def of_round(self, k: int) -> Tensor:
+        """Which rows of the batch round k has, in its order: int64."""
+        b = len(self.part)
+        if self.schedule == "all":
+            return torch.arange(self.ranks * b)
+        if self.schedule == "turns":
+            return torch.arange(k * b, (k + 1) * b)
+        starts = torch.arange(self.ranks)[:, None] * b + k * self.share
+        return (starts + torch.arange(self.share)).flatten()
+
+    def start(self, k: int) -> tuple[Tensor, Pending]:
+        """Start gathering the rows of round k, the same on all ranks."""
+        if self.schedule == "turns":
+            mine = k == self.group.rank()
+            rows = self.part if mine else torch.empty_like(self.part)
+            return rows.detach(), start_broadcast(rows, k, self.group)
+        sent = self.part if self.schedule == "all" else self.part.narrow(0, k * self.share, self.share)
+        pieces, work = start_gather(sent, self.group)
+        return pieces.flatten(0, 1), work
+
+    def start_return(self, k: int, term: Tensor) -> Callable[[], object]:
+        """Start summing the ranks' terms of the gradient of round k's rows, each row's at the rank that it is
+        from; returns what is to be called for its end.
+        """
+        if self.gradient is None:
+            self.gradient = torch.empty_like(self.part)
+        gradient, term = self.gradient, term.contiguous()
+        if self.schedule == "turns":
+            work, mine = start_sum_at(term, k, self.group), k == self.group.rank()
+
+            def end() -> None:
+                work.wait()
+                if mine:
+                    gradient.copy_(term)
+
+            return end
+        out = gradient if self.schedule == "all" else gradient.narrow(0, k * self.share, self.share)
+        return start_scatter_sum(cut(term, self.ranks, 0), self.group, out)[1].wait
+
+    def ordered(self, outputs: Sequence[Tensor]) -> Tensor:
+        """The rounds' outputs in the order of the batch."""
+        if self.schedule != "shares":
+            return torch.cat(list(outputs))
+        return torch.stack([one.unflatten(0, (self.ranks, -1)) for one in outputs], 1).flatten(0, 2)
+
+    def cut(self, whole: Tensor) -> list[Tensor]:
+        """A tensor in the order of the batch as the rounds have it: the reverse of `ordered`."""
+        if self.schedule != "shares":
+            return list(whole.chunk(self.rounds))
+        shares = whole.unflatten(0, (self.ranks, self.rounds, -1))
+        return [shares[:, k].flatten(0, 1) for k in range(self.rounds)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One round of `InRounds.rounds`.
+
+    output: of the module, for this round's rows.
+    rows: which rows of the batch these are, in the order of `output`: int64.
+    number, rounds: which round this is, from 0, of how many.
+    """
+
+    output: Tensor
+    rows: Tensor
+    number: int
+    rounds: int
+
+
+class InRounds(nn.Module):
+    """Mixed into the class of a module with the style `GatherBatch`."""
+
+    _group: ProcessGroup
+    _schedule: Schedule
+    _finish: Callable[[Any], Any]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's rows of the module's input to its output for the whole batch, on every rank."""
+        rows = _Rows(x, self._group, self._schedule)
+        if torch.is_grad_enabled():
+            return cast(Tensor, _Rounds.apply(self, rows, x, *self.parameters()))
+        return rows.ordered([self._compute(whole, rows, k) for k, whole in _gathered(rows)])
+
+    def rounds(self, x: Tensor) -> Iterator[Round]:
+        """One round after another, of which each is to be followed by its backward:
+
+            for one in model.classifier.rounds(x):
+                loss = cross_entropy(one.output, y[one.rows]) / one.rounds
+                loss.backward()
+
+        The next round's rows are on their way meanwhile, and so is the gradient of the round before. After
+        the last round the gradient goes on to whatever has computed x. The module's weights may be updated
+        between rounds; this is not what one process does on the whole batch, but on as many small ones.
+
+        Args:
+            x: this rank's rows of the module's input.
+
+        Raises:
+            StrettoError: a round whose backward did not follow.
+        """
+        rows = _Rows(x, self._group, self._schedule)
+        returned = list[Callable[[], object]]()
+        for k, whole in _gathered(rows):
+            leaf = whole.requires_grad_()
+            yield Round(
+                output=self._compute(leaf, rows, k), rows=rows.of_round(k), number=k, rounds=rows.rounds
+            )
+            if leaf.grad is None:
+                raise StrettoError(
+                    f"round {k} of {rows.rounds} had no backward",
+                    hint="call loss.backward() inside the loop over rounds()",
+                )
+            if x.requires_grad:
+                returned.append(rows.start_return(k, leaf.grad))
+        for end in returned:
+            end()
+        if x.requires_grad:
+            x.backward(rows.gradient)
+
+    def _compute(self, whole: Tensor, rows: _Rows, k: int) -> Tensor:
+        with self._samples_of(rows.of_round(k)):
+            return cast(Tensor, self._finish(super().forward(whole)))
+
+    @contextmanager
+    def _samples_of(self, rows: Tensor) -> Generator[None]:
+        """Within this context, dropout has the keys of these samples only."""
+        keys = list[DropoutKeys]({m.keys for m in self.modules() if isinstance(m, KeyedDropout) and m.active})
+        before = [one.samples for one in keys]
+        try:
+            for one in keys:
+                one.samples = [one.samples[row] for row in rows.tolist()]
+            yield
+        finally:
+            for one, samples in zip(keys, before, strict=True):
+                one.samples = samples
+
+
+def _gathered(rows: _Rows) -> Iterator[tuple[int, Tensor]]:
+    """Each round's number and rows, with those of the next on their way."""
+    following = rows.start(0)
+    for k in range(rows.rounds):
+        whole, work = following
+        work.wait()
+        if k + 1 < rows.rounds:
+            following = rows.start(k + 1)
+        yield k, whole
+
+
+class _Rounds(torch.autograd.Function):
+    """All rounds' forwards; backward, each round's own graph, while the gradient of the one before travels.
+
+    The parameters are inputs so that the output requires a gradient with them; their gradients are
+    accumulated by the rounds' backwards.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, module: InRounds, rows: _Rows, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.rows, ctx.graphs = rows, []
+        ctx.parameters = len(parameters)
+        outputs = list[Tensor]()
+        for k, whole in _gathered(rows):
+            leaf = whole.requires_grad_(ctx.needs_input_grad[2])
+            with torch.enable_grad():
+                output = module._compute(leaf, rows, k)
+            outputs.append(output.detach())
+            ctx.graphs.append((leaf, output))
+        return rows.ordered(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        rows: _Rows = ctx.rows
+        graphs, ctx.graphs = ctx.graphs, None
+        returned = list[Callable[[], object]]()
+        for k, gradient in enumerate(rows.cut(grads[0])):
+            leaf, output = graphs[k]
+            graphs[k] = None
+            torch.autograd.backward(output, gradient)
+            if leaf.requires_grad:
+                assert leaf.grad is not None
+                returned.append(rows.start_return(k, leaf.grad))
+        for end in returned:
+            end()
+        return (None, None, rows.gradient, *[None] * ctx.parameters)
+
+
+@cache
+def _class_in_rounds(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(f"{kind.__name__}InRounds", (InRounds, kind), {})
+
+
+def in_rounds(module: nn.Module, group: ProcessGroup, schedule: Schedule) -> nn.Module:
+    """Let the module be called with this rank's rows; in place."""
+    module.__class__ = _class_in_rounds(type(module))
+    assert isinstance(module, InRounds)
+    module._group, module._schedule = group, schedule
+    module._finish = _as_it_is
+    return module
+
+
+def finish_rounds(module: nn.Module, convert: Callable[[Any], Any]) -> None:
+    """What makes the output of each round whole."""
+    assert isinstance(module, InRounds)
+    module._finish = convert
+
+
+def _as_it_is(output: Any) -> Any:
+    return output

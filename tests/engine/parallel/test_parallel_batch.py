@@ -1,0 +1,460 @@
+"""Splits that change from layer to layer: every rank's loss, gradients and statistics are one process's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fake_mesh import FakeMesh
+from torch import Tensor, nn
+
+from ranks import on_ranks
+from stretto import Batch, Column, GatherBatch, Layout, Mesh, Replicate, Row, parallelize, sum_gradients
+from stretto.engine.parallel.late import late_messages
+from stretto.engine.parallel.styles import Style
+from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
+from stretto.engine.parallel.tensor.rounds import InRounds
+from stretto.engine.parallel.traffic import traffic
+from stretto.errors import StrettoError
+
+RANKS, SAMPLES, CLASSES = 3, 18, 5
+FEW_DIGITS = 1e-12
+
+
+class Net(nn.Module):
+    """Convolutions, statistics over the batch, dropout in both halves, and a parameter used by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(2, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.3), nn.MaxPool2d(2)
+        )
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.classifier = nn.Sequential(
+            nn.Flatten(), nn.Linear(54, 12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 6), nn.Tanh()
+        )
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.classifier(self.features(x) * self.scale))
+
+
+def net_plan(gather: Style) -> dict[str, Style]:
+    return {
+        "": Batch(),
+        "features": Batch(),
+        "classifier": gather,
+        "classifier.1": Column(),
+        "classifier.4": Row(),
+        "head": Replicate(),
+    }
+
+
+def keyed(model: nn.Module) -> nn.Module:
+    keys = DropoutKeys(3)
+    keys.samples = range(100, 100 + SAMPLES)
+    key_dropout(model, keys)
+    return model
+
+
+def net() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = keyed(Net().double())
+    x = torch.randn(SAMPLES, 2, 8, 8, dtype=torch.float64, requires_grad=True)
+    return model, x, torch.randint(CLASSES, (SAMPLES,))
+
+
+def gap(ours: Tensor, reference: Tensor) -> float:
+    return float(
+        (ours.detach() - reference.detach()).abs().max() / reference.detach().abs().max().clamp(1e-9)
+    )
+
+
+def gradient_gap(model: nn.Module, table: Any, plain: nn.Module) -> float:
+    """The largest relative difference of the gradients held here."""
+    return max(
+        gap(piece.of_local(parameter.grad), piece.of_full(plain.get_parameter(name).grad))
+        for name, parameter in model.named_parameters()
+        for piece in table[name].placed.pieces
+    )
+
+
+# ---------------------------------------------------------------------- on ranks
+
+
+def _schedules() -> dict[str, float]:
+    mesh, gaps = Mesh(Layout(tp=RANKS)), {}
+    plain, x, y = net()
+    expected = plain(x)
+    F.cross_entropy(expected, y).backward()
+    for schedule, late in product(("all", "turns", "shares"), (False, True)):
+        model, mine, y = net()
+        table = parallelize(model, net_plan(GatherBatch(schedule)), mesh)
+        if late:
+            with late_messages(seed=mesh.rank) as slow:
+                output = model(mine)
+                F.cross_entropy(output, y).backward()
+                sum_gradients(model, table)
+            assert not slow.broken, slow.broken
+        else:
+            output = model(mine)
+            F.cross_entropy(output, y).backward()
+            sum_gradients(model, table)
+        name = f"{schedule}{' late' * late}"
+        gaps[f"{name} output"] = gap(output, expected)
+        gaps[f"{name} input gradient"] = gap(mine.grad, x.grad)
+        gaps[f"{name} gradients"] = gradient_gap(model, table, plain)
+        norm, reference = model.features[1], plain.features[1]
+        gaps[f"{name} running mean"] = gap(norm.running_mean, reference.running_mean)
+        gaps[f"{name} running variance"] = gap(norm.running_var, reference.running_var)
+        with torch.no_grad():
+            again = copy.deepcopy(plain).eval()(x)
+            gaps[f"{name} evaluation"] = gap(model.eval()(mine), again)
+    return gaps
+
+
+def test_each_schedule_of_the_gather_equals_one_process():
+    for gaps in on_ranks(RANKS, _schedules):
+        assert len(gaps) == 36
+        assert max(gaps.values()) < FEW_DIGITS, gaps
+
+
+STYLES: tuple[Callable[[], Style], ...] = (Replicate, Batch, Column, Row)
+
+
+def _chain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 9), nn.Dropout(0.4), nn.Linear(9, 12), nn.GELU(), nn.Linear(12, 6), nn.Softmax(-1)
+    ).double()
+
+
+def _chains() -> dict[str, float]:
+    """Every choice of a style for each of three layers: every split changes into every other."""
+    mesh, gaps = Mesh(Layout(tp=RANKS)), {}
+    plain = keyed(_chain())
+    x = torch.randn(SAMPLES, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    weights = torch.arange(6.0, dtype=torch.float64)
+    plain_x = x.clone().requires_grad_()
+    expected = plain(plain_x)
+    (expected * weights).sum().backward()
+    for kinds in product(STYLES, repeat=3):
+        model, mine = keyed(_chain()), x.clone().requires_grad_()
+        plan = {name: kind() for name, kind in zip(("0", "2", "4"), kinds, strict=True)}
+        table = parallelize(model, plan, mesh, convert=True)
+        output = model(mine)
+        (output * weights).sum().backward()
+        sum_gradients(model, table)
+        gaps[" ".join(kind.__name__ for kind in kinds)] = max(
+            gap(output, expected), gap(mine.grad, plain_x.grad), gradient_gap(model, table, plain)
+        )
+    return gaps
+
+
+def test_any_style_may_follow_any_other():
+    for gaps in on_ranks(RANKS, _chains):
+        assert len(gaps) == 64
+        assert max(gaps.values()) < FEW_DIGITS, {name: g for name, g in gaps.items() if g >= FEW_DIGITS}
+
+
+def _rows() -> dict[str, Any]:
+    """Each rank is called with its own rows, and has its own rows of the output and its term of the loss; a
+    residual connection; and styles that say their splits themselves.
+    """
+    mesh, found = Mesh(Layout(tp=RANKS)), {}
+    mine = slice(mesh.rank * SAMPLES // RANKS, (mesh.rank + 1) * SAMPLES // RANKS)
+    plain, x, y = net()
+    F.cross_entropy(plain(x), y).backward()
+    model, whole, y = net()
+    table = parallelize(model, net_plan(GatherBatch("turns")), mesh, inputs="batch", outputs="batch")
+    (F.cross_entropy(model(whole[mine]), y[mine], reduction="sum") / SAMPLES).backward()
+    sum_gradients(model, table)
+    found["rows"] = gradient_gap(model, table, plain)
+
+    plan = {"up": Column(), "down": Row(output="batch"), "out": Batch()}
+    for name, styles, how in (
+        ("residual", plan, {"convert": True}),
+        (
+            "declared",
+            {
+                "up": Column(input="batch"),
+                "down": Row(output="batch"),
+                "out": Batch(output="whole"),
+                "norm": Batch(input="whole"),
+            },
+            {"convert": False},
+        ),
+    ):
+        torch.manual_seed(1)
+        plain = Residual().double()
+        model, x = copy.deepcopy(plain), torch.randn(SAMPLES, 6, dtype=torch.float64)
+        plain(x).square().mean().backward()
+        table = parallelize(model, {"norm": Batch(), **styles}, mesh, **how)
+        model(x).square().mean().backward()
+        sum_gradients(model, table)
+        found[name] = gradient_gap(model, table, plain)
+    return found
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.up, self.down, self.out = nn.Linear(6, 12), nn.Linear(12, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.out(x + self.down(F.gelu(self.up(x))))
+
+
+def test_rows_residuals_and_declared_splits_equal_one_process():
+    for found in on_ranks(RANKS, _rows):
+        assert max(found.values()) < FEW_DIGITS, found
+
+
+def _rounds() -> dict[str, Any]:
+    mesh, found = Mesh(Layout(tp=RANKS)), {}
+    for schedule, update in product(("turns", "shares"), (False, True)):
+        plain, x, y = net()
+        model, mine, y = net()
+        table = parallelize(model, net_plan(GatherBatch(schedule)), mesh, inputs="batch")
+        of_rank = slice(mesh.rank * SAMPLES // RANKS, (mesh.rank + 1) * SAMPLES // RANKS)
+        ours = list[float]()
+        classifier = model.classifier
+        optimizer = torch.optim.SGD(classifier.parameters(), lr=0.1, momentum=0.9)
+        events = list[str]()
+        classifier[1].register_forward_hook(lambda *_, to=events: to.append("computed"))
+        rows = list[Tensor]()
+        with traffic(lambda _, kind, __, to=events: to.append(kind)):
+            for one in classifier.rounds(model.features(mine[of_rank]) * model.scale):
+                loss = F.cross_entropy(model.head(one.output), y[one.rows]) / one.rounds
+                loss.backward()
+                rows.append(one.rows)
+                ours.append(float(loss.detach()))
+                if update:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        sum_gradients(model, table)
+        # one process: the same rounds, one after another, and the convolutions' backward after the last
+        h = plain.features(x) * plain.scale
+        leaf, expected = h.detach().requires_grad_(), list[float]()
+        plain_optimizer = torch.optim.SGD(plain.classifier.parameters(), lr=0.1, momentum=0.9)
+        keys = plain.classifier[3].keys
+        for some in rows:
+            keys.samples = (some + 100).tolist()
+            loss = F.cross_entropy(plain.head(plain.classifier(leaf[some])), y[some]) / RANKS
+            loss.backward()
+            expected.append(float(loss.detach()))
+            if update:
+                plain_optimizer.step()
+                plain_optimizer.zero_grad()
+        h.backward(leaf.grad)
+        name = f"{schedule}{' updated' * update}"
+        found[f"{name} losses"] = max(abs(a - b) for a, b in zip(ours, expected, strict=True))
+        found[f"{name} weights"] = max(
+            gap(piece.of_local(parameter), piece.of_full(plain.get_parameter(name)))
+            for name, parameter in model.named_parameters()
+            for piece in table[name].placed.pieces
+        )
+        held = [
+            (name, p)
+            for name, p in model.named_parameters()
+            if not (update and name.startswith("classifier"))
+        ]
+        found[f"{name} gradients"] = max(
+            gap(piece.of_local(p.grad), piece.of_full(plain.get_parameter(name).grad))
+            for name, p in held
+            for piece in table[name].placed.pieces
+        )
+        assert sorted(torch.cat(rows).tolist()) == list(range(SAMPLES))
+        if not update:  # without rounds one process comes to the same
+            again, x, y = net()
+            F.cross_entropy(again(x), y).backward()
+            found[f"{name} whole"] = gradient_gap(model, table, again)
+        found[f"{name} order"] = [one for one in events if one in ("broadcast", "all-gather", "computed")]
+    return found
+
+
+def test_rounds_of_forward_and_backward_equal_one_process_and_gather_ahead():
+    for found in on_ranks(RANKS, _rounds):
+        numbers = {name: one for name, one in found.items() if isinstance(one, float)}
+        assert len(numbers) == 14
+        assert max(numbers.values()) < FEW_DIGITS, numbers
+        for schedule, kind in (("turns", "broadcast"), ("shares", "all-gather")):
+            statistics = 1 * (kind == "all-gather")  # BatchNorm's
+            order = found[f"{schedule} order"][statistics:]
+            order = [one for one in order if one in (kind, "computed")]
+            assert order == [kind, kind, "computed", kind, "computed", "computed"], order
+
+
+def _bytes() -> dict[str, Any]:
+    mesh = Mesh(Layout(tp=RANKS))
+    x, sent = torch.randn(SAMPLES, 6, dtype=torch.float64), {}
+    for name, plan in (
+        ("batch to column", {"0": Batch(), "2": Column(), "4": Row()}),
+        ("batch", {"": Batch()}),
+    ):
+        model = keyed(_chain())
+        table = parallelize(model, plan, mesh)
+        with traffic() as counted:
+            model(x).sum().backward()
+            sum_gradients(model, table)
+        sent[name] = dict(counted.bytes)
+    return sent
+
+
+def test_a_gather_before_a_column_is_a_reduce_scatter_backward():
+    (sent, *_) = on_ranks(RANKS, _bytes)
+    others = RANKS - 1
+    part = SAMPLES // RANKS * 9 * 8  # of the activations between the first two layers
+    reduced = SAMPLES * 6 * 8, (6 * 9 + 9) * 8  # the last layer's output, the first layer's gradients
+    assert sent["batch to column"] == {
+        "all-gather": others * part,
+        "reduce-scatter": others * part,
+        "all-reduce": sum(2 * one * others // RANKS for one in reduced),
+    }
+    parameters = sum(p.numel() for p in _chain().parameters()) * 8
+    assert sent["batch"] == {
+        "all-gather": others * SAMPLES // RANKS * 6 * 8,
+        "all-reduce": 2 * parameters * others // RANKS,
+    }
+
+
+def _norms() -> dict[str, float]:
+    mesh, gaps = Mesh(Layout(tp=RANKS)), {}
+    generator = torch.Generator().manual_seed(2)
+    for norm, shape in (
+        (nn.BatchNorm1d(4), (SAMPLES, 4)),
+        (nn.BatchNorm1d(4, affine=False, momentum=None), (SAMPLES, 4, 3)),
+        (nn.BatchNorm2d(4, track_running_stats=False), (SAMPLES, 4, 2, 2)),
+        (nn.BatchNorm3d(4, momentum=0.3), (SAMPLES, 4, 1, 2, 2)),
+    ):
+        plain = nn.Sequential(norm.double())
+        model = copy.deepcopy(plain)
+        table = parallelize(model, {"0": Batch()}, mesh)
+        for _ in range(2):  # a mean far from zero, where sums of squares would cancel
+            x = 1e6 + torch.randn(shape, dtype=torch.float64, generator=generator)
+            theirs, mine = x.clone().requires_grad_(), x.clone().requires_grad_()
+            weights = torch.randn(shape, dtype=torch.float64, generator=generator)
+            plain.zero_grad()
+            model.zero_grad()
+            expected, output = plain(theirs), model(mine)
+            (expected * weights).sum().backward()
+            (output * weights).sum().backward()
+            sum_gradients(model, table)
+        name = f"{type(norm).__name__} {tuple(shape)}"
+        gaps[f"{name} output"] = gap(output, expected)
+        gaps[f"{name} input gradient"] = gap(mine.grad, theirs.grad)
+        for (buffer, ours), reference in zip(model.named_buffers(), plain.buffers(), strict=True):
+            gaps[f"{name} {buffer}"] = gap(ours.double(), reference.double())
+        if norm.affine:
+            gaps[f"{name} gradients"] = gradient_gap(model, table, plain)
+    return gaps
+
+
+def test_batch_norm_takes_statistics_over_all_ranks():
+    for gaps in on_ranks(RANKS, _norms):
+        assert len(gaps) == 20
+        assert max(gaps.values()) < 1e-8, gaps  # values of 1e6 have ten digits left for what is around them
+
+
+# ---------------------------------------------------------------------- without ranks
+
+
+class Reduced(nn.Module):
+    """A function over the samples between two layers."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.function(self.a(x)))
+
+
+@pytest.mark.parametrize(
+    ("function", "style", "says"),
+    [
+        (lambda x: x - x.mean(0), Batch(), "mean.. in Reduced .* is over the samples of the batch"),
+        (lambda x: x.sum(), Batch(), "sum.. in Reduced"),
+        (lambda x: x.t(), Batch(), "t.. in Reduced"),
+        (lambda x: x[0], Batch(), "getitem.. in Reduced"),
+        (lambda x: torch.cat([x, x]), Batch(), "cat.. in Reduced"),
+        (
+            lambda x: torch.softmax(x, -1),
+            Column(),
+            "softmax.. in Reduced .* called with a part of the features",
+        ),
+        (lambda x: x if x.sum() > 0 else -x, Batch(), "cannot be traced"),
+    ],
+)
+def test_functions_that_need_what_other_ranks_have_are_refused(function, style, says):
+    with pytest.raises(StrettoError, match=says):
+        parallelize(Reduced(function), {"a": style, "b": Batch()}, FakeMesh(2), convert=True)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x - x.mean(-1, keepdim=True),
+        lambda x: x.flatten(1).view(x.shape[0], -1)[:, ::1],
+        lambda x: torch.cat(x.chunk(2, 1), dim=1),
+        lambda x: torch.softmax(x, dim=-1).max(x),
+    ],
+)
+def test_functions_of_each_sample_are_let_through(function):
+    parallelize(Reduced(function), {"a": Batch(), "b": Batch()}, FakeMesh(2))
+
+
+def test_an_addition_of_different_splits_is_refused():
+    plan: dict[str, Style] = {"norm": Batch(), "up": Column(), "down": Row(), "out": Batch()}
+    with pytest.raises(StrettoError, match=r"add\(\) in Residual .*'return self.out.* batch and whole"):
+        parallelize(Residual(), plan, FakeMesh(2))
+
+
+def test_a_parameter_whose_gradient_would_be_counted_wrongly_is_refused():
+    plan = net_plan(GatherBatch())
+    with pytest.raises(StrettoError, match=r"uses a parameter on a part of the batch.*says the whole"):
+        parallelize(keyed(Net()), {**plan, "": Replicate()}, FakeMesh(2))
+
+
+def test_what_a_gather_cannot_do_is_refused():
+    with pytest.raises(StrettoError, match="schedule is 'turn'"):
+        GatherBatch("turn")  # pyright: ignore[reportArgumentType]
+    model = nn.ModuleDict({"c": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))})
+    with pytest.raises(StrettoError, match=r"'0.1' takes statistics over the batch.*a part in each round"):
+        parallelize(nn.Sequential(model["c"]), {"0": GatherBatch("turns")}, FakeMesh(2))
+    with pytest.raises(StrettoError, match="have to be traced"):
+        parallelize(nn.Sequential(model["c"]), {"0": GatherBatch("all")}, FakeMesh(2), convert=False)
+    with pytest.raises(StrettoError, match="takes batches along dimension 1"):
+        parallelize(nn.Sequential(nn.GRU(4, 4)), {"0": Batch()}, FakeMesh(2))
+
+
+def _uneven() -> list[str]:
+    """Errors of batches that do not divide, and of a round without a backward."""
+    mesh, errors = Mesh(Layout(tp=2)), list[str]()
+    model, x, _ = net()
+    parallelize(model.eval(), net_plan(GatherBatch("shares")), mesh)
+    for rows in (5, 6):
+        with pytest.raises(StrettoError) as error:
+            model(x[:rows])
+        errors.append(str(error.value))
+    classifier = model.classifier
+    assert isinstance(classifier, InRounds)
+    with pytest.raises(StrettoError) as error:
+        for _ in classifier.rounds(torch.zeros(SAMPLES // 2 - 1, 6, 3, 3, dtype=torch.float64)):
+            pass
+    return [*errors, str(error.value)]
+
+
+def test_batches_that_do_not_divide_and_rounds_without_a_backward_are_errors():
+    for batch, share, backward in on_ranks(2, _uneven):
+        assert "the batch of a tensor [5, 2, 8, 8] does not divide over 2 ranks" in batch
+        assert "a rank's 3 samples do not divide into 2 shares" in share
+        assert "round 0 of 2 had no backward" in backward
