@@ -28,7 +28,9 @@ from stretto.spec.shape import ModelShape
 
 # fields of a job that are no choices: facts of the machine, what follows from others, and ways of other
 # frameworks, for predictions
-NOT_CHOSEN = frozenset({"world", "devices", "one_memory", "framework", "fused_loss", "offset", "adapters"})
+NOT_CHOSEN = frozenset(
+    {"world", "devices", "one_memory", "framework", "fused_loss", "offset", "adapters", "undrained"}
+)
 
 # names that a config has for fields of a job, where they are not those of a section
 _JOB = {
