@@ -1,0 +1,246 @@
+"""For a process in which torch has the simulated NPU: prints as JSON what the cases named report.
+
+python on_npu.py FOLDER CASE...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recommender_job import config_of
+from stretto.engine import device as devices
+from stretto.engine.offload.shard_store import ShardStore
+from stretto.engine.optim.sharded_optimizer import GradientCopies
+from stretto.engine.parallel.recompute import RandomState, recompute
+from stretto.engine.pipeline.activation_offload import ActivationCopies
+from stretto.engine.pipeline.recorder import Recorder
+from stretto.errors import StrettoError
+from stretto.recommender.train import job as recommender
+from stretto.run.calibrate import collectives, kernels, profile
+from stretto.run.launch.local import run_ranks
+from stretto.run.train.job import run_job
+from tiny_job import GPT, LLAMA, MOE, job
+
+plugin: Any = sys.modules["stretto_fake_npu"]  # torch has loaded it
+NPU = torch.device("npu", 0)
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    """What the call raises."""
+    try:
+        call()
+    except (StrettoError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def called(call: Callable[[], Any]) -> list[str]:
+    """What the call asks of the device's streams, events and devices."""
+    plugin.calls.clear()
+    call()
+    return list(plugin.calls)
+
+
+# ------------------------------------------------------------------ what is known of devices
+
+
+def about(folder: Path) -> dict[str, Any]:
+    """Names, libraries, memory and random state."""
+    os.environ["LOCAL_RANK"] = "2"
+    before = devices.peak_memory(NPU)
+    held = torch.zeros(2**20, device=NPU)
+    states = devices.random_states(NPU)
+    plugin.Devices.generators[0].manual_seed(7)
+    drawn = devices.random_state(NPU)
+    devices.set_random_states(NPU, states)
+    with devices.forked_random([NPU, torch.device("cpu")]):
+        plugin.Devices.generators[0].manual_seed(8)
+    return {
+        "auto": devices.device_kind("auto"),
+        "count": devices.device_count("npu"),
+        "backends": [devices.backend_for("npu"), devices.backend_for("cpu")],
+        "gloo": error_of(lambda: devices.backend_for("npu", "gloo")),
+        "absent": error_of(lambda: devices.device_kind("xpu")),
+        "device": [str(devices.rank_device("auto")), plugin.Devices.current_device()],
+        "grown_gib": devices.peak_memory(NPU) - before,
+        "name": devices.model_name(NPU),
+        "memory": devices.total_memory(NPU),
+        "kernels": devices.has_cuda_kernels(NPU) or devices.compute_capability(NPU) > (0, 0),
+        "states": sorted(states),
+        "drew": not torch.equal(drawn, states["npu"]),
+        "restored": torch.equal(devices.random_state(NPU), states["npu"]),
+        "mixed": error_of(lambda: held[:3] + torch.ones(3)),
+    }
+
+
+class Drawing(nn.Module):
+    """Draws from the device's generator, as a layer of a user may."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand(x.shape, generator=plugin.Devices.generators[0])
+        return x * noise.to(x.device)
+
+
+def parts(folder: Path) -> dict[str, Any]:
+    """What copies, times and draws on a device."""
+    reported = dict[str, Any]()
+
+    weights = torch.arange(6.0)
+    store = ShardStore(NPU, folder, slots=2)
+    store.add(0, weights)
+
+    def use() -> None:
+        held = store.fetch(0)
+        reported["store"] = [str(held.device), held.tolist()]
+        held.mul_(2)
+        store.put(0)
+        reported["written"] = store.fetch(0).tolist()
+        store.release(0)
+
+    reported["store_calls"] = called(use)
+    store.close()
+
+    copies, gradient = GradientCopies(), torch.arange(4.0, device=NPU)
+    reported["gradient_calls"] = called(lambda: copies.start(1, gradient, torch.float64))
+    copied = copies.take(1)
+    assert copied is not None
+    reported["gradient"] = [str(copied.device), str(copied.dtype), copied.tolist()]
+
+    x = torch.linspace(-1, 1, 8, device=NPU, requires_grad=True)
+    kept = ActivationCopies()
+    with kept.watching(()):
+        y = (x.sin() * x.cos()).sum()
+    expected = torch.autograd.grad((x.sin() * x.cos()).sum(), x)[0]
+    reported["offload_calls"] = called(kept.offload)
+    reported["on_host"] = sorted({str(one.host.device) for one in kept._kept if one.host is not None})
+    kept.reload()
+    reported["offloaded"] = torch.equal(torch.autograd.grad(y, x)[0], expected)
+
+    recorder = Recorder(NPU)
+    recorder.record("0F0", lambda: None, lambda: None)
+    reported["span_calls"] = called(lambda: reported.update(spans=[span.label for span in recorder.spans]))
+
+    layer = Drawing()
+    random = RandomState()
+    random.save((x,))
+    first = layer(x)
+    reported["drawn"] = random.drawn
+    with random.restored():
+        reported["drawn_again"] = torch.equal(layer(x), first)
+    recompute(layer)
+    layer(x).sum().backward()
+    return reported
+
+
+def small_rank(kind: str) -> profile.Measured:
+    """A rank of `stretto calibrate`, with sizes for CPUs."""
+    kernels._CASES, kernels._SHAPES = kernels._HOST_CASES, kernels._HOST_SHAPES
+    kernels._ROWS, collectives._SIZES = kernels._HOST_ROWS, collectives._HOST_SIZES
+    return profile.measure_rank(kind, True, True)
+
+
+def calibrated(folder: Path) -> dict[str, Any]:
+    """`stretto calibrate` on two ranks."""
+    cluster = profile.profile(profile.merge_ranks(run_ranks(2, small_rank, "npu")), 2)
+    return {
+        "device": cluster.device.name,
+        "notes": cluster.device.notes,
+        "memory": cluster.device.memory,
+        "precisions": sorted(cluster.device.sustained),
+        "link": cluster.inner.kind,
+        "collectives": sorted(cluster.tables),
+        "computing": cluster.computing,
+        "too_many": error_of(lambda: profile.calibrate(5)),
+    }
+
+
+# ------------------------------------------------------------------ jobs
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """The metrics of the steps of the only run in a folder."""
+    (path,) = folder.glob("runs/*/metrics.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [row for row in rows if "loss" in row and "step" in row]
+
+
+def losses(folder: Path) -> list[list[float]]:
+    """Loss and gradient norm of each step."""
+    return [[row["loss"], row["grad_norm"]] for row in lines(folder)]
+
+
+def trained(folder: Path, model: str, *words: str) -> dict[str, Any]:
+    """The same job on devices and on the CPU."""
+    result = dict[str, Any]()
+    for kind in ("npu", "cpu"):
+        place = folder / kind
+        place.mkdir(parents=True)
+        run_job(job(place, "train.dtype=float64", f"train.device={kind}", *words, model=model), quiet=True)
+        result[kind] = losses(place)
+        result[f"{kind}_memory"] = lines(place)[-1]["memory_gib"]
+    return result
+
+
+def pipelines(folder: Path) -> dict[str, Any]:
+    """Two pipelines with a trace, whose checkpoint the CPU goes on from."""
+    words = ("layout.pp=2", "layout.dp=2", "train.dtype=float64", "checkpoint.every=3", "metrics.trace=2")
+    result = trained(folder, GPT, *words)
+    (first,) = (folder / "npu").glob("runs/*/checkpoints/step-00000003")
+    place = folder / "resumed"
+    place.mkdir()
+    config = job(place, *words, "train.device=cpu")
+    config = config.model_copy(
+        update={"checkpoint": config.checkpoint.model_copy(update={"resume": str(first)})}
+    )
+    run_job(config, quiet=True)
+    return {**result, "resumed": losses(place)}
+
+
+def sharded(folder: Path) -> dict[str, Any]:
+    """Parameters and states in files, through pinned memory."""
+    words = ("dp.mode=zero3", "dp.offload=nvme", "dp.offload_parameters=nvme", f"dp.path={folder}")
+    return trained(folder, LLAMA, "layout.dp=2", *words)
+
+
+def tensors(folder: Path) -> dict[str, Any]:
+    """Context and tensor parallelism."""
+    return trained(folder, LLAMA, "layout.tp=2", "layout.cp=2", "layout.sequence_parallel=true")
+
+
+def experts(folder: Path) -> dict[str, Any]:
+    """Experts on two ranks; each block runs again in the backward."""
+    return trained(folder, MOE, "layout.dp=2", "layout.ep=2", "recompute.mode=full", "optim.name=muon")
+
+
+def short(folder: Path) -> dict[str, Any]:
+    """16-bit weights, 8-bit products, optimiser states on the host, updates beside the backward."""
+    words = ("layout.dp=2", "precision.fp8=row", "dp.mode=zero2", "dp.offload=cpu", "optim.clip=null")
+    return trained(folder, LLAMA, *words, "train.dtype=bfloat16")
+
+
+def tables(folder: Path) -> dict[str, Any]:
+    """A recommender whose rows are in host memory, cached on the device."""
+    result = dict[str, Any]()
+    for kind in ("npu", "cpu"):
+        config = config_of(folder / kind, f"train.device={kind}", "tables.place=cpu", "tables.cache=0.3")
+        recommender.run_job(config, quiet=True)
+        result[kind] = losses(folder / kind)
+    return result
+
+
+if __name__ == "__main__":
+    root, *names = sys.argv[1:]
+    sys.stdout = sys.stderr  # what jobs print
+    reports = {}
+    for name in names:
+        (Path(root) / name).mkdir()
+        reports[name] = globals()[name](Path(root) / name)
+    print(json.dumps(reports), file=sys.__stdout__)

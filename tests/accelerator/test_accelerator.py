@@ -1,0 +1,174 @@
+"""Devices that are not CUDA's: a simulated NPU, which torch loads as it loads a vendor's plug-in.
+
+Its tensors have a device of their own and never mix with the host's, so that jobs on it show that nothing is
+made in the wrong place and nothing goes by a device's name. Of kernels it says nothing: they are the CPU's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+SOURCE = HERE.parents[1] / "src"
+Reports = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables of processes in which torch has the devices: compiled, and installed as an entry point."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ to compile the simulated device")
+    folder = tmp_path_factory.mktemp("npu")
+    library = folder / "kernels.so"
+    root = Path(torch.__file__).parent
+    includes = [f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include"]
+    links = [f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-ltorch_cpu", "-lc10"]
+    words = [compiler, "-O1", "-shared", "-fPIC", "-std=c++20", *includes, str(HERE / "kernels.cpp")]
+    done = subprocess.run(
+        [*words, "-o", str(library), *links], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    facts = folder / "stretto_fake_npu-1.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: stretto-fake-npu\nVersion: 1\n")
+    (facts / "entry_points.txt").write_text("[torch.backends]\nstretto_fake_npu = stretto_fake_npu:load\n")
+    path = os.pathsep.join(map(str, (SOURCE, HERE.parent, HERE, folder)))
+    return {**os.environ, "PYTHONPATH": path, "STRETTO_FAKE_NPU": str(library), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def report(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Reports]:
+    """What the named cases of `on_npu.py` report, in one process."""
+
+    def run(*cases: str) -> Reports:
+        folder = tmp_path_factory.mktemp("cases")
+        words = [sys.executable, str(HERE / "on_npu.py"), str(folder), *cases]
+        done = subprocess.run(
+            words, env=environment, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert done.returncode == 0, done.stderr[-6000:]
+        return json.loads(done.stdout)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def reports(report: Callable[..., Reports]) -> Reports:
+    """Of the cases that take little time."""
+    return report("about", "parts", "sharded")
+
+
+def test_auto_is_the_plug_in_s_device_and_its_library(reports: Reports) -> None:
+    about = reports["about"]
+    assert about["auto"] == "npu"
+    assert about["count"] == 4
+    assert about["device"] == ["npu:2", 2]  # by LOCAL_RANK, and current
+    assert about["backends"] == ["hccl", "gloo"]
+
+
+def test_what_is_not_there_is_named_with_what_is(reports: Reports) -> None:
+    about = reports["about"]
+    assert about["absent"].startswith("train.device is xpu, but there is no such device here: torch sees npu")
+    assert about["gloo"].startswith("train.backend is gloo, which does not send tensors of npu")
+    assert "this torch has hccl" in about["gloo"]
+
+
+def test_names_and_memory_are_the_device_s(reports: Reports) -> None:
+    about = reports["about"]
+    assert about["name"] == "Ascend 910B, simulated"
+    assert about["memory"] == 2**36
+    assert about["grown_gib"] == pytest.approx(2**-8, rel=0.01)  # a million float32
+    assert about["kernels"] is False
+
+
+def test_random_state_is_the_device_s_and_is_restored(reports: Reports) -> None:
+    about = reports["about"]
+    assert about["states"] == ["cpu", "npu"]
+    assert about["drew"]
+    assert about["restored"]  # by `set_random_states`, and after `forked_random`
+
+
+def test_tensors_of_host_and_device_do_not_mix(reports: Reports) -> None:
+    """Else the jobs here would show little."""
+    assert "same device" in reports["about"]["mixed"]
+
+
+def test_copies_run_on_streams_of_the_device(reports: Reports) -> None:
+    parts = reports["parts"]
+    values = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert parts["store"] == ["npu:0", values]
+    assert parts["written"] == [2 * value for value in values]
+    assert {"on a stream", "wait for an event", "wait for a stream"} <= {*parts["store_calls"]}
+    assert parts["gradient"] == ["cpu", "torch.float64", [0.0, 1.0, 2.0, 3.0]]
+    assert parts["gradient_calls"] == ["wait for a stream", "on a stream"]
+    assert parts["on_host"] == ["cpu"]
+    assert parts["offload_calls"] == ["wait for a stream", "on a stream"]
+    assert parts["offloaded"]
+
+
+def test_a_step_is_timed_by_events(reports: Reports) -> None:
+    assert reports["parts"]["spans"] == ["wait 0F0", "0F0"]
+    assert reports["parts"]["span_calls"] == ["synchronise npu:0"]
+
+
+def test_a_repeated_forward_draws_the_same_numbers(reports: Reports) -> None:
+    assert reports["parts"]["drawn"]
+    assert reports["parts"]["drawn_again"]
+
+
+def close(ours: list[list[float | None]], theirs: list[list[float | None]], rel: float) -> None:
+    """Losses and norms of the same number of steps, which fall."""
+    assert len(ours) == len(theirs) > 0
+    for one, other in zip(ours, theirs, strict=True):
+        assert one == pytest.approx(other, rel=rel)
+
+
+def test_jobs_on_devices_train_like_those_on_the_cpu(reports: Reports) -> None:
+    sharded = reports["sharded"]
+    close(sharded["npu"], sharded["cpu"], 1e-11)
+    assert sharded["npu_memory"] > 0
+    assert sharded["cpu_memory"] is None
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_devices_goes_on_elsewhere(report: Callable[..., Reports]) -> None:
+    pipelines = report("pipelines")["pipelines"]
+    close(pipelines["npu"], pipelines["cpu"], 1e-11)
+    close(pipelines["resumed"], pipelines["cpu"][3:], 1e-11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "rel"),
+    # in 16 bits weight gradients of the CPU are summed in float32, those of the device in 16
+    [("tensors", 1e-11), ("experts", 1e-11), ("short", 0.05), ("tables", 1e-11)],
+)
+def test_other_jobs_on_devices_train_like_those_on_the_cpu(
+    report: Callable[..., Reports], case: str, rel: float
+) -> None:
+    result = report(case)[case]
+    close(result["npu"], result["cpu"], rel)
+
+
+@pytest.mark.slow
+def test_a_device_is_calibrated_and_named(report: Callable[..., Reports]) -> None:
+    result = report("calibrated")["calibrated"]
+    assert result["device"].startswith("npu-")
+    assert result["notes"] == "Ascend 910B, simulated"
+    assert result["memory"] == 2**36
+    assert result["precisions"] == ["bf16", "fp32"]
+    assert result["link"] == "hccl"
+    assert "all-reduce" in result["collectives"]
+    assert result["computing"] is None  # ranks share no cores
+    assert result["too_many"].startswith("5 ranks, but there are 4 devices of kind npu here")
