@@ -196,7 +196,8 @@ def nothing_left(pipe: Pipeline, what: str) -> None:
         live = executor.live
         assert not live.sends, what
         assert not live.receives, what
-        assert live.inputs == () == live.targets, what
+        for batch in (live.inputs, live.targets, live.scales):
+            assert batch == [None] * live.ring, what
         for stage in live.stages.values():
             for held in (stage.x, stage.y, stage.root, stage.dx):
                 assert held == [None] * len(held), what

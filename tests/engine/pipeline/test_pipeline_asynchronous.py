@@ -1,14 +1,17 @@
 """Asynchronous schedules equal a replay of their delayed updates in one process, written from the
-papers' words (which version of each stage's weights a microbatch sees); it knows nothing of programs.
+papers' words (which version of each stage's weights a microbatch sees); it knows nothing of programs. Steps
+follow one another without a drain, in windows of every length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from plain import batch, mlp, squares
+from plain import batch, mlp, nothing_left, squares
 from test_pipeline_schedules import deep
 from torch import Tensor, nn
 
@@ -16,11 +19,13 @@ from ranks import on_ranks
 from stretto import Layout, schedule
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.pipeline import Pipeline, ReplicatedWeights
+from stretto.engine.pipeline.rounds import repeated
 from stretto.errors import StrettoError
 from stretto.program.checks.versions import weight_versions
+from stretto.program.lower import LOOKAHEAD
 from stretto.program.program import Program
 
-RATE, MOMENTUM, STEPS = 0.01, 0.9, 2
+RATE, MOMENTUM = 0.01, 0.9
 
 
 def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -38,14 +43,22 @@ class Delayed:
     def __init__(self, stages: Sequence[nn.Sequential], delays: Sequence[int], group: int) -> None:
         self.stages, self.delays, self.group = stages, delays, group
         self.velocity = [{n: torch.zeros_like(p) for n, p in s.named_parameters()} for s in stages]
-        self.newest = [{n: p.detach().clone() for n, p in s.named_parameters()} for s in stages]
+        self.history = [[{n: p.detach().clone() for n, p in s.named_parameters()}] for s in stages]
+
+    @property
+    def newest(self) -> list[dict[str, Tensor]]:
+        return [versions[-1] for versions in self.history]
+
+    def drain(self) -> None:
+        """Nothing is late any more."""
+        self.history = [[newest] for newest in self.newest]
 
     def step(self, batches: Sequence[tuple[list[Tensor], list[Tensor]]], scale: float) -> list[list[float]]:
-        """One step from a drained pipeline; `batches` of all replicas; their losses."""
-        m = len(batches[0][0])
-        history = [[newest] for newest in self.newest]
+        """One step; `batches` of all replicas; their losses."""
+        m, history = len(batches[0][0]), self.history
         losses = [[0.0] * m for _ in batches]
-        for update, start in enumerate(range(0, m, self.group)):
+        for start in range(0, m, self.group):
+            update = len(history[0]) - 1
             used = [h[max(0, update - d)] for h, d in zip(history, self.delays, strict=True)]
             leaves = [{n: t.clone().requires_grad_() for n, t in version.items()} for version in used]
             for replica, (inputs, targets) in enumerate(batches):
@@ -63,49 +76,64 @@ class Delayed:
                     self.velocity[s][n] = MOMENTUM * self.velocity[s][n] + leaf.grad
                     new[n] = history[s][-1][n] - RATE * self.velocity[s][n]
                 history[s].append(new)
-        self.newest = [h[-1] for h in history]
         return losses
 
 
 def beside(
-    program: Program,
+    program: Callable[..., Program],
     layout: Layout,
     delays: Sequence[int],
     group: int,
     make: Callable[[bool], list[nn.Module]],
+    windows: Sequence[int] = (1, 3),
 ) -> dict[int, int]:
-    """Steps of the pipeline and of the replay; weights, losses and evaluation after each. Returns the weight
-    versions held.
+    """Windows of the pipeline and of the replay; losses of each step, weights and evaluation where it drains.
+    Returns the weight versions held in the last.
     """
-    mesh, layers, m = Mesh(layout), make(True), program.microbatches
-    pipe = Pipeline(layers, program, mesh, squares, weights=ReplicatedWeights(optimizer=optimizer))
+    one = program()
+    mesh, layers, m = Mesh(layout), make(True), one.microbatches
+    weights = ReplicatedWeights(optimizer=optimizer)
+    pipe = Pipeline(layers, one, mesh, squares, window=lambda k: program(steps=k), weights=weights)
     plain = make(False)
-    cuts = [pipe.layers_of(s) for s in range(program.depth)]
+    cuts = [pipe.layers_of(s) for s in range(one.depth)]
     delayed = Delayed([nn.Sequential(*(plain[i] for i in c)) for c in cuts], delays, group)
-    replica = mesh.index("dp")
-    for step in range(STEPS):
-        batches = [batch(step, r, m) for r in range(layout.dp)]
-        wanted = delayed.step(batches, 0.25)
-        losses = pipe.step(*batches[replica], 0.25)
-        if losses is not None:
-            expected = torch.tensor(wanted[replica], dtype=torch.float64)
-            torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
+    replica, begun = mesh.index("dp"), 0
+    for window in windows:
+        taken = list[int]()
+
+        def enter(number: int, begun: int = begun, taken: list[int] = taken) -> tuple[Any, Any, float]:
+            taken.append(number)
+            return *batch(begun + number, replica, m), 0.25
+
+        for step in range(window):
+            losses = pipe.advance(enter, window)
+            assert pipe.drained is (step == window - 1)
+            assert step < len(taken) <= min(window, step + 1 + pipe.ahead)
+            wanted = delayed.step([batch(begun + step, r, m) for r in range(layout.dp)], 0.25)
+            if losses is not None:
+                expected = torch.tensor(wanted[replica], dtype=torch.float64)
+                torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
+        assert taken == list(range(window)), "every batch once"
+        begun += window
+        delayed.drain()
+        nothing_left(pipe, one.name)
         for s, stage in pipe.stages.items():
             for p, wished in zip(stage.parameters(), delayed.newest[s].values(), strict=True):
                 torch.testing.assert_close(p.detach(), wished, rtol=1e-12, atol=1e-12)
-        before = pipe.evaluate(*batches[replica])  # with the newest weights
+        last = batch(begun, replica, m)
+        before = pipe.evaluate(*last)  # with the newest weights
         if before is not None:
-            x = torch.stack(batches[replica][0])
-            for stage, weights in zip(delayed.stages, delayed.newest, strict=True):
-                x = torch.func.functional_call(stage, weights, (x,))
-            after = torch.stack([squares(y, t) for y, t in zip(x, batches[replica][1], strict=True)])
+            x = torch.stack(last[0])
+            for stage, held in zip(delayed.stages, delayed.newest, strict=True):
+                x = torch.func.functional_call(stage, held, (x,))
+            after = torch.stack([squares(y, t) for y, t in zip(x, last[1], strict=True)])
             torch.testing.assert_close(before, after, rtol=1e-12, atol=1e-12)
-    held = pipe.weight_versions
-    promised = weight_versions(program)
-    assert held == {s: promised[s] for s in held}
+    versions = pipe.weight_versions
+    promised = weight_versions(program(steps=windows[-1]))
+    assert versions == {s: promised[s] for s in versions}
     pipe.close()
     mesh.close()
-    return held
+    return versions
 
 
 def cases(layout: Layout, microbatches: Sequence[int]) -> None:
@@ -116,18 +144,30 @@ def cases(layout: Layout, microbatches: Sequence[int]) -> None:
             def make(tried: bool, ours: bool = ours) -> list[nn.Module]:
                 return deep(8, tried and ours)
 
-            held = beside(schedule("pipedream", p, m), layout, [p - 1 - r for r in range(p)], 1, make)
-            if m >= 2 * p:
+            stashing, two = partial(schedule, "pipedream", p, m), partial(schedule, "pipedream-2bw", p, m)
+            held = beside(stashing, layout, [p - 1 - r for r in range(p)], 1, make)
+            if 3 * m >= 2 * p:
                 assert held == {r: p - r for r in held}
-            held = beside(schedule("pipedream", p, m, vertical_sync=True), layout, [p - 1] * p, 1, make)
+            beside(partial(stashing, vertical_sync=True), layout, [p - 1] * p, 1, make)
             for group in {min(p, m), min(p + 1, m)}:
-                program = schedule("pipedream-2bw", p, m, group=group)
-                held = beside(program, layout, [1] * p, group, make)
+                held = beside(partial(two, group=group), layout, [1] * p, group, make)
                 assert max(held.values()) <= 2
 
 
+def long(layout: Layout, m: int) -> None:
+    """Until memory has come round twice."""
+    p = layout.pp
+    for build, delays, group in (
+        (partial(schedule, "pipedream", p, m), [p - 1 - r for r in range(p)], 1),
+        (partial(schedule, "pipedream-2bw", p, m, group=2), [1] * p, 2),
+    ):
+        rounds = repeated(lambda k, build=build: build(steps=k), 0, lookahead=LOOKAHEAD)
+        windows = (rounds.fill + 2 * rounds.cycle + 1, 2)
+        beside(build, layout, delays, group, lambda tried: deep(8, tried), windows)
+
+
 def test_one_rank_has_no_delay():
-    beside(schedule("pipedream", 1, 5), Layout(), [0], 1, lambda _: mlp())
+    beside(partial(schedule, "pipedream", 1, 5), Layout(), [0], 1, lambda _: mlp())
 
 
 def test_two_ranks():
@@ -140,6 +180,38 @@ def test_asynchronous_schedules_on_four_ranks():
 
 def test_replicas_sum_their_gradients_before_every_update():
     on_ranks(4, cases, Layout(pp=2, dp=2), (5,))
+
+
+def test_steps_follow_one_another_without_end():
+    on_ranks(2, long, Layout(pp=2), 3)
+
+
+def shorter(layout: Layout, m: int) -> list[list[float]]:
+    """A window of ten steps that is cut short as early as it can be while the third is under way."""
+    mesh = Mesh(layout)
+    pipe = Pipeline(
+        deep(8, True),
+        schedule("pipedream", layout.pp, m),
+        mesh,
+        squares,
+        window=lambda k: schedule("pipedream", layout.pp, m, steps=k),
+        weights=ReplicatedWeights(optimizer=optimizer),
+    )
+    steps, made = 10, list[list[float]]()
+    while not made or not pipe.drained:
+        losses = pipe.advance(lambda n: (*batch(n, 0, m), 0.25), steps)
+        made.append([] if losses is None else losses.tolist())
+        steps = 3 + pipe.ahead if len(made) == 3 else steps
+    pipe.close()
+    mesh.close()
+    return made
+
+
+def test_a_window_ends_early_alike_on_all_ranks():
+    for m, wanted in ((1, 7), (4, 4)):
+        first, *_, last = on_ranks(4, shorter, Layout(pp=4), m)
+        assert len(first) == len(last) == wanted
+        assert all(len(losses) == m for losses in last)
 
 
 def test_asynchronous_programs_and_optimisers_must_match():

@@ -174,7 +174,7 @@ def probed() -> dict[int, tuple[int, ...]]:
     program = schedule("interleaved", ranks=2, microbatches=2, chunks=2)
     pipe = Pipeline(layers, program, Mesh(Layout(pp=2)), squares, cut=[range(s, s + 1) for s in range(4)])
     stream = torch.get_rng_state()
-    pipe._executor(pipe.program, batch(0, 0, 2)[0])
+    pipe._executor(pipe._rounds, batch(0, 0, 2)[0])
     assert torch.equal(torch.get_rng_state(), stream)
     for stage in pipe.stages.values():
         for part in stage.modules():

@@ -43,10 +43,12 @@ def llama(folder: Path, name: str, *overrides: str) -> TrainConfig:
 @pytest.mark.parametrize("overrides", UPDATES, ids=["stashing", "synched", "2bw"])
 def test_asynchronous_schedules_learn_and_resume_bitwise(folder: Path, overrides: tuple[str, ...]) -> None:
     name = "-".join(overrides[2:])
-    whole, parts = llama(folder, f"whole-{name}", *overrides), llama(folder, f"parts-{name}", *overrides)
+    drains = (*overrides, "checkpoint.every=4")
+    whole, parts = llama(folder, f"whole-{name}", *drains), llama(folder, f"parts-{name}", *drains)
     assert train(whole)["step"] == 6
-    assert train(parts, STOP_AT_3)["step"] == 3
-    assert train(llama(folder, f"parts-{name}", *overrides, "checkpoint.resume=auto"))["step"] == 6
+    # that a rank was asked to stop is known one step later, when a step more has begun
+    assert train(parts, at_step(2, 0, send_self, signal.SIGTERM))["step"] == 4
+    assert train(llama(folder, f"parts-{name}", *drains, "checkpoint.resume=auto"))["step"] == 6
     assert same(tensors(whole, 6), tensors(parts, 6))
     assert losses(whole) == losses(parts)
     assert losses(whole)[6] < losses(whole)[1] - 0.3
@@ -58,14 +60,23 @@ def test_asynchronous_schedules_learn_and_resume_bitwise(folder: Path, overrides
     assert first_line.endswith(f"8 microbatches of 1, {UPDATES[overrides]} updates of the weights a step")
 
 
+def test_a_stop_ends_a_window_at_the_first_step_that_no_rank_has_gone_beyond(folder: Path) -> None:
+    """Asked to before step 1, which all ranks know after step 2, with step 3 under way."""
+    config = llama(folder, "asked", *STASHING)
+    assert train(config, at_step(1, 0, send_self, signal.SIGTERM))["step"] == 3
+    assert train(llama(folder, "asked", *STASHING, "checkpoint.resume=auto"))["step"] == 6
+    assert len(losses(config)) == 6  # each once, in order
+    assert losses(config)[6] < losses(config)[1] - 0.3
+
+
 def test_runs_resume_across_synchronous_and_asynchronous_schedules(folder: Path) -> None:
     """From 1f1b to an asynchronous schedule on another layout and back: the optimiser counts all updates."""
     start = llama(folder, "handed", "optim.clip=null", "layout.pp=2")
     assert train(start, STOP_AT_3)["step"] == 3
     before = losses(start)
     overrides = ("layout.pp=2", "layout.dp=2", "optim.clip=null", "schedule.name=pipedream")
-    middle = llama(folder, "handed", *overrides, "checkpoint.resume=auto")
-    assert train(middle, at_step(5, 0, send_self, signal.SIGTERM))["step"] == 5
+    middle = llama(folder, "handed", *overrides, "checkpoint.resume=auto", "train.steps=5")
+    assert train(middle)["step"] == 5
     last = llama(folder, "handed", "checkpoint.resume=auto", "layout.tp=2")
     assert train(last, at_step(6, 0, counted))["step"] == 6
     by_step = losses(last)

@@ -338,7 +338,7 @@ def drop_out_otherwise_again() -> None:
     right = Compute.backward
 
     def backward(self: Compute, action: Any) -> Any:
-        self._prepare = lambda stage, mb: None
+        self._prepare = lambda action: None
         try:
             return right(self, action)
         finally:
@@ -401,35 +401,34 @@ def never_stash() -> None:
 
 
 def later(change: Callable[[Any], Any]) -> None:
-    build = Job.program
+    build = Job.window.fget
+    assert build is not None
 
-    def changed(self: Job) -> Any:
-        program = build(self)
-        return replace(program, versions=change(program.versions))
+    def window(self: Job) -> Any:
+        made = build(self)
+        assert made is not None
 
-    Job.program = changed  # type: ignore[method-assign]
+        def changed(steps: int) -> Any:
+            program = made(steps)
+            return replace(program, versions=change(program.versions))
+
+        return changed
+
+    Job.window = property(window)  # type: ignore[assignment]
 
 
 def last_update_is_lost() -> None:
-    start, end = WeightVersions.start, WeightVersions.end
+    """The last update of each window."""
+    update = WeightVersions.update
 
-    def remembering(self: WeightVersions) -> None:
-        start(self)
-        inner, calls = self._step, list[int]()
-        updates = len(self._needed) - 1
+    def updating(self: WeightVersions, following: int) -> None:
+        inner = self._step
+        if self.newest + 1 == self.left:  # one for each microbatch
+            self._step = lambda: None
+        update(self, following)
+        self._step = inner
 
-        def step() -> None:
-            calls.append(1)
-            if len(calls) < updates:
-                inner()
-
-        self._step, self._inner = step, inner  # type: ignore[attr-defined]
-
-    def forgetting(self: WeightVersions) -> None:
-        self._step = self._inner  # type: ignore[attr-defined]
-        end(self)
-
-    WeightVersions.start, WeightVersions.end = remembering, forgetting
+    WeightVersions.update = updating
 
 
 def scale_by_the_whole_step() -> None:

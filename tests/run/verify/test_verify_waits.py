@@ -86,8 +86,8 @@ def share_a_slot(patch: pytest.MonkeyPatch) -> None:
 def dropout_of_the_first_replica(patch: pytest.MonkeyPatch) -> None:
     take = Batches.take
 
-    def taking(self: Batches, samples: Any, seen: int, keyed: bool) -> Any:
-        taken = take(self, samples, seen, keyed)
+    def taking(self: Batches, samples: Any, seen: int, keyed: bool, number: int = 0) -> Any:
+        taken = take(self, samples, seen, keyed, number)
         if keyed:
             self.replica.samples[:] = self._indices(seen, 0)
         return taken

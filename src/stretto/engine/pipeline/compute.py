@@ -17,8 +17,8 @@ from stretto.engine.parallel.recompute import RandomState
 from stretto.engine.parallel.tensor.linear import Deferred, work_off
 from stretto.engine.pipeline.activation_offload import ActivationCopies
 from stretto.engine.pipeline.exchange import Exchange
-from stretto.engine.pipeline.live import Bundle, Call, Live, microbatch_of, same_memory
-from stretto.engine.pipeline.versions import WeightVersions
+from stretto.engine.pipeline.live import Bundle, Call, Live, same_memory
+from stretto.engine.pipeline.versions import WeightVersions, ages
 from stretto.program.action import Action, Kind
 from stretto.program.messages import needed_by
 from stretto.program.program import Program
@@ -33,8 +33,8 @@ class Compute:
     Args:
         exchange: delivers messages of other ranks; None where there are no other ranks.
         loss: (output of the last stage, targets) to a scalar; None keeps the outputs instead.
-        before: called with the microbatch's number before each forward and each backward, since layers may
-            recompute in the backward.
+        before: called with the microbatch's place in `live` before each forward and each backward, since
+            layers may recompute in the backward.
         versions: by stage, where weights change within the step.
     """
 
@@ -59,25 +59,21 @@ class Compute:
         self.split = {a.stage for a in order if a.kind is Kind.W}
         self.recomputed = {(a.stage, a.microbatch) for a in order if a.kind is Kind.RECOMPUTE}
         self.offloaded = {
-            (a.stage, a.microbatch): ActivationCopies() for a in order if a.kind is Kind.OFFLOAD
+            (a.stage, live.place(a)): ActivationCopies() for a in order if a.kind is Kind.OFFLOAD
         }
-        self.random = dict[tuple[int, int | None], RandomState]()
+        self.random = dict[tuple[int, int], RandomState]()
         queue: list[Deferred] = []  # one for all stages: they may share a layer, and each I empties it
         for stage in self.split:
             live.stages[stage].split_backward(queue)
-        last = dict[tuple[int, int], Action]()  # backward of each version's last microbatch
-        for a in order:
-            if a.kind in (Kind.B, Kind.I) and a.stage in self.versions:
-                last[a.stage, program.versions[a.stage][microbatch_of(a)]] = a
-        self.last_use = set(last.values())
+        self.ages = {s: ages([a for a in order if a.stage == s], program.versions[s]) for s in self.versions}
 
     # ------------------------------------------------------------------ forward
 
     def forward(self, action: Action) -> Call:
         """x = input; y = stage(x); keep the graph's root for the backward and pass y on."""
-        stage, mb = action.stage, microbatch_of(action)
+        stage, mb = action.stage, self.live.place(action)
         here, fetch = self.live.stages[stage], self._input(action)
-        run, xs = self._run(stage, mb), here.x
+        run, xs = self._run(action), here.x
         keep, pass_on = self._keep(stage, mb), self._pass_on(stage, mb)
 
         if not self.trains:
@@ -87,8 +83,8 @@ class Compute:
                 pass_on(run(x), x)
 
             return infer
-        if (stage, mb) in self.recomputed:
-            state = self.random[stage, mb] = RandomState()
+        if (stage, action.microbatch) in self.recomputed:
+            state = self.random.setdefault((stage, mb), RandomState())
 
             def forward_without_graph() -> None:
                 xs[mb] = x = fetch()
@@ -108,9 +104,9 @@ class Compute:
 
     def recompute(self, action: Action) -> Call:
         """Run the forward again, this time with its graph."""
-        stage, mb = action.stage, microbatch_of(action)
+        stage, mb = action.stage, self.live.place(action)
         xs = self.live.stages[stage].x
-        run = self._run(stage, mb)
+        run = self._run(action)
         keep = self._keep(stage, mb)
         state = self.random[stage, mb]
 
@@ -120,10 +116,12 @@ class Compute:
 
         return call
 
-    def _run(self, stage: int, mb: int) -> Callable[[Bundle], Any]:
+    def _run(self, action: Action) -> Callable[[Bundle], Any]:
         """The stage's forward, after `before` and with the weights of its version."""
-        module, host = self.live.stages[stage].module.forward, self.offloaded.get((stage, mb))
-        prepare = self._prepare(stage, mb)
+        stage = action.stage
+        module = self.live.stages[stage].module.forward
+        host = self.offloaded.get((stage, self.live.place(action)))
+        prepare = self._prepare(action)
         if prepare is None and host is None:
             return lambda x: module(*x)
 
@@ -137,26 +135,27 @@ class Compute:
 
         return run
 
-    def _prepare(self, stage: int, mb: int) -> Call | None:
+    def _prepare(self, action: Action) -> Call | None:
         """What precedes a forward or backward: call `before`, and bind the microbatch's version of the
         weights. None if there is nothing to do.
         """
+        stage, mb = action.stage, self.live.place(action)
         before, versions = self.before, self.versions.get(stage)
         if versions is None:
             return None if before is None else partial(before, mb)
-        version = self.program.versions[stage][mb]
+        age = self.ages[stage].of[action]
 
         def prepare() -> None:
             if before is not None:
                 before(mb)
-            versions.use(version)
+            versions.use(age)
 
         return prepare
 
     def _input(self, action: Action) -> Callable[[], Bundle]:
         stage = action.stage
-        mb = microbatch_of(action)
         live = self.live
+        mb = live.place(action)
         if self.program.is_first(stage):
 
             def first_input() -> Bundle:
@@ -236,13 +235,11 @@ class Compute:
 
     def backward(self, action: Action) -> Call:
         """Run the graph of one microbatch back to the stage's input."""
-        stage, mb = action.stage, microbatch_of(action)
+        stage, mb = action.stage, self.live.place(action)
         here, fetch = self.live.stages[stage], self._gradient(action)
         roots, xs = here.root, here.x
         hand_back = self._hand_back(action)
-        versions = self.versions.get(stage) if action in self.last_use else None
-        version = self.program.versions[stage][mb] if versions is not None else 0
-        prepare = self._prepare(stage, mb)
+        drop, prepare = self._drop(action), self._prepare(action)
 
         def call() -> None:
             edges, roots[mb] = roots[mb], None
@@ -252,15 +249,15 @@ class Compute:
             _backward(edges, dy)
             x, xs[mb] = xs[mb], None
             hand_back(x, dy)
-            if versions is not None:
-                versions.drop(version)
+            if drop is not None:
+                drop()
 
         if action.kind is Kind.I and here.walk is not None:
             return self._walk(action)
         if stage not in self.split or here.walk is not None:
             return call
         queue, rest = here.queue, here.rest
-        weights = self.weights(Action(stage, Kind.W, mb)) if action.kind is Kind.B else None
+        weights = self.weights(action) if action.kind is Kind.B else None
 
         def split() -> None:
             call()
@@ -273,7 +270,7 @@ class Compute:
 
     def _walk(self, action: Action) -> Call:
         """The input gradient of a stage whose graph is walked (`walk`), since no layer in it can defer."""
-        stage, mb = action.stage, microbatch_of(action)
+        stage, mb = action.stage, self.live.place(action)
         here = self.live.stages[stage]
         fetch = self._gradient(action)
         hand_back = self._hand_back(action)
@@ -282,7 +279,7 @@ class Compute:
         rest = here.rest
         walk = here.walk
         first = self.program.is_first(stage)
-        prepare = self._prepare(stage, mb)
+        prepare = self._prepare(action)
         assert walk is not None
 
         def call() -> None:
@@ -298,9 +295,21 @@ class Compute:
 
         return call
 
+    def _drop(self, action: Action) -> Call | None:
+        """What follows a backward: free its version of the weights if it was the last to use it."""
+        stage = action.stage
+        if stage not in self.versions:
+            return None
+        known = self.ages[stage]
+        return partial(self.versions[stage].drop, known.of[action], known.following[action])
+
+    def update(self, action: Action) -> Call:
+        """Apply the gradients of one stage."""
+        return partial(self.versions[action.stage].update, self.ages[action.stage].following[action])
+
     def _hand_back(self, action: Action) -> Callable[[Bundle, Bundle], None]:
         """Store the input's gradients for the send, or for the previous stage here."""
-        stage, mb = action.stage, microbatch_of(action)
+        stage, mb = action.stage, self.live.place(action)
         dxs, received = self.live.stages[stage].dx, needed_by(self.program, action) is not None
         if self.program.is_first(stage):
             return lambda _x, _dy: None
@@ -313,8 +322,8 @@ class Compute:
 
     def _gradient(self, action: Action) -> Callable[[], tuple[Any, ...]]:
         stage = action.stage
-        mb = microbatch_of(action)
         live = self.live
+        mb = live.place(action)
         if self.program.is_last(stage):
             return lambda: (live.scales[mb],)
         receive = needed_by(self.program, action)
@@ -331,7 +340,7 @@ class Compute:
 
     def weights(self, action: Action) -> Call:
         """The weight gradients that the input-gradient pass deferred."""
-        here, mb = self.live.stages[action.stage], microbatch_of(action)
+        here, mb = self.live.stages[action.stage], self.live.place(action)
         rest, walk = here.rest, here.walk
         if walk is not None:
 
@@ -350,11 +359,11 @@ class Compute:
 
     def offload(self, action: Action) -> Call:
         """Start copying what the forward saved to host memory."""
-        return self.offloaded[action.stage, action.microbatch].offload
+        return self.offloaded[action.stage, self.live.place(action)].offload
 
     def reload(self, action: Action) -> Call:
         """Start copying it back."""
-        return self.offloaded[action.stage, action.microbatch].reload
+        return self.offloaded[action.stage, self.live.place(action)].reload
 
 
 def _edge(y: Tensor) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from stretto.engine.parallel.mesh import make_group
-from stretto.engine.pipeline.live import Boundaries, Boundary, Bundle, Call, Live, assign_slots, microbatch_of
+from stretto.engine.pipeline.live import Boundaries, Boundary, Bundle, Call, Live
 from stretto.errors import StrettoError
 from stretto.program.action import Action, Kind
 from stretto.program.program import Program
@@ -185,6 +185,7 @@ class Exchange:
     """Makes the calls of one rank's transfers.
 
     Args:
+        slots: the number of each receive's buffer, among those of its stage and direction.
         boundaries: what enters each stage of the model but the first, by its number in one copy; None where
             shapes differ between microbatches.
     """
@@ -194,6 +195,7 @@ class Exchange:
         program: Program,
         rank: int,
         live: Live,
+        slots: Mapping[Action, int],
         transfer: Transfer,
         boundaries: Mapping[int, Boundaries] | None,
         device: torch.device,
@@ -206,7 +208,7 @@ class Exchange:
         self.transfer = transfer
         self.boundaries = boundaries
         self.trains = trains
-        self.slots = assign_slots(program.orders[rank])
+        self.slots = slots
         self.memory = dict[tuple[int, Kind, int], Bundle]()
         self._inboxes = dict[Channel, Inbox]()
 
@@ -215,39 +217,40 @@ class Exchange:
     def receive(self, action: Action) -> Call:
         """Post the receive; the action that uses the message waits for it."""
         post = self.transfer.receive
-        channel = self._channel(action)
+        channel, key = self._channel(action), self.live.key(action)
         receives = self.live.receives
         if self.boundaries is None:
-            return lambda: self._inbox(channel).expect(action)
+            return lambda: self._inbox(channel).expect(key)
         raw = [buffer.detach() for buffer in self._buffers(action)]
         if len(raw) == 1:
             (only,) = raw
 
             def single() -> None:
-                receives[action] = (post(only, channel),)
+                receives[key] = (post(only, channel),)
 
             return single
 
         def several() -> None:
-            receives[action] = [post(tensor, channel) for tensor in raw]
+            receives[key] = [post(tensor, channel) for tensor in raw]
 
         return several
 
     def incoming(self, action: Action) -> Callable[[], Bundle]:
         """Wait for the message of a receive and return its tensors."""
-        receives, channel = self.live.receives, self._channel(action)
+        receives, key = self.live.receives, self.live.key(action)
+        channel = self._channel(action)
         if self.boundaries is None:
             leaf = self.trains and action.kind is Kind.RECV_F
 
             def varying() -> Bundle:
-                tensors = self._inbox(channel).take(action)
+                tensors = self._inbox(channel).take(key)
                 return tuple(t.requires_grad_(leaf and t.is_floating_point()) for t in tensors)
 
             return varying
         buffers = self._buffers(action)
 
         def fixed() -> Bundle:
-            for work in receives.pop(action):
+            for work in receives.pop(key):
                 work.wait()
             return buffers
 
@@ -255,14 +258,15 @@ class Exchange:
 
     def wait(self, action: Action) -> Call:
         """Wait for a message without taking it, so that a recorder can time the wait separately."""
-        receives, channel = self.live.receives, self._channel(action)
+        receives, key = self.live.receives, self.live.key(action)
+        channel = self._channel(action)
         if self.boundaries is None:
-            return lambda: self._inbox(channel).open(action)
+            return lambda: self._inbox(channel).open(key)
 
         def call() -> None:
-            for work in receives[action]:
+            for work in receives[key]:
                 work.wait()
-            receives[action] = ()
+            receives[key] = ()
 
         return call
 
@@ -304,7 +308,7 @@ class Exchange:
     def send(self, action: Action) -> Call:
         """Start sending activations forward or input gradients backward."""
         stage = action.stage
-        mb = microbatch_of(action)
+        mb, key = self.live.place(action), self.live.key(action)
         forward = action.kind is Kind.SEND_F
         here = self.live.stages[stage]
         start = self.transfer.send
@@ -317,7 +321,7 @@ class Exchange:
             def varying() -> None:
                 tensors, outgoing[mb] = [t.contiguous() for t in outgoing[mb]], None
                 tensors.insert(0, pack(boundaries_of(tuple(tensors)), device))
-                sends[action] = ([start(t, channel) for t in tensors], tensors)
+                sends[key] = ([start(t, channel) for t in tensors], tensors)
 
             return varying
         expected = self._expected(stage + 1 if forward else stage)
@@ -331,7 +335,7 @@ class Exchange:
                 # the receiver has no header to check: another shape would be read as the expected one
                 if tensor.shape != shape or tensor.dtype != dtype or len(tensors) != 1:
                     raise _unexpected(stage, tensors, expected)
-                sends[action] = ([start(tensor, channel)], tensor)
+                sends[key] = ([start(tensor, channel)], tensor)
 
             return single
 
@@ -339,16 +343,16 @@ class Exchange:
             tensors, outgoing[mb] = tuple(t.contiguous() for t in outgoing[mb]), None
             if boundaries_of(tensors) != expected:
                 raise _unexpected(stage, tensors, expected)
-            sends[action] = ([start(t, channel) for t in tensors], tensors)
+            sends[key] = ([start(t, channel) for t in tensors], tensors)
 
         return several
 
     def release(self, send: Action) -> Call:
         """Wait for a send that the program proves to be done, and free its tensors."""
-        sends = self.live.sends
+        sends, key = self.live.sends, self.live.key(send)
 
         def call() -> None:
-            for work in sends.pop(send)[0]:
+            for work in sends.pop(key)[0]:
                 work.wait()
 
         return call

@@ -1,8 +1,8 @@
 """Run a lowered program on this rank's stages.
 
-The program is bound once into a flat list of calls on preallocated buffers: the step loop looks nothing up.
-Receives are posted where the program says and waited for by the action that uses them; a send is waited for
-where the program proves that it is done.
+The program is bound once into a flat list of calls on preallocated buffers, cut where a step ends: the step
+loop looks nothing up. Receives are posted where the program says and waited for by the action that uses them;
+a send is waited for where the program proves that it is done.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from torch import Tensor, nn
 from stretto.engine.parallel.data.stage_weights import SHARED, StageWeights
 from stretto.engine.pipeline.compute import Compute
 from stretto.engine.pipeline.exchange import Exchange, Transfer
-from stretto.engine.pipeline.live import Boundaries, Call, Live, StageLive
+from stretto.engine.pipeline.live import Batch, Boundaries, Call, Live, microbatch_of
 from stretto.engine.pipeline.recorder import Recorder
+from stretto.engine.pipeline.rounds import Rounds
 from stretto.engine.pipeline.versions import WeightVersions
 from stretto.program.action import Action, Kind
 from stretto.program.checks.residency import USES
 from stretto.program.lower import send_releases
 from stretto.program.messages import channel_of, needed_by
-from stretto.program.program import Program
 
 _WAIT_FOR = "the wait for "  # a message that was sent
+Enter = Callable[[int], Batch]  # from the number of a step in its window to its batch
 
 
 class Awaited(NamedTuple):
@@ -67,7 +68,8 @@ class Work:
         boundaries: what enters each stage of the model but the first; None where shapes differ between
             microbatches.
         reduce_tied: called once, at this rank's last REDUCE_TIED.
-        before_forward: called with the microbatch's number before each forward.
+        before_forward: called before each forward with the microbatch's place in a ring of them
+            (`Rounds.ring`); within one step that is its number.
         versions: of each stage, where weights change within the step.
     """
 
@@ -81,27 +83,65 @@ class Work:
     versions: Mapping[int, WeightVersions] = field(default_factory=dict[int, WeightVersions])
 
 
-class Executor:
-    """A lowered program bound to one rank of the pipeline: its actions as a flat list of calls."""
+@dataclass(kw_only=True)
+class _Segment:
+    """What a rank does in one step, to its last action of the step.
 
-    def __init__(self, program: Program, rank: int, work: Work, device: torch.device | str = "cpu") -> None:
+    Attributes:
+        calls: in order.
+        labels: of each call; empty: it is not recorded.
+        waits: the wait for a message that a call begins with, for recorders.
+        messages: that a call waits for.
+        microbatches: to which a call belongs; without it, the call is left out.
+        newest: of these.
+    """
+
+    calls: list[Call] = field(default_factory=list[Call])
+    labels: list[str] = field(default_factory=list[str])
+    waits: list[Call | None] = field(default_factory=list["Call | None"])
+    messages: list[Action | None] = field(default_factory=list["Action | None"])
+    microbatches: list[int] = field(default_factory=list[int])
+    newest: int = 0
+
+    def before(self, microbatch: int) -> _Segment:
+        """Only what belongs to earlier microbatches."""
+        chosen = [at for at, mb in enumerate(self.microbatches) if mb < microbatch]
+        return _Segment(
+            calls=[self.calls[at] for at in chosen],
+            labels=[self.labels[at] for at in chosen],
+            waits=[self.waits[at] for at in chosen],
+            messages=[self.messages[at] for at in chosen],
+            microbatches=[self.microbatches[at] for at in chosen],
+        )
+
+
+class Executor:
+    """A lowered program bound to one rank of the pipeline: its actions as flat lists of calls, one a step.
+
+    Args:
+        rounds: the program, and which of its steps are repeated.
+
+    Attributes:
+        step: the number of the next step in the window; 0 where the pipeline is drained.
+        place: where the first microbatch of the last step is kept.
+    """
+
+    def __init__(self, rounds: Rounds, rank: int, work: Work, device: torch.device | str = "cpu") -> None:
+        program, device = rounds.program, torch.device(device)
         assert program.lowered
-        m, device = program.microbatches, torch.device(device)
+        self.rounds = rounds
         self.program = program
         self.rank = rank
         self.work = work
         self.device = device
-        self.live = Live(
-            stages={s: StageLive(module, m) for s, module in work.stages.items()},
-            losses=[None] * m,
-            outputs=[None] * m,
-        )
+        self.live = Live(work.stages, rounds.ring)
         trains = any(a.kind in (Kind.B, Kind.I) for a in program.orders[rank])
         self._exchange = (
             Exchange(
                 program=program,
                 rank=rank,
                 live=self.live,
+                slots=rounds.slots(rank),
                 transfer=work.transfer,
                 boundaries=work.boundaries,
                 device=device,
@@ -119,9 +159,10 @@ class Executor:
             before=work.before_forward,
             versions=dict(work.versions),
         )
-        self.calls: list[Call] = []
-        self.labels: list[str] = []
-        self.waits: list[Call | None] = []  # the wait for a message that a call begins with, for recorders
+        self.step = self.place = 0
+        self._entered = 0  # steps of the window whose batches are here
+        self._fetch: Enter | None = None
+        self._segments = [_Segment()]
         self._bind()
 
     def run(
@@ -131,7 +172,7 @@ class Executor:
         scales: Sequence[Tensor | None] = (),
         recorder: Recorder | None = None,
     ) -> None:
-        """One step: forward and backward of all microbatches, gradients summed into the buffers.
+        """A window of one step: forward and backward of all microbatches, gradients summed into the buffers.
 
         Args:
             inputs: one per microbatch, read by the first stage.
@@ -139,29 +180,84 @@ class Executor:
             scales: gradient of each microbatch's loss.
             recorder: times every call; None disables timing.
         """
-        live, at = self.live, 0
-        live.inputs = inputs
-        live.targets = targets
-        live.scales = scales
+        self.advance(lambda _: (inputs, targets, scales), 1, recorder)
+
+    def advance(self, enter: Enter, steps: int, recorder: Recorder | None = None) -> None:
+        """Go on to this rank's last action of the next step of a window, and do what comes before it of later
+        steps.
+
+        Args:
+            enter: called once for each step of the window, in order, when this rank first needs its batch.
+            steps: of the window. It may become shorter while it runs, to no less than those that have come to
+                an end and `Rounds.ahead` more.
+            recorder: times every call; None disables timing.
+        """
+        rounds, m = self.rounds, self.rounds.microbatches
+        assert steps == 1 or rounds.cycle, "the program is one step"
+        at = rounds.bound(self.step)
+        left = (
+            steps - self.step + at
+        ) * m  # the first microbatch beyond the window, as the program numbers it
+        for versions in self.work.versions.values():
+            versions.left = left
+        segment = self._segments[at]
+        if segment.newest >= left:
+            segment = segment.before(left)
+        self._fetch = enter
+        if not rounds.cycle:
+            self._enter()
+        try:
+            self._run(segment, recorder)
+        except BaseException:
+            self._forget()
+            raise
+        self.place = self.step * m % rounds.ring
+        self.live.leave(self.place, m)
+        self.step += 1
+        if self.step == steps:
+            for works, _ in self.live.sends.values():  # no later message proves these to be done
+                for work in works:
+                    work.wait()
+            self.live.sends.clear()
+            self._forget()
+
+    def _forget(self) -> None:
+        """End the window: the next step finds the pipeline empty."""
+        self.step = self._entered = 0
+        self._fetch = None
+        self.live.leave(0, self.rounds.ring)
+
+    def _run(self, segment: _Segment, recorder: Recorder | None) -> None:
+        at = 0
         try:
             if recorder is None:
-                for at, call in enumerate(self.calls):  # noqa: B007 (read when a call fails)
+                for at, call in enumerate(segment.calls):  # noqa: B007 (read when a call fails)
                     call()
-            else:
-                for at, call in enumerate(self.calls):
-                    recorder.record(self.labels[at], call, self.waits[at])
+                return
+            for at, call in enumerate(segment.calls):
+                if segment.labels[at]:
+                    recorder.record(segment.labels[at], call, segment.waits[at])
+                else:
+                    call()
         except Exception as error:
-            what = f"pipeline rank {self.rank} at {self.labels[at]}"
+            what = f"pipeline rank {self.rank} at {segment.labels[at] or 'the batch'}"
             failed = PipelineError(f"{what}: {error_text(error)}")
-            failed.awaited = self._awaited(self.labels[at])
+            failed.awaited = self._awaited(segment.messages[at])
             raise failed from error
-        finally:
-            live.clear()
+
+    def _enter(self) -> None:
+        """Take the batch of the next step."""
+        assert self._fetch is not None
+        m = self.rounds.microbatches
+        self.live.enter(self._entered * m % self.rounds.ring, m, self._fetch(self._entered))
+        self._entered += 1
 
     # ------------------------------------------------------------------ binding
 
     def _bind(self) -> None:
-        order, weights = self.program.orders[self.rank], self.work.weights
+        rounds, weights = self.rounds, self.work.weights
+        m, ends = rounds.microbatches, rounds.ends(self.rank)
+        order = self.program.orders[self.rank][: ends[-1]]
         buffers = weights.buffers
         releases = defaultdict[Action | None, list[Action]](list)
         for send, point in send_releases(self.program, self.rank).items():
@@ -169,10 +265,17 @@ class Executor:
         last = {} if self.program.versions else {a.stage: a for a in order if a.kind in (Kind.B, Kind.W)}
         # a stage in two sets has the same action twice
         joined = max((at for at, a in enumerate(order) if a.kind is Kind.REDUCE_TIED), default=-1)
+        updates = iter([a.microbatch for a in order if a.kind is Kind.UPDATE])
         opened = set[int]()
         coming = set[int]()
         reduced = list[int]()
+        entered = 0
         for at, action in enumerate(order):
+            if at == ends[len(self._segments) - 1]:
+                self._segments.append(_Segment())
+            if rounds.cycle and action.kind is Kind.F and microbatch_of(action) == entered * m:
+                self._add(self._enter, "", entered * m)
+                entered += 1
             if action.kind is Kind.UNSHARD:
                 coming.add(action.stage)
             elif action.stage in coming and action.kind in USES:
@@ -193,15 +296,20 @@ class Executor:
             if action.kind is Kind.REDUCE_GRAD:
                 reduced.append(action.stage)
             if action.kind is not Kind.REDUCE_TIED:
+                # gradients are reduced for the update that follows, if there is one
+                of = next(updates) if action.kind is Kind.REDUCE_GRAD and rounds.cycle else action.microbatch
                 if call := self._call(action):
-                    self._add(call, str(action), self._wait(action))
+                    message = needed_by(self.program, action)
+                    self._add(call, self._label(action), of or 0, self._wait(message), message)
                 # a stage without an input gradient runs its graph in W
                 if action.kind in (Kind.B, Kind.I, Kind.W) and weights.gathers:
-                    self._add(partial(weights.end_backward, action.stage), f"the end of {action}")
+                    call = partial(weights.end_backward, action.stage)
+                    self._add(call, f"the end of {self._label(action)}", of or 0)
             elif at == joined and self.work.reduce_tied is not None:
                 self._add(self.work.reduce_tied, str(action))
         for send in releases[None]:
-            self._release(send)
+            if not rounds.cycle:
+                self._release(send)
 
     def _call(self, action: Action) -> Call | None:
         """The call of one action; None where there is nothing to do."""
@@ -231,7 +339,7 @@ class Executor:
             case Kind.REDUCE_GRAD:
                 return partial(work.weights.reduce, stage)
             case Kind.UPDATE:
-                return work.versions[stage].update
+                return compute.update(action)
             case Kind.UNSHARD | Kind.RESHARD:
                 if not work.weights.gathers:
                     return None
@@ -240,26 +348,39 @@ class Executor:
             case Kind.REDUCE_TIED:
                 raise AssertionError("bound with all others of the rank")
 
-    def _wait(self, action: Action) -> Call | None:
-        receive = needed_by(self.program, action)
+    def _label(self, action: Action) -> str:
+        """An action with the number of its microbatch within the step."""
+        if action.microbatch is None:
+            return str(action)
+        return str(action._replace(microbatch=action.microbatch % self.rounds.microbatches))
+
+    def _wait(self, receive: Action | None) -> Call | None:
         return self._exchange.wait(receive) if receive and self._exchange is not None else None
 
     def _release(self, send: Action) -> None:
         assert self._exchange is not None
-        self._add(self._exchange.release(send), f"{_WAIT_FOR}{send}")
+        label = f"{_WAIT_FOR}{self._label(send)}"
+        self._add(self._exchange.release(send), label, microbatch_of(send), message=send)
 
-    def _awaited(self, label: str) -> Awaited | None:
-        """The message that the call with this label waits for."""
-        for action in self.program.orders[self.rank]:
-            message = action if label == f"{_WAIT_FOR}{action}" else None
-            if label == str(action):
-                message = needed_by(self.program, action)
-            if message is not None:
-                source, target, _ = channel_of(self.program, message)
-                return Awaited(target if source == self.rank else source, sends=source == self.rank)
-        return None
+    def _awaited(self, message: Action | None) -> Awaited | None:
+        """With whom a message is exchanged."""
+        if message is None:
+            return None
+        source, target, _ = channel_of(self.program, message)
+        return Awaited(target if source == self.rank else source, sends=source == self.rank)
 
-    def _add(self, call: Call, label: str, wait: Call | None = None) -> None:
-        self.calls.append(call)
-        self.labels.append(label)
-        self.waits.append(wait)
+    def _add(
+        self,
+        call: Call,
+        label: str,
+        microbatch: int = 0,
+        wait: Call | None = None,
+        message: Action | None = None,
+    ) -> None:
+        segment = self._segments[-1]
+        segment.calls.append(call)
+        segment.labels.append(label)
+        segment.waits.append(wait)
+        segment.messages.append(message)
+        segment.microbatches.append(microbatch)
+        segment.newest = max(segment.newest, microbatch)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from stretto.engine.pipeline.walk import GraphSplit
 
 Bundle = tuple[Tensor, ...]  # what one stage passes to the next, in one direction
+# of each microbatch of a step: input, target, and gradient of the loss
+Batch = tuple[Sequence[Any], Sequence[Any], Sequence[Tensor | None]]
 Call = Callable[[], None]
 
 
@@ -63,24 +65,49 @@ class StageLive:
             self.walk = GraphSplit(self.module.parameters())
 
 
-@dataclass(kw_only=True)
 class Live:
-    """The state of one rank in one step."""
+    """The state of one rank: what is alive of each microbatch, at its place in a ring of them.
 
-    stages: dict[int, StageLive]
-    losses: list[Any]  # of the last stage, detached, by microbatch
-    outputs: list[Any]  # of the last stage where there is no loss
-    inputs: Sequence[Any] = ()
-    targets: Sequence[Any] = ()
-    scales: Sequence[Tensor | None] = ()  # gradient of each microbatch's loss
-    receives: dict[Action, Any] = field(default_factory=dict[Action, Any])
-    sends: dict[Action, tuple[list[Work], Any]] = field(default_factory=dict[Action, tuple[list[Work], Any]])
+    Args:
+        modules: the stages of the rank.
+        ring: microbatches after which places are used again.
 
-    def clear(self) -> None:
-        """Drop the batch, so that nothing of it outlives the step."""
-        self.inputs = ()
-        self.targets = ()
-        self.scales = ()
+    Attributes:
+        inputs, targets, scales: of the batches that have been entered; `scales` are the gradients of losses.
+        losses: of the last stage, detached.
+        outputs: of the last stage where there is no loss.
+        receives, sends: messages under way.
+    """
+
+    def __init__(self, modules: Mapping[int, nn.Module], ring: int) -> None:
+        self.ring = ring
+        self.stages = {s: StageLive(module, ring) for s, module in modules.items()}
+        self.inputs: list[Any] = [None] * ring
+        self.targets: list[Any] = [None] * ring
+        self.scales: list[Tensor | None] = [None] * ring
+        self.losses: list[Any] = [None] * ring
+        self.outputs: list[Any] = [None] * ring
+        self.receives = dict[Action, Any]()
+        self.sends = dict[Action, tuple[list[Work], Any]]()
+
+    def place(self, action: Action) -> int:
+        """Where the action's microbatch is kept."""
+        return microbatch_of(action) % self.ring
+
+    def key(self, action: Action) -> Action:
+        """An action of a program of any length as messages under way are kept: by its microbatch's place."""
+        return Action(action.stage, action.kind, self.place(action))
+
+    def enter(self, at: int, microbatches: int, batch: Batch) -> None:
+        """Keep a batch from place `at` on; a rank without the first or last stage need not have its parts."""
+        for kept, values in zip((self.inputs, self.targets, self.scales), batch, strict=True):
+            if len(values) == microbatches:
+                kept[at : at + microbatches] = values
+
+    def leave(self, at: int, microbatches: int) -> None:
+        """Drop a batch, so that nothing of it outlives its step."""
+        for kept in (self.inputs, self.targets, self.scales):
+            kept[at : at + microbatches] = [None] * microbatches
 
 
 def assign_slots(order: Iterable[Action]) -> dict[Action, int]:

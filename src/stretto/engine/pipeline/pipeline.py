@@ -14,13 +14,14 @@ from stretto.engine.parallel.data.stage_weights import ReplicatedWeights, StageW
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor.linear import adopt
 from stretto.engine.pipeline.exchange import Transfer
-from stretto.engine.pipeline.executor import Executor, Work
-from stretto.engine.pipeline.live import Boundaries, Boundary, microbatch_of
+from stretto.engine.pipeline.executor import Enter, Executor, Work
+from stretto.engine.pipeline.live import Batch, Boundaries, Boundary
 from stretto.engine.pipeline.probe import probe_boundaries
 from stretto.engine.pipeline.recorder import Recorder
+from stretto.engine.pipeline.rounds import Rounds, once, repeated
 from stretto.engine.pipeline.shared import PartialGradient, SharedGradients, Tie, find_ties, sum_partial
 from stretto.engine.pipeline.skips import Skip, Stage, check_skips
-from stretto.engine.pipeline.versions import WeightVersions, needed_later
+from stretto.engine.pipeline.versions import WeightVersions
 from stretto.errors import StrettoError
 from stretto.layout.cut import cut as even_cut
 from stretto.program.action import Action, Kind
@@ -107,7 +108,9 @@ class Pipeline:
             several arguments. Layers of other ranks are not used and may stay on the meta device. Under a
             program that splits backwards, every nn.Linear here is made to defer its weight gradient
             (`parallel.tensor.linear.adopt`).
-        program: from `stretto.program`; its ranks are the mesh's pp.
+        program: of one step, from `stretto.program`; its ranks are the mesh's pp.
+        window: the same asynchronous schedule over so many steps; with it, steps may follow one another
+            without a drain (`advance`).
         mesh: process groups. Every pipeline of the mesh runs the same program on its own data.
         loss: (output of the last layer, target) to a scalar, summed over the microbatch.
         weights: owns the parameters of the stages here: gathers and releases them, reduces their gradients
@@ -122,13 +125,20 @@ class Pipeline:
         varying: microbatches differ in shape; each message then begins with its shapes.
         lookahead: how many actions before its use a receive is posted. Each takes a buffer of the size of a
             boundary; a message whose receive is posted when it arrives costs the CPU about half.
-        before_forward: called with the microbatch's number before each forward.
+        before_forward: called before each forward with the microbatch's number in its step; with `window`,
+            with its place among `ring`.
         autocast: dtype that forwards compute in, where it differs from the parameters'.
 
     Attributes:
         rank: of this process in its pipeline.
         stages: the stages of this rank by number.
         buffers: their gradients (`StageWeights.buffers`).
+        drains_each_step: a window has one step.
+        ring: microbatches after which memory is used again: those of a step, or with `window` of several. The
+            first microbatch of step n of a window is in place `n * m % ring`.
+        ahead: a window that is under way has at least so many steps after those that have come to an end.
+        late: steps after which all ranks have come to the end of a step too, so that agreeing on it holds
+            nobody up.
         holds_loss: whether this rank has a last stage.
 
     Raises:
@@ -143,6 +153,7 @@ class Pipeline:
         mesh: Mesh,
         loss: Loss | None = None,
         *,
+        window: Callable[[int], Program] | None = None,
         weights: StageWeights | None = None,
         cut: Sequence[range] | None = None,
         skips: Sequence[Skip] = (),
@@ -171,6 +182,12 @@ class Pipeline:
         self._lookahead = lookahead
         self.program = lower(program, tied=sets, lookahead=lookahead)
         check(self.program)
+        self._rounds = once(self.program)
+        if window is not None:
+            self._rounds = repeated(window, self.rank, tied=sets, lookahead=lookahead)
+        self.drains_each_step = window is None
+        self.ring, self.ahead = self._rounds.ring, self._rounds.ahead
+        self.late = max(1, -(-(program.ranks - 1) // program.microbatches))
         self.stages = {s: self._stage(layers, s) for s in program.stages_of(self.rank)}
         for s in {a.stage for a in program.orders[self.rank] if a.kind is Kind.W}:
             adopt(self.stages[s])
@@ -251,7 +268,8 @@ class Pipeline:
         """Forward and backward of one batch; leaves reduced gradients in `parameter.grad`.
 
         An asynchronous program updates the weights within the step and leaves no gradients. The pipeline
-        drains at the end of a step: no microbatch stays in flight.
+        drains at the end of a step: no microbatch stays in flight. For more steps without a drain see
+        `advance`.
 
         Args:
             inputs: one per microbatch, a tensor or a tuple of arguments; used by ranks that hold the first
@@ -270,28 +288,73 @@ class Pipeline:
             StrettoError: no loss, or not one input and one target for each microbatch of the program.
             PipelineError: names the action during which this rank failed.
         """
+        self._check_batch(inputs, targets, self.program.microbatches)
+        return self.advance(lambda _: (inputs, targets, scale), 1, recorder)
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing is under way: the next step begins a window."""
+        return self._train is None or self._train.step == 0
+
+    def advance(
+        self,
+        enter: Callable[[int], tuple[Sequence[Any], Sequence[Any], Scale]],
+        steps: int,
+        recorder: Recorder | None = None,
+    ) -> Tensor | None:
+        """One step further in a window of steps, which drains at its end only: an asynchronous program goes
+        on to this rank's last action of the step, and with later steps until then.
+
+        Args:
+            enter: from the number of a step in the window to its inputs, targets and scale, as `step` takes
+                them. Called once for each step, in order, when this rank first needs it.
+            steps: of the window, the same on all ranks. While the window is under way they may become fewer,
+                but not fewer than those that have come to an end and `ahead` more.
+            recorder: as in `step`.
+
+        Returns:
+            As `step`, of the step that has come to its end here.
+        """
         if self._loss is None:
             raise StrettoError(
                 "a training step needs a loss", hint="give the pipeline one: Pipeline(..., loss=...)"
             )
-        self._check_batch(inputs, targets, self.program.microbatches)
-        if self._train is None:
-            self._train = self._executor(self.program, inputs)
-        for buffer in self.buffers.values():
-            buffer.zero()
-        for versions in self._versions.values():
-            versions.start()
+
+        def of_step(number: int) -> Batch:
+            inputs, targets, scale = enter(number)
+            self._check_batch(inputs, targets, self.program.microbatches)
+            return inputs, targets, self._gradients_of_losses(scale)
+
+        batch = of_step if self._train is not None else self._prepare(of_step)
+        executor = self._train
+        assert executor is not None
+        if executor.step == 0:
+            for buffer in self.buffers.values():
+                buffer.zero()
+            for versions in self._versions.values():
+                versions.start()
         try:
             with self._precision():
-                self._train.run(inputs, targets, self._gradients_of_losses(scale), recorder)
+                executor.advance(batch, steps, recorder)
         finally:
-            for versions in self._versions.values():
-                versions.end()
-        if recorder is None:
-            self._finish_reductions()
-        else:
-            recorder.record("the reductions", self._finish_reductions, None)
-        return self._results(self._train)
+            if executor.step == 0:
+                for versions in self._versions.values():
+                    versions.end()
+        if executor.step == 0:
+            if recorder is None:
+                self._finish_reductions()
+            else:
+                recorder.record("the reductions", self._finish_reductions, None)
+        return self._results(executor)
+
+    def _prepare(self, enter: Enter) -> Enter:
+        """Make the executor of training; returns `enter`, of which the first batch may have been taken."""
+        if self._boundaries is not None or self._varying:
+            self._train = self._executor(self._rounds, ())
+            return enter
+        first = enter(0)
+        self._train = self._executor(self._rounds, first[0])
+        return lambda number: enter(number) if number else first
 
     def _finish_reductions(self) -> None:
         for buffer in self.buffers.values():
@@ -311,9 +374,8 @@ class Pipeline:
         m = len(inputs)
         self._check_batch(inputs, targets, m)
         if m not in self._infer:
-            self._infer[m] = self._executor(
-                lower(forward_only(self.program, m), lookahead=self._lookahead), inputs
-            )
+            program = lower(forward_only(self.program, m), lookahead=self._lookahead)
+            self._infer[m] = self._executor(once(program), inputs)
         was = [(module, module.training) for stage in self.stages.values() for module in stage.modules()]
         self.train(False)
         try:
@@ -345,10 +407,13 @@ class Pipeline:
         )
         if not any(end in self.stages for end in ends):
             return None
-        mine = [i for i, copy in enumerate(program.copy_of) if (copy + 1) * program.depth - 1 in self.stages]
+        of_step = (program if executor.rounds.cycle == 0 else self.program).copy_of
+        mine = [i for i, copy in enumerate(of_step) if (copy + 1) * program.depth - 1 in self.stages]
         if not mine:  # a copy that no microbatch goes through
             return torch.empty(0, device=self.mesh.device)
-        results = [(live.losses if self._loss is not None else live.outputs)[i] for i in mine]
+        results = [
+            (live.losses if self._loss is not None else live.outputs)[executor.place + i] for i in mine
+        ]
         if all(isinstance(t, Tensor) and t.shape == results[0].shape for t in results):
             return torch.stack(results)
         return results
@@ -387,7 +452,7 @@ class Pipeline:
         mine = self.cut[stage % self.program.depth]
         return Stage([layers[i] for i in mine], mine.start, self._skips)
 
-    def _executor(self, program: Program, inputs: Sequence[Any]) -> Executor:
+    def _executor(self, rounds: Rounds, inputs: Sequence[Any]) -> Executor:
         if self._boundaries is None and not self._varying:
             self._boundaries = probe_boundaries(
                 program=self.program,
@@ -407,13 +472,13 @@ class Pipeline:
             boundaries=self._boundaries,
             before_forward=self._before,
         )
-        if program is self.program:
+        if rounds is self._rounds:
             work = replace(
                 work,
                 reduce_tied=lambda: self._shared.sum(self.buffers),
                 versions=self._versions,
             )
-        return Executor(program, self.rank, work, self.mesh.device)
+        return Executor(rounds, self.rank, work, self.mesh.device)
 
     def _reduced(self, parameter: nn.Parameter) -> tuple[Tensor, int] | None:
         """A parameter's reduced gradient: this rank's part, flat, and the index of its first element."""
@@ -421,19 +486,12 @@ class Pipeline:
         return next((part for part in parts if part is not None), None)
 
     def _make_versions(self) -> dict[int, WeightVersions]:
-        versions = dict[int, WeightVersions]()
         if not self.program.versions:
-            return versions
-        order = list(enumerate(self.program.orders[self.rank]))
-        for s, stage in self.stages.items():
-            actions = [(at, action) for at, action in order if action.stage == s]
-            version_of = self.program.versions[s]
-            uses = [(at, version_of[microbatch_of(a)]) for at, a in actions if a.kind.is_compute]
-            updates = [at for at, action in actions if action.kind is Kind.UPDATE]
-            versions[s] = WeightVersions(
-                stage, self._update(s), needed_later(uses, updates), partial(self.weights.renew, s)
-            )
-        return versions
+            return {}
+        return {
+            s: WeightVersions(stage, self._update(s), partial(self.weights.renew, s))
+            for s, stage in self.stages.items()
+        }
 
     def _update(self, stage: int) -> Callable[[], None]:
         """The update of one stage in the middle of the program."""

@@ -8,30 +8,35 @@ old version is still needed move to new memory. The gradients of all versions ac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
+from stretto.engine.pipeline.live import microbatch_of
+from stretto.program.action import Action, Kind
+
+NEVER = sys.maxsize  # a microbatch that does not come
+_USES = frozenset({Kind.F, Kind.RECOMPUTE, Kind.B, Kind.I})  # W has kept what it needs
+
 
 class WeightVersions:
-    """The versions of one stage's weights during a step.
+    """The versions of one stage's weights, numbered from 0 at the start of a window of steps.
 
     Args:
         module: the stage.
         step: applies the gradients to the module's parameters, in place, and clears them.
-        needed: for each version, whether something computes with it after it has been replaced.
         renew: moves the parameters to new memory with the same values.
+
+    Attributes:
+        newest: number of the newest version.
+        most: versions held at once, since the last start.
+        left: the first microbatch that will not come, in the numbers of the program that is bound.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        step: Callable[[], None],
-        needed: list[bool],
-        renew: Callable[[], None],
-    ) -> None:
+    def __init__(self, module: nn.Module, step: Callable[[], None], renew: Callable[[], None]) -> None:
         self._step = step
-        self._needed = needed
         self._renew = renew
         self._masters = [p for p in module.parameters() if p.requires_grad]
         at = {id(p): i for i, p in enumerate(self._masters)}
@@ -44,28 +49,43 @@ class WeightVersions:
         self._held = dict[int, list[nn.Parameter]]()
         self._bound: int | None = None  # None: the parameters themselves are bound
         self.newest = 0
-        self.most = 0  # versions held at once, since the last start
+        self.most = 0
+        self.left = NEVER
 
     def start(self) -> None:
-        """Begin a step with one version, number 0."""
+        """Begin a window with one version, number 0."""
         self.newest = 0
         self.most = 1
         self._held = {0: self._leaves()}
 
-    def use(self, version: int) -> None:
-        """Bind a version's leaves to the module."""
+    def use(self, age: int) -> None:
+        """Bind the leaves of a version to the module.
+
+        Args:
+            age: updates that have replaced it; 0 is the newest.
+        """
+        version = self.newest - age
         if version != self._bound:
             self._bind(self._held[version])
             self._bound = version
 
-    def drop(self, version: int) -> None:
-        """Free a version after its last use, unless it is the newest."""
-        if version != self.newest:
-            del self._held[version]
+    def drop(self, age: int, following: int) -> None:
+        """After a backward: free its version, unless it is the newest or another microbatch will use it.
 
-    def update(self) -> None:
-        """Update the weights: the next version."""
-        if self._needed[self.newest]:
+        Args:
+            age: of the version.
+            following: the next microbatch that uses it.
+        """
+        if age and following >= self.left:
+            del self._held[self.newest - age]
+
+    def update(self, following: int) -> None:
+        """Update the weights: the next version.
+
+        Args:
+            following: the next microbatch that computes with the version that is replaced.
+        """
+        if following < self.left:
             self._renew()  # the version before keeps the old memory
         else:
             del self._held[self.newest]
@@ -96,13 +116,42 @@ class WeightVersions:
             part._parameters[name] = parameters[at]
 
 
-def needed_later(uses: list[tuple[int, int]], updates: list[int]) -> list[bool]:
-    """For each version, whether it is used after the update that replaces it.
+@dataclass(frozen=True, kw_only=True)
+class Ages:
+    """Which versions of a stage's weights its actions use, from the newest at that place in the order back.
+
+    Attributes:
+        of: for each forward and backward, by how many updates its version is older than the newest.
+        following: for each of them, the first microbatch that uses its version later; for each update, the
+            first one that uses the version that it replaces; NEVER if there is none.
+    """
+
+    of: Mapping[Action, int]
+    following: Mapping[Action, int]
+
+
+def ages(order: Sequence[Action], versions: Sequence[int]) -> Ages:
+    """The ages of the versions that a stage uses.
 
     Args:
-        uses: (place in the rank's order, version) of every forward and backward of the stage.
-        updates: places of the stage's updates, in order; update n makes version n + 1.
+        order: the stage's actions, in the order of its rank.
+        versions: the version that each microbatch uses (`Program.versions`).
     """
-    return [any(v == version and at > place for at, v in uses) for version, place in enumerate(updates)] + [
-        False
-    ]
+    of, following = dict[Action, int](), dict[Action, int]()
+    newest = 0
+    for action in order:
+        if action.kind is Kind.UPDATE:
+            newest += 1
+        elif action.kind in _USES:
+            of[action] = newest - versions[microbatch_of(action)]
+    users = dict[int, int]()  # of each version, the next microbatch after the place in the order
+    for action in reversed(order):
+        if action.kind is Kind.UPDATE:
+            newest -= 1
+            # of several updates that name no microbatch, the first that needs to keep anything decides
+            following[action] = min(users.get(newest, NEVER), following.get(action, NEVER))
+        elif action in of:
+            version = versions[microbatch_of(action)]
+            following[action] = users.get(version, NEVER)
+            users[version] = min(microbatch_of(action), users.get(version, NEVER))
+    return Ages(of=of, following=following)

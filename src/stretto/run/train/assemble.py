@@ -60,8 +60,8 @@ def dtype_of(precision: Precision, name: str) -> torch.dtype:
 class _Setup:
     """What every step of building a replica reads.
 
-    samples, documents, decoders, auxiliary_scales: of each microbatch, written by the replica before a step;
-        the pipeline reads them before each forward.
+    samples, documents, decoders, auxiliary_scales: of each microbatch, written by the replica when a step
+        begins; the pipeline reads them before each forward.
     """
 
     job: Job
@@ -248,6 +248,7 @@ def _connect(
             if p.requires_grad
             for shared in table[n].shared
         ],
+        window=job.window,
         boundary=_boundaries(setup, stages, stream),
         before_forward=before_forward,
         weights=states,

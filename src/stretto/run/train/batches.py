@@ -61,7 +61,7 @@ class Batches:
         self._served = replica.job.dp.mode == "server" and self.mesh.group("dp") is not None
 
     def take(
-        self, samples: SampleSource, seen: int, keyed: bool
+        self, samples: SampleSource, seen: int, keyed: bool, number: int = 0
     ) -> tuple[tuple[list[Tensor], list[Tensor]], list[float]]:
         """This rank's part of its replica's microbatches of the global batch after `seen` samples, on the
         device; and of each microbatch the tokens that count, over all replicas. The replica knows the
@@ -69,14 +69,16 @@ class Batches:
 
         Args:
             keyed: let dropout know the samples.
+            number: of the step in a window of steps without a drain between them.
         """
         mesh, d = self.mesh, self.mesh.index("dp")
+        place = self.replica.place(number)
 
         def to_device(values: Tensor) -> Tensor:
             return values.to(mesh.device, non_blocking=True)
 
         if keyed:
-            self.replica.samples[:] = self._indices(seen, d)
+            self.replica.samples[place] = self._indices(seen, d)
         group = mesh.group("dp")
         if self._served and group is not None:
             pairs, begins, counts = self._from_server(samples, seen, group)
@@ -85,12 +87,12 @@ class Batches:
             counts = self._count([one.targets for one in whole])
             pairs = [self.replica.share(one.inputs, one.targets) for one in whole]
             begins = [one.begins for one in whole if one.begins is not None]
-            self.replica.decoders[:] = [
+            self.replica.decoders[place] = [
                 (to_device(one.decoder), None if one.lengths is None else to_device(one.lengths))
                 for one in whole
                 if one.decoder is not None
             ]
-        self.replica.documents[:] = map(Documents, begins)
+        self.replica.documents[place] = map(Documents, begins)
         inputs, targets = ([to_device(x) for x in part] for part in zip(*pairs, strict=True))
         return (inputs, targets), counts
 

@@ -70,28 +70,42 @@ class StepAgreement:
     memory_gib: float | None  # of the fullest rank; None where no rank measures it
 
 
+class Agreement:
+    """The reports of all ranks, on their way to each of them: one all-reduce, started here and waited for
+    later. Without a process group this rank is alone.
+    """
+
+    def __init__(self, report: StepReport, device: torch.device) -> None:
+        rank, self._world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        # sums over the ranks, then a column a rank: one more than its first bad microbatch, and its memory
+        sums = torch.tensor([report.loss, report.bad_weights, report.stop], dtype=torch.float64)
+        columns = torch.zeros(2, self._world, dtype=torch.float64)
+        columns[0, rank] = 0 if report.bad_microbatch is None else report.bad_microbatch + 1
+        columns[1, rank] = report.memory_gib
+        self._facts, self._work = torch.cat((sums, columns.flatten())), None
+        if self._world > 1:
+            self._facts = self._facts.to(device)
+            self._work = dist.all_reduce(self._facts, async_op=True)
+
+    def wait(self) -> StepAgreement:
+        """What all ranks report."""
+        if self._work is not None:
+            self._work.wait()
+        facts = self._facts.cpu()
+        loss, bad_weights, stop = facts[:3].tolist()
+        first_bad, memory = facts[3:].view(2, self._world).tolist()
+        return StepAgreement(
+            loss=loss,
+            bad_microbatches={at: int(number) - 1 for at, number in enumerate(first_bad) if number},
+            bad_weights=bad_weights > 0,
+            stop=stop > 0,
+            memory_gib=max(memory) or None,
+        )
+
+
 def agree(report: StepReport, device: torch.device) -> StepAgreement:
-    """Combine the reports of all ranks in one all-reduce; without a process group this rank is alone."""
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    # sums over the ranks, then a column a rank: one more than its first bad microbatch, and its memory
-    sums = torch.tensor([report.loss, report.bad_weights, report.stop], dtype=torch.float64)
-    columns = torch.zeros(2, world, dtype=torch.float64)
-    columns[0, rank] = 0 if report.bad_microbatch is None else report.bad_microbatch + 1
-    columns[1, rank] = report.memory_gib
-    facts = torch.cat((sums, columns.flatten()))
-    if world > 1:
-        facts = facts.to(device)
-        dist.all_reduce(facts)
-        facts = facts.cpu()
-    loss, bad_weights, stop = facts[:3].tolist()
-    first_bad, memory = facts[3:].view(2, world).tolist()
-    return StepAgreement(
-        loss=loss,
-        bad_microbatches={at: int(number) - 1 for at, number in enumerate(first_bad) if number},
-        bad_weights=bad_weights > 0,
-        stop=stop > 0,
-        memory_gib=max(memory) or None,
-    )
+    """Combine the reports of all ranks."""
+    return Agreement(report, device).wait()
 
 
 class TrainingLoop(ABC, Generic[C, P]):
@@ -142,6 +156,13 @@ class TrainingLoop(ABC, Generic[C, P]):
             with doing(f"saving after step {position.step}"):
                 self.save()
         return stopped
+
+    def _drain_after(self, step: int) -> int:
+        """The first step after this one that leaves nothing under way, for it is followed by an evaluation or
+        a checkpoint, or is the last.
+        """
+        every = (self.config.eval.every, self.config.checkpoint.every)
+        return min([self.config.train.steps, *(step + each - step % each for each in every if each)])
 
     def _after(self, step: int) -> None:
         """What the config asks for between two steps."""

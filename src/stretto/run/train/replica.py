@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,14 +33,14 @@ class Replica:
     states: the same, as data-parallel ranks share them out; `fragments` are what is updated here.
     norm: None for an asynchronous schedule: a stage's gradients are applied and gone before other stages
         have computed theirs.
-    samples: of each microbatch, set before the step: what dropout depends on.
-    documents: of each microbatch, set before a step or an evaluation; none where attention does not end at a
+    samples: of each microbatch under way (`place`): what dropout depends on.
+    documents: the same, set before a step or an evaluation; none where attention does not end at a
         document's.
     decoders: of each microbatch, what the decoder beside an encoder reads, and how many of the encoder's
         tokens are real; set before a step or an evaluation.
     split: which positions of a sample this rank holds.
     auxiliary: losses that layers add to the step's, and their statistics.
-    auxiliary_scales: gradients of the losses that layers add in each microbatch, set by `step`.
+    auxiliary_scales: gradients of the losses that layers add in each microbatch under way.
     loss_scale: with float16, the factor of the loss.
     """
 
@@ -74,13 +74,45 @@ class Replica:
     ) -> Tensor | None:
         """Forward and backward of one batch, each microbatch as `share` gives it; see `Pipeline.step`."""
         self.auxiliary.reset()
+        return self.pipeline.step(inputs, targets, self._scaled(scale, 0), recorder)
+
+    def advance(
+        self,
+        enter: Callable[[int], tuple[Sequence[Tensor], Sequence[Tensor], float | Sequence[float]]],
+        steps: int,
+        recorder: Recorder | None = None,
+    ) -> Tensor | None:
+        """One step further in a window of steps; see `Pipeline.advance`."""
+        if self.pipeline.drained:
+            self.auxiliary.reset()
+
+        def scaled(number: int) -> tuple[Sequence[Tensor], Sequence[Tensor], list[float]]:
+            inputs, targets, scale = enter(number)
+            return inputs, targets, self._scaled(scale, number)
+
+        return self.pipeline.advance(scaled, steps, recorder)
+
+    def _scaled(self, scale: float | Sequence[float], number: int) -> list[float]:
+        """The gradients of a step's losses, and of those that layers add to them, with the loss scale.
+
+        Args:
+            number: of the step in its window.
+        """
         job, program = self.job, self.pipeline.program
-        factor = 1.0 if self.loss_scale is None else self.loss_scale.value
-        of_losses = scale if isinstance(scale, Sequence) else [scale] * len(inputs)
+        m, factor = program.microbatches, 1.0 if self.loss_scale is None else self.loss_scale.value
         # experts are balanced over all tokens, whether or not the loss counts them
-        tokens = [float(job.micro_batch * job.sequence * job.layout.dp)] * len(inputs)
-        self.auxiliary_scales[:] = [one * factor for one in scales(update_numbers(program), tokens)]
-        return self.pipeline.step(inputs, targets, [one * factor for one in of_losses], recorder)
+        tokens = [float(job.micro_batch * job.sequence * job.layout.dp)] * m
+        self.auxiliary_scales[self.place(number)] = [
+            one * factor for one in scales(update_numbers(program), tokens)
+        ]
+        of_losses = scale if isinstance(scale, Sequence) else [scale] * m
+        return [one * factor for one in of_losses]
+
+    def place(self, number: int) -> slice:
+        """Where what is known of each microbatch of a step is kept, by the step's number in its window."""
+        m = self.pipeline.program.microbatches
+        first = number * m % self.pipeline.ring
+        return slice(first, first + m)
 
     def share(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's positions of samples [b, s] and their targets; padding has no target."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -58,6 +59,11 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         self._training = TrainingStep(replica, Rate.of(replica.job.optimiser, config.train.steps), self.note)
         left = config.train.steps - position.step
         self._traced = position.step + min(config.metrics.trace, left) if config.metrics.trace else 0
+        self._ended, self._seconds = (
+            0.0,
+            deque[float](),
+        )  # end of the last step; durations of those not reported
+        self._stopping = False  # a rank was asked to stop
         self._speed = Speed(replica, config.metrics.peak_tflops)
         self._forecast = None if metrics is None else Forecast(replica.job, config)
         self._samples = training_samples(source, config)
@@ -85,26 +91,38 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         )
 
     def _step(self, stop: StopRequest) -> bool:
-        """One global batch and its report; returns whether any rank was asked to stop."""
+        """One global batch, and the reports of all steps whose result is known; returns whether any rank was
+        asked to stop and nothing is under way any more.
+        """
         position = self.position
         recorder = trace.start(self.mesh) if position.step + 1 == self._traced else None
         self._warn_of_second_epoch()
-        started = time.perf_counter()
+        if self._training.drained:
+            self._ended, self._stopping = time.perf_counter(), False
         done = self._training.run(
-            self._read_ahead, step=position.step, seen=position.samples, stop=stop, recorder=recorder
+            self._read_ahead,
+            step=position.step,
+            seen=position.samples,
+            until=self._drain_after(position.step),
+            stop=stop,
+            recorder=recorder,
         )
-        self._speed.fullest = done.memory_gib
         position.step += 1
-        position.weight_updates += done.updates
         position.samples += self.replica.job.global_batch
-        position.tokens += done.tokens
-        position.targets += done.targets
-        position.loss = done.loss
-        seconds = time.perf_counter() - started
+        # from the end of one step on this rank to the end of the next: with steps under way a mean of theirs
+        ended = time.perf_counter()
+        self._seconds.append(ended - self._ended)
+        self._ended = ended
         if recorder is not None:
             self._trace(recorder)
-        self._report(done, seconds)
-        return done.stop
+        for result in done:
+            self._report(result, self._seconds.popleft())
+        return self._stopping and self._training.drained
+
+    def _drain_after(self, step: int) -> int:
+        """As of any training; the traced step is drained before and after."""
+        last = super()._drain_after(step)
+        return min([last, *(one for one in (self._traced - 1, self._traced) if one > step)])
 
     def _warn_of_second_epoch(self) -> None:
         """Say once of each source that a step is the first to train on text that was seen before."""
@@ -120,18 +138,25 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
                 )
 
     def _report(self, done: StepResult, seconds: float) -> None:
-        """Record the step that `position` now counts. Collective for a model with experts."""
+        """Count and record a step. Collective for a model with experts."""
+        self._stopping = self._stopping or done.stop
+        self._speed.fullest = done.memory_gib
+        position = self.position
+        position.weight_updates += done.updates
+        position.tokens += done.tokens
+        position.targets += done.targets
+        position.loss = done.loss
         record = self._speed.record(
-            step=self.position.step,
+            step=done.step + 1,
             loss=done.loss,
             norm=done.norm,
             rate=done.rate,
-            seen=self.position.tokens,
-            targets=self.position.targets,
+            seen=position.tokens,
+            targets=position.targets,
             tokens=done.tokens,
             seconds=seconds,
         )
-        done_epochs = epochs(self._samples, self.position.samples)
+        done_epochs = epochs(self._samples, done.samples)
         record = replace(
             record,
             epoch=max(done_epochs.values()),

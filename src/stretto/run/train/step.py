@@ -4,8 +4,9 @@ step and the proof of a layout does: there is no second version of it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import TypeVar
 
@@ -21,7 +22,7 @@ from stretto.run.launch.failure import TrainingFailed
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train import trace
 from stretto.run.train.batches import Batches, SampleSource
-from stretto.run.train.loop import StepAgreement, StepReport, agree
+from stretto.run.train.loop import Agreement, StepAgreement, StepReport, agree
 from stretto.run.train.optimizer import scales, update_numbers
 from stretto.run.train.replica import Replica
 from stretto.spec.finetune import adjusted
@@ -40,6 +41,8 @@ class StepResult:
     """What a step has done, the same on every rank.
 
     Attributes:
+        step: its number, from 0.
+        samples: of the run, to the end of the step.
         loss: mean over the targets of the global batch, without what layers add (`Replica.auxiliary`); 0
             where it has none.
         tokens: of the global batch.
@@ -51,6 +54,8 @@ class StepResult:
         memory_gib: peak of the fullest rank; None where no rank measures it.
     """
 
+    step: int
+    samples: int
     loss: float
     tokens: int
     targets: int
@@ -59,6 +64,27 @@ class StepResult:
     updates: int
     stop: bool
     memory_gib: float | None
+
+
+@dataclass(kw_only=True)
+class _Window:
+    """Steps of an asynchronous schedule that follow one another without a drain.
+
+    Attributes:
+        first: the number of its first step.
+        seen: samples before that.
+        until: the number of the step after its last.
+        counted: of each step under way, the tokens that the loss counts.
+        agreements: on the steps that have come to an end on this rank, in order.
+        spoiled: of these, the first weight of this rank that was not finite then.
+    """
+
+    first: int
+    seen: int
+    until: int
+    counted: dict[int, float] = field(default_factory=dict[int, float])
+    agreements: deque[tuple[int, Agreement]] = field(default_factory=deque[tuple[int, Agreement]])
+    spoiled: dict[int, str | None] = field(default_factory=dict[int, "str | None"])
 
 
 class TrainingStep:
@@ -74,6 +100,12 @@ class TrainingStep:
         self.batches = Batches(replica)
         self._rate, self._note = rate, note
         self._update_numbers = update_numbers(replica.pipeline.program)
+        self._window: _Window | None = None
+
+    @property
+    def drained(self) -> bool:
+        """Whether all steps that were begun have been reported, and nothing is under way."""
+        return self._window is None
 
     def run(
         self,
@@ -81,41 +113,116 @@ class TrainingStep:
         *,
         step: int,
         seen: int,
+        until: int | None = None,
         stop: StopRequest | None = None,
         recorder: Recorder | None = None,
-    ) -> StepResult:
+    ) -> list[StepResult]:
         """One global batch: forward and backward, agree, update, correct. Collective over all ranks.
+
+        An asynchronous schedule goes on to this rank's last action of the step, and with later steps until
+        then, and hears only later what all ranks agree on: the results come late, in order, and none is
+        missing once it has drained.
 
         Args:
             step: its number from 0, by which the learning rate is set.
             seen: samples before it.
+            until: an asynchronous schedule need not drain before this step; None: it drains after each. The
+                same for all steps before the drain. It drains earlier where a rank was asked to stop.
             stop: whether this rank was asked to stop.
             recorder: times every call.
+
+        Returns:
+            The steps of which the result is known now.
 
         Raises:
             TrainingFailed: a loss, a norm or a weight is not finite, on all ranks.
         """
+        if self.replica.asynchronous:
+            return self._advance(
+                samples,
+                step=step,
+                seen=seen,
+                until=step + 1 if until is None else until,
+                stop=stop,
+                recorder=recorder,
+            )
         replica, timed = self.replica, _untimed if recorder is None else recorder.timed
         where, rate = f"step {step + 1}", self._rate(step)
         (inputs, targets), counts = timed(trace.BATCH, lambda: self.batches.take(samples, seen, keyed=True))
         # of all ranks: a mean over means would weigh the tokens of ranks with few targets more
         counted = sum(counts)
         replica.set_rate(rate)
-        # an asynchronous schedule updates within the step, each time by the mean over that update's tokens
-        scale = scales(self._update_numbers, counts) if replica.asynchronous else 1.0 / (counted or 1.0)
-        losses = replica.step(inputs, targets, scale, recorder)
-        agreed = timed(trace.AGREEMENT, lambda: self.agree(losses, where, stop, updated=replica.asynchronous))
-        norm = None if replica.asynchronous else timed(trace.UPDATE, lambda: self.update(rate, where))
-        skipped = norm is not None and not isfinite(norm)
-        if not skipped:
+        losses = replica.step(inputs, targets, 1.0 / (counted or 1.0), recorder)
+        agreed = timed(trace.AGREEMENT, lambda: self.agree(losses, where, stop))
+        norm = timed(trace.UPDATE, lambda: self.update(rate, where))
+        if isfinite(norm):
             self.correct()
+        return [self._result(step, seen, counted, agreed, norm)]
+
+    def _advance(
+        self,
+        samples: SampleSource,
+        *,
+        step: int,
+        seen: int,
+        until: int,
+        stop: StopRequest | None,
+        recorder: Recorder | None,
+    ) -> list[StepResult]:
+        """One step further with an asynchronous schedule; see `run`."""
+        replica, timed = self.replica, _untimed if recorder is None else recorder.timed
+        pipeline, size = replica.pipeline, replica.job.global_batch
+        if self._window is None:
+            last = step + 1 if pipeline.drains_each_step else until
+            self._window = _Window(first=step, seen=seen, until=last)
+        window = self._window
+
+        def enter(number: int) -> tuple[list[Tensor], list[Tensor], list[float]]:
+            before = window.seen + number * size
+            (inputs, targets), counts = timed(
+                trace.BATCH, lambda: self.batches.take(samples, before, keyed=True, number=number)
+            )
+            window.counted[window.first + number] = sum(counts)
+            # each update is by the mean over its tokens
+            return inputs, targets, scales(self._update_numbers, counts)
+
+        replica.set_rate(self._rate(step))  # of all updates from here to the end of the step on this rank
+        losses = replica.advance(enter, window.until - window.first, recorder)
+        # no gradient norm follows that would show it
+        window.spoiled[step] = spoiled = self._spoiled()
+        report = self._report(losses, stop, bad_weights=spoiled is not None)
+        window.agreements.append((step, Agreement(report, self.mesh.device)))
+        results = list[StepResult]()
+        while len(window.agreements) > (0 if pipeline.drained else pipeline.late):
+            results.append(timed(trace.AGREEMENT, lambda: self._conclude(window)))
+        if pipeline.drained:
+            self._window = None
+            self.correct()
+        elif any(result.stop for result in results):
+            window.until = min(window.until, step + 1 + pipeline.ahead)
+        return results
+
+    def _conclude(self, window: _Window) -> StepResult:
+        """The result of the oldest step that is not reported yet."""
+        step, agreement = window.agreements.popleft()
+        agreed, spoiled = agreement.wait(), window.spoiled.pop(step)
+        self._check(agreed, f"step {step + 1}", spoiled)
+        seen = window.seen + (step - window.first) * self.replica.job.global_batch
+        return self._result(step, seen, window.counted.pop(step), agreed, None)
+
+    def _result(
+        self, step: int, seen: int, counted: float, agreed: StepAgreement, norm: float | None
+    ) -> StepResult:
+        job = self.replica.job
         return StepResult(
+            step=step,
+            samples=seen + job.global_batch,
             loss=agreed.loss / (counted or 1.0),
-            tokens=replica.job.global_batch * replica.job.sequence,
+            tokens=job.global_batch * job.sequence,
             targets=int(counted),
-            rate=rate,
+            rate=self._rate(step),
             norm=norm,
-            updates=0 if skipped else max(self._update_numbers) + 1,
+            updates=0 if norm is not None and not isfinite(norm) else max(self._update_numbers) + 1,
             stop=agreed.stop,
             memory_gib=agreed.memory_gib,
         )
@@ -133,7 +240,7 @@ class TrainingStep:
         if scale is not None and not scale.exhausted:
             self._tell(f"{where}: gradients overflow, no update; the loss scale is {scale.value:.10g} now")
             return norm
-        place = self._first_not_finite({f.name: f.gradient for f in self.replica.fragments})
+        place = self._first_named(_not_finite({f.name: f.gradient for f in self.replica.fragments}))
         smallest = "" if scale is None else " at the smallest loss scale"
         raise TrainingFailed(
             f"{where}: the gradient norm is {norm}{smallest}; first bad gradient: {place or 'on no rank'}"
@@ -155,21 +262,24 @@ class TrainingStep:
         if self._note is not None:
             self._note(text)
 
-    def agree(
-        self, losses: Tensor | None, where: str, stop: StopRequest | None = None, updated: bool = False
-    ) -> StepAgreement:
-        """What all ranks report of the step, the same on every rank. Collective.
+    def agree(self, losses: Tensor | None, where: str, stop: StopRequest | None = None) -> StepAgreement:
+        """What all ranks report of a step or an evaluation, the same on every rank. Collective.
 
         Args:
             losses: of this rank's microbatches [m], where it has the last stage.
             stop: whether this rank was asked to stop.
-            updated: the step has updated the weights already, so they are checked too: no gradient norm
-                follows that would show them.
 
         Raises:
-            TrainingFailed: a loss or a weight is not finite; on all ranks, naming the step, rank and
-                microbatch or parameter.
+            TrainingFailed: a loss is not finite; on all ranks, naming the step, rank and microbatch.
         """
+        agreed = agree(self._report(losses, stop), self.mesh.device)
+        self._check(agreed, where)
+        return agreed
+
+    def _report(
+        self, losses: Tensor | None, stop: StopRequest | None, bad_weights: bool = False
+    ) -> StepReport:
+        """What this rank has to say of a step."""
         bad_microbatch, total = None, 0.0
         if losses is not None:
             bad = (~losses.isfinite()).nonzero()
@@ -177,22 +287,27 @@ class TrainingStep:
                 bad_microbatch = self._microbatches(len(losses))[int(bad[0])]
             elif self.mesh.index("tp") == 0:  # every tp rank computes the same loss
                 total = float(losses.double().sum())
-        report = StepReport(
+        return StepReport(
             loss=total,
             bad_microbatch=bad_microbatch,
-            bad_weights=updated and not self._weights_finite(),
+            bad_weights=bad_weights,
             stop=stop is not None and stop.signal is not None,
             memory_gib=peak_memory(self.mesh.device),
         )
-        agreed = agree(report, self.mesh.device)
+
+    def _check(self, agreed: StepAgreement, where: str, spoiled: str | None = None) -> None:
+        """Raise TrainingFailed, on all ranks, where a loss or a weight is not finite.
+
+        Args:
+            spoiled: the first weight of this rank that is not.
+        """
         for rank, microbatch in agreed.bad_microbatches.items():
             raise TrainingFailed(f"{where}: the loss of microbatch {microbatch} on rank {rank} is not finite")
         if agreed.bad_weights:
-            place = self._first_not_finite(self.replica.parameters)
+            place = self._first_named(spoiled)
             raise TrainingFailed(
                 f"{where}: its updates left weights that are not finite; first {place or 'on no rank'}"
             )
-        return agreed
 
     def _microbatches(self, losses: int) -> Sequence[int]:
         """The microbatches whose losses this rank holds: only some of them where a schedule such as dualpipe
@@ -204,27 +319,32 @@ class TrainingStep:
         return trained if len(trained) == losses else range(losses)  # an evaluation uses one copy for all
 
     @torch.no_grad()
-    def _weights_finite(self) -> bool:
-        """Whether all weights of this rank are finite."""
+    def _spoiled(self) -> str | None:
+        """The first weight of this rank that is not finite."""
         weights = [p.detach() for p in self.replica.parameters.values() if p.numel()]
-        return not weights or bool(torch.stack(torch._foreach_norm(weights)).isfinite().all())
+        if not weights or bool(torch.stack(torch._foreach_norm(weights)).isfinite().all()):
+            return None
+        return _not_finite(self.replica.parameters) or "a weight"  # whose norm alone is too large
 
-    def _first_not_finite(self, tensors: Mapping[str, Tensor | None]) -> str | None:
-        """Rank and name of the first tensor that is not finite; None where all are. Collective: every rank
+    def _first_named(self, name: str | None) -> str | None:
+        """Rank and name of the first tensor that ranks name; None where none does. Collective: every rank
         calls it, for they have decided on the same norm or the same agreement.
         """
         names = torch.zeros(self.mesh.layout.world, _LONGEST_NAME, dtype=torch.int32)  # UTF-8, one row a rank
-        for name, tensor in tensors.items():
-            if tensor is not None and not bool(tensor.isfinite().all()):
-                encoded = name.encode()[:_LONGEST_NAME]
-                names[self.mesh.rank, : len(encoded)] = torch.tensor(list(encoded))
-                break
+        if name is not None:
+            encoded = name.encode()[:_LONGEST_NAME]
+            names[self.mesh.rank, : len(encoded)] = torch.tensor(list(encoded))
         if len(names) > 1:
             names = names.to(self.mesh.device)
             dist.all_reduce(names)
             names = names.cpu()
         for rank, row in enumerate(names.tolist()):
             if row[0]:
-                name = bytes(row).rstrip(b"\0").decode()
-                return f"{name} on rank {rank}"
+                known = bytes(row).rstrip(b"\0").decode()
+                return f"{known} on rank {rank}"
         return None
+
+
+def _not_finite(tensors: Mapping[str, Tensor | None]) -> str | None:
+    """The name of the first tensor that is not finite."""
+    return next((name for name, t in tensors.items() if t is not None and not bool(t.isfinite().all())), None)

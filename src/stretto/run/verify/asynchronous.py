@@ -13,13 +13,12 @@ from torch.func import functional_call
 from stretto.engine.models.language import IGNORED
 from stretto.engine.optim.build import build_optimizer
 from stretto.errors import StrettoError
-from stretto.prove.compare import Comparison, compare, relative
+from stretto.prove.compare import Comparison, compare
 from stretto.prove.diagnose import Verdict
-from stretto.run.launch.failure import TrainingFailed
 from stretto.run.train.replica import Replica
 from stretto.run.verify.cases import describe
 from stretto.run.verify.reference import Loads, Snapshot, Trial, build_reference
-from stretto.run.verify.step import TrialStep, loss_of, wrongly_held
+from stretto.run.verify.step import wrongly_held
 from stretto.run.verify.unread import (
     Fresh,
     only_unread,
@@ -71,11 +70,20 @@ def promised(schedule: str, options: Mapping[str, Any], pp: int, microbatches: i
     )
 
 
-def run_delayed(job: Job, trial: Trial, delays: Delays) -> list[Snapshot]:
-    """Train the plain model in float64 with delayed updates; each step begins with nothing under way.
+def windows_of(job: Job, steps: int) -> tuple[int, ...]:
+    """So many steps, cut where the pipeline drains: all but the last follow one another, and the last finds
+    the pipeline drained. Where the job drains after each step, one by one.
+    """
+    return (1,) * steps if job.window is None or steps < 2 else (steps - 1, 1)
+
+
+def run_delayed(job: Job, trial: Trial, delays: Delays, windows: Sequence[int]) -> list[Snapshot]:
+    """Train the plain model in float64 with delayed updates.
 
     Args:
         job: its data-parallel size says which samples are one microbatch of all replicas.
+        windows: steps without a drain between them, of each window. Updates are late by those of the window;
+            a window begins with nothing under way.
     """
     plain = build_reference(job, trial.seed)
     model = plain.model
@@ -84,16 +92,19 @@ def run_delayed(job: Job, trial: Trial, delays: Delays) -> list[Snapshot]:
     optimizer, rate = build_optimizer(learning, job.optimiser), trial.rate(job)
     late = _late(masters, job, delays.by_stage)
     size, unit = job.micro_batch, job.micro_batch * job.layout.dp
-    snapshots = list[Snapshot]()
-    for step, batch in enumerate(trial.batches):
+    snapshots, history = list[Snapshot](), list[Weights]()
+    begins = {sum(windows[:at]) for at in range(len(windows))}
+    for step, batch in enumerate(trial.batches[: sum(windows)]):
         inputs, targets = batch.inputs, batch.targets
+        if step in begins:
+            history = [_copied(masters)]
         first = step * len(inputs)
         total = torch.zeros((), dtype=torch.float64)
         m = len(inputs) // unit
         all_counted = int((targets != IGNORED).sum()) or 1
-        history: list[Weights] = [_copied(masters)]
         loads = Loads(model)
-        for update, start in enumerate(range(0, m, delays.group)):
+        for start in range(0, m, delays.group):
+            update = len(history) - 1
             used = {name: history[max(0, update - late[name])][name] for name in masters}
             leaves: Weights = {
                 name: weight.clone().requires_grad_(masters[name].requires_grad)
@@ -140,24 +151,27 @@ EXACT = 1e-12
 # AdamW divides by a root that may be all but zero: what rounding leaves in a gradient grows by up to 1/eps
 ADAPTIVE = 1e-9
 
-Replay = Callable[[Delays, int], list[Snapshot]]  # of the delays, for so many steps; collective
+Replay = Callable[[Delays, tuple[int, ...]], list[Snapshot]]  # of the delays, in such windows; collective
 
 
-def prove_asynchronous(fresh: Fresh, trial: Trial, delays: Delays, steps: int, replay: Replay) -> Verdict:
+def prove_asynchronous(
+    fresh: Fresh, trial: Trial, delays: Delays, windows: tuple[int, ...], replay: Replay
+) -> Verdict:
     """Steps as training makes them beside a replay of their delayed updates, with nothing read between them.
-    Those that differ are made again and read one by one. Collective.
+    Those that differ are made again, to find the first that does. Collective.
 
     Args:
         delays: what the schedule promises.
+        windows: steps without a drain between them.
         replay: trains the plain model in one process with any delays.
     """
-    reference = replay(delays, steps)
+    reference = replay(delays, windows)
     with fresh() as replica:
         job = replica.job
         tolerance = EXACT if job.optimiser.name == "sgd" else ADAPTIVE
         wrong = wrongly_held(replica, reference[0].weights)
-        ran = run_steps(replica, trial, reference, late=not trial.twice)
-        updates = delays.updates(replica.pipeline.program.microbatches) * steps
+        ran = run_steps(replica, trial, reference, windows=windows, late=not trial.twice)
+        updates = delays.updates(replica.pipeline.program.microbatches) * sum(windows)
     diagnosis = None
     if wrong:
         name, why = next(iter(wrong.items()))
@@ -177,16 +191,33 @@ def prove_asynchronous(fresh: Fresh, trial: Trial, delays: Delays, steps: int, r
             tolerance=tolerance,
         )
         again = verdict.equal and trial.twice
-        return same_bits_late(verdict, ran, fresh, trial, reference) if again else verdict
+        return same_bits_late(verdict, ran, fresh, trial, reference, windows=windows) if again else verdict
     if ran.broken:
         return replace(wrong_use_verdict(describe(job), ran), updates=updates, tolerance=tolerance)
-    with fresh() as replica:
-        verdict = _observe(
-            replica, trial, delays=delays, reference=reference, tolerance=tolerance, replay=replay
-        )
+    made, verdict = 0, None
+    while verdict is None or (verdict.equal and made < len(reference)):
+        made += 1
+        with fresh() as replica:
+            verdict = _observe(
+                replica,
+                trial,
+                delays=delays,
+                windows=_first_steps(windows, made),
+                reference=reference[:made],
+                tolerance=tolerance,
+                replay=replay,
+            )
     if verdict.equal:
         verdict = only_unread(verdict, ran)
-    return with_wrong_use(verdict, ran, fresh, trial, reference)
+    return with_wrong_use(verdict, ran, fresh, trial, reference, windows=windows)
+
+
+def _first_steps(windows: Sequence[int], steps: int) -> tuple[int, ...]:
+    """Of these windows the first steps; what comes after a step changes nothing that it does."""
+    first = list[int]()
+    for length in windows:
+        first.append(min(length, steps - sum(first)))
+    return tuple(length for length in first if length)
 
 
 def _observe(
@@ -194,39 +225,27 @@ def _observe(
     trial: Trial,
     *,
     delays: Delays,
+    windows: tuple[int, ...],
     reference: Sequence[Snapshot],
     tolerance: float,
     replay: Replay,
 ) -> Verdict:
-    """Make the steps one by one, up to the first whose loss or weights differ. Collective."""
-    training, losses = TrialStep(replica, trial), list[float]()
-    updates = 0
-    worst, diagnosis = None, None
-    for step, expected in enumerate(reference):
-        try:
-            done = training.make(step)
-        except TrainingFailed as failed:
-            losses.append(float("inf"))
-            diagnosis = str(failed)
-            break
-        losses.append(relative(loss_of(replica, done), float(expected.loss)))
-        with replica.states.whole() as ours:
-            weights = compare(ours, replica.places, expected.weights, expected.weight_scales)
-        updates += delays.updates(replica.pipeline.program.microbatches)
-        worst = weights if worst is None or not weights.error <= worst.error else worst
-        if not (losses[-1] <= tolerance and weights.error <= tolerance):
-            diagnosis = _diagnosis(replica, losses[-1], weights, updates, tolerance)
-            if cause := _likely(replica, delays, step + 1, replay):
-                diagnosis = f"{diagnosis}: {cause}"
-            break
+    """Make the first steps and drain: what they come to, and what may be wrong with it. Collective."""
+    ran = run_steps(replica, trial, reference, windows=windows)
+    updates = delays.updates(replica.pipeline.program.microbatches) * len(reference)
+    diagnosis = ran.failure
+    if ran.weights is not None and not ran.equal(tolerance):
+        diagnosis = _diagnosis(replica, ran.losses[-1], ran.weights, updates, tolerance)
+        if cause := _likely(replica, delays, windows, replay):
+            diagnosis = f"{diagnosis}: {cause}"
     return Verdict(
         layout=describe(replica.job),
-        loss_error=max(losses),
+        loss_error=max(ran.losses) if ran.weights is not None else float("inf"),
         grad_error=None,
         worst_gradient=None,
         norm_error=None,
-        weight_error=float("inf") if worst is None else worst.error,
-        worst_weight="-" if worst is None else worst.worst,
+        weight_error=float("inf") if ran.weights is None else ran.weights.error,
+        worst_weight="-" if ran.weights is None else ran.weights.worst,
         diagnosis=diagnosis,
         updates=updates,
         tolerance=tolerance,
@@ -240,14 +259,18 @@ def _diagnosis(replica: Replica, loss: float, weights: Comparison, updates: int,
     return where
 
 
-def _likely(replica: Replica, delays: Delays, steps: int, replay: Replay) -> str | None:
+def _likely(replica: Replica, delays: Delays, windows: tuple[int, ...], replay: Replay) -> str | None:
     """The likely mistake: the first wrong set of delays whose replay gives these weights. Collective."""
-    for said, other in _others(delays):
-        snapshot = replay(other, steps)[-1]
+    one_by_one = (1,) * sum(windows)
+    tried = [(f"of updates {said}", other, windows) for said, other in _others(delays)]
+    if windows != one_by_one:
+        tried.insert(0, ("of a pipeline that drains after each step", delays, one_by_one))
+    for said, other, among in tried:
+        snapshot = replay(other, among)[-1]
         with replica.states.whole() as ours:
             error = compare(ours, replica.places, snapshot.weights).error
         if error <= ADAPTIVE:
-            return f"they are those of updates {said}"
+            return f"they are those {said}"
     return None
 
 

@@ -19,7 +19,7 @@ from stretto.prove.outputs import beside_positions, first_difference, recorded, 
 from stretto.run.launch.failure import TrainingFailed
 from stretto.run.train.assemble import assemble
 from stretto.run.train.replica import Replica
-from stretto.run.verify.asynchronous import Delays, promised, prove_asynchronous, run_delayed
+from stretto.run.verify.asynchronous import Delays, promised, prove_asynchronous, run_delayed, windows_of
 from stretto.run.verify.cases import describe, describe_layout
 from stretto.run.verify.every import content
 from stretto.run.verify.reference import (
@@ -90,13 +90,12 @@ class References:
             self._plain = share_all(snapshots, job, len(self.trial.batches))
         return self._plain
 
-    def delayed(self, job: Job, delays: Delays, steps: int) -> list[Snapshot]:
+    def delayed(self, job: Job, delays: Delays, windows: tuple[int, ...]) -> list[Snapshot]:
         """Of an asynchronous schedule; its microbatches depend on the data-parallel size."""
-        key = (delays, job.layout.dp, steps)
+        key = (delays, job.layout.dp, windows)
         if key not in self._delayed:
-            trial = replace(self.trial, batches=self.trial.batches[:steps])
-            snapshots = run_delayed(job, trial, delays) if _first() else None
-            self._delayed[key] = share_all(snapshots, job, steps, gradients=False)
+            snapshots = run_delayed(job, self.trial, delays, windows) if _first() else None
+            self._delayed[key] = share_all(snapshots, job, sum(windows), gradients=False)
         return self._delayed[key]
 
 
@@ -112,8 +111,8 @@ def _prove(job: Job, references: References) -> Verdict:
             fresh,
             trial,
             promised(job.schedule_name, job.options, job.layout.pp, program.microbatches),
-            len(trial.batches) - 1,
-            lambda late, count: references.delayed(job, late, count),
+            windows_of(job, len(trial.batches)),
+            lambda late, windows: references.delayed(job, late, windows),
         )
     else:
         verdict = prove_synchronous(fresh, trial, references.plain(job))

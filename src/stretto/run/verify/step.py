@@ -48,13 +48,17 @@ class TrialStep(TrainingStep):
         self.observed = False
         self.gradients = Held({}, {})
 
-    def make(self, step: int) -> StepResult:
-        """One step of the trial. Collective.
+    def make(self, step: int, until: int | None = None) -> list[StepResult]:
+        """One step of the trial, and the results that are known by then. Collective.
+
+        Args:
+            until: the step before which an asynchronous schedule need not drain; None: it drains.
 
         Raises:
             TrainingFailed: as training does.
         """
-        return self.run(self._samples, step=step, seen=step * self.replica.job.global_batch)
+        seen = step * self.replica.job.global_batch
+        return self.run(self._samples, step=step, seen=seen, until=until)
 
     def update(self, rate: float, where: str) -> float:
         """As training; the gradients are kept before, if they are observed."""

@@ -96,7 +96,7 @@ def observe(
     for step in range(first, len(reference)):
         expected = reference[step]
         try:
-            done = training.make(step)
+            (done,) = training.make(step)
         except TrainingFailed as failed:
             verdicts.append(failed_verdict(describe(job), str(failed)))
             break

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 
@@ -60,16 +61,25 @@ class Ran:
         return f"{self.broken[0]}{more}" if self.broken else None
 
 
-def run_steps(replica: Replica, trial: Trial, reference: Sequence[Snapshot], *, late: bool = False) -> Ran:
+def run_steps(
+    replica: Replica,
+    trial: Trial,
+    reference: Sequence[Snapshot],
+    *,
+    windows: Sequence[int] = (),
+    late: bool = False,
+) -> Ran:
     """Make the first steps of a trial, as many as the reference has. Collective.
 
     Args:
+        windows: how many steps an asynchronous schedule makes before it drains, and again; none: it drains
+            after each step.
         late: keep messages back until they are waited for.
     """
     if not late:
-        return _run(replica, trial, reference)
+        return _run(replica, trial, reference, windows)
     with late_messages(trial.seed) as seen:
-        ran = _run(replica, trial, reference)
+        ran = _run(replica, trial, reference, windows)
         if ran.failure is not None:
             flying: list[list[str]] = gather_json(seen.in_flight)
             if first := next((what for rank in flying for what in rank), None):
@@ -81,14 +91,16 @@ def run_steps(replica: Replica, trial: Trial, reference: Sequence[Snapshot], *, 
     return ran
 
 
-def _run(replica: Replica, trial: Trial, reference: Sequence[Snapshot]) -> Ran:
+def _run(replica: Replica, trial: Trial, reference: Sequence[Snapshot], windows: Sequence[int]) -> Ran:
     training, ran = TrialStep(replica, trial), Ran()
+    ends = list(accumulate(windows))
     digest = hashlib.blake2b(digest_size=16)
     made = list[tuple[float, float | None]]()
     try:
         for step in range(len(reference)):
-            done = training.make(step)
-            made.append((loss_of(replica, done), done.norm))
+            until = next((end for end in ends if end > step), None)
+            for done in training.make(step, until):
+                made.append((loss_of(replica, done), done.norm))
     except TrainingFailed as failed:
         ran.failure = str(failed)
         return ran
@@ -114,16 +126,23 @@ _EARLY = "something is used before it has arrived"
 
 
 def same_bits_late(
-    verdict: Verdict, ran: Ran, fresh: Fresh, trial: Trial, reference: Sequence[Snapshot]
+    verdict: Verdict,
+    ran: Ran,
+    fresh: Fresh,
+    trial: Trial,
+    reference: Sequence[Snapshot],
+    *,
+    windows: Sequence[int] = (),
 ) -> Verdict:
     """A verdict of equality, kept if the same steps come to the same bits with everything late. Collective.
 
     Args:
         ran: the steps without delays.
         reference: of these steps.
+        windows: as `run_steps` takes them.
     """
     with fresh() as replica:
-        again = run_steps(replica, trial, reference, late=True)
+        again = run_steps(replica, trial, reference, windows=windows, late=True)
     same: list[bool] = gather_json(again.bits == ran.bits and again.failure is None)
     if all(same) and not again.broken:
         return verdict
@@ -165,12 +184,18 @@ def only_unread(verdict: Verdict, ran: Ran) -> Verdict:
 
 
 def with_wrong_use(
-    verdict: Verdict, ran: Ran, fresh: Fresh, trial: Trial, reference: Sequence[Snapshot]
+    verdict: Verdict,
+    ran: Ran,
+    fresh: Fresh,
+    trial: Trial,
+    reference: Sequence[Snapshot],
+    *,
+    windows: Sequence[int] = (),
 ) -> Verdict:
     """A verdict of difference with how messages are used wrongly, where they are. Collective."""
     if not ran.late:
         with fresh() as replica:
-            ran = run_steps(replica, trial, reference, late=True)
+            ran = run_steps(replica, trial, reference, windows=windows, late=True)
     if ran.wrong_use is None or verdict.diagnosis is None or ran.wrong_use in verdict.diagnosis:
         return verdict
     return replace(verdict, diagnosis=f"{verdict.diagnosis}; {ran.wrong_use}")
