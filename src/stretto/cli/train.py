@@ -193,7 +193,7 @@ def _report(config: AnyConfig, result: Result, again: str, command: str, as_json
         print(f"stopped; newest checkpoint: {outcome.get('checkpoint') or 'none'}", file=out)
         print(f"to go on: {again}", file=out)
     elif language:
-        if config.sample.tokens and _knows_tokenizer(config):
+        if config.sample.tokens and _writes_text(config):
             _write_sample(config, Path(outcome["checkpoint"]), out)
         _print_next(command, config, out)
     else:
@@ -215,9 +215,11 @@ def _facts(config: TrainConfig, outcome: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _knows_tokenizer(config: TrainConfig) -> bool:
-    """Whether the run has the tokenizer of its text; tokens of a Megatron dataset may come without."""
-    return (config.run.folder / "tokenizer.json").is_file()
+def _writes_text(config: TrainConfig) -> bool:
+    """Whether the model goes on from a text, and the run has the tokenizer; tokens of a Megatron dataset may
+    come without.
+    """
+    return not config.shape().encoder_layers and (config.run.folder / "tokenizer.json").is_file()
 
 
 def _write_sample(config: TrainConfig, checkpoint: Path, out: TextIO) -> None:
@@ -257,7 +259,7 @@ def _print_next(command: str, config: TrainConfig, out: TextIO) -> None:
     layouts = [case.layout for case in every_layout(config, trained.world)]
     others = [one for one in layouts if (one.tp, one.pp) != (trained.tp, trained.pp)]
     rows = [(f"stretto verify {command} --layouts all", "prove every layout equal to one process")]
-    if _knows_tokenizer(config):
+    if _writes_text(config):
         text = f"stretto generate {folder} --prompt {quote(config.sample.prompt)}"
         rows.insert(0, (text, "more text from this model"))
     if others:

@@ -224,7 +224,7 @@ def _pipeline(job: Job) -> Iterator[Problem]:
         )
     elif job.stage_layers is not None:
         yield from _stage_layers(job, stages)
-    elif job.encoder_pp is not None:
+    elif job.encoder_pp is not None and pp > 1:
         yield from _encoder_ranks(job, program)
     if program.versions:
         yield from _updates_within(job, stages)

@@ -16,8 +16,10 @@ from transformers.models.bart import modeling_bart
 from transformers.models.t5 import modeling_t5
 
 from double_precision import in_float64
+from stretto.engine.checkpoint.dcp.titan import rules as titan_rules
 from stretto.engine.checkpoint.huggingface.exporting import export_huggingface
 from stretto.engine.checkpoint.huggingface.importing import import_huggingface
+from stretto.engine.checkpoint.megatron.names import rules as megatron_rules
 from stretto.engine.models import LanguageModel, build
 from stretto.engine.models.full import distance_buckets
 from stretto.engine.models.huggingface import from_huggingface, to_huggingface
@@ -152,7 +154,7 @@ def test_padding_is_not_seen() -> None:
     model = _build(_theirs("t5", torch.float64), "t5")
     ids, decoder, _ = _samples()
     plain = model(ids, decoder=decoder, lengths=LENGTHS)
-    for at, same in ((8, True), (3, False)):
+    for at, same in ((7, True), (6, False)):
         other = ids.clone()
         other[1, at] = (ids[1, at] + 1) % 67
         changed = model(other, decoder=decoder, lengths=LENGTHS)
@@ -247,6 +249,13 @@ def test_a_folder_goes_in_and_out(name: str, tmp_path: Path) -> None:
 def test_what_is_not_built_is_said(changed: dict[str, Any], says: str) -> None:
     with pytest.raises(StrettoError, match=says):
         build(replace(preset("t5-small"), **changed))
+
+
+@pytest.mark.parametrize("name", ["t5-small", "bart-base"])
+def test_other_frameworks_have_no_such_model(name: str) -> None:
+    for rules in (megatron_rules, titan_rules):
+        with pytest.raises(StrettoError, match="encoder_layers"):
+            list(rules(preset(name)))
 
 
 def test_a_decoder_without_tokens_is_an_error() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import stretto.run.train.assemble as assemble_module
 from ranks import on_ranks
-from stretto.engine.models.language import IGNORED
+from stretto.engine.documents import Packing
+from stretto.engine.models.language import IGNORED, LanguageModel
 from stretto.program import names
 from stretto.program.schedules.traits import updates_within
 from stretto.prove.diagnose import Verdict
@@ -19,7 +22,7 @@ from stretto.run.verify.prove import prove
 from stretto.run.verify.reference import Trial
 from stretto.spec.job import Job
 from stretto.spec.rules import problems
-from tiny_job import Changes, changes, job, varied
+from tiny_job import EIGHT, Changes, changes, job, varied
 
 pytestmark = pytest.mark.apart
 
@@ -71,7 +74,121 @@ def check(verdicts: Sequence[Verdict]) -> None:
         assert verdict.tolerance <= 1e-9
 
 
+def test_schedules_of_every_placement_on_two_ranks(tmp_path: Path) -> None:
+    """One stage a rank, several, in a V, and two copies of the model."""
+    cases = [changes(pp=2, schedule=name) for name in ("1f1b", "interleaved", "zb-v", "dualpipe")]
+    check(proved(config_of(tmp_path, T5), cases))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [T5, BART], ids=["t5", "bart"])
 def test_every_synchronous_schedule_on_two_ranks(tmp_path: Path, model: str) -> None:
     cases = [changes(pp=2, schedule=name) for name in SYNCHRONOUS]
     check(proved(config_of(tmp_path, model), cases))
+
+
+@pytest.mark.parametrize("model", [T5, BART], ids=["t5", "bart"])
+def test_split_layers_sequences_and_states_on_two_ranks(tmp_path: Path, model: str) -> None:
+    cases = [
+        changes(tp=2),
+        changes(tp=2, sequence_parallel=True),
+        changes(tp=2, sequence_parallel=True, recompute="selective"),
+        changes(tp=2, recompute="full", shard_inputs=True),
+        changes(dp=2, mode="zero1"),
+        changes(dp=2, mode="zero2", recompute="full"),
+        changes(dp=2, mode="zero3", gather="layer"),
+    ]
+    check(proved(config_of(tmp_path, model), cases))
+
+
+@pytest.mark.parametrize("model", [GATED, BART], ids=["t5 version 1.1", "bart"])
+def test_all_axes_on_four_ranks(tmp_path: Path, model: str) -> None:
+    """With a number of encoder's ranks that the costs would not give, too."""
+    cases = [
+        changes(pp=4, schedule="1f1b", encoder_pp=1),
+        changes(pp=4, schedule="zb-h1", encoder_pp=3, recompute="full"),
+        changes(pp=4, schedule="dualpipe-v"),
+        changes(pp=2, tp=2, schedule="interleaved", sequence_parallel=True, recompute="selective"),
+        changes(pp=2, dp=2, schedule="zb-v", mode="zero3", gather="stage"),
+        changes(dp=2, tp=2, mode="zero2", sequence_parallel=True),
+    ]
+    check(proved(config_of(tmp_path, model), cases))
+
+
+def _with_fault(cases: Sequence[Job], fault: str) -> list[Verdict]:
+    """The verdicts where one thing is wrong on the ranks, and not in the one process."""
+    right = assemble_module.parallelize
+
+    def wrong(model: LanguageModel, *rest: Any) -> Any:
+        table = right(model, *rest)
+        FAULTS[fault](model)
+        return table
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assemble_module, "parallelize", wrong)
+        return _on_rank(cases)
+
+
+def _padding_is_seen(model: LanguageModel) -> None:
+    for block in model.blocks:
+        core: Any = block.get_submodule("cross.core")
+        core.packing = Packing()
+
+
+def _memory_has_no_gradient(model: LanguageModel) -> None:
+    last = model.blocks[-1]
+    run = last.forward
+    last.forward = lambda x, memory: run(x, memory.detach())
+
+
+def _a_head_has_the_biases_of_another(model: LanguageModel) -> None:
+    for block in model.encoder:
+        attention: Any = block.get_submodule("attn")
+        of_head = attention._bias
+        attention._bias = lambda relative, q, of_head=of_head: of_head(relative.flip(0), q)
+
+
+FAULTS: dict[str, Any] = {
+    "padding": _padding_is_seen,
+    "memory": _memory_has_no_gradient,
+    "biases": _a_head_has_the_biases_of_another,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_a_model_with_an_encoder_is_seen(tmp_path: Path, fault: str) -> None:
+    case = varied(config_of(tmp_path, T5), changes(tp=2))
+    (verdict,) = on_ranks(2, _with_fault, [case], fault)[0]
+    assert not verdict.equal
+
+
+@pytest.mark.parametrize(
+    ("case", "field", "says"),
+    [
+        (changes(cp=2), "layout.cp", "not split over context-parallel ranks"),
+        (changes(dp=2, mode="server"), "dp.mode", "of one sequence"),
+        (changes(pp=2, schedule="pipedream"), "schedule", "share embeddings"),
+        (
+            changes(pp=2, schedule="interleaved", encoder_pp=1),
+            "layout.encoder_pp",
+            "gives each rank 2 stages",
+        ),
+        (changes(pp=2, schedule="1f1b", encoder_pp=2), "layout.encoder_pp", "it may have 1"),
+        (changes(pp=1, encoder_pp=1), "layout.encoder_pp", "one rank holds both"),
+    ],
+)
+def test_what_is_not_done_is_refused(tmp_path: Path, case: Changes, field: str, says: str) -> None:
+    (broken,) = [one for one in problems(varied(config_of(tmp_path, T5), case)) if one.field == field]
+    assert says in broken.message
+
+
+def test_a_decoder_alone_has_no_encoder_ranks(tmp_path: Path) -> None:
+    (broken,) = problems(varied(job(tmp_path, EIGHT), changes(pp=2, encoder_pp=1)))
+    assert "has no encoder" in broken.message
+
+
+def test_lengths_are_multiples_where_the_sequence_is_split(tmp_path: Path) -> None:
+    odd = config_of(tmp_path, BART, "data.target_sequence=9")
+    (broken,) = problems(varied(odd, changes(tp=2, sequence_parallel=True)))
+    assert broken.field == "data.target_sequence"
+    assert "multiple of layout.tp=2" in broken.message

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from stretto.engine.models.cache import KeyValueCache, cacheable
 from stretto.engine.models.language import LanguageModel
 from stretto.errors import StrettoError
+from stretto.spec.shape import ModelShape
 
 
 def stream(
@@ -45,11 +46,7 @@ def stream(
     Raises:
         StrettoError: at once, for an empty prompt, a token outside the vocabulary, or arguments out of range.
     """
-    if model.shape.encoder_layers:
-        raise StrettoError(
-            "a model with an encoder answers its input, which texts are not generated from yet",
-            hint="export the checkpoint (`stretto checkpoint export`) and generate with transformers",
-        )
+    check_generates(model.shape)
     if ids.ndim != 2 or ids.numel() == 0:
         raise StrettoError(f"prompt of {list(ids.shape)} tokens", hint="give at least one row of one token")
     low, high = int(ids.min()), int(ids.max())
@@ -119,6 +116,16 @@ def sample(
         return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
     rows = zip(probabilities, generator, strict=True)
     return torch.cat([torch.multinomial(row, 1, generator=draw) for row, draw in rows])
+
+
+def check_generates(shape: ModelShape) -> None:
+    """Raise StrettoError for a model that writes no text here."""
+    if shape.encoder_layers:
+        raise StrettoError(
+            "a model with an encoder writes no text here: it answers what its encoder reads, and does not go "
+            "on from it",
+            hint="export the checkpoint (`stretto checkpoint export`) and generate with transformers",
+        )
 
 
 def check_tokens(largest: int, vocab: int) -> None:

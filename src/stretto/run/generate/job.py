@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.engine.device import rank_device
-from stretto.engine.models.generate import check_sampling, check_tokens
+from stretto.engine.models.generate import check_generates, check_sampling, check_tokens
 from stretto.engine.parallel.mesh import Mesh
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
@@ -74,6 +74,7 @@ def run_generation(request: Request, port: int = 0) -> Result:
 def check_request(request: Request, world: int | None = None, devices: int | None = None) -> None:
     """Raise StrettoError for a model that cannot be split so, or a prompt or sampling that does not fit."""
     shape, sampling = shape_of(request.checkpoint), request.sampling
+    check_generates(shape)
     check_sampling(sampling.tokens, sampling.temperature, sampling.top_k, sampling.top_p)
     for prompt in request.prompts:
         check_tokens(max(prompt.ids), shape.vocab)

@@ -193,6 +193,7 @@ def _pairs_differ(shape: ModelShape) -> bool:
 
 
 _BLOCKS = {  # what all of its models have
+    "encoder_layers": 0,
     "position_embedding": "rotary",
     "mlp": "swiglu",
     "norm": "rms",
@@ -200,6 +201,8 @@ _BLOCKS = {  # what all of its models have
     "bias": False,
     "dropout": 0.0,
     "embedding_scale": 1.0,
+    "embedding_norm": False,
+    "logit_scale": 1.0,
     "logit_softcap": 0.0,
 }
 _ROUTER = {"router_bias": False, "shared_gate": False, "capacity": None, "every": 1}

@@ -143,7 +143,15 @@ def _theirs(sizes: tuple[int, int, int], start: int, count: int) -> View:
     return lambda tensor: tensor.unflatten(0, sizes).narrow(1, start, count)
 
 
-_USUAL: dict[str, object] = {"block_norms": "pre", "embedding_scale": 1.0, "logit_softcap": 0.0, "lora": None}
+_USUAL: dict[str, object] = {
+    "encoder_layers": 0,
+    "block_norms": "pre",
+    "embedding_scale": 1.0,
+    "embedding_norm": False,
+    "logit_scale": 1.0,
+    "logit_softcap": 0.0,
+    "lora": None,
+}
 _ATTENTION: dict[str, object] = {"softcap": None, "query_scale": None, "local_theta": None, "latent": None}
 
 
