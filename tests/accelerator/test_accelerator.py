@@ -18,6 +18,11 @@ from typing import Any
 import pytest
 import torch
 
+from stretto.run.config.job import job_of
+from stretto.run.data.prepare import prepare_data
+from stretto.run.train.banner import banner
+from tiny_job import job
+
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
 Reports = dict[str, dict[str, Any]]
@@ -139,6 +144,13 @@ def test_jobs_on_devices_train_like_those_on_the_cpu(reports: Reports) -> None:
     close(sharded["npu"], sharded["cpu"], 1e-11)
     assert sharded["npu_memory"] > 0
     assert sharded["cpu_memory"] is None
+
+
+def test_the_first_line_of_a_run_names_its_devices(tmp_path: Path) -> None:
+    for kind, ranks in (("npu", "on 2 ranks (dp2, npu), 1f1b"), ("cpu", "on 2 ranks (dp2), 1f1b")):
+        config = job(tmp_path, "layout.dp=2", f"train.device={kind}")
+        tokens = prepare_data(config)
+        assert ranks in banner(config, job_of(config, vocab=tokens.vocab), tokens)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from stretto.recommender.shape import count_dlrm
 from stretto.recommender.train.clicks import ClickData
 from stretto.recommender.view import placement_text
 from stretto.run.train.metrics import Words, number, percent
+from stretto.run.train.prediction import accelerator_named
 
 
 def banner(config: RecommenderConfig, data: ClickData, placements: Placements) -> str:
@@ -22,12 +23,13 @@ def banner(config: RecommenderConfig, data: ClickData, placements: Placements) -
     rows = sum(table.rows * table.dim for table in physical_tables(data.tables))
     interaction = "dot products" if shape.interaction == "dot" else f"{shape.cross_layers} cross layers"
     source = ", ".join(config.data.sources)
+    kinds = "".join(f" ({kind})" for kind in accelerator_named(config.train))
+    ranks = f"{layout.ranks} rank{'s' * (layout.ranks > 1)}{kinds}"
     return "\n".join(
         [
             f"dlrm of {_short(dense)} dense parameters and {len(data.tables)} tables of {_short(rows)} "
-            f"({interaction}), {config.train.dtype}, on {layout.ranks} rank{'s' * (layout.ranks > 1)}; "
-            f"{config.train.steps} steps of {config.batch.global_size} samples; {optim.dense.name} and "
-            f"{optim.tables.name}",
+            f"({interaction}), {config.train.dtype}, on {ranks}; {config.train.steps} steps of "
+            f"{config.batch.global_size} samples; {optim.dense.name} and {optim.tables.name}",
             f"clicks: {source}, {_short(data.samples)} samples, {_short(data.held_out)} of them held out; "
             f"results in {config.run.folder} (metrics.jsonl, eval.jsonl, placement.yaml, checkpoints/)",
             placement_table(data, placements, layout.ranks),

@@ -9,6 +9,7 @@ from stretto.program.program import Program
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.split import SPLITS, split_tokens
 from stretto.run.data.token_source import TokenData
+from stretto.run.train.prediction import accelerator_named
 from stretto.spec.job import Job
 from stretto.spec.parameters import count_parameters, parameter_shapes
 
@@ -17,11 +18,12 @@ def banner(config: TrainConfig, job: Job, source: TokenData) -> str:
     """The model and its layout, the text and the results, the splits of the text, the stages: a line each."""
     shape, program = job.shape, job.program()
     layout, micro = job.layout, _count(program.microbatches, "microbatch", "es")
+    devices = ", ".join((layout.describe(), *accelerator_named(config.train)))
     updates = sum(action.kind is Kind.UPDATE for action in program.orders[0])
     return "\n".join(
         [
             f"{shape.family} of {_short(count_parameters(shape).total)} parameters{_trainable(job)}, "
-            f"{job.precision.dtype}, on {_count(layout.world, 'rank')} ({layout.describe()}), "
+            f"{job.precision.dtype}, on {_count(layout.world, 'rank')} ({devices}), "
             f"{', '.join([program.name, *_features(job)])}; {config.train.steps} "
             f"steps of {job.global_batch} x {job.sequence} tokens in {micro} of {job.micro_batch}"
             + (f", {_count(updates, 'update')} of the weights a step" if updates else ""),

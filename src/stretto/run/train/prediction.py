@@ -146,6 +146,12 @@ def kind_here(train: LoopConfig) -> str:
     return device_kind(AUTO)
 
 
+def accelerator_named(train: LoopConfig) -> tuple[str, ...]:
+    """The kind of the ranks' devices where these are accelerators, for the first line of a run."""
+    kind = kind_here(train)
+    return () if kind == HOST else (kind,)
+
+
 def _check(job: Job, train: LoopConfig, kind: str) -> None:
     """Raise StrettoError where profiles of machines do not cover such a job."""
     dtype = job.precision.dtype
@@ -172,4 +178,4 @@ def _reason(error: Exception) -> str:
     return " ".join(str(text).split())[:200]
 
 
-__all__ = ["Forecast", "first_line", "kind_here", "machine_of", "predict"]
+__all__ = ["Forecast", "accelerator_named", "first_line", "kind_here", "machine_of", "predict"]
