@@ -162,6 +162,38 @@ def test_any_style_may_follow_any_other():
         assert max(gaps.values()) < FEW_DIGITS, {name: g for name, g in gaps.items() if g >= FEW_DIGITS}
 
 
+def _gathered() -> nn.Sequential:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(9, 12), nn.Dropout(0.4), nn.Linear(12, 6), nn.Tanh())
+    return nn.Sequential(nn.Linear(6, 9), inner).double()
+
+
+def _inside() -> dict[str, float]:
+    """Every style for each of two layers inside of what is gathered."""
+    mesh, gaps = Mesh(Layout(tp=RANKS)), {}
+    x = torch.randn(SAMPLES, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plain = keyed(_gathered())
+    expected = plain(x)
+    expected.square().sum().backward()
+    for first, second, schedule in product(STYLES, STYLES, ("all", "turns", "shares")):
+        model = keyed(_gathered())
+        plan = {"0": Batch(), "1": GatherBatch(schedule), "1.0": first(), "1.2": second()}
+        table = parallelize(model, plan, mesh)
+        output = model(x)
+        output.square().sum().backward()
+        sum_gradients(model, table)
+        gaps[f"{first.__name__} {second.__name__} {schedule}"] = max(
+            gap(output, expected), gradient_gap(model, table, plain)
+        )
+    return gaps
+
+
+def test_layers_of_any_style_may_be_inside_of_what_is_gathered():
+    for gaps in on_ranks(RANKS, _inside):
+        assert len(gaps) == 48
+        assert max(gaps.values()) < FEW_DIGITS, {name: g for name, g in gaps.items() if g >= FEW_DIGITS}
+
+
 def _rows() -> dict[str, Any]:
     """Each rank is called with its own rows, and has its own rows of the output and its term of the loss; a
     residual connection; and styles that say their splits themselves.
@@ -410,6 +442,27 @@ def test_functions_that_need_what_other_ranks_have_are_refused(function, style, 
 )
 def test_functions_of_each_sample_are_let_through(function):
     parallelize(Reduced(function), {"a": Batch(), "b": Batch()}, FakeMesh(2))
+
+
+class Masked(nn.Module):
+    """An argument that is left out in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        x = self.a(x) * scale
+        return self.b(x if mask is None else x * mask)
+
+
+def test_arguments_with_a_default_are_traced_with_it_and_refused_otherwise():
+    model = Masked()
+    parallelize(model, {"a": Batch(), "b": Batch()}, FakeMesh(2))
+    model(torch.zeros(4, 6), scale=1.0)
+    for how in ({"mask": torch.ones(6)}, {"scale": 2.0}):
+        with pytest.raises(StrettoError, match=r"Masked is called with .*, and was traced with"):
+            model(torch.zeros(4, 6), **how)
 
 
 def test_an_addition_of_different_splits_is_refused():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -179,6 +180,28 @@ def declared(styles: Styles) -> Flow:
     return flow
 
 
+def defaults(model: nn.Module) -> dict[str, Any] | None:
+    """Arguments of a model's forward that are no tensors by default: it is traced with these values."""
+    arguments = signature(model.forward).parameters.values()
+    plain = {one.name: one.default for one in arguments if isinstance(one.default, bool | int | float | None)}
+    return plain or None
+
+
+def check_call(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """A hook that refuses arguments that a traced model was not traced with.
+
+    Raises:
+        StrettoError: one that has a default has another value.
+    """
+    called = signature(model.forward).bind(*args, **named).arguments
+    for name, value in (defaults(model) or {}).items():
+        if name in called and called[name] is not value and not (called[name] == value):
+            raise StrettoError(
+                f"{type(model).__name__} is called with {name}, and was traced with {name}={value!r}",
+                hint=f"leave {name} out, or make it an argument without a default",
+            )
+
+
 def _taken(style: Style, split: Split) -> Split:
     """How a module takes a tensor that is split so. The input gradients of a layer that is split by output
     features are terms of a sum, which the backward of a conversion can be.
@@ -223,7 +246,7 @@ class _Walk:
         """The changes of the leaves of the output."""
         where = f"{self.prefix.rstrip('.')!r}" if self.prefix else "the model"
         try:
-            graph = _Tracer(self.prefix, self.styles).trace(self.root)
+            graph = _Tracer(self.prefix, self.styles).trace(self.root, concrete_args=defaults(self.root))
         except Exception as error:
             raise StrettoError(
                 f"sharding plan: {where} ({type(self.root).__name__}) cannot be traced to see how its "

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from stretto.engine.parallel.follow import Flow, declared, follow
+from stretto.engine.parallel.follow import Flow, check_call, declared, defaults, follow
 from stretto.engine.parallel.fragment import Piece, Placed
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.random_ops import draws, watch_first_forward
@@ -147,6 +147,8 @@ def parallelize(
         _set(model, name, swapped[id(module)])
     if flow is not None:
         _connect(model, styles, flow, mesh)
+        if convert and defaults(model) is not None:
+            model.register_forward_pre_hook(check_call, with_kwargs=True)
         watch_first_forward(model)
     return table
 
