@@ -12,7 +12,7 @@ from stretto.errors import Problem, StrettoError
 from stretto.layout.layout import Layout
 from stretto.spec.experts import ExpertShape
 from stretto.spec.job import Job, Recompute, nearest_values
-from stretto.spec.optimiser import Optimiser
+from stretto.spec.optimiser import Optimiser, RateSchedule
 from stretto.spec.rules import fits_tp, problems
 from stretto.spec.shape import ModelShape
 
@@ -167,6 +167,17 @@ def test_one_broken_rule(changes: dict[str, Any], field: str, rule: str, fix: st
 def test_what_asynchronous_schedules_allow() -> None:
     assert problems(replace(JOB, schedule="pipedream", options={"vertical_sync": True})) == []
     assert problems(replace(JOB, schedule="1f1b", optimiser=Optimiser(clip=1.0), **TIED)) == []
+    slowly = Optimiser(clip=None, rate=RateSchedule(rescheduling_steps=100))
+    three = Layout(pp=3)
+    assert problems(replace(JOB, schedule="pipedream", layout=three, optimiser=slowly)) == []
+    for name, layout, late in (
+        ("pipedream", Layout(pp=2), "at most one update late"),
+        ("pipedream-2bw", three, "at most one update late"),
+        ("1f1b", three, "not late"),
+    ):
+        problem = only(replace(JOB, schedule=name, layout=layout, optimiser=slowly))
+        assert problem.field == "optim.rate.rescheduling_steps"
+        assert late in problem.rule
     assert problems(replace(JOB, schedule="pipedream", layout=Layout(), **TIED)) == []
 
 

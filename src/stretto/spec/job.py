@@ -11,6 +11,7 @@ from stretto.errors import Problem
 from stretto.layout.layout import Layout
 from stretto.program import PLAIN
 from stretto.program import options as options_of
+from stretto.program.checks.versions import weight_delays
 from stretto.program.lower import LOOKAHEAD, RankLowering
 from stretto.program.program import Program
 from stretto.program.schedules.traits import is_searched
@@ -171,6 +172,15 @@ class Job:
         enough = 2 * (program.ranks - 1 + program.parameters.get("group", 1))
         steps = ceil(enough / program.microbatches)
         return program if steps == 1 else window(steps)
+
+    def delays(self) -> tuple[int, ...]:
+        """For each stage, how many updates late its gradients are once the pipeline is full; 0 under
+        synchronous schedules.
+
+        Raises:
+            StrettoError: as `program`.
+        """
+        return tuple(map(max, weight_delays(self.peak_program())))
 
     def short_step(self) -> RankLowering:
         """The program without the microbatches that make no rank hold more (`program.transforms.shorten`), to

@@ -32,6 +32,8 @@ class RateSchedule:
         warmup_init: ratio at the first update, from which the warm-up rises; None: 1/warmup, the first of
             `warmup` equal rises.
         decay_steps: steps until the end of the decay; None: those of the run.
+        rescheduling_steps: steps until stages of an asynchronous pipeline, whose gradients are late, learn at
+            the full rate; None: from the start.
     """
 
     schedule: RateShape = "cosine"
@@ -41,6 +43,7 @@ class RateSchedule:
     decay_steps: int | None = None
     decay_fraction: float = 0.1
     decay: DecayShape = "linear"
+    rescheduling_steps: int | None = None
 
     def end(self, steps: int) -> int:
         """The step at which the decay of a run of `steps` ends."""

@@ -228,6 +228,15 @@ def _pipeline(job: Job) -> Iterator[Problem]:
         yield from _encoder_ranks(job, program)
     if program.versions:
         yield from _updates_within(job, stages)
+    if job.optimiser.rate.rescheduling_steps is not None and max(job.delays()) < 2:
+        late = "at most one update" if program.versions else "not"
+        yield Problem(
+            "optim.rate.rescheduling_steps",
+            job.optimiser.rate.rescheduling_steps,
+            f"gradients of schedule {job.schedule_name} on {pp} ranks are {late} late, so that there is "
+            "nothing to reschedule",
+            "optim.rate.rescheduling_steps=null, or schedule.name=pipedream on 3 ranks or more",
+        )
 
 
 def _stage_layers(job: Job, stages: int) -> Iterator[Problem]:

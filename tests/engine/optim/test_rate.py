@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
-from stretto.engine.optim.rate import Rate
+from stretto.engine.optim.rate import Rate, delay_ratio
 from stretto.spec.optimiser import DecayShape, RateSchedule, RateShape
 
 PEAK, STEPS, WARMUP, FLOOR = 3e-3, 50, 10, 0.1
@@ -213,3 +213,12 @@ def test_a_warmup_that_does_not_fit_is_cut() -> None:
 def test_learning_rates_import_no_torch() -> None:
     code = "import sys, stretto.engine.optim.rate; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2, 7])
+def test_late_stages_learn_slowly_at_first(delay: int) -> None:
+    """Yang et al. 2021, PipeMare: the rate over delay^p, p falling from 1 to 0 over the steps."""
+    assert delay_ratio(0, delay, 50) == 1 / max(1, delay)
+    assert delay_ratio(25, delay, 50) == pytest.approx(1 / max(1, delay) ** 0.5)
+    assert delay_ratio(40, delay, 50) == pytest.approx(max(1, delay) ** -0.2)
+    assert delay_ratio(50, delay, 50) == delay_ratio(9000, delay, 50) == 1.0

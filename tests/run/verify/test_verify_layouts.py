@@ -150,7 +150,7 @@ def test_the_replay_is_plain_training_where_nothing_is_late(folder: Path) -> Non
     (samples,) = {len(batch.inputs) for batch in trial.batches}
     assert samples == 8
     late = vary(configured_job(config), pp=2, schedule="pipedream")
-    plain, replayed = run_reference(late, trial), run_delayed(late, trial, Delays((0, 0), 8))
+    plain, replayed = run_reference(late, trial), run_delayed(late, trial, Delays((0, 0), 8), (1, 1))
     for ours, theirs in zip(replayed, plain, strict=True):
         assert float(ours.loss) == pytest.approx(float(theirs.loss), rel=1e-14)
         for name, weight in theirs.weights.items():
@@ -163,7 +163,7 @@ def test_one_late_update_by_hand(folder: Path) -> None:
     late = vary(configured_job(config), schedule="pipedream-2bw", options={"group": 4})
     trial = trial_of(config)
     trial = replace(trial, batches=trial.batches[:1])
-    (ours,) = run_delayed(late, trial, promised("pipedream-2bw", late.options, 1, 8))
+    (ours,) = run_delayed(late, trial, promised("pipedream-2bw", late.options, 1, 8), (1,))
     first = build_reference(late, trial.seed).model
     rate = trial.rate(late)(0)
     one, two = grads(late, trial)
@@ -172,6 +172,31 @@ def test_one_late_update_by_hand(folder: Path) -> None:
         weight = parameter.detach() * kept - rate * one[name]
         weight = weight * kept - rate * two[name]  # decay is of the newest weights, the gradient is not
         torch.testing.assert_close(ours.weights[name], weight, rtol=1e-12, atol=1e-14)
+
+
+def test_late_stages_learn_at_a_share_of_the_rate(folder: Path) -> None:
+    """One update: by PipeMare's T1 the first of three stages, whose gradients are two late, learns half."""
+    config = job(folder, "optim.clip=null", "optim.name=sgd", model=LLAMA)
+    trial = trial_of(config)
+    trial = replace(trial, batches=trial.batches[:1])
+    plain = vary(configured_job(config), pp=3, schedule="pipedream")
+    rate = replace(plain.optimiser.rate, rescheduling_steps=4)
+    slow = replace(plain, optimiser=replace(plain.optimiser, rate=rate))
+    (full,), (less,) = (run_delayed(one, trial, Delays((2, 1, 0), 8), (1,)) for one in (plain, slow))
+    shares = dict[str, float]()
+    for name, before in build_reference(plain, trial.seed).model.named_parameters():
+        step, short = full.weights[name] - before.detach(), less.weights[name] - before.detach()
+        shares[name] = float(short.norm() / step.norm())
+    assert {round(share, 9) for share in shares.values()} == {0.5, 1.0}
+    assert shares[next(iter(shares))] == pytest.approx(0.5)
+    assert shares[list(shares)[-1]] == 1.0
+
+
+def test_late_stages_of_a_pipeline_learn_as_their_replay(folder: Path) -> None:
+    config = job(folder, "optim.clip=null", "optim.rate.rescheduling_steps=3", "optim.name=sgd", model=LLAMA)
+    (verdict,) = prove(config, [vary(configured_job(config), pp=3, schedule="pipedream")])
+    assert verdict.equal, verdict.diagnosis
+    assert verdict.tolerance == 1e-12
 
 
 def grads(job: Job, trial: Trial) -> list[dict[str, Tensor]]:

@@ -81,3 +81,17 @@ class Rate:
     def __call__(self, step: int) -> float:
         """The learning rate of the update that follows `step` updates."""
         return self.peak * self.ratio(step)
+
+
+def delay_ratio(step: int, delay: int, steps: int) -> float:
+    """The share of the learning rate with which a stage learns whose gradients are `delay` updates late.
+
+    Yang et al. 2021, "PipeMare: Asynchronous Pipeline Parallel DNN Training", technique T1 (learning rate
+    rescheduling): delay^-(1 - min(step/steps, 1)). At first an update of an old gradient is divided by the
+    delay, which keeps it stable, and after `steps` steps it is made in full. The delay counts updates, at
+    least 1.
+
+    Args:
+        steps: those of the rescheduling.
+    """
+    return max(1, delay) ** (min(step / steps, 1.0) - 1.0)

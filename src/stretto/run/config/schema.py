@@ -249,6 +249,18 @@ class RateConfig(Section):
         return RateSchedule(**self.model_dump())
 
 
+class PipelineRateConfig(RateConfig):
+    """The learning rate over the steps, as a ratio of `optim.lr`, and over the stages of a pipeline."""
+
+    rescheduling_steps: int | None = Field(
+        default=None,
+        gt=0,
+        description="Learning rate rescheduling for asynchronous pipelines (PipeMare's T1): a stage whose "
+        "gradients are d updates late learns at the rate divided by `d^(1 - step / rescheduling_steps)`, "
+        "and in full from that step on; null: all stages learn in full from the start.",
+    )
+
+
 class OptimConfig(Section):
     """The optimiser."""
 
@@ -279,7 +291,7 @@ class OptimConfig(Section):
     clip: float | None = Field(
         default=1.0, gt=0, description="Largest gradient norm over all parameters; null: no clipping."
     )
-    rate: RateConfig = Field(default_factory=RateConfig)
+    rate: PipelineRateConfig = Field(default_factory=PipelineRateConfig)
 
     def settings(self) -> Optimiser:
         """The section as planner and engine take it."""

@@ -138,6 +138,7 @@ OPTIMISER: tuple[Rule, ...] = (
         read=_read_rate,
         notes=_note_rate,
     ),
+    only("optim.rate.rescheduling_steps", [None], "DeepSpeed's pipelines drain after each step"),
     only("optim.rate.decay_fraction", [RateSchedule.decay_fraction], "DeepSpeed decays at once, or never"),
     only("optim.rate.decay", [RateSchedule.decay], "DeepSpeed's decays are WarmupCosineLR and WarmupDecayLR"),
 )

@@ -488,6 +488,7 @@ RULES = (
         write=_write_recompute,
         read=_read_recompute,
     ),
+    only("optim.rate.rescheduling_steps", [None], "torchtitan's pipelines drain after each step"),
     only("recompute.memory_gib", [None], "torchtitan chooses no blocks by memory"),
     without("lora", LoraShape, "rank", "torchtitan has no adapters"),
     only("data.chat", [None], "torchtitan's dataset is of text, not of conversations"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from stretto.engine.optim.build import build_optimizer
+from stretto.engine.optim.rate import delay_ratio
 from stretto.engine.optim.sharded_optimizer import ShardedOptimizer
 from stretto.engine.parallel.data.sharded import ShardedStates
 from stretto.engine.parallel.data.unit import Unit
@@ -65,6 +66,8 @@ class ReplicaOptimizer:
     def __init__(self, states: ShardedStates, job: Job) -> None:
         self.states, self.job = states, job
         self._of = dict[int, ShardedOptimizer]()  # by stage, or one for _ALL_STAGES
+        # the rules refuse rescheduling but where stages are updated one by one
+        self._delays = () if job.optimiser.rate.rescheduling_steps is None else job.delays()
         # an update that needs only its unit's gradients: neither clipping nor the search for overflows
         independent = job.optimiser.clip is None and job.precision.dtype != "float16"
         self.eager = self.offloaded and independent and job.optimiser.name in ("adamw", "sgd")
@@ -141,10 +144,16 @@ class ReplicaOptimizer:
         """One, or one a stage."""
         return list(self._of.values())
 
-    def set_rate(self, rate: float) -> None:
-        """The learning rate of the updates to come; set it before a step whose updates are `eager`."""
-        for sharded in self.sharded:
-            sharded.set_rate(rate)
+    def set_rate(self, rate: float, step: int) -> None:
+        """The learning rate of the updates to come; set it before a step whose updates are `eager`.
+
+        Args:
+            step: its number from 0, by which late stages of an asynchronous pipeline learn at a share of it.
+        """
+        steps = self.job.optimiser.rate.rescheduling_steps
+        for stage, sharded in self._of.items():
+            share = 1.0 if steps is None else delay_ratio(step, self._delays[stage], steps)
+            sharded.set_rate(rate * share)
 
     def step(self, ratio: float = 1.0) -> None:
         """Apply all gradients; weights are on their way to the ranks that hold them when this returns.

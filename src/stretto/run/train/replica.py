@@ -137,9 +137,9 @@ class Replica:
         """Whether the step itself updates the weights."""
         return bool(self.pipeline.program.versions)
 
-    def set_rate(self, rate: float) -> None:
-        """The learning rate of the updates to come."""
-        self.optimizer.set_rate(rate)
+    def set_rate(self, rate: float, step: int = 0) -> None:
+        """The learning rate of the updates to come, in the step of this number from 0."""
+        self.optimizer.set_rate(rate, step)
 
     def update(self, rate: float) -> Tensor:
         """Clip and apply the gradients at learning rate `rate`; returns the norm before clipping.

@@ -186,7 +186,8 @@ class TrainingStep:
             # each update is by the mean over its tokens
             return inputs, targets, scales(self._update_numbers, counts)
 
-        replica.set_rate(self._rate(step))  # of all updates from here to the end of the step on this rank
+        # of all updates from here to the end of the step on this rank
+        replica.set_rate(self._rate(step), step)
         losses = replica.advance(enter, window.until - window.first, recorder)
         # no gradient norm follows that would show it
         window.spoiled[step] = spoiled = self._spoiled()

@@ -89,8 +89,11 @@ def run_delayed(job: Job, trial: Trial, delays: Delays, windows: Sequence[int]) 
     model = plain.model
     masters = dict(model.named_parameters())
     learning = [(name, master) for name, master in masters.items() if master.requires_grad]
-    optimizer, rate = build_optimizer(learning, job.optimiser), trial.rate(job)
-    late = _late(masters, job, delays.by_stage)
+    rate, late = trial.rate(job), _late(masters, job, delays.by_stage)
+    optimizers = {
+        delay: build_optimizer([(n, p) for n, p in learning if late[n] == delay], job.optimiser)
+        for delay in {late[name] for name, _ in learning}
+    }
     size, unit = job.micro_batch, job.micro_batch * job.layout.dp
     snapshots, history = list[Snapshot](), list[Weights]()
     begins = {sum(windows[:at]) for at in range(len(windows))}
@@ -123,9 +126,10 @@ def run_delayed(job: Job, trial: Trial, delays: Delays, windows: Sequence[int]) 
                 loads.add()
             for name, master in masters.items():
                 master.grad = leaves[name].grad
-            for group in optimizer.param_groups:
-                group["lr"] = rate(step)
-            optimizer.step()
+            for delay, optimizer in optimizers.items():
+                for group in optimizer.param_groups:
+                    group["lr"] = rate(step) / _divisor(job, step, delay)
+                optimizer.step()
             history.append(_copied(masters))
             if (old := update - max(delays.by_stage)) >= 0:
                 history[old] = {}  # no later update looks there
@@ -133,6 +137,12 @@ def run_delayed(job: Job, trial: Trial, delays: Delays, windows: Sequence[int]) 
         nothing = torch.full((), torch.nan, dtype=torch.float64)
         snapshots.append(Snapshot(total, nothing, {}, _copied(masters)))
     return snapshots
+
+
+def _divisor(job: Job, step: int, delay: int) -> float:
+    """What PipeMare's technique T1 divides the rate of a late stage by: delay^p, with p from 1 down to 0."""
+    steps = job.optimiser.rate.rescheduling_steps
+    return 1.0 if steps is None or delay == 0 else delay ** (1.0 - min(step / steps, 1.0))
 
 
 def _copied(masters: dict[str, nn.Parameter]) -> Weights:

@@ -460,6 +460,7 @@ RANKS: tuple[Rule, ...] = (
         write=_write_pipeline,
         read=_read_pipeline,
     ),
+    only("optim.rate.rescheduling_steps", (None,), "Megatron-LM's pipelines drain after each step"),
     *(
         only(f"schedule.{name}", (None,), _NO_OPTION)
         for name in ("waves", "vertical_sync", "memory", "placement", "split", "objective", "effort")
