@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stretto.engine.optim.data_parallel import data_parallel
     from stretto.engine.parallel.mesh import Mesh
     from stretto.engine.parallel.parallelize import parallelize
+    from stretto.engine.parallel.plan_module import plan_module
     from stretto.engine.parallel.styles import (
         Batch,
         Column,
@@ -84,6 +85,7 @@ __all__ = [
     "parse_config",
     "partition",
     "place",
+    "plan_module",
     "profile_layers",
     "prove",
     "register",
@@ -100,6 +102,7 @@ _MODULES = {
     "stretto.engine.optim.data_parallel": ("data_parallel",),
     "stretto.engine.parallel.mesh": ("Mesh",),
     "stretto.engine.parallel.parallelize": ("parallelize",),
+    "stretto.engine.parallel.plan_module": ("plan_module",),
     "stretto.engine.parallel.styles": (
         "Batch",
         "Column",

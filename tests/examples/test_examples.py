@@ -45,6 +45,17 @@ def output(name: str) -> str:
     return out.getvalue()
 
 
+def test_a_planned_network_equals_one_process():
+    said = output("split_layers.py")
+    assert "all equal to one process" in said
+    styles = {
+        line.split()[0]: line.split()[3]
+        for line in said.splitlines()
+        if " Conv2d " in line or " Linear " in line
+    }
+    assert styles == {"0.0": "batch", "0.3": "batch", "1.0": "replicate", "1.2": "column", "1.4": "row"}
+
+
 def test_own_module_equals_one_process():
     command = [sys.executable, str(EXAMPLES / "own_module.py")]
     script = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -40,6 +40,7 @@ COMMANDS = (
     "predict",
     "figure",
     "partition",
+    "split",
     "data",
     "checkpoint",
     "launch",

@@ -44,7 +44,7 @@ def prove(
     """
     from stretto.run.launch.local import check_ranks, prepare, run_ranks
 
-    path, function = _checked(target)
+    path, function = checked_function(target, _EXAMPLE)
     check_ranks(ranks)
     prepare(("stretto.prove.file",))
     with failures_reported():
@@ -56,8 +56,8 @@ def prove(
         raise say_no()
 
 
-def _checked(target: str) -> tuple[Path, str]:
-    """The file and the function, checked without running the file.
+def checked_function(target: str, example: str) -> tuple[Path, str]:
+    """The file and the function of a command's argument, checked without running the file.
 
     Raises:
         StrettoError: there is no such file, it is not Python, or nothing of that name can be called in it.
@@ -65,7 +65,7 @@ def _checked(target: str) -> tuple[Path, str]:
     name, colon, function = target.rpartition(":")
     if not colon or not function.isidentifier():
         raise StrettoError(
-            f"{target!r} names no file and function", hint=f"write FILE.py:FUNCTION, as in {_EXAMPLE}"
+            f"{target!r} names no file and function", hint=f"write FILE.py:FUNCTION, as in {example}"
         )
     path = Path(name)
     text = read_text(path)

@@ -29,7 +29,7 @@ def run_file(path: Path, function: str) -> Report:
     else:
         dist.init_process_group("gloo")
     try:
-        report = getattr(_module(path), function)()
+        report = getattr(load_module(path), function)()
         if isinstance(report, Report):
             return report
         raise StrettoError(
@@ -40,7 +40,7 @@ def run_file(path: Path, function: str) -> Report:
         dist.destroy_process_group()
 
 
-def _module(path: Path) -> Any:
+def load_module(path: Path) -> Any:
     """The file as a module, with its folder in the path, as where Python runs it as a script."""
     sys.path.insert(0, str(path.resolve().parent))
     spec = spec_from_file_location(path.stem, path)

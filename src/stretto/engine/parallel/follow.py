@@ -28,7 +28,7 @@ from stretto.errors import StrettoError
 Styles = Mapping[str, tuple[nn.Module, Style]]
 TORCH = str(Path(torch.__file__).parent)
 
-_ELEMENTWISE_MODULES: tuple[type[nn.Module], ...] = (
+ELEMENTWISE_MODULES: tuple[type[nn.Module], ...] = (
     KeyedDropout,
     nn.CELU,
     nn.Dropout,
@@ -56,7 +56,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_ELEMENTWISE = _words(
+ELEMENTWISE = _words(
     """abs add celu clamp clone contiguous detach div double elu exp float gelu half hardsigmoid hardswish
     hardtanh iadd imul isub leaky_relu log log1p logsigmoid mish mul neg pow reciprocal relu relu6 rsqrt
     rsub selu sigmoid silu softplus softsign sqrt square sub tanh to truediv type type_as"""
@@ -357,7 +357,7 @@ class _Walk:
         stays: Split | None = None
         if len(splits) == 1 and len(sizes) == 1:
             only = cast(Split, next(iter(splits)))
-            elementwise = isinstance(module, _ELEMENTWISE_MODULES)
+            elementwise = isinstance(module, ELEMENTWISE_MODULES)
             mixes = isinstance(module, _Loss) or (
                 isinstance(module, nn.Softmax | nn.LogSoftmax | nn.Softmin) and module.dim in (0, None)
             )
@@ -406,7 +406,7 @@ class _Walk:
             )
         if split == "batch":
             self._check_rows(node, name)
-        if split == "features" and name not in _ELEMENTWISE:
+        if split == "features" and name not in ELEMENTWISE:
             raise StrettoError(
                 f"sharding plan: {self._at(node, name)} is called with a part of the features",
                 hint="give the module before it output='whole' or 'batch'",

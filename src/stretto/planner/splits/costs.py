@@ -1,6 +1,6 @@
 """What each split of an operator, and each conversion between splits, costs on a cluster.
 
-As in OptCNN (Jia et al. 2018, section 4) a step takes the sum of three kinds of time: of each operator's
+As in OptCNN (Jia et al. 2018) a step takes the sum of three kinds of time: of each operator's
 computation, of the tensors that are moved between operators, and of the gradients that are summed over the
 ranks with the same parameters. Communication is not taken to overlap with computation.
 """
@@ -123,7 +123,7 @@ class Prices:
         if choice.style == "row":
             inside.append(Exchange("all-reduce", operator.size))
         if choice.style == "batch" and operator.statistics:
-            inside += [Exchange("all-reduce", operator.statistics * operator.element)] * 2
+            inside += _statistics(operator, ranks)
         inside += conversion(
             choice.leaves, choice.output, operator.size, ranks, gradient=operator.gradient, partial=False
         )
@@ -150,7 +150,7 @@ class Prices:
         partial = after.style == "column"
         if before.output == after.takes and not partial:
             return ()
-        if not target.styles and target.kind != OUTPUT:
+        if before.output != after.takes and not target.converts:
             return None
         return conversion(
             before.output,
@@ -228,3 +228,10 @@ def _held(operator: Operator, choice: Choice, ranks: int) -> tuple[int, int]:
     if choice.style == "row":
         return operator.weight // ranks + operator.bias, operator.frozen // ranks
     return operator.weight + operator.bias, operator.frozen
+
+
+def _statistics(operator: Operator, ranks: int) -> list[Exchange]:
+    """Every rank's mean, variance and number of elements, in 32 bits or more; two sums in the backward."""
+    element = max(4, operator.element)
+    gathered = Exchange("all-gather", ranks * (2 * operator.statistics + 1) * element)
+    return [gathered, Exchange("all-reduce", 2 * operator.statistics * element)]

@@ -22,6 +22,9 @@ NATURAL: dict[StyleName, tuple[Split, Split]] = {
 }
 
 
+INPUT, OUTPUT = "input", "output"  # kinds of operators that stand for the model's inputs and outputs
+
+
 @dataclass(frozen=True)
 class Product:
     """The matrix product of a linear layer, or of a convolution that is written as one.
@@ -59,11 +62,13 @@ class Operator:
         splits: that its output can have; for one without styles, its inputs too.
         weight, bias: trained parameters; `bias` are those that a split of input features leaves whole.
         frozen: parameters that are not trained.
+        module: the name of its module; "": it has none.
+        repeated: its module is called several times, so that it cannot convert what it is called with.
         shared: its parameters are those of an operator before it, where they are counted.
         product: None: it is bound by memory.
         moved: bytes that it reads and writes in its forward, beside those of the product.
         saved: bytes kept for its backward: its output, unless that shares memory with its input.
-        statistics: elements that ranks with parts of the batch sum in the forward, and again in the backward.
+        statistics: channels whose mean and variance are taken over the batch.
         gradient: its output needs a gradient.
     """
 
@@ -77,6 +82,8 @@ class Operator:
     weight: int = 0
     bias: int = 0
     frozen: int = 0
+    module: str = ""
+    repeated: bool = False
     shared: bool = False
     product: Product | None = None
     moved: float = 0.0
@@ -88,6 +95,11 @@ class Operator:
     def size(self) -> int:
         """Bytes of the output."""
         return prod(self.shape) * self.element
+
+    @property
+    def converts(self) -> bool:
+        """Whether what it reads is converted to the split that it takes."""
+        return self.kind == OUTPUT or (bool(self.styles) and not self.repeated)
 
 
 class Choice(NamedTuple):
@@ -127,16 +139,9 @@ class Network:
         """
         by_name = {one.name: one for one in self.operators}
         fixed = {
-            name
-            for one in self.operators
-            if not one.styles and one.kind != OUTPUT
-            for name in one.inputs
-            if by_name[name].styles
+            name for one in self.operators if not one.converts for name in one.inputs if by_name[name].styles
         }
         return [_choices(one, ranks, one.name in fixed) for one in self.operators]
-
-
-INPUT, OUTPUT = "input", "output"  # kinds of operators that stand for the model's inputs and outputs
 
 
 def _choices(operator: Operator, ranks: int, converts: bool) -> list[Choice]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from itertools import combinations, product
+from types import MappingProxyType
 
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, nearest
 from stretto.planner.memory.fits import RESERVE
 from stretto.planner.splits.costs import Exchange, Exchanges, Machine, Prices, Share
-from stretto.planner.splits.network import Choice, Network, Operator, StyleName
+from stretto.planner.splits.network import NATURAL, Choice, Network, Operator, StyleName
 from stretto.planner.splits.solver import Cost, Problem, solve
 
 
@@ -96,15 +98,22 @@ class SplitPlan:
         return sum(line.sent for line in self.lines) + sum(one.sent for one in self.conversions)
 
 
-def plan_splits(network: Network, machine: Machine, memory: float | None = None) -> SplitPlan:
+def plan_splits(
+    network: Network,
+    machine: Machine,
+    memory: float | None = None,
+    fix: Mapping[str, StyleName] = MappingProxyType({}),
+) -> SplitPlan:
     """The fastest splits that fit, over all combinations.
 
     Args:
         memory: bytes that a rank may need; None: the device's, without what a process usually needs beside
             tensors.
+        fix: styles by name of the module, in which `*` stands for any text.
 
     Raises:
-        StrettoError: nothing fits, or there is an operator that no split suits.
+        StrettoError: nothing fits, there is an operator that no split suits, or a style is fixed that its
+            module cannot have.
     """
     limit = max(0.0, machine.cluster.device.memory - RESERVE[1]) if memory is None else memory
     choices = network.choices(machine.ranks)
@@ -117,9 +126,10 @@ def plan_splits(network: Network, machine: Machine, memory: float | None = None)
             )
     prices = Prices(network, machine)
     problem = _problem(network, prices, choices)
-    best = solve(problem, limit)
+    fixed = replace(problem, nodes=_fixed(problem, network, choices, fix))
+    best = solve(fixed, limit)
     if best is None:
-        raise _nothing(problem, limit)
+        raise _nothing(fixed, limit)
     beside = {name: _restricted(problem, network, choices, rule) for name, rule in RULES.items()}
     chosen = [some[at] for some, at in zip(choices, best.options, strict=True)]
     lines, conversions = _described(prices, chosen)
@@ -132,6 +142,34 @@ def plan_splits(network: Network, machine: Machine, memory: float | None = None)
         beside=beside,
         notes=network.notes,
     )
+
+
+def _fixed(
+    problem: Problem, network: Network, choices: Sequence[Sequence[Choice]], fix: Mapping[str, StyleName]
+) -> list[Mapping[int, Cost]]:
+    """The choices of each node that agree with the fixed styles."""
+    nodes = [*problem.nodes]
+    modules = [one.module for one in network.operators if one.styles]
+    for pattern, style in fix.items():
+        if style not in NATURAL:
+            raise StrettoError(f"fix: {style!r} is no style", hint=" or ".join(map(repr, NATURAL)))
+        if not any(fnmatchcase(name, pattern) for name in modules):
+            near = nearest(pattern, modules)
+            raise StrettoError(
+                f"fix: {pattern!r} matches no module with parameters",
+                hint=f"did you mean {near!r}?" if near else None,
+            )
+        for at, operator in enumerate(network.operators):
+            if not operator.styles or not fnmatchcase(operator.module, pattern):
+                continue
+            nodes[at] = {i: cost for i, cost in nodes[at].items() if choices[at][i].style == style}
+            if not nodes[at]:
+                able = dict.fromkeys(str(choice.style) for choice in choices[at])
+                raise StrettoError(
+                    f"fix: {operator.module!r} ({operator.kind}) cannot have the style {style!r}",
+                    hint=f"it can have {', '.join(able)}",
+                )
+    return nodes
 
 
 def _batch(_: Operator, style: StyleName) -> bool:
@@ -180,7 +218,7 @@ def _problem(network: Network, prices: Prices, choices: Sequence[Sequence[Choice
             alike = {
                 (i, j)
                 for (i, first), (j, second) in product(enumerate(choices[one]), enumerate(choices[other]))
-                if first.style == second.style and first.output == second.output
+                if (first.style, first.takes, first.output) == (second.style, second.takes, second.output)
             }
             known = edges.get((one, other))
             edges[one, other] = (

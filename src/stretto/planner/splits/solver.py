@@ -3,7 +3,7 @@
 Nodes have costs, and edges have costs that depend on the options at both ends. Nodes are eliminated one by
 one: of a node with two neighbours remains an edge between them, and parallel edges add up. These are the node
 and edge elimination of OptCNN (Jia et al. 2018, "Exploring hidden dimensions in parallelizing convolutional
-neural networks", section 5), which end in a single node for a network of chains and branches. A node with
+neural networks"), which end in a single node for a network of chains and branches. A node with
 more neighbours leaves a table over all of them (bucket elimination, Dechter 1999), so any graph can be
 solved; where such a table would be too large, the search branches on the options of a node instead.
 
@@ -14,7 +14,7 @@ network with a partial combination can be at best, and what cannot beat a known 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -171,11 +171,9 @@ class _Tables:
             messages = [
                 (tuple(group.index(member) for member in order[child][1]), keys[child]) for child in below[at]
             ]
-            rows = list[_Row]()
-            for row in _rows([nodes[member] for member in group], edges, messages):
-                rows.append(row)
-                if len(rows) > widest:
-                    raise _TooWide(max(group, key=lambda one: len(beside[one])))
+            rows = _rows([nodes[member] for member in group], edges, messages, widest)
+            if rows is None:
+                raise _TooWide(max(group, key=lambda one: len(beside[one])))
             self.tables.append(_Table(node, tuple(below[at]), tuple(rows)))
             keys.append({row.key for row in rows})
             parent = min((place[other] for other in neighbours), default=None)
@@ -340,34 +338,54 @@ def _rows(
     options: Sequence[Mapping[int, Cost]],
     edges: Sequence[_Edge | None],
     messages: Sequence[tuple[tuple[int, ...], set[tuple[int, ...]]]],
-) -> Iterator[_Row]:
-    """The possible options of a node and of its neighbours behind it.
+    widest: int,
+) -> list[_Row] | None:
+    """The possible options of a node and of its neighbours behind it; None: more than `widest`.
+
+    Only what is possible is enumerated, so that nodes that must be alike make small tables however many they
+    are: each relation is joined with the rows so far by the places that both have.
 
     Args:
         edges: to each neighbour; None: there is none.
         messages: of each child, the places of its neighbours among these nodes and their possible options.
     """
-    due: list[list[int]] = [[] for _ in options]  # children whose neighbours all have options by then
-    for child, (places, _) in enumerate(messages):
-        due[max(places)].append(child)
-    waiting: list[tuple[tuple[int, ...], Cost]] = [((option,), cost) for option, cost in options[0].items()]
-    while waiting:
-        chosen, cost = waiting.pop()
-        at = len(chosen)
-        if any(
-            tuple(chosen[p] for p in messages[child][0]) not in messages[child][1] for child in due[at - 1]
-        ):
-            continue
-        if at == len(options):
-            keys = tuple(tuple(chosen[place] for place in places) for places, _ in messages)
-            yield _Row(chosen[0], chosen[1:], cost, keys)
-            continue
-        edge = edges[at - 1]
-        for option in options[at]:
-            if edge is None:
-                waiting.append(((*chosen, option), cost))
-            elif (chosen[0], option) in edge:
-                waiting.append(((*chosen, option), _sum((cost, edge[chosen[0], option]))))
+    relations = [((0, at), set(edge)) for at, edge in enumerate(edges, 1) if edge is not None]
+    places = [0]
+    rows: list[tuple[int, ...]] = [(option,) for option in options[0]]
+    for scope, possible in sorted((*relations, *messages), key=lambda relation: len(relation[1])):
+        shared = [(at, places.index(place)) for at, place in enumerate(scope) if place in places]
+        new = [at for at, place in enumerate(scope) if place not in places]
+        matching = dict[tuple[int, ...], list[tuple[int, ...]]]()
+        for key in possible:
+            matching.setdefault(tuple(key[at] for at, _ in shared), []).append(tuple(key[at] for at in new))
+        joined = list[tuple[int, ...]]()
+        for row in rows:
+            for more in matching.get(tuple(row[at] for _, at in shared), ()):
+                joined.append((*row, *more))
+            if len(joined) > widest:
+                return None
+        rows = joined
+        places += [scope[at] for at in new]
+    inverse = [places.index(place) for place in range(len(options))]
+    return [
+        _row([row[at] for at in inverse], options, edges, messages)
+        for row in rows
+        if all(row[at] in some for at, some in zip(inverse, options, strict=True))
+    ]
+
+
+def _row(
+    chosen: Sequence[int],
+    options: Sequence[Mapping[int, Cost]],
+    edges: Sequence[_Edge | None],
+    messages: Sequence[tuple[tuple[int, ...], set[tuple[int, ...]]]],
+) -> _Row:
+    costs = [options[0][chosen[0]]]
+    costs += [
+        edge[chosen[0], other] for edge, other in zip(edges, chosen[1:], strict=True) if edge is not None
+    ]
+    keys = tuple(tuple(chosen[place] for place in scope) for scope, _ in messages)
+    return _Row(chosen[0], tuple(chosen[1:]), _sum(costs), keys)
 
 
 def _sum(costs: Iterable[Cost]) -> Cost:

@@ -1,0 +1,176 @@
+"""`stretto split`: how each layer of your network is best split over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from stretto.cli.output import Json, check_writable, command_app, failures_reported, report, write_text
+from stretto.cli.prove import checked_function
+from stretto.errors import StrettoError, nearest
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from stretto.engine.parallel.plan_module import ModulePlan
+    from stretto.planner.machines.device import Precision
+    from stretto.planner.splits.network import StyleName
+
+_EXAMPLE = "stretto split examples/split_layers.py:alexnet --cluster a100:4"
+
+app = command_app()
+
+
+@app.command(epilog=f"Example: {_EXAMPLE}")
+def split(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="FILE.py:FUNCTION", help="A function that returns a model and its input."),
+    ],
+    cluster: Annotated[
+        str,
+        typer.Option(
+            help="A cluster or device of the catalogue and how many devices, as in a100:4; a YAML file; or "
+            "here: this machine, as `stretto calibrate` measured it."
+        ),
+    ],
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="GIB",
+            help="Device memory for tensors; default: the device's, without what a process takes beside.",
+        ),
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="Of products: bf16, fp16, tf32, fp32; default: the parameters'.")
+    ] = None,
+    states: Annotated[
+        int,
+        typer.Option(min=0, help="Bytes of a parameter's optimizer states: Adam 8, momentum 4, plain SGD 0."),
+    ] = 8,
+    fix: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=STYLE",
+            help="Fix the style of a module: replicate, batch, column or row. * stands for any text in NAME; "
+            "repeatable.",
+        ),
+    ] = None,
+    leaf: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Take this module as one operator; repeatable."),
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw the network with its splits here.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Choose how each layer of your network is split over ranks.
+
+    FUNCTION returns (model, input), where the input has the samples of all ranks along dimension 0; both may
+    be on the meta device, as under `with torch.device("meta")`. The model is traced with torch.fx. For each
+    layer the plan says whether it is replicated, or split by the batch, by its output features or by its
+    input features, and where activations are converted in between: the fastest of all combinations that fit
+    into memory, under the same times of products and collectives as `stretto plan`.
+
+    In Python, stretto.plan_module(model, input, cluster=...).plan is what stretto.parallelize takes.
+    """
+    path, function = checked_function(target, _EXAMPLE)
+    check_writable(svg)
+    fixed = _fixed(fix or [])
+    known = ("bf16", "fp16", "tf32", "fp32")
+    if precision not in (None, *known):
+        raise StrettoError(f"--precision {precision}", hint=" or ".join(known))
+    with failures_reported():
+        from stretto.engine.parallel.plan_module import plan_module
+
+        model, example = _made(path, function)
+        made = plan_module(
+            model,
+            example,
+            cluster=cluster,
+            memory_gib=memory,
+            precision=cast("Precision | None", precision),
+            states=states,
+            fix=fixed,
+            leaves=leaf or (),
+        )
+    if svg is not None:
+        write_text(svg, made.svg())
+    report(_facts(made), as_json, lambda to: _show(to, made, svg))
+
+
+def _fixed(fix: list[str]) -> dict[str, StyleName]:
+    fixed = dict[str, "StyleName"]()
+    for text in fix:
+        name, equals, style = text.rpartition("=")
+        if not equals:
+            raise StrettoError(f"--fix {text}", hint="NAME=STYLE, as in --fix 'features.*=batch'")
+        styles = ("replicate", "batch", "column", "row")
+        if style not in styles:
+            near = nearest(style, styles)
+            hint = f"did you mean {near!r}?" if near else " or ".join(styles)
+            raise StrettoError(f"--fix {text}: there is no style {style!r}", hint=hint)
+        fixed[name] = style
+    return fixed
+
+
+def _made(path: Path, function: str) -> tuple[Any, Any]:
+    """What the user's function returns."""
+    from torch import nn
+
+    from stretto.prove.file import load_module
+
+    returned = getattr(load_module(path), function)()
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], nn.Module):
+        return returned
+    raise StrettoError(
+        f"{path.name}:{function} returned {type(returned).__name__}, must return a model and its input",
+        hint="return model, torch.empty(256, 3, 224, 224)",
+    )
+
+
+def _facts(made: ModulePlan) -> dict[str, Any]:
+    splits = made.splits
+    return {
+        "cluster": splits.machine.cluster.name,
+        "device": splits.machine.cluster.device.name,
+        "ranks": splits.machine.ranks,
+        "precision": splits.machine.precision,
+        "step_s": splits.cost.seconds,
+        "parts_s": splits.parts,
+        "memory_bytes": splits.cost.bytes,
+        "limit_bytes": splits.limit,
+        "sent_bytes": splits.sent,
+        "operators": [
+            {
+                "name": line.operator.name,
+                "kind": line.operator.kind,
+                "module": line.operator.module,
+                "inputs": list(line.operator.inputs),
+                "shape": list(line.operator.shape),
+                **line.choice._asdict(),
+                "seconds": line.seconds,
+                "sent_bytes": line.sent,
+                "memory_bytes": line.share.memory,
+            }
+            for line in splits.lines
+        ],
+        "conversions": [
+            {**asdict(one), "exchanges": [exchange._asdict() for exchange in one.exchanges]}
+            for one in splits.conversions
+        ],
+        "beside": {
+            name: None if cost is None else {"step_s": cost.seconds, "memory_bytes": cost.bytes}
+            for name, cost in splits.beside.items()
+        },
+        "notes": list(splits.notes),
+    }
+
+
+def _show(to: Console, made: ModulePlan, svg: Path | None) -> None:
+    to.print(made.table(), soft_wrap=True, markup=False, highlight=False)
+    if svg is not None:
+        to.print(f"wrote {svg}", soft_wrap=True, markup=False, highlight=False)

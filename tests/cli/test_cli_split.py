@@ -1,0 +1,63 @@
+"""`stretto split` from the command line: what it prints and draws, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stretto.cli.main import run
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "split_layers.py"
+FILE = """
+import torch
+
+
+def nothing():
+    return 7
+
+
+def two():
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), torch.empty(6, 8)
+"""
+
+
+def test_the_plan_of_an_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    svg = tmp_path / "splits.svg"
+    words = ["split", f"{EXAMPLE}:alexnet", "--cluster", "a100:4", "--svg", str(svg)]
+    assert run(words) == 0
+    shown = capsys.readouterr().out
+    assert "all-to-all + all-to-all" in shown
+    assert shown.endswith(f"wrote {svg}\n")
+    assert svg.read_text().startswith("<svg")
+    assert run([*words, "--json", "--fix", "1.0=column"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    style_of = {one["name"]: one["style"] for one in facts["operators"]}
+    assert (style_of["0.0"], style_of["1.0"], style_of["0.1"]) == ("batch", "column", None)
+    assert facts["step_s"] == pytest.approx(sum(facts["parts_s"].values()))
+    assert facts["beside"]["data parallel"]["step_s"] > facts["step_s"]
+    kinds = [exchange["kind"] for one in facts["conversions"] for exchange in one["exchanges"]]
+    assert {"all-gather", "reduce-scatter"} <= set(kinds)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nothing"], "nothing returned int, must return a model and its input"),
+        (["two", "--fix", "0=rwo"], "there is no style 'rwo'\nhint: did you mean 'row'?"),
+        (["two", "--fix", "row"], "--fix row\nhint: NAME=STYLE"),
+        (["two", "--precision", "fp46"], "--precision fp46\nhint: bf16"),
+        (["two", "--leaf", "2"], "the model has no module '2'"),
+        (
+            ["two", "--cluster", "a100:4"],
+            "batch of 6 samples does not divide over 4 devices\nhint: a batch of 8",
+        ),
+        (["three"], "defines no three"),
+    ],
+)
+def test_refusals(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(FILE)
+    assert run(["split", f"{file}:{words[0]}", "--cluster", "a100:2", *words[1:]]) == 2
+    assert message in capsys.readouterr().err
