@@ -14,7 +14,18 @@ from fake_mesh import FakeMesh
 from torch import Tensor, nn
 
 from ranks import on_ranks
-from stretto import Batch, Column, GatherBatch, Layout, Mesh, Replicate, Row, parallelize, sum_gradients
+from stretto import (
+    Batch,
+    Column,
+    GatherBatch,
+    Layout,
+    Mesh,
+    Replicate,
+    Row,
+    data_parallel,
+    parallelize,
+    sum_gradients,
+)
 from stretto.engine.parallel.late import late_messages
 from stretto.engine.parallel.styles import Style
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
@@ -308,7 +319,7 @@ def _rounds() -> dict[str, Any]:
             again, x, y = net()
             F.cross_entropy(again(x), y).backward()
             found[f"{name} whole"] = gradient_gap(model, table, again)
-        found[f"{name} order"] = [one for one in events if one in ("broadcast", "all-gather", "computed")]
+        found[f"{name} order"] = events
     return found
 
 
@@ -317,11 +328,14 @@ def test_rounds_of_forward_and_backward_equal_one_process_and_gather_ahead():
         numbers = {name: one for name, one in found.items() if isinstance(one, float)}
         assert len(numbers) == 14
         assert max(numbers.values()) < FEW_DIGITS, numbers
-        for schedule, kind in (("turns", "broadcast"), ("shares", "all-gather")):
-            statistics = 1 * (kind == "all-gather")  # BatchNorm's
-            order = found[f"{schedule} order"][statistics:]
-            order = [one for one in order if one in (kind, "computed")]
-            assert order == [kind, kind, "computed", kind, "computed", "computed"], order
+        for schedule, sent, returned in (
+            ("turns", "broadcast", "reduce"),
+            ("shares", "all-gather", "reduce-scatter"),
+        ):
+            order = [one for one in found[f"{schedule} order"] if one in (sent, returned, "computed")]
+            order = order[1 * (schedule == "shares") :]  # without the gather of BatchNorm's statistics
+            first, *others = [sent, sent, "computed"], [returned, sent, "computed"], [returned, "computed"]
+            assert order == [*first, *others[0], *others[1], returned], order
 
 
 def _bytes() -> dict[str, Any]:
@@ -475,6 +489,34 @@ def test_a_parameter_whose_gradient_would_be_counted_wrongly_is_refused():
     plan = net_plan(GatherBatch())
     with pytest.raises(StrettoError, match=r"uses a parameter on a part of the batch.*says the whole"):
         parallelize(keyed(Net()), {**plan, "": Replicate()}, FakeMesh(2))
+
+
+def test_gradients_that_are_not_there_are_not_passed_over():
+    model = keyed(_chain())
+    table = parallelize(model, {"": Batch()}, FakeMesh(2, grouped=True), convert=False)
+    with pytest.raises(StrettoError, match="no parameter whose gradient is to be summed has one in grad"):
+        sum_gradients(model, table)
+    with pytest.raises(StrettoError, match=r"gradient of 0.weight is to be summed .* which zero1 does not"):
+        data_parallel(model, FakeMesh(2), "zero1")
+
+
+def _copies() -> float:
+    """Two copies of the ranks of tp, each with half of the batch."""
+    mesh = Mesh(Layout(tp=2, dp=2))
+    plain, model = _gathered(), _gathered()
+    plain[1][1].p = model[1][1].p = 0.0
+    x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    plan = {"0": Batch(), "1": GatherBatch("turns"), "1.0": Column(), "1.2": Row()}
+    table = parallelize(model, plan, mesh)
+    wrapped = data_parallel(model, mesh, "ddp", places={name: one.placed for name, one in table.items()})
+    wrapped(x.chunk(2)[mesh.index("dp")]).square().mean().backward()
+    sum_gradients(model, table)
+    plain(x).square().mean().backward()
+    return gradient_gap(model, table, plain)
+
+
+def test_a_part_of_the_batch_is_split_once_more_over_copies():
+    assert max(on_ranks(4, _copies)) < FEW_DIGITS
 
 
 def test_what_a_gather_cannot_do_is_refused():

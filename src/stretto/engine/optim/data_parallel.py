@@ -18,6 +18,7 @@ from stretto.engine.parallel.data.layer_gather import LayerGather, tensors_in
 from stretto.engine.parallel.data.sharded import ShardedStates
 from stretto.engine.parallel.fragment import Fragment, Placed
 from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.parallelize import SUMMED
 from stretto.engine.parallel.precision import HALVES, kept, master_dtype
 from stretto.errors import StrettoError, nearest
 from stretto.layout.shards import Mode
@@ -86,6 +87,12 @@ def data_parallel(
         offload_parameters=offload_parameters,
         path=path,
     )
+    summed = [name for name, p in _trained(module) if getattr(p, SUMMED, False)]
+    if mode != "ddp" and summed:
+        raise StrettoError(
+            f"the gradient of {summed[0]} is to be summed over the ranks of tp too, which {mode} does not do",
+            hint="mode='ddp', and sum_gradients(model, table) after backward",
+        )
     types = {name: p.dtype if dtype is None or kept(name, keep) else dtype for name, p in _trained(module)}
     return DataParallel(
         module=module,

@@ -48,6 +48,7 @@ class Held(NamedTuple):
 
 
 HELD = "_stretto_held"
+SUMMED = "_stretto_summed"  # set on parameters whose gradients are summed over ranks once a step
 
 
 @dataclass
@@ -139,6 +140,8 @@ def parallelize(
         local[id(parameter)] = nn.Parameter(share, parameter.requires_grad)
         if shares[index].dim is not None:
             setattr(local[id(parameter)], HELD, Held(placed, mesh.group(axes)))
+        if table[aliases[0]].shared:
+            setattr(local[id(parameter)], SUMMED, True)
     _replace_parameters(model, local)
     swapped = dict[int, nn.Module]()  # by id of the plain module, so that shared modules stay shared
     for name, (module, style) in styles.items():
@@ -432,4 +435,14 @@ def materialise(
     return made
 
 
-__all__ = ["HELD", "Held", "Plan", "Sharded", "SharedSlice", "matches", "materialise", "parallelize"]
+__all__ = [
+    "HELD",
+    "SUMMED",
+    "Held",
+    "Plan",
+    "Sharded",
+    "SharedSlice",
+    "matches",
+    "materialise",
+    "parallelize",
+]

@@ -100,15 +100,18 @@ def sum_gradients(model: nn.Module, table: Mapping[str, Sharded]) -> None:
 
     Args:
         table: what `parallelize` returned for the model.
+
+    Raises:
+        StrettoError: none of them is in `grad`.
     """
-    sum_partial(
-        [
-            PartialGradient(parameter, shared)
-            for name, parameter in model.named_parameters()
-            if parameter.grad is not None
-            for shared in table[name].shared
-        ]
-    )
+    shared = [(p, one) for name, p in model.named_parameters() for one in table[name].shared]
+    parts = [PartialGradient(p, one) for p, one in shared if p.grad is not None]
+    if shared and not parts:
+        raise StrettoError(
+            "sum_gradients: no parameter whose gradient is to be summed has one in grad",
+            hint="call it after backward; of data_parallel's modes it goes with 'ddp'",
+        )
+    sum_partial(parts)
 
 
 def _flat(views: Sequence[Tensor]) -> Tensor:
