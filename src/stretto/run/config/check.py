@@ -182,6 +182,38 @@ def _weights(field: str, weights: Mapping[str, float]) -> Iterator[Problem]:
         yield Problem(field, str(dict(weights)), "one weight must be above 0", "such as {A: 0.7, B: 0.3}")
 
 
+def _objective(config: TrainConfig) -> Iterator[Problem]:
+    """An objective that is not for the model, or samples that cannot be made."""
+    data = config.data
+    try:
+        encoder, corruption = config.shape().encoder_layers > 0, config.corruption
+    except StrettoError:  # told by `_whole`
+        return
+    if encoder != (corruption is not None):
+        rule = "the model has an encoder" if encoder else "the model has no encoder"
+        fix = "span-corruption or infilling" if encoder else "causal, or a model such as t5-small"
+        yield Problem("data.objective", data.objective, rule, fix)
+        return
+    if corruption is None:
+        if data.noise_density is not None:
+            rule = "nothing is cut out of samples with data.objective=causal"
+            yield Problem("data.noise_density", data.noise_density, rule, "data.noise_density=null")
+        return
+    if data.chat is not None or data.packing not in (None, "stream"):
+        field, value = ("chat", data.chat) if data.chat else ("packing", data.packing)
+        rule = f"objective {corruption} cuts spans out of windows of a stream of text"
+        yield Problem(f"data.{field}", value, rule, "data.packing=stream, of text without roles")
+    try:
+        lengths = config.denoising
+    except Problem as problem:
+        yield problem
+        return
+    if lengths is not None and config.target_sequence < lengths.targets:
+        rule = f"objective {corruption} makes samples of {lengths.targets} targets"
+        fix = f"data.target_sequence={lengths.targets}, or null"
+        yield Problem("data.target_sequence", config.target_sequence, rule, fix)
+
+
 def _source(config: TrainConfig) -> Iterator[Problem]:
     yield from missing_sources(config.data.sources, (PYTHON_STDLIB, SAMPLE))
     for name in config.data.sources:
@@ -220,6 +252,7 @@ CHECKS: tuple[Callable[[TrainConfig], Iterator[Problem]], ...] = (
     _no_decay,
     _split,
     _mixture,
+    _objective,
     _source,
     _tokenizer,
     resume,

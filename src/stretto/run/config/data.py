@@ -6,8 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
+from stretto.run.config.denoising import USUAL_DENSITY, Corruption
 from stretto.run.config.section import Section
 
+Objective = Literal["causal", "span-corruption", "infilling"]
 Packing = Literal["documents", "stream", "none"]
 
 
@@ -71,6 +73,36 @@ class DataConfig(Section):
         description="With `packing: none`, what becomes of documents longer than `sequence`: the end is cut "
         "off, or they are left out.",
     )
+    objective: Objective | None = Field(
+        default=None,
+        description="What is predicted. `causal`: each next token. For an encoder-decoder, which reads "
+        "windows of the text with spans cut out: `span-corruption`, the spans, each of which leaves a "
+        "sentinel in the encoder's input (T5), or `infilling`, the whole text, of which each span leaves a "
+        "mask (BART). null: `span-corruption` with an encoder, `causal` without.",
+    )
+    noise_density: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="The part of the text that is cut out; null: 0.15 for `span-corruption`, 0.3 for "
+        "`infilling`.",
+    )
+    mean_span_length: float = Field(
+        default=3.0, ge=1, description="Mean length of the spans that are cut out, in tokens."
+    )
+    sentinels: int | None = Field(
+        default=None,
+        gt=0,
+        description="Entries that the vocabulary has for sentinels or the mask beside the tokenizer's, where "
+        "`model.vocab` is null and the tokenizer has none of them; null: 100 for `span-corruption`, 1 for "
+        "`infilling`.",
+    )
+    first_sentinel: int | None = Field(
+        default=None,
+        ge=0,
+        description="The id of the first span's sentinel, from which those of later spans count down, or of "
+        "the mask; null: the tokenizer's (`<extra_id_0>`, `<mask>`), else the last of the vocabulary.",
+    )
     split: str = Field(
         default="949,50,1",
         pattern=r"^\s*\d+(\.\d+)?(\s*,\s*\d+(\.\d+)?){2}\s*$",
@@ -83,7 +115,8 @@ class DataConfig(Section):
     target_sequence: int | None = Field(
         default=None,
         gt=0,
-        description="Tokens of the decoder's sample of a model with an encoder; null: `sequence`.",
+        description="Tokens of the decoder's sample of a model with an encoder; null: as many as the "
+        "objective makes.",
     )
     shuffle: Literal["global", "window"] | None = Field(
         default=None,
@@ -106,6 +139,14 @@ class DataConfig(Section):
         description="Disk space that blocks of sources at URLs may take in `cache` on each machine, GiB; the "
         "longest unused are dropped first.",
     )
+
+    def density(self, corruption: Corruption) -> float:
+        """The part of the text that an objective cuts out."""
+        return USUAL_DENSITY[corruption] if self.noise_density is None else self.noise_density
+
+    def marks(self, corruption: Corruption) -> int:
+        """Entries that the vocabulary has for marks of spans where the tokenizer has none."""
+        return self.sentinels or (1 if corruption == "infilling" else 100)
 
     @property
     def sources(self) -> list[str]:

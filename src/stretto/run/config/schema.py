@@ -12,10 +12,11 @@ from typing import Any, Literal, Protocol, Self
 
 from pydantic import Field, field_validator
 
-from stretto.errors import StrettoError
+from stretto.errors import Problem, StrettoError
 from stretto.layout.layout import ORDER, Layout
 from stretto.program import PLAIN
 from stretto.run.config.data import DataConfig
+from stretto.run.config.denoising import Corruption, Denoising, denoising
 from stretto.run.config.model import ModelConfig
 from stretto.run.config.section import JobSection, Section
 from stretto.run.config.states import DataParallelConfig, FinetuneConfig, LoraConfig, PrecisionConfig
@@ -522,11 +523,20 @@ class TrainConfig(JobSection):
 
     @property
     def target_sequence(self) -> int:
-        """Tokens of the decoder's sample, of a model without an encoder those of a sample."""
-        return self.data.target_sequence or self.data.sequence
+        """Tokens of the decoder's sample: of the data, else as many as the objective makes; of a model
+        without an encoder those of a sample.
+        """
+        if self.data.target_sequence is not None:
+            return self.data.target_sequence
+        try:
+            lengths = self.denoising
+        except Problem:  # which checks report
+            lengths = None
+        return self.data.sequence if lengths is None else lengths.targets
 
     def shape(self, vocab: int | None = None) -> ModelShape:
-        """The model's sizes; `vocab` is the tokenizer's, where it is known already.
+        """The model's sizes; `vocab` is the tokenizer's with the marks that it lacks, where it is known
+        already.
 
         Raises:
             StrettoError: sizes that do not fit each other.
@@ -537,8 +547,33 @@ class TrainConfig(JobSection):
         return shape if lora is None else replace(shape, lora=lora)
 
     @property
+    def _has_encoder(self) -> bool:
+        return self.model.shape(self.data.vocab, self.data.sequence).encoder_layers > 0
+
+    @property
+    def corruption(self) -> Corruption | None:
+        """What becomes of the spans that are cut out of an encoder's samples; None: nothing is cut out."""
+        objective = self.data.objective or ("span-corruption" if self._has_encoder else "causal")
+        return None if objective == "causal" else objective
+
+    @property
+    def denoising(self) -> Denoising | None:
+        """The lengths of an encoder-decoder's samples; None: nothing is cut out of them.
+
+        Raises:
+            Problem: they cannot be made.
+        """
+        if (corruption := self.corruption) is None:
+            return None
+        data = self.data
+        try:
+            return denoising(corruption, data.sequence, data.density(corruption), data.mean_span_length)
+        except Problem as problem:
+            raise problem.within("data") from None
+
+    @property
     def _likely_vocab(self) -> int:
         """The tokenizer's entries as far as the config alone tells; one that is given is not read here."""
         if self.data.tokenizer and self.model.preset:
             return find_shape(Path(self.model.preset).expanduser()).vocab
-        return self.data.vocab
+        return self.data.vocab + (0 if self.corruption is None else self.data.marks(self.corruption))

@@ -69,7 +69,7 @@ def _sections(job: Job, base: TrainConfig | None) -> dict[str, dict[str, Any]]:
     again = job.recompute
     dp = job.dp
     data: dict[str, Any] = {"sequence": job.sequence}
-    if job.target_sequence != job.sequence:
+    if job.shape.encoder_layers:
         data["target_sequence"] = job.target_sequence
     if base is None:
         data["vocab"] = max(_LEAST_VOCAB, job.shape.vocab)

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.errors import StrettoError
+from stretto.errors import Problem, StrettoError
 from stretto.run.config.data import DataConfig
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.block_cache import block_cache
@@ -20,11 +20,14 @@ from stretto.run.data.dataset import (
     Samples,
     WholeDocuments,
     WholeSplit,
+    packing_of,
     samples_of,
     shuffled_within,
     whole_split_of,
     windows,
 )
+from stretto.run.data.denoising import Denoised, DenoisedSplit
+from stretto.run.data.marks import Marks, marks_of, vocabulary
 from stretto.run.data.mixture_order import MixtureOrder, Phase
 from stretto.run.data.order import Runs
 from stretto.run.data.token_source import TokenData, TokenSource
@@ -137,7 +140,8 @@ class MixedSamples:
         return np.stack([sources, positions], axis=1)
 
 
-TrainingSamples = Samples | Documents | MixedSamples
+Ordinary = Samples | Documents | MixedSamples
+TrainingSamples = Ordinary | Denoised[Ordinary]
 
 
 def training_samples(source: TokenData, config: TrainConfig) -> TrainingSamples:
@@ -145,9 +149,38 @@ def training_samples(source: TokenData, config: TrainConfig) -> TrainingSamples:
 
     Raises:
         StrettoError: a source is too short, or holds text where conversations are configured; the cache has
-            no room for what is read of sources at URLs.
+            no room for what is read of sources at URLs; an encoder's samples cannot be made of it.
     """
-    data, seed = config.data, config.train.seed
+    lengths = config.denoising
+    if lengths is None:
+        return _in_order(source, config, config.data)
+    marks = _marks(source, config)
+    windows = _in_order(source, config, config.data.model_copy(update={"sequence": lengths.window}))
+    return Denoised(
+        windows, lengths=lengths, marks=marks, seed=config.train.seed, targets=config.target_sequence
+    )
+
+
+def _marks(source: TokenData, config: TrainConfig) -> Marks:
+    """The ids that stand for spans of a source's text.
+
+    Raises:
+        StrettoError: it has no windows of text, or no room in the vocabulary.
+    """
+    lengths, data = config.denoising, config.data
+    assert lengths is not None
+    for one in source.streams.values():
+        if packing_of(one, data) != "stream":
+            rule = f"objective {lengths.corruption} cuts spans out of windows of a stream of text"
+            held = "" if one.mask is None else f", and {one.name} holds conversations"
+            raise Problem("data.packing", data.packing, rule + held, "data.packing=stream")
+    rows = config.shape(vocabulary(source, config)).vocab
+    return marks_of(source, data, lengths, rows)
+
+
+def _in_order(source: TokenData, config: TrainConfig, data: DataConfig) -> Ordinary:
+    """Windows or documents in the order of training."""
+    seed = config.train.seed
     parts = {name: samples_of(one, data, "train", seed) for name, one in source.streams.items()}
     _check_cache(parts, data)
     if not isinstance(source, Mixture):
@@ -186,12 +219,14 @@ def _gib(size: float) -> str:
 
 def parts_of(samples: TrainingSamples) -> Mapping[str, Samples | Documents]:
     """The samples of each source by its name."""
+    samples = samples.windows if isinstance(samples, Denoised) else samples
     return samples.parts if isinstance(samples, MixedSamples) else {samples.source.name: samples}
 
 
 def epochs(samples: TrainingSamples, seen: int) -> dict[str, float]:
     """How often each source has been gone through after `seen` samples."""
     parts = parts_of(samples)
+    samples = samples.windows if isinstance(samples, Denoised) else samples
     drawn = samples.drawn(seen) if isinstance(samples, MixedSamples) else [seen]
     return {name: count / len(part) for (name, part), count in zip(parts.items(), drawn, strict=True)}
 
@@ -202,11 +237,12 @@ class HeldOut:
 
     name: str
     weight: float
-    split: WholeSplit | WholeDocuments
+    split: WholeSplit | WholeDocuments | DenoisedSplit
 
 
-def held_out(source: TokenData, data: DataConfig, split: str) -> list[HeldOut]:
+def held_out(source: TokenData, config: TrainConfig, split: str) -> list[HeldOut]:
     """The split of every source, by the weights with which training starts; those of weight 0 are left out.
+    Of an encoder's samples the same spans are cut out in every evaluation, whatever the seed.
 
     Raises:
         StrettoError: a source has nothing to predict there.
@@ -214,7 +250,20 @@ def held_out(source: TokenData, data: DataConfig, split: str) -> list[HeldOut]:
     weights = source.weights if isinstance(source, Mixture) else dict.fromkeys(source.streams, 1.0)
     total = sum(weights.values())
     return [
-        HeldOut(name, weights[name] / total, whole_split_of(one, data, split))
+        HeldOut(name, weights[name] / total, _whole_split(source, one, config, split))
         for name, one in source.streams.items()
         if weights[name] > 0
     ]
+
+
+def _whole_split(
+    source: TokenData, stream: TokenSource, config: TrainConfig, split: str
+) -> WholeSplit | WholeDocuments | DenoisedSplit:
+    """A split of one of the streams of a source."""
+    lengths, data = config.denoising, config.data
+    if lengths is None:
+        return whole_split_of(stream, data, split)
+    marks = _marks(source, config)
+    windows = whole_split_of(stream, data.model_copy(update={"sequence": lengths.window}), split)
+    assert isinstance(windows, WholeSplit)  # of a stream
+    return DenoisedSplit(windows, lengths=lengths, marks=marks, targets=config.target_sequence)

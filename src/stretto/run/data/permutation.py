@@ -103,11 +103,21 @@ def uniform(key: str, count: int) -> NDArray[np.float64]:
     """`count` numbers from 0 to below 1 that depend on the key alone: SplitMix64 from a start that the key
     gives.
     """
-    start = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=8).digest(), dtype="<u8").astype(
-        np.uint64
-    )
-    bits = _mix(start + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN)
+    bits = _mix(_start(key) + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def random_bits(key: str, numbers: NDArray[np.int64], count: int) -> NDArray[np.uint64]:
+    """`count` random words for each of some numbers, which depend on the key and that number alone:
+    SplitMix64 from starts that SplitMix64 gives; uint64 [len(numbers), count].
+    """
+    starts = _mix(_start(key) + numbers.astype(np.uint64) * _GOLDEN)
+    return _mix(starts[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN)
+
+
+def _start(key: str) -> NDArray[np.uint64]:
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

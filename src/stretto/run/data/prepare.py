@@ -60,7 +60,8 @@ def check_vocabulary(config: TrainConfig, source: TokenData | None = None) -> No
     if entries > rows:
         rule = f"the data's tokenizer has {entries} entries, and each needs a row of the embedding"
         raise Problem("model.vocab", rows, rule, f"model.vocab={entries}, or {follow}")
-    if entries < LEAST_USED * rows:
+    marks = 0 if config.corruption is None else data.marks(config.corruption)
+    if entries + marks < LEAST_USED * rows:
         rule = f"the data's tokenizer has {entries} entries, so {rows - entries} rows of the embedding and "
         fix = f"data.tokenizer=FILE names another tokenizer.json, or {follow}"
         fix = fix if ready else f"data.vocab={rows}, {fix}"
@@ -73,8 +74,9 @@ def check_samples(config: TrainConfig, source: TokenData) -> None:
 
 
 def describe_samples(config: TrainConfig, source: TokenData) -> list[str]:
-    """A line for each source of a mixture; and one for each split that the run reads where samples are single
-    documents: how many there are, and what is cut off or left out.
+    """A line for each source of a mixture; one for each split that the run reads where samples are single
+    documents: how many there are, and what is cut off or left out; and one on what is cut out of the text for
+    an encoder-decoder.
 
     Raises:
         StrettoError: a split has not one sample.
@@ -94,7 +96,8 @@ def describe_samples(config: TrainConfig, source: TokenData) -> list[str]:
             for name, part in parts.items()
         ]
     samples = [*parts.values()]
-    samples += [one.split for one in held_out(source, config.data, "valid")] if config.eval.every else []
+    samples += [one.split for one in held_out(source, config, "valid")] if config.eval.every else []
+    lines += [config.denoising.describe()] if config.denoising else []
     return lines + [one.describe() for one in samples if isinstance(one, Documents)]
 
 

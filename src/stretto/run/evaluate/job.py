@@ -19,6 +19,7 @@ from stretto.run.config.schema import (
     TrainConfig,
 )
 from stretto.run.config.sources import vocabulary_is_known
+from stretto.run.data.marks import vocabulary
 from stretto.run.data.mixture import HeldOut, held_out
 from stretto.run.data.prepare import prepare_data
 from stretto.run.data.split import ALL
@@ -160,7 +161,7 @@ class _Evaluation(Kind[TrainConfig]):
 
 
 def _splits(config: TrainConfig, request: Request, source: TokenData) -> list[HeldOut]:
-    return held_out(source, config.data, request.split)
+    return held_out(source, config, request.split)
 
 
 def _check_tokens(config: TrainConfig, request: Request, source: TokenData) -> None:
@@ -181,7 +182,7 @@ def _check_tokens(config: TrainConfig, request: Request, source: TokenData) -> N
             f"embedding of {rows}",
             hint="name the model's tokenizer.json with data.tokenizer=FILE",
         )
-    check_model(checkpoint, config.shape(source.vocab), source)
+    check_model(checkpoint, config.shape(vocabulary(source, config)), source)
     _splits(config, request, source)
 
 
@@ -211,7 +212,7 @@ def _evaluate_rank(
     with ExitStack() as cleanup:
         device = cleanup.enter_context(process_group(config.train))
         source = open_data(config) if source is None else source
-        job = job_of(config, vocab=source.vocab)
+        job = job_of(config, vocab=vocabulary(source, config))
         mesh = Mesh(job.layout, device, timedelta(seconds=config.train.timeout_s))
         replica = assemble(job, mesh, seed=config.train.seed, fresh=False)
         cleanup.callback(replica.close)

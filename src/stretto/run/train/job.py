@@ -16,6 +16,7 @@ from stretto.run.config.check import check
 from stretto.run.config.job import job_of
 from stretto.run.config.required import check_required
 from stretto.run.config.schema import JobConfig, LoopConfig, TrainConfig
+from stretto.run.data.marks import vocabulary
 from stretto.run.data.prepare import check_samples, check_vocabulary, describe_samples, prepare_data
 from stretto.run.launch.local import RanksStopped, check_port, check_ranks, prepare, run_ranks
 from stretto.run.launch.slurm import SAVED
@@ -202,7 +203,7 @@ class _Language(Kind[TrainConfig]):
 
     def agree(self, config: TrainConfig, data: TokenData) -> None:
         check_vocabulary(config, data)
-        check_resume(config, config.shape(data.vocab), data)
+        check_resume(config, config.shape(vocabulary(data, config)), data)
         check_samples(config, data)
 
     def say(self, config: TrainConfig, data: TokenData, quiet: bool) -> None:
@@ -228,7 +229,7 @@ def local_rank(config: TrainConfig, quiet: bool, source: TokenData) -> dict[str,
 def _say_first(config: TrainConfig, source: TokenData, quiet: bool) -> None:
     from stretto.run.train.banner import banner
 
-    job = job_of(config, vocab=source.vocab)
+    job = job_of(config, vocab=vocabulary(source, config))
     lines = [banner(config, job, source), *describe_samples(config, source), first_line(job, config.train)]
     print("\n".join(lines), file=sys.stderr if quiet else sys.stdout, flush=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +182,8 @@ def _text(config: TrainConfig, source: TokenData, samples: int) -> dict[str, Any
         ]
     if any(windows := [shuffled_within(one, data) for one in source.streams.values()]):
         text[_ORDER] = windows  # an order without is that of older checkpoints
+    if (lengths := config.denoising) is not None:
+        text["denoising"] = asdict(lengths)
     if source.trained is None and data.packing in (None, "stream"):
         return text
     return {"trained": None, **text, "packing": data.packing, "too_long": data.too_long}
@@ -198,4 +200,6 @@ def _changed(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
         return "data.shuffle or data.shuffle_window, the order of the samples,"
     if without_weights(theirs) == without_weights(ours):
         return "the mixture's weights of steps that are done (data.phases changes those of later ones)"
+    if {**theirs, "denoising": None} == {**ours, "denoising": None}:
+        return "data.objective, data.noise_density or data.mean_span_length"
     return "the text or data.sequence"

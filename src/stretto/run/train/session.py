@@ -69,7 +69,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         self._samples = training_samples(source, config)
         self._read_ahead = read_ahead(self._samples, replica)
         self._evaluation = (
-            Evaluation(self._training, held_out(source, config.data, "valid"), config.eval.batches)
+            Evaluation(self._training, held_out(source, config, "valid"), config.eval.batches)
             if config.eval.every
             else None
         )

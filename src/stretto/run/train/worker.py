@@ -15,6 +15,7 @@ import torch.distributed as dist
 from stretto.engine.parallel.mesh import Mesh
 from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
+from stretto.run.data.marks import vocabulary
 from stretto.run.data.prepare import check_vocabulary, prepare_data
 from stretto.run.data.token_source import TokenData
 from stretto.run.launch.stop import StopRequest
@@ -48,7 +49,7 @@ def train_rank(
         torch.manual_seed(config.train.seed)  # its state is in checkpoints, for layers of users
         source = open_data(config) if source is None else source
         check_vocabulary(config, source)
-        job = job_of(config, vocab=source.vocab)
+        job = job_of(config, vocab=vocabulary(source, config))
         mesh = Mesh(job.layout, device, timeout)
         pipeline = job.layout.group(mesh.rank, "pp")
         cleanup.enter_context(hang_record(config.run.folder / HANG, pipeline))

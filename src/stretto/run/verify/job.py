@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from stretto.errors import StrettoError
 from stretto.run.config.schema import TrainConfig
+from stretto.run.data.marks import vocabulary
 from stretto.run.data.prepare import check_samples, prepare_data
 from stretto.run.launch.local import check_ranks, prepare, run_ranks
 from stretto.run.train.job import PRELOAD
@@ -52,7 +53,7 @@ def verify(
     check_ranks(ranks)
     prepare(PRELOAD)
     source = prepare_data(config, quiet=quiet)
-    shape = config.shape(source.vocab)
+    shape = config.shape(vocabulary(source, config))
     proved = [replace(case, shape=shape) for case in cases]
     _check_memory(proved, steps + 1)
     check_samples(config, source)

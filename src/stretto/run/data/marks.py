@@ -1,0 +1,116 @@
+"""The ids that a denoising objective writes between tokens of text: marks of spans, the end, the start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stretto.errors import Problem, StrettoError
+from stretto.run.config.data import DataConfig
+from stretto.run.config.denoising import Corruption, Denoising
+from stretto.run.config.schema import TrainConfig
+from stretto.run.data.token_source import TokenData
+
+_MASKS = ("<mask>", "[MASK]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marks:
+    """Ids of tokens that stand for no text.
+
+    spans: in the place of each span, by number: sentinels, or the same mask for all.
+    end: after the last token of inputs and targets.
+    start: before the first of the decoder's.
+    """
+
+    spans: tuple[int, ...]
+    end: int
+    start: int
+
+
+def vocabulary(source: TokenData, config: TrainConfig) -> int:
+    """Entries of the vocabulary of a model that is trained on the source: the tokenizer's, and the marks of
+    spans that it lacks.
+    """
+    data, corruption = config.data, config.corruption
+    if corruption is None or data.first_sentinel is not None or _known(source, corruption, 1):
+        return source.vocab
+    return source.vocab + data.marks(corruption)
+
+
+def marks_of(source: TokenData, data: DataConfig, lengths: Denoising, rows: int) -> Marks:
+    """The ids of a source's marks: sentinels from `data.first_sentinel` downwards, else the tokenizer's own
+    `<extra_id_0>`, `<extra_id_1>`, ..., else the last of the vocabulary, downwards; a mask likewise.
+
+    Args:
+        rows: entries of the model's vocabulary.
+
+    Raises:
+        StrettoError: no end of text is known; the vocabulary has no room for the marks.
+    """
+    corruption, spans = lengths.corruption, lengths.spans
+    if source.endoftext is None:
+        raise StrettoError(
+            f"{source.name}: no tokenizer is known, and samples of {corruption} end with its end of text",
+            hint="name it with data.tokenizer=FILE",
+        )
+    first, needed = data.first_sentinel, 1 if corruption == "infilling" else spans
+    known = None if first is not None else _known(source, corruption, needed)
+    if known is not None:
+        ids = known
+    else:
+        _check_room(source, data, rows=rows, needed=needed, spans=spans)
+        top = rows - 1 if first is None else first
+        ids = range(top, top - needed, -1)
+    start = None  # T5's decoder starts with the padding, BART's with the end
+    if corruption == "span-corruption" and source.fingerprint is not None:
+        start = source.tokenizer().special("<pad>")
+    return Marks(
+        spans=tuple(ids) * (spans // len(ids)),
+        end=source.endoftext,
+        start=source.endoftext if start is None else start,
+    )
+
+
+def _known(source: TokenData, corruption: Corruption, needed: int) -> list[int] | None:
+    """The first marks of the tokenizer itself; None where it has none, or is not known.
+
+    Raises:
+        Problem: it has fewer than are needed.
+    """
+    if source.fingerprint is None:
+        return None
+    special = source.tokenizer().special
+    if corruption == "infilling":
+        return next(([id_] for mask in _MASKS if (id_ := special(mask)) is not None), None)
+    ids = list[int]()
+    while len(ids) < needed and (id_ := special(f"<extra_id_{len(ids)}>")) is not None:
+        ids.append(id_)
+    if ids and len(ids) < needed:
+        raise Problem(
+            "data.sequence",
+            None,
+            f"its samples have {needed} spans, and the tokenizer has {len(ids)} sentinels, <extra_id_0> to "
+            f"<extra_id_{len(ids) - 1}>",
+            "a shorter data.sequence, a longer data.mean_span_length, or data.first_sentinel=ID with others",
+        )
+    return ids or None
+
+
+def _check_room(source: TokenData, data: DataConfig, *, rows: int, needed: int, spans: int) -> None:
+    """Check that the vocabulary holds the marks: where they are named, that they are ids; else, that they
+    are none of the text's.
+    """
+    first = data.first_sentinel
+    if first is not None:
+        if first >= rows or first - needed + 1 < 0:
+            rule = f"{needed} sentinels go from it downwards, in a vocabulary of {rows}"
+            raise Problem("data.first_sentinel", first, rule, f"data.first_sentinel={rows - 1}")
+    elif rows - source.vocab < needed:
+        room = max(0, rows - source.vocab)
+        raise Problem(
+            "model.vocab",
+            rows,
+            f"samples of {spans} span{'s' * (spans > 1)} take {needed} ids beside the tokenizer's "
+            f"{source.vocab}, and {room} are left",
+            f"model.vocab={source.vocab + needed}, or null with data.sentinels={needed} or more",
+        )
