@@ -116,7 +116,8 @@ def _apart(job: Job) -> bool:
 def _facts(
     job: MemoryJob, ranks: Sequence[RankMemory], advices: Sequence[Advice], held: Sequence[RankHeld] | None
 ) -> dict[str, Any]:
-    from stretto.planner.counts.activations import block_saved, published_formula
+    from stretto.planner.counts.activations import block_saved
+    from stretto.planner.counts.published_activations import published_formula
 
     published = published_formula(job.shape, _how(job))
     return {
@@ -184,7 +185,8 @@ def _show(
 
 def _block_table(job: MemoryJob) -> Table:
     """The tensors that one block saves for its backward."""
-    from stretto.planner.counts.activations import block_saved, published_formula, total
+    from stretto.planner.counts.activations import block_saved, total
+    from stretto.planner.counts.published_activations import published_formula
 
     how = _how(job)
     table = side_table("one block keeps", "bytes", "formula")

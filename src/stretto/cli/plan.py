@@ -74,6 +74,10 @@ def plan(
     sequence: Annotated[
         int | None, typer.Option(min=1, help="Tokens per sample; default: the model's.")
     ] = None,
+    target_sequence: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of a decoder's sample beside an encoder; default: as many."),
+    ] = None,
     max_gpus: Annotated[
         int | None, typer.Option(min=1, help="Use at most this many devices; its divisors are tried too.")
     ] = None,
@@ -150,7 +154,8 @@ def plan(
     Exit code 1 if nothing fits; 3 if the search was cut short before it found or excluded anything.
     """
     flags = {"asynchronous": asynchronous, "wide": wide}
-    of_others = {"sequence": sequence, "max-gpus": max_gpus, "html": html, "row": row, **flags}
+    lengths = {"sequence": sequence, "target-sequence": target_sequence}
+    of_others = {**lengths, "max-gpus": max_gpus, "html": html, "row": row, **flags}
     target = framework_named(emit, {"row": row, "output": output})
     from stretto.cli.plan_tables import PlanOptions
 
@@ -183,7 +188,7 @@ def plan(
         model=model,
         cluster=cluster,
         batch=batch,
-        sequence=sequence,
+        lengths=(sequence, target_sequence),
         max_gpus=max_gpus,
         fix=fix or [],
         precision=precision,
@@ -268,7 +273,7 @@ def _task(
     model: str | None,
     cluster: str | None,
     batch: int | None,
-    sequence: int | None,
+    lengths: tuple[int | None, int | None],
     max_gpus: int | None,
     fix: list[str],
     precision: str | None,
@@ -281,6 +286,7 @@ def _task(
     from stretto.spec.data_parallel import Precision
     from stretto.spec.presets import find_shape
 
+    sequence, target_sequence = lengths
     if search_options["objective"] not in ("time", "tokens_per_dollar"):
         raise StrettoError(
             f"--objective is {search_options['objective']!r}",
@@ -298,12 +304,23 @@ def _task(
         known = job_of(base)
         shape = find_shape(model) if model else known.shape
         batch, sequence = batch or known.global_batch, sequence or known.sequence
+        target_sequence = target_sequence or known.target_sequence
     elif model is None or batch is None:
         missing = "--model" if model is None else "--batch"
         raise StrettoError(f"{missing} is missing", hint="as in --model llama3-8b --batch 512, or a CONFIG")
     else:
         known, shape = None, find_shape(model)
-    job = job_to_plan(shape=shape, global_batch=batch, sequence=sequence or shape.pretraining_sequence)
+    if target_sequence is not None and base is None and not shape.encoder_layers:
+        raise StrettoError(
+            f"--target-sequence is {target_sequence}, and the model has no encoder",
+            hint="leave it out, or name a model such as t5-3b",
+        )
+    job = job_to_plan(
+        shape=shape,
+        global_batch=batch,
+        sequence=sequence or shape.pretraining_sequence,
+        target_sequence=target_sequence or 0,
+    )
     if known is not None:
         kept = ("precision", "optimiser", "attention", "vocab_multiple", "bucket", "one_memory", "undrained")
         job = replace(job, **{name: getattr(known, name) for name in kept})

@@ -85,7 +85,8 @@ class Estimate:
     @cached_property
     def tflops_per_gpu(self) -> float:
         """Model FLOPs per second and device, attention counted in full, 1e12."""
-        flops = model_flops_per_step(self.job.shape, self.job.sequence, self.job.global_batch)
+        job = self.job
+        flops = model_flops_per_step(job.shape, job.sequence, job.global_batch, target=job.target_sequence)
         return flops / (self.seconds * self.job.layout.world * 1e12)
 
     @property

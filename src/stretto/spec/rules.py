@@ -338,12 +338,6 @@ def _encoder(job: Job) -> Iterator[Problem]:
         yield Problem(
             "layout.cp", layout.cp, rule, "layout.cp=1, and layout.tp with layout.sequence_parallel"
         )
-    if job.recompute.mode == "auto" or job.recompute.blocks is not None:
-        name = "mode" if job.recompute.mode == "auto" else "blocks"
-        value = job.recompute.mode if name == "mode" else job.recompute.blocks
-        rule = "beside an encoder all blocks are recomputed alike"
-        fix = "recompute.mode=full" + (", recompute.blocks=null" if name == "blocks" else "")
-        yield Problem(f"recompute.{name}", value, rule, fix)
     if job.dp.mode == "server":
         rule = "a server sends samples of one sequence, and those of a model with an encoder have two"
         yield Problem("dp.mode", "server", rule, "dp.mode=zero")

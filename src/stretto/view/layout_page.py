@@ -69,7 +69,8 @@ def layout_page(
         cluster: names the links.
         encoder_pp: the first pipeline ranks, which hold an encoder; 0: there is none.
     """
-    facts = _data(layout, groups, ranks_per_node, cluster) | {"encoder": encoder_pp}
+    facts = _data(layout, groups, ranks_per_node, cluster)
+    facts["encoder"] = encoder_pp
     about = _about(layout, ranks_per_node, cluster)
     parts = {
         "first": str(layout.offset),

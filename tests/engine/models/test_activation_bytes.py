@@ -31,9 +31,9 @@ from stretto.planner.counts.activations import (
     block_saved,
     embedding_saved,
     head_saved,
-    published_formula,
     total,
 )
+from stretto.planner.counts.published_activations import published_formula
 from stretto.spec.attention import AttentionKernel, ContextKind
 from stretto.spec.experts import ExpertShape
 from stretto.spec.flops import Recompute

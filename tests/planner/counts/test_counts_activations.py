@@ -13,9 +13,9 @@ from stretto.planner.counts.activations import (
     block_saved,
     embedding_saved,
     head_saved,
-    published_formula,
     total,
 )
+from stretto.planner.counts.published_activations import published_formula
 from stretto.spec.flops import Recompute
 from stretto.spec.presets import preset
 from stretto.spec.shape import ModelShape

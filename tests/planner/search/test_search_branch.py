@@ -288,12 +288,18 @@ MIXED = ModelShape(
 )
 
 
-def test_bounds_hold_where_blocks_differ() -> None:
-    job = job_to_plan(shape=MIXED, global_batch=BATCH, sequence=512)
+TWO_STACKS = ModelShape(
+    family="t5", layers=6, encoder_layers=4, hidden=512, heads=8, vocab=4096, sequence=512
+)
+
+
+@pytest.mark.parametrize(("shape", "share"), [(MIXED, 89), (TWO_STACKS, 23)], ids=["experts", "encoder"])
+def test_bounds_hold_where_blocks_differ(shape: ModelShape, share: int) -> None:
+    job = job_to_plan(shape=shape, global_batch=BATCH, sequence=512, target_sequence=128)
     wanted = task(job=job, fixed={"micro_batch": (2,)}, wide=True)
     bounds, least, space, seen = TimeBounds(wanted), MemoryBounds(wanted), Space(wanted), 0
     for at, candidate in enumerate(every(wanted)):
-        if at % 89 or space.illegal(candidate.job(wanted), ""):
+        if at % share or space.illegal(candidate.job(wanted), ""):
             continue
         for saving in (Saving(), Saving(Recompute("full", 1)), Saving(Recompute("full"), "cpu")):
             one = replace(candidate, saving=saving)

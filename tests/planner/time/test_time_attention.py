@@ -9,7 +9,7 @@ import pytest
 
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.machines.catalogue import entries, find_device
-from stretto.planner.time.layer import KernelTimes, kernel_times
+from stretto.planner.time.kernels import KernelTimes, kernel_times
 from stretto.planner.time.operators import attention_seconds, matmul_seconds, pass_seconds
 from stretto.spec.framework import Framework
 from stretto.spec.presets import preset

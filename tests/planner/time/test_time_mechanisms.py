@@ -13,7 +13,8 @@ from stretto.planner.estimate import Estimate, estimate
 from stretto.planner.interval import interval
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.time.data_parallel import data_time
-from stretto.planner.time.layer import KernelTimes, LayerTime, kernel_times_of, layer_time
+from stretto.planner.time.kernels import KernelTimes, kernel_times_of
+from stretto.planner.time.layer import LayerTime, layer_time
 from stretto.planner.time.operators import alignment, attention_seconds, matmul_seconds
 from stretto.spec.attention import ContextKind
 from stretto.spec.data_parallel import DataParallel, Precision

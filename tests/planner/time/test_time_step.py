@@ -19,7 +19,8 @@ from stretto.planner.machines.device import Device
 from stretto.planner.memory.fits import FULL, PROCESS, RESERVE
 from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.data_parallel import across, data_time, part_of, stage_elements
-from stretto.planner.time.layer import kernel_times_of, layer_time
+from stretto.planner.time.kernels import kernel_times_of
+from stretto.planner.time.layer import layer_time
 from stretto.planner.time.step import step_time
 from stretto.spec.data_parallel import DataParallel, Precision
 from stretto.spec.job import Job, Recompute

@@ -11,7 +11,7 @@ from stretto.planner.machines.catalogue import find_cluster, find_device
 from stretto.planner.machines.cluster import Group
 from stretto.planner.machines.describe import save_cluster
 from stretto.planner.time.collectives import collective_seconds
-from stretto.planner.time.layer import kernel_times
+from stretto.planner.time.kernels import kernel_times
 from stretto.planner.time.operators import attention_seconds, matmul_seconds, pass_seconds
 from stretto.run.calibrate.host import Host, host_of
 from stretto.run.calibrate.kernels import merged

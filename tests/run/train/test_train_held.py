@@ -29,6 +29,15 @@ DROPOUT = {"model.dropout": 0.1}
 DOUBLE = {"train.dtype": "float64"}
 EXPERTS = {"model.moe.experts": 4, "model.layers": 2}
 UNTIED = {"model.tied": False, "optim.clip": None}
+T5 = {
+    "model.family": "t5",
+    "model.layers": 2,
+    "model.encoder_layers": 2,
+    "model.head_dim": 32,
+    "data.target_sequence": 96,
+}
+BART = {"model.family": "bart", "model.layers": 2, "model.encoder_layers": 2, "data.target_sequence": 96}
+SPLIT = {"layout.pp": 2, "layout.encoder_pp": 1}
 
 
 def config_of(over: Over) -> TrainConfig:
@@ -127,6 +136,37 @@ def test_predicted_and_measured_memory_agree_on_three_layouts() -> None:
         {**small, "layout.pp": 2, "schedule.name": "zb-h1"},
     ]
     assert_within(errors(2, cases), 0.03)
+
+
+def test_predicted_and_measured_memory_agree_for_an_encoder_and_its_decoder() -> None:
+    assert_within(
+        errors(2, [{**T5, **SPLIT}, {**BART, "layout.tp": 2, "layout.sequence_parallel": True}]), 0.02
+    )
+
+
+ONE_STACKS: list[Over] = [
+    T5,
+    BART,
+    {**T5, "model.mlp": "geglu", "model.tied": False},
+    {**T5, **DROPOUT},
+]
+TWO_STACKS: list[Over] = [
+    {**T5, "layout.tp": 2},
+    {**T5, "layout.tp": 2, "layout.sequence_parallel": True},
+    {**BART, **SPLIT},
+    {**T5, **SPLIT, **DROPOUT},
+    {**T5, "layout.dp": 2, "dp.mode": "zero1"},
+]
+FOUR_STACKS: list[Over] = [
+    {**T5, "layout.pp": 4, "layout.encoder_pp": 2, "model.layers": 4, "model.encoder_layers": 4},
+    {**T5, **SPLIT, "layout.tp": 2, "layout.sequence_parallel": True},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "cases"), [(1, ONE_STACKS), (2, TWO_STACKS), (4, FOUR_STACKS)])
+def test_predicted_and_measured_memory_agree_for_more_encoders(world: int, cases: list[Over]) -> None:
+    assert_within(errors(world, cases), 0.02)
 
 
 def shared(mode: str, **settings: Any) -> Over:

@@ -17,6 +17,7 @@ from functools import cached_property
 from math import lcm
 
 from stretto.spec.attention import AttentionKernel, ContextKind, LatentShape
+from stretto.spec.chain import ChainLayer
 from stretto.spec.experts import ExpertShape
 from stretto.spec.flops import Recompute
 from stretto.spec.framework import CORE, STRETTO, Framework, Operator
@@ -32,7 +33,9 @@ class ComputeConfig:
 
     Attributes:
         batch: samples of a microbatch.
-        sequence: tokens of a sample, on all ranks together.
+        sequence: tokens of a sample, on all ranks together; with an encoder, of the encoder's.
+        target: tokens of a decoder's sample beside an encoder; 0: there is none.
+        memory: where a decoder's layer computes, tokens of the encoder's sample, which cross-attention sees.
         element: bytes of an activation's element: 2, 4 or 8.
         expert_tp: ranks that split each expert; None: tp.
         attention: `explicit` forms the matrix of probabilities; dropout always does.
@@ -59,14 +62,17 @@ class ComputeConfig:
     vocab_multiple: int = 1
     fused_loss: bool = False
     framework: Framework = STRETTO
+    target: int = 0
+    memory: int = 0
 
     @classmethod
     def of(cls, job: Job) -> ComputeConfig:
-        """The config of a job, without recomputation."""
+        """The config of a job, without recomputation, of an encoder's layers where there is one."""
         layout = job.layout
         return cls(
             batch=job.micro_batch,
             sequence=job.sequence,
+            target=job.target_sequence if job.shape.encoder_layers else 0,
             element=ELEMENT_BYTES[job.precision.dtype],
             tp=layout.tp,
             cp=layout.cp,
@@ -80,6 +86,17 @@ class ComputeConfig:
             fused_loss=job.fused_loss,
             framework=job.framework,
         )
+
+    def at(self, layer: ChainLayer) -> ComputeConfig:
+        """How a layer computes: one of a decoder beside an encoder takes the decoder's tokens."""
+        if not layer.decoder or self.memory:
+            return self
+        return replace(self, sequence=self.target, target=0, memory=self.sequence)
+
+    @cached_property
+    def of_memory(self) -> ComputeConfig:
+        """Of a decoder's layer, how it computes with the encoder's tokens."""
+        return replace(self, sequence=self.memory or self.sequence, memory=0)
 
     @cached_property
     def tokens(self) -> int:
@@ -129,15 +146,6 @@ class Saved:
     formula: str
 
 
-@dataclass(frozen=True)
-class Published:
-    """The closed form that a paper gives for a block's activations, evaluated in bytes."""
-
-    bytes: float
-    formula: str
-    source: str
-
-
 def vocabulary_rows(shape: ModelShape, tp: int, multiple: int) -> int:
     """Rows of the vocabulary on each of `tp` ranks, padded to a multiple."""
     return -(-shape.vocab // (tp * multiple)) * multiple
@@ -153,14 +161,14 @@ def block_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
     if how.recompute == "full":
         return tuple(_full(shape, how))
     after = shape.block_norms == "sandwich"
-    saved = (
-        *_norm("norm1", shape, how),
-        *_attention(shape, how),
-        *(_norm("norm1_post", shape, how) if after else ()),
-        *_norm("norm2", shape, how),
-        *_mlp(shape, how),
-        *(_norm("norm2_post", shape, how) if after else ()),
-    )
+    parts = [("norm1", _attention)]
+    parts += [("norm_cross", _cross)] if shape.encoder_layers else []
+    parts += [("norm2", _mlp)]
+    saved = tuple[Saved, ...]()
+    for norm, of in parts:
+        before, inside = tuple(_norm(norm, shape, how)), tuple(of(shape, how))
+        saved += inside + before if shape.block_norms == "post" else before + inside
+        saved += tuple(_norm(f"{norm}_post", shape, how)) if after else ()
     if how.framework.inputs_in_8_bits:
         saved = tuple(_in_8_bits(tensor, how) for tensor in saved)
     if how.recompute != "selective" or how.framework.operators == CORE:
@@ -239,58 +247,33 @@ def embedding_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
     saved = list[Saved]()
     if how.tp > 1:
         saved.append(Saved("embed.tok ids", 9 * how.tokens, _formula(9, "sb", _over(how, False))))
-    if not shape.rotary:
+    if shape.learned:
         over = _over(how, how.sequence_parallel)
         saved.append(Saved("embed.pos ids", 8 * how.shard // how.batch, _formula(8, "s", over)))
+    if shape.embedding_norm:
+        saved += _norm("embed.norm", shape, how)
     if shape.dropout:
         saved.append(_shard("embed.drop mask", 1, how, shape))
     return tuple(saved)
 
 
+def between_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
+    """The tensors that the layer between an encoder and its decoder keeps: those of the encoder's last norm
+    and of the embedding of the decoder's tokens.
+    """
+    encoder = how.of_memory
+    norm = _norm("memory_norm", shape, encoder) if shape.last_norm else ()
+    return (*norm, _shard("memory", how.element, encoder, shape), *embedding_saved(shape, how))
+
+
 def head_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
     """The tensors that the last norm, the output layer and the loss keep."""
     return (
-        *_norm("norm", shape, how),
+        *(_norm("norm", shape, how) if shape.last_norm else ()),
         _shard("out input", how.element, how, shape),
         *_capped_logits(shape, how),
         *_loss(shape, how),
     )
-
-
-def published_formula(shape: ModelShape, how: ComputeConfig) -> Published | None:
-    """The closed form of Korthikanti et al. 2022, table 2, for this block, or None where it does not apply.
-
-    It covers GPT in 16 bits with dropout, explicit attention, no grouped heads, inner width 4h and no context
-    parallelism.
-    """
-    usual = shape.kv_heads == shape.heads and shape.ffn == 4 * shape.hidden
-    usual = usual and shape.attention_width == shape.hidden and shape.moe is None
-    if shape.rotary or not shape.dropout or not usual or how.framework.operators != CORE:
-        return None
-    if how.element != 2 or how.cp > 1:
-        return None
-    t = how.tp
-    sbh = how.sequence * how.batch * shape.hidden
-    quadratic = _quadratic(shape, how)
-    if how.recompute == "full":
-        shared = how.sequence_parallel or how.shard_inputs
-        value, text = 2 * sbh / (t if shared else 1), "2sbh/t" if shared else "2sbh"
-    elif how.sequence_parallel:
-        value = sbh * 34 / t + quadratic
-        text = "sbh(34/t+5as/(ht))" if quadratic else "sbh(34/t)"
-    elif t > 1:
-        value = sbh * (10 + 24 / t) + quadratic
-        text = "sbh(10+24/t+5as/(ht))" if quadratic else "sbh(10+24/t)"
-    else:
-        value = sbh * 34 + quadratic
-        text = "sbh(34+5as/h)" if quadratic else "34sbh"
-    return Published(value, text, "Korthikanti et al. 2022, table 2")
-
-
-def _quadratic(shape: ModelShape, how: ComputeConfig) -> float:
-    if how.repeats("core_attn"):
-        return 0.0
-    return 5 * shape.heads * how.sequence**2 * how.batch / how.tp
 
 
 # ------------------------------------------------------------------ parts
@@ -412,6 +395,40 @@ def _latent_vectors(shape: ModelShape, latent: LatentShape, how: ComputeConfig) 
         yield Saved(f"attn.{name}_up input", e * how.shard * rank, _formula(e, "sbr", over))
 
 
+def stores_scores(shape: ModelShape, how: ComputeConfig) -> bool:
+    """Whether attention keeps its probabilities: where they are dropped, and where scores have a bias that is
+    trained, which torch's fused kernels do not give a gradient.
+    """
+    return how.attention == "explicit" or shape.dropout > 0 or shape.relative
+
+
+def _cross(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
+    """What attention to the encoder's output keeps; m are the encoder's tokens. The output itself is kept
+    once for all blocks of a stage.
+    """
+    e, memory = how.element, how.of_memory
+    split = _over(how, True)
+    q, kv = shape.attention_width // how.tp, how.kv_heads(shape) * shape.head_dim
+    yield _shard("cross.q input", e, how, shape)
+    yield Saved("cross.kv input", 0, "0")
+    yield Saved("cross.core q", e * how.tokens * q, _formula(e, "sbad", split))
+    yield Saved("cross.core k, v", e * memory.tokens * 2 * kv, _formula(2 * e, "mbkd", split))
+    if not how.repeats("core_attn"):
+        heads, length = shape.heads // how.tp, memory.tokens // how.batch
+        if how.attention == "explicit" or shape.dropout:
+            scores = heads * how.tokens * length
+            yield Saved("cross.core probabilities", e * scores, _formula(e, "asmb", split))
+            if shape.dropout:
+                yield Saved("cross.core mask", scores, _formula(1, "asmb", split))
+                yield Saved("cross.core dropped", e * scores, _formula(e, "asmb", split))
+        else:
+            size = how.statistic
+            yield Saved("cross.core statistics", size * heads * how.tokens, _formula(size, "sba", split))
+    yield Saved("cross.proj input", e * how.tokens * q, _formula(e, "sbad", split))
+    if shape.dropout:
+        yield _shard("cross.drop mask", 1, how, shape)
+
+
 def _core(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
     """What softmax(q k^T) v keeps beside its inputs."""
     e = how.element
@@ -425,7 +442,7 @@ def _core(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
         if shape.dropout:  # of the pairs computed here: all of the diagonal block, half of each other
             pairs = heads * how.tokens * length * (how.cp + 1) // 2
             yield Saved("attn.core mask", pairs, f"{_formula(1, 'as^2b', split)} (c+1)/(2c)")
-    elif how.attention == "explicit" or shape.dropout:
+    elif stores_scores(shape, how):
         if shape.attention.softcap is not None:
             yield Saved("attn.core capped", e * scores, _formula(e, "as^2b", split))
         yield Saved("attn.core probabilities", e * scores, _formula(e, "as^2b", split))
@@ -466,7 +483,8 @@ def _inner(
     inner = rows * width // parts
     first = _first(shape)
     wide, over = 2 if shape.gated else 1, _over(how, parts > 1)
-    yield Saved(f"{name}.{first} output", wide * e * inner, _formula(wide * e, symbols, over))
+    if shape.mlp != "relu":  # whose backward looks at its result
+        yield Saved(f"{name}.{first} output", wide * e * inner, _formula(wide * e, symbols, over))
     if shape.gated and not how.framework.fused_activation:
         # the activated gate; of the clamped kind also the clamped gate, its sigmoid, and the other factor
         many = 4 if shape.mlp == "swiglu_clamped" else 1

@@ -12,15 +12,22 @@ from dataclasses import dataclass
 from math import prod
 
 from stretto.planner.counts.activations import ComputeConfig, vocabulary_rows
+from stretto.spec.chain import layer_of
 from stretto.spec.lora import is_adapter
-from stretto.spec.parameters import block_shapes, embedding_shapes, head_shapes
+from stretto.spec.parameters import (
+    block_shapes,
+    decoder_embedding_shapes,
+    embedding_shapes,
+    head_shapes,
+    shared_shapes,
+)
 from stretto.spec.shape import ModelShape
 
 Named = dict[str, int]  # elements by parameter name
 
 # split by heads; the narrow projections of latent attention are whole on every rank
-_BY_HEAD = ("attn.q.weight", "attn.q_up.weight", "attn.kv_up.weight", "attn.sinks")
-_INTO_RESIDUAL = ("attn.proj", "mlp.down", "mlp.shared.down")  # split by input features
+_BY_HEAD = ("attn.q.weight", "attn.q_up.weight", "attn.kv_up.weight", "attn.sinks", "attn.relative")
+_INTO_RESIDUAL = ("attn.proj", "cross.proj", "mlp.down", "mlp.shared.down")  # split by input features
 
 
 @dataclass(frozen=True)
@@ -71,18 +78,21 @@ def layer_parameters(shape: ModelShape, layer: int, shares: Shares) -> list[Para
     has the name of the embedding.
 
     Args:
-        layer: 0 the embedding, then the blocks, then the head.
+        layer: its place in the chain of `spec.flops.layer_names`.
     """
-    if layer == 0:
-        return [_parameter("embed.", n, sizes, shape, shares) for n, sizes in embedding_shapes(shape).items()]
-    if layer <= shape.layers:
-        of = f"blocks.{layer - 1}."
-        block = block_shapes(shape.block(layer - 1))
-        return [_parameter(of, n, sizes, shape, shares) for n, sizes in block.items()]
-    parameters = [_parameter("head.", n, sizes, shape, shares) for n, sizes in head_shapes(shape).items()]
-    if shape.tied:
-        parameters.append(_parameter("embed.", "tok.weight", (shape.vocab, shape.hidden), shape, shares))
-    return parameters
+    here = layer_of(shape, layer)
+    table = _parameter("embed.", "tok.weight", (shape.vocab, shape.hidden), shape, shares)
+    if here.kind == "block":
+        block, stack = block_shapes(here.shape).items(), here.name.partition(".")[0]
+        shared = shared_shapes(shape).items()
+        return [
+            *(_parameter(f"{here.name}.", n, sizes, shape, shares) for n, sizes in block),
+            *(_parameter(f"{stack}.0.", n, sizes, shape, shares) for n, sizes in shared),
+        ]
+    of = {"embed": embedding_shapes, "between": decoder_embedding_shapes, "head": head_shapes}[here.kind]
+    parameters = [_parameter(f"{here.name}.", n, sizes, shape, shares) for n, sizes in of(shape).items()]
+    tied = here.kind == "between" or (here.kind == "head" and shape.tied)
+    return [*parameters, table] if tied else parameters
 
 
 def layer_elements(shape: ModelShape, layer: int, shares: Shares) -> Named:
@@ -113,7 +123,9 @@ def _dense(name: str, sizes: tuple[int, ...], shape: ModelShape, shares: Shares)
     if name.startswith("attn.qkv"):
         rows = shape.attention_width // tp + 2 * max(shape.kv_heads // tp, 1) * shape.head_dim
         return rows * (whole // sizes[0])
-    if name in _BY_HEAD:
+    if name.startswith("cross.kv"):
+        return 2 * max(shape.kv_heads // tp, 1) * shape.head_dim * (whole // sizes[0])
+    if name in _BY_HEAD or name.startswith("cross.q"):
         return whole // tp
     if name.startswith(_INTO_RESIDUAL):
         return whole if name.endswith("bias") else whole // tp

@@ -44,7 +44,8 @@ def block_traffic(shape: ModelShape, how: ComputeConfig, cp_index: int | None = 
     """
     core = tuple(_core(shape, how, cp_index))
     mlp = tuple(_mlp(shape, how))
-    rest = (*_attention_linears(shape, how), *mlp)
+    cross = tuple(_cross(how, shape.hidden)) if shape.encoder_layers else ()
+    rest = (*_attention_linears(shape, how), *cross, *mlp)
     again = (*core, *rest) if how.recompute == "full" else ()
     if how.repeats("core_attn"):
         again = core
@@ -65,6 +66,11 @@ def embedding_traffic(shape: ModelShape, how: ComputeConfig) -> tuple[Message, .
         Message(axis="tp", kind="reduce-scatter", size=size, phase="F"),
         Message(axis="tp", kind="all-gather", size=size, phase="I"),
     )
+
+
+def between_traffic(shape: ModelShape, how: ComputeConfig) -> tuple[Message, ...]:
+    """Traffic of the layer between an encoder and its decoder: of the embedding of the decoder's tokens."""
+    return embedding_traffic(shape, how)
 
 
 def head_traffic(shape: ModelShape, how: ComputeConfig) -> tuple[Message, ...]:
@@ -129,6 +135,12 @@ def _attention_linears(shape: ModelShape, how: ComputeConfig) -> Iterator[Messag
         if message.phase != "W":
             yield message
     yield from out_of_rows(how, shape.hidden)
+
+
+def _cross(how: ComputeConfig, hidden: int) -> Iterator[Message]:
+    """Traffic of the linears around attention to the encoder's output: of its tokens for keys and values."""
+    yield from _linears(how, hidden)
+    yield from into_columns(how.of_memory, hidden)
 
 
 def _mlp(shape: ModelShape, how: ComputeConfig) -> Iterable[Message]:

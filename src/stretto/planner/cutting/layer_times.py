@@ -5,16 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stretto.planner.assumptions import Assumptions
-from stretto.planner.counts.activations import ComputeConfig, block_saved, embedding_saved, head_saved, total
+from stretto.planner.counts.activations import (
+    ComputeConfig,
+    Saved,
+    between_saved,
+    block_saved,
+    embedding_saved,
+    head_saved,
+    total,
+)
 from stretto.planner.counts.rank_parameters import Shares
 from stretto.planner.counts.state_bytes import StateConfig, state_bytes
 from stretto.planner.cutting.profile import LayerProfile, ModelProfile, SharedWeights
 from stretto.planner.estimate import precision_of
 from stretto.planner.machines.cluster import Cluster
+from stretto.planner.memory.ranks import message_bytes
 from stretto.planner.memory.transient import TIED, stage_units
 from stretto.planner.time.step import stage_time
 from stretto.program.action import Kind
 from stretto.program.program import Program
+from stretto.spec.chain import layer_of
 from stretto.spec.flops import layer_names
 from stretto.spec.job import Job
 
@@ -29,7 +39,7 @@ def predicted_profile(
     shape, how = job.shape, ComputeConfig.of(job)
     split = any(action.kind is Kind.W for order in program.orders for action in order)
     shares = Shares.of(how)
-    keep, kept = StateConfig.of(job, program), _kept(job)
+    keep = StateConfig.of(job, program)
     layers: list[LayerProfile] = []
     weights = states = tied = 0
     for at, name in enumerate(layer_names(shape)):
@@ -40,18 +50,18 @@ def predicted_profile(
         weights, states = weights + state.weights, states + state.total
         shared = [u.weights for u in units if shape.tied and any(p.name == TIED for p in u.parameters)]
         tied = max([tied, *shared])
-        output = 0 if at > shape.layers else how.element * how.shard * shape.hidden
-        kind = 0 if at == 0 else 2 if at > shape.layers else 1
+        output = 0 if at == shape.chain - 1 else message_bytes(shape, how, at + 1)
+        kept = total(_saved(job, at))
         layers.append(
             LayerProfile(
                 name=name,
                 forward=forward,
                 backward=back + weight,
                 parameters=state.weights,
-                activations=kept[kind],
+                activations=kept,
                 output=output,
                 weight=weight,
-                input=min(kept[kind], output),
+                input=min(kept, output),
             )
         )
     shared_layers = (SharedWeights((0, len(layers) - 1), tied),) if tied else ()
@@ -59,13 +69,11 @@ def predicted_profile(
     return ModelProfile(tuple(layers), shared_layers, about), states / weights
 
 
-def _kept(job: Job) -> tuple[int, int, int]:
-    """Bytes that embedding, block and head keep for a microbatch."""
-    mode = job.recompute.mode
-    how = ComputeConfig.of(job)
-    block = replace(how, recompute="none" if mode == "auto" else mode)
-    return (
-        total(embedding_saved(job.shape, how)),
-        total(block_saved(job.shape, block)),
-        total(head_saved(job.shape, how)),
-    )
+def _saved(job: Job, layer: int) -> tuple[Saved, ...]:
+    """What a layer keeps for a microbatch."""
+    here, mode = layer_of(job.shape, layer), job.recompute.mode
+    how = ComputeConfig.of(job).at(here)
+    if here.kind == "block":
+        return block_saved(here.shape, replace(how, recompute="none" if mode == "auto" else mode))
+    of = {"embed": embedding_saved, "between": between_saved, "head": head_saved}[here.kind]
+    return of(here.shape, how)

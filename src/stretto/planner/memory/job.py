@@ -12,6 +12,7 @@ from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.counts.state_bytes import StateConfig
 from stretto.planner.memory.ranks import MemoryJob, one_rank
 from stretto.program.program import Program
+from stretto.spec.chain import block_total, blocks_among, layer_of
 from stretto.spec.flops import Recompute, attention_flops, block_flops
 from stretto.spec.job import Job, RecomputeMode
 
@@ -45,11 +46,11 @@ def block_modes(
                 "recompute.memory_gib=70 leaves room for libraries on a GPU of 80 GB",
             )
         return choose_modes(job, memory_gib * GIB)
-    modes: list[Recompute] = ["none"] * job.shape.layers
+    modes: list[Recompute] = ["none"] * block_total(job.shape)
     for stage in job.stages:
         blocks_of_stage = _blocks(job, stage)
         for layer in blocks_of_stage if blocks is None or wanted != "full" else blocks_of_stage[:blocks]:
-            modes[layer - 1] = wanted
+            modes[_number(job, layer)] = wanted
     return replace(job, modes=tuple(modes))
 
 
@@ -63,13 +64,13 @@ def choose_modes(job: MemoryJob, budget: float) -> MemoryJob:
     Raises:
         StrettoError: nothing fits.
     """
-    modes: list[Recompute] = ["none"] * job.shape.layers
+    modes: list[Recompute] = ["none"] * block_total(job.shape)
     job, original = replace(job, apart=True, program=job.lowered), job
     for ranks in _ranks_sharing_stages(job):
         stages = sorted({s % job.program.depth for rank in ranks for s in job.program.stages_of(rank)})
         chosen = _cheapest(job, ranks, stages, budget)
         for stage, counts in zip(stages, chosen, strict=True):
-            _set(modes, _blocks(job, job.stages[stage]), counts)
+            _set(job, modes, _blocks(job, job.stages[stage]), counts)
     return replace(original, modes=tuple(modes))
 
 
@@ -90,9 +91,9 @@ def _cheapest(
     """The cheapest choice for these stages that fits all of `ranks`, the holders of these stages."""
     best: tuple[float, str] | None = None
     for choice in _choices(job, stages):
-        modes: list[Recompute] = ["none"] * job.shape.layers
+        modes: list[Recompute] = ["none"] * block_total(job.shape)
         for stage, counts in zip(stages, choice, strict=True):
-            _set(modes, _blocks(job, job.stages[stage]), counts)
+            _set(job, modes, _blocks(job, job.stages[stage]), counts)
         tried = replace(job, modes=tuple(modes))
         fullest = max((one_rank(tried, rank).total, rank) for rank in ranks)
         if fullest[0] <= budget:
@@ -133,15 +134,22 @@ def _equal_shares(blocks: Sequence[int]) -> Iterator[tuple[Counts, ...]]:
         yield tuple((min(full, n), min(some, n - min(full, n))) for n in blocks)
 
 
-def _set(modes: list[Recompute], blocks: Sequence[int], counts: Counts) -> None:
+def _set(job: MemoryJob, modes: list[Recompute], blocks: Sequence[int], counts: Counts) -> None:
     full, some = counts
     for at, layer in enumerate(blocks[: full + some]):
-        modes[layer - 1] = "full" if at < full else "selective"
+        modes[_number(job, layer)] = "full" if at < full else "selective"
+
+
+def _number(job: MemoryJob, layer: int) -> int:
+    """The number of a block among all of the model."""
+    number = layer_of(job.shape, layer).block
+    assert number is not None
+    return number
 
 
 def _blocks(job: MemoryJob, stage: range) -> list[int]:
     """The blocks among the layers of a stage."""
-    return [layer for layer in stage if 1 <= layer <= job.shape.layers]
+    return blocks_among(job.shape, stage)
 
 
 def _rounded_up(gib: float) -> float:

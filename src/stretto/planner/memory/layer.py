@@ -16,13 +16,17 @@ from functools import lru_cache
 from stretto.planner.counts.activations import (
     ComputeConfig,
     Saved,
+    between_saved,
     block_saved,
     composed_norms,
     embedding_saved,
     head_saved,
     keeps_input,
+    stores_scores,
 )
+from stretto.planner.memory.sizes import Sizes
 from stretto.spec.attention import LatentShape
+from stretto.spec.chain import layer_of
 from stretto.spec.framework import CORE
 from stretto.spec.shape import ModelShape
 
@@ -43,9 +47,6 @@ class _ExpertRows:
         self.copies = tokens * moe.top_k
         self.rows = self.copies if how.replicated_routing else self.copies * how.expert_shards
         self.width = shape.expert_ffn // how.expert_shards
-
-
-_RATE = 4  # bytes of a random number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,63 +109,33 @@ class LayerMemory:
 
 
 def layer_memory(shape: ModelShape, how: ComputeConfig, layer: int, apart: bool = False) -> LayerMemory:
-    """The memory of layer number `layer`: 0 is the embedding, then come the blocks, then the head.
+    """The memory of layer number `layer` of the chain (`spec.chain`).
 
     Args:
-        how: with the `recompute` of this block.
+        how: with the `recompute` of this block; of an encoder's layers where there is one.
         apart: weight gradients are formed apart and then accumulated, as oneDNN's are; those of 16 bits
             always are.
     """
-    if layer == 0:
-        return _embedding(shape, how)
-    return _block(shape.block(layer - 1), how, apart) if layer <= shape.layers else _head(shape, how, apart)
-
-
-class _Sizes:
-    """Bytes of the activations that a rank works on."""
-
-    def __init__(self, shape: ModelShape, how: ComputeConfig, apart: bool) -> None:
-        e = how.element
-        t = how.tokens
-        tp = how.tp
-        self.residual = e * how.shard * shape.hidden
-        self.halves = e < 4
-        # in the type that norms, routers and losses compute in
-        self.exact_residual = how.statistic * how.shard * shape.hidden
-        self.gathered = e * t * shape.hidden if how.sequence_parallel and tp > 1 else 0
-        # attention and loss need a gathered sequence in the order of samples; one sample is in order anyway
-        self.ordered = self.gathered if how.batch > 1 else 0
-        # the input gradient of a column-split linear: before, during and after its reduce-scatter
-        self.column = 2 * self.gathered + self.residual if self.gathered else e * t * shape.hidden
-        self.inner = e * t * shape.ffn // tp
-        self.wide = self.inner * (2 if shape.gated else 1)
-        self.q = e * t * shape.attention_width // tp
-        self.kv = e * t * how.kv_heads(shape) * shape.head_dim
-        self.v = self.kv * shape.value_dim // shape.head_dim
-        self.y = self.q * shape.value_dim // shape.head_dim  # attention's output
-        self.wider = how.statistic // e  # elements that norms, scores and losses compute in over these
-        self.scores = e * (shape.heads // tp) * t * (t * how.cp // how.batch)
-        # beside the scores: scaled scores, and with 16 bits two tensors in float32
-        self.softmax = (1 if how.framework.fused_softmax else 4 if self.halves else 2) * self.scores
-        # the random numbers of a sample's mask, of all heads; PyTorch's own dropout stores none
-        self.draw = _RATE * shape.heads * (how.tokens * how.cp // how.batch) ** 2
-        self.draw *= not how.framework.fused_softmax
-        # backward of a norm: gradients of output, input and residual path; in 16 bits also, in float32, that
-        # of the output, the normalised input, and their product
-        self.norm = 3 * self.residual + (3 * self.exact_residual if self.halves else 0)
-        self.columns = how.vocabulary_rows(shape)
-        self.logits = e * t * self.columns
-        self.exact = how.statistic * t * self.columns
-        self.weight = e if apart or self.halves else 0  # of an element of a weight gradient formed apart
+    here = layer_of(shape, layer)
+    how = how.at(here)
+    match here.kind:
+        case "embed":
+            return _embedding(shape, how)
+        case "between":
+            return _between(shape, how)
+        case "head":
+            return _head(shape, how, apart)
+        case _:
+            return _block(here.shape, how, apart)
 
 
 @lru_cache(maxsize=1024)
 def _embedding(shape: ModelShape, how: ComputeConfig) -> LayerMemory:
-    size = _Sizes(shape, how, False)
+    size = Sizes(shape, how, False)
     kept = [Part(name=s.name, bytes=s.bytes) for s in embedding_saved(shape, how)]
     whole = how.element * how.tokens * shape.hidden
     forward = 2 * whole + (size.residual if size.gathered else 0) if how.tp > 1 else size.residual
-    forward = max(forward, 2 * size.residual if not shape.rotary else 0)
+    forward = max(forward, 2 * size.residual if shape.learned else 0)
     backward = size.residual + 2 * size.gathered
     if size.halves:  # the gradient in the type in which it is accumulated
         backward += how.statistic * how.tokens * shape.hidden
@@ -176,14 +147,35 @@ def _embedding(shape: ModelShape, how: ComputeConfig) -> LayerMemory:
 
 
 @lru_cache(maxsize=1024)
+def _between(shape: ModelShape, how: ComputeConfig) -> LayerMemory:
+    """The encoder's last norm, then the embedding of the decoder's tokens."""
+    embedding, memory = _embedding(shape, how), Sizes(shape, how.of_memory, False)
+    saved = between_saved(shape, how)
+    kept = [Part(name=s.name, bytes=s.bytes) for s in saved]
+    first = kept[0]
+    # keys and values are made of it in every block of the decoder, and their weights' gradients too
+    kept = [replace(part, waits=0) if part.name == "memory" else part for part in kept]
+    if shape.last_norm:
+        kept[0] = replace(first, backward=memory.norm)
+    lookup = embedding.parts[0]
+    return LayerMemory(
+        parts=(*kept, replace(lookup, backward=lookup.backward + memory.residual)),
+        input_bytes=first.bytes,
+        ends=True,
+    )
+
+
+@lru_cache(maxsize=1024)
 def _block(shape: ModelShape, how: ComputeConfig, apart: bool) -> LayerMemory:
-    size = _Sizes(shape, how, apart)
+    size = Sizes(shape, how, apart)
     whole = block_saved(shape, replace(how, recompute="none"))
     here = {saved.name for saved in block_saved(shape, how)}
     forward, backward = _block_extras(shape, how, size)
     product, waits = _weights(shape, how, size), _waits(shape, how, size)
-    columns = ("attn.qkv input", "mlp.gate_up input" if shape.gated else "mlp.up input")
+    columns = ["attn.qkv input", "mlp.gate_up input" if shape.gated else "mlp.up input"]
+    columns += ["cross.q input"] if shape.encoder_layers else []
     fetched: dict[str, int] = dict.fromkeys(columns, size.gathered)
+    fetched["cross.kv input"] = size.memory_gathered
     if shape.latent is not None:
         vectors = _latent_vectors(shape, shape.latent, how, size)
         for extras, of_vectors in zip((forward, backward, product, waits, fetched), vectors, strict=True):
@@ -194,7 +186,8 @@ def _block(shape: ModelShape, how: ComputeConfig, apart: bool) -> LayerMemory:
     if shape.moe is not None:
         parts = [_expert_part(part, shape, how, size) for part in parts]
     if not shape.dropout and not size.gathered:
-        parts = [replace(p, passes=p.name in ("attn.proj input", "mlp.down input")) for p in parts]
+        through = ("attn.proj input", "cross.proj input", "mlp.down input")
+        parts = [replace(p, passes=p.name in through and shape.block_norms != "post") for p in parts]
     if how.recompute != "full":
         first = parts[0]
         if how.framework.operators == CORE:
@@ -233,7 +226,7 @@ def _kept_parts(parts: Sequence[Part], kept: Sequence[Saved]) -> Iterator[Part]:
 
 @lru_cache(maxsize=1024)
 def _head(shape: ModelShape, how: ComputeConfig, apart: bool) -> LayerMemory:
-    size = _Sizes(shape, how, apart)
+    size = Sizes(shape, how, apart)
     saved = head_saved(shape, how)
     loss = next(s.name for s in saved if s.name.startswith("loss"))
     copied = size.exact if size.halves else 0
@@ -267,7 +260,7 @@ def _head(shape: ModelShape, how: ComputeConfig, apart: bool) -> LayerMemory:
     return LayerMemory(parts=tuple(parts), input_bytes=saved[0].bytes if itself else 0, ends=True)
 
 
-def _expert_part(part: Part, shape: ModelShape, how: ComputeConfig, size: _Sizes) -> Part:
+def _expert_part(part: Part, shape: ModelShape, how: ComputeConfig, size: Sizes) -> Part:
     """A tensor of a mixture of experts with what is alive beside it."""
     at, e = _ExpertRows(shape, how), how.element
     wide = 2 if shape.gated else 1
@@ -320,7 +313,7 @@ def _parts(
 
 
 def _block_extras(
-    shape: ModelShape, how: ComputeConfig, size: _Sizes
+    shape: ModelShape, how: ComputeConfig, size: Sizes
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes alive beside each kept tensor of a block, in the forward and in the backward."""
     r, inner = size.residual, size.inner
@@ -336,7 +329,9 @@ def _block_extras(
         "attn.core statistics": core,
         "attn.proj input": out,
         f"{first} output": size.gathered,
-        "mlp.down input": max(out, inner + r if shape.mlp == "swiglu_clamped" else 0),
+        "mlp.down input": max(
+            out, inner + r if shape.mlp == "swiglu_clamped" else 0, inner * (shape.mlp == "relu")
+        ),
         "mlp.drop mask": out,
     }
     dropped = r if shape.dropout else 0  # the gradient before the mask
@@ -354,12 +349,49 @@ def _block_extras(
         "mlp activated": 3 * inner,
         "mlp.down input": inner + dropped + size.gathered,
     }
+    if shape.relative:  # the product that queries, keys and values are views of, and the bias of the scores
+        views, bias = size.q + 2 * size.kv, size.scores // how.batch
+        by_hand = how.attention == "explicit" or shape.dropout > 0
+        forward["attn.core probabilities"] = (2 if by_hand else 1) * size.scores + bias + views
+        forward["attn.proj input"] += views
+        backward["attn.core probabilities"] = 3 * size.scores + 2 * r if by_hand else 2 * size.scores + r
+    if shape.encoder_layers:
+        _add_cross(forward, backward, shape, how, size)
     _add_norms(forward, backward, shape, how, size)
     return forward, backward
 
 
+def _add_cross(
+    forward: dict[str, int], backward: dict[str, int], shape: ModelShape, how: ComputeConfig, size: Sizes
+) -> None:
+    """Add what is alive beside the tensors of attention to the encoder's output; from its backward on, and
+    through all that follows, there is the gradient of that output too.
+    """
+    scores, kv = size.cross_scores, 2 * size.cross_kv
+    r = size.residual
+    wide = 4 if size.halves else 2
+    forward |= {
+        "cross.core probabilities": wide * scores + 2 * size.q,
+        "cross.core statistics": 2 * size.q + kv,
+        "cross.proj input": 2 * size.gathered + r if size.gathered else 2 * r,
+    }
+    for name in backward:
+        backward[name] += size.memory
+    made = r + size.q + kv
+    column = 2 * size.memory_gathered + size.memory if size.memory_gathered else size.memory
+    backward |= {
+        "cross.q input": r + size.q + kv + size.column + size.memory,
+        "cross.kv input": r + kv + column + size.memory,
+        "cross.core statistics": made + size.q + kv + size.memory,
+        "cross.core probabilities": 3 * scores + r + size.memory,
+        "cross.core dropped": scores + made + size.memory,
+        "cross.core mask": 2 * scores + made + size.memory,
+        "cross.proj input": 2 * r + size.q + size.gathered + size.memory,
+    }
+
+
 def _add_norms(
-    forward: dict[str, int], backward: dict[str, int], shape: ModelShape, how: ComputeConfig, size: _Sizes
+    forward: dict[str, int], backward: dict[str, int], shape: ModelShape, how: ComputeConfig, size: Sizes
 ) -> None:
     """Add what is alive beside norms, and because of them beside other tensors."""
     r, exact = size.residual, size.exact_residual
@@ -375,6 +407,7 @@ def _add_norms(
     for name, alive in (
         ("norm1", before),
         ("norm1_post", before + r),
+        ("norm_cross", r),
         ("norm2", 3 * r if copied else r),
         ("norm2_post", 3 * r if copied else r),
     ):
@@ -398,7 +431,7 @@ _TILE = 64  # queries of a tile of attention written out, on the CPU where dry r
 _TILE_SCORES = 1 << 18  # of a tile, unless a single key head has more
 
 
-def _core_extras(shape: ModelShape, how: ComputeConfig, size: _Sizes) -> tuple[int, int]:
+def _core_extras(shape: ModelShape, how: ComputeConfig, size: Sizes) -> tuple[int, int]:
     """Bytes alive beside the statistics of attention that keeps no probabilities: in its forward the product
     that heads are views of, and queries in another order; in its backward the gradients.
 
@@ -454,7 +487,7 @@ def _tile_scores(shape: ModelShape, how: ComputeConfig, length: int, window: int
 
 
 def _latent_vectors(
-    shape: ModelShape, latent: LatentShape, how: ComputeConfig, size: _Sizes
+    shape: ModelShape, latent: LatentShape, how: ComputeConfig, size: Sizes
 ) -> tuple[dict[str, int], ...]:
     """Of the products and norms around the narrow vectors of latent attention, by the inputs of these: bytes
     alive in the forward and in the backward, of weight gradients, of the output gradients that wait for them,
@@ -490,7 +523,7 @@ def _latent_vectors(
     return forward, backward, product, waits, fetched
 
 
-def _weights(shape: ModelShape, how: ComputeConfig, size: _Sizes) -> dict[str, int]:
+def _weights(shape: ModelShape, how: ComputeConfig, size: Sizes) -> dict[str, int]:
     """Bytes of the weight gradients of a block's linears, by the inputs that they are formed from."""
     h = shape.hidden
     tp = how.tp
@@ -503,10 +536,13 @@ def _weights(shape: ModelShape, how: ComputeConfig, size: _Sizes) -> dict[str, i
         "attn.proj input": unit * h * shape.attention_width // tp + (size.q if size.ordered else 0),
         f"{first} input": unit * h * wide * shape.ffn // tp,
         "mlp.down input": unit * h * shape.ffn // tp,
+        "cross.q input": unit * h * shape.attention_width // tp,
+        "cross.kv input": unit * h * 2 * kv,
+        "cross.proj input": unit * h * shape.attention_width // tp,
     }
 
 
-def _waits(shape: ModelShape, how: ComputeConfig, size: _Sizes) -> dict[str, int]:
+def _waits(shape: ModelShape, how: ComputeConfig, size: Sizes) -> dict[str, int]:
     """Bytes of the output gradients of a block's linears, by their inputs."""
     first = "mlp.gate_up" if shape.gated else "mlp.up"
     after = size.gathered or how.element * how.shard * shape.hidden
@@ -515,12 +551,15 @@ def _waits(shape: ModelShape, how: ComputeConfig, size: _Sizes) -> dict[str, int
         "attn.proj input": after,
         f"{first} input": size.wide,
         "mlp.down input": after,
+        "cross.q input": size.q,
+        "cross.kv input": 2 * size.cross_kv,
+        "cross.proj input": after,
     }
 
 
-def _without_graph(shape: ModelShape, how: ComputeConfig, size: _Sizes) -> int:
+def _without_graph(shape: ModelShape, how: ComputeConfig, size: Sizes) -> int:
     """Peak bytes, beside its input, of a block's forward that keeps nothing."""
-    explicit = how.attention == "explicit" or shape.dropout > 0
+    explicit = stores_scores(shape, how)
     core = size.softmax + size.scores if explicit else size.q
     if shape.dropout:
         core = max(core, 2 * size.scores + size.draw)

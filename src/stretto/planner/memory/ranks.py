@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
-from stretto.layout.cut import cut as cut_layers
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.counts.rank_parameters import Shares
 from stretto.planner.counts.state_bytes import StateBytes, StateConfig, state_bytes
@@ -24,8 +23,10 @@ from stretto.program.action import Action, Kind
 from stretto.program.lower import LOOKAHEAD, lower, send_releases
 from stretto.program.messages import needed_by, sent_by
 from stretto.program.program import Program
+from stretto.spec.chain import blocks_among, layer_of
 from stretto.spec.data_parallel import Gather
-from stretto.spec.flops import Recompute, layer_costs
+from stretto.spec.flops import Recompute
+from stretto.spec.program import stages_of
 from stretto.spec.shape import ModelShape
 
 _ID = 8  # bytes of a token id
@@ -58,7 +59,9 @@ class MemoryJob:
     @cached_property
     def stages(self) -> tuple[range, ...]:
         """The layers of each stage of one copy."""
-        return self.cut or tuple(cut_layers(layer_costs(self.shape, self.how.sequence), self.program.depth))
+        return self.cut or stages_of(
+            self.shape, self.how.sequence, self.program.depth, target=self.how.target
+        )
 
     @cached_property
     def lowered(self) -> Program:
@@ -75,9 +78,9 @@ class MemoryJob:
 
     def mode(self, layer: int) -> Recompute:
         """How a layer is recomputed."""
-        if not 1 <= layer <= self.shape.layers:
+        if (block := layer_of(self.shape, layer).block) is None:
             return "none"
-        return self.modes[layer - 1] if self.modes else self.how.recompute
+        return self.modes[block] if self.modes else self.how.recompute
 
     def layers_of(self, rank: int) -> list[int]:
         """All layers of a pipeline rank, of both copies where there are two."""
@@ -167,7 +170,32 @@ def stage_memory_of(
     layers = [
         layer_memory(job.shape, modes[job.mode(layer)], layer, job.apart) for layer in job.stages[stage]
     ]
-    return stage_memory(layers, how.element * how.shard * job.shape.hidden, units.resident(before))
+    here = job.stages[stage]
+    last = how.at(layer_of(job.shape, here[-1]))
+    messages = message_bytes(job.shape, how, here[0]), message_bytes(job.shape, how, here[-1] + 1)
+    return stage_memory(layers, how.element * last.shard * job.shape.hidden, units.resident(before), messages)
+
+
+@lru_cache(maxsize=4096)
+def message_bytes(shape: ModelShape, how: ComputeConfig, layer: int) -> int:
+    """Bytes of what is sent to the stage that begins with a layer: an activation, and within a decoder beside
+    an encoder the memory too.
+    """
+    one = how.element * shape.hidden
+    if not shape.encoder_layers or layer <= shape.encoder_layers + 1:
+        return one * how.shard
+    decoder = how.at(layer_of(shape, shape.chain - 1))
+    return one * (decoder.shard + (decoder.of_memory.shard if layer < shape.chain - 1 else 0))
+
+
+def largest_message(shape: ModelShape, how: ComputeConfig) -> int:
+    """Bytes of the largest message between stages."""
+    return max(message_bytes(shape, how, layer) for layer in (1, shape.encoder_layers + 2))
+
+
+def tensors_between(shape: ModelShape, layer: int) -> int:
+    """Tensors of that message."""
+    return 2 if shape.encoder_layers and shape.encoder_layers + 1 < layer < shape.chain - 1 else 1
 
 
 # ------------------------------------------------------------------ the walk
@@ -202,10 +230,10 @@ class _Walk:
         self.held["messages"] = self._buffers()
         for action in self.order:
             for send in sending.get(action, ()):
-                self.held["messages"] -= self._boundary(send.stage)
+                self.held["messages"] -= self._sent(send.stage, send.kind)
             self._act(action)
         self._update()
-        batch = 2 * _ID * self.job.how.tokens * self.program.step_microbatches + _tables(self.job)
+        batch = step_ids(self.job, self.program.step_microbatches) + _tables(self.job, self.rank)
         batch += self.job.how.framework.buckets
         return RankMemory(
             rank=self.rank,
@@ -325,8 +353,8 @@ class _Walk:
             self.held["activations"] -= work.boundary
         if not program.is_first(stage):
             if needed_by(program, Action(stage, Kind.F, mb)) is None:
-                self.held["activations"] -= work.boundary  # the input, made by a stage on this rank
-            self.held[self._category(action)] += work.boundary
+                self.held["activations"] -= work.enters  # the input, made by a stage on this rank
+            self.held[self._category(action)] += work.enters
         if self.versions.done(action):
             self.held["versions"] -= self.units[stage].weights
 
@@ -339,12 +367,16 @@ class _Walk:
     def _category(self, action: Action) -> str:
         return "messages" if sent_by(self.program, action) else "activations"
 
-    def _boundary(self, stage: int) -> int:
-        return self.work[stage].boundary
+    def _sent(self, stage: int, kind: Kind) -> int:
+        """Bytes of a message that a stage sends."""
+        return self.work[stage].boundary if kind is Kind.SEND_F else self.work[stage].enters
 
     def _buffers(self) -> int:
         """Bytes of all receive buffers."""
-        return sum(n * self._boundary(stage) for (stage, _), n in receive_buffers(self.order).items())
+        return sum(
+            n * (self.work[stage].enters if kind is Kind.RECV_F else self.work[stage].returns)
+            for (stage, kind), n in receive_buffers(self.order).items()
+        )
 
 
 class HeldVersions:
@@ -412,8 +444,24 @@ def _releases(program: Program, rank: int) -> dict[Action, list[Action]]:
     return sends
 
 
-def _tables(job: MemoryJob) -> int:
-    """Bytes of the sines and cosines of rotary positions."""
+def step_ids(job: MemoryJob, microbatches: int) -> int:
+    """Bytes of the ids and targets of so many microbatches: beside an encoder of its tokens, and of the
+    decoder's tokens and targets.
+    """
+    how = job.how
+    ids = 2 * how.tokens
+    if job.shape.encoder_layers:
+        ids = how.tokens + 2 * how.at(layer_of(job.shape, job.shape.chain - 1)).tokens
+    return _ID * ids * microbatches
+
+
+def _tables(job: MemoryJob, rank: int) -> int:
+    """Bytes of the sines and cosines of rotary positions, or of the buckets of distances in each stack."""
+    if job.shape.relative:
+        hows = (
+            job.how.at(layer_of(job.shape, layer)) for layer in blocks_among(job.shape, job.layers_of(rank))
+        )
+        return sum(_ID * length**2 for length in {how.sequence for how in hows})
     if not job.shape.rotary:
         return 0
     length = 1 << (job.how.sequence - 1).bit_length()

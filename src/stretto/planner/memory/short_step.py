@@ -8,14 +8,13 @@ from stretto.planner.assumptions import Assumptions
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.fits import Fit, fit
 from stretto.planner.memory.job import memory_of
-from stretto.planner.memory.ranks import MemoryJob, RankMemory, one_rank
+from stretto.planner.memory.ranks import MemoryJob, RankMemory, one_rank, step_ids
 from stretto.program.action import Kind
 from stretto.program.lower import LOOKAHEAD, RankLowering
 from stretto.program.memory import peak_held
 from stretto.program.program import Program
+from stretto.spec.chain import ends_among, kind_counts
 from stretto.spec.job import Job
-
-_ID = 8  # bytes of a token's id
 
 
 def short_program(job: Job) -> RankLowering:
@@ -43,7 +42,7 @@ def short_step_memory(job: Job, every: bool = False) -> list[RankMemory]:
     ranks = list(range(program.ranks)) if every else fullest(memory_job)
     memory_job = replace(memory_job, program=lowering.lowered(ranks))
     more = (job.microbatches or 0) - program.step_microbatches
-    tokens = 2 * _ID * memory_job.how.tokens * more  # and targets
+    tokens = step_ids(memory_job, more)
     memories = [one_rank(memory_job, rank) for rank in ranks]
     return [replace(rank, batch=rank.batch + tokens) for rank in memories]
 
@@ -57,7 +56,7 @@ def fullest(memory_job: MemoryJob) -> list[int]:
     alike = dict[object, list[int]]()
     for rank in range(program.ranks):
         stages = [memory_job.stages[stage % program.depth] for stage in program.stages_of(rank)]
-        layers = tuple((0 in stage, shape.block_counts(stage), shape.layers + 1 in stage) for stage in stages)
+        layers = tuple((*ends_among(shape, stage), kind_counts(shape, stage)) for stage in stages)
         alike.setdefault(layers, []).append(rank)
     kept = {0, min(1, program.ranks - 1), max(0, program.ranks - 2), program.ranks - 1}
     # a microbatch counts until its weight gradient is done, or until its input gradient is

@@ -39,7 +39,9 @@ class StageMemory:
             input.
         queued: bytes between I and W.
         lent: whether the incoming gradient is needed until W, in addition to `queued`.
-        boundary: bytes of the activation between stages.
+        boundary: bytes of the activation that it hands on.
+        enters, returns: bytes of what it receives, and of the gradients that it receives: within a decoder
+            beside an encoder also those of the memory, which it hands on as it is.
         forward, backward, split: peak bytes during F, B and I, beyond what is held before.
         again: during F where the last layer is gathered already.
         products: peak bytes during W: inputs gathered again, and one weight gradient formed apart.
@@ -50,6 +52,8 @@ class StageMemory:
     queued: int
     lent: bool
     boundary: int
+    enters: int
+    returns: int
     forward: int
     backward: int
     split: int
@@ -58,14 +62,19 @@ class StageMemory:
 
 
 def stage_memory(
-    layers: Sequence[LayerMemory], boundary: int, resident: Sequence[Resident] = ()
+    layers: Sequence[LayerMemory],
+    boundary: int,
+    resident: Sequence[Resident] = (),
+    messages: tuple[int, int] | None = None,
 ) -> StageMemory:
     """The memory of a stage.
 
     Args:
-        boundary: bytes of the activation between stages.
+        boundary: bytes of the activation that it hands on.
+        messages: bytes of what enters it, and of what it sends on; None: of such an activation each.
         resident: gathered weights and open gradients at each layer.
     """
+    enters, returns = messages or (boundary, boundary)
     resident = resident or [Resident()] * len(layers)
     kept = sum(layer.kept for layer in layers if not layer.ends)
     ends = sum(layer.kept for layer in layers if layer.ends)
@@ -82,6 +91,8 @@ def stage_memory(
         queued=sum(layer.between for layer in layers) - boundary * lent,
         lent=lent,
         boundary=boundary,
+        enters=enters,
+        returns=returns,
         forward=_forward_peak(layers, [one.forward for one in resident]) - input_bytes,
         backward=_backward_peak(layers, boundary, False, resident),
         split=_backward_peak(layers, boundary, True, resident),

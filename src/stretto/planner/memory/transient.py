@@ -12,6 +12,7 @@ from stretto.planner.counts.state_bytes import StateConfig, StateUnit, cut_units
 from stretto.planner.memory.stage import Resident
 from stretto.program.action import Action, Kind
 from stretto.spec.data_parallel import Gather
+from stretto.spec.parameters import shared_shapes
 from stretto.spec.shape import ModelShape
 
 TIED = "embed.tok.weight"
@@ -25,11 +26,13 @@ class StageUnits:
     Attributes:
         layers: layers of the stage.
         gather: whether sharded parameters are gathered by layers or by stages.
+        head: the layer whose product is with the tied weight; -1: there is none.
     """
 
     layers: tuple[int, ...]
     units: tuple[StateUnit, ...]
     gather: Gather | None = None
+    head: int = -1
 
     @property
     def weights(self) -> int:
@@ -67,10 +70,11 @@ class StageUnits:
     def _in_products(self, unit: StateUnit) -> bool:
         """Whether a gradient of the unit is a product that a split backward leaves to W."""
         return any(
-            ".attn." in p.name
+            (".attn." in p.name and not p.name.endswith(".relative"))
+            or ".cross." in p.name
             or ".mlp." in p.name
             or p.name == "head.out.weight"
-            or (p.name == TIED and max(layers) > 0)  # the head's product too, not only the lookup
+            or (p.name == TIED and self.head in layers)  # the head's product too, not only the lookup
             for p, layers in zip(unit.parameters, unit.layers, strict=True)
         )
 
@@ -168,19 +172,27 @@ def stage_units(
 ) -> StageUnits:
     """The units of the stage with these layers; a tied weight is a unit of its own."""
     layers = [(layer, layer_parameters(shape, layer, shares)) for layer in stage]
-    alone = frozenset({TIED} if shape.tied else ())
-    return StageUnits(stage, tuple(cut_units(layers, state_config, alone)), gather)
+    head = shape.chain - 1 if shape.tied else -1
+    return StageUnits(stage, tuple(cut_units(layers, state_config, shared_names(shape))), gather, head)
+
+
+@lru_cache(maxsize=256)
+def shared_names(shape: ModelShape) -> frozenset[str]:
+    """The parameters that several layers use: the table of tokens, where the head or a decoder beside an
+    encoder uses it too, and what all blocks of a stack share.
+    """
+    table = {TIED} if shape.tied or shape.encoder_layers else set[str]()
+    stacks = ("encoder", "blocks") if shape.encoder_layers else ("blocks",)
+    return frozenset(table | {f"{stack}.0.{name}" for stack in stacks for name in shared_shapes(shape)})
 
 
 def distinct_units(stages: Sequence[StageUnits]) -> list[StateUnit]:
     """The units of all stages of a rank; one that two stages share is listed once."""
     units, seen = list[StateUnit](), set[str]()
     for stage in stages:
-        for unit in stage.units:
-            name = unit.parameters[0].name
-            if name != TIED or TIED not in seen:
-                units.append(unit)
-            seen.add(name)
+        here = [unit for unit in stage.units if unit.parameters[0].name not in seen]
+        units += here
+        seen |= {unit.parameters[0].name for unit in here}
     return units
 
 

@@ -130,7 +130,8 @@ class EachMicrobatch:
         """Whether a parameter gets its gradient in I or in W."""
         if name == "head.out.weight":
             return "W"
-        inside = (".attn." in name or ".mlp." in name) and "router" not in name and "norm" not in name
+        products = any(part in name for part in (".attn.", ".cross.", ".mlp."))
+        inside = products and not any(part in name for part in ("router", "norm", ".relative"))
         after_a_sum = self.tp > 1 and name.endswith(("proj.bias", "down.bias"))
         return "W" if inside and not after_a_sum else "I"
 

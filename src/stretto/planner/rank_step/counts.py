@@ -14,13 +14,19 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from stretto.layout.layout import axes_of
-from stretto.planner.counts.activations import ComputeConfig
+from stretto.planner.counts.activations import ComputeConfig, stores_scores
 from stretto.planner.counts.rank_parameters import layer_parameters
 from stretto.planner.counts.state_bytes import StateUnit
-from stretto.planner.counts.traffic import Message, block_traffic, embedding_traffic, head_traffic
+from stretto.planner.counts.traffic import (
+    Message,
+    between_traffic,
+    block_traffic,
+    embedding_traffic,
+    head_traffic,
+)
 from stretto.planner.memory.job import memory_of
-from stretto.planner.memory.ranks import MemoryJob
-from stretto.planner.memory.transient import SHARED, TIED, StageUnits, distinct_units
+from stretto.planner.memory.ranks import MemoryJob, message_bytes, tensors_between
+from stretto.planner.memory.transient import SHARED, TIED, StageUnits, distinct_units, shared_names
 from stretto.planner.rank_step.collectives import (
     Call,
     EachMicrobatch,
@@ -32,8 +38,9 @@ from stretto.planner.rank_step.collectives import (
     stage_gathers,
 )
 from stretto.planner.rank_step.frozen import frozen_flops, frozen_traffic, is_column, reached_parts
-from stretto.planner.time.layer import attention_linears
+from stretto.planner.time.kernels import attention_linears
 from stretto.program.action import Action, Kind
+from stretto.spec.chain import layer_of
 from stretto.spec.job import Job
 from stretto.spec.lora import is_adapter
 from stretto.spec.shape import ModelShape
@@ -56,10 +63,10 @@ class LayerFlops:
 
 
 def layer_flops(shape: ModelShape, kind: str, how: ComputeConfig, index: int = 0) -> LayerFlops:
-    """Operations of a layer on cp rank `index`: `kind` is "embed", "block" (of which `shape` has only one
-    kind) or "head"; `how.recompute` says what a block repeats.
+    """Operations of a layer on cp rank `index`: `kind` is that of `spec.chain`; of a block `shape` has only
+    one kind, and `how.recompute` says what it repeats.
     """
-    if kind == "embed":
+    if kind in ("embed", "between"):
         return LayerFlops()
     if kind == "head":
         logits = 2 * how.tokens * shape.hidden * how.vocabulary_rows(shape)
@@ -78,6 +85,8 @@ def _linears(shape: ModelShape, how: ComputeConfig) -> tuple[int, int]:
     h, q = shape.hidden, shape.attention_width // how.tp
     kv = how.kv_heads(shape) * shape.head_dim
     around = how.tokens * h * (2 * q + 2 * kv)
+    if shape.encoder_layers:
+        around += how.tokens * h * 2 * q + how.of_memory.tokens * h * 2 * kv
     if shape.latent is not None:
         # each rank of sequence parallelism makes the narrow vectors of its own tokens alone
         narrow = h * (shape.latent.kv_rank + shape.latent.rope_dim + (shape.latent.q_rank or 0))
@@ -101,7 +110,7 @@ def _linears(shape: ModelShape, how: ComputeConfig) -> tuple[int, int]:
 def _core(shape: ModelShape, how: ComputeConfig, index: int) -> tuple[int, int]:
     """Operations of attention, forward and backward, on cp rank `index`."""
     heads, n = shape.heads // how.tp, how.tokens // how.batch
-    explicit = how.attention == "explicit" or shape.dropout > 0.0
+    explicit = stores_scores(shape, how)
     special = shape.attention
     wide, narrow = shape.head_dim, shape.value_dim
     # the formula written out goes through tiles; fused kernels know neither a cap nor narrower values
@@ -112,10 +121,16 @@ def _core(shape: ModelShape, how: ComputeConfig, index: int) -> tuple[int, int]:
     else:
         if how.cp > 1:
             heads, n = heads // how.cp, n * how.cp
-        pairs = n * n if explicit else _pairs(n, n, 0, special.window, tiled)
+        whole = explicit or not special.causal
+        pairs = n * n if whole else _pairs(n, n, 0, special.window, tiled)
     of = 2 * how.batch * heads * pairs
     # gradients of probabilities, values, queries and keys, and the scores again unless they were kept
-    return of * (wide + narrow), of * (2 * narrow + (2 if explicit else 3) * wide)
+    forward, back = of * (wide + narrow), of * (2 * narrow + (2 if explicit else 3) * wide)
+    if shape.encoder_layers:
+        seen = 2 * how.batch * heads * n * (how.of_memory.tokens // how.batch)
+        kept = how.attention == "explicit" or shape.dropout > 0.0
+        forward, back = forward + seen * 2 * wide, back + seen * (4 if kept else 5) * wide
+    return forward, back
 
 
 def _ring_pairs(n: int, size: int, index: int, window: int | None, tiled: bool) -> int:
@@ -166,7 +181,7 @@ _OVER = {
     "tp": "cp-dp",
     "expert_tp-ep": "expert_dp",
 }  # axes of the ranks with the same part of tensors split so
-_TRAFFIC = {"embed": embedding_traffic, "head": head_traffic}
+_TRAFFIC = {"embed": embedding_traffic, "between": between_traffic, "head": head_traffic}
 
 
 @dataclass(frozen=True)
@@ -297,8 +312,9 @@ class _Counting:
     def _layer(self, layer: int, times: int, received: bool) -> None:
         shape = self.memory.shape
         how = replace(self.memory.how, recompute=self.memory.mode(layer))
-        kind = "embed" if layer == 0 else "block" if layer <= shape.layers else "head"
-        block = shape.block(layer - 1) if kind == "block" else shape
+        here = layer_of(shape, layer)
+        kind, block = here.kind, here.shape
+        how = how.at(here)
         flops = layer_flops(block, kind, how, self.coordinates["cp"])
         traffic = self._traffic(block, kind, how, received)
         if self._partly_frozen(block):
@@ -347,13 +363,14 @@ class _Counting:
 
     def _messages(self) -> None:
         """Sends between stages."""
-        how = self.memory.how
-        size = how.element * how.shard * self.memory.shape.hidden
-        sent = sum(action.kind in (Kind.SEND_F, Kind.SEND_B) for action in self.order)
-        if sent:
-            self.bytes["pp", "send"] += sent * size
-            self.calls["pp", "send"] += sent
-            self.sent += sent * size
+        for action in self.order:
+            if action.kind in (Kind.SEND_F, Kind.SEND_B):
+                layers = self.layers(action.stage)
+                border = layers.stop if action.kind is Kind.SEND_F else layers.start
+                size = message_bytes(self.memory.shape, self.memory.how, border)
+                self.bytes["pp", "send"] += size
+                self.calls["pp", "send"] += tensors_between(self.memory.shape, border)
+                self.sent += size
 
     # ------------------------------------------------------------------ data-parallel ranks
 
@@ -417,7 +434,7 @@ class _Counting:
         for unit in self.units:
             for call in (*once_a_step(unit), *(published(unit) if self._moves(unit) else ())):
                 self._digit_collective(unit, call)
-        tied = {s: self._tied_halves(s) for s in self.stages} if self.memory.shape.tied else {}
+        tied = {s: self._tied_halves(s) for s in self.stages} if self._tied_stages else {}
         each = EachMicrobatch(self.by_stage, self.memory.how.tp, tied)
         for unit in each.counts(self.order):
             for call in reductions(unit, 0, 2):
@@ -472,7 +489,7 @@ class _Counting:
                 index = group.index(self.rank) // copies * copies
                 yield group[index : index + copies], 0, elements
             return
-        along = "norm" in name or name == "embed.pos.weight" or name.endswith(("proj.bias", "down.bias"))
+        along = "norm" in name or name.endswith(("embed.pos.weight", "proj.bias", "down.bias"))
         along = along or "shared_gate" in name or ".attn.kv_down." in name or ".attn.q_down." in name
         if how.tp > 1 and ("router" in name or (along and how.sequence_parallel)):
             yield group, 0, elements
@@ -487,23 +504,34 @@ class _Counting:
     @cached_property
     def _tied_stages(self) -> list[int]:
         """The stages of one copy that use the tied weight."""
-        if not self.memory.shape.tied:
-            return []
-        ends = (0, self.memory.shape.layers + 1)
-        return [s for s, layers in enumerate(self.memory.stages) if any(end in layers for end in ends)]
+        return self._stages_using(TIED) if TIED in shared_names(self.memory.shape) else []
+
+    def _stages_using(self, name: str) -> list[int]:
+        """The stages of one copy that use a parameter that layers share."""
+        shape, shares = self.memory.shape, self.memory.shares
+        users = {
+            at
+            for at in range(shape.chain)
+            if any(p.name == name for p in layer_parameters(shape, at, shares))
+        }
+        return [s for s, layers in enumerate(self.memory.stages) if users.intersection(layers)]
 
     def _tied_halves(self, stage: int) -> tuple[str, ...]:
         layers = self.layers(stage)
-        return ("I",) * (0 in layers) + ("W",) * (self.memory.shape.layers + 1 in layers)
+        shape = self.memory.shape
+        lookups = [at for at in layers if layer_of(shape, at).kind in ("embed", "between")]
+        return ("I",) * len(lookups) + ("W",) * (shape.tied and shape.chain - 1 in layers)
 
     def _ties(self) -> None:
         """Gradients that stages of one pipeline share."""
         program, pipeline = self.memory.program, self.job.layout.group(self.rank, "pp")
-        tied = [c * program.depth + s for c in range(program.copies) for s in self._tied_stages]
-        if len(self._tied_stages) > 1:
-            self._sum_over(
-                tied, [u for u in self.units if u.parameters[0].name == TIED], pipeline, unpadded=True
-            )
+        for name in sorted(shared_names(self.memory.shape)):
+            using = self._stages_using(name)
+            shared = [c * program.depth + s for c in range(program.copies) for s in using]
+            if len(using) > 1:
+                self._sum_over(
+                    shared, [u for u in self.units if u.parameters[0].name == name], pipeline, unpadded=True
+                )
         if program.copies > 1:
             for stage in self.stages:
                 same = [c * program.depth + stage % program.depth for c in range(program.copies)]

@@ -9,6 +9,7 @@ from math import prod
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.counts.rank_parameters import Shares, layer_parameters
 from stretto.planner.counts.traffic import Message, into_columns, out_of_rows
+from stretto.spec.chain import layer_of
 from stretto.spec.finetune import Trained
 from stretto.spec.lora import is_adapter
 from stretto.spec.shape import ModelShape
@@ -67,10 +68,11 @@ def frozen_traffic(
         upstream: whether anything before this layer is trained.
         traffic: of the layer where all is trained.
     """
-    if layer == 0:
+    kind = layer_of(shape, layer).kind
+    if kind in ("embed", "between"):
         return tuple(m for m in traffic if m.phase == "F" or trained("embed.tok.weight"))
     linears = tuple(_linears(shape, layer, how, trained, upstream))
-    if layer > shape.layers:
+    if kind == "head":
         loss = [m for m in traffic if m.kind == "all-reduce" and m.phase == "F"]
         return (*linears, *loss)
     below, here = reached_parts(shape, layer, trained, upstream)

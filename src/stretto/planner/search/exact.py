@@ -15,9 +15,9 @@ from stretto.planner.search.time_bounds import TimeBounds
 from stretto.planner.time.step import step_time
 from stretto.program.program import Program
 from stretto.program.schedules.traits import updates_within
+from stretto.spec.chain import block_total, blocks_among, layer_of
 from stretto.spec.flops import Recompute as Mode
 from stretto.spec.job import Job
-from stretto.spec.program import stages_of
 from stretto.spec.reduction import reduction
 
 _SECONDS_PER_ACTION = 2e-5  # of a replay or a memory check on one core, until some were timed
@@ -123,12 +123,12 @@ class Exact:
         most, shape = candidate.saving.recompute.blocks, self.task.shape
         if most is None:
             return None
-        modes: list[Mode] = ["none"] * shape.layers
+        modes: list[Mode] = ["none"] * block_total(shape)
         program = small_program(candidate.schedule, candidate.parallelism.layout.pp)
         assert program is not None
-        for stage in stages_of(shape, self.task.sequence, program.depth):
-            for layer in [layer for layer in stage if 1 <= layer <= shape.layers][:most]:
-                modes[layer - 1] = "full"
+        for stage in self.task.stages(program.depth):
+            for layer in blocks_among(shape, stage)[:most]:
+                modes[layer_of(shape, layer).block or 0] = "full"
         return modes
 
 

@@ -30,11 +30,11 @@ from stretto.program import PLAIN, schedule
 from stretto.program.action import Action, Kind
 from stretto.program.program import Program
 from stretto.program.schedules.traits import is_searched
+from stretto.spec.chain import block_kinds, ends_among, is_block, kind_counts, layer_of
 from stretto.spec.data_parallel import DataParallel
 from stretto.spec.finetune import Trained
 from stretto.spec.flops import Recompute as Mode
 from stretto.spec.job import Job
-from stretto.spec.program import stages_of
 from stretto.spec.shape import ModelShape
 
 # bytes of a microbatch between I and W over those of one in flight: fewer, or many more with recomputation
@@ -167,13 +167,16 @@ class _Rank:
     Attributes:
         counts: of each stage, how many blocks it has of each kind.
         finals: of each, the kind of its last block, the first that its backward comes to.
-        first, last: whether a stage begins with the embedding, ends with the head.
+        ends: of each, how many of `MemoryBounds.ends` it has: embedding, head, and what lies between two
+            stacks.
+        first, last: whether a stage begins with a layer that is no block, and ends with the head.
         peaks: its peak states.
     """
 
     stages: tuple[range, ...]
     counts: tuple[tuple[int, ...], ...]
     finals: tuple[int, ...]
+    ends: tuple[tuple[int, ...], ...]
     first: tuple[bool, ...]
     last: tuple[bool, ...]
     peaks: tuple[PeakState, ...]
@@ -196,7 +199,8 @@ class MemoryBounds:
     def __init__(self, task: Task) -> None:
         self.task = task
         # the first layer of each kind of block
-        self._kinds = tuple(_first_of_kind(task.shape, kind) for kind, _ in task.shape.kinds())
+        self._kinds = tuple(_first_of_kind(task.shape, kind) for kind, _ in block_kinds(task.shape))
+        self.ends = ends_among(task.shape, range(task.shape.chain))  # the layers that are no blocks
         self._ranks = dict[object, tuple[_Rank, ...]]()
         self._states = dict[object, tuple[int, ...]]()
         self._layers = dict[object, _Layer]()
@@ -212,7 +216,7 @@ class MemoryBounds:
                 layout=layout, expert_tp=expert_tp, micro_batch=1, sequence_parallel=False, context="ring"
             )
             job = Candidate(parallelism, ScheduleChoice(PLAIN), dp, saving).job(self.task)
-            self._places[key] = _states(job, (range(self.task.shape.layers + 2),)) // layout.pp
+            self._places[key] = _states(job, (range(self.task.shape.chain),)) // layout.pp
         return self._places[key]
 
     def parallelism(self, parallelism: Parallelism, dp: DataParallel, saving: Saving) -> int:
@@ -229,9 +233,9 @@ class MemoryBounds:
         ranks = self._of_ranks(candidate)
         states = self._of_states(candidate, ranks)
         parallelism, again = candidate.parallelism, candidate.saving.recompute
-        last = self.task.shape.layers + 1
         full = self._blocks(parallelism, "full")
-        embed, head = self._layer(parallelism, 0, "none"), self._layer(parallelism, last, "none")
+        apart = [self._layer(parallelism, at, "none") for at in self.ends]
+        head = apart[-1]
         if again.mode in ("full", "auto") and again.blocks is None:
             plain, most = full, 0
         else:
@@ -245,10 +249,14 @@ class MemoryBounds:
             for at, (stage, every) in enumerate(zip(rank.stages, rank.counts, strict=True)):
                 starts, ends = rank.first[at], rank.last[at]
                 start = stage.start + starts
-                repeated = shape.block_counts(range(start, start + most)) if most else (0,) * len(full)
+                repeated = (
+                    kind_counts(shape, range(start, min(start + most, shape.chain)))
+                    if most
+                    else (0,) * len(full)
+                )
                 if sum(repeated) > sum(every):
                     repeated = every
-                here = starts * embed.kept + ends * head.kept
+                here = sum(n * one.kept for n, one in zip(rank.ends[at], apart, strict=True))
                 for n, some, whole, part in zip(every, repeated, full, plain, strict=True):
                     here += some * whole.kept + (n - some) * part.kept
                 kept.append(here)
@@ -265,9 +273,9 @@ class MemoryBounds:
 
     def _kind_of(self, layer: int) -> int:
         """Which kind of block a layer is; the first for the embedding, which may be all of a stage."""
-        block = min(max(layer, 1), self.task.shape.layers)
-        counts = self.task.shape.block_counts(range(block, block + 1))
-        return counts.index(1)
+        shape = self.task.shape
+        block = layer if is_block(shape, layer) else layer - 1 if layer > 1 else 1
+        return kind_counts(shape, range(block, block + 1)).index(1)
 
     def _blocks(self, parallelism: Parallelism, mode: Mode) -> tuple[_Layer, ...]:
         """A block of each kind."""
@@ -286,18 +294,19 @@ class MemoryBounds:
         if key not in self._ranks:
             program = small_program(choice, layout.pp)
             assert program is not None
-            stages, layers = stages_of(task.shape, task.sequence, program.depth), task.shape.layers
+            stages, head = task.stages(program.depth), task.shape.chain - 1
             full = peak_states(choice, layout.pp, microbatches)
             ranks = list[_Rank]()
             for rank in sampled_ranks(layout.pp):
                 held = tuple(stages[stage % program.depth] for stage in program.stages_of(rank))
-                ends = tuple(layers + 1 in stage for stage in held)
+                ends = tuple(head in stage for stage in held)
                 ranks.append(
                     _Rank(
                         stages=held,
-                        counts=tuple(task.shape.block_counts(stage) for stage in held),
+                        counts=tuple(kind_counts(task.shape, stage) for stage in held),
                         finals=tuple(self._kind_of(stage.stop - 1) for stage in held),
-                        first=tuple(0 in stage for stage in held),
+                        ends=tuple(tuple(int(at in stage) for at in self.ends) for stage in held),
+                        first=tuple(not is_block(task.shape, stage.start) for stage in held),
                         last=ends,
                         peaks=_highest_peaks(full[rank], ends) if full else (),
                     )
@@ -340,7 +349,8 @@ class MemoryBounds:
         if key not in self._layers:
             job = Candidate(parallelism, ScheduleChoice(PLAIN), DataParallel(), Saving()).job(self.task)
             how = replace(ComputeConfig.of(job), recompute=mode)
-            boundary = how.element * how.shard * self.task.shape.hidden
+            here = how.at(layer_of(self.task.shape, layer))
+            boundary = here.element * here.shard * self.task.shape.hidden
             work = layer_memory(self.task.shape, how, layer)
             alone = stage_memory([work], boundary)
             self._layers[key] = _Layer(
@@ -382,10 +392,10 @@ def _elements_of(shape: ModelShape, stages: tuple[range, ...], shares: Shares, t
     if trained.freeze:  # blocks of one kind may differ in what is frozen
         layers = tuple(sorted({layer for stage in stages for layer in stage}))
         return stage_elements(shape, layers, shares, trained)
-    ends = {layer for stage in stages for layer in stage if layer in (0, shape.layers + 1)}
+    ends = {layer for stage in stages for layer in ends_among(shape, stage)}
     total = stage_elements(shape, tuple(sorted(ends)), shares, trained)
     for stage in stages:
-        for (kind, _), count in zip(shape.kinds(), shape.block_counts(stage), strict=True):
+        for (kind, _), count in zip(block_kinds(shape), kind_counts(shape, stage), strict=True):
             if count:
                 each = stage_elements(shape, (_first_of_kind(shape, kind),), shares, trained)
                 total = sum([each] * count, total)
@@ -393,7 +403,7 @@ def _elements_of(shape: ModelShape, stages: tuple[range, ...], shares: Shares, t
 
 
 def _first_of_kind(shape: ModelShape, kind: ModelShape) -> int:
-    return next(layer for layer in range(1, shape.layers + 1) if shape.block(layer - 1) == kind)
+    return next(at for at in range(shape.chain) if is_block(shape, at) and layer_of(shape, at).shape == kind)
 
 
 def _states(job: Job, stages: Sequence[range]) -> int:

@@ -11,8 +11,8 @@ from stretto.planner.memory.fits import Fit
 from stretto.planner.search.memory_bounds import MemoryBound, MemoryBounds, memory_budget
 from stretto.planner.search.space import Space, depth_of
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
+from stretto.spec.chain import blocks_among
 from stretto.spec.data_parallel import MODES, DataParallel
-from stretto.spec.program import stages_of
 
 
 class SavingLadder:
@@ -110,6 +110,5 @@ class SavingLadder:
         return 1 + bisect_left(range(1, len(row) - 1), True, key=fits)
 
     def _most_blocks(self, parallelism: Parallelism, choice: ScheduleChoice) -> int:
-        shape = self.task.shape
-        stages = stages_of(shape, self.task.sequence, depth_of(choice, parallelism.layout.pp))
-        return max(sum(1 <= layer <= shape.layers for layer in stage) for stage in stages)
+        stages = self.task.stages(depth_of(choice, parallelism.layout.pp))
+        return max(len(blocks_among(self.task.shape, stage)) for stage in stages)

@@ -178,7 +178,7 @@ class Space:
 
     def is_made(self, choice: ScheduleChoice, pp: int) -> bool:
         """Whether a schedule exists for so many ranks, with no more stages than layers."""
-        return 0 < depth_of(choice, pp) <= self.task.shape.layers + 2
+        return 0 < depth_of(choice, pp) <= self.task.shape.chain
 
     def _schedules(self, pp: int, microbatches: int) -> list[ScheduleChoice]:
         choices = list[ScheduleChoice]()
@@ -186,7 +186,7 @@ class Space:
             for options in self._options(name, pp, microbatches):
                 values = dict(options)
                 # more stages than layers, which the rules would refuse after the program is made
-                if max(values.get("chunks", 1), 2 * values.get("waves", 0)) * pp > self.task.shape.layers + 2:
+                if max(values.get("chunks", 1), 2 * values.get("waves", 0)) * pp > self.task.shape.chain:
                     continue
                 choices.append(ScheduleChoice(name, options))
         return choices

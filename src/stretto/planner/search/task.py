@@ -72,6 +72,10 @@ class Task:
         """Tokens of a sample."""
         return self.job.sequence
 
+    def stages(self, depth: int) -> tuple[range, ...]:
+        """The layers of each of `depth` stages."""
+        return self.job.stages(depth)
+
     @property
     def devices(self) -> int:
         """All devices of the cluster."""
@@ -83,14 +87,19 @@ class Task:
         return self.cluster.device.price if self.cluster.price is None else self.cluster.price
 
 
-def job_to_plan(*, shape: ModelShape, global_batch: int, sequence: int) -> Job:
-    """A job in bfloat16 with a padded vocabulary, whose layout and schedule a search is to choose."""
+def job_to_plan(*, shape: ModelShape, global_batch: int, sequence: int, target_sequence: int = 0) -> Job:
+    """A job in bfloat16 with a padded vocabulary, whose layout and schedule a search is to choose.
+
+    Args:
+        target_sequence: tokens of a decoder's sample beside an encoder; 0: as many.
+    """
     return Job(
         shape=shape,
         layout=Layout(),
         global_batch=global_batch,
         micro_batch=1,
         sequence=sequence,
+        target_sequence=target_sequence,
         precision=Precision(dtype="bfloat16"),
         vocab_multiple=VOCAB_MULTIPLE,
     )

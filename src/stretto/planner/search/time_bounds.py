@@ -27,11 +27,11 @@ from stretto.program.action import Kind
 from stretto.program.program import Program
 from stretto.program.schedules.registry import PLAIN
 from stretto.program.schedules.traits import is_searched, updates_within
+from stretto.spec.chain import block_kinds, ends_among, is_block, kind_counts, layer_of
 from stretto.spec.data_parallel import DataParallel
 from stretto.spec.flops import Recompute as Mode
 from stretto.spec.flops import model_flops_per_step
 from stretto.spec.job import Job
-from stretto.spec.program import stages_of
 from stretto.spec.shape import ModelShape
 
 
@@ -55,20 +55,19 @@ class RankLayers:
     """The layers of a pipeline rank.
 
     Attributes:
-        first, last: how many of its stages begin with the embedding, and end with the head.
+        ends: how many of the layers that are no blocks its stages have, in their order.
         stages: their numbers in the model.
         blocks: of each of them, how many blocks it has of each kind.
         before: of each kind, the blocks that forwards pass before the rank's first forward, and gradients
             after its last backward.
-        inside: whether the embedding is among them.
+        inside: of the layers that are no blocks, which are among them.
     """
 
-    first: int
-    last: int
+    ends: tuple[int, ...]
     stages: tuple[int, ...]
     blocks: tuple[tuple[int, ...], ...]
     before: tuple[int, ...]
-    inside: bool
+    inside: tuple[int, ...]
 
 
 @lru_cache(maxsize=4096)
@@ -80,19 +79,19 @@ def rank_layers(
     """
     program = small_program(choice, pp)
     assert program is not None
-    counts = [shape.block_counts(stage) for stage in stages]
+    counts = [kind_counts(shape, stage) for stage in stages]
+    apart = ends_among(shape, range(shape.chain))
     distinct = dict[RankLayers, None]()
     fullest = max(range(pp), key=lambda r: sum(sum(counts[s % program.depth]) for s in program.stages_of(r)))
     for rank in sorted({0, pp // 2, pp - 1, fullest}):
         rank_stages = [stage % program.depth for stage in program.stages_of(rank)]
         start = min(rank_stages)
         layers_of_rank = RankLayers(
-            first=sum(0 in stages[s] for s in rank_stages),
-            last=sum(shape.layers + 1 in stages[s] for s in rank_stages),
+            ends=tuple(sum(at in stages[s] for s in rank_stages) for at in apart),
             stages=tuple(rank_stages),
             blocks=tuple(counts[s] for s in rank_stages),
-            before=shape.block_counts(range(stages[start].start)),
-            inside=start > 0,
+            before=kind_counts(shape, range(stages[start].start)),
+            inside=tuple(int(at < stages[start].start) for at in apart),
         )
         distinct[layers_of_rank] = None
     return tuple(distinct)
@@ -103,10 +102,10 @@ def recomputed_blocks(
     stages: tuple[range, ...], shape: ModelShape, most: int | None
 ) -> tuple[tuple[int, ...], ...]:
     """Of each stage, how many blocks of each kind are recomputed: the first `most` of them; None: all."""
-    starts = [max(1, stage.start) for stage in stages]
+    starts = [stage.start + (not is_block(shape, stage.start)) for stage in stages]
     ends = [stage.stop if most is None else start + most for start, stage in zip(starts, stages, strict=True)]
     return tuple(
-        shape.block_counts(range(start, min(end, stage.stop)))
+        kind_counts(shape, range(start, min(end, stage.stop)))
         for start, end, stage in zip(starts, ends, stages, strict=True)
     )
 
@@ -140,11 +139,12 @@ _USUAL_TOKENS = 8192  # of a microbatch
 
 @dataclass(frozen=True)
 class Layers:
-    """Seconds of embedding, each kind of block, and head."""
+    """Seconds of each kind of block, and of the layers that are no blocks: embedding, head, and what lies
+    between two stacks.
+    """
 
-    embed: LayerSeconds
     blocks: tuple[LayerSeconds, ...]
-    head: LayerSeconds
+    ends: tuple[LayerSeconds, ...]
 
     def work(self, counts: Sequence[int]) -> float:
         """The least work of so many blocks of each kind."""
@@ -164,8 +164,16 @@ class TimeBounds:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self._kinds = tuple(kind for kind, _ in task.shape.kinds())
-        self._all = tuple(count for _, count in task.shape.kinds())
+        self._kinds = tuple(
+            next(
+                at
+                for at in range(task.shape.chain)
+                if layer_of(task.shape, at).shape == kind and is_block(task.shape, at)
+            )
+            for kind, _ in block_kinds(task.shape)
+        )
+        self._ends = ends_among(task.shape, range(task.shape.chain))
+        self._all = tuple(count for _, count in block_kinds(task.shape))
         self._sized = dict[int, Cluster]()
         self._layers = dict[object, Layers]()
         self._data = dict[object, tuple[_RankStages, ...]]()
@@ -205,11 +213,12 @@ class TimeBounds:
         plain = Candidate(parallelism, _PLAIN, _NO_DP, Saving()).job(self.task)
         how, cluster = ComputeConfig.of(plain), self.cluster(parallelism.layout.world)
 
-        def seconds(kind: str, shape: ModelShape) -> LayerSeconds:
+        def seconds(at: int) -> LayerSeconds:
+            here = layer_of(self.task.shape, at)
             time = layer_time(
-                shape=shape,
-                kind=kind,
-                how=replace(how, recompute=mode if kind == "block" else "none"),
+                shape=here.shape,
+                kind=here.kind,
+                how=replace(how.at(here), recompute=mode if here.kind == "block" else "none"),
                 layout=parallelism.layout,
                 cluster=cluster,
                 precision=precision_of(plain),
@@ -218,9 +227,8 @@ class TimeBounds:
             return self._layer(time, backwards)
 
         return Layers(
-            embed=seconds("embed", self.task.shape),
-            blocks=tuple(seconds("block", kind) for kind in self._kinds),
-            head=seconds("head", self.task.shape),
+            blocks=tuple(map(seconds, self._kinds)),
+            ends=tuple(map(seconds, self._ends)),
         )
 
     def _layer(self, time: LayerTime, backwards: str) -> LayerSeconds:
@@ -240,10 +248,10 @@ class TimeBounds:
         drain after each step, one microbatch on its way through all layers and back.
         """
         layout, layers = parallelism.layout, self.layers(parallelism, "none", "both")
-        work = layers.embed.work + layers.work(self._all) + layers.head.work
+        work = layers.work(self._all) + sum(end.work for end in layers.ends)
         trip = 0.0
         if self._drains:
-            trip = _round_trip(layers.embed) + layers.round_trip(self._all) + _round_trip(layers.head)
+            trip = layers.round_trip(self._all) + sum(map(_round_trip, layers.ends))
         return self._corrected(max(self._microbatches(parallelism) / layout.pp * work, trip), layout.world)
 
     def typical(self, layout: Layout, expert_tp: int | None) -> float:
@@ -265,7 +273,9 @@ class TimeBounds:
     def ideal(self, layout: Layout) -> float:
         """A bound for every layout with as many devices: model FLOPs at the device's peak."""
         task, device = self.task, self.task.cluster.device
-        flops = model_flops_per_step(task.shape, task.sequence, task.global_batch, causal=True)
+        flops = model_flops_per_step(
+            task.shape, task.sequence, task.global_batch, causal=True, target=task.job.target_sequence
+        )
         return self._corrected(flops / (layout.world * device.peak(precision_of(task.job))), layout.world)
 
     def schedule(self, parallelism: Parallelism, choice: ScheduleChoice, saving: Saving) -> float:
@@ -278,10 +288,9 @@ class TimeBounds:
     def _schedule(self, parallelism: Parallelism, choice: ScheduleChoice, saving: Saving) -> float:
         layout, shape = parallelism.layout, self.task.shape
         program = _program(choice, layout.pp)
-        stages = stages_of(shape, self.task.sequence, program.depth)
+        stages = self.task.stages(program.depth)
         backwards = _backwards(choice, layout.pp)
         layers = self.layers(parallelism, "none", backwards)
-        embed, head = layers.embed, layers.head
         mode, most = saving.recompute.mode, saving.recompute.blocks
         again = (0.0,) * len(layers.blocks)  # of each kind
         if mode not in ("none", "auto"):
@@ -291,23 +300,21 @@ class TimeBounds:
         # each copy of the weights gets its part of the microbatches
         each, odd = divmod(self._microbatches(parallelism), program.copies)
         drains = not updates_within(choice.name)
-        worst = drains * (_round_trip(embed) + _round_trip(head) + layers.round_trip(self._all))
+        trips = [_round_trip(end) for end in layers.ends]
+        worst = drains * (sum(trips) + layers.round_trip(self._all))
         repeats = recomputed_blocks(stages, shape, most)
         for rank in rank_layers(choice, layout.pp, stages, shape):
             blocks = tuple(map(sum, zip(*rank.blocks, strict=True)))
             repeated = sum(_dot(repeats[stage], again) for stage in rank.stages)
-            ends = rank.first * embed.work + rank.last * head.work + 2 * len(rank.blocks) * action
+            ends = _dot(rank.ends, [end.work for end in layers.ends]) + 2 * len(rank.blocks) * action
             work = each * (ends + layers.work(blocks) + repeated)
             work += odd * min(map(layers.work, rank.blocks))
-            wait = layers.forward(rank.before) + rank.inside * embed.forward
+            wait = layers.forward(rank.before) + _dot(rank.inside, [end.forward for end in layers.ends])
             back = sum(n * block.back for n, block in zip(rank.before, layers.blocks, strict=True))
             passed = repeats[: min(rank.stages)]
-            tail = back + sum(_dot(counts, again) for counts in passed) + rank.inside * embed.back
-            ends = (
-                rank.first * _round_trip(embed)
-                + rank.last * _round_trip(head)
-                + 2 * len(rank.blocks) * action
-            )
+            tail = back + sum(_dot(counts, again) for counts in passed)
+            tail += _dot(rank.inside, [end.back for end in layers.ends])
+            ends = _dot(rank.ends, trips) + 2 * len(rank.blocks) * action
             on_the_way = each * (ends + layers.round_trip(blocks) + repeated)
             worst = max(worst, work, drains * (wait + work), drains * (wait + on_the_way + tail))
         return self._corrected(worst, layout.world)
@@ -357,8 +364,8 @@ class TimeBounds:
                 gathering = sum(times[stage].gather for stage in gathers)
             work = count * (work + extra) + odd * min(work for _, work, _ in stages)
             before = min(stage.start for stage in rank.stages)
-            wait = (before > 0) * layers.embed.forward
-            wait += layers.forward(self.task.shape.block_counts(range(before)))
+            wait = sum(end.forward for at, end in zip(self._ends, layers.ends, strict=True) if at < before)
+            wait += layers.forward(kind_counts(self.task.shape, range(before)))
             if job.dp.gathers(layout.pp) == "stage":  # no weights are gathered when a step begins
                 wait = max(wait, min(time.gather for time in rank.data))
             longest = max(longest, wait + work + exposed, gathering)
@@ -384,9 +391,8 @@ class TimeBounds:
         action = self.task.assumptions.software.action
         forward = work = action
         busy = 2 * action
-        counts = (0 in stage, *shape.block_counts(stage), shape.layers + 1 in stage)
-        all_least = (least.embed, *least.blocks, least.head)
-        all_slow = (slow.embed, *slow.blocks, slow.head)
+        counts = (*(at in stage for at in self._ends), *kind_counts(shape, stage))
+        all_least, all_slow = (*least.ends, *least.blocks), (*slow.ends, *slow.blocks)
         for count, quick, longest in zip(counts, all_least, all_slow, strict=True):
             forward += count * quick.forward
             work += count * quick.work
@@ -399,7 +405,7 @@ class TimeBounds:
         key = layout, candidate.schedule, job.dp
         if key not in self._data:
             program, cluster = _program(candidate.schedule, layout.pp), self.cluster(layout.world)
-            cut = stages_of(self.task.shape, self.task.sequence, program.depth)
+            cut = self.task.stages(program.depth)
             ranks = list[_RankStages]()
             for rank in sorted({0, layout.pp // 2, layout.pp - 1}):
                 stages = tuple(cut[stage % program.depth] for stage in program.stages_of(rank))

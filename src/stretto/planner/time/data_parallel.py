@@ -17,6 +17,7 @@ from stretto.planner.machines.cluster import Cluster, Collective, Group, group_o
 from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.muon import muon_seconds
 from stretto.planner.time.operators import pass_seconds
+from stretto.spec.chain import block_kinds
 from stretto.spec.finetune import EVERYTHING, Trained
 from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
@@ -95,7 +96,7 @@ def data_time(job: Job, assumptions: Assumptions, cluster: Cluster, layers: rang
 
 def _alike(shape: ModelShape, layers: range) -> tuple[int, ...]:
     """Layers that cost as much as these, chosen so that stages of equal cost have equal cache keys."""
-    if len(shape.kinds()) > 1:
+    if len(block_kinds(shape)) > 1:
         return tuple(layers)
     ends = tuple(layer for layer in layers if layer in (0, shape.layers + 1))
     return tuple(sorted({*ends, *range(1, len(layers) - len(ends) + 1)}))

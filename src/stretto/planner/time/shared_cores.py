@@ -12,14 +12,17 @@ from dataclasses import dataclass, replace
 
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.counts.activations import ComputeConfig
-from stretto.planner.counts.traffic import Message, block_traffic, embedding_traffic, head_traffic
+from stretto.planner.counts.traffic import Message, block_traffic
 from stretto.planner.machines.cluster import Cluster, Group, group_of
 from stretto.planner.machines.device import Device, Precision
+from stretto.planner.memory.ranks import largest_message
 from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.data_parallel import DataTime
-from stretto.planner.time.layer import kernel_times_of
+from stretto.planner.time.kernels import kernel_times_of
+from stretto.planner.time.layer import TRAFFIC
 from stretto.program.action import Action, Kind
 from stretto.program.program import Program
+from stretto.spec.chain import layer_of
 from stretto.spec.flops import Recompute
 from stretto.spec.job import Job
 
@@ -113,7 +116,6 @@ def _ready(program: Program, action: Action, done: set[Action]) -> bool:
     return True
 
 
-_TRAFFIC = {"embed": embedding_traffic, "block": block_traffic, "head": head_traffic}
 _FORWARD = 1 / 3  # the forward's share of host code beside a block's kernels
 # Host code that each round of ring attention adds, over that of a block: attention to a block of keys and the
 # rescaling of its sums, forward and backward. Measured on two cores with four ranks: 0.2 to 0.5 ms a round
@@ -208,10 +210,10 @@ def layer_seconds(
     """Core seconds of one rank for one layer and one microbatch, forward and backward: kernels, host code
     beside them, and communication.
     """
-    kind = "embed" if layer == 0 else "head" if layer > job.shape.layers else "block"
-    how = replace(ComputeConfig.of(job), recompute=mode)
+    here = layer_of(job.shape, layer)
+    kind, how = here.kind, replace(ComputeConfig.of(job).at(here), recompute=mode)
     work = kernel_times_of(
-        shape=job.shape,
+        shape=here.shape,
         kind=kind,
         how=how,
         device=cluster.device,
@@ -224,9 +226,9 @@ def layer_seconds(
         beside *= 1 + _FORWARD  # the forward is repeated
     if how.cp > 1 and how.context == "ring":
         beside *= 1 + _ROUND * how.cp
-    talk = sum(_seconds(m, job, cluster) for m in _TRAFFIC[kind](job.shape, how))
+    talk = sum(_seconds(m, job, cluster) for m in TRAFFIC[kind](here.shape, how))
     if kind == "block" and how.cp > 1:  # ranks do not send equally much
-        each = [block_traffic(job.shape, how, index) for index in range(how.cp)]
+        each = [block_traffic(here.shape, how, index) for index in range(how.cp)]
         talk = sum(_seconds(m, job, cluster) for messages in each for m in messages) / how.cp
     return work.forward + work.back + work.weight + again + beside + talk
 
@@ -241,7 +243,7 @@ def _messages(job: Job, cluster: Cluster, program: Program) -> float:
     `send` is that of a rank that sends one message and receives another.
     """
     how = ComputeConfig.of(job)
-    size = how.element * how.shard * job.shape.hidden
+    size = largest_message(job.shape, how)
     apart = sum(
         program.placement[s] != program.placement[s + 1]
         for s in range(program.stages - 1)

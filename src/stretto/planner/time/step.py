@@ -12,6 +12,7 @@ from stretto.planner.assumptions import Assumptions
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.machines.cluster import Cluster, Link, group_of
 from stretto.planner.machines.device import Precision
+from stretto.planner.memory.ranks import largest_message
 from stretto.planner.time.data_parallel import DataTime, data_time
 from stretto.planner.time.layer import LayerTime, exposed_seconds, layer_time
 from stretto.planner.time.shared_cores import SharedStep, beside_kernels, shared_step
@@ -19,6 +20,7 @@ from stretto.program.action import Action, Kind
 from stretto.program.program import Program
 from stretto.program.replay import Costs, simulate
 from stretto.program.replay.timeline import Timeline
+from stretto.spec.chain import blocks_among, layer_of
 from stretto.spec.flops import Recompute
 from stretto.spec.job import Job
 from stretto.spec.reduction import reduction
@@ -202,7 +204,7 @@ def stage_time(
     """
     phases = [defaultdict[str, float](float) for _ in range(3)]
     forward, back, weight = phases
-    blocks = sum(1 <= layer <= job.shape.layers for layer in stage)
+    blocks = len(blocks_among(job.shape, stage))
     host, host_back = beside_kernels(cluster.device, blocks)
     if assumptions.software.action or host:
         forward["other"], back["other"] = (
@@ -244,10 +246,10 @@ def _add_exposed(
 
 
 def _mode(job: Job, layer: int, modes: Sequence[Recompute] | None) -> Recompute:
-    if not 1 <= layer <= job.shape.layers:
+    if (block := layer_of(job.shape, layer).block) is None:
         return "none"
     if modes is not None:
-        return modes[layer - 1]
+        return modes[block]
     mode = job.recompute.mode
     return "none" if mode == "auto" else mode
 
@@ -255,13 +257,11 @@ def _mode(job: Job, layer: int, modes: Sequence[Recompute] | None) -> Recompute:
 def _layer(
     job: Job, cluster: Cluster, assumptions: Assumptions, precision: Precision, layer: int, mode: Recompute
 ) -> LayerTime:
-    kind = "embed" if layer == 0 else "head" if layer > job.shape.layers else "block"
-    how = replace(ComputeConfig.of(job), recompute=mode)
-    shape = job.shape.block(layer - 1) if kind == "block" else job.shape
+    here = layer_of(job.shape, layer)
     return layer_time(
-        shape=shape,
-        kind=kind,
-        how=how,
+        shape=here.shape,
+        kind=here.kind,
+        how=replace(ComputeConfig.of(job).at(here), recompute=mode),
         layout=job.layout,
         cluster=cluster,
         precision=precision,
@@ -293,7 +293,7 @@ def _replayed(
     costs = Costs(
         per_stage=[stage.times for stage in times],
         hop=link.latency,
-        message_bytes=how.element * how.shard * job.shape.hidden / parts,
+        message_bytes=largest_message(job.shape, how) / parts,
         bandwidth=_LINK_SHARE * link.bandwidth,
         blocking=assumptions.blocking,
         unshard=[stage.gather if by_stage else 0.0 for stage in data],

@@ -19,7 +19,7 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.layout.layout import Layout
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.machines.device import Device
-from stretto.planner.time.layer import kernel_times
+from stretto.planner.time.kernels import kernel_times
 from stretto.run.calibrate.stopwatch import Stopwatch
 from stretto.run.train.assemble import assemble
 from stretto.run.train.memory_measured import random_step

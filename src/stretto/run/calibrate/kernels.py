@@ -1,6 +1,6 @@
 """Time kernels on this device: attention, matrix products, and memory-bound passes.
 
-The bytes in a memory-bound row are those that `planner.time.layer` counts for the same operation, whatever
+The bytes in a memory-bound row are those that `planner.time.kernels` counts for the same operation, whatever
 the kernel really moves, because the planner needs seconds per counted byte. A row is the mean of forward and
 backward.
 """

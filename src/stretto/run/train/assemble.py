@@ -36,7 +36,6 @@ from stretto.program.program import Program
 from stretto.run.train.optimizer import ReplicaOptimizer
 from stretto.run.train.replica import Replica
 from stretto.spec.data_parallel import Precision
-from stretto.spec.flops import Recompute
 from stretto.spec.job import Job
 from stretto.spec.lora import is_adapter
 from stretto.spec.reduction import reduction
@@ -159,20 +158,10 @@ def _shard(setup: _Setup, model: LanguageModel) -> dict[str, Sharded]:
     table = parallelize(model, sharding_plan(job), mesh)
     if job.precision.fp8 != "none":
         enable_fp8(model, job.precision.fp8, mesh)
-    modes = _modes(setup)
+    modes = memory_of(job, setup.program).modes
     recompute_blocks([*model.encoder, *model.blocks], modes, mesh, job.recompute.shard_inputs)
     bind_auxiliary(model, setup.auxiliary)
     return table
-
-
-def _modes(setup: _Setup) -> Sequence[Recompute]:
-    """How each block is recomputed, those of an encoder first."""
-    job = setup.job
-    if job.shape.encoder_layers:
-        assert job.recompute.mode != "auto", "the rules refuse it"
-        modes: list[Recompute] = [job.recompute.mode]
-        return modes * (job.shape.encoder_layers + job.shape.layers)
-    return memory_of(job, setup.program).modes
 
 
 def _cut_stages(setup: _Setup, model: LanguageModel, table: dict[str, Sharded]) -> _Stages:

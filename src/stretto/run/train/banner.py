@@ -10,6 +10,7 @@ from stretto.run.config.schema import TrainConfig
 from stretto.run.data.split import SPLITS, split_tokens
 from stretto.run.data.token_source import TokenData
 from stretto.run.train.prediction import accelerator_named
+from stretto.spec.flops import layer_names
 from stretto.spec.job import Job
 from stretto.spec.parameters import count_parameters, parameter_shapes
 
@@ -76,8 +77,7 @@ def _features(job: Job) -> list[str]:
 
 def _stages(job: Job, program: Program) -> str:
     """The layers of each stage, and its pipeline rank where stages and ranks are not the same."""
-    names = ["embed", *(f"blocks.{i}" for i in range(job.shape.layers)), "head"]
-    shown = list[str]()
+    names, shown = layer_names(job.shape), list[str]()
     for stage, layers in enumerate(job.stages(program.depth)):
         held = names[layers.start] if len(layers) == 1 else f"{names[layers.start]}..{names[layers.stop - 1]}"
         rank = f" (rank {program.placement[stage]})" if program.stages > program.ranks else ""

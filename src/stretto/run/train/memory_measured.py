@@ -256,18 +256,21 @@ def random_step(replica: Replica, step: int, recorder: Recorder | None = None) -
         step: seeds the tokens.
     """
     job, m = replica.job, replica.pipeline.program.microbatches
-    size, sequence = job.micro_batch, job.sequence
+    size, target = job.micro_batch, job.target_sequence
     rate = job.optimiser.lr
     random = torch.Generator().manual_seed(step)
     replica.samples[:] = [range(i * size, (i + 1) * size) for i in range(m)]
-    pairs = [
-        replica.share(*torch.randint(replica.shape.vocab, (2, size, sequence), generator=random).unbind())
-        for _ in range(m)
-    ]
+
+    def draw(length: int) -> Tensor:
+        return torch.randint(replica.shape.vocab, (size, length), generator=random)
+
+    pairs = [replica.share(draw(job.sequence), draw(target)) for _ in range(m)]
     device = replica.mesh.device
+    if replica.shape.encoder_layers:
+        replica.decoders[:] = [(draw(target).to(device).clone(), None) for _ in range(m)]
     inputs, targets = [x.to(device).clone() for x, _ in pairs], [y.to(device).clone() for _, y in pairs]
     del pairs
-    tokens = float(job.global_batch * sequence)
+    tokens = float(job.global_batch * target)
     if replica.asynchronous:
         numbers = update_numbers(replica.pipeline.program)
         replica.set_rate(rate)

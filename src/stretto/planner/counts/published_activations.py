@@ -1,0 +1,60 @@
+"""Closed forms that papers give for the activations of a block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stretto.planner.counts.activations import ComputeConfig
+from stretto.spec.framework import CORE
+from stretto.spec.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Published:
+    """The closed form that a paper gives for a block's activations, evaluated in bytes."""
+
+    bytes: float
+    formula: str
+    source: str
+
+
+def published_formula(shape: ModelShape, how: ComputeConfig) -> Published | None:
+    """The closed form of Korthikanti et al. 2022, table 2, for this block, or None where it does not apply.
+
+    It covers GPT in 16 bits with dropout, explicit attention, no grouped heads, inner width 4h and no context
+    parallelism.
+    """
+    usual = shape.kv_heads == shape.heads and shape.ffn == 4 * shape.hidden
+    usual = usual and shape.attention_width == shape.hidden and shape.moe is None
+    if (
+        not shape.learned
+        or shape.encoder_layers
+        or not shape.dropout
+        or not usual
+        or how.framework.operators != CORE
+    ):
+        return None
+    if how.element != 2 or how.cp > 1:
+        return None
+    t = how.tp
+    sbh = how.sequence * how.batch * shape.hidden
+    quadratic = _quadratic(shape, how)
+    if how.recompute == "full":
+        shared = how.sequence_parallel or how.shard_inputs
+        value, text = 2 * sbh / (t if shared else 1), "2sbh/t" if shared else "2sbh"
+    elif how.sequence_parallel:
+        value = sbh * 34 / t + quadratic
+        text = "sbh(34/t+5as/(ht))" if quadratic else "sbh(34/t)"
+    elif t > 1:
+        value = sbh * (10 + 24 / t) + quadratic
+        text = "sbh(10+24/t+5as/(ht))" if quadratic else "sbh(10+24/t)"
+    else:
+        value = sbh * 34 + quadratic
+        text = "sbh(34+5as/h)" if quadratic else "34sbh"
+    return Published(value, text, "Korthikanti et al. 2022, table 2")
+
+
+def _quadratic(shape: ModelShape, how: ComputeConfig) -> float:
+    if how.repeats("core_attn"):
+        return 0.0
+    return 5 * shape.heads * how.sequence**2 * how.batch / how.tp
