@@ -242,10 +242,11 @@ def _laid_out(command: str, config: TrainConfig, other: Layout) -> str:
     from shlex import join, split
 
     sizes = {"tp": other.tp, "dp": other.dp, "pp": other.pp}
-    names = tuple(f"layout.{name}=" for name in (*sizes, "stages"))
+    cuts = {"stages": config.layout.stages, "encoder_pp": config.layout.encoder_pp}
+    names = tuple(f"layout.{name}=" for name in (*sizes, *cuts))
     words = [word for word in split(command) if not word.startswith(names)]
     words += [f"layout.{axis}={size}" for axis, size in sizes.items()]
-    words += ["layout.stages=null"] * (config.layout.stages is not None)
+    words += [f"layout.{name}=null" for name, cut in cuts.items() if cut is not None]
     return join([*words, *["checkpoint.resume=never"] * (config.checkpoint.resume == "auto")])
 
 

@@ -18,6 +18,7 @@ GENERATION = "generation_config.json"
 _FILES = (TOKENIZER_CONFIG, GENERATION, CHAT_TEMPLATE, "special_tokens_map.json", "added_tokens.json")
 _FOLDER = "additional_chat_templates"
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_START = "decoder_start_token_id"  # beside an encoder
 
 
 def run_folder(checkpoint: Path) -> Path:
@@ -44,36 +45,44 @@ def write_generation(target: Path, config: dict[str, Any]) -> list[Path]:
     """Write a generation_config.json with the special tokens of a config.json, as transformers derives it,
     unless there is one already.
     """
-    ids = {name: config[name] for name in _IDS if config.get(name) is not None}
+    ids = {name: config[name] for name in (*_IDS, _START) if config.get(name) is not None}
     if (target / GENERATION).exists() or not ids:
         return []
     write_json(target / GENERATION, {"_from_model_config": True, **ids})
     return [target / GENERATION]
 
 
-def special_ids(run: Path) -> dict[str, Any]:
+def special_ids(run: Path, decoder: bool = False) -> dict[str, Any]:
     """The ids of special tokens that an exported config.json of this run has; None where there is no such
     token, so that transformers does not fall back on its class's own.
+
+    Args:
+        decoder: beside an encoder, what it begins with too: where the model is not imported, the end of text,
+            as in training.
     """
     if (run / GENERATION).is_file():
         generation = read_json(run, GENERATION)
-        return {name: generation.get(name) for name in _IDS}
+        known = (*_IDS, _START) if _START in generation else _IDS
+        return {name: generation.get(name) for name in known}
     end = Tokenizer.load(run / TOKENIZER).endoftext if (run / TOKENIZER).is_file() else None
-    return {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+    ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+    known = decoder and end is not None
+    return {**ids, _START: end, "pad_token_id": end} if known else ids
 
 
-def export_companions(run: Path, out: Path, positions: int) -> list[Path]:
+def export_companions(run: Path, out: Path, positions: int, decoder: bool = False) -> list[Path]:
     """Write the tokenizer of a run and what belongs to it so that `AutoTokenizer` loads it; returns the files
     written, none where the run has no tokenizer.
 
     Args:
         positions: most tokens of context.
+        decoder: as in `special_ids`.
     """
     if not (run / TOKENIZER).is_file():
         return []
     shutil.copyfile(run / TOKENIZER, out / TOKENIZER)
     files = [out / TOKENIZER, *copy_companions(run, out)]
-    files += write_generation(out, special_ids(run))
+    files += write_generation(out, special_ids(run, decoder))
     if not (out / TOKENIZER_CONFIG).exists():
         end = _end_of_text(run / TOKENIZER)
         described = {

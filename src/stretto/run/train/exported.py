@@ -36,9 +36,15 @@ def export_model(
         StrettoError: a damaged checkpoint, a model without a counterpart there, a folder with an export, or
             no room.
     """
-    run = run_folder(checkpoint)
+    run, shape = run_folder(checkpoint), shape_of(checkpoint, read_manifest(checkpoint).meta)
+    stacks = shape.encoder_layers > 0
     files = export_huggingface(
-        checkpoint, out, shard_bytes, dtype=dtype, config=special_ids(run), merge=merge, progress=progress
+        checkpoint,
+        out,
+        shard_bytes,
+        dtype=dtype,
+        config=special_ids(run, decoder=stacks),
+        merge=merge,
+        progress=progress,
     )
-    shape = shape_of(checkpoint, read_manifest(checkpoint).meta)
-    return files + export_companions(run, out, shape.sequence)
+    return files + export_companions(run, out, shape.sequence, stacks)
