@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ranks import on_ranks
+from stretto.engine.parallel.follow import follow
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import parallelize
 from stretto.engine.parallel.plan_module import ModulePlan, plan_module
@@ -216,6 +217,32 @@ def test_shared_parameters_are_split_alike_and_counted_once() -> None:
     assert [one.shared for one in made.operators if one.styles] == [False, True, True]
     styles = plan_module(Twice(), torch.empty(8, 16), cluster="a100:2").plan
     assert styles["one"] == styles["other"]
+
+
+def test_a_module_of_several_calls_converts_alike_each_time() -> None:
+    class Siamese(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.encoder, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.last(self.encoder(self.first(x)) - self.encoder(y))
+
+    model, example = Siamese(), (torch.empty(8, 8), torch.empty(8, 8))
+    plans: list[dict[str, StyleName]] = [
+        {"*": "batch"},
+        {"first": "batch", "encoder": "column"},
+        {"first": "column", "encoder": "batch"},
+    ]
+    for fix in plans:
+        made = plan_module(model, example, cluster="a100:2", fix=fix)
+        assert made.plan["first"].output in ("whole", None)  # as y comes
+        follow(
+            model,
+            {name: (model.get_submodule(name), made.plan[name]) for name in made.plan},
+            "whole",
+            "whole",
+        )
 
 
 class Branching(nn.Module):

@@ -81,6 +81,7 @@ class Build:
             bias=features,
             moved=0.0,
             product=Product(batch, before, features),
+            module=name,
         )
 
     def network(self) -> Network:
@@ -265,6 +266,29 @@ def test_layers_too_large_to_replicate_are_split() -> None:
     assert room.cost.seconds <= tight.cost.seconds
     with pytest.raises(StrettoError, match=r"no split fits: a rank needs at least 1\.\d\d GiB"):
         plan_splits(network, on, 2**30)
+
+
+def test_memory_of_a_rank_by_hand() -> None:
+    """4 ranks; 16 bytes of weight, gradient and Adam's states for each parameter; activations of 4 bytes."""
+    net = Build(8, 16)
+    net.linear("first", 32)
+    net.linear("second", 64)
+    network, on = net.network(), machine(4)
+    prices = Prices(network, on)
+    first, second = (prices.by_name[name] for name in ("first", "second"))
+    batch, column, row = (
+        Choice("batch", "batch", "batch", "batch"),
+        Choice("column", "whole", "features", "features"),
+        Choice("row", "features", "whole", "whole"),
+    )
+    assert prices.node(first, batch).bytes == 16 * (16 * 32 + 32) + 4 * 2 * 32
+    assert prices.node(second, column).bytes == 16 * (32 * 64 + 64) / 4 + 4 * 8 * 16
+    assert prices.node(second, row).bytes == 16 * (32 * 64 / 4 + 64) + 4 * 8 * 64
+    kept = [prices.edge(first, batch, second, after) for after in (batch, column, row)]
+    assert [cost and cost.bytes for cost in kept] == [0, 4 * 8 * 32, 4 * 8 * 8]
+    plan = plan_splits(network, on, fix={"first": "batch", "second": "column"})
+    parts = (prices.node(first, batch), prices.node(second, column), kept[1])
+    assert plan.cost.bytes == sum(cost.bytes for cost in parts if cost)
 
 
 def test_tied_layers_are_split_alike() -> None:

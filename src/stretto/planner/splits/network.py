@@ -63,7 +63,7 @@ class Operator:
         weight, bias: trained parameters; `bias` are those that a split of input features leaves whole.
         frozen: parameters that are not trained.
         module: the name of its module; "": it has none.
-        repeated: its module is called several times, so that it cannot convert what it is called with.
+        repeated: its module is called several times, and converts what it is called with alike each time.
         shared: its parameters are those of an operator before it, where they are counted.
         product: None: it is bound by memory.
         moved: bytes that it reads and writes in its forward, beside those of the product.
@@ -99,7 +99,7 @@ class Operator:
     @property
     def converts(self) -> bool:
         """Whether what it reads is converted to the split that it takes."""
-        return self.kind == OUTPUT or (bool(self.styles) and not self.repeated)
+        return self.kind == OUTPUT or bool(self.styles)
 
 
 class Choice(NamedTuple):
@@ -135,11 +135,15 @@ class Network:
         """How each operator can be split over so many ranks.
 
         The output of a module is converted by the module itself only where something reads it that cannot
-        convert what it reads.
+        convert what it reads, or not in a way of its own.
         """
         by_name = {one.name: one for one in self.operators}
         fixed = {
-            name for one in self.operators if not one.converts for name in one.inputs if by_name[name].styles
+            name
+            for one in self.operators
+            if not one.converts or one.repeated
+            for name in one.inputs
+            if by_name[name].styles
         }
         return [_choices(one, ranks, one.name in fixed) for one in self.operators]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import combinations, product
@@ -213,20 +213,30 @@ def _problem(network: Network, prices: Prices, choices: Sequence[Sequence[Choice
                 for (i, before), (j, after) in product(enumerate(choices[source]), enumerate(choices[target]))
                 if (cost := prices.edge(network.operators[source], before, operator, after)) is not None
             }
-    for tie in network.ties:
-        for one, other in combinations(sorted(place[name] for name in tie), 2):
-            alike = {
-                (i, j)
-                for (i, first), (j, second) in product(enumerate(choices[one]), enumerate(choices[other]))
-                if (first.style, first.takes, first.output) == (second.style, second.takes, second.output)
-            }
-            known = edges.get((one, other))
-            edges[one, other] = (
-                {pair: Cost(0.0, 0.0) for pair in alike}
-                if known is None
-                else {pair: cost for pair, cost in known.items() if pair in alike}
-            )
+    for one, other, same in _alike(network):
+        first, second = sorted((place[one], place[other]))
+        alike = {
+            (i, j)
+            for (i, here), (j, there) in product(enumerate(choices[first]), enumerate(choices[second]))
+            if same(here) == same(there)
+        }
+        known = edges.get((first, second), dict.fromkeys(alike, Cost(0.0, 0.0)))
+        edges[first, second] = {pair: cost for pair, cost in known.items() if pair in alike}
     return Problem(nodes, edges)
+
+
+def _alike(network: Network) -> Iterator[tuple[str, str, Callable[[Choice], object]]]:
+    """Pairs of operators, and what of their choices must be the same: everything, of modules that share
+    parameters; the output's split, of what one module is called with several times.
+    """
+    by_name = {one.name: one for one in network.operators}
+    for tie in network.ties:
+        for one, other in combinations((by_name[name] for name in tie), 2):
+            yield one.name, other.name, lambda choice: (choice.style, choice.takes, choice.output)
+            if one.module and one.module == other.module:
+                for read, instead in zip(one.inputs, other.inputs, strict=False):
+                    if read != instead:
+                        yield read, instead, lambda choice: choice.output
 
 
 def _restricted(
