@@ -152,12 +152,6 @@ def test_what_is_legal(changes: dict[str, Any]) -> None:
             "dp.reduce=auto, or a schedule that",
         ),
         (
-            {"precision": Precision(dtype="float16"), **LATE},
-            "train.dtype",
-            "whether gradients overflowed elsewhere",
-            "train.dtype=bfloat16, or a schedule that",
-        ),
-        (
             {"precision": Precision(gradients="same")},
             "precision.gradients",
             "is same: train.dtype=float32 has weights and gradients of one type",

@@ -79,8 +79,8 @@ def _offload(job: Job) -> Iterator[Problem]:
 
 def _versions(job: Job) -> Iterator[Problem]:
     """What a schedule that updates each stage in the middle of the step leaves no time for."""
-    dp, dtype = job.dp, job.precision.dtype
-    needs_whole_weights = dp.mode == "zero3" or dp.reduce == "microbatch" or dtype == "float16"
+    dp = job.dp
+    needs_whole_weights = dp.mode == "zero3" or dp.reduce == "microbatch"
     if not needs_whole_weights or not _has_versions(job):
         return
     within = f"schedule {job.schedule_name} updates each stage by itself in the middle of the step"
@@ -94,9 +94,6 @@ def _versions(job: Job) -> Iterator[Problem]:
     elif dp.mode == "zero2" and dp.reduce == "microbatch":
         rule = f"{within}, where gradients are reduced for each update"
         yield Problem("dp.reduce", "microbatch", rule, f"dp.reduce=auto, {_ELSE}")
-    if dtype == "float16":
-        rule = f"{within}, before anybody knows whether gradients overflowed elsewhere"
-        yield Problem("train.dtype", "float16", rule, f"train.dtype=bfloat16, {_ELSE}")
 
 
 def _has_versions(job: Job) -> bool:

@@ -139,6 +139,41 @@ def overflow(session: object) -> None:
     optimizer.step = step
 
 
+def overflow_of_a_replica(session: object) -> None:
+    """A gradient of rank 3 alone overflows: of the second stage in the second replica."""
+    optimizer = session.replica.optimizer  # type: ignore[attr-defined]
+    inner, calls = optimizer._overflows, list[int]()
+
+    def overflows(stage: int) -> bool:
+        calls.append(stage)
+        if len(calls) == 3:
+            optimizer.states.buffers[stage].flats[-1][0] = float("inf")
+        return inner(stage)
+
+    optimizer._overflows = overflows
+
+
+def test_float16_skips_a_delayed_update_on_all_ranks_of_its_stage(folder: Path) -> None:
+    """The scale falls once the ranks have agreed on it; a run that was interrupted comes to the same bits."""
+    half = (
+        *("layout.dp=2", "layout.pp=2", "optim.clip=null", "schedule.name=pipedream", "dp.mode=zero1"),
+        *("train.dtype=float16", "precision.loss_scale=1024", "optim.rate.decay_steps=8"),
+        *("train.steps=8", "checkpoint.every=5"),
+    )
+    spoil = at_step(2, 3, overflow_of_a_replica)
+    whole, parts = llama(folder, "half", *half), llama(folder, "half-parts", *half)
+    train(whole, spoil)
+    rows = list(read_lines(whole.run.folder / "metrics.jsonl"))
+    assert [row["loss_scale"] for row in rows] == [1024.0, *[512.0] * 7]
+    assert rows[-1]["skipped"] == 1
+    assert losses(whole)[8] < losses(whole)[1] - 0.3
+    train(llama(folder, "half-parts", *half[:-2], "train.steps=5", "checkpoint.every=5"), spoil)
+    train(llama(folder, "half-parts", *half, "checkpoint.resume=auto"))
+    assert {step: loss for step, loss in losses(parts).items() if step > 5} == {
+        step: loss for step, loss in losses(whole).items() if step > 5
+    }
+
+
 SYNCHRONOUS = ("zb-h2", "hanayo", "dualpipe-v", "dualpipe", "chimera")
 
 

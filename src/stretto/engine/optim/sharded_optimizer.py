@@ -180,6 +180,16 @@ class ShardedOptimizer:
                 if STEP in state:
                     state[STEP].fill_(weight_updates)
 
+    def skip(self) -> None:
+        """Count an update that is not made."""
+        for unit, members in self._units.items():
+            for fragment in members:
+                state: dict[str, Tensor] = self._of[unit].state.get(fragment.parameter, {})
+                if not state:
+                    prepare(self._of[unit], [fragment], 1)
+                elif STEP in state:
+                    state[STEP] += 1
+
     def set_rate(self, rate: float) -> None:
         """The learning rate of the updates to come."""
         assert not self._begun, "updates have begun"

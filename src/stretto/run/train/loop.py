@@ -55,6 +55,7 @@ class StepReport:
     loss: float = 0.0  # its part of the sum of all losses
     bad_microbatch: int | None = None  # the first whose loss is not finite
     bad_weights: bool = False  # the step left weights that are not finite
+    overflow: bool = False  # an update within the step was skipped
     stop: bool = False  # it was asked to stop
     memory_gib: float = 0.0  # its peak so far
 
@@ -66,6 +67,7 @@ class StepAgreement:
     loss: float  # sum over the ranks
     bad_microbatches: Mapping[int, int]  # the first on each rank that has one
     bad_weights: bool
+    overflow: bool
     stop: bool
     memory_gib: float | None  # of the fullest rank; None where no rank measures it
 
@@ -78,7 +80,8 @@ class Agreement:
     def __init__(self, report: StepReport, device: torch.device) -> None:
         rank, self._world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         # sums over the ranks, then a column a rank: one more than its first bad microbatch, and its memory
-        sums = torch.tensor([report.loss, report.bad_weights, report.stop], dtype=torch.float64)
+        facts = [report.loss, report.bad_weights, report.overflow, report.stop]
+        sums = torch.tensor(facts, dtype=torch.float64)
         columns = torch.zeros(2, self._world, dtype=torch.float64)
         columns[0, rank] = 0 if report.bad_microbatch is None else report.bad_microbatch + 1
         columns[1, rank] = report.memory_gib
@@ -92,12 +95,13 @@ class Agreement:
         if self._work is not None:
             self._work.wait()
         facts = self._facts.cpu()
-        loss, bad_weights, stop = facts[:3].tolist()
-        first_bad, memory = facts[3:].view(2, self._world).tolist()
+        loss, bad_weights, overflow, stop = facts[:4].tolist()
+        first_bad, memory = facts[4:].view(2, self._world).tolist()
         return StepAgreement(
             loss=loss,
             bad_microbatches={at: int(number) - 1 for at, number in enumerate(first_bad) if number},
             bad_weights=bad_weights > 0,
+            overflow=overflow > 0,
             stop=stop > 0,
             memory_gib=max(memory) or None,
         )

@@ -7,10 +7,12 @@ from itertools import groupby
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.rate import delay_ratio
 from stretto.engine.optim.sharded_optimizer import ShardedOptimizer
+from stretto.engine.parallel.collectives import all_max
 from stretto.engine.parallel.data.sharded import ShardedStates
 from stretto.engine.parallel.data.unit import Unit
 from stretto.engine.parallel.fragment import Fragment
@@ -61,6 +63,7 @@ class ReplicaOptimizer:
 
     Attributes:
         eager: units are updated beside the backward, as soon as their gradients are reduced.
+        overflowed: within the step an update was skipped here, for its gradients overflowed.
     """
 
     def __init__(self, states: ShardedStates, job: Job) -> None:
@@ -68,6 +71,9 @@ class ReplicaOptimizer:
         self._of = dict[int, ShardedOptimizer]()  # by stage, or one for _ALL_STAGES
         # the rules refuse rescheduling but where stages are updated one by one
         self._delays = () if job.optimiser.rate.rescheduling_steps is None else job.delays()
+        self._scale: float | None = None  # of the losses of the updates within the step
+        self._holders: ProcessGroup | None = None  # of the stages here
+        self.overflowed = False
         # an update that needs only its unit's gradients: neither clipping nor the search for overflows
         independent = job.optimiser.clip is None and job.precision.dtype != "float16"
         self.eager = self.offloaded and independent and job.optimiser.name in ("adamw", "sgd")
@@ -91,6 +97,8 @@ class ReplicaOptimizer:
             self._of[_ALL_STAGES] = self._sharded(fragments)
             return
         self.eager = False
+        layout = states.mesh.layout
+        self._holders = states.mesh.partition(lambda rank: layout.index(rank, "pp"))
         stage_of = {unit.number: stage for stage, units in self.states.units.items() for unit in units}
         for stage, group in groupby(fragments, lambda fragment: stage_of[fragment.unit]):
             self._of[stage] = self._sharded(list(group))
@@ -144,12 +152,14 @@ class ReplicaOptimizer:
         """One, or one a stage."""
         return list(self._of.values())
 
-    def set_rate(self, rate: float, step: int) -> None:
+    def set_rate(self, rate: float, step: int, scale: float | None = None) -> None:
         """The learning rate of the updates to come; set it before a step whose updates are `eager`.
 
         Args:
             step: its number from 0, by which late stages of an asynchronous pipeline learn at a share of it.
+            scale: the loss scale of updates within the step; None: losses are not scaled.
         """
+        self._scale = scale
         steps = self.job.optimiser.rate.rescheduling_steps
         for stage, sharded in self._of.items():
             share = 1.0 if steps is None else delay_ratio(step, self._delays[stage], steps)
@@ -164,10 +174,24 @@ class ReplicaOptimizer:
         self._of[_ALL_STAGES].step(ratio=ratio)
 
     def step_stage(self, stage: int) -> None:
-        """Apply the gradients of one stage; its weights are everywhere when this returns."""
-        if stage in self._of:
-            self._of[stage].step()
+        """Apply the gradients of one stage; its weights are everywhere when this returns. With a loss scale,
+        all ranks of the stage skip an update whose gradients overflow on any of them, but count it.
+        """
+        if self._scale is not None and self._overflows(stage):
+            self.overflowed = True
+            if stage in self._of:
+                self._of[stage].skip()
+        elif stage in self._of:
+            self._of[stage].step(ratio=1.0 if self._scale is None else 1.0 / self._scale)
             self.states.await_stage(stage)
+
+    def _overflows(self, stage: int) -> bool:
+        """Whether a reduced gradient of the stage is not finite on any of its ranks. Collective over them."""
+        flats = [flat for flat in self.states.buffers[stage].flats if flat.numel()]
+        bad = torch.zeros(1, device=self.states.mesh.device)
+        if flats:
+            bad += ~torch.stack(torch._foreach_norm(flats, float("inf"))).isfinite().all()
+        return bool(all_max(bad, self._holders))
 
     def ensure_states(self) -> None:
         """Make the states that no update has made yet, so that a checkpoint has them."""

@@ -74,32 +74,40 @@ class Replica:
     ) -> Tensor | None:
         """Forward and backward of one batch, each microbatch as `share` gives it; see `Pipeline.step`."""
         self.auxiliary.reset()
-        return self.pipeline.step(inputs, targets, self._scaled(scale, 0), recorder)
+        factor = 1.0 if self.loss_scale is None else self.loss_scale.value
+        return self.pipeline.step(inputs, targets, self._scaled(scale, 0, factor), recorder)
 
     def advance(
         self,
         enter: Callable[[int], tuple[Sequence[Tensor], Sequence[Tensor], float | Sequence[float]]],
         steps: int,
+        factor: Callable[[int], float] | None = None,
         recorder: Recorder | None = None,
     ) -> Tensor | None:
-        """One step further in a window of steps; see `Pipeline.advance`."""
+        """One step further in a window of steps; see `Pipeline.advance`.
+
+        Args:
+            factor: from the number of a step in the window to its loss scale; None: all have the present one.
+        """
         if self.pipeline.drained:
             self.auxiliary.reset()
+        present = 1.0 if self.loss_scale is None else self.loss_scale.value
 
         def scaled(number: int) -> tuple[Sequence[Tensor], Sequence[Tensor], list[float]]:
             inputs, targets, scale = enter(number)
-            return inputs, targets, self._scaled(scale, number)
+            return inputs, targets, self._scaled(scale, number, present if factor is None else factor(number))
 
         return self.pipeline.advance(scaled, steps, recorder)
 
-    def _scaled(self, scale: float | Sequence[float], number: int) -> list[float]:
+    def _scaled(self, scale: float | Sequence[float], number: int, factor: float) -> list[float]:
         """The gradients of a step's losses, and of those that layers add to them, with the loss scale.
 
         Args:
             number: of the step in its window.
+            factor: the loss scale.
         """
         job, program = self.job, self.pipeline.program
-        m, factor = program.microbatches, 1.0 if self.loss_scale is None else self.loss_scale.value
+        m = program.microbatches
         # experts are balanced over all tokens, whether or not the loss counts them
         tokens = [float(job.micro_batch * job.sequence * job.layout.dp)] * m
         self.auxiliary_scales[self.place(number)] = [
@@ -137,9 +145,15 @@ class Replica:
         """Whether the step itself updates the weights."""
         return bool(self.pipeline.program.versions)
 
-    def set_rate(self, rate: float, step: int = 0) -> None:
-        """The learning rate of the updates to come, in the step of this number from 0."""
-        self.optimizer.set_rate(rate, step)
+    def set_rate(self, rate: float, step: int = 0, scale: float | None = None) -> None:
+        """The learning rate of the updates to come, in the step of this number from 0.
+
+        Args:
+            scale: the loss scale of updates within the step; None: the present one.
+        """
+        if scale is None and self.loss_scale is not None:
+            scale = self.loss_scale.value
+        self.optimizer.set_rate(rate, step, scale)
 
     def update(self, rate: float) -> Tensor:
         """Clip and apply the gradients at learning rate `rate`; returns the norm before clipping.

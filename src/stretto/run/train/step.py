@@ -77,6 +77,7 @@ class _Window:
         counted: of each step under way, the tokens that the loss counts.
         agreements: on the steps that have come to an end on this rank, in order.
         spoiled: of these, the first weight of this rank that was not finite then.
+        factors: the loss scale at its start, and after each step that has been reported.
     """
 
     first: int
@@ -85,6 +86,7 @@ class _Window:
     counted: dict[int, float] = field(default_factory=dict[int, float])
     agreements: deque[tuple[int, Agreement]] = field(default_factory=deque[tuple[int, Agreement]])
     spoiled: dict[int, str | None] = field(default_factory=dict[int, "str | None"])
+    factors: list[float] = field(default_factory=list[float])
 
 
 class TrainingStep:
@@ -175,6 +177,8 @@ class TrainingStep:
         if self._window is None:
             last = step + 1 if pipeline.drains_each_step else until
             self._window = _Window(first=step, seen=seen, until=last)
+            if replica.loss_scale is not None:
+                self._window.factors.append(replica.loss_scale.value)
         window = self._window
 
         def enter(number: int) -> tuple[list[Tensor], list[Tensor], list[float]]:
@@ -186,12 +190,18 @@ class TrainingStep:
             # each update is by the mean over its tokens
             return inputs, targets, scales(self._update_numbers, counts)
 
-        # of all updates from here to the end of the step on this rank
-        replica.set_rate(self._rate(step), step)
-        losses = replica.advance(enter, window.until - window.first, recorder)
+        def factor(number: int) -> float:
+            # every rank knows these reports by the time that the first rank needs the batch
+            return window.factors[max(0, number - pipeline.ahead - pipeline.late)]
+
+        scaled = factor if window.factors else None
+        # of all updates until the end of the step on this rank
+        replica.set_rate(self._rate(step), step, scaled and scaled(step - window.first))
+        replica.optimizer.overflowed = False
+        losses = replica.advance(enter, window.until - window.first, scaled, recorder)
         # no gradient norm follows that would show it
         window.spoiled[step] = spoiled = self._spoiled()
-        report = self._report(losses, stop, bad_weights=spoiled is not None)
+        report = self._report(losses, stop, spoiled is not None, replica.optimizer.overflowed)
         window.agreements.append((step, Agreement(report, self.mesh.device)))
         results = list[StepResult]()
         while len(window.agreements) > (0 if pipeline.drained else pipeline.late):
@@ -207,7 +217,17 @@ class TrainingStep:
         """The result of the oldest step that is not reported yet."""
         step, agreement = window.agreements.popleft()
         agreed, spoiled = agreement.wait(), window.spoiled.pop(step)
-        self._check(agreed, f"step {step + 1}", spoiled)
+        where = f"step {step + 1}"
+        self._check(agreed, where, spoiled)
+        if (scale := self.replica.loss_scale) is not None:
+            scale.update(agreed.overflow)
+            if scale.exhausted:
+                raise TrainingFailed(f"{where}: gradients overflow at the smallest loss scale")
+            if agreed.overflow:
+                self._tell(
+                    f"{where}: gradients overflow, no update; the loss scale will be {scale.value:.10g}"
+                )
+            window.factors.append(scale.value)
         seen = window.seen + (step - window.first) * self.replica.job.global_batch
         return self._result(step, seen, window.counted.pop(step), agreed, None)
 
@@ -278,7 +298,11 @@ class TrainingStep:
         return agreed
 
     def _report(
-        self, losses: Tensor | None, stop: StopRequest | None, bad_weights: bool = False
+        self,
+        losses: Tensor | None,
+        stop: StopRequest | None,
+        bad_weights: bool = False,
+        overflow: bool = False,
     ) -> StepReport:
         """What this rank has to say of a step."""
         bad_microbatch, total = None, 0.0
@@ -292,6 +316,7 @@ class TrainingStep:
             loss=total,
             bad_microbatch=bad_microbatch,
             bad_weights=bad_weights,
+            overflow=overflow,
             stop=stop is not None and stop.signal is not None,
             memory_gib=peak_memory(self.mesh.device),
         )

@@ -69,7 +69,7 @@ class TrialStep(TrainingStep):
 
     def scale_losses(self) -> bool:
         """Scale the loss as float16 does, if this replica could train in float16; returns whether it does."""
-        if self.replica.asynchronous or self.replica.optimizer.eager:
+        if self.replica.optimizer.eager:
             return False
         self.replica.loss_scale = LossScale(value=SCALE)
         return True

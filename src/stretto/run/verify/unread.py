@@ -94,6 +94,8 @@ def run_steps(
 def _run(replica: Replica, trial: Trial, reference: Sequence[Snapshot], windows: Sequence[int]) -> Ran:
     training, ran = TrialStep(replica, trial), Ran()
     ends = list(accumulate(windows))
+    if replica.asynchronous:
+        training.scale_losses()
     digest = hashlib.blake2b(digest_size=16)
     made = list[tuple[float, float | None]]()
     try:
