@@ -126,6 +126,8 @@ NAMES = {
     "gpt_oss": "gpt-oss",
     "deepseek_v2": "DeepSeek-V2",
     "deepseek_v3": "DeepSeek-V2 and V3",
+    "t5": "T5",
+    "bart": "BART",
 }
 
 

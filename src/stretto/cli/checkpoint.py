@@ -235,9 +235,9 @@ def import_model(
     """Make a run of a published model of Hugging Face, or of a checkpoint of torchtitan or Megatron.
 
     GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3 (with and without experts), Gemma 2 and 3, gpt-oss,
-    DeepSeek-V2 and V3. RUN gets the weights as the checkpoint of step 0, the tokenizer with what belongs
-    to it, and a config.yaml that trains on from them. Weights keep the files' type; those in 8-bit or
-    4-bit blocks become bfloat16. One tensor at a time is in memory. What is not taken or not known is
+    DeepSeek-V2 and V3, T5, BART. RUN gets the weights as the checkpoint of step 0, the tokenizer with what
+    belongs to it, and a config.yaml that trains on from them. Weights keep the files' type; those in 8-bit
+    or 4-bit blocks become bfloat16. One tensor at a time is in memory. What is not taken or not known is
     said.
     """
     from stretto.run.train import imported

@@ -71,6 +71,7 @@ NO_FUNCTION = {
     "rope.high_freq_factor",
     "rope.mscale",  # of one with mscale_all_dim alone
     *("attention.full_every", "attention.local_theta"),  # of windows
+    *("attention.buckets", "attention.max_distance"),  # of relative positions
     *("moe.balance", "moe.z", "moe.capacity", "moe.drop", "moe.correction_rate"),  # of training
     "moe.group_score",  # of one group
 }

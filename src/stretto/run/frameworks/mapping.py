@@ -355,6 +355,15 @@ def aside(why: str, *choices: str) -> Rule:
     return Rule(choices=choices, write=lambda _: {}, notes=notes)
 
 
+def next_token(instead: str) -> tuple[Rule, Rule]:
+    """The objective of a decoder alone, and what belongs to those of a model with an encoder."""
+    names = ("noise_density", "mean_span_length", "sentinels", "first_sentinel")
+    return (
+        only("data.objective", (None, "causal"), instead),
+        aside("no spans are cut out of the text", *(f"data.{name}" for name in names)),
+    )
+
+
 def rule(
     choices: Sequence[str],
     settings: Sequence[str],

@@ -20,6 +20,7 @@ from stretto.run.frameworks.mapping import (
     Settings,
     aside,
     check_batch,
+    next_token,
     only,
     refused,
     same,
@@ -425,6 +426,7 @@ RULES = (
         read=_read_layout,
     ),
     without_encoder("torchtitan trains decoders"),
+    *next_token("torchtitan's samples are windows of text"),
     only("layout.order", [ORDER], "torchtitan's mesh has tp innermost, then cp, dp and pp"),
     only("layout.context", ["ring"], "torchtitan's context parallelism passes keys and values around"),
     Rule(

@@ -11,7 +11,7 @@ from typing import Any
 from stretto.errors import StrettoError, read_text
 from stretto.run.config.sources import megatron_prefix
 from stretto.run.frameworks.choices import Choices
-from stretto.run.frameworks.mapping import Open, Rule, Settings, refused
+from stretto.run.frameworks.mapping import Open, Rule, Settings, next_token, refused
 
 _PARTED = ("train-data-path", "per-split-data-args-path")  # each split with prefixes of its own
 
@@ -145,4 +145,5 @@ DATA: tuple[Rule, ...] = (
         read=_read_split,
     ),
     Rule(choices=("data.packing",), settings=_APART, write=_write_packing, read=_read_packing),
+    *next_token("pretrain_gpt.py predicts the next token"),
 )
