@@ -18,8 +18,8 @@ FAKES = {
     # hands the command to the shell's words, as srun does, and signals on to it
     "srun": """#!/bin/bash
 shift
+trap 'kill -TERM $(jobs -p)' TERM
 "$@" & child=$!
-trap 'kill -TERM $child' TERM
 while :; do wait $child; code=$?; kill -0 $child 2>/dev/null || break; done
 exit $code
 """,
