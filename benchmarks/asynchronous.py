@@ -8,6 +8,7 @@
     python benchmarks/asynchronous.py sleeping
     python benchmarks/asynchronous.py gpt
     nice python benchmarks/asynchronous.py loss --rounds 300
+    nice python benchmarks/asynchronous.py loss --rounds 300 --optimizer adamw --factors 1 0.5 0.25
 """
 
 from __future__ import annotations
@@ -86,15 +87,15 @@ def sleeping(ranks: int, microbatches: int, unit: float) -> None:
 # ---------------------------------------------------------------------- the small GPT
 
 
-def race(rounds: int) -> dict[str, list[float]]:
+def race(rounds: int, steps: int) -> dict[str, list[float]]:
     """Milliseconds of a step by schedule and round, in turn on the same ranks."""
     contestants = {name: _Contestant(name) for name in ("1f1b", *ASYNCHRONOUS)}
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for at in range(rounds + 1):
         for name, contestant in contestants.items():
-            took = contestant.window(STEPS)
+            took = contestant.window(steps)
             if at:
-                times[name].append(took / STEPS * 1e3)
+                times[name].append(took / steps * 1e3)
     return times
 
 
@@ -125,14 +126,14 @@ class _Contestant:
         return time.perf_counter() - start
 
 
-def gpt(rounds: int) -> None:
+def gpt(rounds: int, steps: int) -> None:
     """The table of the small GPT."""
-    times: dict[str, list[float]] = on_ranks(2, race, rounds)[0]
+    times: dict[str, list[float]] = on_ranks(2, race, rounds, steps)[0]
     m = small_gpt.MICROBATCHES
-    print(f"the small GPT on 2 ranks, {m} microbatches, {STEPS} steps at a time, {rounds} rounds")
+    print(f"the small GPT on 2 ranks, {m} microbatches, {steps} steps at a time, {rounds} rounds")
     print(
         f"bubble of 1f1b: {1 / (m + 1):.1%} of a step; "
-        f"of {STEPS} steps without a drain {1 / (STEPS * m + 1):.1%}"
+        f"of {steps} steps without a drain {1 / (steps * m + 1):.1%}"
     )
     print("| schedule | ms a step, median | 1f1b's time over its own, median of the rounds |")
     print("|---|---|---|")
@@ -144,39 +145,55 @@ def gpt(rounds: int) -> None:
 # ---------------------------------------------------------------------- convergence
 
 
-def loss(steps: int) -> None:
-    """The quickstart's text and a small model: the mean loss of the last 20 steps, and the held-out one."""
+RATES = {"muon": 2e-3, "adamw": 1e-3}  # of 1f1b; muon's is the quickstart's
+UPDATES: Sequence[tuple[str, Sequence[str], float]] = (
+    ("1f1b", (), 1.0),
+    ("pipedream-2bw", ("schedule.group=8",), 1.0),  # one update a step, as 1f1b
+    ("pipedream", (), 0.5),  # eight, each by an eighth of the batch
+)
+
+
+def loss(steps: int, optimizer: str, factors: Sequence[float]) -> None:
+    """The quickstart's text and a small model: the mean loss of the last 20 steps, and the held-out one.
+
+    Args:
+        factors: of the learning rate; each schedule is run with each, and all are compared with 1f1b's best.
+    """
+    print(f"{optimizer}, {steps} steps")
+    print("| schedule | learning rate | loss of the last 20 steps | over 1f1b | held-out loss | over 1f1b |")
+    print("|---|---|---|---|---|---|")
+    first = list[tuple[float, float]]()
+    for name, words, share in UPDATES:
+        results = list[tuple[float, float]]()
+        for factor in factors:
+            rate = RATES[optimizer] * factor * share
+            train = [f"optim.name={optimizer}", f"optim.lr={rate}", f"train.steps={steps}"]
+            results.append(_losses(name, steps, [*train, *words]))
+            best = [min(one) for one in zip(*(first or results), strict=True)]
+            beside = [f"{own:.4f} | {own / one - 1:+.2%}" for own, one in zip(results[-1], best, strict=True)]
+            print(f"| {name} | {rate:g} | {' | '.join(beside)} |", flush=True)
+        first = first or results
+
+
+def _losses(name: str, steps: int, words: Sequence[str]) -> tuple[float, float]:
+    """The mean loss of a run's last 20 steps, and its held-out loss."""
     from stretto.run.config.load import load
     from stretto.run.train.job import run_job
 
-    print("| schedule | loss of the last 20 steps | over 1f1b | held-out loss | over 1f1b |")
-    print("|---|---|---|---|---|")
-    first: tuple[float, float] | None = None
     with TemporaryDirectory() as folder:
-        for name, words in (
-            ("1f1b", ()),
-            ("pipedream-2bw", ("schedule.group=8",)),  # one update a step, as 1f1b
-            ("pipedream", ("optim.lr=5e-4",)),  # eight, each by an eighth of the batch
-        ):
-            config = load(
-                Path(__file__).parents[1] / "configs" / "quickstart.yaml",
-                [
-                    *("layout.pp=2", "layout.dp=1", "model.layers=2", "model.hidden=128", "model.tied=false"),
-                    *("optim.name=adamw", "optim.lr=1e-3", "optim.rate.warmup=60", "optim.clip=null"),
-                    *("checkpoint.every=null", *words),
-                    *(f"schedule.name={name}", f"run.name={name}", f"run.dir={folder}"),
-                    *(f"train.steps={steps}", f"eval.every={steps}", "sample.tokens=0"),
-                ],
-            )
-            run_job(config, quiet=True)
-            run = config.run.folder
-            last = mean([row["loss"] for row in read_lines(run / "metrics.jsonl")][-20:])
-            held = [row["loss"] for row in read_lines(run / "eval.jsonl")][-1]
-            first = first or (last, held)
-            beside = [
-                f"{own:.4f} | {own / one - 1:+.2%}" for own, one in zip((last, held), first, strict=True)
-            ]
-            print(f"| {name} | {' | '.join(beside)} |")
+        config = load(
+            Path(__file__).parents[1] / "configs" / "quickstart.yaml",
+            [
+                *("layout.pp=2", "layout.dp=1", "model.layers=2", "model.hidden=128", "model.tied=false"),
+                *(f"schedule.name={name}", "optim.rate.warmup=60", "optim.clip=null"),
+                *("checkpoint.every=null", "sample.tokens=0", f"eval.every={steps}"),
+                *(f"run.dir={folder}", *words),
+            ],
+        )
+        run_job(config, quiet=True)
+        run = config.run.folder
+        last = mean([row["loss"] for row in read_lines(run / "metrics.jsonl")][-20:])
+        return last, [row["loss"] for row in read_lines(run / "eval.jsonl")][-1]
 
 
 def main() -> None:
@@ -187,14 +204,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--unit-us", type=int, default=20_000)
+    parser.add_argument("--steps", type=int, default=STEPS, help="of `gpt`, without a drain between them")
     parser.add_argument("--rounds", type=int, default=5, help="of `gpt`; steps of `loss`")
+    parser.add_argument("--optimizer", choices=RATES, default="muon", help="of `loss`")
+    parser.add_argument("--factors", type=float, nargs="+", default=[1.0], help="of the learning rate")
     args = parser.parse_args()
     if args.what == "sleeping":
         sleeping(args.ranks, args.microbatches, args.unit_us * 1e-6)
     elif args.what == "gpt":
-        gpt(args.rounds)
+        gpt(args.rounds, args.steps)
     else:
-        loss(args.rounds)
+        loss(args.rounds, args.optimizer, args.factors)
     print(f"\n{where()}")
 
 

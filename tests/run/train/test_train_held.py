@@ -155,7 +155,7 @@ TWO_STACKS: list[Over] = [
     {**T5, "layout.tp": 2, "layout.sequence_parallel": True},
     {**BART, **SPLIT},
     {**T5, **SPLIT, **DROPOUT},
-    {**T5, "layout.dp": 2, "dp.mode": "zero1"},
+    *({**T5, "layout.dp": 2, "dp.mode": mode} for mode in ("zero1", "zero2", "zero3")),
 ]
 FOUR_STACKS: list[Over] = [
     {**T5, "layout.pp": 4, "layout.encoder_pp": 2, "model.layers": 4, "model.encoder_layers": 4},
