@@ -87,7 +87,9 @@ def test_every_synchronous_schedule_on_two_ranks(tmp_path: Path, model: str) -> 
     check(proved(config_of(tmp_path, model), cases))
 
 
-@pytest.mark.parametrize("model", [T5, BART], ids=["t5", "bart"])
+@pytest.mark.parametrize(
+    "model", [pytest.param(T5, id="t5"), pytest.param(BART, id="bart", marks=pytest.mark.slow)]
+)
 def test_split_layers_sequences_and_states_on_two_ranks(tmp_path: Path, model: str) -> None:
     cases = [
         changes(tp=2),
@@ -101,7 +103,9 @@ def test_split_layers_sequences_and_states_on_two_ranks(tmp_path: Path, model: s
     check(proved(config_of(tmp_path, model), cases))
 
 
-@pytest.mark.parametrize("model", [GATED, BART], ids=["t5 version 1.1", "bart"])
+@pytest.mark.parametrize(
+    "model", [pytest.param(GATED, id="t5 version 1.1", marks=pytest.mark.slow), pytest.param(BART, id="bart")]
+)
 def test_all_axes_on_four_ranks(tmp_path: Path, model: str) -> None:
     """With a number of encoder's ranks that the costs would not give, too."""
     cases = [
