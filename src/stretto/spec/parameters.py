@@ -244,6 +244,14 @@ def _elements(shapes: dict[str, Sizes]) -> int:
     return sum(prod(sizes) for sizes in shapes.values())
 
 
+def in_linear_of_block(name: str) -> bool:
+    """Whether a parameter of the plain model belongs to a block, and neither to a router, nor to a table such
+    as T5's biases by distance.
+    """
+    parts = name.split(".")
+    return parts[0] in ("blocks", "encoder") and not {"router", "relative"} & set(parts)
+
+
 def kept(name: str, patterns: Iterable[str]) -> bool:
     """Whether a parameter of the plain model stays in float32: `*` in a pattern stands for any text."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -12,6 +12,8 @@ from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.muon import orthogonal
 from stretto.engine.optim.states import state_tensors
 from stretto.spec.optimiser import Optimiser
+from stretto.spec.parameters import parameter_shapes
+from stretto.spec.shape import ModelShape
 
 LR, DECAY = 0.1, 0.3
 MATRICES = ("blocks.0.attn.qkv.weight", "blocks.0.attn.proj.weight", "blocks.0.mlp.experts.up")
@@ -91,6 +93,16 @@ def test_the_rule_written_out_with_each_expert_a_matrix(momentum: float):
 
 def test_which_parameters_muon_updates():
     assert {n for n, t in values(0).items() if is_block_matrix(n, t.shape)} == set(MATRICES)
+
+
+def test_muon_updates_the_matrices_of_both_stacks_and_no_table_of_biases():
+    shape = ModelShape(family="t5", layers=1, encoder_layers=1, hidden=8, heads=2, vocab=32, sequence=8)
+    shapes = parameter_shapes(shape)
+    linears = {"attn.qkv", "attn.proj", "mlp.up", "mlp.down"}
+    both = {f"{stack}.0.{linear}.weight" for stack in ("encoder", "blocks") for linear in linears}
+    cross = {f"blocks.0.cross.{linear}.weight" for linear in ("q", "kv", "proj")}
+    assert "encoder.0.attn.relative" in shapes
+    assert {name for name, shape in shapes.items() if is_block_matrix(name, shape)} == both | cross
 
 
 def test_muon_and_its_rest_appear_as_one_optimiser():

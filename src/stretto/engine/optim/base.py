@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stretto.engine.parallel.fragment import Fragment
+from stretto.spec.parameters import in_linear_of_block
 
 Group = dict[str, Any]
 Moving = tuple[Group, Fragment, Tensor, dict[str, Tensor]]  # gradient and states
@@ -98,9 +99,10 @@ def decays(name: str, shape: Sequence[int], exempt: Sequence[str] = ()) -> bool:
 
 
 def is_block_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Whether Muon updates a parameter: a matrix or stack of matrices in a block, but not a router."""
-    matrix = len(shape) - stack_depth(name, shape) == 2
-    return matrix and name.startswith("blocks.") and "router" not in name.split(".")
+    """Whether Muon updates a parameter: a matrix or stack of matrices that a block multiplies with, but not a
+    router.
+    """
+    return len(shape) - stack_depth(name, shape) == 2 and in_linear_of_block(name)
 
 
 def decay_groups(

@@ -19,6 +19,7 @@ from stretto.spec.parameters import (
     decoder_embedding_shapes,
     embedding_shapes,
     head_shapes,
+    in_linear_of_block,
     shared_shapes,
 )
 from stretto.spec.shape import ModelShape
@@ -68,9 +69,8 @@ class Parameter:
 
     @property
     def by_muon(self) -> bool:
-        """Whether Muon updates it: a matrix of a block other than the router's."""
-        inside = self.name.startswith("blocks.") and "router" not in self.name
-        return inside and len(self.matrices) > 1
+        """Whether Muon updates it: a matrix that a block multiplies with, other than the router's."""
+        return in_linear_of_block(self.name) and len(self.matrices) > 1
 
 
 def layer_parameters(shape: ModelShape, layer: int, shares: Shares) -> list[Parameter]:

@@ -70,9 +70,10 @@ def evaluation_config(config: TrainConfig, request: Request) -> TrainConfig:
     # frozen weights have neither gradients nor masters; a job must train something: a norm, which is small,
     # or adapters, beside which everything is frozen already
     tied = trained.sizes.get("tied", True)
-    freeze = ["embed.*", "blocks.*", *([] if tied else ["head.out.*"])] if config.lora.rank is None else []
+    encoder = ["encoder.*"] if trained.sizes.get("encoder_layers") else []
+    freeze = ["embed.*", *encoder, "blocks.*", *([] if tied else ["head.out.*"])]
     update = {
-        "finetune": config.finetune.model_copy(update={"freeze": freeze}),
+        "finetune": config.finetune.model_copy(update={"freeze": freeze if config.lora.rank is None else []}),
         "data": data,
         "model": model,
         # an optimiser without states, since none is used
