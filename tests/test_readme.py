@@ -138,7 +138,7 @@ def script_output(path: Path) -> str:
     return out.getvalue()
 
 
-GENERATED = {"config.md", "modes.md"}
+GENERATED = {"config.md", "gpu.md", "modes.md"}
 WRITTEN = sorted({path.name for path in (ROOT / "docs").glob("*.md")} - GENERATED)
 PROSE = [*PAGES, "CHANGELOG.md", "benchmarks/README.md", *(f"docs/{name}" for name in WRITTEN)]
 

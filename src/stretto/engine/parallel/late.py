@@ -31,6 +31,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from stretto.engine.device import carrier
+
 _READ = "read"
 _WRITTEN = "written"
 _BOTH = "both"
@@ -220,7 +222,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     if not one.numel():
         return True
     # not equality of numbers: NaN is not equal to itself
-    a, b = (t.detach().contiguous().flatten().view(torch.uint8) for t in (one, other))
+    a, b = (t.detach().to(other.device).contiguous().flatten().view(torch.uint8) for t in (one, other))
     return torch.equal(a, b)
 
 
@@ -263,13 +265,15 @@ def _keeping_back(original: Any, method: str, roles: Sequence[str], late: Late) 
 
     def call(group: ProcessGroup, *arguments: Any, **named: Any) -> Any:
         late.pause()
+        home = carrier(group)
         read, written = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
 
         def private(role: str, value: Any) -> Any:
             if isinstance(value, list | tuple):
                 return [private(role, one) for one in value]  # pyright: ignore[reportUnknownVariableType]
             assert isinstance(value, Tensor)
-            copy = value.detach().clone(memory_format=torch.contiguous_format)
+            # on the host where the library sends from there, which may not take an accelerator's tensors
+            copy = torch.empty(value.shape, dtype=value.dtype, device=home).copy_(value.detach())
             (read if role == _READ else written).append((value.detach(), copy))
             return copy
 

@@ -1,0 +1,1 @@
+"""The campaign for one GPU: `python benchmarks/gpu/campaign.py`."""
