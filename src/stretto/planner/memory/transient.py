@@ -84,6 +84,11 @@ class StageUnits:
         return sum(unit.arriving for unit in self.units)
 
     @property
+    def reduced(self) -> int:
+        """Bytes of this rank's shards of open gradients, from their reduction on."""
+        return sum(unit.reduced for unit in self.units)
+
+    @property
     def updating(self) -> int:
         """Bytes of the update's temporaries."""
         return sum(unit.updating for unit in self.units)
@@ -200,7 +205,8 @@ SHARED = -1  # the key of a parameter that several stages of the rank share
 
 
 class TransientMemory:
-    """Tracks the gathered weights and open gradients of a rank, and adds them to `held` under these names.
+    """Tracks the gathered weights and open gradients of a rank, and adds them to `held` under these names;
+    under `gradients`, below zero, the shards of gradients that are not reduced yet.
 
     Attributes:
         units: of each stage, without a weight that several of the stages share.
@@ -218,6 +224,7 @@ class TransientMemory:
         self._waiting, self._gathered = set[int](), set[int]()
         self._opened, self._reduced = set[int](), set[int]()
         self._flying = {s: list[int]() for s in (*units, SHARED)}
+        self.held["gradients"] = -sum(of_stage.reduced for of_stage in self.units.values())
 
     # ------------------------------------------------------------------ weights
 
@@ -299,6 +306,7 @@ class TransientMemory:
         """The reduction of a step's gradients starts."""
         self._reduced.add(stage)
         self.held["open"] += self.units[stage].arriving
+        self.held["gradients"] += self.units[stage].reduced
 
     def updated(self, stage: int) -> None:
         """Reduced gradients are applied in the middle of the step."""
@@ -307,7 +315,7 @@ class TransientMemory:
 
     def end(self) -> None:
         """All gradients have arrived."""
-        self.held["open"] = 0
+        self.held["open"] = self.held["gradients"] = 0
 
 
 def _without_tied(units: StageUnits) -> StageUnits:

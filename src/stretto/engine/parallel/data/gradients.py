@@ -24,8 +24,11 @@ class UnitGradient:
     Attributes:
         flat: the whole gradient, in which microbatches accumulate; every `parameter.grad` is a view of it.
             None where every microbatch is reduced.
+        frees: the whole gradient and this rank's part of it take turns: the one is allocated from a step's
+            first backward to its reduction, the other from there to the next step.
         kept: this rank's part, where it has separate memory.
         part: the reduced gradient of what this rank's optimiser updates. Empty on ranks without states.
+        parts: views of it, for each parameter in the shape of its `Fragment.parameter`.
     """
 
     def __init__(self, unit: Unit, dtype: torch.dtype, each: bool, lasting: bool) -> None:
@@ -33,8 +36,7 @@ class UnitGradient:
         Args:
             dtype: that gradients accumulate in.
             each: every microbatch is reduced.
-            lasting: the whole gradient stays allocated though ranks share it; else it is allocated from a
-                step's first backward to its reduction.
+            lasting: the whole gradient stays allocated though ranks share it.
         """
         self.unit, self.dtype = unit, dtype
         groups = unit.groups
@@ -49,13 +51,17 @@ class UnitGradient:
         self._last = self.kept[start - low : stop - low] if self.kept is not None else self._whole
         assert self._last is not None
         self.part = self._last[: unit.state_span[1] - unit.state_span[0]]
+        self.parts = [unit.part(self.part, unit.state_span, at) for at in range(len(unit.parameters))]
+        if unit.plain:
+            self.parts = [part.view(p.shape) for part, p in zip(self.parts, unit.parameters, strict=True)]
         self.views = list[tuple[nn.Parameter, Tensor | None]]()
         for at, parameter in enumerate(unit.parameters):
             if parameter.dtype != dtype:
                 parameter.grad_dtype = dtype  # pyright: ignore[reportAttributeAccessIssue]
             self.views.append((parameter, self._view(at)))
-        if self.frees and self.flat is not None:
-            self.flat.untyped_storage().resize_(0)
+        if self.frees:  # now that all views are made: there are none of a tensor without memory
+            _free(self.flat)
+            _free(self.kept)
         self.set_views()
 
     def _new(self, size: int) -> Tensor:
@@ -75,15 +81,18 @@ class UnitGradient:
 
     def zero(self) -> None:
         """Start a step."""
-        for tensor in (self.kept, None if self.frees else self.flat):
-            if tensor is not None:
-                tensor.zero_()
+        if self.frees:
+            _free(self.kept)
+        else:
+            for tensor in (self.kept, self.flat):
+                if tensor is not None:
+                    tensor.zero_()
         self.set_views()
 
     def open(self) -> None:
         """Allocate the whole gradient, before the step's first backward."""
         if self.frees and self.flat is not None and not self.flat.untyped_storage().nbytes():
-            self.flat.untyped_storage().resize_(self.flat.nbytes)
+            _allocate(self.flat)
             self.flat.zero_()
 
     def reduce(self) -> Reduction:
@@ -95,6 +104,7 @@ class UnitGradient:
         if unit.server and groups.copied is not None:
             return Reduction(reduce_to_first(self.flat, groups.copied))
         if self.frees:
+            _allocate(self.kept)
             return Reduction(reduce_to(self.flat, groups, 0, 2, self.kept))
         return Reduction(reduce_to(self.flat, groups, 0, 4, self._whole))
 
@@ -102,8 +112,8 @@ class UnitGradient:
         """After the step's reductions: start the one that comes once a step, where ranks share gradients."""
         if self.kept is None:
             return None
-        if self.frees and self.flat is not None:
-            self.flat.untyped_storage().resize_(0)
+        if self.frees:
+            _free(self.flat)
         return Reduction(reduce_to(self.kept, self.unit.groups, 2, 4, self._last))
 
     def _packed(self) -> Tensor:
@@ -121,13 +131,6 @@ class UnitGradient:
         packed[at:].zero_()
         return packed
 
-    def part_of(self, at: int) -> Tensor:
-        """The reduced gradient of what this rank's optimiser updates of a parameter, in the shape of its
-        `Fragment.parameter`.
-        """
-        flat = self.unit.part(self.part, self.unit.state_span, at)
-        return flat.view(self.unit.parameters[at].shape) if self.unit.plain else flat
-
     def reduced(self, at: int) -> tuple[Tensor, int]:
         """This rank's flat part of a parameter's reduced gradient, and the index of its first element."""
         span = self.unit.groups.span(self.unit.size, 3)
@@ -138,6 +141,17 @@ class UnitGradient:
         """This rank's part, also where it has no states."""
         assert self._last is not None
         return self._last
+
+
+def _free(tensor: Tensor | None) -> None:
+    """Give the memory back; views of the tensor stay valid for the next one."""
+    if tensor is not None:
+        tensor.untyped_storage().resize_(0)
+
+
+def _allocate(tensor: Tensor | None) -> None:
+    if tensor is not None:
+        tensor.untyped_storage().resize_(tensor.nbytes)
 
 
 class GradientBuffer:

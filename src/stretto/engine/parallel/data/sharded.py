@@ -200,8 +200,8 @@ class ShardedStates:
         for buffer in self.buffers.values():
             for gradient in buffer.gradients:
                 fragments = self._begin(gradient.unit, values, elsewhere)
-                for at, fragment in enumerate(fragments):
-                    fragment.gradient = gradient.part_of(at)
+                for fragment, part in zip(fragments, gradient.parts, strict=True):
+                    fragment.gradient = part
                 self.fragments += fragments
                 yield from fragments
 
