@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 campaign: Any = import_module("gpu.campaign")
+correct: Any = import_module("gpu.correct")
 jobs: Any = import_module("gpu.jobs")
 memory: Any = import_module("gpu.memory")
 offload: Any = import_module("gpu.offload")
@@ -89,6 +90,18 @@ def test_plain_torch_is_the_same_model(name: str, setting: Any) -> None:
     gradients = {name: p.grad for name, p in ours.named_parameters()}
     for name, parameter in theirs.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_another_model_is_not_right(dtype: str, setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that differs in how fast positions turn, within the tolerances of its type."""
+    references, case = correct.References(setting), correct.Case("llama", jobs.LLAMA)
+    assert correct.check(setting, case, dtype, references)["right"]
+    other = references.of(correct.Case("other", {**jobs.LLAMA, "rope_theta": 9000.0}))
+    monkeypatch.setattr(references, "of", lambda _: other)
+    row = correct.check(setting, case, dtype, references)
+    assert not row["right"]
+    assert row["loss_error"] < 0.01, "no crude difference"
 
 
 def test_race_and_its_page(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +173,8 @@ def test_goals_are_judged() -> None:
 def test_cheap_steps(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that take no ranks and no compiler, through the campaign's own way of running one."""
     monkeypatch.setattr(waits, "JOBS", dict(list(waits.JOBS.items())[3:4]))
+    for module in (waits, overlap):
+        monkeypatch.setattr(module, "fastest", lambda: ())
     monkeypatch.setattr(waits, "WARM_UP", 1)
     monkeypatch.setattr(waits, "STEPS", 1)
     monkeypatch.setattr(overlap, "JOBS", dict(list(overlap.JOBS.items())[:1]))

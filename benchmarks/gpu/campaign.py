@@ -169,7 +169,8 @@ def campaign(
         if not tiny and remaining < step.seconds:
             print(f"{step.name}: needs about {step.seconds:.0f} s, {remaining:.0f} are left", flush=True)
             continue
-        record = apart(step, folder, device, tiny, min(LIMIT, remaining))
+        # a rehearsal shares its CPU with whatever else runs there
+        record = apart(step, folder, device, tiny, min(4 * LIMIT if tiny else LIMIT, remaining))
         records.append(record)
         last = "" if record["state"] == DONE else f": {record['error'].strip().splitlines()[-1]}"
         print(f"{step.name}: {record['state']} in {record['seconds']:.0f} s{last}", flush=True)

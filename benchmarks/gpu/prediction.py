@@ -9,8 +9,9 @@ from typing import Any
 from gpu.jobs import GPT, LLAMA, MOE, config, legal, trainer
 from gpu.setting import Setting
 from gpu.speed import attempt, timed
+from stretto.engine.device import model_name
 from stretto.planner.estimate import estimate
-from stretto.planner.machines.catalogue import find_cluster, read_cluster
+from stretto.planner.machines.catalogue import find_cluster, known_by_driver, read_cluster
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.machines.describe import save_cluster
 from stretto.run.calibrate.profile import calibrate
@@ -62,7 +63,8 @@ def calibration(setting: Setting) -> dict[str, Any]:
 
 def clusters(setting: Setting) -> dict[str, Cluster]:
     """What predictions are made with: the catalogue's entry, and the profile where there is one."""
-    found = {"catalogue": find_cluster("dgx-h200:1")}
+    known = known_by_driver(model_name(setting.device)) if setting.on_gpu else None
+    found = {"catalogue": find_cluster("h200" if known is None else known.name).sized(1)}
     if profile_path(setting).is_file():
         found["profile"] = read_cluster(profile_path(setting)).sized(1)
     return found

@@ -316,15 +316,26 @@ def waits(there: Mapping[str, dict[str, Any]]) -> Lines:
         lines += [wrapped(note), "", *table(("job", "a step", "at"), rows), ""]
     if "streams" in there:
         rows = [
-            (row["job"], row["delays"], "yes" if row["same_bits"] else "NO")
+            (
+                row["job"],
+                row["delays"],
+                *(yes(row[k]) for k in ("reproducible", "same_bits")),
+                f"{row['farthest']:.1e}",
+            )
             for row in there["streams"]["result"]["rows"]
         ]
-        lines += table(("job, kernels that pass time between its streams", "how many", "same bits"), rows)
+        head = ("job", "delays", "same bits twice without", "with", "farthest")
+        note = "Kernels that pass time, queued at random wherever a stream begins work or marks an event."
+        lines += [note, "", *table(head, rows)]
     if "host" in there:
         found = there["host"]["result"]["rows"].items()
         rows = [(name, f"{1e3 * median(row['seconds']):.2f}") for name, row in found]
         lines += ["", *table(("one short sample of the 1B: the host's time", "ms a step"), rows)]
     return lines
+
+
+def yes(right: bool) -> str:
+    return "yes" if right else "no"
 
 
 def short(line: str) -> str:
