@@ -37,6 +37,7 @@ from gpu.steps import BY_NAME, LIMIT, STEPS, Step  # noqa: E402
 
 DONE, FAILED, STOPPED = "done", "failed", "stopped"
 RESULTS = HERE / "results"
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}  # models that nearly fill the device
 
 
 def read(folder: Path, step: Step) -> dict[str, Any] | None:
@@ -125,7 +126,9 @@ def apart(step: Step, folder: Path, device: str, tiny: bool, limit: float) -> di
     """One step in a process of its own, so that nothing of it, a crash among the rest, meets the next."""
     command = [sys.executable, __file__, "--step", step.name, "--out", str(folder), "--device", device]
     started, before = time.perf_counter(), time.time()
-    process = subprocess.Popen([*command, *(["--rehearse"] if tiny else [])], start_new_session=True)
+    process = subprocess.Popen(
+        [*command, *(["--rehearse"] if tiny else [])], env={**ALLOCATOR, **os.environ}, start_new_session=True
+    )
     try:
         code = process.wait(timeout=limit)
         error = f"the process ended with code {code}"

@@ -298,11 +298,10 @@ def fill(replica: Replica) -> None:
 def trainer(
     job: Job, setting: Setting, samples: SampleSource | None = None, *, quick: bool = False
 ) -> Generator[Trainer]:
-    """Training on one process, and nothing left of it afterwards."""
+    """Training on one process, closed afterwards."""
+    setting.forget_peak()  # what the last one held is freed only once its caller has returned
     made = Trainer(job, Mesh(job.layout, setting.device), samples, quick=quick)
     try:
         yield made
     finally:
         made.close()
-        del made
-        setting.forget_peak()

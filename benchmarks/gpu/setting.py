@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import warnings
 from collections.abc import Generator
@@ -53,7 +54,8 @@ class Setting:
             torch.cuda.synchronize(self.device)
 
     def forget_peak(self) -> None:
-        """Let the next `peak_bytes` know only of what follows."""
+        """Free what nobody holds, and let the next `peak_bytes` know only of what follows."""
+        gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)

@@ -8,7 +8,6 @@ recomputation (Narayanan et al. 2021, equation 3; `stretto.spec.flops.model_flop
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -68,7 +67,6 @@ def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return run()
     except Exception as error:
-        gc.collect()
         return {"error": f"{type(error).__name__}: {error}"[:2000]}
 
 
@@ -101,7 +99,6 @@ def plain_step(
         compiler=setting.compiler if compiled else None,
         convert=convert,
     )
-    gc.collect()
     torch._dynamo.reset()
     setting.forget_peak()
 
