@@ -373,6 +373,7 @@ def predicted(
         options=dict(program.parameters),
         sequence_parallel=tp > 1,
         precision=Precision(dtype="bfloat16"),
+        loss_chunk=None,
         vocab_multiple=VOCAB_MULTIPLE,
     )
     machine = find_cluster(cluster, tp * program.ranks)

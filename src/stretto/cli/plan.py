@@ -322,8 +322,8 @@ def _task(
         target_sequence=target_sequence or 0,
     )
     if known is not None:
-        kept = ("precision", "optimiser", "attention", "vocab_multiple", "bucket", "one_memory", "undrained")
-        job = replace(job, **{name: getattr(known, name) for name in kept})
+        kept = ("precision", "optimiser", "attention", "loss_chunk", "vocab_multiple", "bucket", "one_memory")
+        job = replace(job, **{name: getattr(known, name) for name in (*kept, "undrained")})
     else:
         job = replace(job, precision=Precision(dtype=usual_dtype(sized.device)))
     if precision is not None:

@@ -224,6 +224,7 @@ def as_trained_here(row: Row) -> Row:
         job,
         framework=replace(STRETTO, operators=kept.operators, inputs_on_host=kept.inputs_on_host),
         dp=replace(job.dp, reduce="auto"),
+        loss_chunk=None,
         vocab_multiple=VOCAB_MULTIPLE,
     )
     assumptions = row.assumptions

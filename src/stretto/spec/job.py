@@ -74,6 +74,8 @@ class Job:
         context: how context-parallel ranks attend.
         attention: the kernel; `explicit` forms the matrix of probabilities, which attention dropout always
             does.
+        loss_chunk: tokens of which the logits, the loss and their gradients are computed at a time; 0: all of
+            a microbatch; None: as many as pay off (`spec.loss_chunk`).
         fused_loss: one kernel computes the loss from the logits and another their gradient in place;
             Stretto's own loss is not fused.
         framework: whose ways of keeping and recomputing tensors a prediction follows.
@@ -107,6 +109,7 @@ class Job:
     precision: Precision = field(default_factory=Precision)
     optimiser: Optimiser = field(default_factory=lambda: Optimiser(clip=None))
     attention: AttentionKernel = "flash"
+    loss_chunk: int | None = 0
     fused_loss: bool = False
     framework: Framework = STRETTO
     vocab_multiple: int = 1

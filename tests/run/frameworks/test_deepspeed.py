@@ -72,7 +72,8 @@ def beside(job: Job) -> Mapping[str, Any]:
 def without_ways(job: Job) -> Job:
     """The job as it was before DeepSpeed ran it; a plan says nothing of buckets and padding."""
     plain = Job(shape=job.shape)
-    return replace(job, framework=plain.framework, bucket=plain.bucket, vocab_multiple=plain.vocab_multiple)
+    names = ("framework", "bucket", "loss_chunk", "vocab_multiple")
+    return replace(job, **{name: getattr(plain, name) for name in names})
 
 
 def decided(job: Job) -> Job:

@@ -92,7 +92,8 @@ def without_ways(job: Job) -> Job:
     """The job as it was before torchtitan ran it; a plan leaves the peak of the learning rate open."""
     plain = Job(shape=job.shape)
     job = replace(job, optimiser=replace(job.optimiser, lr=1e-3))
-    return replace(job, framework=plain.framework, bucket=plain.bucket, vocab_multiple=plain.vocab_multiple)
+    names = ("framework", "bucket", "loss_chunk", "vocab_multiple")
+    return replace(job, **{name: getattr(plain, name) for name in names})
 
 
 @pytest.mark.parametrize("name", JOBS)

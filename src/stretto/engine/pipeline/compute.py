@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -27,12 +27,24 @@ from stretto.program.program import Program
 _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward  # pyright: ignore
 
 
+@runtime_checkable
+class LayerLoss(Protocol):
+    """A loss that the last layer computes, and puts out: it is told the targets before that layer's forward.
+    In training its value is only sure to be there after the backward.
+    """
+
+    def expect(self, targets: Any) -> None: ...
+
+    def __call__(self, y: Any, targets: Any) -> Tensor: ...
+
+
 class Compute:
     """Makes the calls of one rank's compute actions.
 
     Args:
         exchange: delivers messages of other ranks; None where there are no other ranks.
-        loss: (output of the last stage, targets) to a scalar; None keeps the outputs instead.
+        loss: (output of the last stage, targets) to a scalar, or a `LayerLoss`; None keeps the outputs
+            instead.
         before: called with the microbatch's place in `live` before each forward and each backward, since
             layers may recompute in the backward.
         versions: by stage, where weights change within the step.
@@ -121,13 +133,17 @@ class Compute:
         stage = action.stage
         module = self.live.stages[stage].module.forward
         host = self.offloaded.get((stage, self.live.place(action)))
-        prepare = self._prepare(action)
-        if prepare is None and host is None:
+        prepare, mb, live = self._prepare(action), self.live.place(action), self.live
+        inside = isinstance(self.loss, LayerLoss) and self.program.is_last(stage)
+        expect = self.loss.expect if inside else None  # pyright: ignore
+        if prepare is None and host is None and expect is None:
             return lambda x: module(*x)
 
         def run(x: Bundle) -> Any:
             if prepare is not None:
                 prepare()
+            if expect is not None:
+                expect(live.targets[mb])
             if host is None:
                 return module(*x)
             with host.watching(x):

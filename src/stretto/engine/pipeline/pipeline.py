@@ -112,7 +112,7 @@ class Pipeline:
         window: the same asynchronous schedule over so many steps; with it, steps may follow one another
             without a drain (`advance`).
         mesh: process groups. Every pipeline of the mesh runs the same program on its own data.
-        loss: (output of the last layer, target) to a scalar, summed over the microbatch.
+        loss: (output of the last layer, target) to a scalar, summed over the microbatch; or a `LayerLoss`.
         weights: owns the parameters of the stages here: gathers and releases them, reduces their gradients
             and, with an asynchronous schedule, updates them. By default `ReplicatedWeights`.
         cut: layers of each stage; by default cut evenly by parameter count.

@@ -22,6 +22,7 @@ from stretto.spec.experts import ExpertShape
 from stretto.spec.flops import Recompute
 from stretto.spec.framework import CORE, STRETTO, Framework, Operator
 from stretto.spec.job import Job
+from stretto.spec.loss_chunk import loss_tokens
 from stretto.spec.shape import ModelShape
 
 ELEMENT_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
@@ -42,6 +43,7 @@ class ComputeConfig:
         context: kind of attention where cp > 1.
         shard_inputs: with full recomputation the input of a block is kept split over tp.
         vocab_multiple: each rank's share of the vocabulary is a multiple of it.
+        loss_chunk: tokens of which logits and loss are computed at a time; 0: all; None: as many as pay off.
         fused_loss: one kernel computes the loss from the 16-bit logits, another their gradient into a tensor
             of the same type, so that no tensor of the vocabulary's width is made in float32.
         framework: which operators selective recomputation repeats, and what one kernel makes.
@@ -60,6 +62,7 @@ class ComputeConfig:
     recompute: Recompute = "none"
     shard_inputs: bool = False
     vocab_multiple: int = 1
+    loss_chunk: int | None = 0
     fused_loss: bool = False
     framework: Framework = STRETTO
     target: int = 0
@@ -83,6 +86,7 @@ class ComputeConfig:
             context=job.context,
             shard_inputs=job.recompute.shard_inputs,
             vocab_multiple=job.vocab_multiple,
+            loss_chunk=job.loss_chunk,
             fused_loss=job.fused_loss,
             framework=job.framework,
         )
@@ -125,6 +129,11 @@ class ComputeConfig:
     def vocabulary_rows(self, shape: ModelShape) -> int:
         """Rows of the vocabulary on one rank, padding included."""
         return vocabulary_rows(shape, self.tp, self.vocab_multiple)
+
+    def loss_tokens(self, shape: ModelShape) -> int:
+        """Tokens of a chunk in which logits and loss are computed; 0: all of a microbatch at once."""
+        columns = self.vocabulary_rows(shape)
+        return loss_tokens(self.loss_chunk, self.tokens, columns, shape.hidden)
 
     @property
     def shard(self) -> int:
@@ -268,12 +277,9 @@ def between_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
 
 def head_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
     """The tensors that the last norm, the output layer and the loss keep."""
-    return (
-        *(_norm("norm", shape, how) if shape.last_norm else ()),
-        _shard("out input", how.element, how, shape),
-        *_capped_logits(shape, how),
-        *_loss(shape, how),
-    )
+    norm = _norm("norm", shape, how) if shape.last_norm else ()
+    logits = () if how.loss_tokens(shape) else (*_capped_logits(shape, how), *_loss(shape, how))
+    return (*norm, _shard("out input", how.element, how, shape), *logits)
 
 
 # ------------------------------------------------------------------ parts

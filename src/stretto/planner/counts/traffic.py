@@ -74,17 +74,36 @@ def between_traffic(shape: ModelShape, how: ComputeConfig) -> tuple[Message, ...
 
 
 def head_traffic(shape: ModelShape, how: ComputeConfig) -> tuple[Message, ...]:
-    """Traffic of the last norm, the logits and the loss: one all-reduce for the largest logit, and one for
-    the sum of exponentials and the target's logit together.
+    """Traffic of the last norm, the logits and the loss."""
+    return (*output_traffic(shape, how, into_columns(how, shape.hidden)), *loss_traffic(shape, how))
+
+
+def output_traffic(shape: ModelShape, how: ComputeConfig, whole: Iterable[Message]) -> Iterator[Message]:
+    """Traffic of the output layer, from that of a product with all tokens: in chunks, the backward computes
+    all of it, and gathers its input once.
+    """
+    chunked = how.loss_tokens(shape) > 0
+    for message in whole:
+        if not chunked:
+            yield message
+        elif message.phase != "W":
+            yield replace(message, phase="I")
+
+
+def loss_traffic(shape: ModelShape, how: ComputeConfig) -> Iterator[Message]:
+    """Traffic of the loss: of each chunk one all-reduce for the largest logit, and one for the sum of
+    exponentials and the target's logit together.
     """
     if how.tp == 1:
-        return ()
-    largest = how.statistic * how.tokens
-    loss = (
-        Message(axis="tp", kind="all-reduce", size=largest, phase="F"),
-        Message(axis="tp", kind="all-reduce", size=2 * largest, phase="F"),
-    )
-    return (*into_columns(how, shape.hidden), *loss)
+        return
+    chunk = how.loss_tokens(shape)
+    phase: Phase = "I" if chunk else "F"
+    whole, rest = divmod(how.tokens, chunk or how.tokens)
+    for tokens, count in ((chunk or how.tokens, whole), (rest, 1)):
+        for numbers in (1, 2):
+            size = numbers * how.statistic * tokens
+            if size:
+                yield Message(axis="tp", kind="all-reduce", size=size, phase=phase, count=count)
 
 
 # ------------------------------------------------------------------ dense layers

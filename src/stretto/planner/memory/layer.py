@@ -228,6 +228,8 @@ def _kept_parts(parts: Sequence[Part], kept: Sequence[Saved]) -> Iterator[Part]:
 def _head(shape: ModelShape, how: ComputeConfig, apart: bool) -> LayerMemory:
     size = Sizes(shape, how, apart)
     saved = head_saved(shape, how)
+    if how.loss_tokens(shape):
+        return _chunked_head(shape, how, size)
     loss = next(s.name for s in saved if s.name.startswith("loss"))
     copied = size.exact if size.halves else 0
     probabilities = size.logits if size.halves else 0  # overwritten with the gradient
@@ -256,6 +258,25 @@ def _head(shape: ModelShape, how: ComputeConfig, apart: bool) -> LayerMemory:
         waits=waits,
         fetched={"out input": size.gathered},
     )
+    itself = keeps_input(shape, how)
+    return LayerMemory(parts=tuple(parts), input_bytes=saved[0].bytes if itself else 0, ends=True)
+
+
+def _chunked_head(shape: ModelShape, how: ComputeConfig, size: Sizes) -> LayerMemory:
+    """The head whose backward computes logits, loss and gradients chunk by chunk."""
+    saved = head_saved(shape, how)
+    logits = how.loss_tokens(shape) * size.columns
+    exact = how.statistic * logits * (2 if shape.logit_softcap else 1)  # overwritten with the gradient
+    chunk = exact + (how.element * logits if size.halves else 0)
+    whole = how.element * how.tokens * shape.hidden  # the input's gradient
+    weight = size.weight * size.columns * shape.hidden
+    rows = how.element * how.loss_tokens(shape) * shape.hidden  # of it, before they are copied there
+    products = how.element * logits + max(size.column + weight, whole + rows)
+    back = {
+        "norm input": size.norm - size.residual,
+        "out input": size.gathered + max(whole + chunk, products),
+    }
+    parts = _parts(saved=saved, forward={}, backward=back, product={}, waits={}, fetched={})
     itself = keeps_input(shape, how)
     return LayerMemory(parts=tuple(parts), input_bytes=saved[0].bytes if itself else 0, ends=True)
 

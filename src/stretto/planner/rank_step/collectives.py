@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from stretto.planner.counts.state_bytes import StateUnit
 from stretto.planner.memory.transient import SHARED, TIED, StageUnits
@@ -83,16 +84,22 @@ class EachMicrobatch:
     Args:
         units: by stage; under `SHARED` those of parameters that several stages share.
         tp: ranks that split layers; biases added after a sum over them get their gradients in I.
-        tied: by stage, the halves of a backward ("I" as an embedding, "W" as a head) that make a gradient of
-            the tied weight; empty where none is.
+        tied: by stage, the halves of a backward ("I" as an embedding, `head` as a head) that make a gradient
+            of the tied weight; empty where none is.
+        head: the half in which the head's weight gets its gradient: I where the loss is computed in chunks.
     """
 
     def __init__(
-        self, units: Mapping[int, Sequence[StateUnit]], tp: int, tied: Mapping[int, Sequence[str]]
+        self,
+        units: Mapping[int, Sequence[StateUnit]],
+        tp: int,
+        tied: Mapping[int, Sequence[str]],
+        head: Literal["I", "W"],
     ) -> None:
         self.units = units
         self.tp = tp
         self.tied = tied
+        self.head = head
         self._received = {id(unit): set[str]() for of_stage in units.values() for unit in of_stage}
 
     def counts(self, order: Sequence[Action]) -> Iterator[StateUnit]:
@@ -129,7 +136,7 @@ class EachMicrobatch:
     def _half(self, name: str) -> str:
         """Whether a parameter gets its gradient in I or in W."""
         if name == "head.out.weight":
-            return "W"
+            return self.head
         products = any(part in name for part in (".attn.", ".cross.", ".mlp."))
         inside = products and not any(part in name for part in ("router", "norm", ".relative"))
         after_a_sum = self.tp > 1 and name.endswith(("proj.bias", "down.bias"))

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 from stretto.layout.layout import axes_of
 from stretto.planner.counts.activations import ComputeConfig, stores_scores
@@ -70,6 +71,8 @@ def layer_flops(shape: ModelShape, kind: str, how: ComputeConfig, index: int = 0
         return LayerFlops()
     if kind == "head":
         logits = 2 * how.tokens * shape.hidden * how.vocabulary_rows(shape)
+        if how.loss_tokens(shape):  # all in the backward
+            return LayerFlops((0, 0), (0, 0), (3 * logits, 0))
         return LayerFlops((logits, 0), (0, 0), (2 * logits, 0))
     attention, attention_back = _core(shape, how, index)
     both_ways, forward_only = _linears(shape, how)
@@ -435,7 +438,7 @@ class _Counting:
             for call in (*once_a_step(unit), *(published(unit) if self._moves(unit) else ())):
                 self._digit_collective(unit, call)
         tied = {s: self._tied_halves(s) for s in self.stages} if self._tied_stages else {}
-        each = EachMicrobatch(self.by_stage, self.memory.how.tp, tied)
+        each = EachMicrobatch(self.by_stage, self.memory.how.tp, tied, self._head_half)
         for unit in each.counts(self.order):
             for call in reductions(unit, 0, 2):
                 self._digit_collective(unit, call)
@@ -520,7 +523,13 @@ class _Counting:
         layers = self.layers(stage)
         shape = self.memory.shape
         lookups = [at for at in layers if layer_of(shape, at).kind in ("embed", "between")]
-        return ("I",) * len(lookups) + ("W",) * (shape.tied and shape.chain - 1 in layers)
+        return ("I",) * len(lookups) + (self._head_half,) * (shape.tied and shape.chain - 1 in layers)
+
+    @cached_property
+    def _head_half(self) -> Literal["I", "W"]:
+        """The half of a backward in which the head's weight gets its gradient."""
+        shape = self.memory.shape
+        return "I" if self.memory.how.at(layer_of(shape, shape.chain - 1)).loss_tokens(shape) else "W"
 
     def _ties(self) -> None:
         """Gradients that stages of one pipeline share."""

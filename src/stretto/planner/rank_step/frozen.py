@@ -8,7 +8,7 @@ from math import prod
 
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.counts.rank_parameters import Shares, layer_parameters
-from stretto.planner.counts.traffic import Message, into_columns, out_of_rows
+from stretto.planner.counts.traffic import Message, into_columns, loss_traffic, out_of_rows, output_traffic
 from stretto.spec.chain import layer_of
 from stretto.spec.finetune import Trained
 from stretto.spec.lora import is_adapter
@@ -47,6 +47,8 @@ def frozen_flops(
         flops = 2 * (how.shard if whole else how.tokens) * parameter.elements
         forward += flops
         backward += flops * (update + (reached or parameter.name.endswith(".B.weight")))
+    if backward and layer == shape.chain - 1 and how.loss_tokens(shape):
+        return 0, forward + backward
     return forward, backward
 
 
@@ -73,8 +75,7 @@ def frozen_traffic(
         return tuple(m for m in traffic if m.phase == "F" or trained("embed.tok.weight"))
     linears = tuple(_linears(shape, layer, how, trained, upstream))
     if kind == "head":
-        loss = [m for m in traffic if m.kind == "all-reduce" and m.phase == "F"]
-        return (*linears, *loss)
+        return (*output_traffic(shape, how, linears), *loss_traffic(shape, how))
     below, here = reached_parts(shape, layer, trained, upstream)
     # where each rank keeps a part of a block's input, this is gathered to recompute it
     kept = how.shard_inputs and not how.sequence_parallel

@@ -101,6 +101,7 @@ def job_to_plan(*, shape: ModelShape, global_batch: int, sequence: int, target_s
         sequence=sequence,
         target_sequence=target_sequence,
         precision=Precision(dtype="bfloat16"),
+        loss_chunk=None,
         vocab_multiple=VOCAB_MULTIPLE,
     )
 

@@ -357,7 +357,11 @@ def _head(
 ) -> KernelTimes:
     exact = unscaled(precision)
     n, k = how.vocabulary_rows(shape), shape.hidden
-    forward, back, weight = _products(device, [(n, k)], how.tokens, exact)
+    chunk = how.loss_tokens(shape)
+    times = how.tokens / (chunk or how.tokens)
+    forward, back, weight = (
+        times * seconds for seconds in _products(device, [(n, k)], chunk or how.tokens, exact)
+    )
     logits = float(how.tokens * n)
     stream = float(how.element * how.shard * k)
     # cast to 32 bits; maximum, sum of exponentials and target; then the gradient, cast to 16 bits
@@ -369,6 +373,14 @@ def _head(
     if shape.logit_softcap:  # quotient, tanh and product; in the backward the product and tanh's derivative
         passed += 3 * pass_seconds(device, "loss", 2 * how.element * logits)
         passed_back += pass_seconds(device, "loss", 5 * how.element * logits)
+    if chunk:  # all in the backward; each chunk but the first reads the gradient of the weight again
+        again = (times - 1) * pass_seconds(device, "reduce", 8.0 * n * k)
+        return KernelTimes(
+            forward=passes * norm,
+            back=forward + back + weight + again + loss * (passed + passed_back) + passes * 1.5 * norm,
+            weight=0.0,
+            kernels=_KERNELS["head"],
+        )
     return KernelTimes(
         forward=forward + loss * passed + passes * norm,
         back=back + loss * passed_back + passes * 1.5 * norm,

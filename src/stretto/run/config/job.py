@@ -56,6 +56,7 @@ def job_of(
         precision=_precision(config),
         optimiser=config.optim.settings(),
         attention=config.train.attention,
+        loss_chunk=config.train.loss_chunk,
         vocab_multiple=config.train.vocab_multiple,
         bucket=int(config.train.bucket_mib * 2**20),
         one_memory=config.train.device == "cpu",

@@ -353,6 +353,13 @@ class RunTimeConfig(LoopConfig):
         gt=0,
         description="Each rank's share of the vocabulary is padded to a multiple of this.",
     )
+    loss_chunk: int | None = Field(
+        default=None,
+        ge=0,
+        description="Tokens of which logits, loss and their gradients are computed at a time, so that the "
+        "logits of a microbatch never exist at once; 0: of all; null: in chunks where these logits would "
+        "take much memory.",
+    )
     bucket_mib: float = Field(
         default=25.0, gt=0, description="Size of a bucket of gradients that are reduced together, MiB."
     )

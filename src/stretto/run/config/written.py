@@ -75,7 +75,11 @@ def _sections(job: Job, base: TrainConfig | None) -> dict[str, dict[str, Any]]:
         data["vocab"] = max(_LEAST_VOCAB, job.shape.vocab)
     # a text at the end would load the whole model in one process
     sample: dict[str, Any] = {"sample": {"tokens": 0}} if base is None else {}
-    train: dict[str, Any] = {"dtype": job.precision.dtype, "vocab_multiple": job.vocab_multiple}
+    train: dict[str, Any] = {
+        "dtype": job.precision.dtype,
+        "loss_chunk": job.loss_chunk,
+        "vocab_multiple": job.vocab_multiple,
+    }
     optim: dict[str, Any] = {"clip": None} if updates_within(job.schedule) else {}
     return {
         "data": data,

@@ -46,6 +46,7 @@ _JOB = {
     "sequence_parallel": "layout.sequence_parallel",
     "context": "layout.context",
     "attention": "train.attention",
+    "loss_chunk": "train.loss_chunk",
     "vocab_multiple": "train.vocab_multiple",
     "bucket": "train.bucket_mib",
 }

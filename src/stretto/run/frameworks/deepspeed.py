@@ -425,6 +425,7 @@ RULES = (
         notes=_note_model,
     ),
     aside("padding of the vocabulary is up to the script's model", "train.vocab_multiple"),
+    aside("the loss is the script's", "train.loss_chunk"),
     aside(
         "the training script's",
         *under(
@@ -452,7 +453,7 @@ def as_run(job: Job, settings: Settings) -> Job:
         buckets=0 if job.dp.mode == "zero3" else round(_read_bucket(settings)["train.bucket_mib"] * 2**20),
         inputs_on_host=bool(settings.get(_ON_HOST, False)),
     )
-    return replace(job, framework=kept)
+    return replace(job, framework=kept, loss_chunk=0)
 
 
 def _overlaps(settings: Settings) -> bool:

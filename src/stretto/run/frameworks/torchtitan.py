@@ -507,6 +507,7 @@ RULES = (
     Rule(choices=(), settings=("compile.enable", "loss"), write=lambda _: {}),
     aside("torchtitan's models begin in ways of their own", *BEGIN),
     aside("torchtitan pads no vocabulary", "train.vocab_multiple"),
+    aside("torchtitan cuts a batch into a number of chunks, where its loss does", "train.loss_chunk"),
     aside("FSDP2 gathers and reduces block by block", "train.bucket_mib"),
     aside("torchtitan has data sets by name", "data.source"),
     aside("it is torchtitan's own way", *_AROUND),
@@ -522,7 +523,7 @@ def as_run(job: Job, settings: Settings) -> Job:
     kept = replace(kept, wide_shards=True)  # of whatever a search shards; replicas have no shards
     if job.recompute.mode == "selective":
         kept = replace(kept, operators=("alternate_mm",))
-    return replace(job, framework=kept, vocab_multiple=1)
+    return replace(job, framework=kept, loss_chunk=0, vocab_multiple=1)
 
 
 def _remarks(settings: Settings) -> Iterator[str]:

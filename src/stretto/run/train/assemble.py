@@ -31,10 +31,12 @@ from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.pipeline import Boundary, PartialGradient, Pipeline
 from stretto.engine.pipeline.live import Boundaries
 from stretto.engine.pipeline.shared import Tie, find_ties
+from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.memory.job import memory_of
 from stretto.program.program import Program
 from stretto.run.train.optimizer import ReplicaOptimizer
 from stretto.run.train.replica import Replica
+from stretto.spec.chain import layer_of
 from stretto.spec.data_parallel import Precision
 from stretto.spec.job import Job
 from stretto.spec.lora import is_adapter
@@ -161,6 +163,8 @@ def _shard(setup: _Setup, model: LanguageModel) -> dict[str, Sharded]:
     modes = memory_of(job, setup.program).modes
     recompute_blocks([*model.encoder, *model.blocks], modes, mesh, job.recompute.shard_inputs)
     bind_auxiliary(model, setup.auxiliary)
+    how = ComputeConfig.of(job).at(layer_of(job.shape, job.shape.chain - 1))
+    model.compute_loss_in_chunks(how.loss_tokens(job.shape))
     return table
 
 
@@ -228,7 +232,7 @@ def _connect(
         [layer for _, layer in model.layers()],
         setup.program,
         setup.mesh,
-        model.loss,
+        model.head.loss or model.loss,
         cut=stages.layers,
         ties=stages.ties,
         partial=[

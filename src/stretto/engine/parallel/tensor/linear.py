@@ -187,17 +187,27 @@ class FusedLinear(Fused):
         """Accumulate the weight and bias gradients. x [..., in], None for a frozen weight; dy [..., out]."""
         if dy.dim() != 2:
             x, dy = None if x is None else x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        weight = self.weight
         bias = self.bias
         report = self.on_gradient
-        if x is not None and weight.requires_grad:
-            weight.grad = add_weight_gradient(weight.grad, dy, x, gradient_dtype(weight))
-            if report is not None:
-                report(weight)
+        if x is not None and self.weight.requires_grad:
+            self.accumulate(x, dy)
+            self.report()
         if bias is not None and self.output_group is None and bias.requires_grad:
             bias.grad = add_sum(bias.grad, dy, gradient_dtype(bias))
             if report is not None:
                 report(bias)
+
+    def accumulate(self, x: Tensor, dy: Tensor) -> None:
+        """Add the gradient of the weight from some of the tokens, x [n, in] and dy [n, out], to what comes
+        before `report`.
+        """
+        weight = self.weight
+        weight.grad = add_weight_gradient(weight.grad, dy, x, gradient_dtype(weight))
+
+    def report(self) -> None:
+        """Tell that the weight has got its gradient of a microbatch."""
+        if self.on_gradient is not None:
+            self.on_gradient(self.weight)
 
     @property
     def fused(self) -> list[nn.Parameter]:

@@ -121,32 +121,45 @@ class VocabCrossEntropy(nn.Module):
             return functional.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, reduction="sum")
         return cast(Tensor, _CrossEntropy.apply(logits, targets, self))
 
+    def largest(self, logits: Tensor) -> Tensor:
+        """The largest real logit of each token, [n], of this rank's [n, local] and the others'."""
+        work = logits.dtype if logits.dtype == torch.float64 else torch.float32
+        real = logits[:, : self.real]
+        here = (
+            real.amax(-1).to(work)
+            if self.real
+            else torch.full(logits.shape[:1], -torch.inf, dtype=work, device=logits.device)
+        )
+        return all_max(here, self.group)
+
+    def normalise(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Turn scores [n, local], logits minus the largest of each token, into probabilities, in place.
+
+        Returns:
+            The losses of targets [n], 0 where ignored; the target's column among this rank's, [n, 1], and
+            whether it is one of them, [n].
+        """
+        scores[:, self.real :] = -torch.inf
+        local = targets - self.start
+        here = (local >= 0) & (local < self.real)
+        at = local.masked_fill(~here, 0).unsqueeze(-1)
+        chosen = scores.gather(-1, at).squeeze(-1).masked_fill(~here, 0.0)
+        scores.exp_()
+        sums = all_sum(torch.stack([scores.sum(-1), chosen]), self.group)
+        scores.div_(sums[0].unsqueeze(-1))
+        return (sums[0].log() - sums[1]) * (targets != IGNORED), at, here
+
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, part: VocabCrossEntropy) -> Tensor:
         flat = logits.flatten(0, -2)
-        work = torch.float64 if flat.dtype == torch.float64 else torch.float32
-        real = flat[:, : part.real]
-        largest = (
-            real.amax(-1).to(work)
-            if part.real
-            else torch.full(flat.shape[:1], -torch.inf, dtype=work, device=flat.device)
-        )
-        all_max(largest, part.group)
-        probs = flat.to(work) - largest.unsqueeze(-1)
-        probs[:, part.real :] = -torch.inf
-        local = targets.flatten() - part.start
-        here = (local >= 0) & (local < part.real)
-        at = local.masked_fill(~here, 0).unsqueeze(-1)
-        chosen = probs.gather(-1, at).squeeze(-1).masked_fill(~here, 0.0)
-        probs.exp_()
-        sums = all_sum(torch.stack([probs.sum(-1), chosen]), part.group)
-        counted = targets.flatten() != IGNORED
-        probs.div_(sums[0].unsqueeze(-1))
-        ctx.save_for_backward(probs, at, here, counted)
+        largest = part.largest(flat)
+        probs = flat.to(largest.dtype) - largest.unsqueeze(-1)
+        losses, at, here = part.normalise(probs, targets.flatten())
+        ctx.save_for_backward(probs, at, here, targets.flatten() != IGNORED)
         ctx.shape, ctx.dtype = logits.shape, logits.dtype
-        return ((sums[0].log() - sums[1]) * counted).sum()
+        return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:

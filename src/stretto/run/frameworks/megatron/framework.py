@@ -49,7 +49,8 @@ def as_run(job: Job, settings: Settings) -> Job:
         modules = ["moe"] if settings.get("recompute-granularity") != "selective" else [*modules, "moe"]
     operators: tuple[Operator, ...] = tuple(name for name in OPERATORS if name in modules) or CORE
     ways = ways_of("megatron", dp=job.dp, precision=job.precision, again=Ways(operators=operators))
-    return replace(job, framework=ways, fused_loss="cross-entropy-loss-fusion" in settings)
+    fused = "cross-entropy-loss-fusion" in settings
+    return replace(job, framework=ways, fused_loss=fused, loss_chunk=0)
 
 
 def remarks(settings: Settings) -> Iterator[str]:

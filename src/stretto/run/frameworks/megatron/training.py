@@ -297,6 +297,7 @@ TRAINING: tuple[Rule, ...] = (
         usual="auto",
         instead="Megatron-LM has fused kernels and stored scores",
     ),
+    aside("Megatron-LM computes the logits of a microbatch at once", "train.loss_chunk"),
     same("make-vocab-size-divisible-by", "train.vocab_multiple", usual=128),
     Rule(
         choices=("optim.name", "optim.betas", "optim.eps", "optim.momentum"),

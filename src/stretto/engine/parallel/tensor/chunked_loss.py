@@ -1,0 +1,175 @@
+"""The output layer and the cross-entropy together, one chunk of tokens after another, so that the logits of
+all tokens never exist at once.
+
+A pass over a chunk multiplies, takes the loss, turns the logits into their gradient in place, and adds to the
+gradients of input and weight, as the fused kernels of Liger do (Hsu et al. 2024, "Liger Kernel", section 3.2)
+and those of Wijmans et al. 2025, "Cut your losses in large-vocabulary language models", who keep no logits
+either but compute them twice. Here they are computed once: the pass is made in the backward, where the
+gradient of the loss, and with it the loss scale, is known and weight gradients may be accumulated; the loss,
+which nothing reads before, is filled in then. Without gradients the forward computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from stretto.engine.parallel.collectives import Pending, cut, start_gather, start_scatter_sum, start_sum
+from stretto.engine.parallel.precision import HALVES
+from stretto.engine.parallel.tensor.linear import GatherLinear, ParallelLinear, operands
+from stretto.engine.parallel.tensor.vocabulary import IGNORED, VocabCrossEntropy
+
+
+class ChunkedCrossEntropy:
+    """Cross-entropy summed over tokens, from the input of the output layer, with the output layer's product.
+
+    It is called in the last layer's forward, and told the targets before.
+
+    Args:
+        out: the output layer: all of it, or this rank's rows of the vocabulary.
+        part: which rows of the vocabulary these are.
+        tokens: of a chunk, at most.
+        softcap: logits are softcap * tanh(logit / softcap); 0: as they are.
+
+    Attributes:
+        targets: int64 [b, s] of the next forward, -100 where ignored.
+    """
+
+    def __init__(
+        self, out: ParallelLinear, part: VocabCrossEntropy, tokens: int, softcap: float = 0.0
+    ) -> None:
+        self.out = out
+        self.part = part
+        self.tokens = tokens
+        self.softcap = softcap
+        self.targets: Tensor | None = None
+
+    def expect(self, targets: Tensor) -> None:
+        """Take the targets [b, s] of the next forward."""
+        self.targets = targets
+
+    def of(self, x: Tensor) -> Tensor:
+        """x [b, s, hidden], or with a `GatherLinear` [b, s/t, hidden], to the loss of all its tokens: a
+        scalar, in float32, or in float64 for float64 weights. Where gradients are recorded, it is 0 until its
+        backward has run.
+        """
+        targets, self.targets = self.targets, None
+        assert targets is not None, "the loss has not been told the targets"
+        later = torch.is_grad_enabled() and (x.requires_grad or self.out.weight.requires_grad)
+        return cast(Tensor, _Chunked.apply(x, self.out.weight, targets, self, later))
+
+    def __call__(self, y: Tensor, targets: Tensor) -> Tensor:
+        """What `of` gave, which the layer has put out."""
+        return y
+
+    def rows(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """All tokens' input [n, hidden] and targets [n]: of ranks' parts one piece after the other."""
+        if isinstance(self.out, GatherLinear):
+            pieces, work = start_gather(x, self.out.group)
+            work.wait()
+            x, targets = pieces, cut(targets, len(pieces), 1)
+        return x.reshape(-1, x.shape[-1]), targets.flatten()
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Some tokens: their place among all, the sum of their losses, and their logits as `scores` became."""
+
+    at: slice
+    loss: Tensor
+    counted: Tensor
+    chosen: tuple[Tensor, Tensor]
+    probabilities: Tensor
+    capped: Tensor | None
+
+    def gradient(self, scale: Tensor) -> Tensor:
+        """That of the logits [c, local], in place of the probabilities."""
+        at, here = self.chosen
+        gradient = self.probabilities
+        gradient.scatter_add_(-1, at, -here.to(gradient.dtype).unsqueeze(-1))
+        gradient.mul_((self.counted * scale).unsqueeze(-1))
+        if self.capped is not None:  # the derivative of tanh
+            gradient.mul_(self.capped.square_().neg_().add_(1.0))
+        return gradient
+
+
+def _chunks(x: Tensor, weight: Tensor, targets: Tensor, loss: ChunkedCrossEntropy) -> Iterator[_Chunk]:
+    """x [n, hidden], targets [n]; in chunks of one size, but for the last."""
+    for start in range(0, len(x), loss.tokens):
+        at = slice(start, start + loss.tokens)
+        yield _chunk(at, loss.out.multiply(x[at], weight, None), targets[at], loss)
+
+
+def _chunk(at: slice, logits: Tensor, targets: Tensor, loss: ChunkedCrossEntropy) -> _Chunk:
+    """The loss of some tokens from their logits [c, local], which are overwritten."""
+    scores = logits.float() if logits.dtype in HALVES else logits
+    del logits
+    capped = None
+    if loss.softcap:
+        capped = scores.div_(loss.softcap).tanh_()
+        scores = capped * loss.softcap
+    part = loss.part
+    scores.sub_(part.largest(scores).unsqueeze(-1))
+    losses, *chosen = part.normalise(scores, targets)
+    counted = targets != IGNORED
+    return _Chunk(at, losses.sum(), counted, (chosen[0], chosen[1]), scores, capped)
+
+
+def _start_reduction(dx: Tensor, x: Tensor, layer: ParallelLinear) -> tuple[Tensor, Pending | None]:
+    """Start summing dx [n, hidden] over the ranks that hold other rows of the vocabulary."""
+    if isinstance(layer, GatherLinear):
+        return start_scatter_sum(dx.view(-1, *x.shape), layer.group)
+    return dx, None if layer.input_group is None else start_sum(dx, layer.input_group)
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, loss: ChunkedCrossEntropy, later: bool
+    ) -> Tensor:
+        x, weight, _ = operands(x, weight, None)
+        total = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
+        if later:
+            ctx.save_for_backward(x, weight)
+            # not saved as what the backward reads: it writes it
+            ctx.loss, ctx.targets, ctx.total = loss, targets, total.detach()
+            return total
+        rows, flat = loss.rows(x, targets)
+        for chunk in _chunks(rows, weight, flat, loss):
+            total += chunk.loss
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None, None]:
+        x, weight = ctx.saved_tensors
+        loss: ChunkedCrossEntropy = ctx.loss
+        total: Tensor = ctx.total
+        needs = ctx.needs_input_grad
+        layer = loss.out
+        rows, targets = loss.rows(x, ctx.targets)
+        dx = torch.empty_like(rows) if needs[0] else None
+        summed: tuple[Tensor, Pending | None] | None = None
+        for chunk in _chunks(rows, weight, targets, loss):
+            total += chunk.loss
+            dy = chunk.gradient(grads[0]).to(rows.dtype)
+            at = chunk.at
+            del chunk
+            if dx is not None:
+                dx[at] = layer.input_gradient(dy, weight)
+                if at.stop >= len(rows):  # reduced while the last weight gradient is computed
+                    summed = _start_reduction(dx, x, layer)
+            if needs[1]:
+                layer.accumulate(rows[at], dy)
+            del dy
+        if needs[1]:
+            layer.report()
+        if summed is None:
+            return None, None, None, None, None
+        dx, work = summed
+        if work is not None:
+            work.wait()
+        return dx.view_as(x), None, None, None, None
