@@ -48,9 +48,9 @@ def test_layouts_of_all_kinds_equal_one_process(folder: Path) -> None:
         vary(base, dp=2, pp=2, schedule="zb-h1", mode="zero2"),
         vary(base, dp=2, tp=2, mode="zero1", sequence_parallel=True),
         vary(base, dp=4, mode="zero3"),
-        vary(base, pp=4, schedule="zb-v"),
+        vary(base, dp=2, pp=2, schedule="zb-v"),
         vary(base, pp=4, schedule="dualpipe"),
-        vary(base, pp=2, schedule="interleaved", recompute="full"),
+        vary(base, dp=2, pp=2, schedule="interleaved", recompute="full"),
     ]
     prove(config, cases)
     capped = job(folder, *ODD, model=CAPPED)
