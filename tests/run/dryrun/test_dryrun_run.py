@@ -134,6 +134,20 @@ MORE_STACKS = [
     f"0 {T5} recompute.mode=full layout.tp=2",
     f"1 {BART} model.dropout=0.1 layout.tp=2 {SP} recompute.mode=selective",
 ]
+MANY = "model.vocab=5003 data.vocab=5003"
+CHUNKED = [
+    f"1 {LLAMA} {MANY} train.loss_chunk=20 layout.tp=2 {SP}",
+    f"2 {GPT} {MANY} train.loss_chunk=20 layout.pp=2 schedule.name=zb-h1 layout.dp=2 dp.mode=zero2",
+]
+MORE_CHUNKED = [
+    f"0 {GPT} {MANY} train.loss_chunk=20 train.dtype=float32",
+    f"1 model.family=gemma2 {GQA} {MANY} train.loss_chunk=20 layout.tp=2 layout.pp=2 schedule.name=zb-h1",
+    f"3 {GPT} {MANY} train.loss_chunk=20 layout.pp=2 schedule.name=gpipe layout.dp=2 dp.mode=zero3",
+    f"1 {LLAMA} {MANY} train.loss_chunk=20 layout.dp=2 dp.mode=zero3",
+    f"1 {GPT} {MANY} train.loss_chunk=20 finetune.freeze=[head.*] model.tied=false layout.tp=2 {SP}",
+    f"1 {LLAMA} {MANY} train.loss_chunk=20 layout.cp=2",
+    f"1 {T5} {MANY} train.loss_chunk=20 layout.pp=2 layout.encoder_pp=1",
+]
 # Of models this small, tables and temporaries of a few KiB are percents.
 MEMORY = 0.06
 
@@ -173,13 +187,13 @@ def check(case: str) -> None:
         assert one_rank(held, ran.coordinates["pp"]).total == pytest.approx(ran.peak, rel=MEMORY)
 
 
-@pytest.mark.parametrize("case", CASES + FAMILIES + LONG + STACKS)
+@pytest.mark.parametrize("case", CASES + FAMILIES + LONG + STACKS + CHUNKED)
 def test_the_planner_counts_the_operations_of_a_rank(case: str) -> None:
     check(case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", MORE + MORE_FAMILIES + MORE_STACKS)
+@pytest.mark.parametrize("case", MORE + MORE_FAMILIES + MORE_STACKS + MORE_CHUNKED)
 def test_the_planner_counts_the_operations_of_more_ranks(case: str) -> None:
     check(case)
 

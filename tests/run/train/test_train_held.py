@@ -29,6 +29,7 @@ DROPOUT = {"model.dropout": 0.1}
 DOUBLE = {"train.dtype": "float64"}
 EXPERTS = {"model.moe.experts": 4, "model.layers": 2}
 UNTIED = {"model.tied": False, "optim.clip": None}
+MANY = {"model.vocab": 8000, "data.vocab": 8000, "train.loss_chunk": 40}
 T5 = {
     "model.family": "t5",
     "model.layers": 2,
@@ -128,12 +129,14 @@ def test_memory_tracking_records_nothing_when_it_is_off() -> None:
 # ------------------------------------------------------------------ predicted and measured
 
 
-def test_predicted_and_measured_memory_agree_on_three_layouts() -> None:
+def test_predicted_and_measured_memory_agree_on_a_few_layouts() -> None:
     small = {"model.layers": 2, "data.sequence": 128, "model.hidden": 64}
     cases = [
         {**small, "layout.tp": 2, "layout.sequence_parallel": True},
         {**small, **DOUBLE, **DROPOUT, "layout.pp": 2},
         {**small, "layout.pp": 2, "schedule.name": "zb-h1"},
+        {**small, **MANY, "layout.pp": 2},
+        {**small, **MANY, "layout.tp": 2, "layout.sequence_parallel": True},
     ]
     assert_within(errors(2, cases), 0.03)
 

@@ -4,6 +4,8 @@ blocks and head, with an encoder before the decoder or without, and a loss.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,9 +16,6 @@ from stretto.engine.models.causal import dropout
 from stretto.engine.models.latent import LatentAttention
 from stretto.engine.models.moe import MoE, feed_forward
 from stretto.engine.models.norms import norm
-from stretto.engine.parallel.tensor.chunked_loss import ChunkedCrossEntropy
-from stretto.engine.parallel.tensor.linear import ParallelLinear
-from stretto.engine.parallel.tensor.vocabulary import VocabCrossEntropy
 from stretto.errors import StrettoError
 from stretto.spec.shape import ModelShape
 
@@ -159,7 +158,7 @@ class Head(nn.Module):
     """The last norm, unless each block ends with one, and the projection to logits, which may be bounded.
 
     Attributes:
-        loss: computed here from the projection's input, so that no logits are put out; None: these are.
+        loss: computes the loss from the projection's input; the head then puts out this and no logits.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -168,14 +167,14 @@ class Head(nn.Module):
         self.scale = shape.logit_scale
         self.norm = norm(shape, shape.hidden) if shape.last_norm else nn.Identity()
         self.out = nn.Linear(shape.hidden, shape.vocab, bias=False)
-        self.loss: ChunkedCrossEntropy | None = None
+        self.loss: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, hidden] to logits [b, s, vocab], or with `loss` to the scalar that it gives."""
         x = self.norm(x)
         x = x if self.scale == 1.0 else x * self.scale
         if self.loss is not None:
-            return self.loss.of(x)
+            return self.loss(x)
         logits = self.out(x)
         return logits if not self.softcap else torch.tanh(logits / self.softcap) * self.softcap
 
@@ -200,7 +199,7 @@ class LanguageModel(nn.Module):
             Block(shape.block(i), last=i + 1 == shape.layers) for i in range(shape.layers)
         )
         self.head = Head(shape)
-        self.loss = CrossEntropy()
+        self.loss: nn.Module = CrossEntropy()
         self.tie()
         share_packing(self, self.packing)
 
@@ -218,17 +217,6 @@ class LanguageModel(nn.Module):
             for stack in (self.encoder, self.blocks):
                 for block in stack:
                     block.get_submodule("attn").relative = stack[0].get_parameter("attn.relative")
-
-    def compute_loss_in_chunks(self, tokens: int) -> None:
-        """Let the head put out the loss, from the logits of so many tokens at a time; 0: leave it as it is.
-
-        Only after `parallelize`, of modules with the sharding plan of `engine.models.sharding`.
-        """
-        if tokens:
-            out, loss = self.head.out, self.loss
-            assert isinstance(out, ParallelLinear)
-            assert isinstance(loss, VocabCrossEntropy)
-            self.head.loss = ChunkedCrossEntropy(out, loss, tokens, self.head.softcap or 0.0)
 
     def layers(self) -> list[tuple[str, nn.Module]]:
         """Name and module of every layer, in the order of the forward."""

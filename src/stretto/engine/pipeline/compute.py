@@ -133,7 +133,8 @@ class Compute:
         stage = action.stage
         module = self.live.stages[stage].module.forward
         host = self.offloaded.get((stage, self.live.place(action)))
-        prepare, mb, live = self._prepare(action), self.live.place(action), self.live
+        prepare, live = self._prepare(action), self.live
+        mb = live.place(action)
         inside = isinstance(self.loss, LayerLoss) and self.program.is_last(stage)
         expect = self.loss.expect if inside else None  # pyright: ignore
         if prepare is None and host is None and expect is None:

@@ -24,10 +24,13 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import Sharded, materialise, parallelize
 from stretto.engine.parallel.precision import master_dtype, weight_dtype
 from stretto.engine.parallel.recompute import recompute_blocks
+from stretto.engine.parallel.tensor.chunked_loss import ChunkedCrossEntropy
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.fp8 import enable_fp8
+from stretto.engine.parallel.tensor.linear import ParallelLinear
 from stretto.engine.parallel.tensor.norm import lean_norms
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
+from stretto.engine.parallel.tensor.vocabulary import VocabCrossEntropy
 from stretto.engine.pipeline import Boundary, PartialGradient, Pipeline
 from stretto.engine.pipeline.live import Boundaries
 from stretto.engine.pipeline.shared import Tie, find_ties
@@ -163,9 +166,19 @@ def _shard(setup: _Setup, model: LanguageModel) -> dict[str, Sharded]:
     modes = memory_of(job, setup.program).modes
     recompute_blocks([*model.encoder, *model.blocks], modes, mesh, job.recompute.shard_inputs)
     bind_auxiliary(model, setup.auxiliary)
-    how = ComputeConfig.of(job).at(layer_of(job.shape, job.shape.chain - 1))
-    model.compute_loss_in_chunks(how.loss_tokens(job.shape))
+    _chunk_loss(job, model)
     return table
+
+
+def _chunk_loss(job: Job, model: LanguageModel) -> None:
+    """Let the head compute the loss from some tokens' logits at a time, where that pays off."""
+    head, loss = model.head, model.get_submodule("loss")
+    how = ComputeConfig.of(job).at(layer_of(job.shape, job.shape.chain - 1))
+    if tokens := how.loss_tokens(job.shape):
+        assert isinstance(head.out, ParallelLinear)
+        assert isinstance(loss, VocabCrossEntropy)
+        chunked = ChunkedCrossEntropy(head.out, loss, tokens, head.softcap or 0.0)
+        head.loss, model.loss = chunked.of, chunked
 
 
 def _cut_stages(setup: _Setup, model: LanguageModel, table: dict[str, Sharded]) -> _Stages:
@@ -232,7 +245,7 @@ def _connect(
         [layer for _, layer in model.layers()],
         setup.program,
         setup.mesh,
-        model.head.loss or model.loss,
+        model.loss,
         cut=stages.layers,
         ties=stages.ties,
         partial=[

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stretto.engine.parallel.collectives import Pending, cut, start_gather, start_scatter_sum, start_sum
 from stretto.engine.parallel.precision import HALVES
@@ -24,7 +24,7 @@ from stretto.engine.parallel.tensor.linear import GatherLinear, ParallelLinear, 
 from stretto.engine.parallel.tensor.vocabulary import IGNORED, VocabCrossEntropy
 
 
-class ChunkedCrossEntropy:
+class ChunkedCrossEntropy(nn.Module):
     """Cross-entropy summed over tokens, from the input of the output layer, with the output layer's product.
 
     It is called in the last layer's forward, and told the targets before.
@@ -42,6 +42,7 @@ class ChunkedCrossEntropy:
     def __init__(
         self, out: ParallelLinear, part: VocabCrossEntropy, tokens: int, softcap: float = 0.0
     ) -> None:
+        super().__init__()
         self.out = out
         self.part = part
         self.tokens = tokens
@@ -62,7 +63,7 @@ class ChunkedCrossEntropy:
         later = torch.is_grad_enabled() and (x.requires_grad or self.out.weight.requires_grad)
         return cast(Tensor, _Chunked.apply(x, self.out.weight, targets, self, later))
 
-    def __call__(self, y: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, y: Tensor, targets: Tensor) -> Tensor:
         """What `of` gave, which the layer has put out."""
         return y
 
@@ -75,9 +76,18 @@ class ChunkedCrossEntropy:
         return x.reshape(-1, x.shape[-1]), targets.flatten()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Chunk:
-    """Some tokens: their place among all, the sum of their losses, and their logits as `scores` became."""
+    """Some tokens.
+
+    Attributes:
+        at: their place among all.
+        loss: the sum of their losses.
+        counted: which of them have a target, bool [c].
+        chosen: the target's column among this rank's, [c, 1], and whether it is one of them, [c].
+        probabilities: [c, local].
+        capped: the hyperbolic tangents of soft-capped logits, [c, local].
+    """
 
     at: slice
     loss: Tensor
@@ -114,9 +124,15 @@ def _chunk(at: slice, logits: Tensor, targets: Tensor, loss: ChunkedCrossEntropy
         scores = capped * loss.softcap
     part = loss.part
     scores.sub_(part.largest(scores).unsqueeze(-1))
-    losses, *chosen = part.normalise(scores, targets)
-    counted = targets != IGNORED
-    return _Chunk(at, losses.sum(), counted, (chosen[0], chosen[1]), scores, capped)
+    losses, column, here = part.normalise(scores, targets)
+    return _Chunk(
+        at=at,
+        loss=losses.sum(),
+        counted=targets != IGNORED,
+        chosen=(column, here),
+        probabilities=scores,
+        capped=capped,
+    )
 
 
 def _start_reduction(dx: Tensor, x: Tensor, layer: ParallelLinear) -> tuple[Tensor, Pending | None]:
@@ -136,7 +152,8 @@ class _Chunked(torch.autograd.Function):
         if later:
             ctx.save_for_backward(x, weight)
             # not saved as what the backward reads: it writes it
-            ctx.loss, ctx.targets, ctx.total = loss, targets, total.detach()
+            ctx.loss, ctx.targets = loss, targets
+            ctx.total = total.detach()
             return total
         rows, flat = loss.rows(x, targets)
         for chunk in _chunks(rows, weight, flat, loss):
