@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_layouts_equal_one_process(folder: Path) -> None:
     """With tied embeddings, whose two copies are summed, and dropout."""
-    config = job(folder, *ODD)
+    config = job(folder, *ODD, "batch.micro_size=2")
     prove(config, [varied(config, case) for case in SPLIT])
 
 
