@@ -92,25 +92,36 @@ def test_errors_of_many_lines_are_put_on_one(
     assert lines_of_error(capsys) == ["error: first second", "hint: third fourth"]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--help"],
-        ["layout", "--world", "16", "--pp", "4"],
-        ["schedule", "1f1b", "--ranks", "4", "--microbatches", "8"],
-    ],
-    ids=lambda words: words[0],
-)
-def test_light_commands_import_neither_torch_nor_numpy(arguments: list[str]) -> None:
+TYPER = {"typer", "shellingham", "annotated_doc", "click", "typing_extensions"}  # and what it imports
+
+# of each command line that must be quick: packages and rooms of Stretto that it may import
+IMPORT_BUDGET = {
+    "--help": (TYPER, {"cli", "errors", "spec"}),
+    "layout --help": (TYPER, {"cli", "errors"}),
+    "layout --world 16 --pp 4": (TYPER | {"rich"}, {"cli", "errors", "layout", "view"}),
+    "schedule 1f1b --ranks 4 --microbatches 8": (
+        TYPER | {"rich"},
+        {"cli", "errors", "layout", "program", "view"},
+    ),
+}
+
+
+@pytest.mark.parametrize("line", IMPORT_BUDGET)
+def test_quick_commands_keep_to_their_imports(line: str) -> None:
+    """Each package more is time that the user waits for: torch takes seconds, pydantic a tenth of one."""
     code = (
-        "import sys; from stretto.cli.main import run; code = run(sys.argv[1:]);"
-        "print(code, [name for name in ('torch', 'numpy') if name in sys.modules], file=sys.stderr)"
+        "import sys; before = set(sys.modules); from stretto.cli.main import run; code = run(sys.argv[1:]);"
+        "print(code, *sorted(set(sys.modules) - before), file=sys.stderr)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
-    )
-    assert done.stderr == "0 []\n"
+    command = [sys.executable, "-c", code, *line.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout
+    exit_code, *modules = done.stderr.split()
+    assert exit_code == "0"
+    packages, rooms = IMPORT_BUDGET[line]
+    imported = {module.partition(".")[0] for module in modules} - sys.stdlib_module_names - {"stretto"}
+    assert imported - packages == set()
+    assert {module.split(".")[1] for module in modules if module.startswith("stretto.")} - rooms == set()
 
 
 def test_ctrl_c_leaves_with_130() -> None:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from stretto import Layout
-from stretto.view import colours
+from stretto.view import colours, kind_colours
 from stretto.view.exchanges import exchanges
 from stretto.view.grid import cell, grid, grid_svg, nodes, some
 
@@ -167,7 +167,7 @@ def test_ramp_of_stages_rises_in_lightness_and_text_is_legible() -> None:
         assert light == sorted(light)
         assert len(set(ramp)) == stages
     everything = [colours.of_stage(stage, 32) for stage in range(32)]
-    everything += [colours.of_kind(kind, chunk, 4) for kind in colours.KINDS for chunk in range(4)]
+    everything += [kind_colours.of_kind(kind, chunk, 4) for kind in kind_colours.KINDS for chunk in range(4)]
     for colour in everything:
         ink = 0.0 if colours.text_on(colour) == "#000000" else 1.0
         lighter, darker = sorted((colours.luminance(colour), ink), reverse=True)

@@ -7,12 +7,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
-from rich.table import Table
 
 from stretto.cli.output import Json, command_app, report
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from stretto.planner.machines.cluster import Cluster, Link
     from stretto.planner.machines.device import Device
@@ -100,6 +100,8 @@ TABLES: dict[str, Callable[[Sequence[Facts]], Table]] = {
 
 def in_full(kind: str, facts: Facts) -> Table:
     """One entry in full, one row per property."""
+    from rich.table import Table
+
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -130,6 +132,8 @@ def _text(value: object) -> str:
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], names: int = 1) -> Table:
     """A table whose first `names` columns are text and whose others are numbers."""
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, header_style="bold")
     for i, title in enumerate(titles):
         table.add_column(title, justify="left" if i < names else "right", no_wrap=True)

@@ -1,7 +1,7 @@
 """The `stretto` command line: each name in `COMMANDS` is a module of that name in this folder.
 
-Such a module has an `app`, made by `output.command_app`, and imports heavy modules inside its functions, so
-that `--help` and commands without torch answer in well under half a second. Commands raise StrettoError for
+Such a module has an `app`, made by `output.command_app`, and imports what its work needs inside its
+functions: `--help` imports the modules of all commands. Commands raise StrettoError for
 bad input and `output.say_no()` for a negative answer; exit codes are defined here only.
 """
 
@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from stretto import __version__
-from stretto.cli.output import print_error
+from stretto.cli.output import command_app, print_error
 from stretto.errors import StrettoError, TorchMissing, nearest
 
 COMMANDS = (
@@ -81,17 +81,31 @@ class _Commands(TyperGroup):
             one.help = _unwrapped(one.help)
         return command
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Each command's name and the first paragraph of its help; its options are not built for that."""
+        apps = {name: import_module(f"stretto.cli.{name}").app for name in self.list_commands(ctx)}
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, _summary(one)) for name, one in apps.items()])
+
+
+def _summary(of: typer.Typer) -> str:
+    """What the command does, or the group of commands."""
+    if isinstance(of.info.help, str):
+        text = of.info.help
+    else:
+        described = of.registered_callback or of.registered_commands[0]
+        text = described.callback.__doc__ if described.callback else None
+    return (_unwrapped(text) or "").partition("\n\n")[0]
+
 
 def _unwrapped(text: str | None) -> str | None:
     """Each paragraph of a docstring on one line: `--help` keeps line breaks, and wraps by itself."""
     return text and re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(text))
 
 
-app = typer.Typer(
+app = command_app(
     name="stretto",
     cls=_Commands,
-    add_completion=False,
-    pretty_exceptions_enable=False,
     epilog="Example: stretto schedule 1f1b --ranks 4 --microbatches 8",
     context_settings={"help_option_names": ["-h", "--help"]},
 )

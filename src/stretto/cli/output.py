@@ -29,7 +29,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 
 def command_app(**settings: Any) -> typer.Typer:
     """The Typer of a command's module; with a single command in it, it is that command."""
-    return typer.Typer(add_completion=False, pretty_exceptions_enable=False, **settings)
+    # help without markup: rich with its panels would take longer to import than all else here
+    return typer.Typer(
+        add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, **settings
+    )
 
 
 def console() -> Console:

@@ -15,8 +15,6 @@ import typer
 
 from stretto.cli.output import Json, command_app, report, write_text
 from stretto.errors import StrettoError, nearest, read_text
-from stretto.planner.cutting.profile import names
-from stretto.program.schedules.registry import PLAIN
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,6 +80,7 @@ _CUTS = {
 def show(to: Console, result: Partition, written: Path | None = None) -> None:
     """Print the result, and how to train the config that was written."""
     from stretto.cli.output import side_table, train_command
+    from stretto.planner.cutting.profile import names
     from stretto.run.config.written import required_fields
 
     layers = result.profile.layers
@@ -138,7 +137,7 @@ def partition(
     model: Annotated[str | None, typer.Option(help="A model by name, predicted on --cluster.")] = None,
     cluster: Annotated[str | None, typer.Option(help="With --model: a cluster, a device, or a file.")] = None,
     ranks: Annotated[int | None, typer.Option(help="Pipeline ranks.")] = None,
-    schedule: Annotated[str, typer.Option(help="One of stretto schedule --list.")] = PLAIN,
+    schedule: Annotated[str, typer.Option(help="One of stretto schedule --list.")] = "1f1b",
     microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.")] = None,
     chunks: Annotated[int | None, typer.Option(help="Stages per rank, for schedules that take it.")] = None,
     option: Annotated[

@@ -1,25 +1,12 @@
 """Colours that survive print and colour blindness, and the text colour that reads on them.
 
-Every kind of action has its own band of lightness, so that kinds differ in grey too, and a hue that remains
-distinct under protanopia and deuteranopia. The chunks of a rank go through their kind's band, the first
-darkest. Stages take a ramp from dark blue to yellow, which is monotone in lightness.
+Stages take a ramp from dark blue to yellow, which is monotone in lightness.
 """
 
 from __future__ import annotations
 
-from stretto.program.action import Kind
-
 Rgb = tuple[int, int, int]
 
-# the colour of a rank's first chunk and of its last
-KINDS: dict[Kind, tuple[Rgb, Rgb]] = {
-    Kind.F: ((0, 52, 112), (30, 90, 152)),
-    Kind.RECOMPUTE: ((132, 92, 182), (146, 106, 197)),
-    Kind.I: ((214, 96, 62), (232, 120, 86)),
-    Kind.B: ((235, 163, 44), (250, 185, 88)),
-    Kind.W: ((140, 222, 200), (186, 238, 222)),
-    Kind.UPDATE: ((38, 38, 46), (38, 38, 46)),
-}
 OTHER: Rgb = (118, 118, 118)
 
 # lines and marks on a light or a dark ground: at least 3 to 1 on both (WCAG 2, graphical objects)
@@ -35,12 +22,6 @@ GROUPS: tuple[Rgb, ...] = (
 )
 
 _RAMP: tuple[Rgb, ...] = ((55, 32, 105), (52, 96, 141), (38, 142, 136), (110, 197, 98), (250, 226, 60))
-
-
-def of_kind(kind: Kind, chunk: int = 0, chunks: int = 1) -> Rgb:
-    """The colour of a block: its kind's, lighter for later chunks of the rank."""
-    first, last = KINDS.get(kind, (OTHER, OTHER))
-    return mix(first, last, chunk / max(1, chunks - 1))
 
 
 def of_stage(stage: int, stages: int) -> Rgb:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.program.action import Kind
 from stretto.view import colours
+from stretto.view.kind_colours import of_kind
 from stretto.view.panel import NAMES, Panel, all_kinds, figures_table, most_held, shades, with_path
 from stretto.view.panel_svg import left_of
 
@@ -108,7 +109,7 @@ def _data(panels: Sequence[Panel]) -> dict[str, Any]:
 
 
 def _shade(kind: Kind, chunk: int, chunks: int) -> dict[str, str]:
-    colour = colours.of_kind(kind, chunk, chunks)
+    colour = of_kind(kind, chunk, chunks)
     return {"fill": colours.hexed(colour), "ink": colours.text_on(colour)}
 
 
@@ -152,7 +153,7 @@ def _legend(panels: Sequence[Panel]) -> str:
     for kind in all_kinds(panels):
         shown = range(chunks) if chunks <= 4 else (0, chunks - 1)
         swatches = "".join(
-            f'<i style="background:{colours.hexed(colours.of_kind(kind, at, chunks))}"></i>' for at in shown
+            f'<i style="background:{colours.hexed(of_kind(kind, at, chunks))}"></i>' for at in shown
         )
         items.append(f"<li>{swatches} {kind} {NAMES[kind]}</li>")
     if note := shades(panels):

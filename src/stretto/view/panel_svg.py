@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from stretto.program.action import Kind
 from stretto.view import colours
+from stretto.view.kind_colours import of_kind
 from stretto.view.panel import (
     NAMES,
     Block,
@@ -160,7 +161,7 @@ def _blocks(drawn: Iterable[Block], scale: float, chunks: int) -> list[str]:
     shapes: list[str] = []
     labels: list[str] = []
     for block in drawn:
-        colour = colours.of_kind(block.kind, block.chunk, chunks)
+        colour = of_kind(block.kind, block.chunk, chunks)
         x, width = block.start * scale, (block.end - block.start) * scale
         if block.is_mark:
             shapes.append(element("path", d=f"M{x:.2f} -3v{ROW + 6}", class_="mark"))
@@ -214,7 +215,7 @@ def _legend(panels: Sequence[Panel], left: int, y: float) -> tuple[list[str], fl
     chunks = max(panel.chunks for panel in panels)
     for kind in all_kinds(panels):
         for chunk in range(chunks) if chunks <= 4 else (0, chunks - 1):
-            fill = colours.hexed(colours.of_kind(kind, chunk, chunks))
+            fill = colours.hexed(of_kind(kind, chunk, chunks))
             parts.append(element("rect", x=x, y=y - 10, width=14, height=12, rx=2, fill=fill))
             x += 16
         name = f"{kind} {NAMES[kind]}"

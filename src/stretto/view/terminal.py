@@ -9,6 +9,7 @@ from rich.text import Text
 
 from stretto.program.action import Kind
 from stretto.view import colours
+from stretto.view.kind_colours import of_kind
 from stretto.view.panel import NAMES, Block, Panel, Phase, all_kinds, panel, ticks
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def _plain(block: Block, width: int, staged: bool) -> str:
 
 
 def _style(block: Block, chunks: int) -> str:
-    base = colours.of_kind(block.kind, block.chunk, chunks)
+    base = of_kind(block.kind, block.chunk, chunks)
     odd = bool(block.label) and int(block.label) % 2 == 1
     shade = colours.mix(base, (255, 255, 255), 0.16) if odd else base
     return f"{colours.text_on(shade)} on {colours.hexed(shade)}"
@@ -151,7 +152,7 @@ def _legend(panels: Sequence[Panel], margin: int, colour: bool) -> Text:
     line = Text(" " * margin)
     shown = {block.kind for each in panels for block in each.blocks if not block.is_mark}
     for kind in (kind for kind in all_kinds(panels) if kind in shown):
-        shade = colours.of_kind(kind)
+        shade = of_kind(kind)
         style = f"{colours.text_on(shade)} on {colours.hexed(shade)}" if colour else ""
         line.append(f" {_letter(kind)} " if colour else _letter(kind), style)
         line.append(f" {NAMES[kind]}   ")
