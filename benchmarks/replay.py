@@ -1,9 +1,12 @@
 """Claim: at least 1,000,000 actions of a program are replayed per second on one core.
 
-CPU seconds, best of several. "first" sorts the program (once for its lifetime) and replays it; "again" is
-every later replay, for example with other costs. With contention, the replay proceeds event by event.
+Half a million with costs that make the order of events depend on times: links that carry one message after
+another, alone or shared by the ranks of a node, blocking sends, activations moved to host memory and back.
 
-    python benchmarks/replay.py [--ranks 64] [--microbatches 1024] [--repeats 3]
+CPU seconds, best of several. "first" sorts the program (once for its lifetime) and replays it; "again" is
+every later replay, for example with other costs.
+
+    python benchmarks/replay.py [--ranks 64] [--microbatches 256] [--repeats 3]
 """
 
 from __future__ import annotations
@@ -15,10 +18,18 @@ from time import process_time
 
 from stretto.program import Program, lower, schedule
 from stretto.program.replay import Costs, simulate
+from stretto.program.transforms.activations import offload
 
 CASES = {"1f1b": {}, "zb-h1": {}, "interleaved": {"chunks": 2}, "interleaved, 4 chunks": {"chunks": 4}}
 PLAIN = Costs(F=1.0, I=1.25, W=0.5, hop=0.05)
 CONTENDED = replace(PLAIN, message_bytes=1.0, bandwidth=20.0, contention=True)
+NODE = 8  # ranks
+
+
+def shared(ranks: int) -> Costs:
+    """Costs with one link from each node to each other."""
+    pairs = ((a, b) for a in range(ranks) for b in range(ranks) if a != b)
+    return replace(CONTENDED, links={(a, b): f"{a // NODE} to {b // NODE}" for a, b in pairs})
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -39,11 +50,11 @@ def rates(program: Program, costs: Costs, repeats: int) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--ranks", type=int, default=64)
-    parser.add_argument("--microbatches", type=int, default=1024)
+    parser.add_argument("--microbatches", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     print(f"p={args.ranks} m={args.microbatches}; million actions a CPU second")
-    print(f"{'schedule':24}{'':16}{'actions':>9}{'first':>8}{'again':>8}")
+    print(f"{'schedule':24}{'':20}{'actions':>9}{'first':>8}{'again':>8}")
     for name, options in CASES.items():
         plain = schedule(name.partition(",")[0], args.ranks, args.microbatches, **options)
         lowered = lower(plain)
@@ -51,10 +62,14 @@ def main() -> None:
             ("unlowered", plain, PLAIN),
             ("lowered", lowered, PLAIN),
             ("contention", plain, CONTENDED),
+            ("contention, lowered", lowered, CONTENDED),
+            ("shared links", plain, shared(args.ranks)),
+            ("blocking", plain, replace(PLAIN, blocking=True)),
+            ("offloading", offload(plain), replace(PLAIN, offload=0.5, reload=0.5)),
         ):
             actions = sum(map(len, program.orders))
-            first, again = rates(program, costs, 1 if kind == "contention" else args.repeats)
-            print(f"{name:24}{kind:16}{actions:9}{first / 1e6:8.2f}{again / 1e6:8.2f}", flush=True)
+            first, again = rates(program, costs, args.repeats)
+            print(f"{name:24}{kind:20}{actions:9}{first / 1e6:8.2f}{again / 1e6:8.2f}", flush=True)
 
 
 if __name__ == "__main__":

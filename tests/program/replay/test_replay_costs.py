@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -45,6 +46,32 @@ def test_messages_on_one_link_come_one_after_another_with_contention():
     assert line.queued == {Action(1, Kind.RECV_F, 1): Action(1, Kind.RECV_F, 0)}
     # the way back is another link, and free
     assert spans(line)["0B0"] == (8.5 + 2.5, 13)
+
+
+def test_what_a_message_leads_to_at_the_same_moment_queues_behind_those_that_asked_before():
+    """Ranks 1 and 2 end a forward at 1. Rank 1's takes no time on its way, nor does what rank 0 makes of it,
+    which then asks for rank 2's link: after rank 2, although rank 0 goes first of those that ask together.
+    """
+    orders = {0: "1F0 5F1", 1: "0F0", 2: "3F1", 3: "2F0 4F1"}
+    program = Program(
+        name="two chains",
+        placement=(1, 0, 3, 2, 3, 0),
+        microbatches=2,
+        orders=tuple(tuple(map(parse_action, order.split())) for order in orders.values()),
+        trains=False,
+        copies=2,
+    )
+    costs = Costs(
+        per_stage=[(1, 0, 0), (0, 0, 0), (0, 0, 0)],
+        message_bytes=8,
+        bandwidth={(a, b): 8 if b == 3 else inf for a in range(4) for b in range(4)},
+        links={(0, 3): "to 3", (2, 3): "to 3"},
+        contention=True,
+    )
+    line = simulate(program, costs)
+    assert line.arrivals[Action(4, Kind.RECV_F, 1)] == 2
+    assert line.arrivals[Action(2, Kind.RECV_F, 0)] == 3
+    assert line.queued == {Action(2, Kind.RECV_F, 0): Action(4, Kind.RECV_F, 1)}
 
 
 def test_pairs_of_ranks_that_share_a_link_wait_for_each_other():

@@ -2,294 +2,391 @@
 
 These are costs that make the order of events depend on times, or a rank's clock on more than its last action
 and one message: links with contention, blocking sends, overlapped pairs as blocks, and work that overlaps
-with compute (gathers, offloads). Every rank is a generator over its order; it yields a time to sleep until,
-or a token to wait for.
+with compute (gathers, offloads).
+
+Ranks run ahead of one another: all that a rank needs of others are messages and their part in reductions of
+tied parameters, and it waits only where the time of one is not known yet. Once all ranks wait, the earliest
+of the messages that ask for a link is the next on it, since whatever asks later waits for one of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+from functools import cached_property
+from heapq import heappop, heappush
+from typing import NamedTuple, TypeVar
 
-from stretto.program.action import Action, Kind
-from stretto.program.messages import receive_of, send_of, tied_waits
+from stretto.program.action import TRANSFER, Action, Kind
+from stretto.program.messages import needed_by, receive_of, sent_by, tied_waits
 from stretto.program.pairing import Step, steps_of
 from stretto.program.program import Program
-from stretto.program.replay.costs import BESIDE, Prices, Route
-
-
-@dataclass(kw_only=True)
-class Message:
-    """A message that waits for its two sides; `name` is the receive that takes it."""
-
-    name: Action
-    route: Route
-    priority: tuple[int, int] = (
-        0,
-        0,
-    )  # sending rank, place in its order: who is first of those at one moment
-    sent: bool = False
-    posted: bool = False
-
-
-class Links:
-    """All links of a replay; `arrive` is called with a message's time of arrival once the link is its own."""
-
-    def __init__(self, contention: bool, arrive: Callable[[Action, float], None]) -> None:
-        self.contention, self.arrive = contention, arrive
-        self.requests: list[Message] = []
-        self.queued: dict[Action, Action] = {}  # message to the one whose end it waited for
-        self._free: dict[Hashable, float] = {}
-        self._last: dict[Hashable, Action] = {}
-
-    def request(self, message: Message, now: float) -> None:
-        """Both sides of the message are ready."""
-        if self.contention:
-            self.requests.append(message)
-        else:
-            self.arrive(message.name, now + message.route.delay)
-
-    def serve(self, now: float) -> None:
-        """Assign links to all requests by priority; called when nothing else can happen at `now`."""
-        requests, self.requests = sorted(self.requests, key=lambda message: message.priority), []
-        for name, route in ((message.name, message.route) for message in requests):
-            start = now
-            free = self._free.get(route.link, 0.0)
-            if free > now:
-                start = free
-                self.queued[name] = self._last[route.link]
-            self._free[route.link] = start + route.occupied
-            self._last[route.link] = name
-            self.arrive(name, start + route.delay)
-
+from stretto.program.replay.costs import BESIDE, Prices
 
 _BACKWARD = frozenset({Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE})
-_TIMED = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE, Kind.UPDATE})
+_UNKNOWN, _NONE = -1.0, -1
+
+_T = TypeVar("_T")
 
 
-class _Plan(NamedTuple):
-    """What holds for all actions of one stage and kind."""
+class Messages:
+    """Numbers of a program's messages: (direction, stage that takes it, microbatch), forwards first."""
+
+    def __init__(self, program: Program) -> None:
+        self.stages, self.microbatches = program.stages, program.microbatches
+        self.count = 2 * self.stages * self.microbatches
+
+    def first(self, stage: int, kind: Kind) -> int:
+        """The message of microbatch 0 that `stage` receives as RECV_F or RECV_B."""
+        return (self.stages * (kind is Kind.RECV_B) + stage) * self.microbatches
+
+    def name(self, number: int) -> Action:
+        """The receive that takes the message."""
+        group, i = divmod(number, self.microbatches)
+        backward, stage = divmod(group, self.stages)
+        return Action(stage, Kind.RECV_B if backward else Kind.RECV_F, i)
+
+
+class _OnDemand(Mapping[Action, _T]):
+    """A mapping that is made when it is first read, which most replays' are not."""
+
+    def __init__(self, make: Callable[[], dict[Action, _T]]) -> None:
+        self._make = make
+
+    @cached_property
+    def _made(self) -> dict[Action, _T]:
+        return self._make()
+
+    def __getitem__(self, name: Action) -> _T:
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[Action]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+
+class _Link(NamedTuple):
+    """How messages of one direction reach one stage."""
+
+    number: int  # of the link, the same for all that share it; `_NONE` without contention
+    source: int  # rank
+    destination: int
+    occupied: float
+    delay: float
+    waits: bool  # whether messages may ask for it in another order than that in which they are found
+
+
+class _Rule(NamedTuple):
+    """What holds for all actions of one stage and kind that keep their rank busy, or that are transfers.
+
+    Messages are those of microbatch 0, `_NONE` where there are none.
+    """
 
     cost: float
-    needs: list[tuple[int, Kind]]  # tokens but for the microbatch
-    result: tuple[int, Kind, Route] | None  # the receive that takes its message, but for the microbatch
+    need: int = _NONE  # the message that it takes
+    message: int = _NONE  # the message that it sends, or whose side it is
+    side: int = _NONE  # of a transfer, 0: of the sender, 1: of the receiver
+    link: _Link | None = None  # of `message`
+
+
+@dataclass
+class _Stream:
+    """One kind of work beside the ranks' own."""
+
+    costs: list[float]  # by stage
+    free: list[float]  # when each rank's stream is
+    done: list[float]  # when each piece is, by stage and microbatch
 
 
 class Events:
-    """A replay; after `run`, starts and ends of every rank's actions, as far as it came."""
+    """A replay; after `run`, starts and ends of every rank's actions, as far as it came.
 
-    def __init__(self, program: Program, prices: Prices) -> None:
-        self.program = program
-        self.prices = prices
-        self.costs = prices.costs
+    Args:
+        kinds: of the program's actions.
+    """
+
+    def __init__(self, program: Program, prices: Prices, kinds: Set[Kind]) -> None:
+        self.program, self.prices, self.costs = program, prices, prices.costs
         self.starts = [[0.0] * len(order) for order in program.orders]
         self.ends = [[0.0] * len(order) for order in program.orders]
-        self.arrivals: dict[Action, float] = {}  # by receive
-        self.stuck: dict[int, Action] = {}  # ranks that have not come to their end, and where they stand
-        self.links = Links(self.costs.contention, self._arrive)
-        self.now = 0.0
-        self._heap: list[tuple[float, int]] = []
-        # tokens: an action that is done, a receive whose message is there, a place that a rank has come to
-        self._when: dict[Hashable, float] = {}
-        self._waiting: dict[Hashable, list[int]] = {}
-        self._messages: dict[Action, Message] = {}
-        self._places: dict[Action, tuple[int, int]] = {}  # of sends and receives: rank, place
+        self.messages = Messages(program)
+        self._links = self._all_links()
+        self._rules = [self._rules_of(stage) for stage in range(program.stages)]
+        self._there = [_UNKNOWN] * self.messages.count
+        # of both sides of each message, if there are transfers: when it is ready, its place in the order
+        self._ready = [_UNKNOWN] * (2 * self.messages.count * program.lowered)
+        self._places = [_NONE] * (2 * self.messages.count * program.lowered)
+        self._free = [0.0] * len(self._links)  # when each link is
+        self._last = [_NONE] * len(self._links)  # the message that had it
+        self._behind: dict[int, int] = {}  # message to the one whose end it waited for
+        self._requests: list[tuple[float, int, int, int]] = []  # when, sending rank, its place, message
+        # how far each rank has come, the message that it waits for, and the ranks that can go on
+        self._reached = [0] * program.ranks
+        self._awaited = [_NONE] * program.ranks
+        self._runnable = list(range(program.ranks))
         self._tied = tied_waits(program) if program.tied else {}
-        self._updates = any(a.kind is Kind.UPDATE for order in program.orders for a in order)
-        self._plans = {
-            (stage, kind): _Plan(cost, self._needs(stage, kind), self._result(stage, kind))
-            for stage in range(program.stages)
-            for kind, cost in prices.times(stage).items()
+        self._joined: dict[tuple[int, int], float] = {}
+        self._joining: list[int] = []
+        beside = {kind: prices.beside[kind] for kind in BESIDE if kind in kinds}
+        if Kind.UPDATE in kinds:
+            beside[Kind.REDUCE_GRAD] = prices.reduce
+        pieces = program.stages * program.microbatches
+        self._streams = {
+            kind: _Stream(costs, [0.0] * program.ranks, [0.0] * pieces) for kind, costs in beside.items()
         }
-        # beside the work: when each stream of a rank is free, when each piece of it is done
-        self._stream: dict[tuple[int, Kind], float] = {}
-        self._beside: dict[Action, float] = {}
+
+    def _rules_of(self, stage: int) -> dict[Kind, _Rule]:
+        """The rule of every kind that keeps the stage's rank busy, and of its transfers."""
+        program, first = self.program, self.messages.first
+
+        def rule(cost: float, need: Action | None, taken: Action | None, side: int = _NONE) -> _Rule:
+            message = _NONE if taken is None else first(taken.stage, taken.kind)
+            return _Rule(
+                cost=cost,
+                need=_NONE if need is None else first(need.stage, need.kind),
+                message=message,
+                side=side,
+                link=None if taken is None else self._links[message // program.microbatches],
+            )
+
+        rules: dict[Kind, _Rule] = {}
+        for kind, cost in self.prices.times(stage).items():
+            action = Action(stage, kind, 0)
+            sent = None if program.lowered else sent_by(program, action)
+            rules[kind] = rule(cost, needed_by(program, action), sent and receive_of(sent))
+        for kind in TRANSFER if program.lowered else ():
+            action = Action(stage, kind, 0)
+            ends = program.is_last(stage) if kind in (Kind.SEND_F, Kind.RECV_B) else program.is_first(stage)
+            if not ends:
+                sends = kind in (Kind.SEND_F, Kind.SEND_B)
+                rules[kind] = rule(0.0, None, receive_of(action) if sends else action, int(not sends))
+        return rules
+
+    def _all_links(self) -> list[_Link | None]:
+        """By direction and stage, as messages are numbered."""
+        routes = [*self.prices.forward, *self.prices.backward]
+        senders: dict[Hashable, set[int]] = {}
+        for route in filter(None, routes):
+            senders.setdefault(route.link, set()).add(route.source)
+        immediate = {route.link for route in routes if route and not route.delay}
+        numbers = {link: number for number, link in enumerate(senders)}
+        contention, lowered = self.costs.contention, self.program.lowered
+        return [
+            route
+            and _Link(
+                number=numbers[route.link] if contention else _NONE,
+                source=route.source,
+                destination=route.destination,
+                occupied=route.occupied,
+                delay=route.delay,
+                # One rank's results come in its order, but of a send and a receive either is the later; what
+                # a message that takes no time leads to comes after all that ask when it does.
+                waits=contention and (lowered or len(senders[route.link]) > 1 or route.link in immediate),
+            )
+            for route in routes
+        ]
+
+    @property
+    def arrivals(self) -> Mapping[Action, float]:
+        """When each message is there, by the receive that takes it."""
+        return _OnDemand(self._arrivals)
+
+    def _arrivals(self) -> dict[Action, float]:
+        name = self.messages.name
+        return {name(message): time for message, time in enumerate(self._there) if time != _UNKNOWN}
+
+    @property
+    def queued(self) -> Mapping[Action, Action]:
+        """Message to the one whose end it waited for, by their receives."""
+        return _OnDemand(self._queued)
+
+    def _queued(self) -> dict[Action, Action]:
+        name = self.messages.name
+        return {name(message): name(before) for message, before in self._behind.items()}
+
+    @property
+    def stuck(self) -> dict[int, Action]:
+        """Ranks that have not come to their end, and where they stand."""
+        where = enumerate(zip(self._reached, self.program.orders, strict=True))
+        return {rank: order[at] for rank, (at, order) in where if at < len(order)}
 
     def run(self) -> None:
         """Advance all ranks to their ends, or until none can go on."""
-        ranks = [self._rank(rank) for rank in range(self.program.ranks)]
-        self._heap = [(0.0, rank) for rank in range(len(ranks))]
-        heapify(self._heap)
-        while self._heap or self.links.requests:
-            if self.links.requests and (not self._heap or self._heap[0][0] > self.now):
-                self.links.serve(self.now)
+        walks = [self._walk(rank) for rank in range(self.program.ranks)]
+        runnable, requests = self._runnable, self._requests
+        while runnable or requests:
+            while runnable:
+                next(walks[runnable.pop()], None)
+            # what the arrivals of one moment lead to comes after all that ask at that moment
+            moment = requests[0][0] if requests else 0.0
+            served: list[int] = []
+            while requests and requests[0][0] == moment:
+                served.append(heappop(requests)[-1])
+            for message in served:
+                link = self._links[message // self.program.microbatches]
+                assert link is not None
+                self._serve(message, link, moment)
+
+    def _walk(self, rank: int) -> Iterator[None]:
+        """Go through the rank's order; yields where it has to wait."""
+        order, starts, ends = self.program.orders[rank], self.starts[rank], self.ends[rank]
+        rules, there, awaited, reached = self._rules, self._there, self._awaited, self._reached
+        blocking, streams = self.costs.blocking, bool(self._streams)
+        steps = steps_of(self.program, rank, blocks=True) if self.costs.pair is not None else []
+        blocks = {step[0]: step for step in steps if len(step) > 1}
+        now = 0.0
+        for at in [step[0] for step in steps] if blocks else range(len(order)):
+            stage, kind, i = action = order[at]
+            rule = rules[stage].get(kind)
+            if rule is None and kind is not Kind.REDUCE_TIED:
+                now = self._start_beside(rank, at, action, now)
                 continue
-            self.now, rank = heappop(self._heap)
-            wait = next(ranks[rank], None)
-            if isinstance(wait, float):
-                heappush(self._heap, (wait, rank))
-            elif wait is not None:
-                self._waiting.setdefault(wait, []).append(rank)
-
-    def _rank(self, rank: int) -> Iterator[float | Hashable]:
-        order = self.program.orders[rank]
-        for step in steps_of(self.program, rank, self.costs.pair is not None):
-            action = order[step[0]]
-            self.stuck[rank] = action
-            if action.kind in _TIMED:
-                yield from self._work(rank, step)
-            elif action.kind.is_transfer:
-                yield from self._transfer(rank, step[0], action)
-            elif action.kind is Kind.REDUCE_TIED:
-                yield from self._join_reduction(rank, step[0])
+            if rule is None or at in blocks:
+                reached[rank] = at
+                wait = self._join(rank, at, now) if rule is None else self._block(rank, blocks[at], now)
+                now = yield from wait
+                continue
+            cost, need, message, side, link = rule
+            if need >= 0:
+                need += i or 0
+                if there[need] < 0.0:
+                    reached[rank], awaited[rank] = at, need
+                    yield
+                if there[need] > now:
+                    now = there[need]
+            if streams and side < 0:
+                now = self._released(rank, action, now)
+            starts[at] = now
+            now += cost
+            ends[at] = now
+            if link is None:
+                continue
+            message += i or 0
+            if side < 0:
+                self._request(message, link, now, at)
             else:
-                yield from self._start_beside(rank, step[0], action)
-        self.stuck.pop(rank, None)
+                self._meet(message, link, side, now, at)
+            if blocking and side <= 0:
+                if there[message] < 0.0:
+                    reached[rank], awaited[rank] = at, message
+                    yield
+                now = max(now, there[message])
+        reached[rank] = len(order)
 
-    def _work(self, rank: int, step: Step) -> Iterator[float | Hashable]:
-        """One action, or the two of a pair as one block."""
+    def _block(self, rank: int, step: Step, now: float) -> Generator[None, None, float]:
+        """The two of a pair as one: it needs both inputs at its start and has both results at its end."""
         actions = [self.program.orders[rank][at] for at in step]
-        for action in actions:
-            for stage, kind in self._plans[action.stage, action.kind].needs:
-                token = Action(stage, kind, action.microbatch)
-                ready = self._when.get(token)
-                if ready is None or ready > self.now:  # most are there: spare them a generator
-                    yield from self._wait(token)
-            if action.kind is Kind.UPDATE and not self.program.lowered:
-                yield from self._start_beside(rank, None, Action(action.stage, Kind.REDUCE_GRAD))
-        if self._beside:
-            yield from self._until(max(map(self._released, actions)))
-        cost = self._plans[actions[0].stage, actions[0].kind].cost
-        if len(step) > 1:
-            assert self.costs.pair is not None
-            cost = sum(self._plans[stage, kind].cost for stage, kind, _ in actions) * self.costs.pair
-        start, end = self.now, self.now + cost
-        for at in step:
-            self.starts[rank][at], self.ends[rank][at] = start, end
-        if end > start:
-            yield end
-        for at, action in zip(step, actions, strict=True):
-            stage, kind, i = action
-            # a B has made what an I makes
-            self._resolve(Action(stage, Kind.I, i) if kind is Kind.B else action, end)
-            if not self.program.lowered:
-                self._send_result(rank, at, action)
-        if self.costs.blocking and not self.program.lowered:
-            for stage, kind, i in actions:
-                if (result := self._plans[stage, kind].result) is not None:
-                    yield from self._wait(Action(result[0], result[1], i))
+        rules = [self._rules[stage][kind] for stage, kind, _ in actions]
+        for action, rule in zip(actions, rules, strict=True):
+            if rule.need >= 0:
+                now = yield from self._wait(rank, rule.need + (action.microbatch or 0), now)
+        now = max(self._released(rank, action, now) for action in actions)
+        assert self.costs.pair is not None
+        end = now + sum(rule.cost for rule in rules) * self.costs.pair
+        sent: list[int] = []
+        for at, action, rule in zip(step, actions, rules, strict=True):
+            self.starts[rank][at], self.ends[rank][at] = now, end
+            if rule.link is not None:
+                sent.append(rule.message + (action.microbatch or 0))
+                self._request(sent[-1], rule.link, end, at)
+        if self.costs.blocking:
+            for message in sent:
+                end = yield from self._wait(rank, message, end)
+        return end
 
-    def _needs(self, stage: int, kind: Kind) -> list[tuple[int, Kind]]:
-        """What has to be done or there before a compute action: stage and kind of tokens."""
-        program = self.program
-        if kind is Kind.W:
-            return [(stage, Kind.I)]
-        if kind is Kind.RECOMPUTE:
-            return [(stage, Kind.F)]
-        if kind is Kind.F and not program.is_first(stage):
-            return [(stage, Kind.RECV_F) if self.prices.forward[stage] else (stage - 1, Kind.F)]
-        if kind in (Kind.B, Kind.I) and not program.is_last(stage):
-            return [
-                (stage, Kind.F),
-                (stage, Kind.RECV_B) if self.prices.backward[stage] else (stage + 1, Kind.I),
-            ]
-        return [(stage, Kind.F)] if kind in (Kind.B, Kind.I) else []
+    def _wait(self, rank: int, message: int, now: float) -> Generator[None, None, float]:
+        """Until the message is there."""
+        if self._there[message] < 0.0:
+            self._awaited[rank] = message
+            yield
+        return max(now, self._there[message])
 
-    def _released(self, action: Action) -> float:
+    def _join(self, rank: int, at: int, now: float) -> Generator[None, None, float]:
+        """A reduction of tied parameters starts when all ranks have reached it, and takes no time."""
+        self._joined[rank, at] = now
+        self._runnable += self._joining
+        self._joining.clear()
+        for wait in self._tied.get((rank, at), ()):
+            while (wait.rank, wait.completed) not in self._joined:
+                self._joining.append(rank)
+                yield
+            now = max(now, self._joined[wait.rank, wait.completed])
+        self.starts[rank][at] = self.ends[rank][at] = now
+        return now
+
+    # --- beside the work
+
+    def _released(self, rank: int, action: Action, now: float) -> float:
         """When the gathers, reloads and reductions that the action needs are done; all have been started."""
         stage, kind, i = action
+        streams, piece = self._streams, stage * self.program.microbatches
         if kind is Kind.UPDATE:
-            return self._beside.get(Action(stage, Kind.REDUCE_GRAD), 0.0)
-        ready = self._beside.get(Action(stage, Kind.UNSHARD), 0.0)
-        if kind in _BACKWARD:
-            ready = max(ready, self._beside.get(Action(stage, Kind.RELOAD, i), 0.0))
-        return ready
+            if not self.program.lowered:
+                self._start_beside(rank, None, Action(stage, Kind.REDUCE_GRAD), now)
+            return max(now, streams[Kind.REDUCE_GRAD].done[piece])
+        if (gathers := streams.get(Kind.UNSHARD)) and gathers.done[piece] > now:
+            now = gathers.done[piece]
+        if (reloads := streams.get(Kind.RELOAD)) and kind in _BACKWARD:
+            now = max(now, reloads.done[piece + (i or 0)])
+        return now
 
-    def _start_beside(self, rank: int, at: int | None, action: Action) -> Iterator[float]:
-        """Start work on a separate stream; `at` is its index in the order, None where it is not in one."""
+    def _start_beside(self, rank: int, at: int | None, action: Action, now: float) -> float:
+        """Start work on a separate stream; `at` is its place in the order, None where it is not in one.
+
+        Returns:
+            when the rank goes on.
+        """
         stage, kind, i = action
-        cost, inside = 0.0, False
-        if kind in BESIDE:
-            cost = self.prices.beside[kind][stage]
-        elif kind is Kind.REDUCE_GRAD and self._updates:
-            cost, inside = self.prices.reduce[stage], not self.costs.reduce_overlaps
-        start = self.now
-        if cost:
-            start = max(start, self._stream.get((rank, kind), 0.0))
-            if kind is Kind.RELOAD:
-                start = max(start, self._beside.get(Action(stage, Kind.OFFLOAD, i), 0.0))
-            self._stream[rank, kind] = start + cost
-        self._beside[action] = start + cost
+        start = end = now
+        # releases take no time, and where there are no updates reductions are timed after the step
+        if (stream := self._streams.get(kind)) is not None:
+            piece, cost = stage * self.program.microbatches + (i or 0), stream.costs[stage]
+            if cost:
+                start = max(start, stream.free[rank])
+                if kind is Kind.RELOAD and Kind.OFFLOAD in self._streams:
+                    start = max(start, self._streams[Kind.OFFLOAD].done[piece])
+                end = stream.free[rank] = start + cost
+            stream.done[piece] = end
         if at is not None:
-            self.starts[rank][at], self.ends[rank][at] = start, start + cost
-        if inside:
-            yield from self._until(start + cost)
+            self.starts[rank][at], self.ends[rank][at] = start, end
+        exposed = kind is Kind.REDUCE_GRAD and not self.costs.reduce_overlaps
+        return max(now, end) if exposed else now
 
     # --- messages
 
-    def _result(self, stage: int, kind: Kind) -> tuple[int, Kind, Route] | None:
-        """The receive that takes the result of a compute action, and its route."""
-        route = None
-        if kind is Kind.F and not self.program.is_last(stage):
-            stage += 1
-            kind = Kind.RECV_F
-            route = self.prices.forward[stage]
-        elif kind in (Kind.B, Kind.I) and not self.program.is_first(stage):
-            stage -= 1
-            kind = Kind.RECV_B
-            route = self.prices.backward[stage]
-        return None if route is None else (stage, kind, route)
+    def _meet(self, message: int, link: _Link, side: int, now: float, at: int) -> None:
+        """A send or a receive; the message leaves when both are there."""
+        mine, other = 2 * message + side, 2 * message + 1 - side
+        self._ready[mine], self._places[mine] = now, at
+        if self._ready[other] >= 0.0:
+            self._request(message, link, max(now, self._ready[other]), self._places[2 * message])
 
-    def _send_result(self, rank: int, at: int, action: Action) -> None:
-        """Send the action's result, if it goes to another rank."""
-        if (result := self._plans[action.stage, action.kind].result) is not None:
-            stage, kind, route = result
-            self.links.request(
-                Message(name=Action(stage, kind, action.microbatch), route=route, priority=(rank, at)),
-                self.now,
-            )
-
-    def _transfer(self, rank: int, at: int, action: Action) -> Iterator[float | Hashable]:
-        """A send or a receive of a lowered program; the message leaves when both are there."""
-        sends = action.kind in (Kind.SEND_F, Kind.SEND_B)
-        name = receive_of(action) if sends else action
-        self._places[action] = rank, at
-        self.starts[rank][at] = self.ends[rank][at] = self.now
-        message = self._messages.get(name)
-        if message is None:
-            routes = self.prices.forward if name.kind is Kind.RECV_F else self.prices.backward
-            route = routes[name.stage]
-            assert route is not None, f"{name} is a message within one rank"
-            message = self._messages[name] = Message(name=name, route=route)
-        if sends:
-            message.sent, message.priority = True, (rank, at)
+    def _request(self, message: int, link: _Link, ready: float, at: int) -> None:
+        """Both sides of the message are ready; its sender's is at place `at` in the order."""
+        if link.waits:
+            heappush(self._requests, (ready, link.source, at, message))
         else:
-            message.posted = True
-        if message.sent and message.posted:
-            self.links.request(message, self.now)
-        if sends and self.costs.blocking:
-            yield from self._wait(name)
+            self._serve(message, link, ready)
 
-    def _arrive(self, name: Action, time: float) -> None:
-        self.arrivals[name] = time
+    def _serve(self, message: int, link: _Link, ready: float) -> None:
+        """The message is the next on its link, or has no need of one."""
+        number, source, destination, occupied, delay, _ = link
+        if number >= 0:
+            if self._free[number] > ready:
+                ready = self._free[number]
+                self._behind[message] = self._last[number]
+            self._free[number] = ready + occupied
+            self._last[number] = message
+        time = self._there[message] = ready + delay
         if self._places:
-            for transfer in (name, send_of(name)):
-                rank, place = self._places[transfer]
-                self.ends[rank][place] = time
-        self._resolve(name, time)
-
-    def _join_reduction(self, rank: int, at: int) -> Iterator[float | Hashable]:
-        """A reduction of tied parameters starts when all ranks have reached it, and takes no time."""
-        self._resolve((rank, at), self.now)
-        for wait in self._tied.get((rank, at), ()):
-            yield from self._wait((wait.rank, wait.completed))
-        self.starts[rank][at] = self.ends[rank][at] = self.now
-
-    # --- tokens
-
-    def _resolve(self, token: Hashable, time: float) -> None:
-        """Make a token's time known; a token that is waited for wakes the rank then."""
-        self._when[token] = time
-        for rank in self._waiting.pop(token, ()):
-            heappush(self._heap, (max(time, self.now), rank))
-
-    def _wait(self, token: Hashable) -> Iterator[float | Hashable]:
-        while token not in self._when:
-            yield token
-        yield from self._until(self._when[token])
-
-    def _until(self, time: float) -> Iterator[float]:
-        if time > self.now:
-            yield time
+            send, receive = self._places[2 * message : 2 * message + 2]
+            self.ends[source][send] = self.ends[destination][receive] = time
+        awaited = self._awaited
+        if awaited[destination] == message:
+            awaited[destination] = _NONE
+            self._runnable.append(destination)
+        if awaited[source] == message:
+            awaited[source] = _NONE
+            self._runnable.append(source)

@@ -98,7 +98,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
             alone = sum(prices.times(action.stage)[action.kind] for action in pair)
             work[program.placement[pair[0].stage]] += (costs.pair - 1.0) * alone
     if _by_events(code, prices):
-        replay_ = Events(program, prices)
+        replay_ = Events(program, prices, {kind for _, kind in code.counts})
         replay_.run()
         if replay_.stuck:
             raise _deadlock(program, replay_)
@@ -110,7 +110,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
             transfers=code.messages,
             costs=costs,
             arrivals=replay_.arrivals,
-            queued=replay_.links.queued,
+            queued=replay_.queued,
         )
     else:
         timeline = _swept(program, code, prices, work)
