@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from side_by_side import copies, ranks
 from torch import Tensor, nn
 
 from recommender_job import config_of
@@ -115,7 +116,7 @@ def parts(folder: Path) -> dict[str, Any]:
     reported["gradient"] = [str(copied.device), str(copied.dtype), copied.tolist()]
 
     x = torch.linspace(-1, 1, 8, device=NPU, requires_grad=True)
-    kept = ActivationCopies()
+    kept = ActivationCopies(devices.CopyStreams())
     with kept.watching(()):
         y = (x.sin() * x.cos()).sum()
     expected = torch.autograd.grad((x.sin() * x.cos()).sum(), x)[0]
@@ -236,11 +237,16 @@ def tables(folder: Path) -> dict[str, Any]:
     return result
 
 
+CASES = {
+    one.__name__: one
+    for one in (about, parts, calibrated, pipelines, sharded, tensors, experts, short, tables, copies, ranks)
+}
+
 if __name__ == "__main__":
     root, *names = sys.argv[1:]
     sys.stdout = sys.stderr  # what jobs print
     reports = {}
     for name in names:
         (Path(root) / name).mkdir()
-        reports[name] = globals()[name](Path(root) / name)
+        reports[name] = CASES[name](Path(root) / name)
     print(json.dumps(reports), file=sys.__stdout__)

@@ -1,13 +1,19 @@
 """A plug-in of torch, as torch_npu is one: devices of kind `npu`, and the communication library `hccl`.
 
 torch loads it by its entry point with `import torch`, in every process of a job. The devices compute with the
-CPU's kernels in the host's memory, at once; see `kernels.cpp`. The library sends through gloo.
+CPU's kernels in the host's memory, at once; see `kernels.cpp`. The library sends through gloo, on a stream of
+each group, as NCCL does. Streams see each other's work as late as they may (`streams.h`): what is used
+without waiting is written to the file that STRETTO_FAKE_NPU_RACES names, and its values are NaN.
+
+A wait is known by the function that makes it, `engine.offload.shard_store.fetch: wait_event`. Those in
+`dropped`, or in STRETTO_FAKE_NPU_DROP, do nothing, to see that they are missed.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -19,9 +25,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 KIND, LIBRARY, NAME, COUNT = "npu", "hccl", "Ascend 910B, simulated", 4
+PRIVATE_USE_1 = 20  # c10::DeviceType
 kernels = ctypes.CDLL(os.environ["STRETTO_FAKE_NPU"])
 kernels.most_held.restype = ctypes.c_int64
+kernels.stream_now.restype = kernels.event_record.restype = ctypes.c_int64
+kernels.copies_deferred.restype = ctypes.c_int64
 calls = list[str]()  # of streams, events and devices
+waits = set[str]()  # that were made
+dropped = {one for one in os.environ.get("STRETTO_FAKE_NPU_DROP", "").split("; ") if one}
 
 
 def load() -> None:
@@ -31,35 +42,83 @@ def load() -> None:
     torch._register_device_module(KIND, Devices)
     torch.utils.generate_methods_for_privateuse1_backend()
     dist.Backend.register_backend(LIBRARY, HostGroup, extended_api=True, devices=[KIND])
+    record = torch.Tensor.record_stream
+
+    def record_stream(tensor: Tensor, stream: torch.Stream) -> None:
+        if is_made("record_stream"):
+            record(tensor, stream)
+
+    torch.Tensor.record_stream = record_stream  # pyright: ignore
+
+
+_PASSING = ("stretto.engine.device", "stretto.engine.parallel.collectives", "stretto.engine.parallel.traffic")
+
+
+def is_made(wait: str) -> bool:
+    """Whether a wait is not dropped; notes it."""
+    name = f"{_caller()}: {wait}"
+    waits.add(name)
+    return name not in dropped
+
+
+def _caller() -> str:
+    """The function of Stretto that asks for this; not those that only pass it on."""
+    frame, name = sys._getframe(1), ""
+    while frame is not None:
+        module: str = frame.f_globals.get("__name__", "")
+        if module.startswith("stretto."):
+            name = f"{module.removeprefix('stretto.')}.{frame.f_code.co_name}"
+        if name and module not in _PASSING:
+            break
+        frame = frame.f_back
+    return name or "elsewhere"
 
 
 class Stream(torch.Stream):
-    """Work is done when a call returns, so that nothing has to wait; calls are noted."""
+    """A stream whose work is ordered after that of others only where it waits for them; calls are noted."""
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: torch.Stream) -> None:
         calls.append("wait for a stream")
+        if is_made("wait_stream"):
+            kernels.stream_wait(_id(self), _id(other))
 
     def wait_event(self, event: Event) -> None:
-        assert event.at is not None, "it was not recorded"
         calls.append("wait for an event")
+        if is_made("wait_event"):
+            kernels.event_wait(event.number, _id(self))
 
     def synchronize(self) -> None:
         calls.append("synchronise a stream")
+        if is_made("synchronize"):
+            kernels.stream_synchronize(_id(self))
+
+
+def _id(stream: torch.Stream) -> ctypes.c_int64:
+    return ctypes.c_int64(stream.stream_id)
 
 
 class Event:
-    """A mark of the host's clock."""
+    """A mark in a stream, and of the host's clock."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.timing = enable_timing
         self.at: float | None = None
+        self._number: ctypes.c_int64 | None = None
+
+    @property
+    def number(self) -> ctypes.c_int64:
+        assert self._number is not None, "it was not recorded"
+        return self._number
 
     def record(self, stream: Stream | None = None) -> None:
         self.at = time.perf_counter()
+        number = kernels.stream_now() if stream is None else stream.stream_id
+        self._number = ctypes.c_int64(kernels.event_record(ctypes.c_int64(number)))
 
     def synchronize(self) -> None:
-        assert self.at is not None, "it was not recorded"
         calls.append("synchronise an event")
+        if is_made("synchronize"):
+            kernels.event_synchronize(self.number)
 
     def elapsed_time(self, other: Event) -> float:
         """Milliseconds, as torch's events tell them."""
@@ -68,6 +127,17 @@ class Event:
         assert self.at is not None
         assert other.at is not None
         return 1e3 * (other.at - self.at)
+
+
+@contextmanager
+def _on(stream: int) -> Generator[None]:
+    """Work of this thread is on the stream."""
+    before = kernels.stream_now()
+    kernels.stream_set(ctypes.c_int64(stream))
+    try:
+        yield
+    finally:
+        kernels.stream_set(ctypes.c_int64(before))
 
 
 def index_of(device: Any) -> int:
@@ -105,16 +175,20 @@ class Devices:
     @staticmethod
     def synchronize(device: Any = None) -> None:
         calls.append(f"synchronise npu:{index_of(device)}")
+        if is_made("synchronize"):
+            kernels.device_synchronize()
 
     @staticmethod
     def current_stream(device: Any = None) -> Stream:
-        return Stream(torch.device(KIND, index_of(device)))
+        index = index_of(device)
+        return Stream(stream_id=kernels.stream_now(), device_index=index, device_type=PRIVATE_USE_1)
 
     @staticmethod
     @contextmanager
-    def stream(stream: Stream) -> Generator[None]:
+    def stream(stream: torch.Stream) -> Generator[None]:
         calls.append("on a stream")
-        yield
+        with _on(stream.stream_id):
+            yield
 
     @staticmethod
     def max_memory_allocated(device: Any = None) -> int:
@@ -153,18 +227,36 @@ class Devices:
 # ------------------------------------------------------------------ communication
 
 
-class HostWork(dist.Work):
-    """A call of gloo on copies in the host's memory; results are on the device once it was waited for."""
+@contextmanager
+def unobserved() -> Generator[None]:
+    """Copies of this thread are no work of a stream."""
+    kernels.unobserved_set(1)
+    try:
+        yield
+    finally:
+        kernels.unobserved_set(0)
 
-    def __init__(self, work: dist.Work, copies: list[tuple[Tensor, Tensor]]) -> None:
+
+class HostWork(dist.Work):
+    """A call of gloo on copies in the host's memory; results are on the device once a stream waits for it.
+    Until then it holds what is sent, as NCCL's does.
+    """
+
+    def __init__(
+        self, work: dist.Work, copies: list[tuple[Tensor, Tensor]], sent: list[Tensor], done: Event
+    ) -> None:
         super().__init__()
-        self._work, self._copies = work, copies
+        self._work, self._copies, self._sent, self._done = work, copies, sent, done
 
     def wait(self, *timeout: Any) -> bool:
+        made = is_made("wait")
         self._work.wait(*timeout)
-        for device, host in self._copies:
-            device.detach().copy_(host.view_as(device))
-        self._copies = []
+        if made:
+            kernels.event_wait(self._done.number, ctypes.c_int64(kernels.stream_now()))
+        with unobserved():
+            for device, host in self._copies:
+                device.detach().copy_(host.view_as(device))
+        self._copies, self._sent = [], []
         return True
 
     def is_completed(self) -> bool:
@@ -182,6 +274,7 @@ class HostGroup(dist.ProcessGroup):
         self.gloo._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         backend = dist.ProcessGroupGloo(store, rank, size, how.timeout)
         self.gloo._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        self.stream = Stream(torch.device(KIND)).stream_id
 
     def rank(self) -> int:
         return self._ranks[0]
@@ -202,30 +295,60 @@ class HostGroup(dist.ProcessGroup):
         return SimpleNamespace(supports_coalescing=False, shutdown=lambda: None)
 
     def barrier(self, opts: Any = None) -> HostWork:  # pyright: ignore
-        return HostWork(self.gloo.barrier(), [])
+        return HostWork(self.gloo.barrier(), [], [], _marked(self.stream))
 
     def shutdown(self) -> None:
         self.gloo = None
 
 
+def _marked(stream: int) -> Event:
+    done = Event()
+    with _on(stream):
+        done.record()
+    return done
+
+
+# of each call's tensors, whether they are only read
+_READS = {"send": (True,), "allreduce": (False,), "reduce": (False,), "recv": (False,)}
+
+
 def _through_host(name: str) -> Callable[..., HostWork]:
     def call(self: HostGroup, *arguments: Any, **named: Any) -> HostWork:
-        copies = list[tuple[Tensor, Tensor]]()
+        copies, sent = list[tuple[Tensor, Tensor]](), list[Tensor]()
 
-        def copied(value: Any) -> Any:
+        def copied(value: Any, read: bool) -> Any:
             if not isinstance(value, Tensor):
-                return [copied(one) for one in value] if isinstance(value, list | tuple) else value
+                return [copied(one, read) for one in value] if isinstance(value, list | tuple) else value
             if value.device.type != KIND:
                 raise RuntimeError(f"{LIBRARY} {name}: a tensor of {value.device}")
-            host = value.detach().cpu()
+            used(value, writes=not read, by=f"{name} that {_caller()} starts")
+            with unobserved():
+                host = value.detach().cpu()
             # like NCCL it looks at the number of elements alone
-            copies.append((value, host.flatten() if name == "_reduce_scatter_base" else host))
-            return copies[-1][1]
+            host = host.flatten() if name == "_reduce_scatter_base" else host
+            sent.append(value) if read else copies.append((value, host))
+            return host
 
-        work = getattr(self.gloo, name)(*map(copied, arguments), **{k: copied(v) for k, v in named.items()})
-        return HostWork(work, [] if name == "send" else copies)
+        # it begins after the work of the stream that calls it
+        before = kernels.stream_now()
+        kernels.stream_wait(ctypes.c_int64(self.stream), ctypes.c_int64(before))
+        with _on(self.stream):
+            reads = _READS.get(name, (False, True))
+            if name == "broadcast":
+                reads = (arguments[1].rootRank == self.rank(),)
+            changed = [copied(value, read) for value, read in zip(arguments, reads, strict=False)]
+        work = getattr(self.gloo, name)(*changed, *arguments[len(changed) :], **named)
+        return HostWork(work, copies, sent, _marked(self.stream))
 
     return call
+
+
+def used(tensor: Tensor, writes: bool, by: str) -> None:
+    """A message that is sent or arrives now, on the current stream."""
+    if tensor.numel():
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        data, size = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_int64((last + 1) * tensor.element_size())
+        kernels.use_by_library(data, size, int(writes), int(tensor.is_floating_point()), by.encode())
 
 
 for _name in (

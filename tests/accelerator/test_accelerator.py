@@ -1,7 +1,8 @@
 """Devices that are not CUDA's: a simulated NPU, which torch loads as it loads a vendor's plug-in.
 
 Its tensors have a device of their own and never mix with the host's, so that jobs on it show that nothing is
-made in the wrong place and nothing goes by a device's name. Of kernels it says nothing: they are the CPU's.
+made in the wrong place and nothing goes by a device's name. Its streams wait for each other only where they
+are told to, so that a missing wait is found. Of kernels it says nothing: they are the CPU's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +51,28 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: stretto-fake-npu\nVersion: 1\n")
     (facts / "entry_points.txt").write_text("[torch.backends]\nstretto_fake_npu = stretto_fake_npu:load\n")
     path = os.pathsep.join(map(str, (SOURCE, HERE.parent, HERE, folder)))
-    return {**os.environ, "PYTHONPATH": path, "STRETTO_FAKE_NPU": str(library), "OMP_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "STRETTO_FAKE_NPU": str(library),
+        "STRETTO_FAKE_NPU_RACES": str(folder / "races"),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 @pytest.fixture(scope="module")
 def report(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Reports]:
     """What the named cases of `on_npu.py` report, in one process."""
 
-    def run(*cases: str) -> Reports:
-        folder = tmp_path_factory.mktemp("cases")
+    def run(*cases: str, timeout: float = 240) -> Reports:
+        folder, races = tmp_path_factory.mktemp("cases"), Path(environment["STRETTO_FAKE_NPU_RACES"])
         words = [sys.executable, str(HERE / "on_npu.py"), str(folder), *cases]
+        races.unlink(missing_ok=True)
         done = subprocess.run(
-            words, env=environment, capture_output=True, text=True, timeout=240, check=False
+            words, env=environment, capture_output=True, text=True, timeout=timeout, check=False
         )
         assert done.returncode == 0, done.stderr[-6000:]
+        assert not races.exists(), f"what was used without waiting:\n{races.read_text()[:3000]}"
         return json.loads(done.stdout)
 
     return run
@@ -71,7 +81,7 @@ def report(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture(scope="module")
 def reports(report: Callable[..., Reports]) -> Reports:
     """Of the cases that take little time."""
-    return report("about", "parts", "sharded")
+    return report("about", "parts", "sharded", "copies")
 
 
 def test_auto_is_the_plug_in_s_device_and_its_library(reports: Reports) -> None:
@@ -120,6 +130,19 @@ def test_copies_run_on_streams_of_the_device(reports: Reports) -> None:
     assert parts["on_host"] == ["cpu"]
     assert parts["offload_calls"] == ["wait for a stream", "on a stream"]
     assert parts["offloaded"]
+
+
+def test_every_wait_of_a_copy_is_needed(reports: Reports) -> None:
+    """Streams, as far as they do not wait, work in any order: what is left out is found each time."""
+    copies = reports["copies"]
+    assert copies["races"] == []
+    assert copies["deferred"] > 40
+    assert copies["values"]["host 1"] == pytest.approx([exp(4.0 * x) for x in (1, 2, 3, 4)], rel=1e-6)
+    assert copies["values"]["rows 3"] == [4.0] * 4
+    missed = [wait for wait, found in copies["found"].items() if not found]
+    # the copy of the slots' numbers to the device, a call before, waits for the updates as well
+    assert missed == ["recommender.stores.cached._move: wait_event"]
+    assert len(copies["found"]) >= 15
 
 
 def test_a_step_is_timed_by_events(reports: Reports) -> None:

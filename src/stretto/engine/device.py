@@ -220,6 +220,28 @@ def new_stream(device: torch.device) -> torch.Stream:
     return module.Stream(device)
 
 
+class CopyStreams:
+    """The streams on which one owner copies between a device and the host, made when first asked for. Each
+    direction has its own, since a link carries both at once.
+    """
+
+    def __init__(self) -> None:
+        self._made = dict[tuple[torch.device, bool], torch.Stream]()
+
+    def to_host(self, device: torch.device) -> torch.Stream:
+        """For copies from the device to the host."""
+        return self._of(device, True)
+
+    def to_device(self, device: torch.device) -> torch.Stream:
+        """For copies from the host to the device."""
+        return self._of(device, False)
+
+    def _of(self, device: torch.device, to_host: bool) -> torch.Stream:
+        if (device, to_host) not in self._made:
+            self._made[device, to_host] = new_stream(device)
+        return self._made[device, to_host]
+
+
 def current_stream(device: torch.device) -> torch.Stream:
     """The stream that work is queued on now."""
     return _module(device).current_stream(device)
@@ -233,6 +255,13 @@ def on_stream(stream: torch.Stream | None) -> AbstractContextManager[object]:
 def new_event(device: torch.device, *, timing: bool = False) -> torch.Event:
     """A mark to record in a stream, for other streams and the host to wait for."""
     return _module(device).Event(enable_timing=timing)
+
+
+def recorded_event(stream: torch.Stream) -> torch.Event:
+    """A mark of what is queued on the stream so far."""
+    event = new_event(stream.device)
+    event.record(stream)
+    return event
 
 
 # ------------------------------------------------------------------ random state

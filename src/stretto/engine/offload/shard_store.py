@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stretto.engine.device import current_stream, new_event, new_stream, on_accelerator, on_stream
+from stretto.engine.device import CopyStreams, current_stream, on_accelerator, on_stream, recorded_event
 from stretto.engine.offload.ring import Ring
 from stretto.engine.offload.scratch import Scratch
 from stretto.engine.offload.tensor_files import away
@@ -61,7 +61,7 @@ class ShardStore:
     ) -> None:
         self._device, self._copies = device, on_accelerator(device)
         self._shards = dict[int, _Shard]()
-        self._side: torch.Stream | None = None
+        self._streams = CopyStreams()
         self._scratch: Scratch | None = None
         self._parts = list[_Part]()
         self._looked: tuple[int, Tensor] | None = None
@@ -131,13 +131,12 @@ class ShardStore:
         if self._copies:
             assert shard.here is not None
             assert shard.host is not None
-            side = self._stream()
+            side = self._streams.to_host(self._device)
             side.wait_stream(current_stream(self._device))
             with on_stream(side):
                 shard.host.copy_(shard.here, non_blocking=True)
                 shard.here.record_stream(side)
-                shard.event = new_event(self._device)
-                shard.event.record(side)
+            shard.event = recorded_event(side)
         self._let_go(key, shard, changed=True)
 
     def release(self, key: int) -> None:
@@ -190,21 +189,17 @@ class ShardStore:
         size = shard.shape.numel() * shard.dtype.itemsize
         return memory[:size].view(shard.dtype).view(shard.shape)
 
-    def _stream(self) -> torch.Stream:
-        if self._side is None:
-            self._side = new_stream(self._device)
-        return self._side
-
     def _start_copy(self, shard: _Shard) -> None:
         assert shard.host is not None
         if not self._copies:
             shard.here = shard.host
             return
-        side = self._stream()  # also the stream of `put`, so an earlier `put` of this tensor completes first
+        side = self._streams.to_device(self._device)
+        if shard.event is not None:  # an earlier `put` of this tensor
+            side.wait_event(shard.event)
         with on_stream(side):
             shard.here = shard.host.to(self._device, non_blocking=True)
-            shard.event = new_event(self._device)
-            shard.event.record(side)
+        shard.event = recorded_event(side)
 
     def _let_go(self, key: int, shard: _Shard, changed: bool) -> None:
         """Free the device copy, and the host copy of a tensor that is stored in a file."""

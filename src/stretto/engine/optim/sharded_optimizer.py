@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stretto.engine.device import current_stream, new_event, new_stream, on_accelerator, on_stream
+from stretto.engine.device import current_stream, new_stream, on_accelerator, on_stream, recorded_event
 from stretto.engine.offload.tensor_files import TensorFiles
 from stretto.engine.optim.states import STEP, prepare
 from stretto.engine.parallel.fragment import Fragment
@@ -47,8 +47,7 @@ class GradientCopies:
             # converted on the device where dtypes differ: only a plain copy is asynchronous
             host.copy_(gradient.to(dtype), non_blocking=True)
             gradient.record_stream(self._side)
-            self._events[key] = event = new_event(gradient.device)
-            event.record(self._side)
+        self._events[key] = recorded_event(self._side)
 
     def take(self, key: int) -> Tensor | None:
         """Wait for the copy; None if none was started. The caller may write to it until the next `start`."""

@@ -10,28 +10,36 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from stretto.engine.device import current_stream, new_stream, on_accelerator, on_stream
+from stretto.engine.device import CopyStreams, current_stream, on_accelerator, on_stream, recorded_event
 
 
 class _Kept:
-    """One saved tensor: on the device, or on the host."""
+    """One saved tensor: on the device, or on the host.
+
+    copied: the end of the last copy between the two, where copies run on streams.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self.here: Tensor | None = tensor
         self.host: Tensor | None = None
+        self.copied: torch.Event | None = None
 
 
 class ActivationCopies:
     """The activations that one forward of one stage saves, and their copies in host memory.
 
     Parameters stay on the device, and so does the stage's input, which lies in a buffer of the pipeline.
-    On an accelerator, copies run on a separate stream, through pinned memory.
+    On an accelerator, copies run on separate streams, through pinned memory.
+
+    Args:
+        streams: of the copies of all forwards of a rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, streams: CopyStreams) -> None:
+        self._streams = streams
         self._kept = list[_Kept]()
         self._inputs = set[int]()
-        self._side: torch.Stream | None = None
+        self._device: torch.device | None = None
 
     @contextmanager
     def watching(self, x: tuple[Any, ...]) -> Generator[None]:
@@ -50,46 +58,47 @@ class ActivationCopies:
 
     def offload(self) -> None:
         """Copy to the host; the device's memory is free once the copies are done."""
-        with self._stream():
+        devices = [kept.here.device for kept in self._kept if kept.here is not None]
+        self._device = next(filter(on_accelerator, devices), None)
+        side = None if self._device is None else self._streams.to_host(self._device)
+        if side is not None:
+            side.wait_stream(current_stream(side.device))
+        with on_stream(side):
             for kept in self._kept:
                 assert kept.here is not None
                 host = torch.empty_like(kept.here, device="cpu", pin_memory=on_accelerator(kept.here.device))
                 host.copy_(kept.here, non_blocking=True)
-                if self._side is not None:
-                    kept.here.record_stream(self._side)
+                if side is not None:
+                    kept.here.record_stream(side)
                 kept.host, kept.here = host, None
+        self._mark(side)
 
     def reload(self) -> None:
-        """Start copying back to the device; the backward's stream waits for the copies."""
-        device = torch.device("cpu") if self._side is None else self._side.device
-        with self._stream():
+        """Start copying back to the device. What uses a tensor waits for it, nothing before does."""
+        side = None if self._device is None else self._streams.to_device(self._device)
+        if side is not None and self._kept and (written := self._kept[0].copied) is not None:
+            side.wait_event(written)
+        with on_stream(side):
             for kept in self._kept:
                 assert kept.host is not None
+                device = "cpu" if self._device is None else self._device
                 kept.here = torch.empty_like(kept.host, device=device).copy_(kept.host, non_blocking=True)
-        if self._side is not None:
-            current = current_stream(self._side.device)
-            current.wait_stream(self._side)
-            for kept in self._kept:
-                assert kept.here is not None
-                kept.here.record_stream(current)
+        self._mark(side)
         self._kept = []
 
-    @contextmanager
-    def _stream(self) -> Generator[None]:
-        if self._side is None:
-            devices = [k.here.device for k in self._kept if k.here is not None]
-            device = next(filter(on_accelerator, devices), None)
-            if device is None:
-                yield
-                return
-            self._side = new_stream(device)
-        self._side.wait_stream(current_stream(self._side.device))
-        with on_stream(self._side):
-            yield
+    def _mark(self, side: torch.Stream | None) -> None:
+        if side is not None:
+            copied = recorded_event(side)
+            for kept in self._kept:
+                kept.copied = copied
 
 
 def _unpack(kept: Any) -> Tensor:
     if isinstance(kept, _Kept):
         assert kept.here is not None, "a backward before its reload"
+        if kept.copied is not None:
+            current = current_stream(kept.here.device)
+            current.wait_event(kept.copied)
+            kept.here.record_stream(current)
         return kept.here
     return kept

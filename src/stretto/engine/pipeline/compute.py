@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from stretto.engine.device import CopyStreams
 from stretto.engine.parallel.recompute import RandomState
 from stretto.engine.parallel.tensor.linear import Deferred, work_off
 from stretto.engine.pipeline.activation_offload import ActivationCopies
@@ -70,8 +71,9 @@ class Compute:
         self.trains = any(a.kind in (Kind.B, Kind.I) for a in order)
         self.split = {a.stage for a in order if a.kind is Kind.W}
         self.recomputed = {(a.stage, a.microbatch) for a in order if a.kind is Kind.RECOMPUTE}
+        streams = CopyStreams()
         self.offloaded = {
-            (a.stage, live.place(a)): ActivationCopies() for a in order if a.kind is Kind.OFFLOAD
+            (a.stage, live.place(a)): ActivationCopies(streams) for a in order if a.kind is Kind.OFFLOAD
         }
         self.random = dict[tuple[int, int], RandomState]()
         queue: list[Deferred] = []  # one for all stages: they may share a layer, and each I empties it

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.engine.device import current_stream, new_event, new_stream, on_accelerator, on_stream
+from stretto.engine.device import current_stream, new_stream, on_accelerator, on_stream, recorded_event
 from stretto.recommender.stores.backing import HostRows
 from stretto.recommender.stores.store import Fetched
 
@@ -268,10 +268,8 @@ class CachedStore:
     # ------------------------------------------------------------------ moving
 
     def _start(self, moves: CacheMoves) -> None:
-        ready = None
-        if self._side is not None:  # evicted rows include the updates queued so far
-            ready = new_event(self._device)
-            ready.record(current_stream(self._device))
+        # evicted rows include the updates queued so far
+        ready = None if self._side is None else recorded_event(current_stream(self._device))
         self._last = self._pool.submit(self._move, moves, self._held(), ready, self._last)
 
     def _move(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from stretto.engine.device import on_accelerator
 from stretto.engine.parallel.collectives import Pending, start_scatter_sum, start_sum
 from stretto.engine.parallel.mesh import COPIES, Mesh
 from stretto.layout.shards import ShardSizes
@@ -28,6 +29,8 @@ class ShardGroups:
         rank: of this process among them.
         levels: for each digit of the number (`ShardSizes`), the ranks that differ in it alone: parts of
             parameters, of gradients within them, of states within these, and ranks with the same states.
+        gathers: the ranks of the first level, for the gathers of parameters. On an accelerator it is a group
+            of its own, so that weights fetched ahead in the backward do not queue behind its reductions.
         copied: all ranks that hold a copy.
         holders: ranks of this pipeline place that hold one copy of parameters and states together.
         counted: ranks of all pipeline places that do.
@@ -37,6 +40,7 @@ class ShardGroups:
     copies: int = 1
     rank: int = 0
     levels: tuple[ProcessGroup | None, ...] = (None, None, None, None)
+    gathers: ProcessGroup | None = None
     copied: ProcessGroup | None = None
     holders: ProcessGroup | None = None
     counted: ProcessGroup | None = None
@@ -69,11 +73,15 @@ def shard_groups(mesh: Mesh, over: str, sizes: ShardSizes) -> ShardGroups:
         mesh.partition(lambda rank, level=level: others(level, rank)) if count > 1 else None
         for level, count in enumerate(sizes.levels(copies))
     )
+    gathers = levels[0]
+    if sizes.levels(copies)[0] > 1 and on_accelerator(mesh.device):
+        gathers = mesh.partition(lambda rank: others(0, rank), own=True)
     return ShardGroups(
         sizes=sizes,
         copies=copies,
         rank=place[mesh.rank][1],
         levels=levels,
+        gathers=gathers,
         copied=mesh.copies(over),
         holders=mesh.partition(lambda rank: (mesh.layout.index(rank, "pp"), digits(rank)[3])),
         counted=mesh.partition(lambda rank: digits(rank)[3]),

@@ -280,7 +280,7 @@ class Unit:
                 self.ready()
 
     def _bring(self) -> Generator[Pending]:
-        group = self.groups.levels[0]
+        group = self.groups.gathers
         assert self.flat is not None
         assert group is not None
         shard = self.shard if self.store is None else self.store.fetch(self.number)
