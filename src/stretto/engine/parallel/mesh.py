@@ -68,14 +68,14 @@ class Mesh:
             self._by_ranks[key] = self._new(groups)
         return self._by_ranks[key]
 
-    def _new(self, groups: list[list[int]], own: bool = False) -> ProcessGroup | None:
+    def _new(self, groups: list[list[int]], separate: bool = False) -> ProcessGroup | None:
         """Of these groups, all of one size, the one with this rank; None if it is alone or in none. All ranks
         of the job make all groups, in the same order, as torch requires. The group of all ranks is the
-        default one, unless it is to be one's `own`.
+        default one, unless it is to be `separate`.
         """
         if len(groups[0]) == 1:
             return None
-        if len(groups[0]) == self.layout.world and not own:
+        if len(groups[0]) == self.layout.world and not separate:
             return dist.group.WORLD
         mine = None
         for ranks in groups:
@@ -109,19 +109,19 @@ class Mesh:
         """
         return self._new([[ranks[h] for h in holders] for ranks in self.layout.groups("pp")])
 
-    def partition(self, key: Callable[[int], object], *, own: bool = False) -> ProcessGroup | None:
+    def partition(self, key: Callable[[int], object], *, separate: bool = False) -> ProcessGroup | None:
         """The group of the ranks with this rank's key; None if it is this rank alone. All ranks must compute
         the same key for a rank, and all keys must have equally many ranks. Collective at first use.
 
         Args:
-            own: a group for nothing else, whose messages do not queue behind others' of the same ranks: on
-                accelerators each group sends on a stream of its own. Collective at each use.
+            separate: a group for nothing else, whose messages do not queue behind others' of the same ranks:
+                on accelerators each group sends on a stream of its own. Collective at each use.
         """
         groups = dict[object, list[int]]()
         for rank in range(self.layout.world):
             groups.setdefault(key(rank), []).append(rank)
         rows = list(groups.values())
-        return self._new(rows, own) if own else self._shared(rows)
+        return self._new(rows, separate) if separate else self._shared(rows)
 
     def size(self, axes: str) -> int:
         """Number of ranks along `axes`: "tp", "ep", or several, as in "expert_tp-ep"."""

@@ -75,7 +75,7 @@ def shard_groups(mesh: Mesh, over: str, sizes: ShardSizes) -> ShardGroups:
     )
     gathers = levels[0]
     if sizes.levels(copies)[0] > 1 and on_accelerator(mesh.device):
-        gathers = mesh.partition(lambda rank: others(0, rank), own=True)
+        gathers = mesh.partition(lambda rank: others(0, rank), separate=True)
     return ShardGroups(
         sizes=sizes,
         copies=copies,
