@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from stretto.spec.shape import ModelShape
 
 plugin: Any = sys.modules["stretto_fake_npu"]  # torch has loaded it
 NPU = torch.device("npu", 0)
-SHAPE = ModelShape(family="llama", layers=3, hidden=16, heads=2, kv_heads=1, ffn=16, vocab=32, sequence=8)
+SHAPE = ModelShape(family="llama", layers=6, hidden=16, heads=2, kv_heads=1, ffn=16, vocab=32, sequence=8)
 Values = dict[str, Tensor]
 
 
@@ -70,11 +69,11 @@ def tried(work: Callable[[], Values], dropped: frozenset[str], races: Path) -> T
     return Tried(values=values, waits=set(plugin.waits), races=lines, deferred=deferred)
 
 
-def left_out(attempt: Callable[[frozenset[str]], Tried], known: Container[str] = ()) -> dict[str, Any]:
-    """What is found of the work, and of it without each of its waits but the `known` ones."""
+def left_out(attempt: Callable[[frozenset[str]], Tried]) -> dict[str, Any]:
+    """What is found of the work, and of it without each of its waits."""
     whole = attempt(frozenset())
     found = dict[str, Any]()
-    for wait in sorted(wait for wait in whole.waits if wait not in known):
+    for wait in sorted(whole.waits):
         try:
             without = attempt(frozenset({wait}))
         except (RuntimeError, StrettoError, IndexError, AssertionError) as error:
@@ -162,28 +161,18 @@ def _rows() -> Values:
 
 def ranks(folder: Path) -> dict[str, Any]:
     """Training of two ranks under ways of sharing states, and a pipeline that offloads activations."""
-
-    def attempt(name: str, dropped: frozenset[str]) -> Tried:
-        both = run_ranks(2, _on_rank, name, dropped, folder)
-        return Tried(
-            values={f"{at} {key}": x for at, one in enumerate(both) for key, x in one.values.items()},
-            waits=both[0].waits | both[1].waits,
-            races=both[0].races | both[1].races,
-            deferred=both[0].deferred,
-        )
-
     reports = dict[str, Any]()
     for name in ("pipeline", *JOBS):
-        known = {wait for report in reports.values() for wait in report["found"]}
-        reports[name] = left_out(partial(attempt, name), known)
+        both = run_ranks(2, _on_rank, name, folder)
+        reports[name] = {"races": sorted(both[0].races | both[1].races), "deferred": both[0].deferred}
     return reports
 
 
-def _on_rank(name: str, dropped: frozenset[str], folder: Path) -> Tried:
+def _on_rank(name: str, folder: Path) -> Tried:
     os.environ["LOCAL_RANK"] = "0"
     dist.init_process_group("hccl", timeout=timedelta(seconds=20))
     work = _pipeline if name == "pipeline" else lambda: _trained(name, folder)
-    return tried(work, dropped, folder / f"races-{dist.get_rank()}")
+    return tried(work, frozenset(), folder / f"races-{dist.get_rank()}")
 
 
 _LEAN = DataParallel(mode="zero3", offload="cpu", offload_parameters="cpu")

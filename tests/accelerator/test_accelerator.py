@@ -145,6 +145,13 @@ def test_every_wait_of_a_copy_is_needed(reports: Reports) -> None:
     assert len(copies["found"]) >= 15
 
 
+@pytest.mark.slow
+def test_training_waits_for_what_it_uses(report: Callable[..., Reports]) -> None:
+    ranks = report("ranks", timeout=900)["ranks"]
+    assert {name: of["races"] for name, of in ranks.items()} == {name: [] for name in ranks}
+    assert all(ranks[name]["deferred"] for name in ("pipeline", "zero2", "host", "files"))
+
+
 def test_a_step_is_timed_by_events(reports: Reports) -> None:
     assert reports["parts"]["spans"] == ["wait 0F0", "0F0"]
     assert reports["parts"]["span_calls"] == ["synchronise npu:0"]

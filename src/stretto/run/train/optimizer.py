@@ -76,7 +76,10 @@ class ReplicaOptimizer:
         self.overflowed = False
         # an update that needs only its unit's gradients: neither clipping nor the search for overflows
         independent = job.optimiser.clip is None and job.precision.dtype != "float16"
-        self.eager = self.offloaded and independent and job.optimiser.name in ("adamw", "sgd")
+        # parameters in files hold one of few blocks of memory from their update until all ranks have them,
+        # which the updating thread cannot wait for
+        at_hand = job.dp.offload_parameters != "nvme"
+        self.eager = self.offloaded and independent and at_hand and job.optimiser.name in ("adamw", "sgd")
 
     def begin(self, values: Values | None, elsewhere: frozenset[int], by_stage: bool) -> None:
         """Make the optimisers, once the stages are there.
