@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from side_by_side import copies, ranks
 from torch import Tensor, nn
+from waits import Waits
 
 from recommender_job import config_of
 from stretto.engine import device as devices
@@ -26,8 +27,12 @@ from stretto.engine.pipeline.recorder import Recorder
 from stretto.errors import StrettoError
 from stretto.recommender.train import job as recommender
 from stretto.run.calibrate import collectives, kernels, profile
+from stretto.run.config import TrainConfig
 from stretto.run.launch.local import run_ranks
+from stretto.run.launch.stop import StopRequest
 from stretto.run.train.job import run_job
+from stretto.run.train.session import Session
+from stretto.run.train.worker import train_rank
 from tiny_job import GPT, LLAMA, MOE, job
 
 plugin: Any = sys.modules["stretto_fake_npu"]  # torch has loaded it
@@ -161,6 +166,69 @@ def calibrated(folder: Path) -> dict[str, Any]:
         "computing": cluster.computing,
         "too_many": error_of(lambda: profile.calibrate(5)),
     }
+
+
+# ------------------------------------------------------------------ waits of the host
+
+
+def waiting_rank(config: TrainConfig) -> list[dict[str, int]]:
+    """A rank of a job: of each step, where the host waits for the device."""
+    steps, step = list[dict[str, int]](), Session._step
+    waits = Waits("npu")
+    for owner in (plugin.Devices, plugin.Stream, plugin.Event):
+        owner.synchronize = lambda *_: waits.note("synchronize")
+
+    def counted(self: Session, stop: StopRequest) -> bool:
+        waits.counts.clear()
+        with waits:
+            stopped = step(self, stop)
+        steps.append(dict(waits.counts))
+        return stopped
+
+    Session._step = counted
+    train_rank(config, StopRequest(), quiet=True)
+    return steps
+
+
+WAITING: dict[str, tuple[str, ...]] = {
+    "dense": (GPT,),
+    "fp16": (LLAMA, "train.dtype=float16"),
+    "tp": (LLAMA, "layout.tp=2", "layout.sequence_parallel=true"),
+    "cp": (LLAMA, "layout.cp=2"),
+    "pp": (GPT, "layout.pp=2"),
+    "split": (LLAMA, "layout.pp=2", "schedule.name=zb-h1"),
+    "zero1": (GPT, "layout.dp=2", "dp.mode=zero1", "optim.name=lamb"),
+    "zero3": (LLAMA, "layout.dp=2", "dp.mode=zero3", "recompute.mode=full"),
+    "adafactor": (GPT, "layout.dp=2", "dp.mode=zero2", "optim.name=adafactor"),
+    "muon": (GPT, "layout.dp=2", "dp.mode=zero2", "optim.name=muon"),
+    "documents": (GPT, "data.packing=documents"),
+    "experts": (MOE, "layout.dp=2", "layout.ep=2"),
+    "experts together": (MOE,),
+    "server": (GPT, "layout.dp=2", "dp.mode=server"),
+    "asynchronous": (LLAMA, "layout.pp=2", "schedule.name=pipedream", "optim.clip=null"),
+}
+
+
+def waits_of(folder: Path, model: str, *words: str) -> dict[str, int]:
+    """Where hosts wait in the fourth step of a job, on the busiest rank."""
+    folder.mkdir()
+    config = job(folder, "train.device=npu", "optim.clip=1.0", "train.steps=5", *words, model=model)
+    ranks = run_ranks(config.layout.to_layout().world, waiting_rank, config)
+    return max((steps[3] for steps in ranks), key=lambda waits: sum(waits.values()))
+
+
+def waiting(folder: Path) -> dict[str, Any]:
+    """In two jobs that have most of what could wait."""
+    words = ("layout.pp=2", "layout.dp=2", "dp.mode=zero2", "train.dtype=float16", "data.packing=documents")
+    return {
+        "pipelines in float16": waits_of(folder / "pipelines", GPT, *words),
+        "experts": waits_of(folder / "experts", MOE, "layout.dp=2", "layout.ep=2"),
+    }
+
+
+def waiting_all(folder: Path) -> dict[str, Any]:
+    """In jobs of every kind."""
+    return {name: waits_of(folder / name.replace(" ", "-"), *WAITING[name]) for name in WAITING}
 
 
 # ------------------------------------------------------------------ jobs

@@ -184,6 +184,27 @@ def test_the_first_line_of_a_run_names_its_devices(tmp_path: Path) -> None:
         assert ranks in banner(config, job_of(config, vocab=tokens.vocab), tokens)
 
 
+ONCE = {"run/train/loop.py wait: copy to cpu": 1}
+TABLES = "engine/parallel/expert/dispatch.py _table: copy to cpu"  # one a layer and microbatch
+
+
+def test_the_host_waits_for_the_device_once_a_step(report: Callable[..., Reports]) -> None:
+    """What ranks agree on, with the norm and the tokens that count: whatever else is computed stays there."""
+    waits = report("waiting")["waiting"]
+    assert waits == {"pipelines in float16": ONCE, "experts": ONCE | {TABLES: 4}}
+
+
+@pytest.mark.slow
+def test_where_the_host_waits_in_every_kind_of_job(report: Callable[..., Reports]) -> None:
+    waits = report("waiting_all")["waiting_all"]
+    assert waits.pop("experts") == ONCE | {TABLES: 4}
+    assert waits.pop("experts together") == ONCE | {TABLES: 8}
+    spoiled = "run/train/step.py _spoiled: _local_scalar_dense"
+    assert waits.pop("asynchronous") == ONCE | {spoiled: 1}
+    assert waits.pop("server") == ONCE | {"run/train/batches.py _from_server: _local_scalar_dense": 1}
+    assert {name: of for name, of in waits.items() if of != ONCE} == {}
+
+
 @pytest.mark.slow
 def test_a_checkpoint_of_devices_goes_on_elsewhere(report: Callable[..., Reports]) -> None:
     pipelines = report("pipelines")["pipelines"]

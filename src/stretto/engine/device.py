@@ -206,6 +206,13 @@ def synchronize(device: torch.device) -> None:
         _module(device).synchronize(*(() if _is_single(device) else (device,)))
 
 
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device. The host waits for a copy to its own memory, which it could read at once; not
+    for one to an accelerator, where work that is queued after it finds it complete.
+    """
+    return tensor.to(device, non_blocking=on_accelerator(device))
+
+
 def new_stream(device: torch.device) -> torch.Stream:
     """A further stream of the device, for work beside that of its current stream.
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from stretto.engine.device import moved
 from stretto.engine.kernels import Band, Flash, Kernel, Piece, Runs, exact_type
 
 T = TypeVar("T")
@@ -46,13 +47,13 @@ class Documents:
 
         def make() -> Tensor:
             real = torch.arange(self.length, device=device) if at is None else at.clamp(max=self.length - 1)
-            return real - self.begins.to(device, non_blocking=True)[:, real]
+            return real - moved(self.begins, device)[:, real]
 
         return self.kept(("positions", id(at), device), make)
 
     def apart(self, n: int, device: torch.device) -> Tensor:
         """bool [b, 1, n, n]: whether two positions are in different documents."""
-        of = self._of(torch.arange(n)).to(device)
+        of = moved(self._of(torch.arange(n)), device)
         return (of.unsqueeze(2) != of.unsqueeze(1)).unsqueeze(1)
 
     def runs(self, at: Tensor) -> list[list[Run]]:
@@ -114,7 +115,7 @@ class Documents:
                 for _, first, last in of
             ]
             cuts = torch.tensor([0, *(last for _, last in runs)], dtype=torch.int32)
-            return Runs(cuts.to(device, non_blocking=True), max(last - first for first, last in runs))
+            return Runs(moved(cuts, device), max(last - first for first, last in runs))
 
         return self.kept(("runs", n, device), make)
 

@@ -58,6 +58,17 @@ def test_adafactor_states_are_rows_and_columns():
     assert shapes["blocks.0.norm1.weight"] == {"variance": (6,)}
 
 
+def test_gradients_of_rounding_in_a_matrix_are_not_scaled_up():
+    start = {"k.weight": torch.ones(4, 3, dtype=torch.float64)}
+    gradient = torch.full((4, 3), 1e-17, dtype=torch.float64)
+    gradient[0] = 0.0  # a row whose second moment is 0
+    ours = whole(start)
+    optimizer = build_optimizer(ours, Optimiser(name="adafactor", lr=0.01, weight_decay=0.0))
+    set_gradients(ours, {"k.weight": gradient})
+    optimizer.step()
+    assert (ours[0].parameter - start["k.weight"]).abs().max() < 1e-11
+
+
 def test_gradients_of_rounding_are_not_scaled_up():
     """Those of key biases are 0 but for rounding, and differ between layouts."""
     start = {"k.bias": torch.ones(4, dtype=torch.float64)}

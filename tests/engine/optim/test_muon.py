@@ -7,9 +7,10 @@ import torch
 from splits import set_gradients, values, whole
 from torch import Tensor, nn
 
+from stretto.engine.optim import muon
 from stretto.engine.optim.base import is_block_matrix
 from stretto.engine.optim.build import build_optimizer
-from stretto.engine.optim.muon import orthogonal
+from stretto.engine.optim.muon import orthogonal, orthogonal_all, products_in
 from stretto.engine.optim.states import state_tensors
 from stretto.spec.optimiser import Optimiser
 from stretto.spec.parameters import parameter_shapes
@@ -37,6 +38,38 @@ def test_newton_schulz_is_a_polynomial_of_the_singular_values(shape: tuple[int, 
     values = torch.linalg.svdvals(orthogonal(matrix))
     assert 0.65 < float(values.min()) <= float(values.max()) < 1.25
     assert not orthogonal(torch.zeros(shape)).any()
+
+
+def test_equal_shapes_are_stacked_on_accelerators(monkeypatch: pytest.MonkeyPatch):
+    shapes = [(5, 9), (9, 5), (5, 9), (5, 9), (7, 7)]
+    matrices = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    alone = [orthogonal(matrix) for matrix in matrices]
+    stacked = list[tuple[int, ...]]()
+
+    def noted(matrix: Tensor) -> Tensor:
+        stacked.append(tuple(matrix.shape))
+        return orthogonal(matrix)
+
+    monkeypatch.setattr(muon, "on_accelerator", lambda device: True)
+    monkeypatch.setattr(muon, "orthogonal", noted)
+    monkeypatch.setattr(muon, "STACKED", 2 * 45)
+    for one, expected in zip(orthogonal_all(matrices), alone, strict=True):
+        torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-14)
+    assert stacked == [(2, 5, 9), (5, 9), (9, 5), (7, 7)]
+
+
+def test_iterations_are_in_bfloat16_only_where_a_device_has_such_products(monkeypatch: pytest.MonkeyPatch):
+    cpu = torch.device("cpu")
+    assert products_in(cpu, torch.float32) is torch.float32
+    monkeypatch.setattr(muon, "compute_capability", lambda device: (8, 0))
+    assert products_in(cpu, torch.float32) is torch.bfloat16
+    assert products_in(cpu, torch.float64) is torch.float64  # what a proof computes in
+    matrix = torch.randn(5, 9)
+    (made,) = orthogonal_all([matrix])
+    assert made.dtype is torch.float32
+    assert 0 < (made - orthogonal(matrix)).norm() < 0.05 * made.norm()
+    monkeypatch.setattr(muon, "compute_capability", lambda device: (7, 5))
+    assert products_in(cpu, torch.float32) is torch.float32
 
 
 def test_muon_is_torchs_up_to_bfloat16():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ranks import on_ranks
+from stretto.engine.optim import base
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.states import prepare, state_tensors
 from stretto.engine.parallel.fragment import Fragment, Piece, Placed
@@ -179,6 +180,20 @@ def test_an_optimiser_continues_from_loaded_states(name: str):
     resumed.step()
     for a, b in zip(straight, second, strict=True):
         assert torch.equal(a.parameter, b.parameter), a.name
+
+
+@pytest.mark.parametrize("name", ["bfloat16", *WHOLE])
+def test_batches_of_any_size_make_the_same_update(name: str, monkeypatch: pytest.MonkeyPatch):
+    """On a CPU a batch is closed once it would leave the cache; here after each fragment."""
+    plain, _ = one_process(name)
+    monkeypatch.setattr(base, "CACHED", 1)
+    alone = whole(values(0))
+    optimizer = train(alone, CONFIGS[name])
+    assert isinstance(optimizer, base.FragmentOptimizer)
+    set_gradients(alone, values(1))
+    assert {len(batch.fragments) for batch in optimizer.begin()} == {1}
+    for one, fragment in zip(plain, alone, strict=True):
+        torch.testing.assert_close(fragment.parameter, one.parameter, rtol=1e-12, atol=1e-14)
 
 
 def owners(split: Split, away: bool = False) -> dict[str, dict[str, int]]:

@@ -62,3 +62,18 @@ def test_16_bit_products_accumulate_in_the_gradients_dtype(monkeypatch, onednn):
     assert matmul.add_weight_gradient(there, dy, x, torch.float32) is there
     assert there.unique().tolist() == [1025.5]
     assert matmul.add_weight_gradient(None, dy, x, torch.float32).dtype == torch.float32
+
+
+@pytest.mark.parametrize("onednn", LIBRARIES)
+def test_products_are_scaled_and_added(monkeypatch, onednn):
+    monkeypatch.setattr(matmul, "ONEDNN", onednn)
+    monkeypatch.setattr(matmul, "SMALL", 0)
+    for lead in ((), (2,)):
+        for a, b in zip(forms(*lead, 6, 7), forms(*lead, 7, 5), strict=True):
+            kept = torch.randn(*lead, 6, 5)
+            before = kept.clone()
+            wanted = 3 * (a @ b)
+            torch.testing.assert_close(matmul.product(a, b, factor=3), wanted, rtol=1e-4, atol=1e-5)
+            made = matmul.product(a, b, factor=3, add=kept, weight=-2)
+            torch.testing.assert_close(made, wanted - 2 * kept, rtol=1e-4, atol=1e-5)
+            assert torch.equal(kept, before)

@@ -120,13 +120,13 @@ def test_a_gradient_that_is_not_finite_names_its_parameter(folder: Path) -> None
 
 
 def spoil_a_gradient(session: Any) -> None:
-    update = session.replica.update
+    norm = session.replica.gradient_norm
 
-    def spoiled(rate: float) -> Any:
+    def spoiled() -> Any:
         session.replica.parameters["blocks.1.mlp.up.weight"].grad[0, 0] = float("nan")
-        return update(rate)
+        return norm()
 
-    session.replica.update = spoiled
+    session.replica.gradient_norm = spoiled
 
 
 def test_a_failure_leaves_the_last_checkpoint_whole(folder: Path) -> None:

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from stretto.errors import StrettoError
 from stretto.program import names, schedule
@@ -251,5 +252,5 @@ def test_update_numbers_are_where_every_stage_applies_a_microbatch() -> None:
 
 
 def test_the_loss_of_a_microbatch_is_scaled_by_the_tokens_of_its_update() -> None:
-    assert scales([0, 0, 1, 1], [3.0, 1.0, 0.0, 8.0]) == [0.25, 0.25, 0.125, 0.125]
-    assert scales([0, 1], [0.0, 4.0]) == [1.0, 0.25]
+    assert scales([0, 1, 0, 1], torch.tensor([3.0, 0.0, 1.0, 8.0])).tolist() == [0.25, 0.125, 0.25, 0.125]
+    assert scales([0, 1], torch.tensor([0.0, 4.0])).tolist() == [1.0, 0.25]

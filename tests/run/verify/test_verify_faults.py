@@ -433,7 +433,7 @@ def last_update_is_lost() -> None:
 
 def scale_by_the_whole_step() -> None:
     """The loss is scaled by the tokens of the step, not of the update."""
-    step_module.scales = lambda updates, tokens: [1.0 / sum(tokens)] * len(tokens)
+    step_module.scales = lambda updates, tokens: (1.0 / tokens.sum()).expand(len(tokens))
 
 
 SGD = ("optim.name=sgd", "optim.momentum=0.9", "optim.clip=null")

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from stretto.engine.optim.base import (
+    Batch,
     FragmentOptimizer,
     Group,
     count,
-    depth_of,
+    counted_pieces,
     member_shape,
     member_size,
-    members_of,
+    rounds,
 )
 from stretto.engine.optim.whole import (
-    counted_pieces,
+    by_fragment,
+    is_whole,
     member_squares,
-    stack_slice,
     subtract_scaled,
+    sum_members,
     sum_over_holders,
 )
 from stretto.engine.parallel.fragment import Fragment
@@ -40,7 +43,8 @@ class Adafactor(FragmentOptimizer):
     decoupled decay, and epsilon 1 bounds the second moments from below. Epsilon 1 is float32's for every
     dtype: float64's would scale up gradients that are mere rounding, such as those of key biases. Each expert
     of a stack counts as a tensor. Two all-reduces a step for each group of holders: row and column sums with
-    the weights' squares, then the updates' squares; the updates are kept in memory in between.
+    the weights' squares, then the updates' squares; the updates are kept in memory in between (without
+    holders, on a CPU, those of a batch).
 
     States: for a matrix `row_var` [..., rows] and `col_var` [..., columns], whole on every rank; for a vector
     `variance`, of the fragment's shape.
@@ -63,48 +67,68 @@ class Adafactor(FragmentOptimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore
         """One update. Collective over the holders."""
-        moving = self.begin()
-        fragments = [fragment for _, fragment, _, _ in moving]
-        sizes = member_squares(fragments, [f.parameter for f in fragments])
-        sums = [_sums(f, gradient) if _factored(f) else () for _, f, gradient, _ in moving]
-        sum_over_holders(
-            (fragment, tensor)
-            for fragment, size, two in zip(fragments, sizes, sums, strict=True)
-            for tensor in (size, *two)
-        )
-        updates = list[Tensor]()
-        for (_, fragment, gradient, state), two in zip(moving, sums, strict=True):
-            new = float(state["step"]) ** BETA2_DECAY
-            if two:
-                rows, columns = member_shape(fragment)
-                state["row_var"].lerp_((two[0] / columns).to(gradient.dtype), new)
-                state["col_var"].lerp_((two[1] / rows).to(gradient.dtype), new)
-                updates.append(_factored_update(fragment, gradient, state["row_var"], state["col_var"]))
-            else:
-                variance = state["variance"].lerp_(gradient.square(), new)
-                updates.append(_scaled(variance.clone(), gradient))
-        lengths = member_squares(fragments, updates)
-        sum_over_holders(zip(fragments, lengths, strict=True))
-        for (group, fragment, _, state), update, size, length in zip(
-            moving, updates, sizes, lengths, strict=True
-        ):
-            lr, elements = group["lr"], member_size(fragment)
-            relative = min(lr, float(state["step"]) ** -0.5)
-            rate = (size / elements).sqrt_().clamp_(min=SMALLEST_SCALE) * relative
-            rate /= (length / elements).sqrt_().div_(CLIP).clamp_(min=1.0)
-            if group["weight_decay"]:
-                fragment.parameter.mul_(1.0 - lr * group["weight_decay"])
-            subtract_scaled(fragment, update, rate)
+        for batches in rounds(self.begin()):
+            sizes = [member_squares(batch, batch.parameters) for batch in batches]
+            scratch = [self.scratch(batch) for batch in batches]
+            sums = [_sums(batch, into) for batch, into in zip(batches, scratch, strict=True)]
+            sum_over_holders(
+                (fragment, tensor)
+                for batch, size, of_batch in zip(batches, sizes, sums, strict=True)
+                if batch.fragments[0].holders is not None
+                for fragment, of_members, two in zip(
+                    batch.fragments, by_fragment(batch, size), of_batch, strict=True
+                )
+                for tensor in (of_members, *two)
+            )
+            for batch, of_batch, into in zip(batches, sums, scratch, strict=True):
+                _make_updates(batch, of_batch, into)
+            lengths = [member_squares(b, into) for b, into in zip(batches, scratch, strict=True)]
+            sum_members(batches, lengths)
+            for batch, updates, size, length in zip(batches, scratch, sizes, lengths, strict=True):
+                _apply(batch, updates, size, length)
+
+
+def _apply(batch: Batch, updates: Sequence[Tensor], sizes: Tensor, lengths: Tensor) -> None:
+    """Decay the parameters and subtract the updates.
+
+    Args:
+        sizes, lengths: sums of squares of the members' weights and updates.
+    """
+    lr, members = batch.group["lr"], map(prod, batch.members)
+    # of each member: the bound of the relative step, and the number of elements
+    facts = [(min(lr, float(state["step"]) ** -0.5), member_size(f)) for f, _, state in batch]
+    table = [fact for fact, count in zip(facts, members, strict=True) for _ in range(count)]
+    relative, elements = torch.tensor(table, dtype=torch.float64).to(sizes.device, non_blocking=True).T
+    rates = (sizes / elements).sqrt_().clamp_(min=SMALLEST_SCALE).mul_(relative)
+    rates /= (lengths / elements).sqrt_().div_(CLIP).clamp_(min=1.0)
+    if batch.group["weight_decay"]:
+        torch._foreach_mul_(batch.parameters, 1.0 - lr * batch.group["weight_decay"])
+    subtract_scaled(batch, updates, rates)
 
 
 def _factored(fragment: Fragment) -> bool:
     return len(member_shape(fragment)) == 2
 
 
-def _sums(fragment: Fragment, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of the counted elements' squares: of each row, [..., rows], and column, [..., columns];
-    float64.
+Sums = tuple[()] | tuple[Tensor, Tensor]
+
+
+def _sums(batch: Batch, scratch: Sequence[Tensor]) -> list[Sums]:
+    """For each matrix the sums of the counted elements' squares: of each row, [..., rows], and column,
+    [..., columns]; float64 where they are not those of the whole tensor yet. For a vector nothing.
     """
+    return [
+        (() if not _factored(f) else _whole_sums(g, into) if is_whole(f) else _part_sums(f, g))
+        for f, g, into in zip(batch.fragments, batch.gradients, scratch, strict=True)
+    ]
+
+
+def _whole_sums(gradient: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
+    squares = torch.mul(gradient, gradient, out=scratch)
+    return squares.sum(-1), squares.sum(-2)
+
+
+def _part_sums(fragment: Fragment, gradient: Tensor) -> tuple[Tensor, Tensor]:
     shape, device = fragment.placed.shape, gradient.device
     rows = torch.zeros(shape[:-1], dtype=torch.float64, device=device)
     columns = torch.zeros((*shape[:-2], shape[-1]), dtype=torch.float64, device=device)
@@ -116,18 +140,41 @@ def _sums(fragment: Fragment, gradient: Tensor) -> tuple[Tensor, Tensor]:
     return rows, columns
 
 
-def _factored_update(fragment: Fragment, gradient: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """The gradient divided by the root of the second moments, which are rows x columns / mean of rows."""
-    mean = rows.mean(-1).clamp_(min=SMALLEST).view(*members_of(fragment), 1)
-    update, depth = torch.zeros_like(gradient), depth_of(fragment)
+def _make_updates(batch: Batch, sums: Sequence[Sums], into: Sequence[Tensor]) -> None:
+    """Move the second moments, and divide the gradients by their roots.
+
+    Args:
+        sums: over all holders.
+    """
+    new = [float(step) ** BETA2_DECAY for step in batch.state("step")]
+    vectors = [at for at, two in enumerate(sums) if not two]
+    if vectors:
+        gradients = [batch.gradients[at] for at in vectors]
+        variances = [batch.states[at]["variance"] for at in vectors]
+        squares = torch._foreach_mul(gradients, gradients)
+        torch._foreach_lerp_(variances, squares, [new[at] for at in vectors])
+        roots = torch._foreach_clamp_min(variances, SMALLEST**2)
+        torch._foreach_rsqrt_(roots)
+        torch._foreach_mul_(roots, gradients)
+        torch._foreach_copy_([into[at] for at in vectors], roots)
+    for at, (two, (fragment, gradient, state)) in enumerate(zip(sums, batch, strict=True)):
+        if two:
+            rows, columns = member_shape(fragment)
+            state["row_var"].lerp_((two[0] / columns).to(gradient.dtype), new[at])
+            state["col_var"].lerp_((two[1] / rows).to(gradient.dtype), new[at])
+            _divide(fragment, gradient, state["row_var"], state["col_var"], into[at])
+
+
+def _divide(fragment: Fragment, gradient: Tensor, rows: Tensor, columns: Tensor, into: Tensor) -> None:
+    """The gradient divided by the root of the second moments, which are rows x columns / mean of rows and at
+    least epsilon 1: the root of each factor is that of a vector, so none is taken of a matrix.
+    """
+    mean = rows.mean(-1).clamp_(min=SMALLEST).unsqueeze(-1)
+    left, right = (rows / mean).rsqrt_(), columns.rsqrt()
+    if not is_whole(fragment):
+        into.zero_()
     for piece in fragment.placed.pieces:
         *stack, row, column = (slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))
-        left = rows[(*stack, row)] / mean[stack_slice(piece, depth)]
-        second = left.unsqueeze(-1) * columns[(*stack, column)].unsqueeze(-2)
-        piece.of_local(update).copy_(_scaled(second, piece.of_local(gradient)))
-    return update
-
-
-def _scaled(second: Tensor, gradient: Tensor) -> Tensor:
-    """gradient / sqrt(second), in the memory of `second`."""
-    return second.clamp_(min=SMALLEST**2).rsqrt_().mul_(gradient)
+        update = piece.of_local(into)
+        torch.mul(left[(*stack, row)].unsqueeze(-1), right[(*stack, column)].unsqueeze(-2), out=update)
+        update.clamp_(max=1.0 / SMALLEST).mul_(piece.of_local(gradient))

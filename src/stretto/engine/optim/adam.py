@@ -6,14 +6,14 @@ AdamW with moments in the weights' type is torch's fused one; see `build`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stretto.engine.optim.base import FragmentOptimizer, Group, Moving, count
-from stretto.engine.optim.whole import member_squares, subtract_scaled, sum_over_holders
+from stretto.engine.optim.base import Batch, FragmentOptimizer, Group, count, rounds
+from stretto.engine.optim.whole import member_squares, subtract_scaled, sum_members
 from stretto.engine.parallel.fragment import Fragment
 
 CHUNK = 1 << 16  # elements whose moments are widened at a time: they stay in the CPU's cache
@@ -58,24 +58,26 @@ class NarrowAdamW(_Adam):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore
         """One update."""
-        for group, fragment, gradient, state in self.begin():
-            fragment.parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
-            parts = (fragment.parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
-            for weight, gradient_chunk, *narrow in zip(
-                *(t.reshape(-1).split(CHUNK) for t in parts), strict=True
-            ):
-                first, second = (moment.to(weight.dtype) for moment in narrow)
-                _add_adam_steps(
-                    group=group,
-                    into=[weight],
-                    gradients=[gradient_chunk],
-                    first=[first],
-                    second=[second],
-                    steps=[state["step"]],
-                    factor=-group["lr"],
-                )
-                for moment, wide in zip(narrow, (first, second), strict=True):
-                    moment.copy_(wide)
+        for batch in self.begin():
+            group = batch.group
+            for fragment, gradient, state in batch:
+                fragment.parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
+                parts = (fragment.parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
+                for weight, gradient_chunk, *narrow in zip(
+                    *(t.reshape(-1).split(CHUNK) for t in parts), strict=True
+                ):
+                    first, second = (moment.to(weight.dtype) for moment in narrow)
+                    _add_adam_steps(
+                        group=group,
+                        into=[weight],
+                        gradients=[gradient_chunk],
+                        first=[first],
+                        second=[second],
+                        steps=[state["step"]],
+                        factor=-group["lr"],
+                    )
+                    for moment, wide in zip(narrow, (first, second), strict=True):
+                        moment.copy_(wide)
 
 
 class Lamb(_Adam):
@@ -85,43 +87,38 @@ class Lamb(_Adam):
 
     The paper's phi is the identity; where either norm is 0 the ratio is 1. Each expert of a stack counts as a
     tensor. One all-reduce a step for each group of holders. The directions are kept from the norms to the
-    update, which takes as much memory as the fragments.
+    update, which takes as much memory as the fragments (without holders, on a CPU, as those of a batch).
     """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore
         """One update. Collective over the holders."""
-        moving = self.begin()
-        fragments = [fragment for _, fragment, _, _ in moving]
-        directions = _directions(moving)
-        weights = member_squares(fragments, [f.parameter for f in fragments])
-        lengths = member_squares(fragments, directions)
-        squares = [torch.stack(both) for both in zip(weights, lengths, strict=True)]
-        sum_over_holders(zip(fragments, squares, strict=True))
-        for (group, fragment, _, _), direction, both in zip(moving, directions, squares, strict=True):
-            weight, length = both.sqrt()
-            ratio = torch.where((weight > 0) & (length > 0), weight / length, 1.0)
-            subtract_scaled(fragment, direction, group["lr"] * ratio)
+        for batches in rounds(self.begin()):
+            directions = [self._directions(batch) for batch in batches]
+            squares = [
+                torch.stack([member_squares(batch, each) for each in (batch.parameters, direction)])
+                for batch, direction in zip(batches, directions, strict=True)
+            ]
+            sum_members(batches, squares)
+            for batch, direction, both in zip(batches, directions, squares, strict=True):
+                weight, length = both.sqrt_()
+                ratio = torch.where((weight > 0) & (length > 0), weight / length, 1.0)
+                subtract_scaled(batch, direction, batch.group["lr"] * ratio)
 
-
-def _directions(moving: Sequence[Moving]) -> list[Tensor]:
-    """Adam's step plus decay for each fragment, before the learning rate."""
-    together: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
-    directions = list[Tensor]()
-    for at, (group, fragment, gradient, _) in enumerate(moving):
-        directions.append(fragment.parameter * group["weight_decay"])
-        together.setdefault((id(group), gradient.dtype, gradient.device), []).append(at)
-    for places in together.values():
-        states = [moving[at][3] for at in places]
+    def _directions(self, batch: Batch) -> list[Tensor]:
+        """Adam's step plus decay for each fragment, before the learning rate."""
+        directions = self.scratch(batch)
+        for direction, parameter in zip(directions, batch.parameters, strict=True):
+            torch.mul(parameter, batch.group["weight_decay"], out=direction)
         _add_adam_steps(
-            group=moving[places[0]][0],
-            into=[directions[at] for at in places],
-            gradients=[moving[at][2] for at in places],
-            first=[state["exp_avg"] for state in states],
-            second=[state["exp_avg_sq"] for state in states],
-            steps=[state["step"] for state in states],
+            group=batch.group,
+            into=directions,
+            gradients=batch.gradients,
+            first=batch.state("exp_avg"),
+            second=batch.state("exp_avg_sq"),
+            steps=batch.state("step"),
         )
-    return directions
+        return directions
 
 
 def _add_adam_steps(

@@ -4,19 +4,61 @@ whether it decays, whether it is a stack of experts, whether Muon updates it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from stretto.engine.parallel.fragment import Fragment
+from stretto.engine.parallel.fragment import Fragment, Piece
 from stretto.spec.parameters import in_linear_of_block
 
 Group = dict[str, Any]
-Moving = tuple[Group, Fragment, Tensor, dict[str, Tensor]]  # gradient and states
+CACHED = 1 << 19  # elements whose weights, gradients and states stay in a CPU's cache between two passes
+
+
+@dataclass(kw_only=True)
+class Batch:
+    """Fragments that are updated together, with lists of tensors for torch's `_foreach_` operators: of one
+    group of parameters, dtype, device and holders.
+    """
+
+    group: Group
+    fragments: list[Fragment] = field(default_factory=list[Fragment])
+    parameters: list[Tensor] = field(default_factory=list[Tensor])
+    gradients: list[Tensor] = field(default_factory=list[Tensor])
+    states: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
+
+    def state(self, name: str) -> list[Tensor]:
+        """One state of every fragment."""
+        return [state[name] for state in self.states]
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is updated by itself, in a CPU's cache: see `FragmentOptimizer.begin`."""
+        return self.fragments[0].holders is None and self.parameters[0].device.type == "cpu"
+
+    @cached_property
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        """`members_of` every fragment."""
+        return tuple(map(members_of, self.fragments))
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether every local tensor belongs to one tensor of the plain model and is counted here: padding is
+        zero, so sums of squares are those of the whole local tensors.
+        """
+        return not any(self.members) and all(
+            len(counted_pieces(fragment)) == len(fragment.placed.pieces) for fragment in self.fragments
+        )
+
+    def __iter__(self) -> Iterator[tuple[Fragment, Tensor, dict[str, Tensor]]]:
+        """Each fragment with its gradient and its states."""
+        return zip(self.fragments, self.gradients, self.states, strict=True)
 
 
 class FragmentOptimizer(torch.optim.Optimizer):
@@ -34,28 +76,92 @@ class FragmentOptimizer(torch.optim.Optimizer):
     def __init__(self, groups: list[Group], fragments: Iterable[Fragment], defaults: dict[str, Any]) -> None:
         super().__init__(groups, defaults)
         self.fragments = {fragment.parameter: fragment for fragment in fragments}
+        self._known, self._batches = list[int](), list[Batch]()
+        self._scratch: dict[torch.dtype, Tensor] = {}
 
     def new_state(self, fragment: Fragment) -> dict[str, Tensor]:
         """Zero states, for the first update or for a checkpoint to be read into."""
         raise NotImplementedError
 
-    def begin(self) -> list[Moving]:
-        """For each fragment with a gradient: its group, the fragment, the gradient in the parameter's type,
-        and its states, with `step` (where there is one) increased to count this update.
+    def begin(self) -> list[Batch]:
+        """The fragments that have a gradient, with gradients in the parameter's type, and their states, with
+        `step` (where there is one) increased to count this update.
+
+        An accelerator's kernels take as many tensors as possible at once. On a CPU, a batch of fragments
+        without holders is closed at `CACHED` elements: the passes of an update after the first then find
+        their tensors in the cache. (Holders of a tensor have to wait for each other between two passes.)
         """
-        moving = list[Moving]()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                fragment = self.fragments.get(parameter)
-                if parameter.grad is None or fragment is None:
-                    continue
-                state = self.state[parameter]
+        moving = [
+            (number, parameter)
+            for number, group in enumerate(self.param_groups)
+            for parameter in group["params"]
+            if parameter.grad is not None and parameter in self.fragments
+        ]
+        known = [id(self.state), *(id(parameter) for _, parameter in moving)]
+        if known != self._known:  # else as in the last update
+            self._known, self._batches = known, self._batched(moving)
+        for batch in self._batches:
+            batch.gradients = [cast(Tensor, p.grad).to(p.dtype) for p in batch.parameters]
+            for fragment, state in zip(batch.fragments, batch.states, strict=True):
                 if not state:
                     state.update(self.new_state(fragment))
-                if "step" in state:
-                    state["step"] += 1
-                moving.append((group, fragment, parameter.grad.to(parameter.dtype), state))
-        return moving
+            if "step" in batch.states[0]:
+                torch._foreach_add_(batch.state("step"), 1.0)
+        return self._batches
+
+    def _batched(self, moving: Iterable[tuple[int, nn.Parameter]]) -> list[Batch]:
+        """Fragments by the number of their group and their parameter."""
+        batches, opened = list[Batch](), dict[tuple[Any, ...], Batch]()
+        for number, parameter in moving:
+            fragment = self.fragments[parameter]
+            alike = (number, parameter.dtype, parameter.device, fragment.holders)
+            batch = opened.get(alike)
+            if batch is None:
+                batch = Batch(group=self.param_groups[number])
+                opened[alike] = batch
+                batches.append(batch)
+            batch.fragments.append(fragment)
+            batch.parameters.append(parameter)
+            batch.states.append(self.state[parameter])
+            if batch.alone and sum(one.numel() for one in batch.parameters) >= CACHED:
+                del opened[alike]
+        return batches
+
+    def scratch(self, batch: Batch) -> list[Tensor]:
+        """Memory for an update of each parameter, in its shape, with any values. That of batches which are
+        updated one after the other is the same, which is in the CPU's cache.
+        """
+        if not batch.alone:
+            return [torch.empty_like(parameter) for parameter in batch.parameters]
+        sizes = [parameter.numel() for parameter in batch.parameters]
+        first = batch.parameters[0]
+        flat = self._scratch.get(first.dtype)
+        if flat is None or len(flat) < sum(sizes):
+            self._scratch[first.dtype] = flat = torch.empty(sum(sizes), dtype=first.dtype)
+        parts = flat[: sum(sizes)].split(sizes)
+        return [part.view(p.shape) for part, p in zip(parts, batch.parameters, strict=True)]
+
+
+def counted_pieces(fragment: Fragment) -> tuple[Piece, ...]:
+    """The pieces that this rank contributes to a sum over the holders, so that each element of the plain
+    tensor counts once.
+    """
+    if fragment.holders is None:  # the whole tensor is here, even where another rank owns it
+        return fragment.placed.pieces
+    return tuple(piece for piece in fragment.placed.pieces if piece.owned)
+
+
+def rounds(batches: Iterable[Batch]) -> list[list[Batch]]:
+    """Batches that an update goes through side by side: those with holders together, so that a group of
+    holders has one all-reduce for all of them, each of the others by itself.
+    """
+    alone, together = list[list[Batch]](), list[Batch]()
+    for batch in batches:
+        if batch.fragments[0].holders is None:
+            alone.append([batch])
+        else:
+            together.append(batch)
+    return [*alone, together] if together else alone
 
 
 def count(device: torch.device | str = "cpu") -> Tensor:

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from stretto.engine.optim.base import FragmentOptimizer, Group, Moving, depth_of, member_shape, members_of
-from stretto.engine.optim.whole import sendable
+from stretto.engine.device import compute_capability, on_accelerator
+from stretto.engine.optim.base import Batch, FragmentOptimizer, Group, depth_of, member_shape, members_of
+from stretto.engine.optim.whole import is_whole, sendable
 from stretto.engine.parallel.collectives import start_exchange, start_gather
 from stretto.engine.parallel.fragment import Fragment
+from stretto.engine.parallel.tensor.matmul import product as matrix_product
 
 
 class Box(NamedTuple):
@@ -184,6 +186,7 @@ def _boxes_of_all(fragments: Sequence[Fragment], group: ProcessGroup | None) -> 
     ]
 
 
+STACKED = 1 << 27  # elements of equal matrices that an accelerator orthogonalises together
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: steepest at 0; values end in about [0.7, 1.2]
 SMALLEST = 1e-7  # lower bound of the norm in the denominator
@@ -197,9 +200,9 @@ class Muon(FragmentOptimizer):
 
         w <- (1 - lr decay) w - 0.2 lr sqrt(max(rows, columns)) orthogonal((1 - b) g + b m)
 
-    Each expert of a stack counts as a matrix. Every matrix is gathered on one of its holders, orthogonalised
-    there and scattered back: two all-to-alls a step for each group of holders. Copies of a tensor, as on
-    data-parallel ranks without sharded states, repeat the work.
+    Each expert of a stack counts as a matrix. A matrix that ranks share is gathered on one of its holders,
+    orthogonalised there and scattered back: two all-to-alls a step for each group of holders. Copies of a
+    tensor, as on data-parallel ranks without sharded states, repeat the work.
 
     States: `momentum_buffer`, of the fragment's shape, or those of `rest`.
     """
@@ -226,44 +229,87 @@ class Muon(FragmentOptimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore
         """One update. Collective over the holders."""
-        by_holders: dict[ProcessGroup | None, list[Moving]] = {}
-        for moving in self.begin():
-            by_holders.setdefault(moving[1].holders, []).append(moving)
-        for together in by_holders.values():
-            self._update(together)
+        shared: dict[ProcessGroup, list[Batch]] = {}
+        for batch in self.begin():
+            holders = batch.fragments[0].holders
+            if holders is not None:
+                shared.setdefault(holders, []).append(batch)
+            else:
+                self._update([batch])
+        for batches in shared.values():
+            self._update(batches)
         if self.rest is not None:
             self.rest.step()
 
-    def _update(self, moving: Sequence[Moving]) -> None:
-        updates = [_direction(group, gradient, state) for group, _, gradient, state in moving]
-        fragments = [fragment for _, fragment, _, _ in moving]
-        key = tuple(map(id, fragments))
-        if key not in self._exchanges:
-            self._exchanges[key] = Exchange(fragments)
-        exchange = self._exchanges[key]
-        matrices = exchange.gather(updates)
-        exchange.scatter({at: orthogonal(matrix) for at, matrix in matrices.items()}, updates)
-        for (group, fragment, _, _), update in zip(moving, updates, strict=True):
-            lr = group["lr"]
-            fragment.parameter.mul_(1.0 - lr * group["weight_decay"])
-            fragment.parameter.add_(update, alpha=-RMS * lr * sqrt(max(member_shape(fragment))))
+    def _update(self, batches: Sequence[Batch]) -> None:
+        """Update fragments of the same holders."""
+        updates = [_directions(batch) for batch in batches]
+        fragments = [fragment for batch in batches for fragment in batch.fragments]
+        flat = [update for of_batch in updates for update in of_batch]
+        if all(map(is_whole, fragments)):
+            matrices = [matrix for update in flat for matrix in update.view(-1, *update.shape[-2:])]
+            torch._foreach_copy_(matrices, orthogonal_all(matrices))
+        else:
+            key = tuple(map(id, fragments))
+            if key not in self._exchanges:
+                self._exchanges[key] = Exchange(fragments)
+            exchange = self._exchanges[key]
+            gathered = exchange.gather(flat)
+            results = orthogonal_all(list(gathered.values()))
+            exchange.scatter(dict(zip(gathered, results, strict=True)), flat)
+        for batch, of_batch in zip(batches, updates, strict=True):
+            lr = batch.group["lr"]
+            torch._foreach_mul_(of_batch, [-RMS * lr * sqrt(max(member_shape(f))) for f in batch.fragments])
+            torch._foreach_mul_(batch.parameters, 1.0 - lr * batch.group["weight_decay"])
+            torch._foreach_add_(batch.parameters, of_batch)
 
 
-def _direction(group: Group, gradient: Tensor, state: dict[str, Tensor]) -> Tensor:
-    momentum: float = group["momentum"]
-    state["momentum_buffer"].lerp_(gradient, 1.0 - momentum)
-    return gradient.lerp(state["momentum_buffer"], momentum)
+def _directions(batch: Batch) -> list[Tensor]:
+    """Move the momenta; Nesterov's form of them, in new memory."""
+    momentum: float = batch.group["momentum"]
+    buffers = batch.state("momentum_buffer")
+    torch._foreach_lerp_(buffers, batch.gradients, 1.0 - momentum)
+    return list(torch._foreach_lerp(batch.gradients, buffers, momentum))
+
+
+def orthogonal_all(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """`orthogonal` of every matrix, in the precision of `products_in` and returned in their own; matrices of
+    a shape are one stack on an accelerator, whose kernels are too small for it otherwise.
+    """
+    results = list(matrices)
+    alike: dict[tuple[torch.Size, torch.dtype, torch.device], list[int]] = {}
+    for at, matrix in enumerate(matrices):
+        alike.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(at)
+    for (shape, dtype, device), places in alike.items():
+        most = max(1, STACKED // shape.numel()) if on_accelerator(device) else 1
+        for first in range(0, len(places), most):
+            some = places[first : first + most]
+            stack = torch.stack([matrices[at] for at in some]) if len(some) > 1 else matrices[some[0]]
+            made = orthogonal(stack.to(products_in(device, dtype))).to(dtype)
+            for at, result in zip(some, made.unbind() if len(some) > 1 else [made], strict=True):
+                results[at] = result
+    return results
+
+
+def products_in(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The precision of the iterations: bfloat16, as by Jordan et al. 2024, of float32 matrices on CUDA
+    devices with such products (compute capability 8.0); otherwise the matrices' own.
+    """
+    fast = compute_capability(device) >= (8, 0)
+    return torch.bfloat16 if fast and dtype == torch.float32 else dtype
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Approximately U V^T of the matrix U S V^T, by five Newton-Schulz iterations in the matrix's type:
-    singular values above rounding error come out between 0.7 and 1.2.
+    """Approximately U V^T of the matrix U S V^T, or of each of a stack [..., rows, columns], by five
+    Newton-Schulz iterations in the matrix's type: singular values above rounding error come out between 0.7
+    and 1.2.
     """
     a, b, c = COEFFICIENTS
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
-    x = x / x.norm().clamp(min=SMALLEST)
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if tall else matrix
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_(min=SMALLEST)
     for _ in range(STEPS):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+        gram = matrix_product(x, x.mT)
+        polynomial = matrix_product(gram, gram, factor=c, add=gram, weight=b)
+        x = matrix_product(polynomial, x, add=x, weight=a)
+    return x.mT if tall else x

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from stretto.engine.device import moved
 from stretto.engine.optim.whole import sendable
 from stretto.engine.parallel.collectives import all_sum
 from stretto.engine.parallel.fragment import Fragment, Placed
@@ -41,13 +42,14 @@ class GradientNorm:
         Args:
             scale: the loss scale, by which the gradients are multiplied.
         """
-        total = torch.zeros((), dtype=torch.float64)
+        total: Tensor | None = None
         for over, group in self.groups.items():
             # float64 on all ranks: a rank without gradients could not know the others' dtype
             square = _square(self._parts[over])
             if group is not None:
                 square = all_sum(sendable(square, group), group)
-            total = square + total.to(square.device)
+            total = square if total is None else square + moved(total, square.device)
+        assert total is not None, "no parameters"
         return total.sqrt() / scale
 
 
@@ -62,15 +64,16 @@ def _square(parts: Sequence[tuple[Fragment, Placed | None]]) -> Tensor:
             [gradient] if placed is None else [p.of_local(gradient) for p in placed.pieces if p.owned]
         )
         views.setdefault((gradient.dtype, gradient.device), []).extend(views_owned)
-    total = torch.zeros((), dtype=torch.float64)
+    total: Tensor | None = None
     for (dtype, device), same in views.items():  # norms of 16-bit gradients are computed in float32
         norms = torch._foreach_norm(same, 2, torch.promote_types(dtype, torch.float32))
         # squared in float64: float32 would overflow from a norm of 2e19 on
-        total = torch.stack(norms).double().square().sum() + total.to(device)
-    return total
+        square = torch.stack(norms).double().square().sum()
+        total = square if total is None else square + moved(total, device)
+    return torch.zeros((), dtype=torch.float64) if total is None else total
 
 
-def ratio(norm: Tensor, largest: float | None, scale: float = 1.0) -> float:
+def ratio(norm: float, largest: float | None, scale: float = 1.0) -> float:
     """The factor that clips and unscales all gradients: min(1, largest / (norm + 1e-6)) / scale, the rule of
     torch.nn.utils.clip_grad_norm_.
 
@@ -79,7 +82,7 @@ def ratio(norm: Tensor, largest: float | None, scale: float = 1.0) -> float:
         largest: norm to clip to; None: no clipping.
         scale: the loss scale, by which the gradients are multiplied.
     """
-    return (1.0 if largest is None else min(1.0, float(largest / (norm + 1e-6)))) / scale
+    return (1.0 if largest is None else min(1.0, largest / (norm + 1e-6))) / scale
 
 
 @torch.no_grad()

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from stretto.engine.optim.base import depth_of, members_of
+from stretto.engine.device import moved
+from stretto.engine.optim.base import Batch, counted_pieces
 from stretto.engine.parallel.collectives import start_sum
 from stretto.engine.parallel.fragment import Fragment, Piece
-
-
-def counted_pieces(fragment: Fragment) -> tuple[Piece, ...]:
-    """The pieces that this rank contributes to a sum over the holders, so that each element of the plain
-    tensor counts once.
-    """
-    if fragment.holders is None:  # the whole tensor is here, even where another rank owns it
-        return fragment.placed.pieces
-    return tuple(piece for piece in fragment.placed.pieces if piece.owned)
 
 
 def stack_slice(piece: Piece, depth: int) -> tuple[slice, ...]:
     """The members of the stack that the piece covers."""
     return tuple(slice(o, o + n) for o, n in zip(piece.offsets[:depth], piece.sizes[:depth], strict=True))
+
+
+def sum_members(batches: Sequence[Batch], members: Sequence[Tensor]) -> None:
+    """Sum what `member_squares` returns for each batch over the holders, in place, with one all-reduce for
+    each group of them; [..., members].
+    """
+    sum_over_holders(
+        pair
+        for batch, of_batch in zip(batches, members, strict=True)
+        if batch.fragments[0].holders is not None
+        for pair in zip(batch.fragments, by_fragment(batch, of_batch), strict=True)
+    )
 
 
 def sum_over_holders(parts: Iterable[tuple[Fragment, Tensor]]) -> None:
@@ -48,44 +53,58 @@ def sendable(tensor: Tensor, group: ProcessGroup) -> Tensor:
     the host.
     """
     devices = group._device_types
-    return tensor if any(d.type == tensor.device.type for d in devices) else tensor.to(devices[0].type)
+    return tensor if any(d.type == tensor.device.type for d in devices) else moved(tensor, devices[0])
 
 
-def member_squares(fragments: Sequence[Fragment], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """For each fragment, the sum of squares of the counted elements of its local tensor: float64, of the
-    shape of the stack (() for a single tensor), not yet summed over the holders.
+def is_whole(fragment: Fragment) -> bool:
+    """Whether the local tensor is the whole tensor of the plain model, in its own shape."""
+    pieces, shape = fragment.placed.pieces, fragment.placed.shape
+    whole = len(pieces) == 1 and pieces[0].strides is None and pieces[0].sizes == shape
+    return whole and fragment.holders is None and tuple(fragment.parameter.shape) == shape
+
+
+def member_squares(batch: Batch, tensors: list[Tensor]) -> Tensor:
+    """The sum of squares of the counted elements of every member of the fragments' stacks, one after the
+    other, not yet summed over the holders; float64.
+
+    Args:
+        tensors: one of each fragment, of its local shape.
     """
-    totals = [torch.zeros(members_of(f), dtype=torch.float64, device=f.parameter.device) for f in fragments]
-    views, into = list[Tensor](), list[Tensor]()
-    for fragment, tensor, total in zip(fragments, tensors, totals, strict=True):
-        depth, pieces = depth_of(fragment), counted_pieces(fragment)
-        if depth == 0 and len(pieces) == len(fragment.placed.pieces):
-            views.append(tensor)  # with its padding, which is zero
-            into.append(total)
-            continue
-        for piece in pieces:
+    if batch.plain:
+        return torch.stack(torch._foreach_norm(tensors)).double().square_()
+    sums = list[Tensor]()
+    for fragment, tensor, shape in zip(batch.fragments, tensors, batch.members, strict=True):
+        depth, total = len(shape), torch.zeros(shape, dtype=torch.float64, device=tensor.device)
+        for piece in counted_pieces(fragment):
             view = piece.of_local(tensor)
-            if depth:
-                norms = torch.linalg.vector_norm(view, dim=tuple(range(depth, view.dim())))
-                total[stack_slice(piece, depth)] += norms.double().square_()
-            else:
-                views.append(view)
-                into.append(total)
-    if views:
-        for total, norm in zip(into, torch.stack(torch._foreach_norm(views)).double().square_(), strict=True):
-            total += norm
-    return totals
+            norms = torch.linalg.vector_norm(view, dim=tuple(range(depth, view.dim())))
+            total[stack_slice(piece, depth)] += norms.double().square_()
+        sums.append(total.flatten())
+    return torch.cat(sums)
 
 
-def subtract_scaled(fragment: Fragment, update: Tensor, factor: Tensor) -> None:
-    """Subtract factor x update from the parameter; `factor` has the shape of the stack."""
-    depth, parameter = depth_of(fragment), fragment.parameter
-    factor = factor.to(parameter.dtype)
-    if not depth:
-        parameter.addcmul_(update, factor, value=-1.0)  # a tensor factor: nothing is read back to the host
+def by_fragment(batch: Batch, members: Tensor) -> list[Tensor]:
+    """What `member_squares` returns, as a view for each fragment, in the shape of its stack: () for a single
+    tensor.
+    """
+    parts, lead = members.split([prod(shape) for shape in batch.members], -1), members.shape[:-1]
+    return [part.view((*lead, *shape)) for part, shape in zip(parts, batch.members, strict=True)]
+
+
+def subtract_scaled(batch: Batch, updates: Sequence[Tensor], factors: Tensor) -> None:
+    """Subtract factor x update from the parameters.
+
+    Args:
+        factors: one for each member, as in `member_squares`: nothing is read back to the host.
+    """
+    factors = factors.to(batch.parameters[0].dtype)
+    if not any(batch.members):
+        torch._foreach_addcmul_(batch.parameters, list(updates), list(factors), value=-1.0)
         return
-    for piece in fragment.placed.pieces:
-        view = piece.of_local(update)
-        each = factor[stack_slice(piece, depth)]
-        each = each.reshape(*each.shape, *(1,) * (view.dim() - depth))
-        piece.of_local(parameter).addcmul_(view, each, value=-1.0)
+    each = by_fragment(batch, factors)
+    for fragment, update, factor in zip(batch.fragments, updates, each, strict=True):
+        depth = factor.dim()
+        for piece in fragment.placed.pieces:
+            view, of_piece = piece.of_local(update), factor[stack_slice(piece, depth)]
+            of_piece = of_piece.reshape(*of_piece.shape, *(1,) * (view.dim() - depth))
+            piece.of_local(fragment.parameter).addcmul_(view, of_piece, value=-1.0)

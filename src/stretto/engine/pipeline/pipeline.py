@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stretto.engine.device import moved
 from stretto.engine.parallel.data.stage_weights import ReplicatedWeights, StageWeights
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor.linear import adopt
@@ -434,17 +435,17 @@ class Pipeline:
         m = self.program.microbatches
         if not self.holds_loss:
             return ()
-        if isinstance(scale, Tensor):
-            return [scale] * m
         dtype = next((p.dtype for p in self.parameters()), torch.float32)
         dtype = dtype if dtype == torch.float64 else torch.float32
-        if isinstance(scale, Sequence):
-            if len(scale) != m:
-                raise StrettoError(
-                    f"{len(scale)} scales for {m} microbatches", hint="give one for each, or one for all"
-                )
-            return list(torch.tensor(scale, dtype=dtype, device=self.mesh.device))
-        return [torch.tensor(1.0 if scale is None else scale, dtype=dtype, device=self.mesh.device)] * m
+        given = torch.as_tensor(1.0 if scale is None else scale, dtype=dtype)
+        here = moved(given, self.mesh.device)
+        if not here.dim():
+            return [here] * m
+        if len(here) != m:
+            raise StrettoError(
+                f"{len(here)} scales for {m} microbatches", hint="give one for each, or one for all"
+            )
+        return list(here)
 
     # ------------------------------------------------------------------ building
 

@@ -79,7 +79,7 @@ class TrainingStep:
         total, finite = float(result.loss_sum), bool(result.loss_sum.isfinite())
         report = StepReport(
             loss=total if finite else 0.0,
-            bad_microbatch=None if finite else 0,
+            bad_microbatch=0.0 if finite else 1.0,
             stop=stop is not None and stop.signal is not None,
             memory_gib=peak_memory(self._device),
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from stretto.engine.device import on_accelerator
+from stretto.engine.device import moved, on_accelerator
 from stretto.engine.documents import Documents
 from stretto.engine.models.language import IGNORED
 from stretto.engine.parallel.collectives import all_sum
@@ -62,10 +62,11 @@ class Batches:
 
     def take(
         self, samples: SampleSource, seen: int, keyed: bool, number: int = 0
-    ) -> tuple[tuple[list[Tensor], list[Tensor]], list[float]]:
+    ) -> tuple[tuple[list[Tensor], list[Tensor]], Tensor]:
         """This rank's part of its replica's microbatches of the global batch after `seen` samples, on the
-        device; and of each microbatch the tokens that count, over all replicas. The replica knows the
-        documents of each from then on, or what its decoder reads.
+        device; and of each microbatch the tokens that count, over all replicas, float64 [microbatches], on
+        the device if ranks had to add them up. The replica knows the documents of each from then on, or what
+        its decoder reads.
 
         Args:
             keyed: let dropout know the samples.
@@ -75,7 +76,7 @@ class Batches:
         place = self.replica.place(number)
 
         def to_device(values: Tensor) -> Tensor:
-            return values.to(mesh.device, non_blocking=True)
+            return moved(values, mesh.device)
 
         if keyed:
             self.replica.samples[place] = self._indices(seen, d)
@@ -85,7 +86,8 @@ class Batches:
         else:
             whole = self._read(samples, seen, d)
             counts = self._count([one.targets for one in whole])
-            pairs = [self.replica.share(one.inputs, one.targets) for one in whole]
+            # taken apart on the device: copies from pinned memory do not wait
+            pairs = [self.replica.share(to_device(one.inputs), to_device(one.targets)) for one in whole]
             begins = [one.begins for one in whole if one.begins is not None]
             self.replica.decoders[place] = [
                 (to_device(one.decoder), None if one.lengths is None else to_device(one.lengths))
@@ -93,8 +95,7 @@ class Batches:
                 if one.decoder is not None
             ]
         self.replica.documents[place] = map(Documents, begins)
-        inputs, targets = ([to_device(x) for x in part] for part in zip(*pairs, strict=True))
-        return (inputs, targets), counts
+        return ([inputs for inputs, _ in pairs], [targets for _, targets in pairs]), counts
 
     def _indices(self, seen: int, replica: int) -> list[range]:
         m = self._microbatches
@@ -113,14 +114,14 @@ class Batches:
     def _read(self, samples: SampleSource, seen: int, replica: int) -> list[Batch]:
         return [samples.batch(i) for i in self._indices(seen, replica)]
 
-    def _count(self, targets: list[Tensor]) -> list[float]:
+    def _count(self, targets: list[Tensor]) -> Tensor:
         """Tokens that count of each microbatch, over all replicas; all ranks of one have the targets."""
-        count = torch.stack([(t != IGNORED).sum() for t in targets]).double().to(self.mesh.device)
-        return all_sum(count, self.mesh.group("dp")).tolist()
+        count, group = torch.stack([(t != IGNORED).sum() for t in targets]).double(), self.mesh.group("dp")
+        return count if group is None else all_sum(moved(count, self.mesh.device), group)
 
     def _from_server(
         self, samples: SampleSource, seen: int, group: ProcessGroup
-    ) -> tuple[Pairs, list[Tensor], list[float]]:
+    ) -> tuple[Pairs, list[Tensor], Tensor]:
         m = self._microbatches
         empty = torch.zeros(self.replica.job.micro_batch, self.replica.job.sequence, dtype=torch.int64)
         shape = self.replica.share(empty, empty)[0].shape
@@ -132,16 +133,16 @@ class Batches:
             for replica in range(group.size()):
                 whole = self._read(samples, seen, replica)
                 counted = torch.stack([(one.targets != IGNORED).sum() for one in whole])
-                counts[:m] += counted.double().to(counts.device)
+                counts[:m] += moved(counted.double(), counts.device)
                 shared = [torch.stack(self.replica.share(one.inputs, one.targets)) for one in whole]
-                parts.append(torch.stack(shared).to(mine.device))
+                parts.append(moved(torch.stack(shared), mine.device))
                 if of := [one.begins for one in whole if one.begins is not None]:
-                    edges.append(torch.stack(of).to(begins.device))
+                    edges.append(moved(torch.stack(of), begins.device))
             counts[m] = len(edges)
         group.scatter([mine], [parts] if parts else []).wait()
         group.broadcast([counts]).wait()
-        *of_microbatches, packed = counts.tolist()
+        packed = bool(counts[m])
         if packed:
             group.scatter([begins], [edges] if edges else []).wait()
         pairs = [(one[0], one[1]) for one in mine]
-        return pairs, list(begins.cpu()) if packed else [], of_microbatches
+        return pairs, list(begins.cpu()) if packed else [], counts[:m]

@@ -103,4 +103,5 @@ class Evaluation:
         """The summed loss of one global batch, and its tokens."""
         (inputs, targets), counts = self._step.batches.take(self._read_ahead[part.name], first, keyed=False)
         losses = self._step.replica.pipeline.evaluate(inputs, targets)
-        return self._step.agree(losses, f"evaluation after step {after}", stop), int(sum(counts))
+        agreed = self._step.agree(losses, f"evaluation after step {after}", stop, [counts.sum()[None]])
+        return agreed, int(agreed.known[0])

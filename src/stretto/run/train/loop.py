@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from stretto.engine.device import backend_for, rank_device
 from stretto.errors import StrettoError
@@ -50,10 +51,11 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What one rank reports of a step or an evaluation."""
+    """What one rank reports of a step or an evaluation. Tensors are on the ranks' devices, and stay there."""
 
-    loss: float = 0.0  # its part of the sum of all losses
-    bad_microbatch: int | None = None  # the first whose loss is not finite
+    loss: float | Tensor = 0.0  # its part of the sum of all losses
+    # one more than the number of the first microbatch whose loss is not finite; 0: all are
+    bad_microbatch: float | Tensor = 0.0
     bad_weights: bool = False  # the step left weights that are not finite
     overflow: bool = False  # an update within the step was skipped
     stop: bool = False  # it was asked to stop
@@ -70,33 +72,40 @@ class StepAgreement:
     overflow: bool
     stop: bool
     memory_gib: float | None  # of the fullest rank; None where no rank measures it
+    known: tuple[float, ...] = ()  # numbers that every rank knew before, now on the host
 
 
 class Agreement:
     """The reports of all ranks, on their way to each of them: one all-reduce, started here and waited for
     later. Without a process group this rank is alone.
+
+    Of all that a step computes, the host reads nothing but this, in one copy from the device.
+
+    Args:
+        known: numbers that are the same on every rank, [n], to be read with it.
     """
 
-    def __init__(self, report: StepReport, device: torch.device) -> None:
+    def __init__(self, report: StepReport, device: torch.device, known: Sequence[Tensor] = ()) -> None:
         rank, self._world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         # sums over the ranks, then a column a rank: one more than its first bad microbatch, and its memory
-        facts = [report.loss, report.bad_weights, report.overflow, report.stop]
-        sums = torch.tensor(facts, dtype=torch.float64)
-        columns = torch.zeros(2, self._world, dtype=torch.float64)
-        columns[0, rank] = 0 if report.bad_microbatch is None else report.bad_microbatch + 1
-        columns[1, rank] = report.memory_gib
-        self._facts, self._work = torch.cat((sums, columns.flatten())), None
+        facts = torch.zeros(4 + 2 * self._world, dtype=torch.float64)
+        facts[1:4] = torch.tensor([report.bad_weights, report.overflow, report.stop], dtype=torch.float64)
+        facts[4 + self._world + rank] = report.memory_gib
+        self._facts, self._work = facts.to(device, non_blocking=True), None
+        self._facts[0] = report.loss
+        self._facts[4 + rank] = report.bad_microbatch
+        self._known = [one.to(device, torch.float64, non_blocking=True) for one in known]
         if self._world > 1:
-            self._facts = self._facts.to(device)
             self._work = dist.all_reduce(self._facts, async_op=True)
 
     def wait(self) -> StepAgreement:
         """What all ranks report."""
         if self._work is not None:
             self._work.wait()
-        facts = self._facts.cpu()
-        loss, bad_weights, overflow, stop = facts[:4].tolist()
-        first_bad, memory = facts[4:].view(2, self._world).tolist()
+        facts: list[float] = torch.cat([self._facts, *self._known]).tolist()
+        loss, bad_weights, overflow, stop = facts[:4]
+        end = 4 + self._world
+        first_bad, memory = facts[4:end], facts[end : end + self._world]
         return StepAgreement(
             loss=loss,
             bad_microbatches={at: int(number) - 1 for at, number in enumerate(first_bad) if number},
@@ -104,12 +113,13 @@ class Agreement:
             overflow=overflow > 0,
             stop=stop > 0,
             memory_gib=max(memory) or None,
+            known=tuple(facts[end + self._world :]),
         )
 
 
-def agree(report: StepReport, device: torch.device) -> StepAgreement:
-    """Combine the reports of all ranks."""
-    return Agreement(report, device).wait()
+def agree(report: StepReport, device: torch.device, known: Sequence[Tensor] = ()) -> StepAgreement:
+    """Combine the reports of all ranks; see `Agreement`."""
+    return Agreement(report, device, known).wait()
 
 
 class TrainingLoop(ABC, Generic[C, P]):

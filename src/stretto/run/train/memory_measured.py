@@ -270,14 +270,12 @@ def random_step(replica: Replica, step: int, recorder: Recorder | None = None) -
         replica.decoders[:] = [(draw(target).to(device).clone(), None) for _ in range(m)]
     inputs, targets = [x.to(device).clone() for x, _ in pairs], [y.to(device).clone() for _, y in pairs]
     del pairs
-    tokens = float(job.global_batch * target)
+    tokens = torch.full((m,), job.global_batch * target / m, dtype=torch.float64)
     if replica.asynchronous:
-        numbers = update_numbers(replica.pipeline.program)
         replica.set_rate(rate)
-        replica.step(inputs, targets, scales(numbers, [tokens / m] * m), recorder)
-    else:
-        replica.step(inputs, targets, 1.0 / tokens, recorder)
-        replica.update(rate)
+    replica.step(inputs, targets, scales(update_numbers(replica.pipeline.program), tokens), recorder)
+    if not replica.asynchronous:
+        replica.update(rate, float(replica.gradient_norm()))
 
 
 def measure_rank(job: Job, train: LoopConfig) -> RankHeld:

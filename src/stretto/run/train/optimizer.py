@@ -40,18 +40,19 @@ def update_numbers(program: Program) -> list[int]:
     return numbers
 
 
-def scales(numbers: Sequence[int], tokens: Sequence[float]) -> list[float]:
-    """The factor of each microbatch's loss: 1 over the tokens of the update that applies its gradient.
+def scales(numbers: Sequence[int], tokens: Tensor) -> Tensor:
+    """The factor of each microbatch's loss: 1 over the tokens of the update that applies its gradient;
+    [microbatches], where `tokens` is.
 
     Args:
         numbers: of each microbatch's update (`update_numbers`).
-        tokens: of each microbatch, those that have a target, over all replicas.
+        tokens: of each microbatch, those that have a target, over all replicas; float64 [microbatches].
     """
-    totals: dict[int, float] = {}
-    for number, count in zip(numbers, tokens, strict=True):
-        totals[number] = totals.get(number, 0.0) + count
+    update = torch.tensor(numbers).to(tokens.device, non_blocking=True)
+    totals = tokens.new_zeros(max(numbers) + 1).index_add_(0, update, tokens)
+    total = totals.index_select(0, update)
     # an update without tokens has no gradient either
-    return [1.0 / (totals[number] or 1.0) for number in numbers]
+    return 1.0 / torch.where(total > 0, total, 1.0)
 
 
 Values = Callable[[str, tuple[int, ...]], Tensor]

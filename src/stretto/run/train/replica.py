@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from stretto.engine.checkpoint.shards import Tensors
 from stretto.engine.documents import Documents
 from stretto.engine.models.language import IGNORED
-from stretto.engine.optim.norm import GradientNorm, clip, ratio
+from stretto.engine.optim.norm import GradientNorm, ratio
 from stretto.engine.optim.scale import LossScale
 from stretto.engine.optim.states import state_tensors
 from stretto.engine.parallel.data.sharded import ShardedStates
@@ -69,17 +70,20 @@ class Replica:
         self,
         inputs: Sequence[Tensor],
         targets: Sequence[Tensor],
-        scale: float | Sequence[float],
+        scale: Tensor,
         recorder: Recorder | None = None,
     ) -> Tensor | None:
-        """Forward and backward of one batch, each microbatch as `share` gives it; see `Pipeline.step`."""
+        """Forward and backward of one batch, each microbatch as `share` gives it; see `Pipeline.step`.
+
+        Args:
+            scale: gradients of the losses, [microbatches].
+        """
         self.auxiliary.reset()
-        factor = 1.0 if self.loss_scale is None else self.loss_scale.value
-        return self.pipeline.step(inputs, targets, self._scaled(scale, 0, factor), recorder)
+        return self.pipeline.step(inputs, targets, self._scaled(scale, 0, self._factor), recorder)
 
     def advance(
         self,
-        enter: Callable[[int], tuple[Sequence[Tensor], Sequence[Tensor], float | Sequence[float]]],
+        enter: Callable[[int], tuple[Sequence[Tensor], Sequence[Tensor], Tensor]],
         steps: int,
         factor: Callable[[int], float] | None = None,
         recorder: Recorder | None = None,
@@ -91,15 +95,15 @@ class Replica:
         """
         if self.pipeline.drained:
             self.auxiliary.reset()
-        present = 1.0 if self.loss_scale is None else self.loss_scale.value
+        present = self._factor
 
-        def scaled(number: int) -> tuple[Sequence[Tensor], Sequence[Tensor], list[float]]:
+        def scaled(number: int) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor]:
             inputs, targets, scale = enter(number)
             return inputs, targets, self._scaled(scale, number, present if factor is None else factor(number))
 
         return self.pipeline.advance(scaled, steps, recorder)
 
-    def _scaled(self, scale: float | Sequence[float], number: int, factor: float) -> list[float]:
+    def _scaled(self, scale: Tensor, number: int, factor: float) -> Tensor:
         """The gradients of a step's losses, and of those that layers add to them, with the loss scale.
 
         Args:
@@ -109,12 +113,11 @@ class Replica:
         job, program = self.job, self.pipeline.program
         m = program.microbatches
         # experts are balanced over all tokens, whether or not the loss counts them
-        tokens = [float(job.micro_batch * job.sequence * job.layout.dp)] * m
-        self.auxiliary_scales[self.place(number)] = [
-            one * factor for one in scales(update_numbers(program), tokens)
-        ]
-        of_losses = scale if isinstance(scale, Sequence) else [scale] * m
-        return [one * factor for one in of_losses]
+        tokens = torch.full((m,), job.micro_batch * job.sequence * job.layout.dp, dtype=torch.float64)
+        self.auxiliary_scales[self.place(number)] = (
+            scales(update_numbers(program), tokens) * factor
+        ).tolist()
+        return scale * factor
 
     def place(self, number: int) -> slice:
         """Where what is known of each microbatch of a step is kept, by the step's number in its window."""
@@ -155,27 +158,40 @@ class Replica:
             scale = self.loss_scale.value
         self.optimizer.set_rate(rate, step, scale)
 
-    def update(self, rate: float) -> Tensor:
-        """Clip and apply the gradients at learning rate `rate`; returns the norm before clipping.
-
-        Nothing is applied where the norm is not finite; with float16 the loss scale takes note.
+    def gradient_norm(self) -> Tensor:
+        """The norm of the step's gradients before clipping, without the loss scale: a float64 scalar, the
+        same on every rank. Collective.
         """
         assert self.norm is not None, "an asynchronous schedule has updated already"
-        factor = 1.0 if self.loss_scale is None else self.loss_scale.value
-        norm = self.states.from_server(self.norm(factor))
-        finite = bool(norm.isfinite())
+        return self.states.from_server(self.norm(self._factor))
+
+    def update(self, rate: float, norm: float) -> None:
+        """Clip and apply the gradients at learning rate `rate`.
+
+        Nothing is applied where the norm is not finite; with float16 the loss scale takes note.
+
+        Args:
+            norm: what `gradient_norm` returned.
+        """
+        factor = ratio(norm, self.job.optimiser.clip, self._factor)
         if self.loss_scale is not None:
-            self.loss_scale.update(not finite)
-        if not finite:
-            return norm
+            self.loss_scale.update(not isfinite(norm))
+        if not isfinite(norm):
+            return
         if not self.optimizer.eager:  # else they have begun, at the rate that was set before
             self.set_rate(rate)
         if self.optimizer.offloaded:  # copies of the gradients are on their way already
-            self.optimizer.step(ratio(norm, self.job.optimiser.clip, factor))
+            self.optimizer.step(factor)
         else:
-            clip(self.gradients(), norm, self.job.optimiser.clip, factor)
+            gradients = self.gradients()
+            if factor != 1.0 and gradients:
+                torch._foreach_mul_(gradients, factor)
             self.optimizer.step()
-        return norm
+
+    @property
+    def _factor(self) -> float:
+        """The loss scale; 1 without one."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def refresh(self) -> None:
         """After a checkpoint was read into the optimisers: copy their values to all weights. Collective."""

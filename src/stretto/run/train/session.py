@@ -21,7 +21,7 @@ from stretto.run.train.metrics import Metrics
 from stretto.run.train.position import TextPosition, save_run
 from stretto.run.train.prediction import Forecast
 from stretto.run.train.replica import Replica
-from stretto.run.train.speed import Speed, expert_report
+from stretto.run.train.speed import Speed
 from stretto.run.train.step import StepResult, TrainingStep
 
 
@@ -138,7 +138,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
                 )
 
     def _report(self, done: StepResult, seconds: float) -> None:
-        """Count and record a step. Collective for a model with experts."""
+        """Count and record a step."""
         self._stopping = self._stopping or done.stop
         self._speed.fullest = done.memory_gib
         position = self.position
@@ -166,7 +166,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
             record = replace(record, bubble=self._forecast.estimate.bubble)
         if (scale := self.replica.loss_scale) is not None:
             record = replace(record, loss_scale=scale.value, skipped=scale.skipped)
-        if (experts := expert_report(self.replica, done.tokens)) is not None:
+        if (experts := done.experts) is not None:
             record = replace(
                 record,
                 expert_loss=experts.loss,

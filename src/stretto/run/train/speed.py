@@ -39,9 +39,9 @@ class ExpertReport:
     busiest: float
 
 
-def expert_report(replica: Replica, tokens: float) -> ExpertReport | None:
-    """The report of the last step, the same on every rank; None for a model without experts.
-    Collective.
+def expert_facts(replica: Replica, tokens: float) -> Tensor | None:
+    """The fields of `ExpertReport` of the last step, float64 [3] on the device, the same on every rank; None
+    for a model without experts. Collective.
 
     Args:
         tokens: of the global batch.
@@ -57,14 +57,10 @@ def expert_report(replica: Replica, tokens: float) -> ExpertReport | None:
     return _report(facts[0], facts[1], facts[2:].view_as(loads), tokens)
 
 
-def _report(losses: Tensor, dropped: Tensor, loads: Tensor, tokens: float) -> ExpertReport:
+def _report(losses: Tensor, dropped: Tensor, loads: Tensor, tokens: float) -> Tensor:
     chosen = loads.sum()
     busiest = (loads.amax(1) / loads.mean(1).clamp(min=1e-12)).max()
-    report = torch.stack([losses / tokens, dropped / chosen.clamp(min=1.0), busiest])
-    return ExpertReport(*report.tolist())
-
-
-__all__ = ["ExpertReport", "expert_report"]
+    return torch.stack([losses / tokens, dropped / chosen.clamp(min=1.0), busiest])
 
 
 _WINDOW = 50  # steps of the median

@@ -7,14 +7,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf, isfinite
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.engine.device import peak_memory
+from stretto.engine.device import moved, peak_memory
 from stretto.engine.models.moe import correct
 from stretto.engine.optim.rate import Rate
 from stretto.engine.pipeline import Recorder
@@ -25,6 +25,7 @@ from stretto.run.train.batches import Batches, SampleSource
 from stretto.run.train.loop import Agreement, StepAgreement, StepReport, agree
 from stretto.run.train.optimizer import scales, update_numbers
 from stretto.run.train.replica import Replica
+from stretto.run.train.speed import ExpertReport, expert_facts
 from stretto.spec.finetune import adjusted
 
 T = TypeVar("T")
@@ -52,6 +53,7 @@ class StepResult:
         updates: of the weights.
         stop: whether any rank was asked to stop.
         memory_gib: peak of the fullest rank; None where no rank measures it.
+        experts: of a model with experts.
     """
 
     step: int
@@ -64,6 +66,7 @@ class StepResult:
     updates: int
     stop: bool
     memory_gib: float | None
+    experts: ExpertReport | None
 
 
 @dataclass(kw_only=True)
@@ -74,7 +77,7 @@ class _Window:
         first: the number of its first step.
         seen: samples before that.
         until: the number of the step after its last.
-        counted: of each step under way, the tokens that the loss counts.
+        counted: of each step under way, the tokens that the loss counts, of each microbatch.
         agreements: on the steps that have come to an end on this rank, in order.
         spoiled: of these, the first weight of this rank that was not finite then.
         factors: the loss scale at its start, and after each step that has been reported.
@@ -83,7 +86,7 @@ class _Window:
     first: int
     seen: int
     until: int
-    counted: dict[int, float] = field(default_factory=dict[int, float])
+    counted: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     agreements: deque[tuple[int, Agreement]] = field(default_factory=deque[tuple[int, Agreement]])
     spoiled: dict[int, str | None] = field(default_factory=dict[int, "str | None"])
     factors: list[float] = field(default_factory=list[float])
@@ -151,15 +154,19 @@ class TrainingStep:
         replica, timed = self.replica, _untimed if recorder is None else recorder.timed
         where, rate = f"step {step + 1}", self._rate(step)
         (inputs, targets), counts = timed(trace.BATCH, lambda: self.batches.take(samples, seen, keyed=True))
-        # of all ranks: a mean over means would weigh the tokens of ranks with few targets more
-        counted = sum(counts)
         replica.set_rate(rate)
-        losses = replica.step(inputs, targets, 1.0 / (counted or 1.0), recorder)
-        agreed = timed(trace.AGREEMENT, lambda: self.agree(losses, where, stop))
-        norm = timed(trace.UPDATE, lambda: self.update(rate, where))
+        # counts of all ranks: a mean over means would weigh the tokens of ranks with few targets more
+        losses = replica.step(inputs, targets, scales(self._update_numbers, counts), recorder)
+
+        def known() -> list[Tensor]:
+            return [counts.sum()[None], replica.gradient_norm()[None], *self._expert_facts()]
+
+        agreed = timed(trace.AGREEMENT, lambda: self.agree(losses, where, stop, known()))
+        counted, norm, *experts = agreed.known
+        timed(trace.UPDATE, lambda: self.update(rate, norm, where))
         if isfinite(norm):
             self.correct()
-        return [self._result(step, seen, counted, agreed, norm)]
+        return [self._result(step, seen, counted, agreed, norm, experts)]
 
     def _advance(
         self,
@@ -181,12 +188,12 @@ class TrainingStep:
                 self._window.factors.append(replica.loss_scale.value)
         window = self._window
 
-        def enter(number: int) -> tuple[list[Tensor], list[Tensor], list[float]]:
+        def enter(number: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
             before = window.seen + number * size
             (inputs, targets), counts = timed(
                 trace.BATCH, lambda: self.batches.take(samples, before, keyed=True, number=number)
             )
-            window.counted[window.first + number] = sum(counts)
+            window.counted[window.first + number] = counts
             # each update is by the mean over its tokens
             return inputs, targets, scales(self._update_numbers, counts)
 
@@ -202,7 +209,8 @@ class TrainingStep:
         # no gradient norm follows that would show it
         window.spoiled[step] = spoiled = self._spoiled()
         report = self._report(losses, stop, spoiled is not None, replica.optimizer.overflowed)
-        window.agreements.append((step, Agreement(report, self.mesh.device)))
+        known = [window.counted.pop(step).sum()[None], *self._expert_facts()]
+        window.agreements.append((step, Agreement(report, self.mesh.device, known)))
         results = list[StepResult]()
         while len(window.agreements) > (0 if pipeline.drained else pipeline.late):
             results.append(timed(trace.AGREEMENT, lambda: self._conclude(window)))
@@ -229,10 +237,22 @@ class TrainingStep:
                 )
             window.factors.append(scale.value)
         seen = window.seen + (step - window.first) * self.replica.job.global_batch
-        return self._result(step, seen, window.counted.pop(step), agreed, None)
+        counted, *experts = agreed.known
+        return self._result(step, seen, counted, agreed, None, experts)
+
+    def _expert_facts(self) -> list[Tensor]:
+        """What `expert_facts` has of a step: one tensor, or none. Collective."""
+        facts = expert_facts(self.replica, self.replica.job.global_batch * self.replica.job.sequence)
+        return [] if facts is None else [facts]
 
     def _result(
-        self, step: int, seen: int, counted: float, agreed: StepAgreement, norm: float | None
+        self,
+        step: int,
+        seen: int,
+        counted: float,
+        agreed: StepAgreement,
+        norm: float | None,
+        experts: Sequence[float],
     ) -> StepResult:
         job = self.replica.job
         return StepResult(
@@ -246,21 +266,25 @@ class TrainingStep:
             updates=0 if norm is not None and not isfinite(norm) else max(self._update_numbers) + 1,
             stop=agreed.stop,
             memory_gib=agreed.memory_gib,
+            experts=ExpertReport(*experts) if experts else None,
         )
 
-    def update(self, rate: float, where: str) -> float:
-        """Apply the gradients of the step; returns their norm before clipping. A norm that is not finite says
-        that gradients overflowed in float16 and the update was skipped.
+    def update(self, rate: float, norm: float, where: str) -> None:
+        """Apply the gradients of the step, unless they overflowed in float16.
+
+        Args:
+            norm: of the gradients before clipping, the same on every rank; not finite where they overflowed.
 
         Raises:
             TrainingFailed: the norm is not finite, and no smaller loss scale could mend it.
         """
-        norm, scale = float(self.replica.update(rate)), self.replica.loss_scale
+        self.replica.update(rate, norm)
+        scale = self.replica.loss_scale
         if isfinite(norm):
-            return norm
+            return
         if scale is not None and not scale.exhausted:
             self._tell(f"{where}: gradients overflow, no update; the loss scale is {scale.value:.10g} now")
-            return norm
+            return
         place = self._first_named(_not_finite({f.name: f.gradient for f in self.replica.fragments}))
         smallest = "" if scale is None else " at the smallest loss scale"
         raise TrainingFailed(
@@ -283,17 +307,24 @@ class TrainingStep:
         if self._note is not None:
             self._note(text)
 
-    def agree(self, losses: Tensor | None, where: str, stop: StopRequest | None = None) -> StepAgreement:
+    def agree(
+        self,
+        losses: Tensor | None,
+        where: str,
+        stop: StopRequest | None = None,
+        known: Sequence[Tensor] = (),
+    ) -> StepAgreement:
         """What all ranks report of a step or an evaluation, the same on every rank. Collective.
 
         Args:
             losses: of this rank's microbatches [m], where it has the last stage.
             stop: whether this rank was asked to stop.
+            known: numbers that the host is to know with it; see `Agreement`.
 
         Raises:
             TrainingFailed: a loss is not finite; on all ranks, naming the step, rank and microbatch.
         """
-        agreed = agree(self._report(losses, stop), self.mesh.device)
+        agreed = agree(self._report(losses, stop), self.mesh.device, known)
         self._check(agreed, where)
         return agreed
 
@@ -305,13 +336,14 @@ class TrainingStep:
         overflow: bool = False,
     ) -> StepReport:
         """What this rank has to say of a step."""
-        bad_microbatch, total = None, 0.0
-        if losses is not None:
-            bad = (~losses.isfinite()).nonzero()
-            if len(bad):
-                bad_microbatch = self._microbatches(len(losses))[int(bad[0])]
-            elif self.mesh.index("tp") == 0:  # every tp rank computes the same loss
-                total = float(losses.double().sum())
+        bad_microbatch, total = 0.0, 0.0
+        if losses is not None and len(losses):
+            bad = ~losses.isfinite()
+            numbers = torch.tensor(self._microbatches(len(losses)), dtype=torch.float64) + 1.0
+            first = torch.where(bad, moved(numbers, losses.device), inf).amin()
+            bad_microbatch = torch.where(bad.any(), first, 0.0)
+            if self.mesh.index("tp") == 0:  # every tp rank computes the same loss
+                total = torch.where(bad.any(), 0.0, losses.double().sum())
         return StepReport(
             loss=total,
             bad_microbatch=bad_microbatch,

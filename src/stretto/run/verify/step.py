@@ -15,7 +15,6 @@ from stretto.engine.parallel.fragment import Fragment, Piece, Placed
 from stretto.prove.compare import misplaced, relative
 from stretto.run.data.dataset import Batch
 from stretto.run.train.replica import Replica
-from stretto.run.train.speed import expert_report
 from stretto.run.train.step import StepResult, TrainingStep
 from stretto.run.verify.reference import Snapshot, Trial
 from stretto.spec.finetune import adjusted
@@ -60,12 +59,12 @@ class TrialStep(TrainingStep):
         seen = step * self.replica.job.global_batch
         return self.run(self._samples, step=step, seen=seen, until=until)
 
-    def update(self, rate: float, where: str) -> float:
+    def update(self, rate: float, norm: float, where: str) -> None:
         """As training; the gradients are kept before, if they are observed."""
         if self.observed:
             factor = 1.0 if self.replica.loss_scale is None else self.replica.loss_scale.value
             self.gradients = gradients_of(self.replica, factor)
-        return super().update(rate, where)
+        super().update(rate, norm, where)
 
     def scale_losses(self) -> bool:
         """Scale the loss as float16 does, if this replica could train in float16; returns whether it does."""
@@ -75,10 +74,9 @@ class TrialStep(TrainingStep):
         return True
 
 
-def loss_of(replica: Replica, done: StepResult) -> float:
-    """The loss of a step with what layers add to it. Collective."""
-    experts = expert_report(replica, done.tokens)
-    return done.loss + (0.0 if experts is None else experts.loss)
+def loss_of(done: StepResult) -> float:
+    """The loss of a step with what layers add to it."""
+    return done.loss + (0.0 if done.experts is None else done.experts.loss)
 
 
 def worst(norms: Sequence[float], reference: Sequence[Snapshot]) -> list[float]:

@@ -100,7 +100,7 @@ def observe(
         except TrainingFailed as failed:
             verdicts.append(failed_verdict(describe(job), str(failed)))
             break
-        loss, local = loss_of(replica, done), training.gradients
+        loss, local = loss_of(done), training.gradients
         gradients = compare(local.tensors, local.places, expected.gradients, expected.gradient_scales)
         assert done.norm is not None
         (norm,) = worst([done.norm], [expected])

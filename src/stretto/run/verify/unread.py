@@ -102,7 +102,7 @@ def _run(replica: Replica, trial: Trial, reference: Sequence[Snapshot], windows:
         for step in range(len(reference)):
             until = next((end for end in ends if end > step), None)
             for done in training.make(step, until):
-                made.append((loss_of(replica, done), done.norm))
+                made.append((loss_of(done), done.norm))
     except TrainingFailed as failed:
         ran.failure = str(failed)
         return ran

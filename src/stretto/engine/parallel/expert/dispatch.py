@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from stretto.engine.device import moved
 from stretto.engine.parallel.collectives import exchange, gather, gather_uneven, scatter_uneven
 from stretto.engine.parallel.expert.grouped import Groups
 
@@ -189,9 +190,9 @@ def _sorting(chunks: Sequence[Sequence[int]], device: torch.device) -> Tensor | 
     if len(chunks) == 1 or len(chunks[0]) == 1:
         return None
     sizes = torch.tensor(chunks)
-    number = torch.arange(sizes.shape[1]).expand_as(sizes).flatten().to(device)
+    number = moved(torch.arange(sizes.shape[1]).expand_as(sizes).flatten(), device)
     rows = sum(map(sum, chunks))
-    return number.repeat_interleave(sizes.flatten().to(device), output_size=rows).argsort(stable=True)
+    return number.repeat_interleave(moved(sizes.flatten(), device), output_size=rows).argsort(stable=True)
 
 
 class _Mix(torch.autograd.Function):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stretto.engine.device import compute_capability, on_accelerator
+from stretto.engine.device import compute_capability, moved, on_accelerator
 from stretto.engine.parallel.precision import HALVES, gradient_dtype
 from stretto.engine.parallel.tensor import matmul
 from stretto.engine.parallel.tensor.linear import Fused, add_sum
@@ -41,13 +41,13 @@ class Groups:
     @cached_property
     def ends(self) -> Tensor:
         """Where each group ends, int32, on the rows' device."""
-        return torch.tensor(list(accumulate(self.counts)), dtype=torch.int32).to(self.device)
+        return moved(torch.tensor(list(accumulate(self.counts)), dtype=torch.int32), self.device)
 
     @cached_property
     def numbers(self) -> Tensor:
         """The group of each row, int64, on the rows' device."""
         each = torch.arange(len(self.counts), device=self.device)
-        return each.repeat_interleave(torch.tensor(self.counts).to(self.device), output_size=self.rows)
+        return each.repeat_interleave(moved(torch.tensor(self.counts), self.device), output_size=self.rows)
 
     def filled(self) -> Iterator[tuple[int, int, int]]:
         """(group, first row, row after the last) of every group that has rows."""

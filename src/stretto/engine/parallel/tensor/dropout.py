@@ -15,6 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from stretto.engine.device import moved
+
 
 class DropoutKeys:
     """The seed, and the numbers of the samples in the current microbatch; shared by all dropout layers of a
@@ -104,7 +106,7 @@ class KeyedDropout(nn.Module):
         stream = self.keys.generator(self.name, sample, device)
         mask = torch.rand(whole, generator=stream, device=device) >= self.p
         for cut in cuts:
-            mask = mask.index_select(cut.of_sample, cut.indices.clamp(max=cut.size - 1).to(device))
+            mask = mask.index_select(cut.of_sample, moved(cut.indices.clamp(max=cut.size - 1), device))
         return mask
 
     def extra_repr(self) -> str:

@@ -65,6 +65,23 @@ def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
     return _onednn(dy, weight.t(), None) if _applies(dy, weight.shape[1]) else dy @ weight
 
 
+def product(
+    a: Tensor, b: Tensor, *, factor: float = 1.0, add: Tensor | None = None, weight: float = 1.0
+) -> Tensor:
+    """factor a b, plus weight x add; a [..., n, k], b [..., k, m], with at most one dimension of a stack. Not
+    differentiable.
+    """
+    if a.dim() == 2 and _applies(a, b.shape[1]):
+        result = _onednn(a, b.t(), None)
+        result = result if factor == 1.0 else result.mul_(factor)
+        return result if add is None else result.add_(add, alpha=weight)
+    if add is None:
+        result = a @ b
+        return result if factor == 1.0 else result.mul_(factor)
+    fused = torch.addmm if a.dim() == 2 else torch.baddbmm
+    return fused(add, a, b, beta=weight, alpha=factor)
+
+
 def add_weight_gradient(grad: Tensor | None, dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """grad + dy^T x: in place if `grad` exists, else a new tensor of `dtype`; dy [n, out], x [n, in], grad
     [out, in].

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from stretto.engine.device import moved
+
 if TYPE_CHECKING:
     from stretto.engine.parallel.mesh import Mesh
 
@@ -94,4 +96,4 @@ class SequenceSplit:
             ends = [*x.shape]
             ends[dim] = self.padded - self.length
             x = torch.cat([x, x.new_full(ends, fill)], dim)
-        return x.index_select(dim, self.positions.to(x.device))
+        return x.index_select(dim, moved(self.positions, x.device))
