@@ -37,6 +37,7 @@ VOCAB_MULTIPLE = 64  # of each rank's share of the vocabulary in training, so th
 UNDRAINED = 100.0  # steps between two drains of an asynchronous schedule, where no config says them
 
 RecomputeMode = Literal["none", "selective", "full", "auto"]
+Compile = Literal["off", "blocks"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Job:
             does.
         loss_chunk: tokens of which the logits, the loss and their gradients are computed at a time; 0: all of
             a microbatch; None: as many as pay off (`spec.loss_chunk`).
+        compile: `blocks`: what lies between the matrix products of blocks is compiled.
         fused_loss: one kernel computes the loss from the logits and another their gradient in place;
             Stretto's own loss is not fused.
         framework: whose ways of keeping and recomputing tensors a prediction follows.
@@ -110,6 +112,7 @@ class Job:
     optimiser: Optimiser = field(default_factory=lambda: Optimiser(clip=None))
     attention: AttentionKernel = "flash"
     loss_chunk: int | None = 0
+    compile: Compile = "off"
     fused_loss: bool = False
     framework: Framework = STRETTO
     vocab_multiple: int = 1

@@ -60,11 +60,15 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, hidden] to [b, s, hidden]."""
-        q, k, v = split_heads(self.qkv(x), self.heads, self.kv_heads, self.head_dim)
-        q, k = self.rotary(self.q_norm(q)), self.rotary(self.k_norm(k))
+        q, k, v = self.to_heads(self.qkv(x))
         extra = self.sinks if self.relative is None else self._bias(self.relative, q)
         y = self.core(q, k, v) if extra is None else self.core(q, k, v, extra)
         return self.drop(self.proj(merge_heads(y)))
+
+    def to_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as `core` takes them, of their features [b, s, ...]."""
+        q, k, v = split_heads(qkv, self.heads, self.kv_heads, self.head_dim)
+        return self.rotary(self.q_norm(q)), self.rotary(self.k_norm(k)), v
 
     def _bias(self, relative: Tensor, q: Tensor) -> Tensor:
         """Of the scores of queries [b, heads, n, d], by the distance of their keys: [heads, n, n]."""

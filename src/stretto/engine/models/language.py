@@ -117,28 +117,43 @@ class Block(nn.Module):
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """[b, s, hidden] to [b, s, hidden]; with the memory [b, m, hidden] beside it, which is passed on."""
         if memory is None:
-            return self._second(self._first(x))
+            return self._alone(x)
         assert self.cross is not None, "an encoder's block got a memory"
         assert self.norm_cross is not None
-        x = self._first(x)
         if self.post:
-            x = self.norm_cross(added(x, self.cross(x, memory)))
+            x = self.add_and_norm(x, self.attn(x), None, self.norm1)[1]
+            x = self.add_and_norm(x, self.cross(x, memory), None, self.norm_cross)[1]
+            x = self.add_and_norm(x, self.mlp(x), None, self.norm2)[1]
         else:
-            x = added(x, self.cross(self.norm_cross(x), memory))
-        x = self._second(x)
+            x, y = self.add_and_norm(x, self.attn(self.normed(x)), self.norm1_post, self.norm_cross)
+            x, y = self.add_and_norm(x, self.cross(y, memory), None, self.norm2)
+            x = self.add(x, self.mlp(y), self.norm2_post)
         return x if self.last else (x, memory)
 
-    def _first(self, x: Tensor) -> Tensor:
+    def _alone(self, x: Tensor) -> Tensor:
+        """Without a memory."""
         if self.post:
-            return self.norm1(added(x, self.attn(x)))
-        y = self.attn(self.norm1(x))
-        return added(x, y if self.norm1_post is None else self.norm1_post(y))
+            x = self.add_and_norm(x, self.attn(x), None, self.norm1)[1]
+            return self.add_and_norm(x, self.mlp(x), None, self.norm2)[1]
+        x, y = self.add_and_norm(x, self.attn(self.normed(x)), self.norm1_post, self.norm2)
+        return self.add(x, self.mlp(y), self.norm2_post)
 
-    def _second(self, x: Tensor) -> Tensor:
-        if self.post:
-            return self.norm2(added(x, self.mlp(x)))
-        y = self.mlp(self.norm2(x))
-        return added(x, y if self.norm2_post is None else self.norm2_post(y))
+    def normed(self, x: Tensor) -> Tensor:
+        """The residual stream as attention takes it, unless norms come after."""
+        return self.norm1(x)
+
+    def add_and_norm(
+        self, x: Tensor, y: Tensor, after: nn.Module | None, norm: nn.Module
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream x plus what a part of the block adds to it, y, itself normalised by `after` if
+        given; and that sum, normalised by `norm`.
+        """
+        x = added(x, y if after is None else after(y))
+        return x, norm(x)
+
+    def add(self, x: Tensor, y: Tensor, after: nn.Module | None) -> Tensor:
+        """The residual stream x plus y, itself normalised by `after` if given."""
+        return added(x, y if after is None else after(y))
 
 
 class CrossEntropy(nn.Module):

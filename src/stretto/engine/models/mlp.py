@@ -52,4 +52,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, hidden] to [b, s, hidden]."""
-        return self.drop(self.down(activate(getattr(self, self.into)(x), self.kind)))
+        return self.drop(self.down(self.activation(getattr(self, self.into)(x))))
+
+    def activation(self, y: Tensor) -> Tensor:
+        """The activation function between the linears, of y [..., width] or [gate; up]."""
+        return activate(y, self.kind)

@@ -84,16 +84,16 @@ class Rotary(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [b, heads, s, dim], rotated by its positions."""
+        return rotate(x, *self.tables(x), self.interleaved)
+
+    def tables(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin for the positions of x [..., s, n], each [s, dim / 2], or [b, 1, s, dim / 2] where
+        samples hold several documents.
+        """
         at, documents = self.positions, self.packing.documents
         if documents is not None:
-            cos, sin = self._tables_of(x, documents)
-        else:
-            cos, sin = self._tables(x) if at is None else self._tables_at(x, at)
-        if not self.interleaved:
-            first, second = x.chunk(2, dim=-1)
-            return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-        first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-        return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
+            return self._tables_of(x, documents)
+        return self._tables(x) if at is None else self._tables_at(x, at)
 
     def _tables(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The tables for x; cached between calls unless x is a traced or fake tensor."""
@@ -137,6 +137,17 @@ class Rotary(nn.Module):
     def extra_repr(self) -> str:
         scaled = "" if self.scaling is None else f", {self.scaling.type} x {self.scaling.factor:g}"
         return f"{self.dim}, theta={self.theta:g}{scaled}"
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x [..., dim] with its pairs of features turned by angles of which cos and sin [..., dim / 2] are
+    given.
+    """
+    if not interleaved:
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
 
 
 def rotary_tables(

@@ -9,6 +9,7 @@ from pathlib import Path
 from stretto.errors import Problem, StrettoError, nearest
 from stretto.planner.memory.job import memory_of
 from stretto.program import PLAIN
+from stretto.run.config.compiler import compiler
 from stretto.run.config.disk_space import scratch
 from stretto.run.config.job import job_of, program_file
 from stretto.run.config.run_checks import (
@@ -255,6 +256,7 @@ CHECKS: tuple[Callable[[TrainConfig], Iterator[Problem]], ...] = (
     _objective,
     _source,
     _tokenizer,
+    compiler,
     resume,
     run_folder,
     tensorboard,

@@ -23,7 +23,7 @@ from stretto.run.config.states import DataParallelConfig, FinetuneConfig, LoraCo
 from stretto.spec.attention import AttentionKernel, ContextKind
 from stretto.spec.data_parallel import Dtype
 from stretto.spec.devices import AUTO, BACKENDS, KINDS, check_backend, check_device
-from stretto.spec.job import VOCAB_MULTIPLE, RecomputeMode
+from stretto.spec.job import VOCAB_MULTIPLE, Compile, RecomputeMode
 from stretto.spec.optimiser import (
     DecayShape,
     Optimiser,
@@ -347,6 +347,11 @@ class RunTimeConfig(LoopConfig):
         default="flash",
         description="`flash`: torch's scaled_dot_product_attention; `explicit`: forms and keeps the "
         "matrix of probabilities, as attention dropout always does.",
+    )
+    compile: Compile = Field(
+        default="off",
+        description="`blocks`: torch.compile fuses what lies between the matrix products of blocks, once for "
+        "all that are alike; needs a C++ compiler on CPUs, Triton on GPUs. See docs/compile.md.",
     )
     vocab_multiple: int = Field(
         default=VOCAB_MULTIPLE,

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -132,7 +132,7 @@ def _run(job: Job, mesh: Mesh, quick: bool, progress: Progress, started: float) 
     heard = _Heard(layout=mesh.layout, following=following)
     with following, tiles_once(following):
         progress("assembly of the stages", 0, 1)
-        replica = assemble(job, mesh, seed=0, fresh=False)
+        replica = assemble(replace(job, compile="off"), mesh, seed=0, fresh=False)
         try:
             replica.pipeline.train()
             order = replica.pipeline.program.orders[replica.pipeline.rank]

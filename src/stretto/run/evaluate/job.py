@@ -213,7 +213,8 @@ def _evaluate_rank(
     with ExitStack() as cleanup:
         device = cleanup.enter_context(process_group(config.train))
         source = open_data(config) if source is None else source
-        job = job_of(config, vocab=vocabulary(source, config))
+        # one pass does not earn back what compiling takes, and this machine may have no compiler
+        job = replace(job_of(config, vocab=vocabulary(source, config)), compile="off")
         mesh = Mesh(job.layout, device, timedelta(seconds=config.train.timeout_s))
         replica = assemble(job, mesh, seed=config.train.seed, fresh=False)
         cleanup.callback(replica.close)

@@ -47,6 +47,7 @@ _JOB = {
     "context": "layout.context",
     "attention": "train.attention",
     "loss_chunk": "train.loss_chunk",
+    "compile": "train.compile",
     "vocab_multiple": "train.vocab_multiple",
     "bucket": "train.bucket_mib",
 }
@@ -101,6 +102,7 @@ _OF_RUN = tuple(
 # of a job, and yet nothing that a plan decides
 _UNPLANNED = {
     "train.bucket_mib",
+    "train.compile",
     *(f"model.{one.name}" for one in fields(Initial)),
     "precision.loss_scale",
     "precision.loss_scale_steps",

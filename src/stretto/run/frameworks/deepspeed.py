@@ -424,6 +424,7 @@ RULES = (
         write=lambda _: {},
         notes=_note_model,
     ),
+    aside("a compiled module is up to the script", "train.compile"),
     aside("padding of the vocabulary is up to the script's model", "train.vocab_multiple"),
     aside("the loss is the script's", "train.loss_chunk"),
     aside(

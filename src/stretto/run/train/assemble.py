@@ -9,9 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from stretto.engine.compiler import Compiler
 from stretto.engine.documents import Documents, Packing, share_packing
 from stretto.engine.models.build import build
 from stretto.engine.models.causal import make_explicit
+from stretto.engine.models.compiled import compile_blocks
 from stretto.engine.models.language import LanguageModel
 from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.models.weights import freeze, initial_values
@@ -64,6 +66,7 @@ def dtype_of(precision: Precision, name: str) -> torch.dtype:
 class _Setup:
     """What every step of building a replica reads.
 
+    compiler: None where nothing is compiled.
     samples, documents, decoders, auxiliary_scales: of each microbatch, written by the replica when a step
         begins; the pipeline reads them before each forward.
     """
@@ -75,6 +78,7 @@ class _Setup:
     keys: DropoutKeys
     auxiliary: Auxiliary
     split: SequenceSplit
+    compiler: Compiler | None
     packing: Packing = field(default_factory=Packing)
     samples: list[range] = field(default_factory=list[range])
     documents: list[Documents] = field(default_factory=list[Documents])
@@ -114,6 +118,7 @@ def assemble(job: Job, mesh: Mesh, *, seed: int, fresh: Fresh = True) -> Replica
         keys=DropoutKeys(seed),
         auxiliary=Auxiliary(mesh.device),
         split=SequenceSplit.of(mesh, job.sequence, job.sequence_parallel and job.layout.tp > 1),
+        compiler=Compiler() if job.compile == "blocks" else None,
     )
     model = _plain_model(setup)
     table = _shard(setup, model)
@@ -141,6 +146,7 @@ def assemble(job: Job, mesh: Mesh, *, seed: int, fresh: Fresh = True) -> Replica
         auxiliary=setup.auxiliary,
         auxiliary_scales=setup.auxiliary_scales,
         loss_scale=loss_scale(job.precision),
+        compiler=setup.compiler,
     )
 
 
@@ -154,6 +160,8 @@ def _plain_model(setup: _Setup) -> LanguageModel:
     lean_norms(model)
     if setup.job.attention == "explicit":
         make_explicit(model)
+    if setup.compiler is not None:
+        compile_blocks(model, setup.compiler)
     return model
 
 

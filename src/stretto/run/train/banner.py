@@ -70,9 +70,18 @@ def _features(job: Job) -> list[str]:
         (job.sequence_parallel and job.layout.tp > 1, "sequence parallel"),
         (job.layout.cp > 1, f"{job.context} attention"),
         (job.attention != "flash", f"{job.attention} attention"),
+        (job.compile != "off", f"compiled {job.compile}{_uncompiled(job)}"),
         (job.recompute.mode != "none", f"recompute {job.recompute.mode}"),
     ]
     return [text for shown, text in features if shown]
+
+
+def _uncompiled(job: Job) -> str:
+    """The parts of blocks that stay as they are although a compiler could fuse more of them."""
+    parts = {"latent attention": job.shape.latent is not None, "routers": job.shape.moe is not None}
+    parts["dropout"] = job.shape.dropout > 0.0
+    kept = [name for name, there in parts.items() if there]
+    return f" (but {', '.join(kept)})" if kept else ""
 
 
 def _stages(job: Job, program: Program) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.engine.checkpoint.shards import Tensors
+from stretto.engine.compiler import Compiler
 from stretto.engine.documents import Documents
 from stretto.engine.models.language import IGNORED
 from stretto.engine.optim.norm import GradientNorm, ratio
@@ -43,6 +44,7 @@ class Replica:
     auxiliary: losses that layers add to the step's, and their statistics.
     auxiliary_scales: gradients of the losses that layers add in each microbatch under way.
     loss_scale: with float16, the factor of the loss.
+    compiler: of the blocks; None where nothing is compiled.
     """
 
     job: Job
@@ -60,6 +62,7 @@ class Replica:
     auxiliary: Auxiliary
     auxiliary_scales: list[float]
     loss_scale: LossScale | None = None
+    compiler: Compiler | None = None
 
     @property
     def shape(self) -> ModelShape:
@@ -203,6 +206,8 @@ class Replica:
         self.states.close()
         self.pipeline.close()
         self.mesh.close()
+        if self.compiler is not None:
+            self.compiler.close()
 
 
 MODEL, OPTIM = "model.", "optim."

@@ -113,6 +113,8 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         ended = time.perf_counter()
         self._seconds.append(ended - self._ended)
         self._ended = ended
+        if (compiler := self.replica.compiler) is not None and (news := compiler.news()):
+            self.note(f"step {position.step}: {news}")
         if recorder is not None:
             self._trace(recorder)
         for result in done:

@@ -9,11 +9,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from stretto.errors import StrettoError
+from stretto.run.config.compiler import compiler_problems
+from stretto.run.config.run_checks import raise_first
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.marks import vocabulary
 from stretto.run.data.prepare import check_samples, prepare_data
 from stretto.run.launch.local import check_ranks, prepare, run_ranks
 from stretto.run.train.job import PRELOAD
+from stretto.spec.devices import HOST
 from stretto.spec.job import Job
 from stretto.spec.parameters import count_parameters
 
@@ -51,6 +54,8 @@ def verify(
     """
     ranks = cases[0].layout.world
     check_ranks(ranks)
+    if (compile := cases[0].compile) != "off":
+        raise_first([*compiler_problems(compile, HOST)])
     prepare(PRELOAD)
     source = prepare_data(config, quiet=quiet)
     shape = config.shape(vocabulary(source, config))
