@@ -91,8 +91,8 @@ def main() -> None:
     for family in args.families.split(","):
         told, timings = on_ranks(1, on_rank, args, family)[0]
         print(told)
-        title = f"{family}, {BLOCKS} blocks of hidden {args.hidden}, {BATCH} x {args.sequence} tokens, {args.dtype}"
-        report(title, timings, EAGER, args.out)
+        size = f"hidden {args.hidden}, {BATCH} x {args.sequence} tokens, {args.dtype}"
+        report(f"{family}, {BLOCKS} blocks of {size}", timings, EAGER, args.out)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,10 @@ from stretto.engine.compiler import Compiler
 from stretto.engine.models.build import build
 from stretto.engine.models.compiled import _exact, compile_blocks
 from stretto.engine.models.language import LanguageModel
+from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.recompute import recompute_blocks
+from stretto.engine.parallel.tensor.linear import Deferred, Fused, adopt, work_off
+from stretto.layout.layout import Layout
 from stretto.spec.attention import AttentionShape
 from stretto.spec.experts import ExpertShape
 from stretto.spec.shape import ModelShape
@@ -73,6 +77,25 @@ def test_gradients_are_those_of_the_plain_model_and_layers_share_graphs(
     assert compiler.graphs == expected_graphs, "one for all four layers"
     gradients(compiled)
     assert compiler.graphs == expected_graphs, "nothing is compiled again"
+
+
+def test_weight_gradients_are_deferred_and_blocks_recomputed_as_without(compiler: Compiler) -> None:
+    plain, compiled = models(LLAMA, compiler)
+    expected = gradients(plain)
+    recompute_blocks([*compiled.blocks], ["full", "selective"], Mesh(Layout()))
+    assert adopt(compiled)
+    queue = list[Deferred]()
+    for module in compiled.modules():
+        if isinstance(module, Fused):
+            module.queue = queue
+    got = gradients(compiled)
+    assert compiled.blocks[0].get_parameter("attn.qkv.weight").grad is None, "left to W"
+    assert not torch.equal(got["blocks.0.norm1.weight"], torch.zeros(16)), "I has it"
+    work_off(queue)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(compiled.get_parameter(name).grad, gradient, rtol=1e-12, atol=1e-14)
+    # the recomputed block runs without gradients first
+    assert set(compiler.graphs.values()) == {2}
 
 
 def test_gradients_of_16_bit_norms_are_not_rounded_to_16_bits() -> None:
