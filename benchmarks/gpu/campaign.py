@@ -70,10 +70,12 @@ def do(step: Step, folder: Path, device: str, tiny: bool) -> dict[str, Any]:
     import torch
 
     from gpu.setting import Setting
+    from stretto.engine import compiler
 
     setting = Setting(
         torch.device(device, 0) if device != "cpu" else torch.device(device), tiny, folder, step.name
     )
+    compiler.BACKEND = setting.compiler
     started = time.perf_counter()
     record: dict[str, Any] = {"step": step.name, "title": step.title, **where(device, tiny)}
     try:
