@@ -137,7 +137,8 @@ class Compiler:
         """What was compiled since the last call, in one line; None: nothing."""
         first, took = self._told == 0.0, self.seconds - self._told
         fresh, given_up = self._fresh, self._given_up
-        self._told, self._fresh, self._given_up = self.seconds, [], []
+        self._told = self.seconds
+        self._fresh, self._given_up = [], []
         told = list[str]()
         if fresh and first:
             names = ", ".join(sorted(self.graphs))
