@@ -49,7 +49,7 @@ class Compiler:
         self._made = dict[tuple[Callable[..., Any], bool], Callable[..., Any]]()
         self._fresh = list[str]()  # what `news` has not told yet
         self._given_up = list[str]()
-        self._told = 0.0
+        self._reported = 0.0
         self._started = 0.0
         self._callbacks = callback_handler
         callback_handler.register_start_callback(self._start)
@@ -82,15 +82,15 @@ class Compiler:
         assert isinstance(function, FunctionType)
         name, eager = function.__name__, False
         # graphs are kept with a code object: of its own, another model's neither count nor serve here
-        own = FunctionType(
+        copied = FunctionType(
             function.__code__.replace(),
             function.__globals__,
             name,
             function.__defaults__,
             function.__closure__,
         )
-        own.__kwdefaults__ = function.__kwdefaults__
-        compiled = torch.compile(own, backend=self._counting(name), fullgraph=True, dynamic=dynamic)
+        copied.__kwdefaults__ = function.__kwdefaults__
+        compiled = torch.compile(copied, backend=self._counting(name), fullgraph=True, dynamic=dynamic)
 
         def call(*arguments: Any) -> Any:
             nonlocal eager
@@ -135,17 +135,17 @@ class Compiler:
 
     def news(self) -> str | None:
         """What was compiled since the last call, in one line; None: nothing."""
-        first, took = self._told == 0.0, self.seconds - self._told
+        first, took = self._reported == 0.0, self.seconds - self._reported
         fresh, given_up = self._fresh, self._given_up
-        self._told = self.seconds
+        self._reported = self.seconds
         self._fresh, self._given_up = [], []
-        told = list[str]()
+        lines = list[str]()
         if fresh and first:
             names = ", ".join(sorted(self.graphs))
-            told.append(f"compiled {names} for all blocks: {len(fresh)} graphs in {took:.1f} s")
+            lines.append(f"compiled {names} for all blocks: {len(fresh)} graphs in {took:.1f} s")
         elif fresh:
-            told.append(f"compiled {len(fresh)} more graphs in {took:.1f} s: {'; '.join(fresh)}")
-        return "; ".join(told + given_up) or None
+            lines.append(f"compiled {len(fresh)} more graphs in {took:.1f} s: {'; '.join(fresh)}")
+        return "; ".join(lines + given_up) or None
 
 
 def _described(arguments: Sequence[Any]) -> str:
