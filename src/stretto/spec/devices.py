@@ -39,6 +39,7 @@ KINDS = {
     "mlu": DeviceKind("Cambricon", ("cambricon",), "torch_mlu"),
     "musa": DeviceKind("Moore Threads", ("moorethreads",), "torch_musa"),
 }
+TRITON = "cuda"  # the kind for which torch compiles by Triton
 BACKENDS = ("nccl", "gloo", "hccl", "xccl", "mpi", "ucc")
 METAVAR = "|".join((AUTO, *KINDS, "..."))  # of a command's option
 

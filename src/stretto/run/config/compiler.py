@@ -12,7 +12,7 @@ from shutil import which
 
 from stretto.errors import Problem
 from stretto.run.config.schema import TrainConfig
-from stretto.spec.devices import AUTO, HOST
+from stretto.spec.devices import AUTO, HOST, TRITON
 
 FIELD, OFF = "train.compile", "train.compile=off"
 
@@ -30,7 +30,7 @@ def compiler_problems(value: str, device: str) -> Iterator[Problem]:
         value: of `train.compile`.
         device: its kind; with `auto` it is enough that some kind has all.
     """
-    missing = {HOST: _for_host(), "cuda": _for_cuda()}  # a plug-in brings its own
+    missing = {HOST: _for_host(), TRITON: _for_triton()}  # a plug-in brings its own
     missing[AUTO] = missing[HOST] if all(missing.values()) else None
     if (lacking := missing.get(device)) is not None:
         yield Problem(FIELD, value, *lacking)
@@ -47,7 +47,7 @@ def _for_host() -> tuple[str, str] | None:
     return _headers()
 
 
-def _for_cuda() -> tuple[str, str] | None:
+def _for_triton() -> tuple[str, str] | None:
     if find_spec("triton") is None:
         return "torch compiles for GPUs with Triton, which is not installed", f"pip install triton, or {OFF}"
     if os.environ.get("CC") is None and not any(map(which, ("gcc", "clang"))):
