@@ -77,7 +77,6 @@ class Job:
             does.
         loss_chunk: tokens of which the logits, the loss and their gradients are computed at a time; 0: all of
             a microbatch; None: as many as pay off (`spec.loss_chunk`).
-        compile: `blocks`: what lies between the matrix products of blocks is compiled.
         fused_loss: one kernel computes the loss from the logits and another their gradient in place;
             Stretto's own loss is not fused.
         framework: whose ways of keeping and recomputing tensors a prediction follows.
@@ -88,6 +87,7 @@ class Job:
         initial: how new weights begin.
         undrained: steps of an asynchronous schedule from one drain to the next, on average over the run: it
             drains for an evaluation, for a checkpoint and at the end.
+        compile: `blocks`: what lies between the matrix products of blocks is compiled.
     """
 
     shape: ModelShape
@@ -112,7 +112,6 @@ class Job:
     optimiser: Optimiser = field(default_factory=lambda: Optimiser(clip=None))
     attention: AttentionKernel = "flash"
     loss_chunk: int | None = 0
-    compile: Compile = "off"
     fused_loss: bool = False
     framework: Framework = STRETTO
     vocab_multiple: int = 1
@@ -121,6 +120,7 @@ class Job:
     trained: Trained = field(default_factory=Trained)
     initial: Initial = field(default_factory=Initial)
     undrained: float = UNDRAINED
+    compile: Compile = "off"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sequence", self.sequence or self.shape.pretraining_sequence)

@@ -57,13 +57,13 @@ def job_of(
         optimiser=config.optim.settings(),
         attention=config.train.attention,
         loss_chunk=config.train.loss_chunk,
-        compile=config.train.compile,
         vocab_multiple=config.train.vocab_multiple,
         bucket=int(config.train.bucket_mib * 2**20),
         one_memory=config.train.device == "cpu",
         trained=Trained(freeze=tuple(config.finetune.freeze)),
         initial=config.model.initial(),
         undrained=_undrained(config),
+        compile=config.train.compile,
     )
 
 

@@ -47,9 +47,9 @@ _JOB = {
     "context": "layout.context",
     "attention": "train.attention",
     "loss_chunk": "train.loss_chunk",
-    "compile": "train.compile",
     "vocab_multiple": "train.vocab_multiple",
     "bucket": "train.bucket_mib",
+    "compile": "train.compile",
 }
 # fields of a job that hold fields themselves: the section's name and its class
 _SECTIONS: Mapping[tuple[str, ...], tuple[str, type[Any]]] = {
