@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from gpu.jobs import GPT, LLAMA, MOE, Trainer, config, known_tricks, legal
 from gpu.setting import Setting
+from stretto.engine import compiler
 from stretto.engine.device import backend_for
 from stretto.engine.parallel.late import late_messages
 from stretto.engine.parallel.mesh import Mesh
@@ -134,6 +135,7 @@ def on_rank(setting: Setting, section: dict[str, Any], words: Sequence[str], bac
     torch.set_num_threads(1)
     if setting.on_gpu:
         torch.cuda.set_device(setting.device)
+    compiler.BACKEND = setting.compiler
     dist.init_process_group(backend)
     try:
         return rank_steps(setting, section, words, late=True)
