@@ -108,7 +108,9 @@ class Events:
     """
 
     def __init__(self, program: Program, prices: Prices, kinds: Set[Kind]) -> None:
-        self.program, self.prices, self.costs = program, prices, prices.costs
+        self.program = program
+        self.prices = prices
+        self.costs = prices.costs
         self.starts = [[0.0] * len(order) for order in program.orders]
         self.ends = [[0.0] * len(order) for order in program.orders]
         self.messages = Messages(program)
@@ -231,8 +233,10 @@ class Events:
 
     def _walk(self, rank: int) -> Iterator[None]:
         """Go through the rank's order; yields where it has to wait."""
-        order, starts, ends = self.program.orders[rank], self.starts[rank], self.ends[rank]
-        rules, there, awaited, reached = self._rules, self._there, self._awaited, self._reached
+        order = self.program.orders[rank]
+        starts, ends = self.starts[rank], self.ends[rank]
+        rules, there = self._rules, self._there
+        awaited, reached = self._awaited, self._reached
         blocking, streams = self.costs.blocking, bool(self._streams)
         steps = steps_of(self.program, rank, blocks=True) if self.costs.pair is not None else []
         blocks = {step[0]: step for step in steps if len(step) > 1}
