@@ -171,12 +171,22 @@ def calibrated(folder: Path) -> dict[str, Any]:
 # ------------------------------------------------------------------ waits of the host
 
 
+def noted(waits: Waits, synchronize: Callable[..., None]) -> Callable[..., None]:
+    """A synchronisation that is counted where the package asks for it."""
+
+    def call(*arguments: Any) -> None:
+        waits.note("synchronize")
+        synchronize(*arguments)
+
+    return call
+
+
 def waiting_rank(config: TrainConfig) -> list[dict[str, int]]:
     """A rank of a job: of each step, where the host waits for the device."""
     steps, step = list[dict[str, int]](), Session._step
     waits = Waits("npu")
     for owner in (plugin.Devices, plugin.Stream, plugin.Event):
-        owner.synchronize = lambda *_: waits.note("synchronize")
+        owner.synchronize = noted(waits, owner.synchronize)
 
     def counted(self: Session, stop: StopRequest) -> bool:
         waits.counts.clear()
@@ -219,9 +229,9 @@ def waits_of(folder: Path, model: str, *words: str) -> dict[str, int]:
 
 def waiting(folder: Path) -> dict[str, Any]:
     """In two jobs that have most of what could wait."""
-    words = ("layout.pp=2", "layout.dp=2", "dp.mode=zero2", "train.dtype=float16", "data.packing=documents")
+    words = ("layout.dp=2", "dp.mode=zero2", "train.dtype=float16", "data.packing=documents")
     return {
-        "pipelines in float16": waits_of(folder / "pipelines", GPT, *words),
+        "sharded in float16": waits_of(folder / "sharded", GPT, *words),
         "experts": waits_of(folder / "experts", MOE, "layout.dp=2", "layout.ep=2"),
     }
 
@@ -307,7 +317,10 @@ def tables(folder: Path) -> dict[str, Any]:
 
 CASES = {
     one.__name__: one
-    for one in (about, parts, calibrated, pipelines, sharded, tensors, experts, short, tables, copies, ranks)
+    for one in (
+        *(about, parts, calibrated, pipelines, sharded, tensors, experts, short, tables, copies, ranks),
+        *(waiting, waiting_all),
+    )
 }
 
 if __name__ == "__main__":

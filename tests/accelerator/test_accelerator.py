@@ -191,7 +191,7 @@ TABLES = "engine/parallel/expert/dispatch.py _table: copy to cpu"  # one a layer
 def test_the_host_waits_for_the_device_once_a_step(report: Callable[..., Reports]) -> None:
     """What ranks agree on, with the norm and the tokens that count: whatever else is computed stays there."""
     waits = report("waiting")["waiting"]
-    assert waits == {"pipelines in float16": ONCE, "experts": ONCE | {TABLES: 4}}
+    assert waits == {"sharded in float16": ONCE, "experts": ONCE | {TABLES: 4}}
 
 
 @pytest.mark.slow

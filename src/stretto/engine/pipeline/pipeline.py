@@ -437,15 +437,14 @@ class Pipeline:
             return ()
         dtype = next((p.dtype for p in self.parameters()), torch.float32)
         dtype = dtype if dtype == torch.float64 else torch.float32
-        given = torch.as_tensor(1.0 if scale is None else scale, dtype=dtype)
-        here = moved(given, self.mesh.device)
-        if not here.dim():
-            return [here] * m
-        if len(here) != m:
+        scales = moved(torch.as_tensor(1.0 if scale is None else scale, dtype=dtype), self.mesh.device)
+        if not scales.dim():
+            return [scales] * m
+        if len(scales) != m:
             raise StrettoError(
-                f"{len(here)} scales for {m} microbatches", hint="give one for each, or one for all"
+                f"{len(scales)} scales for {m} microbatches", hint="give one for each, or one for all"
             )
-        return list(here)
+        return list(scales)
 
     # ------------------------------------------------------------------ building
 

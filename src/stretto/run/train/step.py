@@ -166,7 +166,7 @@ class TrainingStep:
         timed(trace.UPDATE, lambda: self.update(rate, norm, where))
         if isfinite(norm):
             self.correct()
-        return [self._result(step, seen, counted, agreed, norm, experts)]
+        return [self._result(step, seen, agreed, counted=counted, norm=norm, experts=experts)]
 
     def _advance(
         self,
@@ -238,7 +238,7 @@ class TrainingStep:
             window.factors.append(scale.value)
         seen = window.seen + (step - window.first) * self.replica.job.global_batch
         counted, *experts = agreed.known
-        return self._result(step, seen, counted, agreed, None, experts)
+        return self._result(step, seen, agreed, counted=counted, norm=None, experts=experts)
 
     def _expert_facts(self) -> list[Tensor]:
         """What `expert_facts` has of a step: one tensor, or none. Collective."""
@@ -249,8 +249,9 @@ class TrainingStep:
         self,
         step: int,
         seen: int,
-        counted: float,
         agreed: StepAgreement,
+        *,
+        counted: float,
         norm: float | None,
         experts: Sequence[float],
     ) -> StepResult:
