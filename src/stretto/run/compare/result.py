@@ -129,8 +129,14 @@ def measured(result: Result, folder: Path, warmup: int) -> Result:
 # of a config, what changes how a step is computed and not what it computes
 _LAYOUT = ("layout", "dp", "recompute", "run", "metrics", "checkpoint", "eval", "sample")
 _MACHINE = (
-    *("threads", "timeout_s", "attention", "loss_chunk", "compile"),
-    *("vocab_multiple", "bucket_mib", "device"),
+    "threads",
+    "timeout_s",
+    "attention",
+    "loss_chunk",
+    "compile",
+    "vocab_multiple",
+    "bucket_mib",
+    "device",
 )
 
 
