@@ -130,7 +130,7 @@ def check_error(capfd: pytest.CaptureFixture[str], says: str) -> None:
         (["--resume", "nowhere"], "checkpoint.resume is nowhere: there is no such folder"),
         (["run.dir={config}"], "run.dir"),
         (["data.tokenizer={config}"], "not a tokenizer"),
-        (["--port", "99999"], "'--port': Input should be less than or equal to 65535"),
+        (["--port", "99999"], "'--port': 99999 is not in the range 0<=x<=65535"),
     ],
 )
 def test_bad_settings_end_with_2_before_ranks_start(

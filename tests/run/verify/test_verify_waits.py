@@ -100,11 +100,9 @@ def count_own_tokens(patch: pytest.MonkeyPatch) -> None:
 
 
 def clip_before_unscaling(patch: pytest.MonkeyPatch) -> None:
-    right = replica_module.clip
+    right = replica_module.ratio
     patch.setattr(
-        replica_module,
-        "clip",
-        lambda gradients, norm, largest, scale=1.0: right(gradients, norm * scale, largest, scale),
+        replica_module, "ratio", lambda norm, largest, scale=1.0: right(norm * scale, largest, scale)
     )
 
 
