@@ -20,13 +20,14 @@ from typing import Any
 import pytest
 import torch
 
+import stretto
 from stretto.run.config.job import job_of
 from stretto.run.data.prepare import prepare_data
 from stretto.run.train.banner import banner
 from tiny_job import job
 
 HERE = Path(__file__).parent
-SOURCE = HERE.parents[1] / "src"
+SOURCE = Path(stretto.__file__).parents[1]  # with a planted fault, where there is one
 Reports = dict[str, dict[str, Any]]
 
 
