@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor
 from torch.utils import _pytree as trees
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PACKAGE, LIBRARY = "/stretto/", "stretto_fake_npu"
+import stretto
+
+PACKAGE, LIBRARY = f"{Path(stretto.__file__).parent}/", "stretto_fake_npu"
 READING = {  # operators of torch's that read values on CUDA devices before they go on
     *("_local_scalar_dense", "nonzero", "masked_select", "_unique", "_unique2", "unique_dim"),
     *("unique_consecutive", "bincount", "equal"),

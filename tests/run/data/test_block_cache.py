@@ -33,11 +33,12 @@ def get(cache: BlockCache, number: int) -> bytes | None:
 
 
 def on_disk(folder: Path) -> int:
-    """Bytes of all files, less those that go meanwhile."""
+    """Bytes of all files in its folders, less those that go meanwhile."""
     total = 0
-    for path in folder.glob("*/*"):
-        with suppress(FileNotFoundError):
-            total += path.stat().st_size
+    for here, _, names in os.walk(folder):  # which, unlike Path.glob, takes a folder that has gone as empty
+        for name in names if Path(here) != folder else ():
+            with suppress(FileNotFoundError):
+                total += os.path.getsize(os.path.join(here, name))
     return total
 
 
