@@ -64,11 +64,11 @@ def raced(job: Job, rounds: int) -> tuple[str, list[Timing]]:
     steps[COMPILED]()
     compiler = replicas[COMPILED].compiler
     assert compiler is not None
-    told = f"{compiler.news()}; the first step took {perf_counter() - started:.1f} s"
+    summary = f"{compiler.news()}; the first step took {perf_counter() - started:.1f} s"
     timings = race(steps, EAGER, rounds, warmup=2)
     for replica in replicas.values():
         replica.close()
-    return told, timings
+    return summary, timings
 
 
 def on_rank(args: Namespace, family: str) -> tuple[str, list[Timing]]:
@@ -89,8 +89,8 @@ def main() -> None:
         __doc__, 15, hidden=512, sequence=512, dtype="float32", families="llama,qwen3,gemma2,gpt"
     )
     for family in args.families.split(","):
-        told, timings = on_ranks(1, on_rank, args, family)[0]
-        print(told)
+        summary, timings = on_ranks(1, on_rank, args, family)[0]
+        print(summary)
         size = f"hidden {args.hidden}, {BATCH} x {args.sequence} tokens, {args.dtype}"
         report(f"{family}, {BLOCKS} blocks of {size}", timings, EAGER, args.out)
 

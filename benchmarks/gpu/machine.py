@@ -43,10 +43,10 @@ def look(setting: Setting) -> dict[str, Any]:
 
 def packages() -> dict[str, str | None]:
     """Versions of what contestants need, None where it cannot be imported."""
-    found: dict[str, str | None] = {}
+    installed: dict[str, str | None] = {}
     for name in ("torch", "triton", "torchao", "torchrec", "fbgemm_gpu", "transformer_engine", "pytest"):
         try:
-            found[name] = str(getattr(__import__(name), "__version__", "?"))
+            installed[name] = str(getattr(__import__(name), "__version__", "?"))
         except Exception:  # a broken installation is as good as none
-            found[name] = None
-    return found
+            installed[name] = None
+    return installed

@@ -37,9 +37,9 @@ def jobs(setting: Setting) -> dict[str, TrainConfig]:
         "muon": ("optim.name=muon",),
         **{f"recompute auto within {gib} GiB": auto(gib, setting) for gib in (64, 56, 50)},
     }
-    found = {f"llama-1b, {name}": one.config(setting, *these) for name, these in words.items()}
+    variants = {f"llama-1b, {name}": one.config(setting, *these) for name, these in words.items()}
     return {
-        **found,
+        **variants,
         "gpt2-124m": MODELS["gpt2-124m"].config(setting),
         "gpt2-1.5b": MODELS["gpt2-1.5b"].config(setting),
     }

@@ -64,10 +64,10 @@ def calibration(setting: Setting) -> dict[str, Any]:
 def clusters(setting: Setting) -> dict[str, Cluster]:
     """What predictions are made with: the catalogue's entry, and the profile where there is one."""
     known = known_by_driver(model_name(setting.device)) if setting.on_gpu else None
-    found = {"catalogue": find_cluster("h200" if known is None else known.name).sized(1)}
+    profiles = {"catalogue": find_cluster("h200" if known is None else known.name).sized(1)}
     if profile_path(setting).is_file():
-        found["profile"] = read_cluster(profile_path(setting)).sized(1)
-    return found
+        profiles["profile"] = read_cluster(profile_path(setting)).sized(1)
+    return profiles
 
 
 def shapes(setting: Setting) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def percent(value: float | None, digits: int = 1) -> str:
 
 
 def result(results: Results, name: str) -> dict[str, Any] | None:
-    """What a step has found, if all of it."""
+    """The result of a step that is done."""
     record = results.get(name)
     return record["result"] if record is not None and record["state"] == "done" else None
 
@@ -84,12 +84,12 @@ def goals(results: Results) -> Lines:
     def add(
         what: str, goal: str, name: str, value: Callable[[dict[str, Any]], tuple[str, bool | None]]
     ) -> None:
-        found = result(results, name)
-        if found is None:
+        outcome = result(results, name)
+        if outcome is None:
             record = results.get(name)
             rows.append((what, goal, NOT_YET if record is None else record["state"], "-"))
             return
-        text, met = value(found)
+        text, met = value(outcome)
         rows.append((what, goal, text, "-" if met is None else "yes" if met else "no"))
 
     for name, model in MODELS.items():
@@ -103,35 +103,35 @@ def goals(results: Results) -> Lines:
     add("fp8: loss after 500 steps, over bf16's", "<= 0.5%", "fp8-loss", loss_goal)
     add("predicted memory", "within 5%", "memory", memory_goal)
     add("predicted step of ten shapes", "within 5%", "shapes", shapes_goal)
-    add("DLRM over plain PyTorch", ">= 1.2", "dlrm", lambda found: dlrm_goal(found, "plain PyTorch", 1.2))
-    add("DLRM over TorchRec", ">= 1.0", "dlrm", lambda found: dlrm_goal(found, "TorchRec", 1.0))
+    add("DLRM over plain PyTorch", ">= 1.2", "dlrm", lambda outcome: dlrm_goal(outcome, "plain PyTorch", 1.2))
+    add("DLRM over TorchRec", ">= 1.0", "dlrm", lambda outcome: dlrm_goal(outcome, "TorchRec", 1.0))
     add("a model whose states exceed the device", "trains", "offload-large", beyond_goal)
     return table(("goal", "", "measured", "met"), rows)
 
 
-def best(found: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+def best(outcome: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
     """Stretto's fastest row of a race."""
-    rows = [(n, row) for n, row in found["rows"].items() if n.startswith("Stretto") and "median_s" in row]
+    rows = [(n, row) for n, row in outcome["rows"].items() if n.startswith("Stretto") and "median_s" in row]
     return min(rows, key=lambda one: one[1]["median_s"], default=None)
 
 
-def mfu_goal(found: dict[str, Any]) -> tuple[str, bool | None]:
-    fastest = best(found)
+def mfu_goal(outcome: dict[str, Any]) -> tuple[str, bool | None]:
+    fastest = best(outcome)
     if fastest is None or fastest[1]["mfu"] is None:
         return "no figure", None
-    return percent(fastest[1]["mfu"]), fastest[1]["mfu"] >= found["goal_mfu"]
+    return percent(fastest[1]["mfu"]), fastest[1]["mfu"] >= outcome["goal_mfu"]
 
 
-def ratio_goal(found: dict[str, Any]) -> tuple[str, bool | None]:
-    fastest, plain = best(found), found["rows"].get(PLAIN, {})
+def ratio_goal(outcome: dict[str, Any]) -> tuple[str, bool | None]:
+    fastest, plain = best(outcome), outcome["rows"].get(PLAIN, {})
     if fastest is None or "median_s" not in plain:
         return "no figure", None
     ratio = plain["median_s"] / fastest[1]["median_s"]
     return f"{ratio:.2f}", ratio >= 1.1
 
 
-def fp8_goal(found: dict[str, Any]) -> tuple[str, bool | None]:
-    rows = found["rows"]
+def fp8_goal(outcome: dict[str, Any]) -> tuple[str, bool | None]:
+    rows = outcome["rows"]
     eight = [row["median_s"] for name, row in rows.items() if name.startswith("fp8") and "median_s" in row]
     if not eight or "median_s" not in rows["bf16"]:
         return "no figure", None
@@ -139,56 +139,58 @@ def fp8_goal(found: dict[str, Any]) -> tuple[str, bool | None]:
     return f"{ratio:.2f}", ratio >= 1.35
 
 
-def right_goal(found: dict[str, Any]) -> tuple[str, bool | None]:
-    return f"{found['right']} of {found['of']}", found["right"] == found["of"]
+def right_goal(outcome: dict[str, Any]) -> tuple[str, bool | None]:
+    return f"{outcome['right']} of {outcome['of']}", outcome["right"] == outcome["of"]
 
 
-def waits_goal(found: dict[str, Any]) -> tuple[str, bool | None]:
-    most = max(row["each_step"] for row in found["rows"])
-    return f"{most:.1f} at most", most <= found["goal"]
+def waits_goal(outcome: dict[str, Any]) -> tuple[str, bool | None]:
+    most = max(row["each_step"] for row in outcome["rows"])
+    return f"{most:.1f} at most", most <= outcome["goal"]
 
 
-def streams_goal(found: dict[str, Any]) -> tuple[str, bool | None]:
-    return f"{found['same']} of {found['of']}", found["same"] == found["of"]
+def streams_goal(outcome: dict[str, Any]) -> tuple[str, bool | None]:
+    return f"{outcome['same']} of {outcome['of']}", outcome["same"] == outcome["of"]
 
 
-def loss_goal(found: dict[str, Any]) -> tuple[str, bool | None]:
-    rows = found["rows"]
+def loss_goal(outcome: dict[str, Any]) -> tuple[str, bool | None]:
+    rows = outcome["rows"]
     over = [
         rows[n]["last"] / rows["bf16"]["last"] - 1 for n in ("fp8=row", "fp8=tensor") if "last" in rows[n]
     ]
-    return ("no figure", None) if not over else (percent(max(over), 2), max(over) <= found["goal"])
+    return ("no figure", None) if not over else (percent(max(over), 2), max(over) <= outcome["goal"])
 
 
-def errors(found: dict[str, Any]) -> list[float]:
-    return [abs(row["error"]) for row in found["rows"].values() if isinstance(row.get("error"), float)]
+def errors(outcome: dict[str, Any]) -> list[float]:
+    return [abs(row["error"]) for row in outcome["rows"].values() if isinstance(row.get("error"), float)]
 
 
-def memory_goal(found: dict[str, Any]) -> tuple[str, bool | None]:
-    seen = errors(found)
-    return ("no figure", None) if not seen else (f"{percent(max(seen))} at most", max(seen) <= found["goal"])
+def memory_goal(outcome: dict[str, Any]) -> tuple[str, bool | None]:
+    seen = errors(outcome)
+    return (
+        ("no figure", None) if not seen else (f"{percent(max(seen))} at most", max(seen) <= outcome["goal"])
+    )
 
 
-def shapes_goal(found: dict[str, Any]) -> tuple[str, bool | None]:
-    rows = [row["errors"] for row in found["rows"].values() if "errors" in row]
+def shapes_goal(outcome: dict[str, Any]) -> tuple[str, bool | None]:
+    rows = [row["errors"] for row in outcome["rows"].values() if "errors" in row]
     seen = [abs(row["profile"]) for row in rows if "profile" in row]
     if not seen:
         return "no figure", None
-    return f"{percent(median(seen))} median, {percent(max(seen))} at most", max(seen) <= found["goal"]
+    return f"{percent(median(seen))} median, {percent(max(seen))} at most", max(seen) <= outcome["goal"]
 
 
-def dlrm_goal(found: dict[str, Any], peer: str, goal: float) -> tuple[str, bool | None]:
+def dlrm_goal(outcome: dict[str, Any], peer: str, goal: float) -> tuple[str, bool | None]:
     key = f"{peer}, uniform ids"
-    ours, theirs = found["rows"].get("Stretto, uniform ids", {}), found["rows"].get(key, {})
+    ours, theirs = outcome["rows"].get("Stretto, uniform ids", {}), outcome["rows"].get(key, {})
     if "seconds" not in ours or "seconds" not in theirs:
         return "no figure", None
     ratio = median(theirs["seconds"]) / median(ours["seconds"])
     return f"{ratio:.2f}", ratio >= goal
 
 
-def beyond_goal(found: dict[str, Any]) -> tuple[str, bool | None]:
-    needed, device = found["needed_bytes"], found["device_bytes"]
-    text = f"{needed / GIB:.0f} GiB needed, {median(found['seconds']):.2g} s a step"
+def beyond_goal(outcome: dict[str, Any]) -> tuple[str, bool | None]:
+    needed, device = outcome["needed_bytes"], outcome["device_bytes"]
+    text = f"{needed / GIB:.0f} GiB needed, {median(outcome['seconds']):.2g} s a step"
     return text, None if device is None else needed > device
 
 
@@ -236,10 +238,10 @@ def correct(there: Mapping[str, dict[str, Any]]) -> Lines:
 def speed(there: Mapping[str, dict[str, Any]]) -> Lines:
     rows = list[tuple[object, ...]]()
     for name, record in there.items():
-        found = record["result"]
-        plain = found["rows"].get(PLAIN, {}).get("median_s")
-        what = f"{name}, sequence {found['sequence']}, {found['microbatches']} x {found['micro_batch']}"
-        for contestant, row in found["rows"].items():
+        outcome = record["result"]
+        plain = outcome["rows"].get(PLAIN, {}).get("median_s")
+        what = f"{name}, sequence {outcome['sequence']}, {outcome['microbatches']} x {outcome['micro_batch']}"
+        for contestant, row in outcome["rows"].items():
             if "median_s" not in row:
                 rows.append((what, contestant, last_line(row["error"]), "-", "-", "-", "-", "-"))
                 continue
@@ -261,10 +263,10 @@ def speed(there: Mapping[str, dict[str, Any]]) -> Lines:
 
 
 def tricks(there: Mapping[str, dict[str, Any]]) -> Lines:
-    found = there["tricks"]["result"]
+    outcome = there["tricks"]["result"]
     rows = list[tuple[object, ...]]()
-    for without, with_it in found.get("pairs", []):
-        off, on = found["rows"][without], found["rows"][with_it]
+    for without, with_it in outcome.get("pairs", []):
+        off, on = outcome["rows"][without], outcome["rows"][with_it]
         if "median_s" not in off or "median_s" not in on:
             rows.append((with_it, without, last_line((on if "error" in on else off)["error"]), "-"))
             continue
@@ -328,8 +330,8 @@ def waits(there: Mapping[str, dict[str, Any]]) -> Lines:
         note = "Kernels that pass time, queued at random wherever a stream begins work or marks an event."
         lines += [note, "", *table(head, rows)]
     if "host" in there:
-        found = there["host"]["result"]["rows"].items()
-        rows = [(name, f"{1e3 * median(row['seconds']):.2f}") for name, row in found]
+        outcome = there["host"]["result"]["rows"].items()
+        rows = [(name, f"{1e3 * median(row['seconds']):.2f}") for name, row in outcome]
         lines += ["", *table(("one short sample of the 1B: the host's time", "ms a step"), rows)]
     return lines
 
@@ -366,38 +368,38 @@ def top(row: dict[str, Any]) -> str:
 
 
 def fp8(there: Mapping[str, dict[str, Any]]) -> Lines:
-    found = there["fp8-loss"]["result"]
-    base = found["rows"]["bf16"].get("last")
+    outcome = there["fp8-loss"]["result"]
+    base = outcome["rows"]["bf16"].get("last")
     rows = list[tuple[object, ...]]()
-    for name, row in found["rows"].items():
+    for name, row in outcome["rows"].items():
         if "last" not in row:
             rows.append((name, last_line(row["error"]), "-", "-"))
             continue
         over = "-" if base is None else f"{100 * (row['last'] / base - 1):+.2f}%"
         rows.append((name, f"{row['last']:.4f}", over, f"{row['seconds']:.0f}"))
-    text = f"Mean loss of the last 50 of {found.get('steps', 500)} steps on the sample text."
+    text = f"Mean loss of the last 50 of {outcome.get('steps', 500)} steps on the sample text."
     return [text, "", *table(("", "loss", "over bf16", "s"), rows)]
 
 
 def dlrm(there: Mapping[str, dict[str, Any]]) -> Lines:
-    found = there["dlrm"]["result"]
+    outcome = there["dlrm"]["result"]
     rows = list[tuple[object, ...]]()
-    for name, row in found["rows"].items():
+    for name, row in outcome["rows"].items():
         if "seconds" not in row:
             rows.append((name, last_line(row["error"]), "-", "-"))
             continue
         seconds = median(row["seconds"])
-        speed = f"{found['samples'] / seconds:,.0f}" if "samples" in found else "-"
+        speed = f"{outcome['samples'] / seconds:,.0f}" if "samples" in outcome else "-"
         rows.append((name, f"{1e3 * seconds:.2f}", speed, f"{row['allocated_bytes'] / GIB:.1f}"))
     return table(("", "ms a step", "samples/s", "GiB"), rows)
 
 
 def offload(there: Mapping[str, dict[str, Any]]) -> Lines:
     rows = list[tuple[object, ...]]()
-    found = {name: dict(record["result"]) for name, record in there.items()}
-    races = found.get("offload-cost", {"rows": {}})["rows"]
-    if "offload-large" in found:
-        races = {**races, "states beyond the device": found["offload-large"]}
+    outcome = {name: dict(record["result"]) for name, record in there.items()}
+    races = outcome.get("offload-cost", {"rows": {}})["rows"]
+    if "offload-large" in outcome:
+        races = {**races, "states beyond the device": outcome["offload-large"]}
     for name, row in races.items():
         if "seconds" not in row:
             rows.append((name, "-", "-", last_line(row["error"]), "-"))

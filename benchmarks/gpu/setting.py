@@ -69,17 +69,17 @@ class Setting:
     @contextmanager
     def synchronisations(self) -> Generator[list[str]]:
         """Every call within that makes the host wait for the device, by file and line; none on a CPU."""
-        found: list[str] = []
+        calls: list[str] = []
         if not self.on_gpu:
-            yield found
+            yield calls
             return
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                yield found
+                yield calls
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        found += [
+        calls += [
             f"{one.filename}:{one.lineno}" for one in caught if "called a synchroniz" in str(one.message)
         ]

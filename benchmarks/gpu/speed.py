@@ -58,8 +58,8 @@ def timed(
 
 def peak(setting: Setting) -> float | None:
     """Dense bf16 FLOP/s of the device by its vendor; None of a CPU."""
-    found = peak_tflops(model_name(setting.device), "bf16") if setting.on_gpu else None
-    return None if found is None else found * 1e12
+    tflops = peak_tflops(model_name(setting.device), "bf16") if setting.on_gpu else None
+    return None if tflops is None else tflops * 1e12
 
 
 def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:

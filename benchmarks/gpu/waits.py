@@ -49,11 +49,11 @@ def host_waits(setting: Setting) -> dict[str, Any]:
             for _ in range(WARM_UP):
                 made.step()
             setting.synchronize()
-            with setting.synchronisations() as found:
+            with setting.synchronisations() as calls:
                 for _ in range(STEPS):
                     made.step()
-        lines = {line: count / STEPS for line, count in Counter(found).most_common()}
-        rows.append({"job": name, "each_step": len(found) / STEPS, "lines": lines})
+        lines = {line: count / STEPS for line, count in Counter(calls).most_common()}
+        rows.append({"job": name, "each_step": len(calls) / STEPS, "lines": lines})
         setting.keep({"rows": rows})
     return {"rows": rows, "goal": 1}
 
