@@ -222,11 +222,10 @@ class StateUnit:
 
     @property
     def gradients(self) -> int:
-        """Bytes of gradients that are held all the time, or where `reduced` from their reduction on."""
+        """Bytes of gradients that are held all the time."""
         if self.frozen:
             return 0
-        shard = self._gradient * self.size // self.sizes.gradients
-        kept = self.whole if self.state_config.lasting else shard
+        kept = self._gradient * self.size // (1 if self.state_config.lasting else self.sizes.gradients)
         return kept + (self.element * self.size if self.state_config.copied and self.element == 2 else 0)
 
     @property
@@ -279,11 +278,6 @@ class StateUnit:
         """
         kept = self.frozen or self.each or self.state_config.lasting or self.sizes.gradients == 1
         return 0 if kept else self.whole
-
-    @property
-    def reduced(self) -> int:
-        """Bytes of this rank's shard of such a gradient, from its reduction to the next step."""
-        return self.open // self.sizes.gradients
 
     @property
     def each(self) -> bool:

@@ -238,7 +238,7 @@ class _Walk:
         return RankMemory(
             rank=self.rank,
             weights=states.weights,
-            gradients=states.gradients + self.fullest["gradients"],
+            gradients=states.gradients,
             optimizer=states.optimizer,
             activations=self.fullest["activations"],
             ends=self.fullest["ends"],

@@ -84,11 +84,6 @@ class StageUnits:
         return sum(unit.arriving for unit in self.units)
 
     @property
-    def reduced(self) -> int:
-        """Bytes of this rank's shards of open gradients, from their reduction on."""
-        return sum(unit.reduced for unit in self.units)
-
-    @property
     def updating(self) -> int:
         """Bytes of the update's temporaries."""
         return sum(unit.updating for unit in self.units)
@@ -205,8 +200,7 @@ SHARED = -1  # the key of a parameter that several stages of the rank share
 
 
 class TransientMemory:
-    """Tracks the gathered weights and open gradients of a rank, and adds them to `held` under these names;
-    under `gradients`, below zero, the shards of gradients that are not reduced yet.
+    """Tracks the gathered weights and open gradients of a rank, and adds them to `held` under these names.
 
     Attributes:
         units: of each stage, without a weight that several of the stages share.
@@ -224,7 +218,6 @@ class TransientMemory:
         self._waiting, self._gathered = set[int](), set[int]()
         self._opened, self._reduced = set[int](), set[int]()
         self._flying = {s: list[int]() for s in (*units, SHARED)}
-        self.held["gradients"] = -sum(of_stage.reduced for of_stage in self.units.values())
 
     # ------------------------------------------------------------------ weights
 
@@ -306,7 +299,6 @@ class TransientMemory:
         """The reduction of a step's gradients starts."""
         self._reduced.add(stage)
         self.held["open"] += self.units[stage].arriving
-        self.held["gradients"] += self.units[stage].reduced
 
     def updated(self, stage: int) -> None:
         """Reduced gradients are applied in the middle of the step."""
@@ -315,7 +307,7 @@ class TransientMemory:
 
     def end(self) -> None:
         """All gradients have arrived."""
-        self.held["open"] = self.held["gradients"] = 0
+        self.held["open"] = 0
 
 
 def _without_tied(units: StageUnits) -> StageUnits:

@@ -408,7 +408,7 @@ def _first_of_kind(shape: ModelShape, kind: ModelShape) -> int:
 
 def _states(job: Job, stages: Sequence[range]) -> int:
     """Bytes of the states of a rank's stages, without padding and without parameters that stay
-    in more bits; with those shards of gradients that are there all the time.
+    in more bits.
     """
     elements = _elements(job, stages)
     weight = ELEMENT_BYTES[job.precision.dtype]
@@ -425,9 +425,8 @@ def _states(job: Job, stages: Sequence[range]) -> int:
         (elements.expert, elements.frozen_expert, experts),
     ):
         sizes = job.dp.sizes(job.copies).for_copies(copies)
-        stays = sizes.gradients == 1 or job.dp.reduce == "microbatch"
         here = 0 if job.dp.offload_parameters != "none" else weight / sizes.parameters
-        total += frozen * here + count * (here + stays * gradient / sizes.gradients + lasting / sizes.states)
+        total += frozen * here + count * (here + gradient / sizes.gradients + lasting / sizes.states)
     return int(total)
 
 
