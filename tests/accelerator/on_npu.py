@@ -270,7 +270,8 @@ def trained(folder: Path, model: str, *words: str) -> dict[str, Any]:
 
 def pipelines(folder: Path) -> dict[str, Any]:
     """Two pipelines with a trace, whose checkpoint the CPU goes on from."""
-    words = ("layout.pp=2", "layout.dp=2", "train.dtype=float64", "checkpoint.every=3", "metrics.trace=2")
+    words = ("layout.pp=2", "layout.dp=2", "dp.mode=zero2", "train.dtype=float64")
+    words = (*words, "checkpoint.every=3", "metrics.trace=2")
     result = trained(folder, GPT, *words)
     (first,) = (folder / "npu").glob("runs/*/checkpoints/step-00000003")
     place = folder / "resumed"

@@ -215,8 +215,9 @@ MODEL, OPTIM = "model.", "optim."
 
 def tensors_of(replica: Replica) -> Tensors:
     """Parameters, in the precision of the optimiser if it updates them, and its states, to be written from or
-    read into.
+    read into; weights that ranks are still sending each other have arrived.
     """
+    replica.states.ready()  # what the optimiser updates may be a part of the memory that is gathered into
     tensors = dict[str, tuple[Tensor, Placed]]()
     replica.optimizer.ensure_states()
     for fragment in replica.states.frozen:
