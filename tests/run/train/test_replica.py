@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,9 +24,10 @@ from stretto.spec.shape import ModelShape
 SHAPE = ModelShape(family="llama", layers=2, hidden=16, heads=2, kv_heads=1, ffn=16, vocab=32, sequence=8)
 
 
-def sharded(mode: Any) -> Replica:
+def sharded(mode: Any, layers: int = 2, **more: Any) -> Replica:
     """A replica of two ranks that share gradients."""
-    job = Job(shape=SHAPE, layout=Layout(dp=2), global_batch=4, dp=DataParallel(mode=mode, reduce="step"))
+    dp = DataParallel(mode=mode, reduce="step", **more)
+    job = Job(shape=replace(SHAPE, layers=layers), layout=Layout(dp=2), global_batch=4, dp=dp)
     return assemble(job, Mesh(job.layout, torch.device("cpu"), timedelta(seconds=20)), seed=0)
 
 
@@ -84,3 +87,19 @@ def test_whole_gradients_and_parts_of_them_take_turns(mode: str) -> None:
         assert found["after a step"] == (0, part)
         assert found["backward"][1] == 0
         assert 0 < found["backward"][0] <= whole
+
+
+def trained(place: Any, path: str | None) -> dict[str, list[float]]:
+    """Weights after two updates, of more units than fit into the memory for what is in files."""
+    replica = sharded("zero3", layers=8, offload=place, offload_parameters=place, path=path)
+    for step in range(2):
+        random_step_done(replica, step)
+    with replica.states.whole() as weights:
+        found = {name: weight.flatten().tolist() for name, weight in weights.items()}
+    replica.close()
+    return found
+
+
+def test_parameters_in_files_take_turns_in_little_memory(tmp_path: Path) -> None:
+    """Without clipping, so that units could be updated while the backward runs."""
+    assert on_ranks(2, trained, "nvme", str(tmp_path)) == on_ranks(2, trained, "cpu", None)
