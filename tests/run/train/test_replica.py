@@ -19,6 +19,7 @@ from stretto.run.train.memory_measured import random_step
 from stretto.run.train.replica import Replica, tensors_of
 from stretto.spec.data_parallel import DataParallel
 from stretto.spec.job import Job
+from stretto.spec.optimiser import Optimiser
 from stretto.spec.shape import ModelShape
 
 SHAPE = ModelShape(family="llama", layers=2, hidden=16, heads=2, kv_heads=1, ffn=16, vocab=32, sequence=8)
@@ -27,7 +28,8 @@ SHAPE = ModelShape(family="llama", layers=2, hidden=16, heads=2, kv_heads=1, ffn
 def sharded(mode: Any, layers: int = 2, **more: Any) -> Replica:
     """A replica of two ranks that share gradients."""
     dp = DataParallel(mode=mode, reduce="step", **more)
-    job = Job(shape=replace(SHAPE, layers=layers), layout=Layout(dp=2), global_batch=4, dp=dp)
+    shape, optimiser = replace(SHAPE, layers=layers), Optimiser(clip=None)
+    job = Job(shape=shape, layout=Layout(dp=2), global_batch=4, dp=dp, optimiser=optimiser)
     return assemble(job, Mesh(job.layout, torch.device("cpu"), timedelta(seconds=20)), seed=0)
 
 
@@ -90,9 +92,9 @@ def test_whole_gradients_and_parts_of_them_take_turns(mode: str) -> None:
 
 
 def trained(place: Any, path: str | None) -> dict[str, list[float]]:
-    """Weights after two updates, of more units than fit into the memory for what is in files."""
-    replica = sharded("zero3", layers=8, offload=place, offload_parameters=place, path=path)
-    for step in range(2):
+    """Weights after four updates, of more units than fit into the memory for what is in files."""
+    replica = sharded("zero3", layers=24, offload=place, offload_parameters=place, path=path)
+    for step in range(4):
         random_step_done(replica, step)
     with replica.states.whole() as weights:
         found = {name: weight.flatten().tolist() for name, weight in weights.items()}
