@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from stretto.engine.checkpoint.index import MODEL
 from stretto.engine.checkpoint.save import save
 from stretto.engine.models import build, initialise
 from stretto.engine.models.generate import stream
@@ -17,7 +18,6 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.layout.layout import Layout
 from stretto.run.generate.text import load_model
 from stretto.run.launch.local import run_ranks
-from stretto.run.train.replica import MODEL
 from stretto.spec.shape import ModelShape, shape_to_record
 
 SHAPE = ModelShape(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import pickle
@@ -206,6 +207,40 @@ def test_invalid_json_is_damage(run: Path, name: str, data: bytes) -> None:
 def test_a_json_file_that_is_too_large_is_not_read(run: Path) -> None:
     os.truncate(run / "step-00000002" / MANIFEST, 1 << 40)
     falls_back(run, "the limit is")
+
+
+@pytest.mark.parametrize(
+    ("change", "about"),
+    [
+        ({"world": 10**9}, "world is 1000000000, at most"),
+        ({"world": 0}, "world is 0"),
+        ({"tensors": -1}, "it counts -1 tensors"),
+        ({"tensors": 1}, "it counts 1 tensors"),
+        ({"dtypes": {}}, "tensors of {}, not"),
+        ({"dtypes": {"float32": 10**400}}, "it counts"),
+        ({"dtypes": {"x" * 10**6: 1}}, "types of tensors"),
+        ({"dtypes": {"float32": "4"}}, "types of tensors"),
+        ({"step": 10**400}, "step is out of range"),
+        ({"step": -1}, "step is out of range"),
+        ({"saved": "x" * 10**6}, "saved has 1000000 characters"),
+        ({"torch": "x" * 10**6}, "torch has 1000000 characters"),
+    ],
+)
+def test_a_forged_manifest_with_the_right_checksum_is_damage(
+    run: Path, change: dict[str, Any], about: str
+) -> None:
+    path = run / "step-00000002"
+    manifest = dataclasses.replace(load_manifest(path), **change)
+    (path / MANIFEST).unlink()
+    write_manifest(path, manifest)
+    falls_back(run, about)
+
+
+@pytest.mark.parametrize("number", [b"1e999", b"-1e999", b"NaN", b"Infinity", b"1" * 5000])
+def test_numbers_that_no_manifest_has_are_damage(run: Path, number: bytes) -> None:
+    file = run / "step-00000002" / MANIFEST
+    file.write_bytes(file.read_bytes().replace(b'"name":"run"', b'"name":' + number))
+    falls_back(run, "not valid JSON")
 
 
 def test_a_manifest_that_names_files_outside_is_refused(run: Path) -> None:

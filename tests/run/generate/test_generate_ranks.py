@@ -19,6 +19,7 @@ from torch import Tensor
 from chats import tokenizer_folder
 from ranks import on_ranks
 from stretto.cli.main import run
+from stretto.engine.checkpoint.index import MODEL
 from stretto.engine.checkpoint.save import save
 from stretto.engine.models import build
 from stretto.engine.models.cache import KeyValueCache, cacheable
@@ -31,7 +32,6 @@ from stretto.run.config.schema import LoopConfig
 from stretto.run.generate.job import Request, generate_rank, run_generation
 from stretto.run.generate.text import Sampling, Wording, Writer, load_model
 from stretto.run.launch.local import RankFailed, run_ranks
-from stretto.run.train.replica import MODEL
 from stretto.spec.attention import AttentionShape, LatentShape, RopeScaling
 from stretto.spec.experts import ExpertShape
 from stretto.spec.lora import LoraShape

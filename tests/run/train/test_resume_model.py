@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from stretto.engine.checkpoint.files import FileEntry
-from stretto.engine.checkpoint.index import INDEX
+from stretto.engine.checkpoint.index import INDEX, write_index
 from stretto.engine.checkpoint.manifest import Manifest, write_manifest
+from stretto.engine.checkpoint.save import save
+from stretto.engine.parallel.fragment import Placed
 from stretto.errors import StrettoError
 from stretto.run.config.load import parse
 from stretto.run.config.schema import TrainConfig
-from stretto.run.train.resume import MAY_DIFFER, check_fits, differing
+from stretto.run.train.resume import MAY_DIFFER, check_fits, differing, read_meta
 from stretto.spec.attention import AttentionShape, LatentShape, RopeScaling
 from stretto.spec.experts import ExpertShape
 from stretto.spec.huggingface import config_names
@@ -128,7 +130,7 @@ def check(tmp_path: Path, theirs: ModelShape, *overrides: str) -> None:
         saved="",
         stretto="",
         torch="",
-        files={INDEX: FileEntry(0, 0)},
+        files={INDEX: write_index(path, {})},
         meta={"model": shape_to_record(theirs)},
     )
     write_manifest(path, manifest)
@@ -199,3 +201,33 @@ def test_a_field_that_may_differ_on_purpose(tmp_path: Path) -> None:
     with pytest.raises(StrettoError, match=r"rope_thetta.*no field") as caught:
         check(tmp_path / "again", longer, "checkpoint.may_differ=[rope_thetta]")
     assert caught.value.hint == "did you mean rope_theta?"
+
+
+WHOLE = {"step": 3, "samples": 12, "tokens": 48, "loss": 1.5, "model": {"family": "gpt"}}
+
+
+def states(tmp_path: Path, meta: dict[str, Any], name: str = "optim.exp_avg.w") -> Path:
+    """A checkpoint of step 3 with a tensor of that name."""
+    value = torch.zeros(2)
+    return save(tmp_path, 3, {name: (value, Placed.whole(name, (2,)))}, meta)
+
+
+def test_facts_to_go_on_with_are_there_and_make_sense(tmp_path: Path) -> None:
+    counts, older = ("step", "samples", "tokens"), ("targets", "updates")
+    assert read_meta(states(tmp_path, WHOLE), counts, older) == WHOLE
+    imported = states(tmp_path, {"imported": True}, name="model.w")  # weights alone
+    assert read_meta(imported, counts, older) == {"imported": True}
+    for change, about in (
+        ({"step": 4}, "of two steps, 3 and 4"),
+        ({"step": None}, "as a number, its step"),
+        ({"samples": -1}, "as a number, its samples"),
+        ({"tokens": 10**30}, "as a number, its tokens"),
+        ({"tokens": 48.0}, "as a number, its tokens"),
+        ({"updates": True}, "as a number, its updates"),
+        ({"loss": "low"}, "a loss that is no number"),
+        ({"model": None}, "what model it is of"),
+    ):
+        with pytest.raises(StrettoError, match=about):
+            read_meta(states(tmp_path, WHOLE | change), counts, older)
+    with pytest.raises(StrettoError, match="what model it is of"):
+        read_meta(states(tmp_path, {}), counts, older)

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -53,7 +54,7 @@ def steps_of(folder: Path, name: str) -> int:
 
 
 def children_of(pid: int) -> list[int]:
-    """All processes below `pid`."""
+    """All processes below `pid`, children before their own."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -115,15 +116,22 @@ def test_ctrl_c_in_a_terminal_saves_and_restores_the_terminal(
     wait_until(lambda: not any(alive(one) for one in below), "ranks to end")
 
 
-def test_a_killed_launcher_leaves_no_ranks_behind(
+def test_a_second_job_is_refused_and_a_killed_launcher_leaves_no_ranks_behind(
     folder: Path, started: list[subprocess.Popen[bytes]]
 ) -> None:
+    """Not even one that is stopped."""
     command = [*TRAIN, str(folder / "tiny.yaml"), "layout.dp=2", "train.steps=100000", "run.name=orphans"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     started.append(process)
     wait_until(lambda: steps_of(folder, "orphans") > 2, "the first steps")
     below = children_of(process.pid)
     assert len(below) >= 3  # two ranks and what they were forked from
+    second = subprocess.run([*command, "--resume", "auto"], capture_output=True, text=True, check=False)
+    assert second.returncode == 2
+    assert (
+        f"orphans is in use by a job on host {socket.gethostname()}, process {process.pid}" in second.stderr
+    )
+    os.kill(below[-1], signal.SIGSTOP)  # a rank: those come after what they were forked from
     process.kill()
     process.wait()
     wait_until(lambda: not any(alive(one) for one in below), "ranks to end")

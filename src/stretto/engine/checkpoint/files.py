@@ -6,6 +6,7 @@ Nothing here follows a link or a name out of its folder, and files are readable 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -176,13 +177,19 @@ def read_json(folder: Path, name: str) -> Any:
         raise DamageError(f"file {name} has {size} bytes, the limit is {MAX_JSON}")
     try:
         text = path.read_bytes().decode("ascii")
-        return json.loads(text, parse_constant=_refuse, object_pairs_hook=_unique)
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise DamageError(f"file {name} is not valid JSON: {error}") from None
 
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
+
+
+def _finite(number: str) -> float:
+    if not math.isfinite(value := float(number)):
+        raise ValueError(f"{number} is more than a float can hold")
+    return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

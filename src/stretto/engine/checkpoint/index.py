@@ -73,6 +73,7 @@ def _text(offsets: Sequence[int], sizes: Sequence[int]) -> str:
 
 
 INDEX = "metadata.json"
+MODEL, OPTIM = "model.", "optim."  # first parts of the names of parameters, and of an optimiser's states
 FORMAT = "stretto-index"
 VERSION = 1
 MAX_DIMENSIONS = 16

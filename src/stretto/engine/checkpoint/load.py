@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from stretto.engine.checkpoint.files import DamageError
 from stretto.engine.checkpoint.folder import checkpoints
-from stretto.engine.checkpoint.index import Index, SavedTensor, read_index
-from stretto.engine.checkpoint.manifest import Manifest, problems, read_manifest
-from stretto.engine.checkpoint.save import PER_RANK, rank_name
+from stretto.engine.checkpoint.index import Index, SavedTensor
+from stretto.engine.checkpoint.manifest import PER_RANK, Manifest, problems, read_manifest, read_tensors
+from stretto.engine.checkpoint.save import rank_name
 from stretto.engine.checkpoint.shards import Shards, ShardsLoadPlanner, Tensors, shards
 from stretto.engine.checkpoint.storage import Reader, run_collective
 from stretto.engine.parallel.control import (
@@ -115,19 +114,12 @@ def load(path: str | Path, tensors: Tensors, *, ignore: Sequence[str] = (), chec
 def tensor_index(path: str | Path) -> Index:
     """Names, dtypes and shapes of the tensors in a checkpoint, without those of single ranks."""
     folder = Path(path)
-    index = _read_index(folder, read_manifest(folder))
+    index = read_tensors(folder, read_manifest(folder))
     return {name: saved for name, saved in index.items() if not name.startswith(f"{PER_RANK}.")}
 
 
-def _read_index(folder: Path, manifest: Manifest) -> Index:
-    try:
-        return read_index(folder, manifest.files)
-    except DamageError as error:
-        raise StrettoError(f"checkpoint {folder} is damaged: {error}", hint="use an older one") from None
-
-
 def _matched(folder: Path, manifest: Manifest, tensors: Tensors) -> tuple[Index, dict[str, Shards]]:
-    index = _read_index(folder, manifest)
+    index = read_tensors(folder, manifest)
     for name, (local, placed) in tensors.items():
         if name not in index:
             known = [n for n in index if not n.startswith(f"{PER_RANK}.")]

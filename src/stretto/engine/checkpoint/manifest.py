@@ -23,12 +23,15 @@ from stretto.engine.checkpoint.files import (
     safe_name,
     write_file,
 )
-from stretto.engine.checkpoint.index import INDEX, read_index
+from stretto.engine.checkpoint.index import DTYPES, INDEX, Index, read_index
 from stretto.errors import StrettoError
 
 MANIFEST = "manifest.json"
 FORMAT = "stretto-checkpoint"
 VERSION = 1
+PER_RANK = "per_rank"  # first part of the names of tensors that belong to one rank alone
+MAX_WORLD = 1 << 24  # ranks
+MAX_TEXT = 200  # characters of a time or a version
 STEP_FOLDER = re.compile(r"step-(\d{8,18})")
 
 
@@ -123,10 +126,35 @@ def problems(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
             damage.append(str(error))
     if part == 0 and not damage:
         try:
-            read_index(folder, manifest.files)
+            manifest_index(folder, manifest)
         except (DamageError, OSError) as error:
             damage.append(str(error))
     return damage
+
+
+def manifest_index(folder: Path, manifest: Manifest) -> Index:
+    """The index of a checkpoint whose manifest counts its tensors; raises DamageError."""
+    index = read_index(folder, manifest.files)
+    tensors, dtypes = tally(index)
+    if (manifest.tensors, manifest.dtypes) != (tensors, dtypes):
+        raise _bad(f"it counts {manifest.tensors} tensors of {manifest.dtypes}, not {tensors} of {dtypes}")
+    return index
+
+
+def read_tensors(path: Path, manifest: Manifest) -> Index:
+    """As `manifest_index`; raises StrettoError."""
+    try:
+        return manifest_index(path, manifest)
+    except DamageError as error:
+        raise StrettoError(f"checkpoint {path} is damaged: {error}", hint="use an older one") from None
+
+
+def tally(index: Index) -> tuple[int, dict[str, int]]:
+    """How many tensors an index has, without those of single ranks; and bytes of all of them by dtype."""
+    dtypes = dict[str, int]()
+    for saved in index.values():
+        dtypes[saved.dtype] = dtypes.get(saved.dtype, 0) + saved.bytes
+    return sum(not name.startswith(f"{PER_RANK}.") for name in index), dtypes
 
 
 def quick_problems(folder: Path) -> list[str]:
@@ -157,10 +185,14 @@ def _checked(body: dict[str, Any]) -> Manifest:
     for field, kind in kinds.items():
         if type(body[field]) is not kind:
             raise _bad(f"{field} is {body[field]!r}")
-    if any(type(size) is not int for size in body["dtypes"].values()):
-        raise _bad(f"dtypes is {body['dtypes']!r}")
-    if body["step"] < 0 or body["world"] < 1:
-        raise _bad(f"step is {body['step']}, world {body['world']}")
+        if kind is str and len(body[field]) > MAX_TEXT:
+            raise _bad(f"{field} has {len(body[field])} characters")
+    if any(name not in DTYPES or type(size) is not int for name, size in body["dtypes"].items()):
+        raise _bad("dtypes does not give bytes for types of tensors")
+    if not 0 <= body["step"] < 10**18:
+        raise _bad("step is out of range")
+    if not 1 <= body["world"] <= MAX_WORLD:
+        raise _bad(f"world is {body['world']}, at most {MAX_WORLD} ranks are possible")
     files = {name: _entry(name, value) for name, value in body["files"].items()}
     if INDEX not in files:
         raise _bad(f"it does not list {INDEX}")

@@ -11,14 +11,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from stretto.engine.checkpoint.files import DamageError, plain_file
-from stretto.engine.checkpoint.index import DTYPES, SavedPiece, SavedTensor, piece_key
+from stretto.engine.checkpoint.index import DTYPES, MODEL, SavedPiece, SavedTensor, piece_key
 from stretto.engine.checkpoint.load import Loaded, load, tensor_index
 from stretto.engine.checkpoint.manifest import read_manifest
 from stretto.engine.parallel.fragment import Placed
 from stretto.errors import StrettoError
 from stretto.spec.shape import ModelShape, shape_from_record
-
-MODEL = "model."  # first part of the names of parameters in a checkpoint
 
 
 class StoredTensors:

@@ -17,7 +17,7 @@ from stretto import __version__
 from stretto.engine.checkpoint import folder as folders
 from stretto.engine.checkpoint.files import remove
 from stretto.engine.checkpoint.index import DTYPES
-from stretto.engine.checkpoint.manifest import Manifest, write_manifest
+from stretto.engine.checkpoint.manifest import PER_RANK, Manifest, tally, write_manifest
 from stretto.engine.checkpoint.shards import Saved, Shards, ShardsSavePlanner, Streamed, shards
 from stretto.engine.checkpoint.storage import Writer, dtype_name, run_collective
 from stretto.engine.parallel.control import (
@@ -30,8 +30,6 @@ from stretto.engine.parallel.control import (
 )
 from stretto.engine.parallel.fragment import Placed
 from stretto.errors import StrettoError
-
-PER_RANK = "per_rank"  # first part of the names of tensors that belong to one rank alone
 
 
 def save(
@@ -151,13 +149,11 @@ def _commit(writer: Writer, step: int, meta: dict[str, Any], keep: int | None) -
     """On rank 0: commit; returns the checkpoint's path, and a line for each old one that cannot be
     removed.
     """
-    dtypes: dict[str, int] = {}
-    for saved in writer.index.values():
-        dtypes[saved.dtype] = dtypes.get(saved.dtype, 0) + saved.bytes
+    tensors, dtypes = tally(writer.index)
     manifest = Manifest(
         step=step,
         world=world_size(),
-        tensors=sum(not name.startswith(f"{PER_RANK}.") for name in writer.index),
+        tensors=tensors,
         dtypes=dtypes,
         saved=datetime.now(UTC).isoformat(timespec="seconds"),
         stretto=__version__,

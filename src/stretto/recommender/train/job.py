@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from stretto.recommender.config.check import check, check_tables
@@ -46,6 +47,9 @@ class _Recommender(Kind[RecommenderConfig]):
 
     def check(self, config: RecommenderConfig, world: int | None, devices: int | None) -> None:
         check(config, world=world, devices=devices)
+
+    def writes_to(self, config: RecommenderConfig) -> Path | None:
+        return config.run.folder
 
     def check_fresh(self, config: RecommenderConfig) -> None:
         check_fresh(config)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.engine.checkpoint.folder import is_checkpoint
+from stretto.engine.checkpoint.index import MODEL, OPTIM
 from stretto.engine.checkpoint.load import load
 from stretto.engine.checkpoint.save import save
 from stretto.engine.checkpoint.shards import Saved, Tensors
@@ -22,7 +23,6 @@ from stretto.recommender.train.placement import to_json
 from stretto.recommender.train.resume import check_fits, model_facts
 from stretto.run.train.loop import Position
 from stretto.run.train.position import report_resumed
-from stretto.run.train.replica import MODEL, OPTIM
 from stretto.run.train.resume import place_of
 
 

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stretto.engine.checkpoint.manifest import read_manifest
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import TableSpec
-from stretto.run.train.resume import another_model, another_optimiser, wanted_checkpoint
+from stretto.run.train.resume import another_model, another_optimiser, read_meta, wanted_checkpoint
 
 _OF_TABLE = ("rows", "dim", "ids", "divisor", "pooling")
 
@@ -46,7 +45,7 @@ def check_fits(path: Path, config: RecommenderConfig, tables: Sequence[TableSpec
     Raises:
         StrettoError: it is not.
     """
-    meta = read_manifest(path).meta
+    meta = read_meta(path, ("step", "samples"))
     theirs, ours = _mapping(meta.get("model")), model_facts(config, tables)
     if theirs.get("family") != "dlrm":
         raise another_model(path, "family", theirs.get("family"), "dlrm")

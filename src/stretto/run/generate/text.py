@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from stretto.engine.checkpoint.huggingface.folder import read_json
+from stretto.engine.checkpoint.index import MODEL, OPTIM
 from stretto.engine.checkpoint.load import load
 from stretto.engine.checkpoint.manifest import read_manifest
 from stretto.engine.models.build import build
@@ -27,7 +28,6 @@ from stretto.layout.layout import Layout
 from stretto.run.data.chat_template import ChatTemplate
 from stretto.run.data.tokenizer import Tokenizer
 from stretto.run.train.companions import GENERATION, run_folder
-from stretto.run.train.replica import MODEL, OPTIM
 from stretto.spec.job import Job
 from stretto.spec.shape import FAMILIES, ModelShape, shape_from_record
 

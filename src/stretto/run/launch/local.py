@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 
+_ON_DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 ACKNOWLEDGED = "read"  # the launcher's answer to a result
 ABANDONED = 70  # exit code when the launcher is gone (EX_SOFTWARE)
 
@@ -85,6 +86,7 @@ def enter(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    _follow_parent()
     link = Link(connection, _stop_orderly if stoppable else _leave)
     try:
         result = ("done", function(*arguments))
@@ -98,6 +100,22 @@ def enter(
     except Exception as error:  # a result that cannot be sent
         link.report(Failure.of(rank, error))
         sys.exit(1)
+
+
+def _follow_parent() -> None:
+    """Let the fork server end with the launcher, though ranks may live longer, and be continued when it does:
+    a rank that is stopped could not see that the launcher is gone.
+    """
+    from multiprocessing import forkserver
+
+    server: Any = forkserver._forkserver  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    if (alive := server._forkserver_alive_fd) is not None:  # as long as it is open, the server stays
+        os.close(alive)
+        server._forkserver_alive_fd = None
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_ON_DEATH_OF_PARENT, signal.SIGCONT)
 
 
 def _leave() -> None:

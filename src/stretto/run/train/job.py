@@ -8,6 +8,7 @@ import sys
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from stretto.engine.checkpoint.folder import checkpoints
@@ -18,6 +19,7 @@ from stretto.run.config.required import check_required
 from stretto.run.config.schema import JobConfig, LoopConfig, TrainConfig
 from stretto.run.data.marks import vocabulary
 from stretto.run.data.prepare import check_samples, check_vocabulary, describe_samples, prepare_data
+from stretto.run.launch.lease import lease
 from stretto.run.launch.local import RanksStopped, check_port, check_ranks, prepare, run_ranks
 from stretto.run.launch.slurm import SAVED
 from stretto.run.launch.stop import Stopped, StopRequest
@@ -70,6 +72,9 @@ class Kind(ABC, Generic[C]):
 
     preload: tuple[str, ...]  # what every rank imports
     orderly = True  # its ranks agree on where to stop; else a signal ends them at once
+
+    def writes_to(self, config: C) -> Path | None:
+        """The folder of the run that the job trains, which no other may write to; None: it trains none."""
 
     def check_fresh(self, config: C) -> None:
         """Raise StrettoError where a fresh run would mix its checkpoints with an earlier run's. For ranks of
@@ -145,9 +150,11 @@ def _join(kind: Kind[C], config: C, quiet: bool) -> Result:
     kind.check_fresh(config)
     from stretto.run.launch.failure import cause_first
 
-    with StopRequest() if kind.orderly else nullcontext(StopRequest()) as stop, cause_first(stop):
+    first = os.environ["RANK"] == "0"
+    stopping = StopRequest() if kind.orderly else nullcontext(StopRequest())
+    with stopping as stop, cause_first(stop), lease(kind.writes_to(config) if first else None):
         try:
-            if os.environ["RANK"] == "0":
+            if first:
                 kind.say(config, kind.prepare(config, stop), quiet)
             return Result(kind.join(config, stop, quiet), stop.signal)
         except Stopped:
@@ -159,29 +166,30 @@ def _launch(kind: Kind[C], config: C, quiet: bool, port: int) -> Result:
     kind.check(config, None, None)
     ranks = kind.ranks(config)
     check_port(port)
-    prepare(kind.preload)  # it imports torch while this process looks at the data
-    devices = _devices(config, None)
-    kind.check(config, None, devices)
-    if devices is None:
-        check_ranks(ranks)
-    with StopRequest() as stop:
-        try:
-            data = kind.prepare(config, stop)
-            kind.agree(config, data)
-            stop.check()
-            kind.say(config, data, quiet)
-            outcomes = run_ranks(
-                ranks,
-                *kind.local(config, data, quiet),
-                threads=config.train.threads,
-                port=port,
-                stoppable=kind.orderly,
-                earlier_signal=lambda: stop.signal,
-            )
-        except Stopped:
-            return Result(None, stop.signal)
-        except RanksStopped as stopped:
-            return Result(stopped.results[0] if stopped.results else None, stopped.signal)
+    with lease(kind.writes_to(config)):
+        prepare(kind.preload)  # it imports torch while this process looks at the data
+        devices = _devices(config, None)
+        kind.check(config, None, devices)
+        if devices is None:
+            check_ranks(ranks)
+        with StopRequest() as stop:
+            try:
+                data = kind.prepare(config, stop)
+                kind.agree(config, data)
+                stop.check()
+                kind.say(config, data, quiet)
+                outcomes = run_ranks(
+                    ranks,
+                    *kind.local(config, data, quiet),
+                    threads=config.train.threads,
+                    port=port,
+                    stoppable=kind.orderly,
+                    earlier_signal=lambda: stop.signal,
+                )
+            except Stopped:
+                return Result(None, stop.signal)
+            except RanksStopped as stopped:
+                return Result(stopped.results[0] if stopped.results else None, stopped.signal)
     return Result(outcomes[0])
 
 
@@ -194,6 +202,9 @@ class _Language(Kind[TrainConfig]):
     def check(self, config: TrainConfig, world: int | None, devices: int | None) -> None:
         check(config, world=world, devices=devices)
         check_vocabulary(config)
+
+    def writes_to(self, config: TrainConfig) -> Path | None:
+        return config.run.folder
 
     def check_fresh(self, config: TrainConfig) -> None:
         check_fresh(config)

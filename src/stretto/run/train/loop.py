@@ -23,6 +23,7 @@ from stretto.run.config import dump
 from stretto.run.config.run_checks import rate_notes
 from stretto.run.config.schema import JobConfig, LoopConfig
 from stretto.run.launch.failure import doing
+from stretto.run.launch.lease import check_lease, share
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.metrics import TOKENS, Metrics, Words
 
@@ -188,6 +189,7 @@ class TrainingLoop(ABC, Generic[C, P]):
 
     def save(self) -> None:
         """Write a checkpoint of this step."""
+        check_lease(self.config.run.folder)
         self.saved = self._write_checkpoint()
         self._saved_at = self.position.step
         self.note(f"saved {self.saved}")
@@ -222,7 +224,8 @@ def start_run(
     quiet: bool = False,
     words: Words = TOKENS,
 ) -> Metrics | None:
-    """Open the run's folder on rank 0, with the config as resolved; returns where its numbers go.
+    """Take part in the run's folder, and open it on rank 0, with the config as resolved; returns where its
+    numbers go.
 
     Args:
         step: that the run goes on from.
@@ -234,9 +237,10 @@ def start_run(
     Raises:
         StrettoError: the folder cannot be written to.
     """
+    run = config.run.folder
+    cleanup.enter_context(share(run))
     if dist.get_rank() != 0:
         return None
-    run = config.run.folder
     try:
         run.mkdir(parents=True, exist_ok=True)
         (run / "config.yaml").write_text(dump(config), encoding="utf-8")

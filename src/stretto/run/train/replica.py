@@ -9,6 +9,7 @@ from math import isfinite
 import torch
 from torch import Tensor, nn
 
+from stretto.engine.checkpoint.index import MODEL, OPTIM
 from stretto.engine.checkpoint.shards import Tensors
 from stretto.engine.compiler import Compiler
 from stretto.engine.documents import Documents
@@ -208,9 +209,6 @@ class Replica:
         self.mesh.close()
         if self.compiler is not None:
             self.compiler.close()
-
-
-MODEL, OPTIM = "model.", "optim."
 
 
 def tensors_of(replica: Replica) -> Tensors:

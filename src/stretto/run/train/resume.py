@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 from typing import Any, cast
 
 from stretto.engine.checkpoint.folder import checkpoints, is_checkpoint, resolve
-from stretto.engine.checkpoint.manifest import quick_problems, read_manifest
+from stretto.engine.checkpoint.index import OPTIM
+from stretto.engine.checkpoint.manifest import quick_problems, read_manifest, read_tensors
 from stretto.errors import StrettoError, nearest
 from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.data.token_source import TokenData
@@ -32,6 +34,7 @@ _NONE = {
 } | {
     f"attention.{name}": f"attention.{name}=0" for name in ("window", "softcap", "query_scale", "local_theta")
 }
+_OTHER = "use another checkpoint"
 _MOST_FIXES = 24  # overrides in a hint
 
 
@@ -96,6 +99,33 @@ def is_base(meta: Mapping[str, Any], shape: ModelShape) -> bool:
     return shape.lora is not None and (meta.get("model") or {}).get("lora") is None
 
 
+def read_meta(path: Path, counts: Sequence[str], may_lack: Sequence[str] = ()) -> dict[str, Any]:
+    """The facts of a checkpoint, with all that a run needs to go on if there are states to go on with.
+
+    Args:
+        counts: how many there were before, by name.
+        may_lack: counts that older checkpoints lack.
+
+    Raises:
+        StrettoError: it lacks some, or they make no sense.
+    """
+    manifest = read_manifest(path)
+    meta = manifest.meta
+    if "step" not in meta and not any(name.startswith(OPTIM) for name in read_tensors(path, manifest)):
+        return meta
+    if not isinstance(meta.get("model"), dict):
+        raise StrettoError(f"checkpoint {path} does not say what model it is of", hint=_OTHER)
+    for name in (*counts, *(name for name in may_lack if name in meta)):
+        if type(count := meta.get(name)) is not int or not 0 <= count < 2**63:
+            raise StrettoError(f"checkpoint {path} does not say, as a number, its {name}", hint=_OTHER)
+    if meta["step"] != manifest.step:
+        two = f"{manifest.step} and {meta['step']}"
+        raise StrettoError(f"checkpoint {path} is of two steps, {two}", hint=_OTHER)
+    if type(meta.get("loss", 0.0)) not in (float, int, NoneType):
+        raise StrettoError(f"checkpoint {path} has a loss that is no number", hint=_OTHER)
+    return meta
+
+
 def check_model(
     path: Path, shape: ModelShape, source: TokenData, may_differ: Sequence[str] = ()
 ) -> dict[str, Any]:
@@ -107,7 +137,7 @@ def check_model(
     Raises:
         StrettoError: it is not.
     """
-    meta = read_manifest(path).meta
+    meta = read_meta(path, ("step", "samples", "tokens"), ("targets", "updates"))
     _check_tokenizer(path, meta, source)
     _check_model(path, meta.get("model"), shape, may_differ)
     return meta
@@ -120,9 +150,7 @@ def _check_model(path: Path, record: object, shape: ModelShape, allowed: Sequenc
     try:
         theirs = shape_from_record(cast("dict[str, Any]", record))
     except (TypeError, StrettoError):
-        raise StrettoError(
-            f"checkpoint {path} does not say what model it is of", hint="use another checkpoint"
-        ) from None
+        raise StrettoError(f"checkpoint {path} does not say what model it is of", hint=_OTHER) from None
     if theirs.lora is None:
         shape = replace(shape, lora=None)  # new adapters beside it change nothing
     known = config_names(theirs) | config_names(shape)

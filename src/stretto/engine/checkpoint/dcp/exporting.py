@@ -18,7 +18,6 @@ from torch import Tensor
 
 from stretto.engine.checkpoint.dcp.groups import MOMENTS
 from stretto.engine.checkpoint.dcp.streaming import (
-    OPTIM,
     Exported,
     open_export,
     saved_optimiser,
@@ -36,7 +35,8 @@ from stretto.engine.checkpoint.dcp.titan import (
     trained,
 )
 from stretto.engine.checkpoint.dcp.written import Progress
-from stretto.engine.checkpoint.read import MODEL, StoredTensors
+from stretto.engine.checkpoint.index import MODEL, OPTIM
+from stretto.engine.checkpoint.read import StoredTensors
 from stretto.engine.checkpoint.shards import Streamed
 from stretto.engine.optim.base import decays
 from stretto.engine.optim.rate import Rate

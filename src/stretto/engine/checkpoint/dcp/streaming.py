@@ -22,15 +22,14 @@ from torch.futures import Future
 
 from stretto.engine.checkpoint.dcp.groups import MOMENTS
 from stretto.engine.checkpoint.files import check_room, remove
+from stretto.engine.checkpoint.index import MODEL, OPTIM
 from stretto.engine.checkpoint.manifest import Manifest, read_manifest
-from stretto.engine.checkpoint.read import MODEL, StoredTensors, shape_of
+from stretto.engine.checkpoint.read import StoredTensors, shape_of
 from stretto.engine.checkpoint.shards import Streamed
 from stretto.engine.checkpoint.storage import run_collective
 from stretto.errors import StrettoError
 from stretto.spec.optimiser import Optimiser, RateSchedule
 from stretto.spec.shape import ModelShape
-
-OPTIM = "optim."
 
 
 @dataclass(frozen=True, kw_only=True)

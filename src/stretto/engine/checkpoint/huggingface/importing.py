@@ -16,7 +16,7 @@ from stretto.engine.checkpoint.folder import checkpoints
 from stretto.engine.checkpoint.huggingface.adapters import read_adapters
 from stretto.engine.checkpoint.huggingface.blocks import PlainWeights
 from stretto.engine.checkpoint.huggingface.folder import CONFIG, PublishedWeights, read_json
-from stretto.engine.checkpoint.read import MODEL
+from stretto.engine.checkpoint.index import MODEL
 from stretto.engine.checkpoint.save import save
 from stretto.engine.checkpoint.shards import Streamed
 from stretto.engine.checkpoint.storage import dtype_name

@@ -28,10 +28,11 @@ from stretto.engine.checkpoint.dcp.streaming import (
     write_whole,
 )
 from stretto.engine.checkpoint.dcp.written import Progress
+from stretto.engine.checkpoint.index import MODEL
 from stretto.engine.checkpoint.megatron.common import BACKEND, COMMON, KIND, LATEST
 from stretto.engine.checkpoint.megatron.importing import MASTERS, MOMENTS, STATE
 from stretto.engine.checkpoint.megatron.names import LAYERS, Rule, is_trained, rules
-from stretto.engine.checkpoint.read import MODEL, StoredTensors
+from stretto.engine.checkpoint.read import StoredTensors
 from stretto.engine.checkpoint.shards import Streamed
 from stretto.engine.optim.rate import Rate
 from stretto.spec.optimiser import Optimiser

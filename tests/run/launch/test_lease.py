@@ -1,0 +1,221 @@
+"""The lease of a run's folder: who holds it, who is refused, and when it is taken over."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.errors import StrettoError
+from stretto.run.launch import lease as module
+from stretto.run.launch.lease import LEASE, check_lease, lease, share
+from stretto.run.train.session import Session
+from tiny_job import job
+from train_runs import at_step, train
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from stretto.run.launch.lease import lease, share
+with {how}(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+Hold = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def held_by() -> Generator[Hold]:
+    """Starts processes that hold or share a folder."""
+    started = list[subprocess.Popen[str]]()
+
+    def hold(folder: Path, how: str = "lease") -> subprocess.Popen[str]:
+        words = [sys.executable, "-c", HOLD.format(how=how), str(folder)]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        return process
+
+    yield hold
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def record(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Writes what a job of another machine has left, with the given changes."""
+    written = {
+        "machine": "elsewhere/1",
+        "process": 7,
+        "since": "today",
+        "job": None,
+        "starts": 0,
+        "token": "theirs",
+        **changes,
+    }
+    folder.mkdir(exist_ok=True)
+    (folder / LEASE).write_text(json.dumps(written))
+    return written
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(StrettoError) as caught, lease(folder):
+        pass
+    return str(caught.value)
+
+
+def test_one_job_holds_a_folder_and_leaves_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "one"
+    with lease(folder):
+        assert json.loads((folder / LEASE).read_bytes())["process"] == os.getpid()
+        check_lease(folder)
+        assert "in use by a job" in refused(folder)
+        check_lease(folder)
+    assert list(tmp_path.iterdir()) == []
+    with lease(folder):
+        (folder / "config.yaml").touch()
+    assert [path.name for path in folder.iterdir()] == ["config.yaml"]
+
+
+def test_the_second_job_names_the_first_until_that_has_died(tmp_path: Path, held_by: Hold) -> None:
+    first = held_by(tmp_path)
+    assert f"process {first.pid}" in refused(tmp_path)
+    first.send_signal(signal.SIGSTOP)  # it may go on
+    assert f"process {first.pid}" in refused(tmp_path)
+    first.kill()
+    first.wait()
+    with lease(tmp_path):
+        check_lease(tmp_path)
+
+
+def test_ranks_that_outlive_their_launcher_are_waited_for(
+    tmp_path: Path, held_by: Hold, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank = held_by(tmp_path, "share")
+    with share(tmp_path):  # ranks do not hinder each other
+        pass
+    monkeypatch.setattr(module, "STALE_S", 1.5)
+    assert "ranks of an earlier job" in refused(tmp_path)
+    assert "waiting until they have ended" in capsys.readouterr().err
+    monkeypatch.setattr(module, "STALE_S", 60)
+    rank.kill()
+    with lease(tmp_path):
+        pass
+
+
+def test_a_job_of_another_machine_ends_with_its_signs_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(tmp_path)
+    message = refused(tmp_path)
+    assert re.search(r"host elsewhere, process 7, since today; its last sign of life was \d s ago", message)
+    assert "the folder is free 30 s after its last sign of life" in message
+    assert json.loads((tmp_path / LEASE).read_bytes())["token"] == "theirs"
+    earlier = time.time() - 31
+    os.utime(tmp_path / LEASE, (earlier, earlier))
+    with lease(tmp_path):
+        assert json.loads((tmp_path / LEASE).read_bytes())["process"] == os.getpid()
+        monkeypatch.setenv("STRETTO_LEASE", "theirs")  # the other comes back
+        with pytest.raises(StrettoError, match="was taken over by a job on host"):
+            check_lease(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "goes"),
+    [
+        ({"job": "SLURM_JOB_ID 3"}, {"SLURM_JOB_ID": "3"}, False),  # two steps of one job
+        ({"job": "SLURM_JOB_ID 3"}, {"SLURM_JOB_ID": "3", "SLURM_RESTART_COUNT": "1"}, True),
+        ({"job": "SLURM_JOB_ID 3"}, {"SLURM_JOB_ID": "4", "SLURM_RESTART_COUNT": "1"}, False),
+        ({"job": "TORCHELASTIC_RUN_ID a"}, {"TORCHELASTIC_RUN_ID": "a", "SLURM_JOB_ID": "3"}, True),
+        ({"job": "TORCHELASTIC_RUN_ID a"}, {"TORCHELASTIC_RUN_ID": "b"}, False),
+        ({}, {"TORCHELASTIC_RUN_ID": "none"}, False),
+    ],
+)
+def test_a_job_that_is_started_again_elsewhere_goes_on_at_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    theirs: dict[str, str],
+    ours: dict[str, str],
+    goes: bool,
+) -> None:
+    record(tmp_path, **theirs)
+    for name, value in ours.items():
+        monkeypatch.setenv(name, value)
+    if goes:
+        with lease(tmp_path):
+            check_lease(tmp_path)
+    else:
+        assert "host elsewhere" in refused(tmp_path)
+
+
+def test_without_locks_the_process_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unable(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unable)
+    with lease(tmp_path):
+        assert f"process {os.getpid()}" in refused(tmp_path)
+        ours = json.loads((tmp_path / LEASE).read_bytes())
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    record(tmp_path, machine=ours["machine"], process=ended.pid)
+    with lease(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"machine": 1}', "[" * 5000, '{"process": 1e999}'])
+def test_a_damaged_lease_is_nobody_s(tmp_path: Path, text: str) -> None:
+    (tmp_path / LEASE).write_text(text)
+    with lease(tmp_path):
+        check_lease(tmp_path)
+    assert not (tmp_path / LEASE).exists()
+
+
+def test_signs_of_life_end_when_another_has_the_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BEAT_S", 0.02)
+    path = tmp_path / LEASE
+    with lease(tmp_path):
+        os.utime(path, (0, 0))
+        while not path.stat().st_mtime:
+            time.sleep(0.01)
+        path.write_text(json.dumps({**json.loads(path.read_bytes()), "token": "theirs"}))
+        time.sleep(0.1)
+        os.utime(path, (0, 0))
+        time.sleep(0.1)
+        assert not path.stat().st_mtime
+    assert path.exists()
+
+
+def test_a_folder_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "cannot be written to" in refused(tmp_path / "file")
+    assert "cannot be written to" in refused(tmp_path / "file" / "run")
+    (tmp_path / "run" / LEASE).mkdir(parents=True)
+    assert "cannot be written to" in refused(tmp_path / "run")
+
+
+def lose_the_lease(session: Session) -> None:
+    record(session.config.run.folder)
+    os.environ["STRETTO_LEASE"] = "ours"
+
+
+@pytest.mark.apart
+def test_a_job_that_lost_its_lease_saves_no_more(tmp_path: Path) -> None:
+    config = job(tmp_path, "checkpoint.every=2")
+    with pytest.raises(StrettoError, match="taken over by a job on host elsewhere"):
+        train(config, at_step(3, 0, lose_the_lease))
+    assert [path.name for path in (config.run.folder / "checkpoints").iterdir()] == ["step-00000002"]
