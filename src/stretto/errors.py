@@ -14,9 +14,9 @@ class StrettoError(ValueError):
     """
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = _short(message)
+        self.hint = None if hint is None else _short(hint)
+        super().__init__(self.message)
 
     def within(self, section: str) -> Problem:
         """The same as a problem of a section of the config."""
@@ -27,6 +27,16 @@ class StrettoError(ValueError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.message, self.hint)
+
+
+LONGEST = 2000  # characters of a message, and of a hint
+
+
+def _short(text: str) -> str:
+    """The text with its middle left out where it is too long to be read, as with a value of megabytes."""
+    if len(text) <= LONGEST:
+        return text
+    return f"{text[: LONGEST // 2]} [... {len(text) - LONGEST} characters ...] {text[-LONGEST // 2 :]}"
 
 
 class Problem(StrettoError):

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from errno import EMFILE
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import cleandoc
@@ -153,6 +154,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
         # the interpreter flushes stdout at exit, which would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
+    except OSError as error:
+        if error.strerror is None:
+            raise
+        what = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+        print_error(what, "raise the limit, as in: ulimit -n 4096" if error.errno == EMFILE else None)
+        return BAD_INPUT
     return result if isinstance(result, int) else DONE
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -151,7 +152,7 @@ def _say_whether_it_fits(made: Estimate) -> None:
 
 def _is_config(word: str, model: str | None) -> bool:
     """Whether the first word names a config, which it must where there is no --model."""
-    named = word.endswith((".yaml", ".yml")) or Path(word).is_file()
+    named = word.endswith((".yaml", ".yml")) or os.path.isfile(word)
     return "=" not in word and (named or model is None)
 
 

@@ -70,7 +70,7 @@ def score(
     out = out or (None if as_json else STDOUT)
     if out is not None:
         check_output(out)
-    sources = [word for word in log if "=" not in word or Path(word).exists()]
+    sources = [word for word in log if "=" not in word or os.path.exists(word)]
     if not sources:
         raise StrettoError("no log is named", hint="name the files of a click log, or a click folder")
     trained = find_trained(path, checkpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from functools import cache
 from pathlib import Path
@@ -111,8 +112,9 @@ def find_shape(name: str | Path) -> ModelShape:
 
 def is_name(name: str | Path) -> bool:
     """Whether this is meant as a model's name, and not as a file or a folder with a `config.json`."""
-    path = Path(name).expanduser()
-    return path.suffix != ".json" and not (path.is_dir() and (path / "config.json").is_file())
+    path = os.path.expanduser(name)
+    # unlike a Path's, these are False for names that no file can have
+    return not (path.endswith(".json") or (os.path.isdir(path) and os.path.isfile(f"{path}/config.json")))
 
 
 def squeezed(name: str) -> str:

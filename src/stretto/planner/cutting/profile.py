@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from math import isfinite
 from typing import Any, cast
 
 from stretto.errors import StrettoError, nearest
@@ -67,6 +66,7 @@ _KEYS = {
     "input_bytes": "input",
     "output_bytes": "output",
 }
+_LARGEST = 1e18
 _NEEDED = ("forward_s", "backward_s")
 
 
@@ -93,14 +93,17 @@ def read_profile(text: str, source: str) -> ModelProfile:
     """
     try:
         parsed: Any = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise StrettoError(f"{source} is not JSON: {error}", hint=_EXAMPLE) from None
     whole = cast("dict[str, Any]", parsed) if isinstance(parsed, dict) else {"layers": parsed}
     rows = whole.get("layers")
     if not isinstance(rows, list) or not rows:
         raise StrettoError(f"{source} has no list of layers", hint=_EXAMPLE)
     layers = [_layer(row, at, source) for at, row in enumerate(cast("list[Any]", rows))]
-    shared = [_shared(one, len(layers), source) for one in whole.get("shared") or ()]
+    together = whole.get("shared") or []
+    if not isinstance(together, list):
+        raise _not_shared(together, len(layers), source)
+    shared = [_shared(one, len(layers), source) for one in cast("list[Any]", together)]
     return ModelProfile(tuple(layers), tuple(shared), str(whole.get("about", "")))
 
 
@@ -137,22 +140,27 @@ def _value(key: str, value: Any, where: str) -> Any:
     if key == "name":
         return str(value)
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not isfinite(value) or value < 0:
-        raise StrettoError(f"{where}: {key} is {value!r}", hint="a finite number, 0 or more")
+    if not number or not 0 <= value < _LARGEST:
+        raise StrettoError(f"{where}: {key} is {value!r}", hint="a number from 0 to 1e18")
     return int(value) if key.endswith("_bytes") else float(value)
 
 
 def _shared(row: Any, layers: int, source: str) -> SharedWeights:
     try:
         one = SharedWeights(tuple(int(at) for at in row["layers"]), int(row["bytes"]))
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, OverflowError):
         one = SharedWeights((), 0)
-    if len(set(one.layers)) < 2 or one.bytes < 0 or not all(0 <= at < layers for at in one.layers):
-        raise StrettoError(
-            f"{source}: shared has {row!r}",
-            hint=f'write {{"layers": [0, {layers - 1}], "bytes": 4096}}, of two layers or more',
-        )
+    within = all(0 <= at < layers for at in one.layers)
+    if len(set(one.layers)) < 2 or not 0 <= one.bytes < _LARGEST or not within:
+        raise _not_shared(row, layers, source)
     return one
+
+
+def _not_shared(value: object, layers: int, source: str) -> StrettoError:
+    return StrettoError(
+        f"{source}: shared has {value!r}",
+        hint=f'write {{"layers": [0, {layers - 1}], "bytes": 4096}}, of two layers or more',
+    )
 
 
 assert set(_KEYS.values()) == {field.name for field in fields(LayerProfile)}

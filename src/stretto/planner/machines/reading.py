@@ -17,6 +17,7 @@ from yaml.nodes import MappingNode, Node, SequenceNode
 
 from stretto.errors import StrettoError, nearest, read_text
 
+_MOST_VALUES = 10_000  # of one field
 _E = re.compile(r"[-+]?[0-9.]+[eE][-+]?[0-9]+")  # numbers such as 1e9, which YAML 1.1 reads as texts
 _SAFE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -138,7 +139,10 @@ class Fields:
         self._read.add(key)
         if usual is not None and key not in self._nodes:
             return usual
-        return _plain(self._node(key), self)
+        try:
+            return _plain(self._node(key), iter(range(_MOST_VALUES)))
+        except RecursionError:
+            raise self.wrong(key, "has too many values in each other") from None
 
 
 def read_fields(path: Path) -> Fields:
@@ -167,20 +171,26 @@ def shipped(package: str, name: str) -> Any:
     return yaml.load(text, Loader=_SAFE)
 
 
-def _plain(node: Node, of: Fields) -> Any:
-    """The plain value of a node, with keys as texts."""
+def _plain(node: Node, left: Iterator[int]) -> Any:
+    """The plain value of a node, with keys as texts.
+
+    Args:
+        left: one for each value that is yet allowed: anchors within anchors stand for any number.
+    """
+    if next(left, None) is None:
+        raise RecursionError
     if isinstance(node, MappingNode):
-        return {str(key.value): _plain(value, of) for key, value in node.value}
+        return {str(key.value): _plain(value, left) for key, value in node.value}
     if isinstance(node, SequenceNode):
-        return [_plain(item, of) for item in node.value]
+        return [_plain(item, left) for item in node.value]
     quoted = bool(getattr(node, "style", None))
     tag, value = str(node.tag).rpartition(":")[2], str(node.value)
     if tag in ("int", "float") or (tag == "str" and not quoted and _E.fullmatch(value)):
         try:
             number = float(value.replace("_", ""))
-        except ValueError:  # as `.inf`, or hours and minutes
+            return int(number) if tag == "int" else number
+        except (ValueError, OverflowError):  # as `.inf`, hours and minutes, or hundreds of digits
             return value
-        return int(number) if tag == "int" else number
     if tag == "bool":
         return value.lower() in ("true", "yes", "on")
     return None if tag == "null" else value

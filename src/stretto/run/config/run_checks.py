@@ -38,7 +38,7 @@ def rate_notes(config: JobConfig) -> list[str]:
 def resume(config: JobConfig) -> Iterator[Problem]:
     """A folder to go on from that is not there."""
     wanted = config.checkpoint.resume
-    if wanted not in ("never", "auto") and not Path(wanted).expanduser().is_dir():
+    if wanted not in ("never", "auto") and not os.path.isdir(os.path.expanduser(wanted)):
         near = nearest(wanted, ("never", "auto"))
         fix = f"did you mean {near}?" if near else "never, auto, or a checkpoint's folder"
         yield Problem("checkpoint.resume", wanted, "there is no such folder", fix)

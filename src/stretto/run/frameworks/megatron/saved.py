@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from stretto.errors import StrettoError
@@ -115,7 +115,7 @@ def _not_here(field: str, value: Any) -> list[str]:
     names: list[str] = [] if value is None else [value] if isinstance(value, str) else list(value)
     if field == "data.source":
         return [name for name in names if megatron_prefix(name) is None]
-    return [name for name in names if not Path(name).exists()]
+    return [name for name in names if not os.path.exists(name)]
 
 
 def _settings(args: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
