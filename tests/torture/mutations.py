@@ -35,7 +35,7 @@ def document(valid: Any, draw: random.Random) -> Any:
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         holders = list(_holders(changed))
         if not holders:
-            return draw.choice(HOSTILE)
+            return copy.deepcopy(draw.choice(HOSTILE))
         _change(*draw.choice(holders), draw)
     return changed
 
@@ -61,7 +61,7 @@ def _change(holder: Any, key: Any, draw: random.Random) -> None:
         case 2 | 3 if isinstance(holder, list):
             holder.extend(copy.deepcopy(holder[key]) for _ in range(draw.choice((1, 3, 300))))
         case 3:
-            holder["more"] = draw.choice(HOSTILE)
+            holder["more"] = copy.deepcopy(draw.choice(HOSTILE))
         case 4 if isinstance(holder[key], int | float) and not isinstance(holder[key], bool):
             number = holder[key]
             holder[key] = draw.choice(
@@ -71,7 +71,7 @@ def _change(holder: Any, key: Any, draw: random.Random) -> None:
             text = holder[key]
             holder[key] = draw.choice((text[:-1], text + " ", text.upper(), text * 50, text[::-1], [text]))
         case _:
-            holder[key] = draw.choice(HOSTILE)
+            holder[key] = copy.deepcopy(draw.choice(HOSTILE))
 
 
 def as_json(valid: Any, draw: random.Random) -> bytes:
