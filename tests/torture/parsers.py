@@ -54,11 +54,11 @@ def _json(document: Any, read: Callable[[Path], object], file: str = "file.json"
 
 
 @parser
-def config(_: Path) -> Parser:
+def config(folder: Path) -> Parser:
     from stretto.recommender.config.load import load_config
     from tiny_job import job_text
 
-    return _yaml(job_text(HERE), load_config)
+    return _yaml(job_text(folder), load_config)
 
 
 @parser
