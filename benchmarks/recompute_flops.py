@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stretto import Layout
 from stretto.engine.models.build import build
-from stretto.engine.models.causal import make_explicit
+from stretto.engine.models.causal import choose_kernel
 from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import parallelize
@@ -29,7 +29,7 @@ def measured(shape: ModelShape, batch: int, mode: Recompute) -> int:
     """FLOPs of one forward and backward over `batch` whole samples."""
     torch.manual_seed(1)
     mesh, model = Mesh(Layout()), build(shape).double()
-    make_explicit(model)
+    choose_kernel(model, "explicit")
     parallelize(model, sharding_plan(Job(shape=shape)), mesh)
     modes: list[Recompute] = [mode] * shape.layers
     recompute_blocks(list(model.blocks), modes, mesh)

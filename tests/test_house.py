@@ -21,7 +21,14 @@ SOURCE = ROOT / "src" / "stretto"
 # A room imports only rooms before it. Those without torch are quick to import.
 ROOMS = (
     *("errors", "layout", "program", "spec", "planner", "view", "engine.device", "engine.offload"),
-    *("engine.compiler", "engine.kernels", "engine.documents", "engine.parallel", "engine.pipeline"),
+    *(
+        "engine.compiler",
+        "engine.kernels",
+        "engine.documents",
+        "engine.flex",
+        "engine.parallel",
+        "engine.pipeline",
+    ),
     *("engine.models", "engine.optim", "engine.checkpoint", "prove", "run.config", "run.launch", "run.data"),
     *("run.diagnose", "run.train", "run.evaluate", "run.generate", "run.calibrate"),
     *("run.verify", "run.dryrun", "run.compare", "recommender", "run.frameworks"),

@@ -22,6 +22,7 @@ from gpu.jobs import GPT, LLAMA, MOE, Trainer, config, known_tricks, legal
 from gpu.setting import Setting
 from stretto.engine import compiler
 from stretto.engine.device import backend_for
+from stretto.engine.flex import refusal
 from stretto.engine.parallel.late import late_messages
 from stretto.engine.parallel.mesh import Mesh
 from stretto.run.launch.local import run_ranks
@@ -57,6 +58,7 @@ class Case:
     name: str
     section: dict[str, Any]
     words: Words = ()
+    dtypes: Words = ("float64", "float32", "bfloat16")
 
     @property
     def split(self) -> bool:
@@ -95,21 +97,29 @@ CASES = (
     Case("pipeline and zero1", LLAMA, ("layout.pp=2", "layout.dp=2", "dp.mode=zero1")),
 )
 # how far losses and norms may be from float64, by type: a few times what rounding does on a CPU
-DTYPES = ("float64", "float32", "bfloat16")
+DTYPES = Case.dtypes
 EIGHT = "fp8"
 TOLERANCES = {"float64": (1e-9, 1e-8), "float32": (1e-6, 1e-5), "bfloat16": (1e-3, 1e-2), EIGHT: (4e-3, 2e-2)}
 EIGHT_BITS = (
-    Case("fp8 row", LLAMA, ("precision.fp8=row",)),
-    Case("fp8 tensor", LLAMA, ("precision.fp8=tensor",)),
+    Case("fp8 row", LLAMA, ("precision.fp8=row",), ("bfloat16",)),
+    Case("fp8 tensor", LLAMA, ("precision.fp8=tensor",), ("bfloat16",)),
 )
 
 
 def of_tricks() -> list[Case]:
     """Those that change how a step is computed and not its precision, as far as this version has them."""
     small = {"null": "24"}  # of `train.loss_chunk`, which by itself leaves so few tokens whole
-    chosen = [t for t in known_tricks() if t.field.startswith("train.")]
+    chosen = [t for t in known_tricks() if t.field.startswith("train.") and t.field != "train.attention"]
     words = [f"{t.field}={small.get(t.value, t.value)}" for t in chosen]
     return [Case(word, LLAMA, (word,)) for word in words]
+
+
+def by_flex(setting: Setting) -> list[Case]:
+    """FlexAttention alone, where it trains."""
+    if refusal(setting.device, torch.float32, group=1, d=16, dv=16) is not None:
+        return []
+    word = "train.attention=flex"
+    return [Case(f"{word}, {one['family']}", one, (word,), DTYPES[1:]) for one in (LLAMA, GEMMA)]
 
 
 def rank_steps(setting: Setting, section: dict[str, Any], words: Sequence[str], late: bool) -> dict[str, Any]:
@@ -174,7 +184,7 @@ class References:
 
     def of(self, case: Case) -> dict[str, Any]:
         """Of the same job without a layout and what says where things lie."""
-        kept = [w for w in case.words if w.startswith(("optim.", "train.attention"))]
+        kept = [w for w in case.words if w.startswith("optim.")]
         words = ("train.dtype=float64", *kept)
         key = repr((case.section, words))
         if key not in self._known:
@@ -214,7 +224,7 @@ def check_all(setting: Setting, chosen: Sequence[Case], dtypes: Sequence[str]) -
     references, rows = References(setting), list[dict[str, Any]]()
     for dtype in dtypes:
         for case in chosen:
-            if case not in EIGHT_BITS or dtype == "bfloat16":
+            if dtype in case.dtypes:
                 rows.append(check(setting, case, dtype, references))
                 setting.keep({"rows": rows})
     return {
@@ -228,7 +238,7 @@ def check_all(setting: Setting, chosen: Sequence[Case], dtypes: Sequence[str]) -
 def one_rank(setting: Setting) -> dict[str, Any]:
     """All kinds of models and options on one rank, in three types."""
     whole = [case for case in CASES if not case.split]
-    return check_all(setting, [*whole, *of_tricks(), *EIGHT_BITS], DTYPES)
+    return check_all(setting, [*whole, *of_tricks(), *by_flex(setting), *EIGHT_BITS], DTYPES)
 
 
 def own_library(setting: Setting) -> dict[str, Any]:

@@ -159,6 +159,8 @@ TRICKS = (
     Trick("train.compile", "blocks", "off"),
     Trick("train.graphs", "true", "false"),
     Trick("train.loss_chunk", "null", "0"),
+    Trick("train.attention", "sdpa", "explicit"),
+    Trick("train.attention", "flex", "sdpa"),
     Trick("train.vocab_multiple", "128", "1"),
     Trick("optim.states", "bfloat16", "float32"),
     Trick("precision.gradients", "same", "float32"),

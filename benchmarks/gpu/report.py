@@ -275,6 +275,22 @@ def tricks(there: Mapping[str, dict[str, Any]]) -> Lines:
     return table(("with", "without", "times as fast", "GiB saved"), rows)
 
 
+def attention(there: Mapping[str, dict[str, Any]]) -> Lines:
+    outcome = there["attention"]["result"]
+    rows = list[tuple[object, ...]]()
+    for style, contestants in outcome["rows"].items():
+        reference = median(contestants["explicit"]["seconds"])
+        for name, row in contestants.items():
+            if "seconds" not in row:
+                rows.append((style, name, row["error"], "-", "-"))
+                continue
+            seconds, peak = median(row["seconds"]), row["allocated_bytes"] / GIB
+            rows.append((style, name, f"{1000 * seconds:.2f}", f"{reference / seconds:.2f}", f"{peak:.2f}"))
+    head = ("style", "kernel", "ms, forward and backward", "over explicit", "GiB at most")
+    sizes = f"{outcome['heads']} heads of {outcome['head_dim']}, {outcome['sequence']} positions, bfloat16."
+    return [sizes, "", *table(head, rows)]
+
+
 def memory(there: Mapping[str, dict[str, Any]]) -> Lines:
     rows = list[tuple[object, ...]]()
     for name, row in there["memory"]["result"]["rows"].items():
@@ -447,6 +463,7 @@ SECTIONS: tuple[tuple[str, tuple[str, ...], Callable[[Mapping[str, dict[str, Any
     ("Correctness", ("correct", "library", "ranks"), correct),
     ("Speed", (*MODELS, "llama3-8b-fp8"), speed),
     ("Tricks", ("tricks",), tricks),
+    ("Attention", ("attention",), attention),
     ("Memory", ("memory",), memory),
     ("Predicted step times", ("calibration", "shapes"), prediction),
     ("What is waited for", ("waits", "streams", "host"), waits),

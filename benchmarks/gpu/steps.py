@@ -50,6 +50,7 @@ STEPS = (
     Step("calibration", "Measured profile", "prediction:calibration", 150),
     Step("shapes", "Predicted step times", "prediction:shapes", 150),
     Step("tricks", "What each trick gains", "speed:tricks", 300),
+    Step("attention", "Kernels of attention", "kernels:attention", 240),
     Step("llama-3b", "Llama-style 3B", "speed:model_race:llama-3b", 480),
     Step("moe-8x1b", "Mixture of 8 x 1B, top 2", "speed:model_race:moe-8x1b", 450),
     Step("overlap", "Profile of a step", "overlap:profiles", 120),

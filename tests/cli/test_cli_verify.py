@@ -53,6 +53,16 @@ def test_equal_layouts_end_with_0(config: str, capfd: pytest.CaptureFixture[str]
         assert 0 <= layout[key] <= 1e-9
 
 
+@pytest.mark.parametrize("command", ["verify", "train"])
+def test_flex_attention_is_refused_on_cpus(
+    config: str, command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run([command, config, "train.attention=flex", "model.dropout=0"]) == 2
+    said = capfd.readouterr().err
+    assert "train.attention is flex, which does not train on cpu with torch" in said
+    assert "train.attention=auto" in said
+
+
 def test_a_layout_that_differs_ends_with_1_and_a_diagnosis(
     config: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

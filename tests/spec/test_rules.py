@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from stretto.errors import Problem, StrettoError
 from stretto.layout.layout import Layout
+from stretto.spec.attention import AttentionShape
 from stretto.spec.experts import ExpertShape
 from stretto.spec.job import Job, Recompute, nearest_values
 from stretto.spec.optimiser import Optimiser, RateSchedule
@@ -20,6 +21,7 @@ SHAPE = ModelShape(
     family="llama", layers=6, hidden=64, heads=8, kv_heads=2, ffn=96, vocab=512, sequence=128, head_dim=8
 )
 JOB = Job(shape=SHAPE, layout=Layout(tp=2, dp=2, pp=2), global_batch=16, micro_batch=2, sequence=128)
+GPT = ModelShape(family="gpt", layers=8, hidden=64, heads=8, vocab=512, sequence=128, dropout=0.1)
 TIED = {"shape": replace(SHAPE, tied=True)}
 EXPERTS = {"shape": replace(SHAPE, moe=ExpertShape(experts=6, ffn=20, shared_ffn=12))}
 
@@ -155,6 +157,30 @@ def test_what_is_legal(changes: dict[str, Any]) -> None:
             "optim.clip=null",
         ),
         ({"sequence": 129}, "data.sequence", "the model has 128 positions", "model.positions=129"),
+        (
+            {"attention": "sdpa", "shape": GPT},
+            "train.attention",
+            "dropout of attention needs the probabilities",
+            "train.attention=auto",
+        ),
+        (
+            {"attention": "sdpa", "shape": replace(SHAPE, attention=AttentionShape(softcap=50.0))},
+            "train.attention",
+            "do not cap scores, as model.attention.softcap=50.0",
+            "train.attention=auto",
+        ),
+        (
+            {"attention": "flex", "layout": Layout(cp=2)},
+            "train.attention",
+            "the rounds of layout.context=ring",
+            "train.attention=auto",
+        ),
+        (
+            {"attention": "flex", "shape": replace(SHAPE, attention=AttentionShape(causal=False))},
+            "train.attention",
+            "not used for encoders",
+            "train.attention=auto",
+        ),
     ],
 )
 def test_one_broken_rule(changes: dict[str, Any], field: str, rule: str, fix: str | None) -> None:

@@ -230,7 +230,7 @@ def as_trained_here(row: Row) -> Row:
     )
     assumptions = row.assumptions
     if cells.word("attention") is None:
-        job, defaults["attention"] = replace(job, attention="flash"), "fused"
+        job, defaults["attention"] = replace(job, attention="auto"), "fused"
     if cells.word("software") is None:
         assumptions = replace(assumptions, software=Assumptions().software)
         defaults["software"] = "today"

@@ -22,6 +22,16 @@ LIMIT = 16  # graphs of one function
 _THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
+def one_thread(backend: str) -> None:
+    """Let this process compile by itself, unless the environment says otherwise: each rank would start a pool
+    of processes for a handful of kernels.
+    """
+    if backend == BACKEND and _THREADS not in os.environ:
+        from torch._inductor import config
+
+        config.compile_threads = 1
+
+
 class _TooMany(Exception):
     """A function has as many graphs as are kept."""
 
@@ -54,10 +64,7 @@ class Compiler:
         self._callbacks = callback_handler
         callback_handler.register_start_callback(self._start)
         callback_handler.register_end_callback(self._end)
-        if backend == "inductor" and _THREADS not in os.environ:
-            from torch._inductor import config
-
-            config.compile_threads = 1  # each rank would start a pool of processes for a handful of kernels
+        one_thread(backend)
 
     def close(self) -> None:
         """Stop listening to compilations."""

@@ -56,6 +56,13 @@ class Documents:
         of = moved(self._of(torch.arange(n)), device)
         return (of.unsqueeze(2) != of.unsqueeze(1)).unsqueeze(1)
 
+    def first_keys(self, n: int, window: int | None, device: torch.device) -> Tensor:
+        """int64 [b, n]: the first position that each of n positions sees in its document and the window."""
+        first = moved(self._of(torch.arange(n)), device)
+        if window is None:
+            return first
+        return torch.maximum(first, torch.arange(n, device=device) - (window - 1))
+
     def runs(self, at: Tensor) -> list[list[Run]]:
         """For each sample the documents of positions `at` [n], which ascend; int64 on the CPU."""
         of = self._of(at)

@@ -11,7 +11,7 @@ from typing import Literal
 from stretto.errors import Problem, nearest
 
 HeadNorm = Literal["head", "all"]
-AttentionKernel = Literal["flash", "explicit"]
+AttentionKernel = Literal["auto", "sdpa", "flex", "explicit"]
 ContextKind = Literal["ring", "ulysses"]
 RopeType = Literal["linear", "dynamic", "yarn", "llama3"]
 ROPE_TYPES: tuple[RopeType, ...] = ("linear", "dynamic", "yarn", "llama3")

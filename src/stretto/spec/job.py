@@ -74,7 +74,7 @@ class Job:
         expert_tp: as configured; a layout with one expert-parallel rank does not keep it.
         context: how context-parallel ranks attend.
         attention: the kernel; `explicit` forms the matrix of probabilities, which attention dropout always
-            does.
+            does; `auto` is the fastest that computes what the shape says.
         loss_chunk: tokens of which the logits, the loss and their gradients are computed at a time; 0: all of
             a microbatch; None: as many as pay off (`spec.loss_chunk`).
         fused_loss: one kernel computes the loss from the logits and another their gradient in place;
@@ -110,7 +110,7 @@ class Job:
     dp: DataParallel = field(default_factory=DataParallel)
     precision: Precision = field(default_factory=Precision)
     optimiser: Optimiser = field(default_factory=lambda: Optimiser(clip=None))
-    attention: AttentionKernel = "flash"
+    attention: AttentionKernel = "auto"
     loss_chunk: int | None = 0
     fused_loss: bool = False
     framework: Framework = STRETTO

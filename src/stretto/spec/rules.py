@@ -134,6 +134,27 @@ def _context(job: Job) -> Iterator[Problem]:
         )
 
 
+def _attention(job: Job) -> Iterator[Problem]:
+    kernel, special = job.attention, job.shape.attention
+    if kernel not in ("sdpa", "flex"):
+        return
+    rules = {
+        "dropout of attention needs the probabilities, which no fused kernel forms": job.shape.dropout > 0.0,
+        f"torch's fused kernels do not cap scores, as model.attention.softcap={special.softcap} says": (
+            kernel == "sdpa" and special.softcap is not None
+        ),
+        "FlexAttention is not used for encoders and biases by distance": (
+            kernel == "flex" and bool(job.shape.encoder_layers or job.shape.relative or not special.causal)
+        ),
+        "the rounds of layout.context=ring have kernels of their own; ulysses has not": (
+            kernel == "flex" and job.layout.cp > 1 and job.context == "ring"
+        ),
+    }
+    for rule, broken in rules.items():
+        if broken:
+            yield Problem("train.attention", kernel, rule, "train.attention=auto")
+
+
 def _recompute(job: Job) -> Iterator[Problem]:
     recompute = job.recompute
     if recompute.blocks is not None and recompute.mode != "full":
@@ -372,6 +393,7 @@ RULES: tuple[Rule, ...] = (
     _expert_axes,
     _expert_width,
     _context,
+    _attention,
     _recompute,
     _shard_inputs,
     _batch,

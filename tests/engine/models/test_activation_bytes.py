@@ -17,7 +17,7 @@ from half_models import to_halves
 from ranks import on_ranks
 from stretto import Layout
 from stretto.engine.models.build import build
-from stretto.engine.models.causal import make_explicit
+from stretto.engine.models.causal import choose_kernel
 from stretto.engine.models.language import LanguageModel
 from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.expert.auxiliary import Auxiliary, bind_auxiliary
@@ -46,7 +46,7 @@ GPT = ModelShape(family="gpt", layers=1, hidden=256, heads=4, vocab=24, sequence
 LLAMA = ModelShape(
     family="llama", layers=1, hidden=128, heads=8, kv_heads=4, ffn=192, vocab=24, sequence=SEQUENCE
 )
-ATTENTION: tuple[AttentionKernel, ...] = ("flash", "explicit")
+ATTENTION: tuple[AttentionKernel, ...] = ("auto", "explicit")
 CONTEXTS: tuple[ContextKind, ...] = ("ring", "ulysses")
 Cases = list[tuple[ModelShape, ComputeConfig]]
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
@@ -83,7 +83,7 @@ def parallel_model(shape: ModelShape, how: ComputeConfig, mesh: Mesh) -> Languag
     model, keys = build(shape), DropoutKeys(2)
     keys.samples = range(how.batch)
     if how.attention == "explicit":
-        make_explicit(model)
+        choose_kernel(model, "explicit")
     lean_norms(model)
     key_dropout(model, keys)
     job = Job(
@@ -159,10 +159,10 @@ def other_cases(tp: int) -> Cases:
             replace(LLAMA, kv_heads=1),
             replace(GPT, dropout=0.0),
         ):
-            made.append((shape, replace(how, attention="flash", element=4)))
+            made.append((shape, replace(how, attention="auto", element=4)))
             if how.recompute == "none":
                 made.append((shape, replace(how, element=8, batch=1)))
-                made.append((shape, replace(how, attention="flash")))
+                made.append((shape, replace(how, attention="auto")))
     return made
 
 

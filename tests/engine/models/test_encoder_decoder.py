@@ -164,12 +164,12 @@ def test_padding_is_not_seen() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_stored_probabilities_give_the_same(name: str) -> None:
-    from stretto.engine.models.causal import make_explicit
+    from stretto.engine.models.causal import choose_kernel
 
     model = _build(_theirs(name, torch.float64), name)
     ids, decoder, _ = _samples()
     plain = model(ids, decoder=decoder, lengths=LENGTHS)
-    make_explicit(model)
+    choose_kernel(model, "explicit")
     assert _difference(model(ids, decoder=decoder, lengths=LENGTHS), plain) < 1e-12
 
 

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from stretto.engine.models.attention import merge_heads, split_heads
-from stretto.engine.models.causal import CausalAttention, causal_probabilities, make_explicit
+from stretto.engine.models.causal import CausalAttention, causal_probabilities, choose_kernel
+from stretto.engine.models.full import FullAttention
 
 
 def probabilities(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -78,7 +84,7 @@ def test_the_gradient_of_causal_softmax():
 
 def test_all_attention_of_a_model_is_made_explicit():
     model = nn.ModuleList([CausalAttention(0.0), nn.Sequential(CausalAttention(0.1))])
-    make_explicit(model)
+    choose_kernel(model, "explicit")
     assert [m.explicit for m in model.modules() if isinstance(m, CausalAttention)] == [True, True]
 
 
@@ -96,3 +102,54 @@ def test_fused_output_is_merged_without_a_copy(by_heads: bool):
     k, v = torch.randn(2, 2, 2, 9, 6)
     y = CausalAttention(0.0)(q, k, v)
     assert merge_heads(y).untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+
+
+class Shapes(TorchDispatchMode):
+    """The shapes of all tensors that operators give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = set[tuple[int, ...]]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.seen |= {tuple(t.shape) for t in tree_leaves(out) if isinstance(t, Tensor)}
+        return out
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("core", [CausalAttention(0.0), FullAttention(0.0, causal=True)])
+def test_causal_attention_makes_no_mask(core: nn.Module, kv_heads: int) -> None:
+    n = 40
+    leaves = [torch.randn(2, heads, n, 8).requires_grad_() for heads in (4, kv_heads, kv_heads)]
+    with Shapes() as shapes:
+        core(*leaves).sum().backward()
+    assert (2, 4, n, 8) in shapes.seen
+    assert not [shape for shape in shapes.seen if shape[-2:] == (n, n)]
+    with Shapes() as shapes:
+        CausalAttention(0.0, explicit=True)(*leaves)
+    assert (n, n) in {shape[-2:] for shape in shapes.seen}
+
+
+@pytest.mark.parametrize(("fused", "kv_heads"), [((), 2), (("wide",), 4), (("wide", "grouped"), 2)])
+def test_key_heads_are_repeated_where_that_gives_a_fused_kernel(
+    monkeypatch: pytest.MonkeyPatch, fused: tuple[str, ...], kv_heads: int
+) -> None:
+    """Torch's choice on devices whose fused kernels take no groups."""
+    q, k, v = (torch.randn(2, heads, 6, 8) for heads in (4, 2, 2))
+    wanted, calls = CausalAttention(0.0)(q, k, v), list[Tensor]()
+    attention = F.scaled_dot_product_attention
+
+    def choice(q: Tensor, k: Tensor, *_: Tensor, **__: Any) -> int:
+        return int(("grouped" if k.shape[1] < q.shape[1] else "wide") in fused)
+
+    def noted(q: Tensor, k: Tensor, v: Tensor, **named: Any) -> Tensor:
+        calls.append(k)
+        return attention(q, k, v, **named)
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    torch.testing.assert_close(CausalAttention(0.0)(q, k, v), wanted)
+    assert [k.shape[1] for k in calls] == [kv_heads]

@@ -14,7 +14,7 @@ from torch import Tensor
 from half_models import KEEP, to_halves
 from ranks import on_ranks
 from stretto.engine.models.build import build
-from stretto.engine.models.causal import make_explicit
+from stretto.engine.models.causal import choose_kernel
 from stretto.engine.models.language import IGNORED, LanguageModel
 from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.expert.auxiliary import Auxiliary, bind_auxiliary
@@ -203,7 +203,7 @@ def run(case: Case, mesh: Mesh, dtype: torch.dtype) -> tuple[dict[str, Tensor], 
     lean_norms(model)
     model.bfloat16().float()
     if case.explicit:
-        make_explicit(model)
+        choose_kernel(model, "explicit")
     job = Job(
         shape=case.shape,
         layout=mesh.layout,

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ranks import on_ranks
 from stretto import Layout
 from stretto.engine.models.build import build
-from stretto.engine.models.causal import make_explicit
+from stretto.engine.models.causal import choose_kernel
 from stretto.engine.models.language import Block
 from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.mesh import Mesh
@@ -257,7 +257,7 @@ def test_flops_are_the_published_ones(mode: Mode):
     shape = ModelShape(family="gpt", layers=2, hidden=64, heads=4, vocab=48, sequence=32)
     batch, s, h, layers, vocab = 2, 32, 64, 2, 48
     model, mesh = build(shape).double(), Mesh(Layout())
-    make_explicit(model)
+    choose_kernel(model, "explicit")
     parallelize(model, sharding_plan(Job(shape=shape)), mesh)
     modes: list[Mode] = [mode] * layers
     recompute_blocks(list(model.blocks), modes, mesh)

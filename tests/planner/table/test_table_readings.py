@@ -325,25 +325,25 @@ def test_months_in_texts(text: str, month: str) -> None:
     [
         # no date: what was usual a year after the device, or when the model came; never the newest
         (GPT, {}, "unfused", "explicit"),
-        (GPT, {"seq": "16384"}, "fused", "flash"),
+        (GPT, {"seq": "16384"}, "fused", "auto"),
         (GPT, {"gpu": "V100-32GB"}, "unfused", "explicit"),
-        (GPT, {"gpu": "H100"}, "today", "flash"),
-        (GPT, {"gpu": "B200"}, "today", "flash"),
-        (RUN, {"gpu": "A100"}, "fused", "flash"),
-        (RUN, {"model": "llama3-8b", "gpu": "A100"}, "today", "flash"),
+        (GPT, {"gpu": "H100"}, "today", "auto"),
+        (GPT, {"gpu": "B200"}, "today", "auto"),
+        (RUN, {"gpu": "A100"}, "fused", "auto"),
+        (RUN, {"model": "llama3-8b", "gpu": "A100"}, "today", "auto"),
         # dated
         (GPT, {"date": "2021"}, "unfused", "explicit"),
-        (GPT, {"date": "2023-05"}, "fused", "flash"),
-        (GPT, {"date": "2024"}, "today", "flash"),
-        (GPT, {"gpu": "H100", "date": "2019"}, "today", "flash"),  # no run is older than its device
+        (GPT, {"date": "2023-05"}, "fused", "auto"),
+        (GPT, {"date": "2024"}, "today", "auto"),
+        (GPT, {"gpu": "H100", "date": "2019"}, "today", "auto"),  # no run is older than its device
         (GPT, {"source": "arXiv 2205.05198"}, "unfused", "explicit"),
         (GPT, {"software": "PyTorch 1.12"}, "eager", "explicit"),
-        (GPT, {"software": "PyTorch 2.4 + torch.compile"}, "compiled", "flash"),
-        (RUN, {"software": "NeMo 24.07"}, "engine", "flash"),
-        (RUN, {"source": "NVIDIA/NeMo performance_summary.md (2025-03-01)"}, "tuned", "flash"),
-        (RUN, {"date": "2025-03"}, "today", "flash"),
+        (GPT, {"software": "PyTorch 2.4 + torch.compile"}, "compiled", "auto"),
+        (RUN, {"software": "NeMo 24.07"}, "engine", "auto"),
+        (RUN, {"source": "NVIDIA/NeMo performance_summary.md (2025-03-01)"}, "tuned", "auto"),
+        (RUN, {"date": "2025-03"}, "today", "auto"),
         # kernels
-        (GPT, {"attention": "flash"}, "fused", "flash"),
+        (GPT, {"attention": "flash"}, "fused", "auto"),
         (RUN, {"attention": "unfused"}, "unfused", "explicit"),
         (RUN, {"software": "tuned", "attention": "unfused"}, "tuned", "explicit"),
     ],
@@ -401,7 +401,7 @@ def test_what_a_rate_counts(cells: dict[str, str], counted: str) -> None:
 
 def test_planned_runs_have_the_software_of_today() -> None:
     read = read_row(GPT, planned=True)
-    assert (read.defaults["software"], read.job.attention, read.job.shape.dropout) == ("today", "flash", 0.0)
+    assert (read.defaults["software"], read.job.attention, read.job.shape.dropout) == ("today", "auto", 0.0)
     with pytest.raises(StrettoError, match="allowed: unfused, eager"):
         read_row({**GPT, "software": "NeMo 24.07"}, planned=True)
 

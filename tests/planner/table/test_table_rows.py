@@ -102,7 +102,7 @@ def test_defaults_of_empty_cells_are_reported() -> None:
     assert (job.layout.dp, job.dp.mode, job.sequence_parallel) == (2, "zero1", True)
     assert (job.recompute.mode, job.precision.fp8, job.shape.dropout) == ("none", "tensor", 0.0)
     assert (job.sequence, job.shape.kv_heads, job.shape.ffn, job.shape.vocab) == (8192, 8, 28672, 128256)
-    assert (read.job.attention, read.assumptions.overlap, read.job.fused_loss) == ("flash", True, False)
+    assert (read.job.attention, read.assumptions.overlap, read.job.fused_loss) == ("auto", True, False)
     assert read.assumptions.software == software_profile("today")
     reported = {
         "gpu",
@@ -160,7 +160,7 @@ def test_filled_cells_are_not_reported_as_defaults() -> None:
         ({"precision": "fp32"}, lambda r: r.job.precision.dtype == "float32"),
         ({"gradients": "same"}, lambda r: r.job.precision.gradients == "same"),
         ({"software": "compiled"}, lambda r: r.assumptions.software == software_profile("compiled")),
-        ({"attention": "fused"}, lambda r: r.job.attention == "flash"),
+        ({"attention": "fused"}, lambda r: r.job.attention == "auto"),
         ({"fused_loss": "1"}, lambda r: r.job.fused_loss),
         ({"peak_mem_gib": "55"}, lambda r: (r.measured.memory, r.measured.kind) == (55 * 2**30, "allocated")),
         ({"peak_mem_gib": "55", "memory_count": "device"}, lambda r: r.measured.kind == "device"),

@@ -7,9 +7,22 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
+from stretto.engine import flex
+from stretto.engine.device import on_accelerator
 from stretto.engine.documents import Documents, Packing
-from stretto.engine.kernels import Band, Scores, add_sinks, kernel_for, rows, sinks_gradient
+from stretto.engine.kernels import (
+    Band,
+    Efficient,
+    Explicit,
+    Scores,
+    add_sinks,
+    kernel_for,
+    rows,
+    sinks_gradient,
+)
+from stretto.spec.attention import AttentionKernel
 
 
 def dropout(probability: float) -> nn.Module:
@@ -34,6 +47,9 @@ class CausalAttention(nn.Module):
 
     Attributes:
         packing: where samples hold several documents, a position sees none of another document.
+        kernel: of training, where probabilities are not stored: "sdpa", torch's fused kernels, and the
+            formula in tiles for what none of them computes; "flex", FlexAttention; "auto", FlexAttention for
+            what would be written out, on accelerators where it trains.
     """
 
     def __init__(
@@ -52,6 +68,7 @@ class CausalAttention(nn.Module):
         self.softcap = softcap
         self.scale = scale
         self.packing = Packing()
+        self.kernel: AttentionKernel = "auto"
 
     def extra_repr(self) -> str:
         options = {"window": self.window, "softcap": self.softcap, "scale": self.scale}
@@ -73,6 +90,8 @@ class CausalAttention(nn.Module):
         if self.explicit or dropping:
             apart = None if documents is None else documents.apart(q.shape[2], q.device)
             return weigh(self.drop(causal_probabilities(q, k, scores, sinks, apart)), v)
+        if self._by_flex(q, k, v, sinks):
+            return _by_flex(q, k, v, sinks, scores=scores, documents=documents)
         if documents is not None:
             return _attend(q, k, v, sinks, scores=scores, documents=documents)
         n, m = q.shape[2], k.shape[2]
@@ -80,20 +99,53 @@ class CausalAttention(nn.Module):
         narrow = v.shape[-1] != q.shape[-1] and q.device.type == "cpu"  # torch's fused kernel takes no such v
         if not causal or self.softcap is not None or sinks is not None or narrow:
             return _attend(q, k, v, sinks, scores=scores)
-        grouped = k.shape[1] < q.shape[1]
-        q, v = by_position(q), separate(v, q)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scores.scale, enable_gqa=grouped)
+        return sdpa(by_position(q), k, separate(v, q), scale=scores.scale, causal=True)
+
+    def _by_flex(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
+        """Whether FlexAttention computes this. In training only: it is compiled for each shape anew, and
+        prompts vary in length.
+
+        Raises:
+            StrettoError: it was asked for, and does not train here.
+        """
+        if self.kernel not in ("auto", "flex") or not self.training or q.shape[2] != k.shape[2]:
+            return False
+        if self.kernel == "auto":
+            able = on_accelerator(q.device) and not torch.compiler.is_compiling()
+            if not able or not self._written_out(q, v, sinks):
+                return False
+        group = q.shape[1] // k.shape[1]
+        refusal = flex.refusal(q.device, q.dtype, group=group, d=q.shape[-1], dv=v.shape[-1])
+        if refusal is not None and self.kernel == "flex":
+            raise flex.does_not_train(q.device, refusal)
+        return refusal is None
+
+    def _written_out(self, q: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
+        """Whether no fused kernel computes causal attention of these, but the formula in tiles would, or one
+        kernel a document.
+        """
+        scores = self.scores(q.shape[-1])
+        narrowed = scores.window is not None and scores.window < q.shape[2]
+        apart = narrowed or self.packing.documents is not None
+        if scores.softcap is None and sinks is None and not apart:
+            return False
+        kernel = kernel_for(q, v, scores)
+        return isinstance(kernel, Explicit) or (apart and isinstance(kernel, Efficient))
 
     def scores(self, d: int) -> Scores:
         """How scores are made, with keys of d features."""
         return Scores(d**-0.5 if self.scale is None else self.scale, self.softcap, self.window)
 
 
-def make_explicit(model: nn.Module) -> None:
-    """Let all attention in `model` store its probabilities, as the published memory formulas assume."""
+def choose_kernel(model: nn.Module, kernel: AttentionKernel) -> None:
+    """Let all attention in `model` be computed by this kernel; `explicit` stores its probabilities, as the
+    published memory formulas assume.
+    """
     for module in model.modules():
         if isinstance(getattr(module, "explicit", None), bool):
-            cast(Any, module).explicit = True
+            cast(Any, module).explicit = kernel == "explicit"
+        if isinstance(module, CausalAttention):
+            module.kernel = kernel
 
 
 def causal_probabilities(
@@ -115,6 +167,31 @@ def weigh(probabilities: Tensor, v: Tensor) -> Tensor:
     """Sums [b, heads, n, d] of values [b, kv_heads, m, d], weighted by probabilities [b, heads, n, m]."""
     sums = _by_key_head(probabilities, v) @ v.contiguous()
     return sums.view(*probabilities.shape[:-1], v.shape[-1])
+
+
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False, mask: Tensor | None = None
+) -> Tensor:
+    """torch's scaled_dot_product_attention of q [b, heads, n, d], k [b, kv_heads, m, d] and
+    v [b, kv_heads, m, dv]: [b, heads, n, dv].
+
+    Grouped key heads are repeated where torch would otherwise write out all scores: of its fused kernels for
+    CUDA, the memory-efficient one, which float32 and masks need, takes no groups, and for AMD none does.
+    """
+    call: dict[str, Any] = {"attn_mask": mask, "is_causal": causal, "scale": scale}
+    grouped = k.shape[1] < q.shape[1]
+    if grouped and not torch.compiler.is_compiling() and not _is_fused(q, k, v, call, grouped):
+        wide_k, wide_v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        if _is_fused(q, wide_k, wide_v, call, grouped=False):
+            k, v = wide_k, wide_v
+            grouped = False
+    return F.scaled_dot_product_attention(q, k, v, **call, enable_gqa=grouped)
+
+
+def _is_fused(q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any], grouped: bool) -> bool:
+    """Whether torch has a fused kernel for this call; asked of torch."""
+    choice = torch._fused_sdp_choice(q, k, v, **call, enable_gqa=grouped)
+    return SDPBackend(choice) != SDPBackend.MATH
 
 
 def by_position(q: Tensor) -> Tensor:
@@ -153,6 +230,18 @@ def _attend(
     q, k, v = (t.to(torch.get_autocast_dtype(kind)) for t in (q, k, v))
     with torch.autocast(kind, enabled=False):
         return cast(Tensor, _Attention.apply(q, k, v, sinks, scores, documents))
+
+
+def _by_flex(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, scores: Scores, documents: Documents | None
+) -> Tensor:
+    """The same by FlexAttention."""
+    kind = q.device.type
+    if torch.is_autocast_enabled(kind):
+        q, k, v = (t.to(torch.get_autocast_dtype(kind)) for t in (q, k, v))
+    q, v = by_position(rows(q)), separate(rows(v), q)
+    with torch.autocast(kind, enabled=False):
+        return flex.attend(q, rows(k), v, scores, sinks=sinks, documents=documents)
 
 
 class _Attention(torch.autograd.Function):

@@ -8,11 +8,10 @@ from functools import lru_cache
 from math import log
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.engine.documents import Packing
-from stretto.engine.models.causal import dropout, weigh
+from stretto.engine.models.causal import dropout, sdpa, weigh
 
 
 class FullAttention(nn.Module):
@@ -52,9 +51,12 @@ class FullAttention(nn.Module):
             bias: of scores, [heads, n, m].
         """
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        hidden = self._hidden(q, k)
         dropping = self.training and not isinstance(self.drop, nn.Identity)
-        if self.explicit or dropping:
+        written_out = self.explicit or dropping
+        if self.causal and bias is None and q.shape[2] == k.shape[2] and not written_out:
+            return sdpa(q, k, v, scale=scale, causal=True)
+        hidden = self._hidden(q, k)
+        if written_out:
             exact = torch.promote_types(q.dtype, torch.float32)
             keys = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
             scores = (q @ keys.transpose(-2, -1)).to(exact) * scale
@@ -68,9 +70,7 @@ class FullAttention(nn.Module):
         else:
             mask = bias.to(q.dtype).unsqueeze(0)
             mask = mask if hidden is None else mask.masked_fill(hidden, float("-inf"))
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=scale, enable_gqa=k.shape[1] < q.shape[1]
-        )
+        return sdpa(q, k, v, scale=scale, mask=mask)
 
     def _hidden(self, q: Tensor, k: Tensor) -> Tensor | None:
         """bool, to be broadcast to [b, heads, n, m]: which keys a query does not see; None: none."""

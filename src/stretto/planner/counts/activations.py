@@ -57,7 +57,7 @@ class ComputeConfig:
     ep: int = 1
     expert_tp: int | None = None
     sequence_parallel: bool = False
-    attention: AttentionKernel = "flash"
+    attention: AttentionKernel = "auto"
     context: ContextKind = "ring"
     recompute: Recompute = "none"
     shard_inputs: bool = False
@@ -457,7 +457,7 @@ def _core(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
             yield Saved("attn.core dropped", e * scores, _formula(e, "as^2b", split))
     else:
         yield statistics
-    flash = how.attention == "flash" and not shape.dropout
+    flash = how.attention != "explicit" and not shape.dropout
     if how.cp > 1 and flash and how.context == "ulysses":  # the projection takes it in another order
         q = shape.attention_width // how.tp
         yield Saved("attn.core output", e * how.tokens * q, _formula(e, "sbad", split))

@@ -53,7 +53,7 @@ def _others(job: MemoryJob) -> Iterator[tuple[str, MemoryJob]]:
     elif how.tp > 1 and not how.sequence_parallel and not how.shard_inputs:
         yield "recompute.shard_inputs=true", replace(job, how=replace(how, shard_inputs=True))
     if how.attention == "explicit" and not job.shape.dropout:
-        yield "train.attention=flash", replace(job, how=replace(how, attention="flash"))
+        yield "train.attention=auto", replace(job, how=replace(how, attention="auto"))
 
 
 _MASTER, _MOMENTS = 4, 8  # bytes of AdamW's master and moments: K = 12 of the paper

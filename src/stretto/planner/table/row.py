@@ -154,7 +154,7 @@ def read_row(
         recompute=_recompute(row, stated or Recomputation(mode="none"), model, stages),
         dp=dp,
         precision=precision,
-        attention="flash" if software.attention == "fused" else "explicit",
+        attention="auto" if software.attention == "fused" else "explicit",
         fused_loss=row.flag("fused_loss"),
         framework=framework,
         vocab_multiple=1 if dp.mode == "zero3" else _MEGATRON,

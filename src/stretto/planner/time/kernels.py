@@ -165,7 +165,7 @@ def _block(
 def _fused_softmax(shape: ModelShape, how: ComputeConfig, kernel: Kernel) -> bool:
     """Whether the softmax of stored scores runs as one kernel with scale and mask."""
     *_, fused = kernel
-    return how.attention == "flash" or (fused and how.batch * shape.heads // how.tp % _MATRICES == 0)
+    return how.attention != "explicit" or (fused and how.batch * shape.heads // how.tp % _MATRICES == 0)
 
 
 def attention_linears(shape: ModelShape, how: ComputeConfig) -> list[tuple[int, int]]:
@@ -286,7 +286,7 @@ def _core(
         seconds += attention(rows, how.of_memory.tokens // how.batch, heads, False)
     if fused:
         seconds /= speed
-    elif how.attention == "flash" and causal:  # tiles skip the keys that none of their queries sees
+    elif how.attention != "explicit" and causal:  # tiles skip the keys that none of their queries sees
         seconds /= 2
     if shape.latent is not None:  # values are narrower than queries and keys
         seconds *= (shape.head_dim + shape.value_dim) / (2 * shape.head_dim)
@@ -301,7 +301,7 @@ def _fused_attention(shape: ModelShape, how: ComputeConfig) -> bool:
     computed in tiles whose scores are written out.
     """
     written_out = shape.attention.softcap is not None and how.framework == STRETTO
-    return how.attention == "flash" and not written_out
+    return how.attention != "explicit" and not written_out
 
 
 def _ring_attention(

@@ -344,9 +344,11 @@ class RunTimeConfig(LoopConfig):
         "weights; with float16 the loss is scaled.",
     )
     attention: AttentionKernel = Field(
-        default="flash",
-        description="`flash`: torch's scaled_dot_product_attention; `explicit`: forms and keeps the "
-        "matrix of probabilities, as attention dropout always does.",
+        default="auto",
+        description="`auto`: torch's fused kernels, and for what they do not compute FlexAttention where it "
+        "trains, else the formula in tiles; `sdpa`: without FlexAttention; `flex`: FlexAttention alone; "
+        "`explicit`: forms and keeps the matrix of probabilities, as attention dropout always does. See "
+        "docs/attention.md.",
     )
     compile: Compile = Field(
         default="off",

@@ -127,12 +127,18 @@ def _no_progress(_what: str, _done: int, _all: int) -> None:
     return
 
 
+def _uncompiled(job: Job) -> Job:
+    """The job without what compiles code for values, which there are none of."""
+    attention = "auto" if job.attention == "flex" else job.attention
+    return replace(job, compile="off", attention=attention)
+
+
 def _run(job: Job, mesh: Mesh, quick: bool, progress: Progress, started: float) -> DryRun:
     following = Following()
     heard = _Heard(layout=mesh.layout, following=following)
     with following, tiles_once(following):
         progress("assembly of the stages", 0, 1)
-        replica = assemble(replace(job, compile="off"), mesh, seed=0, fresh=False)
+        replica = assemble(_uncompiled(job), mesh, seed=0, fresh=False)
         try:
             replica.pipeline.train()
             order = replica.pipeline.program.orders[replica.pipeline.rank]

@@ -326,7 +326,7 @@ def _read_recompute(settings: Settings) -> Mapping[str, Any]:
 
 
 def _note_model(choices: Choices) -> Iterator[str]:
-    kernel = {"flash": "sdpa", "explicit": "eager"}[choices["train.attention"]]
+    kernel = {"flex": "flex_attention", "explicit": "eager"}.get(choices["train.attention"], "sdpa")
     yield f'in the script: {model_words(choices.job.shape)}, with attn_implementation="{kernel}"'
     yield from (f"in the script: requires_grad is off for {one}" for one in choices["finetune.freeze"])
     yield f"in the script: samples of {choices['data.sequence']} tokens"

@@ -468,7 +468,7 @@ RULES = (
     ),
     only("precision.loss_scale", [Precision.loss_scale], "torchtitan has no float16"),
     only("precision.loss_scale_steps", [Precision.loss_scale_steps], "torchtitan has no float16"),
-    only("train.attention", ["flash"], "torchtitan's attention stores no probabilities"),
+    only("train.attention", ["auto", "sdpa", "flex"], "torchtitan's attention stores no probabilities"),
     Rule(
         choices=under("optim", "name lr betas eps weight_decay no_decay momentum states clip"),
         settings=(

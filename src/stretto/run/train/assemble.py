@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from stretto.engine.compiler import Compiler
 from stretto.engine.documents import Documents, Packing, share_packing
 from stretto.engine.models.build import build
-from stretto.engine.models.causal import make_explicit
+from stretto.engine.models.causal import choose_kernel
 from stretto.engine.models.compiled import compile_blocks
 from stretto.engine.models.language import LanguageModel
 from stretto.engine.models.sharding import sharding_plan
@@ -158,8 +158,7 @@ def _plain_model(setup: _Setup) -> LanguageModel:
     key_dropout(model, setup.keys)
     share_packing(model, setup.packing)
     lean_norms(model)
-    if setup.job.attention == "explicit":
-        make_explicit(model)
+    choose_kernel(model, setup.job.attention)
     if setup.compiler is not None:
         compile_blocks(model, setup.compiler)
     return model

@@ -69,7 +69,7 @@ def _features(job: Job) -> list[str]:
     features = [
         (job.sequence_parallel and job.layout.tp > 1, "sequence parallel"),
         (job.layout.cp > 1, f"{job.context} attention"),
-        (job.attention != "flash", f"{job.attention} attention"),
+        (job.attention != "auto", f"{job.attention} attention"),
         (job.compile != "off", f"compiled {job.compile}{_uncompiled(job)}"),
         (job.recompute.mode != "none", f"recompute {job.recompute.mode}"),
     ]

@@ -214,6 +214,7 @@ class _Language(Kind[TrainConfig]):
 
     def agree(self, config: TrainConfig, data: TokenData) -> None:
         check_vocabulary(config, data)
+        check_attention(config, config.train.device)
         check_resume(config, config.shape(vocabulary(data, config)), data)
         check_samples(config, data)
 
@@ -253,6 +254,16 @@ def check_fresh(config: JobConfig) -> None:
             f"run {config.run.name!r} has checkpoints already in {folder}",
             hint="go on with --resume auto, or give another run.name",
         )
+
+
+def check_attention(config: TrainConfig, device: str) -> None:
+    """Raise StrettoError where FlexAttention is asked for on CPUs, and torch has no backward of it there."""
+    if config.train.attention == "flex":
+        from stretto.engine.device import device_kind
+        from stretto.engine.flex import check_trains_on_host
+
+        if device_kind(device) == HOST:
+            check_trains_on_host()
 
 
 def _devices(config: RanksConfig, world: int | None) -> int | None:

@@ -292,8 +292,8 @@ TRAINING: tuple[Rule, ...] = (
     one_of(
         "attention-backend",
         "train.attention",
-        {"flash": "auto", "explicit": "unfused"},
-        also={"flash": "flash", "fused": "flash", "local": "explicit"},
+        {"auto": "auto", "sdpa": "flash", "explicit": "unfused"},
+        also={"fused": "sdpa", "local": "explicit"},
         usual="auto",
         instead="Megatron-LM has fused kernels and stored scores",
     ),

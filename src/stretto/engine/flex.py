@@ -1,0 +1,231 @@
+"""Causal attention by torch's FlexAttention (Dong et al. 2024, arXiv 2412.05496): one compiled kernel for
+scores with a window, a soft cap, sinks and documents, which skips blocks of keys that no query of a block
+sees.
+
+It has never run on a GPU here. So it is tried on a device, forward and backward, beside the formula written
+out, before it is used there.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from stretto.engine.compiler import BACKEND, one_thread
+from stretto.engine.documents import Documents
+from stretto.engine.kernels import Explicit, Scores, add_sinks, sinks_gradient
+from stretto.errors import StrettoError
+from stretto.spec.devices import HOST
+
+BLOCK = 128  # queries and keys that are skipped together
+_GRAPHS = 64  # of all shapes and kinds of scores in a process
+_TRIED = 2 * BLOCK + 40  # positions of the trial
+_CLOSE = 0.02  # of the largest element: rounding of 16-bit types
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Scores,
+    *,
+    sinks: Tensor | None = None,
+    documents: Documents | None = None,
+) -> Tensor:
+    """As `CausalAttention`: q [b, heads, n, d], k [b, kv_heads, n, d] and v [b, kv_heads, n, dv] to
+    [b, heads, n, dv], in memory like q.
+
+    Args:
+        sinks: [heads], one more score in each softmax, whose value is zero.
+        documents: of the samples; None: attention does not end at a document's.
+    """
+    y, aux = _compiled()(
+        q,
+        k,
+        v,
+        score_mod=None if scores.softcap is None else _capped(scores.softcap),
+        block_mask=block_mask(q.shape[2], scores.window, documents, q.device),
+        scale=scores.scale,
+        enable_gqa=k.shape[1] < q.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    if sinks is None:
+        return cast(Tensor, y)
+    beside = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype).view(-1, 1))  # what the sink leaves to the keys
+    return cast(Tensor, y * beside.unsqueeze(-1).to(y.dtype))
+
+
+def check_trains_on_host() -> None:
+    """Raise StrettoError where FlexAttention does not train on the CPU. Accelerators are asked by the ranks:
+    a process that has used one cannot fork others.
+    """
+    host = torch.device(HOST)
+    if (why := refusal(host, torch.float32, group=1, d=16, dv=16)) is not None:
+        raise does_not_train(host, why)
+
+
+def does_not_train(device: torch.device, why: str) -> StrettoError:
+    """That FlexAttention was asked for on a device where it is refused."""
+    return StrettoError(
+        f"train.attention is flex, which does not train on {device.type} with torch {torch.__version__}: "
+        f"{why}",
+        hint="train.attention=auto takes it where it trains",
+    )
+
+
+@lru_cache(maxsize=64)
+def refusal(device: torch.device, dtype: torch.dtype, group: int, d: int, dv: int) -> str | None:
+    """Why FlexAttention does not train on the device, in a sentence's end; None if it does.
+
+    Args:
+        group: query heads of a key head.
+        d, dv: width of keys and of values.
+    """
+    case = _Trial(device, dtype, (group, d, dv))
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            _ask(*case.leaves[:3])
+            results = case.results()
+    except (NotImplementedError, ValueError) as error:  # torch knows that it does not
+        return _first_sentence(error)
+    except Exception as error:  # whatever the compiler raises
+        return _warn(f"{type(error).__name__}: {_first_sentence(error)}")
+    for name, result, wanted in zip(
+        ("output", "dq", "dk", "dv", "dsinks"), results, case.wanted(), strict=True
+    ):
+        if not float((result - wanted).abs().max()) <= _CLOSE * float(wanted.abs().max()):
+            return _warn(f"its {name} is not that of the formula")
+    return None
+
+
+def _warn(refusal: str) -> str:
+    """A refusal that nobody expects."""
+    warnings.warn(f"attention is written out, since FlexAttention fails its trial: {refusal}", stacklevel=4)
+    return refusal
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")
+
+
+def _ask(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Where torch knows that it does not train, it says so before anything is compiled."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        flex_attention(q.detach().requires_grad_(), k, v, enable_gqa=True)
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Callable[..., Any]:
+    from torch._dynamo import config  # takes seconds to import
+
+    config.recompile_limit = max(config.recompile_limit, _GRAPHS)
+    one_thread(BACKEND)
+    return torch.compile(flex_attention, backend=BACKEND, fullgraph=True, dynamic=False)
+
+
+@lru_cache(maxsize=16)
+def _capped(cap: float) -> Callable[..., Tensor]:
+    def capped(score: Tensor, b: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return capped
+
+
+def block_mask(n: int, window: int | None, documents: Documents | None, device: torch.device) -> BlockMask:
+    """Which keys n queries see, and which blocks of keys a block of queries: made once for all layers with
+    this window, and where there are documents once a microbatch.
+    """
+    if documents is None:
+        return _without_documents(n, None if window is None or window >= n else window, device)
+
+    def make() -> BlockMask:
+        first = documents.first_keys(n, window, device)
+
+        def seen(b: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return (j <= i) & (j >= first[b, i])
+
+        return _blocks(first, seen)
+
+    return documents.kept(("blocks", n, window, device), make)
+
+
+@lru_cache(maxsize=16)
+def _without_documents(n: int, window: int | None, device: torch.device) -> BlockMask:
+    def causal(b: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return j <= i
+
+    farthest = n if window is None else window
+
+    def inside(b: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j <= i) & (i - j < farthest)
+
+    with torch.inference_mode(False), torch.no_grad():
+        first = torch.arange(n, device=device).sub_(farthest - 1).clamp_(min=0).unsqueeze(0)
+        return _blocks(first, causal if window is None else inside)
+
+
+def _blocks(first: Tensor, seen: Callable[..., Tensor]) -> BlockMask:
+    """The mask of queries that see the keys from `first` on, up to their own position. Torch's own function
+    for masks of any form would make one of n x n elements.
+
+    Args:
+        first: [b, n]; it does not fall along n.
+        seen: the same, as FlexAttention asks of each pair.
+    """
+    n = first.shape[1]
+    start = torch.arange(0, n, BLOCK, device=first.device)
+    end = (start + BLOCK).clamp_(max=n) - 1
+    first_query, last_query = start.unsqueeze(1), end.unsqueeze(1)
+    some = (start <= last_query) & (end >= first[:, start].unsqueeze(2))
+    whole = (start + BLOCK - 1 <= first_query) & (start >= first[:, end].unsqueeze(2))
+    whole &= first_query + BLOCK <= n  # to torch no block that reaches beyond the end is whole
+    return BlockMask.from_kv_blocks(
+        *_listed(some & ~whole), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(n, n)
+    )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of each row are chosen, int32 [b, 1, rows], and their columns, before all others."""
+    columns = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32).unsqueeze(1), columns.to(torch.int32).unsqueeze(1)
+
+
+class _Trial:
+    """A small case with a window, a cap, sinks and documents."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+        group, d, dv = sizes
+        random = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=random).to(device, dtype)
+
+        n = _TRIED
+        self.scores = Scores(d**-0.5, 2.0, BLOCK + 9)
+        self.leaves = [draw(1, 2 * group, n, d), draw(1, 2, n, d), draw(1, 2, n, dv), draw(2 * group)]
+        self.dy = draw(1, 2 * group, n, dv)
+        begins = torch.zeros(1, n, dtype=torch.int64)
+        begins[:, BLOCK + 20 :] = BLOCK + 20
+        self.documents = Documents(begins)
+
+    def results(self) -> list[Tensor]:
+        """Output and gradients."""
+        q, k, v, sinks = (t.detach().requires_grad_() for t in self.leaves)
+        y = attend(q, k, v, self.scores, sinks=sinks, documents=self.documents)
+        return [y.detach(), *torch.autograd.grad(y, [q, k, v, sinks], self.dy)]
+
+    def wanted(self) -> list[Tensor]:
+        """The same of the formula written out."""
+        q, k, v, sinks = self.leaves
+        kernel, window = Explicit(self.scores), self.scores.window
+        y, lse = self.documents.forward(kernel, q, k, v, window)
+        y, lse = add_sinks(y, lse, sinks)
+        grads = self.documents.backward(kernel, dy=self.dy, q=q, k=k, v=v, y=y, lse=lse, window=window)
+        return [y, *grads, sinks_gradient(self.dy, y, lse, sinks)]
