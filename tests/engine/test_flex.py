@@ -14,6 +14,7 @@ import torch.nn.attention.flex_attention as torch_flex
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from stretto.engine import flex
 from stretto.engine.documents import Documents
@@ -218,4 +219,9 @@ def test_it_is_compiled_once_for_all_layers_and_documents(monkeypatch: pytest.Mo
         layer.packing.documents = None
         trained(layer, tensors, sinks=True)
     assert len(graphs) == 3
+    kept = list[tuple[int, ...]]()
+    with saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+        y = layers[0](*(t.requires_grad_() for t in tensors[:3]))
+    q, k = (2, 4, 140, 8), (2, 2, 140, 8)
+    assert sorted(shape for shape in kept if shape[0] == 2) == sorted([q, k, k, tuple(y.shape), q[:3]])
     flex._compiled.cache_clear()

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention as torch_flex
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from half_models import to_halves
 from ranks import on_ranks
 from stretto import Layout
+from stretto.engine import flex
 from stretto.engine.models.build import build
 from stretto.engine.models.causal import choose_kernel
 from stretto.engine.models.language import LanguageModel
@@ -34,7 +36,7 @@ from stretto.planner.counts.activations import (
     total,
 )
 from stretto.planner.counts.published_activations import published_formula
-from stretto.spec.attention import AttentionKernel, ContextKind
+from stretto.spec.attention import AttentionKernel, AttentionShape, ContextKind
 from stretto.spec.experts import ExpertShape
 from stretto.spec.flops import Recompute
 from stretto.spec.job import Job
@@ -82,8 +84,7 @@ def parallel_model(shape: ModelShape, how: ComputeConfig, mesh: Mesh) -> Languag
     torch.manual_seed(1)
     model, keys = build(shape), DropoutKeys(2)
     keys.samples = range(how.batch)
-    if how.attention == "explicit":
-        choose_kernel(model, "explicit")
+    choose_kernel(model, how.attention)
     lean_norms(model)
     key_dropout(model, keys)
     job = Job(
@@ -204,6 +205,24 @@ def on_all(layout: Layout, cases: Cases, ends: Cases) -> list[tuple[list[int], l
     if layout.world == 1:
         return [measure_all(layout, cases, ends)]
     return on_ranks(layout.world, measure_all, layout, cases, ends)
+
+
+@pytest.mark.parametrize("element", [2, 4])
+@pytest.mark.parametrize("special", [AttentionShape(softcap=2.0, window=5), AttentionShape(sinks=True)])
+def test_flex_attention(special: AttentionShape, element: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's operator, not compiled, whose backward torch refuses on CPUs."""
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(flex, "_compiled", lambda: torch_flex.flex_attention)
+    monkeypatch.setattr(flex, "refusal", lambda *_, **__: None)
+    shape = replace(LLAMA, attention=special)
+    how = ComputeConfig(batch=BATCH, sequence=SEQUENCE, element=element, attention="flex")
+    mask = flex.block_mask(SEQUENCE, special.window, None, torch.device("cpu"))  # all layers have one
+    shared = sum(t.nbytes for t in mask.as_tuple() if isinstance(t, Tensor))
+    ((bytes_,), _) = measure_all(Layout(), [(shape, how)], [])
+    # compiled code keeps neither the largest scores nor a tensor of the cap
+    largest, cap = how.statistic * BATCH * shape.heads * SEQUENCE, element if special.softcap else 0
+    assert bytes_ == expected(shape, how) + shared + largest + cap
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

@@ -457,6 +457,11 @@ def _core(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
             yield Saved("attn.core dropped", e * scores, _formula(e, "as^2b", split))
     else:
         yield statistics
+    if how.attention == "flex" and shape.attention.sinks:  # a factor outside of the kernel
+        q = shape.attention_width // how.tp
+        yield Saved("attn.core without sinks", e * how.tokens * q, _formula(e, "sbad", split))
+        factor = size + (e if e < size else 0)  # as it is computed, and rounded
+        yield Saved("attn.core sinks", factor * heads * how.tokens, _formula(factor, "sba", split))
     flash = how.attention != "explicit" and not shape.dropout
     if how.cp > 1 and flash and how.context == "ulysses":  # the projection takes it in another order
         q = shape.attention_width // how.tp

@@ -462,9 +462,9 @@ def _core_extras(shape: ModelShape, how: ComputeConfig, size: Sizes) -> tuple[in
     special, wider = shape.attention, size.wider
     length = how.tokens // how.batch * (how.cp if how.context == "ulysses" else 1)
     window = special.window if special.window is not None and special.window < length * how.cp else None
-    tiled = special.softcap is not None or shape.value_dim < shape.head_dim
+    tiled = how.attention != "flex" and (special.softcap is not None or shape.value_dim < shape.head_dim)
     ring = how.cp > 1 and how.context == "ring" and (tiled or window is not None)
-    summed = tiled or window is not None
+    summed = tiled or (how.attention != "flex" and window is not None)
     keys = size.q + size.kv + size.v
     gradients = wider * keys if summed else keys
     narrowed = keys if gradients > keys else 0  # rounded at the end

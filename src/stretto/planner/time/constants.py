@@ -93,6 +93,11 @@ def is_fitted(device: Device) -> bool:
     return chip(device) in table or alike.get(chip(device), "") in table
 
 
+def flex_speed(backward: bool) -> float:
+    """Speed of FlexAttention over that of other fused attention."""
+    return constants("operators")["flex"]["backward" if backward else "forward"]
+
+
 @cache
 def products(device: Device) -> Products:
     """How matrix products run on this device."""

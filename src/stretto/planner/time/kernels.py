@@ -9,6 +9,7 @@ from functools import lru_cache
 from stretto.planner.assumptions import SoftwareProfile
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.machines.device import Device, Precision
+from stretto.planner.time.constants import chip, flex_speed
 from stretto.planner.time.operators import (
     alignment,
     attention_seconds,
@@ -256,7 +257,7 @@ def _core(
     exact = unscaled(precision)
     heads = shape.heads // how.tp
     keys = rows * how.cp
-    fused = _fused_attention(shape, how)
+    fused = _fused_attention(shape, how, device)
 
     def attention(queries: int, keys: int, heads: int, causal: bool) -> float:
         return attention_seconds(
@@ -285,7 +286,7 @@ def _core(
     if shape.encoder_layers:
         seconds += attention(rows, how.of_memory.tokens // how.batch, heads, False)
     if fused:
-        seconds /= speed
+        seconds /= speed * (flex_speed(backward) if _by_flex(shape, how, device) else 1.0)
     elif how.attention != "explicit" and causal:  # tiles skip the keys that none of their queries sees
         seconds /= 2
     if shape.latent is not None:  # values are narrower than queries and keys
@@ -296,12 +297,22 @@ def _core(
     return seconds
 
 
-def _fused_attention(shape: ModelShape, how: ComputeConfig) -> bool:
-    """Whether one kernel computes softmax(q k^T) v. None of Stretto's knows soft-capped scores, which are
-    computed in tiles whose scores are written out.
+def _fused_attention(shape: ModelShape, how: ComputeConfig, device: Device) -> bool:
+    """Whether one kernel computes softmax(q k^T) v. Stretto's soft-capped scores are written out, in tiles,
+    where FlexAttention does not cap them.
     """
-    written_out = shape.attention.softcap is not None and how.framework == STRETTO
-    return how.attention != "explicit" and not written_out
+    capped = shape.attention.softcap is not None and how.framework == STRETTO
+    return how.attention != "explicit" and (not capped or _by_flex(shape, how, device))
+
+
+def _by_flex(shape: ModelShape, how: ComputeConfig, device: Device) -> bool:
+    """Whether FlexAttention computes it: where it was asked for, and soft-capped scores on accelerators, but
+    in a ring, whose rounds take other kernels. That it trains on the device is assumed.
+    """
+    if how.framework != STRETTO or chip(device) == "cpu" or (how.cp > 1 and how.context == "ring"):
+        return False
+    capped = shape.attention.softcap is not None and not shape.dropout
+    return how.attention == "flex" or (how.attention == "auto" and capped)
 
 
 def _ring_attention(
