@@ -91,7 +91,8 @@ def refusal(device: torch.device, dtype: torch.dtype, group: int, d: int, dv: in
     try:
         with torch.inference_mode(False), torch.enable_grad():
             _ask(*case.leaves[:3])
-            results = case.results()
+            with torch.autocast(device.type, enabled=False):
+                results = case.results()
     except (NotImplementedError, ValueError) as error:  # torch knows that it does not
         return _first_sentence(error)
     except Exception as error:  # whatever the compiler raises
