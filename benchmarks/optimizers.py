@@ -3,13 +3,13 @@
 With several ranks, every rank holds its part of one flat unit (ZeRO 1), and LAMB, Adafactor and Muon
 communicate.
 
-    python benchmarks/optimizers.py --ranks 2
+    python benchmarks/optimizers.py --ranks 2 --only lamb,adafactor
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
@@ -60,17 +60,18 @@ def fragments_of(shape: ModelShape) -> list[Fragment]:
     return fragments
 
 
-def run(layers: int, hidden: int, rounds: int) -> list[Timing]:
+def run(layers: int, hidden: int, rounds: int, names: Sequence[str]) -> list[Timing]:
     shape = ModelShape(family="gpt", layers=layers, hidden=hidden, heads=8, vocab=4096, sequence=128)
     steps: dict[str, Callable[[], object]] = {}
-    for name, config in CONFIGS.items():
-        steps[name] = build_optimizer(fragments_of(shape), config).step
+    for name in names:
+        steps[name] = build_optimizer(fragments_of(shape), CONFIGS[name]).step
     return race(steps, "adamw", rounds=rounds)
 
 
 def main() -> None:
-    args: argparse.Namespace = arguments(__doc__, rounds=15, ranks=1, layers=6, hidden=384)
-    timings = on_ranks(args.ranks, run, args.layers, args.hidden, args.rounds)[0]
+    args: argparse.Namespace = arguments(__doc__, rounds=15, ranks=1, layers=6, hidden=384, only="")
+    names = ["adamw", *args.only.split(",")] if args.only else list(CONFIGS)
+    timings = on_ranks(args.ranks, run, args.layers, args.hidden, args.rounds, names)[0]
     title = f"one update, GPT of {args.layers} layers of {args.hidden}, {args.ranks} ranks"
     report(title, timings, "adamw", args.out)
 

@@ -21,16 +21,10 @@ SOURCE = ROOT / "src" / "stretto"
 # A room imports only rooms before it. Those without torch are quick to import.
 ROOMS = (
     *("errors", "layout", "program", "spec", "planner", "view", "engine.device", "engine.offload"),
-    *(
-        "engine.compiler",
-        "engine.kernels",
-        "engine.documents",
-        "engine.flex",
-        "engine.parallel",
-        "engine.pipeline",
-    ),
-    *("engine.models", "engine.optim", "engine.checkpoint", "prove", "run.config", "run.launch", "run.data"),
-    *("run.diagnose", "run.train", "run.evaluate", "run.generate", "run.calibrate"),
+    *("engine.compiler", "engine.loops", "engine.kernels", "engine.documents", "engine.flex"),
+    *("engine.parallel", "engine.pipeline", "engine.models", "engine.optim", "engine.checkpoint", "prove"),
+    *("run.config", "run.launch", "run.data", "run.diagnose", "run.train", "run.evaluate", "run.generate"),
+    "run.calibrate",
     *("run.verify", "run.dryrun", "run.compare", "recommender", "run.frameworks"),
     "cli",  # imports what is heavy inside its functions
 )
@@ -322,7 +316,7 @@ VARIADIC |= {"apply", "save_for_backward", "partial", "run_ranks", "add_row", "P
 VARIADIC |= {"side_table", "plain_table"}
 # what is called with positions alone: torch's private operators, and loops that numba has compiled
 POSITIONAL = ("_aten.", "torch.", "Variable._execution_engine", "_run_backward", "_lookups")
-COMPILED = {"_count", "_due", "Lookups", "call"}
+COMPILED = {"_count", "_due", "Lookups", "call", "over", "over_chunks"}
 MOST_FIELDS, MOST_POSITIONAL, MOST_ASSIGNED = 4, 5, 2
 
 

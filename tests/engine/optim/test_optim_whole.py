@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ranks import on_ranks
+from stretto.engine import loops
 from stretto.engine.optim import base
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.states import prepare, state_tensors
@@ -31,6 +32,8 @@ CONFIGS = {
     "muon": Optimiser(name="muon", lr=0.1, weight_decay=0.3),
 }
 WHOLE = ("lamb", "adafactor", "muon")  # that look at whole tensors
+LOOPS = ("lamb", "adafactor")  # that have compiled loops
+OPERATORS = ("lamb by operators", "adafactor by operators")
 SPLITS = [Split(4, 1), Split(1, 4), Split(2, 2), Split(2, 2, seed=3), Split(2, 1), Split(1, 2, seed=2)]
 STEPS = 3
 
@@ -74,7 +77,7 @@ def groups() -> dict[int, ProcessGroup]:
 
 
 def every_split() -> dict[str, list[float]]:
-    results = {name: [] for name in (*CONFIGS, "alone")}
+    results = {name: [] for name in (*CONFIGS, *OPERATORS, "alone")}
     by_size = groups()
     for split in SPLITS:
         size = split.tp * split.shards
@@ -82,7 +85,12 @@ def every_split() -> dict[str, list[float]]:
         for name in CONFIGS:
             fragments = split.of(rank, by_size[size], values(0))
             results[name].append(difference(fragments, name))
-        for name in WHOLE[:2]:  # as if the part were the tensor; muon has no whole matrix then
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loops, "has_numba", lambda: False)
+            for name in LOOPS:
+                fragments = split.of(rank, by_size[size], values(0))
+                results[f"{name} by operators"].append(difference(fragments, name))
+        for name in LOOPS:  # as if the part were the tensor; muon has no whole matrix then
             fragments = [replace(f, holders=None) for f in split.of(rank, by_size[size], values(0))]
             results["alone"].append(difference(fragments, name))
     for name in CONFIGS:  # as the clients of a server, tensor-parallel among themselves
@@ -105,7 +113,7 @@ def nothing(holders: ProcessGroup | None = None) -> list[Fragment]:
 
 def test_every_split_is_one_process():
     results = on_ranks(4, every_split)
-    for name in CONFIGS:
+    for name in (*CONFIGS, *OPERATORS):
         for at, split in enumerate(SPLITS):
             assert max(rank[name][at] for rank in results) < 1e-12, f"{name} {split}"
     assert all(max(column) > 1e-3 for column in zip(*(rank["alone"] for rank in results), strict=True))
@@ -184,8 +192,9 @@ def test_an_optimiser_continues_from_loaded_states(name: str):
 
 @pytest.mark.parametrize("name", ["bfloat16", *WHOLE])
 def test_batches_of_any_size_make_the_same_update(name: str, monkeypatch: pytest.MonkeyPatch):
-    """On a CPU a batch is closed once it would leave the cache; here after each fragment."""
+    """Operators on a CPU close a batch once it would leave the cache; here after each fragment."""
     plain, _ = one_process(name)
+    monkeypatch.setattr(loops, "has_numba", lambda: False)
     monkeypatch.setattr(base, "CACHED", 1)
     alone = whole(values(0))
     optimizer = train(alone, CONFIGS[name])
@@ -225,9 +234,10 @@ def test_one_holder_writes_each_state(split: Split):
     assert {n for states in owners(split, away=True).values() for n in states.values()} == {0}
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @settings(max_examples=15, deadline=None)
 @given(data=st.data(), name=st.sampled_from(WHOLE))
-def test_any_pieces_of_a_tensor_make_its_update(data: st.DataObject, name: str):
+def test_any_pieces_of_a_tensor_make_its_update(compiled: bool, data: st.DataObject, name: str):
     """Boxes that tile the tensors, in any order in flat memory with gaps, in one process."""
     tiled = list[Fragment]()
     for full, shape in SHAPES.items():
@@ -253,5 +263,8 @@ def test_any_pieces_of_a_tensor_make_its_update(data: st.DataObject, name: str):
         parameter = nn.Parameter(torch.zeros(end, dtype=torch.float64))
         placed.fill(parameter, values(0)[full])
         tiled.append(Fragment(name=full, parameter=parameter, placed=placed))
-    assert difference(tiled, name) < 1e-12
+    with pytest.MonkeyPatch.context() as patch:
+        if not compiled:
+            patch.setattr(loops, "has_numba", lambda: False)
+        assert difference(tiled, name) < 1e-12
     assert not torch.cat(padding(tiled)).any()

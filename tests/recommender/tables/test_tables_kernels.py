@@ -167,7 +167,7 @@ def test_what_a_device_and_a_type_get(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(kernels_for("cpu", torch.float32), CompiledKernels)
     assert type(kernels_for("cuda", torch.float32)) is Kernels
     assert type(kernels_for("cpu", torch.float16)) is Kernels
-    monkeypatch.setattr("stretto.recommender.tables.kernels.cpu._has_numba", lambda: False)
+    monkeypatch.setattr("stretto.engine.loops.has_numba", lambda: False)
     assert type(kernels_for("cpu", torch.float32)) is Kernels
 
 
@@ -176,7 +176,7 @@ def test_without_a_folder_for_what_is_compiled_it_is_compiled_all_the_same(
 ) -> None:
     from numba.core.caching import FunctionCache
 
-    from stretto.recommender.tables.kernels.compiled import jit
+    from stretto.engine.loops import jit
 
     def twice(x: int) -> int:
         return x + x

@@ -15,6 +15,7 @@ from torch import Tensor
 import stretto.recommender.optim.updater as updater_module
 import stretto.recommender.train.engine as dense_module
 from ranks import on_ranks
+from stretto.engine import loops
 from stretto.recommender.config.load import parse_config
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.optim.rules import Sgd
@@ -65,7 +66,7 @@ def test_placements_equal_one_process() -> None:
 def without_numba(cases: list[Case]) -> list[TableVerdict]:
     """As `run_cases`, with torch's operations for tables."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "_has_numba", lambda: False)
+        patch.setattr(loops, "has_numba", lambda: False)
         return run_cases(cases)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,13 +20,12 @@ from stretto.engine.optim.base import (
     member_size,
     rounds,
 )
+from stretto.engine.optim.chunks import BatchLoops, BoundLoops
 from stretto.engine.optim.whole import (
-    by_fragment,
+    in_turn,
     is_whole,
     member_squares,
     subtract_scaled,
-    sum_members,
-    sum_over_holders,
 )
 from stretto.engine.parallel.fragment import Fragment
 
@@ -51,9 +51,11 @@ class Adafactor(FragmentOptimizer):
     """
 
     replicated: ClassVar[frozenset[str]] = frozenset({"row_var", "col_var"})
+    compiled = True
 
     def __init__(self, groups: list[Group], fragments: Iterable[Fragment], lr: float) -> None:
         super().__init__(groups, fragments, {"lr": lr, "weight_decay": 0.0})
+        self._loops = BatchLoops(matrices=True)
 
     def new_state(self, fragment: Fragment) -> dict[str, Tensor]:
         """Second moments."""
@@ -68,42 +70,81 @@ class Adafactor(FragmentOptimizer):
     def step(self, closure: Any = None) -> None:  # pyright: ignore
         """One update. Collective over the holders."""
         for batches in rounds(self.begin()):
-            sizes = [member_squares(batch, batch.parameters) for batch in batches]
-            scratch = [self.scratch(batch) for batch in batches]
-            sums = [_sums(batch, into) for batch, into in zip(batches, scratch, strict=True)]
-            sum_over_holders(
-                (fragment, tensor)
-                for batch, size, of_batch in zip(batches, sizes, sums, strict=True)
-                if batch.fragments[0].holders is not None
-                for fragment, of_members, two in zip(
-                    batch.fragments, by_fragment(batch, size), of_batch, strict=True
-                )
-                for tensor in (of_members, *two)
-            )
-            for batch, of_batch, into in zip(batches, sums, scratch, strict=True):
-                _make_updates(batch, of_batch, into)
-            lengths = [member_squares(b, into) for b, into in zip(batches, scratch, strict=True)]
-            sum_members(batches, lengths)
-            for batch, updates, size, length in zip(batches, scratch, sizes, lengths, strict=True):
-                _apply(batch, updates, size, length)
+            in_turn(batches, [self._update(batch) for batch in batches])
+
+    def _update(self, batch: Batch) -> Iterator[Tensor]:
+        first, second = (
+            [state["variance"] if "variance" in state else state[name] for state in batch.states]
+            for name in ("row_var", "col_var")
+        )
+        loops = self._loops.bind(batch, batch.parameters, batch.gradients, first, second)
+        return _update(batch, self.scratch(batch)) if loops is None else _compiled_update(batch, loops)
 
 
-def _apply(batch: Batch, updates: Sequence[Tensor], sizes: Tensor, lengths: Tensor) -> None:
-    """Decay the parameters and subtract the updates.
+def _update(batch: Batch, updates: list[Tensor]) -> Iterator[Tensor]:
+    """An update by torch's operators; see `in_turn`.
 
     Args:
-        sizes, lengths: sums of squares of the members' weights and updates.
+        updates: memory for them.
     """
-    lr, members = batch.group["lr"], map(prod, batch.members)
-    # of each member: the bound of the relative step, and the number of elements
-    facts = [(min(lr, float(state["step"]) ** -0.5), member_size(f)) for f, _, state in batch]
-    table = [fact for fact, count in zip(facts, members, strict=True) for _ in range(count)]
+    sizes, sums = member_squares(batch, batch.parameters), _sums(batch, updates)
+    if batch.fragments[0].holders is not None:
+        # in the order of the loops' totals, which other holders may use
+        parts = [*(two[0] for two in sums if two), *(two[1] for two in sums if two), sizes]
+        summed = torch.cat([part.flatten() for part in parts])
+        yield summed
+        for part, one in zip(parts, summed.split([part.numel() for part in parts]), strict=True):
+            part.copy_(one.view_as(part))
+    _make_updates(batch, sums, updates)
+    lengths = member_squares(batch, updates)
+    yield lengths
+    lr = batch.group["lr"]
+    facts = zip(_facts(batch), map(prod, batch.members), strict=True)
+    table = [fact for fact, count in facts for _ in range(count)]
     relative, elements = torch.tensor(table, dtype=torch.float64).to(sizes.device, non_blocking=True).T
     rates = (sizes / elements).sqrt_().clamp_(min=SMALLEST_SCALE).mul_(relative)
     rates /= (lengths / elements).sqrt_().div_(CLIP).clamp_(min=1.0)
     if batch.group["weight_decay"]:
         torch._foreach_mul_(batch.parameters, 1.0 - lr * batch.group["weight_decay"])
     subtract_scaled(batch, updates, rates)
+
+
+def _compiled_update(batch: Batch, loops: BoundLoops) -> Iterator[Tensor]:
+    """The same by compiled loops, in three passes over each run. Of a matrix an update is the gradient times
+    the factor of its row and the factor of its column, so it is computed twice and never stored.
+    """
+    chunks, lr = loops.chunks, batch.group["lr"]
+    lines, members = int(chunks.lines.sum()), len(chunks.members)
+    totals = torch.zeros(lines + members, dtype=torch.float64)
+    lengths = torch.zeros(1, members, dtype=torch.float64)
+    sums, of_updates = np.empty(chunks.sums), np.empty((len(chunks.chunks), 1))
+    rates = np.empty(members)
+    factors = np.empty(lines, loops.like.dtype)
+    facts, constants = np.array(_facts(batch), np.float64), np.array((SMALLEST_SCALE, CLIP))
+    moving, kept = (chunks.lines, np.array(_new(batch)), SMALLEST), 1.0 - lr * batch.group["weight_decay"]
+    for run in chunks.runs:
+        loops.over_chunks("adafactor_squares", run, sums)
+        loops.over("adafactor_totals", run.chunks, sums, totals.numpy(), chunks.lines)
+        yield totals
+        loops.over("adafactor_factors", run.members, totals.numpy(), *moving, factors)
+        loops.over_chunks("adafactor_lengths", run, factors, *moving, of_updates)
+        loops.over("add_sums", run.chunks, of_updates, lengths.numpy())
+        yield lengths
+        loops.over(
+            "adafactor_rates", run.members, totals[lines:].numpy(), lengths.numpy(), facts, constants, rates
+        )
+        loops.over_chunks("adafactor_apply", run, factors, chunks.lines, SMALLEST, kept, rates)
+
+
+def _new(batch: Batch) -> list[float]:
+    """The weight of the newest squares in the second moments of each fragment."""
+    return [float(step) ** BETA2_DECAY for step in batch.state("step")]
+
+
+def _facts(batch: Batch) -> list[tuple[float, int]]:
+    """Of each fragment the bound of the relative step, and the number of elements of a member."""
+    lr = batch.group["lr"]
+    return [(min(lr, float(state["step"]) ** -0.5), member_size(f)) for f, _, state in batch]
 
 
 def _factored(fragment: Fragment) -> bool:
@@ -146,7 +187,7 @@ def _make_updates(batch: Batch, sums: Sequence[Sums], into: Sequence[Tensor]) ->
     Args:
         sums: over all holders.
     """
-    new = [float(step) ** BETA2_DECAY for step in batch.state("step")]
+    new = _new(batch)
     vectors = [at for at, two in enumerate(sums) if not two]
     if vectors:
         gradients = [batch.gradients[at] for at in vectors]

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from stretto.engine import loops
 from stretto.engine.parallel.fragment import Fragment, Piece
 from stretto.spec.parameters import in_linear_of_block
 
@@ -21,7 +22,7 @@ Group = dict[str, Any]
 CACHED = 1 << 19  # elements whose weights, gradients and states stay in a CPU's cache between two passes
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Batch:
     """Fragments that are updated together, with lists of tensors for torch's `_foreach_` operators: of one
     group of parameters, dtype, device and holders.
@@ -41,6 +42,13 @@ class Batch:
     def alone(self) -> bool:
         """Whether it is updated by itself, in a CPU's cache: see `FragmentOptimizer.begin`."""
         return self.fragments[0].holders is None and self.parameters[0].device.type == "cpu"
+
+    @property
+    def compilable(self) -> bool:
+        """Whether loops can be compiled for it: on a CPU, in types that numba has."""
+        first = self.parameters[0]
+        wide = first.dtype in (torch.float32, torch.float64)
+        return wide and first.device.type == "cpu" and loops.has_numba()
 
     @cached_property
     def members(self) -> tuple[tuple[int, ...], ...]:
@@ -72,6 +80,7 @@ class FragmentOptimizer(torch.optim.Optimizer):
     """
 
     replicated: ClassVar[frozenset[str]] = frozenset()
+    compiled: ClassVar[bool] = False  # has loops that keep to the cache by themselves
 
     def __init__(self, groups: list[Group], fragments: Iterable[Fragment], defaults: dict[str, Any]) -> None:
         super().__init__(groups, defaults)
@@ -87,9 +96,10 @@ class FragmentOptimizer(torch.optim.Optimizer):
         """The fragments that have a gradient, with gradients in the parameter's type, and their states, with
         `step` (where there is one) increased to count this update.
 
-        An accelerator's kernels take as many tensors as possible at once. On a CPU, a batch of fragments
-        without holders is closed at `CACHED` elements: the passes of an update after the first then find
-        their tensors in the cache. (Holders of a tensor have to wait for each other between two passes.)
+        An accelerator's kernels and compiled loops take as many tensors as possible at once. For torch's
+        operators on a CPU, a batch of fragments without holders is closed at `CACHED` elements: the passes
+        of an update after the first then find their tensors in the cache. (Holders of a tensor have to wait
+        for each other between two passes.)
         """
         moving = [
             (number, parameter)
@@ -123,7 +133,8 @@ class FragmentOptimizer(torch.optim.Optimizer):
             batch.fragments.append(fragment)
             batch.parameters.append(parameter)
             batch.states.append(self.state[parameter])
-            if batch.alone and sum(one.numel() for one in batch.parameters) >= CACHED:
+            in_loops = self.compiled and batch.compilable
+            if batch.alone and not in_loops and sum(one.numel() for one in batch.parameters) >= CACHED:
                 del opened[alike]
         return batches
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 import torch
@@ -20,16 +20,15 @@ def stack_slice(piece: Piece, depth: int) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(piece.offsets[:depth], piece.sizes[:depth], strict=True))
 
 
-def sum_members(batches: Sequence[Batch], members: Sequence[Tensor]) -> None:
-    """Sum what `member_squares` returns for each batch over the holders, in place, with one all-reduce for
-    each group of them; [..., members].
+def in_turn(batches: Sequence[Batch], updates: Sequence[Iterator[Tensor]]) -> None:
+    """Carry out the updates of batches side by side.
+
+    Args:
+        updates: generators that yield a float64 tensor, of the same shape on all holders, where they need it
+            summed over the holders of the batch, in place.
     """
-    sum_over_holders(
-        pair
-        for batch, of_batch in zip(batches, members, strict=True)
-        if batch.fragments[0].holders is not None
-        for pair in zip(batch.fragments, by_fragment(batch, of_batch), strict=True)
-    )
+    for tensors in zip(*updates, strict=True):
+        sum_over_holders((b.fragments[0], tensor) for b, tensor in zip(batches, tensors, strict=True))
 
 
 def sum_over_holders(parts: Iterable[tuple[Fragment, Tensor]]) -> None:
@@ -106,5 +105,5 @@ def subtract_scaled(batch: Batch, updates: Sequence[Tensor], factors: Tensor) ->
         depth = factor.dim()
         for piece in fragment.placed.pieces:
             view, of_piece = piece.of_local(update), factor[stack_slice(piece, depth)]
-            of_piece = of_piece.reshape(*of_piece.shape, *(1,) * (view.dim() - depth))
+            of_piece = of_piece.reshape((*of_piece.shape, *(1,) * (view.dim() - depth)))
             piece.of_local(fragment.parameter).addcmul_(view, of_piece, value=-1.0)

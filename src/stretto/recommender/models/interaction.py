@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stretto.engine.loops import jit
+
 
 def _forward_loop(x: Any, pooled: Any, out: Any) -> None:
     """Fill out [b, dim + pairs] from x [b, dim] and pooled [b, tables, dim]."""
@@ -123,10 +125,9 @@ def _large(x: Tensor, pooled: Tensor) -> bool:
 def _kernels() -> tuple[Any, Any] | None:
     """The compiled forward and backward loops; None without numba."""
     try:
-        from stretto.recommender.tables.kernels.compiled import jit
+        return jit(_forward_loop), jit(_backward_loop)
     except ImportError:
         return None
-    return jit(_forward_loop), jit(_backward_loop)
 
 
 class _CompiledDot(torch.autograd.Function):

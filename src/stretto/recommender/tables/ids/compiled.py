@@ -7,8 +7,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stretto.engine.loops import jit
 from stretto.recommender.tables.ids.id_map import NONE, Entries
-from stretto.recommender.tables.kernels.compiled import finalise, jit
+from stretto.recommender.tables.kernels.compiled import finalise
 from stretto.recommender.tables.splitmix import GOLDEN
 
 Numbers = NDArray[np.int64]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from stretto.engine.loops import jit
 from stretto.recommender.tables.splitmix import FIRST, GOLDEN, SECOND
 
 _A = Any  # an array or a number, typed by numba
@@ -40,25 +40,6 @@ class Lookups(NamedTuple):
     starts: Any
     scale: Any
     mean_square: Any
-
-
-def jit(function: Any = None, *, inline: bool = False, exact: bool = False) -> Any:
-    """Compiles at the first call with each combination of types; cached on disk if the cache is writable.
-
-    Unless `exact`, sums may be reordered for vectorisation (`reassoc`), the same way in every run.
-    """
-    if function is None:
-        return lambda function: jit(function, inline=inline, exact=exact)
-    options: dict[str, Any] = {
-        "nogil": True,
-        "error_model": "numpy",
-        "fastmath": False if exact else {"contract", "reassoc", "nsz"},
-        "forceinline": inline,
-    }
-    try:
-        return numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # no writable cache folder
-        return numba.njit(**options)(function)
 
 
 @_intrinsic

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from importlib.util import find_spec
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from stretto.engine import loops
 from stretto.recommender.tables.kernels.plain import Divided, Grouped, Kernels, sum_dtype, widened
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -62,7 +58,7 @@ class CompiledKernels(Kernels):
             if wrong >= 0:
                 raise IndexError(f"row {int(rows[wrong])} of {len(weight)}")
 
-        _in_parts(part, bags)
+        loops.in_parts(part, bags, _PARALLEL)
         return out
 
     def group(self, rows: Tensor) -> Grouped:
@@ -118,7 +114,11 @@ class CompiledKernels(Kernels):
         call = getattr(self._compiled, rule)
         arguments = (_flat(weight), tuple(map(_flat, states)), np.uint64(weight.shape[1]))
         rows = _flat(grouped.rows)
-        _in_parts(lambda first, last: call(*arguments, rows, lookups, numbers, first, last), len(rows))
+
+        def part(first: int, last: int) -> None:
+            call(*arguments, rows, lookups, numbers, first, last)
+
+        loops.in_parts(part, len(rows), _PARALLEL)
 
     def divide(self, rows: Tensor, offsets: Tensor, parts: int) -> Divided:
         """See `Kernels.divide`."""
@@ -139,12 +139,12 @@ class CompiledKernels(Kernels):
         def part(first: int, last: int) -> None:
             self._compiled.initial(flat[first * width : last * width], numbers[first:last], *arguments)
 
-        _in_parts(part, len(rows))
+        loops.in_parts(part, len(rows), _PARALLEL)
 
     def _by_row(self, kernel: Any, out: Tensor, width: int, lookups: Any) -> Tensor:
         """Fills `out` [u, ...] row by row."""
         flat, columns = _flat(out), np.uint64(width)
-        _in_parts(lambda first, last: kernel(flat, columns, lookups, first, last), len(out))
+        loops.in_parts(lambda first, last: kernel(flat, columns, lookups, first, last), len(out), _PARALLEL)
         return out
 
     def _lookups(
@@ -200,35 +200,11 @@ def _flat(tensor: Tensor) -> Array:
     return (flat if word is None else flat.view(word)).numpy()
 
 
-def _in_parts(call: Callable[[int, int], None], count: int) -> None:
-    """`call(first, last)` for equal parts of [0, count), one per thread."""
-    threads = torch.get_num_threads()
-    if threads == 1 or count < _PARALLEL:
-        call(0, count)
-        return
-    edges = [count * i // threads for i in range(threads + 1)]
-    pool = _threads(os.getpid(), threads - 1)
-    others = [pool.submit(call, *each) for each in pairwise(edges[1:])]
-    call(edges[0], edges[1])
-    for other in others:
-        other.result()
-
-
-@cache
-def _threads(process: int, count: int) -> ThreadPoolExecutor:
-    """The thread pool of this process; keyed by process because threads do not survive a fork."""
-    return ThreadPoolExecutor(count, "table-rows")
-
-
 def kernels_for(device: torch.device | str, dtype: torch.dtype | None = None) -> Kernels:
     """The fastest kernels for tables of `dtype` on `device`: compiled ones on the CPU in float32 and float64
     where numba is installed, otherwise PyTorch's. Their results agree up to rounding.
     """
-    if torch.device(device).type == "cpu" and dtype in (None, torch.float32, torch.float64) and _has_numba():
-        return CompiledKernels()
-    return Kernels()
-
-
-@cache
-def _has_numba() -> bool:
-    return find_spec("numba") is not None
+    wide = dtype in (None, torch.float32, torch.float64)
+    return (
+        CompiledKernels() if torch.device(device).type == "cpu" and wide and loops.has_numba() else Kernels()
+    )

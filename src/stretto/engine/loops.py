@@ -1,0 +1,66 @@
+"""Loops over the elements of tensors in host memory, compiled by numba where it is installed, and their
+threads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+
+@cache
+def has_numba() -> bool:
+    """Whether loops can be compiled."""
+    return find_spec("numba") is not None
+
+
+def jit(function: Any = None, *, inline: bool = False, exact: bool = False) -> Any:
+    """Compiles at the first call with each combination of types; cached on disk if the cache is writable.
+
+    Unless `exact`, sums may be reordered for vectorisation (`reassoc`), the same way in every run.
+    """
+    import numba
+
+    if function is None:
+        return lambda function: jit(function, inline=inline, exact=exact)
+    options: dict[str, Any] = {
+        "nogil": True,
+        "error_model": "numpy",
+        "fastmath": False if exact else {"contract", "reassoc", "nsz"},
+        "forceinline": inline,
+    }
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # no writable cache folder
+        return numba.njit(**options)(function)
+
+
+def in_parts(call: Callable[[int, int], None], count: int, least: int = 2) -> None:
+    """`call(first, last)` for equal parts of [0, count), one per thread of torch's.
+
+    Args:
+        least: count from which on threads save more than they cost.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or count < least:
+        call(0, count)
+        return
+    edges = [count * i // threads for i in range(threads + 1)]
+    pool = _threads(os.getpid(), threads - 1)
+    others = [pool.submit(call, *each) for each in pairwise(edges[1:])]
+    call(edges[0], edges[1])
+    for other in others:
+        other.result()
+
+
+@cache
+def _threads(process: int, count: int) -> ThreadPoolExecutor:
+    """The thread pool of this process; keyed by process because threads do not survive a fork."""
+    return ThreadPoolExecutor(count, "loops")
