@@ -43,8 +43,8 @@ class Adafactor(FragmentOptimizer):
     decoupled decay, and epsilon 1 bounds the second moments from below. Epsilon 1 is float32's for every
     dtype: float64's would scale up gradients that are mere rounding, such as those of key biases. Each expert
     of a stack counts as a tensor. Two all-reduces a step for each group of holders: row and column sums with
-    the weights' squares, then the updates' squares; the updates are kept in memory in between (without
-    holders, on a CPU, those of a batch).
+    the weights' squares, then the updates' squares. Torch's operators keep the updates in memory in between
+    (without holders, on a CPU, those of a batch); compiled loops compute them twice.
 
     States: for a matrix `row_var` [..., rows] and `col_var` [..., columns], whole on every rank; for a vector
     `variance`, of the fragment's shape.
@@ -99,8 +99,9 @@ def _update(batch: Batch, updates: list[Tensor]) -> Iterator[Tensor]:
     lengths = member_squares(batch, updates)
     yield lengths
     lr = batch.group["lr"]
-    facts = zip(_facts(batch), map(prod, batch.members), strict=True)
-    table = [fact for fact, count in facts for _ in range(count)]
+    # of each member: the bound of the relative step, and the number of elements
+    facts = [(min(lr, float(state["step"]) ** -0.5), member_size(f)) for f, _, state in batch]
+    table = [fact for fact, one in zip(facts, batch.members, strict=True) for _ in range(prod(one))]
     relative, elements = torch.tensor(table, dtype=torch.float64).to(sizes.device, non_blocking=True).T
     rates = (sizes / elements).sqrt_().clamp_(min=SMALLEST_SCALE).mul_(relative)
     rates /= (lengths / elements).sqrt_().div_(CLIP).clamp_(min=1.0)
@@ -120,8 +121,10 @@ def _compiled_update(batch: Batch, loops: BoundLoops) -> Iterator[Tensor]:
     sums, of_updates = np.empty(chunks.sums), np.empty((len(chunks.chunks), 1))
     rates = np.empty(members)
     factors = np.empty(lines, loops.like.dtype)
-    facts, constants = np.array(_facts(batch), np.float64), np.array((SMALLEST_SCALE, CLIP))
-    moving, kept = (chunks.lines, np.array(_new(batch)), SMALLEST), 1.0 - lr * batch.group["weight_decay"]
+    steps = torch.stack(batch.state("step")).double().numpy()
+    facts = np.column_stack((np.minimum(lr, steps**-0.5), chunks.elements))
+    moving = (chunks.lines, steps**BETA2_DECAY, SMALLEST)
+    constants, kept = np.array((SMALLEST_SCALE, CLIP)), 1.0 - lr * batch.group["weight_decay"]
     for run in chunks.runs:
         loops.over_chunks("adafactor_squares", run, sums)
         loops.over("adafactor_totals", run.chunks, sums, totals.numpy(), chunks.lines)
@@ -134,17 +137,6 @@ def _compiled_update(batch: Batch, loops: BoundLoops) -> Iterator[Tensor]:
             "adafactor_rates", run.members, totals[lines:].numpy(), lengths.numpy(), facts, constants, rates
         )
         loops.over_chunks("adafactor_apply", run, factors, chunks.lines, SMALLEST, kept, rates)
-
-
-def _new(batch: Batch) -> list[float]:
-    """The weight of the newest squares in the second moments of each fragment."""
-    return [float(step) ** BETA2_DECAY for step in batch.state("step")]
-
-
-def _facts(batch: Batch) -> list[tuple[float, int]]:
-    """Of each fragment the bound of the relative step, and the number of elements of a member."""
-    lr = batch.group["lr"]
-    return [(min(lr, float(state["step"]) ** -0.5), member_size(f)) for f, _, state in batch]
 
 
 def _factored(fragment: Fragment) -> bool:
@@ -187,7 +179,7 @@ def _make_updates(batch: Batch, sums: Sequence[Sums], into: Sequence[Tensor]) ->
     Args:
         sums: over all holders.
     """
-    new = _new(batch)
+    new = [float(step) ** BETA2_DECAY for step in batch.state("step")]
     vectors = [at for at, two in enumerate(sums) if not two]
     if vectors:
         gradients = [batch.gradients[at] for at in vectors]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from stretto.engine import loops
 from stretto.engine.optim import base
-from stretto.engine.optim.base import Batch, counted_pieces, depth_of, member_shape, members_of
+from stretto.engine.optim.base import Batch, counted_pieces, depth_of, member_shape, member_size, members_of
 from stretto.engine.parallel.fragment import Fragment, Piece
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -88,6 +88,7 @@ class Chunks:
         lines: rows of all matrices, and columns.
         sums: of all chunks: one of each, and those of its rows and columns.
         offsets: [fragments] int64, in elements, of memory for a run, which needs `scratch` at most.
+        elements: [fragments] float64, of one member.
     """
 
     def __init__(self, batch: Batch, matrices: bool) -> None:
@@ -120,6 +121,7 @@ class Chunks:
         self.members: Array = np.array(members, np.int64).reshape(-1, 6)
         self.lines: Array = np.array((all_rows, all_columns), np.int64)
         self.offsets: Array = np.array(offsets, np.int64)
+        self.elements: Array = np.array([member_size(f) for f in batch.fragments], np.float64)
 
 
 def _boxes(fragment: Fragment) -> Iterator[tuple[int, bool, Box]]:
@@ -201,11 +203,10 @@ class BatchLoops:
         if not batch.compilable:
             return None
         dtype = batch.parameters[0].dtype
-        for tensor in chain(*tensors):
-            if not (
-                type(tensor) in (Tensor, nn.Parameter) and tensor.dtype == dtype and tensor.is_contiguous()
-            ):
-                return None
+        if not {type(tensor) for tensor in chain(*tensors)} <= {Tensor, nn.Parameter}:
+            return None
+        if not all(tensor.dtype == dtype and tensor.is_contiguous() for tensor in chain(*tensors)):
+            return None
         chunks = self._chunks.get(batch)
         if chunks is None:
             self._chunks[batch] = chunks = Chunks(batch, self._matrices)
