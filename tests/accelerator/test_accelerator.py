@@ -7,6 +7,7 @@ are told to, so that a missing wait is found. Of kernels it says nothing: they a
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -31,22 +32,38 @@ SOURCE = Path(stretto.__file__).parents[1]  # with a planted fault, where there 
 Reports = dict[str, dict[str, Any]]
 
 
+def compiled(compiler: str, kept: Path) -> Path:
+    """The library of the device. It takes long to compile, so it is kept in a folder for later runs of the
+    same sources with the same torch and compiler.
+    """
+    root = Path(torch.__file__).parent
+    includes = [f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include"]
+    links = [f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-ltorch_cpu", "-lc10"]
+    words = [compiler, "-O1", "-shared", "-fPIC", "-std=c++20", *includes, str(HERE / "kernels.cpp"), *links]
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    sources = [
+        file.read_text(encoding="utf-8") for file in sorted(HERE.iterdir()) if file.suffix in (".cpp", ".h")
+    ]
+    key = hashlib.sha256("\0".join((*sources, *words, version, torch.__version__)).encode()).hexdigest()
+    library, made = kept / f"{key[:16]}.so", kept / f"{os.getpid()}.so"
+    if not library.exists():
+        done = subprocess.run(
+            [*words, "-o", str(made)], capture_output=True, text=True, timeout=240, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        made.replace(library)  # whole or not at all
+    return library
+
+
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Variables of processes in which torch has the devices: compiled, and installed as an entry point."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ to compile the simulated device")
     folder = tmp_path_factory.mktemp("npu")
-    library = folder / "kernels.so"
-    root = Path(torch.__file__).parent
-    includes = [f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include"]
-    links = [f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-ltorch_cpu", "-lc10"]
-    words = [compiler, "-O1", "-shared", "-fPIC", "-std=c++20", *includes, str(HERE / "kernels.cpp")]
-    done = subprocess.run(
-        [*words, "-o", str(library), *links], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    cache = getattr(request.config, "cache", None)  # none with `-p no:cacheprovider`
+    library = compiled(compiler, folder if cache is None else cache.mkdir("npu"))
     facts = folder / "stretto_fake_npu-1.dist-info"
     facts.mkdir()
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: stretto-fake-npu\nVersion: 1\n")
