@@ -111,25 +111,26 @@ def run_here(words: list[str], folder: Path, code: int = 0) -> str:
     return _output(words, ended, (out.getvalue(), err.getvalue()), code)
 
 
-_IN_TURN = """
-import contextlib, io, json, sys
+_END = "-- the end of what one command has printed --"
+_IN_TURN = f"""
+import json, sys
 from stretto.cli.main import run
-done = []
 for words in json.loads(sys.argv[1]):
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        done.append((run(words[1:]), (out.getvalue(), err.getvalue())))
-    if done[-1][0]:
-        break
-with open("done.json", "w", encoding="utf-8") as file:
-    json.dump(done, file)
+    ended = run(words[1:])
+    print({_END!r}, flush=True)
+    if ended:
+        sys.exit(ended)
 """
 
 
-def run_in_turn(lines: list[list[str]], folder: Path, source: Path) -> list[str]:
-    """Outputs of `stretto` commands of the package in `source`, all in one process; each must end with 0."""
-    run(["python", "-c", _IN_TURN, json.dumps(lines)], folder, source=source)
-    done = json.loads((folder / "done.json").read_text(encoding="utf-8"))
-    return [_output(words, ended, printed, 0) for words, (ended, printed) in zip(lines, done, strict=False)]
+def run_in_turn(lines: list[list[str]], folder: Path, source: Path | None = None) -> list[str]:
+    """Outputs of `stretto` commands, those of their ranks included, all in one process that imports PyTorch
+    once; each must end with 0.
+
+    source: the folder of the package, if it is not this checkout's.
+    """
+    printed = run(["python", "-c", _IN_TURN, json.dumps(lines)], folder, source=source)
+    return printed.split(f"{_END}\n")[:-1]
 
 
 def _variables(folder: Path) -> dict[str, str]:

@@ -34,15 +34,16 @@ class Planted(NamedTuple):
             assert words in verdict.diagnosis
 
 
-def prove_planted(config: TrainConfig, test: str) -> list[Verdict]:
+def prove_planted(config: TrainConfig, test: str, steps: int = 2) -> list[Verdict]:
     """The verdict on each of a test module's `ALL`.
 
     Args:
+        steps: that each proof makes beside the one whose gradients are read.
         test: the module's `__name__`: ranks import it, since a fault may be no function that pickles.
     """
     every: Sequence[Planted] = sys.modules[test].ALL
     cases = [varied(config, planted.case) for planted in every]
-    proved = verify(config, cases, on_rank=partial(_plant_in_turn, test))
+    proved = verify(config, cases, steps, on_rank=partial(_plant_in_turn, test))
     assert [verdict.layout for verdict in proved] == [describe(case) for case in cases]
     assert all(verdict.same_as is None for verdict in proved)
     return proved

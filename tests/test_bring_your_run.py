@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import megatron_models as megatron
-from pages import blocks, commands, run, run_here, sections, text_of, unprinted
+from pages import blocks, commands, run_here, run_in_turn, sections, text_of, unprinted
 from stretto.run.config.load import load
 from stretto.spec.shape import ModelShape
 from tiny_job import write_text
@@ -78,20 +78,17 @@ def write_checkpoint(folder: Path, prefix: str) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_page_from_a_script_to_a_run_in_another_layout(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    typed = list[str]()
-    for heading, text in sections(PAGE).items():
-        for command in commands(text):
-            by_ranks = command.words[1] == "train"  # they print, not this process
-            printed = (run if by_ranks else run_here)(command.words, place)
-            shown = unprinted(command, printed, numbers=command.words[1] not in TIMED)
-            assert not shown, f"{heading}: {command.line}\n{printed}"
-            typed.append(command.words[1])
-    assert set(typed) == {"migrate", "config", "predict", "data", "verify", "train", "checkpoint"}
+    typed = [(heading, one) for heading, text in sections(PAGE).items() for one in commands(text)]
+    outputs = run_in_turn([command.words for _, command in typed], place)
+    for (heading, command), printed in zip(typed, outputs, strict=True):
+        shown = unprinted(command, printed, numbers=command.words[1] not in TIMED)
+        assert not shown, f"{heading}: {command.line}\n{printed}"
+    said = {command.words[1] for _, command in typed}
+    assert said == {"migrate", "config", "predict", "data", "verify", "train", "checkpoint"}
     assert lines_of(place, "trial") == list(range(1, 13))  # one step after the other, in both layouts
     assert load(place / "trial.yaml").layout.to_layout().describe() == "tp2 pp2"
     assert load(place / "runs/trial/config.yaml").layout.to_layout().describe() == "dp2"

@@ -65,7 +65,7 @@ def test_layouts_agree_on_masked_samples_some_without_a_target(folder: Path) -> 
     counts = (batch.targets != IGNORED).sum(1).tolist()
     assert 0 in counts
     assert len(set(counts)) > 2
-    verdicts = verify(config, [varied(config, case) for case in LAYOUTS])
+    verdicts = verify(config, [varied(config, case) for case in LAYOUTS], steps=1)
     assert [verdict.diagnosis for verdict in verdicts] == [None] * len(LAYOUTS)
 
 
@@ -91,7 +91,7 @@ def test_ranks_that_share_a_sample_count_its_targets_once(folder: Path, override
     masked = (targets == IGNORED).sum(1)
     assert 0 < int(masked.sum()) < targets.numel()
     assert len(set(masked.tolist())) > 1
-    verdicts = verify(config, [varied(config, case) for case in WITHIN_LAYERS])
+    verdicts = verify(config, [varied(config, case) for case in WITHIN_LAYERS], steps=1)
     assert [verdict.diagnosis for verdict in verdicts] == [None] * len(WITHIN_LAYERS)
     for verdict in verdicts:
         assert verdict.loss_error < 1e-12
@@ -121,7 +121,7 @@ def test_a_loss_of_masked_targets_is_caught(folder: Path) -> None:
 def test_experts_are_balanced_over_all_tokens(folder: Path) -> None:
     config = config_of(folder, "data.sequence=96", model=MOE)
     cases = [changes(tp=1, dp=2, pp=1, schedule="1f1b", ep=2), changes(tp=1, dp=1, pp=2, schedule="1f1b")]
-    verdicts = verify(config, [varied(config, case) for case in cases])
+    verdicts = verify(config, [varied(config, case) for case in cases], steps=1)
     assert [verdict.diagnosis for verdict in verdicts] == [None, None]
 
 

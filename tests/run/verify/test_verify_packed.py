@@ -89,7 +89,7 @@ def test_samples_of_one_document_are_cut_for_a_proof(folder: Path) -> None:
 @pytest.mark.parametrize(("model", "case"), CASES, ids=lambda x: name_of(x) if isinstance(x, dict) else "")
 def test_a_layout_of_a_packed_job_equals_one_process(folder: Path, model: str, case: Changes) -> None:
     config = config_of(folder, model=model)
-    (verdict,) = verify(config, [varied(config, {"tp": 1, "pp": 1, "schedule": "1f1b", **case})])
+    (verdict,) = verify(config, [varied(config, {"tp": 1, "pp": 1, "schedule": "1f1b", **case})], steps=1)
     assert verdict.diagnosis is None
 
 

@@ -36,7 +36,7 @@ SYNCHRONOUS = [name for name in names() if name != "forward-only" and not update
 
 
 def config_of(folder: Path, model: str, *overrides: str) -> TrainConfig:
-    lengths = (f"data.sequence={SEQUENCE}", f"data.target_sequence={TARGET}", "batch.global_size=8")
+    lengths = (f"data.sequence={SEQUENCE}", f"data.target_sequence={TARGET}", "batch.global_size=4")
     return job(folder, *lengths, *overrides, model=model)
 
 
@@ -57,7 +57,7 @@ def samples(steps: int, batch: int) -> list[Batch]:
 
 
 def _on_rank(cases: Sequence[Job]) -> list[Verdict]:
-    trial = Trial(batches=samples(3, cases[0].global_batch), seed=1, total_steps=6)
+    trial = Trial(batches=samples(2, cases[0].global_batch), seed=1, total_steps=6)
     return prove(cases, trial)
 
 
@@ -84,7 +84,7 @@ def test_schedules_of_every_placement_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", [T5, BART], ids=["t5", "bart"])
 def test_every_synchronous_schedule_on_two_ranks(tmp_path: Path, model: str) -> None:
     cases = [changes(pp=2, schedule=name) for name in SYNCHRONOUS]
-    check(proved(config_of(tmp_path, model), cases))
+    check(proved(config_of(tmp_path, model, EIGHT), cases))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_all_axes_on_four_ranks(tmp_path: Path, model: str) -> None:
         changes(pp=2, dp=2, schedule="zb-v", mode="zero3", gather="stage"),
         changes(dp=2, tp=2, mode="zero2", sequence_parallel=True),
     ]
-    check(proved(config_of(tmp_path, model), cases))
+    check(proved(config_of(tmp_path, model, EIGHT), cases))
 
 
 def _with_fault(cases: Sequence[Job], fault: str) -> list[Verdict]:
