@@ -11,12 +11,15 @@ import runpy
 import shutil
 import symtable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from torch.distributed.run import parse_args
 
+from compared_here import command_here
 from pages import ROOT, Command, blocks, commands, run, run_here, sections, shortened, text_of, unprinted
 from stretto import run_ranks
+from stretto.run.compare import runs
 
 pytestmark = pytest.mark.apart
 
@@ -72,7 +75,8 @@ def follow(command: Command, place: Path) -> None:
         before = metrics("mine", place)
         step = json.loads(before.splitlines()[-1])["step"]
         typed.append(f"train.steps={step + 1}")
-    printed = run_here(typed, place, code=2 if refused else 0)
+    with mock.patch.object(runs, "_stretto", command_here):  # tests/cli/test_cli_compare.py starts processes
+        printed = run_here(typed, place, code=2 if refused else 0)
     if words[1] == "prove":  # errors and seconds differ
         for line in (command.shown[0], command.shown[-1].partition(", ")[2]):
             assert line in printed, command.line

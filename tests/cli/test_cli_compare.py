@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from compared_here import command_here
 from stretto.cli import main
 from stretto.run.compare import runs
 from tiny_job import EIGHT, job_file
@@ -36,13 +35,7 @@ def memory_here(monkeypatch: pytest.MonkeyPatch) -> None:
     start = runs._stretto
 
     def command(words: Sequence[str], log: Path) -> tuple[int, Any]:
-        if words[0] != "memory":
-            return start(words, log)
-        said = io.StringIO()
-        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(said):
-            code = main.run([*words, "--json"])
-        log.write_text(said.getvalue())
-        return code, json.loads(out.getvalue())
+        return (command_here if words[0] == "memory" else start)(words, log)
 
     monkeypatch.setattr(runs, "_stretto", command)
 
@@ -88,7 +81,10 @@ def test_runs_are_measured_beside_predictions_and_not_run_twice(
     assert "* baseline: tp=1" in shown
 
 
-def test_a_run_that_fails_is_a_row(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_fails_is_a_row(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "_stretto", command_here)
     words = [str(job_file(place)), "data.sequence=100000", "--steps", "2", "--warmup", "0"]
     facts, said = compare(capsys, *words, "--out", str(place / "fails"), code=1)
     (bad,) = facts["results"]

@@ -216,7 +216,10 @@ def every_case(tp: int, cp: int) -> int:
     return done
 
 
-@pytest.mark.parametrize(("tp", "cp"), [pytest.param(1, 2, marks=pytest.mark.slow), (1, 3), (1, 4), (2, 2)])
+@pytest.mark.parametrize(
+    ("tp", "cp"),
+    [pytest.param(1, 2, marks=pytest.mark.slow), (1, 3), pytest.param(1, 4, marks=pytest.mark.slow), (2, 2)],
+)
 def test_attention_of_split_sequences_is_that_of_whole_ones(tp: int, cp: int) -> None:
     assert min(on_ranks(tp * cp, every_case, tp, cp)) > 20
 

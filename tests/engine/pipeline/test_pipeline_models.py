@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -88,6 +90,11 @@ def samples(case: Case, step: int, replica: int, microbatch: int) -> range:
 
 
 def plain_model(shape: ModelShape) -> LanguageModel:
+    return deepcopy(_plain_model(shape))
+
+
+@cache
+def _plain_model(shape: ModelShape) -> LanguageModel:
     torch.manual_seed(5)
     model = build(shape).double()
     with torch.no_grad():

@@ -203,10 +203,6 @@ def with_programs_that_keep_less() -> None:
     mesh.close()
 
 
-def test_every_schedule_on_two_ranks():
-    assert min(on_ranks(2, every_schedule, 2, MIXED)) >= 15
-
-
 def test_schedules_on_four_ranks():
     assert min(on_ranks(4, every_schedule, 4, MIXED, HARD)) == len(HARD)
 

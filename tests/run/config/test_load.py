@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
@@ -257,6 +257,7 @@ TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_siz
     clip=st.none() | st.floats(1e-9, 1e9),
     seed=st.integers(0, 2**63 - 1),
 )
+@settings(max_examples=30)
 def test_what_is_dumped_loads_back_equal(
     name: str, prompt: str, sources: list[str], lr: float, clip: float | None, seed: int
 ) -> None:

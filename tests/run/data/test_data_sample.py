@@ -67,10 +67,9 @@ def test_its_documents_are_the_files_of_its_commit(sample: TokenFolder) -> None:
     files = dict(line.split("\t")[::-1] for line in listed)
     patterns = [one.replace("**/*", "*") for one in sample.index.source]
     there = {files[name].split()[2] for name in files if any(fnmatchcase(name, one) for one in patterns)}
-    starts = sample.offsets[:].tolist()
+    starts, tokenizer = sample.offsets[:].tolist(), sample.tokenizer()
     texts = [
-        sample.tokenizer().decode(sample.tokens[start : end - 1].tolist()).encode()
-        for start, end in pairwise(starts)
+        tokenizer.decode(sample.tokens[start : end - 1].tolist()).encode() for start, end in pairwise(starts)
     ]
     blobs = {hashlib.sha1(b"blob %d\0" % len(text) + text).hexdigest() for text in texts}
     assert blobs == there - {hashlib.sha1(b"blob 0\0").hexdigest()}

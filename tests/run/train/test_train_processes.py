@@ -138,11 +138,16 @@ def test_a_second_job_is_refused_and_a_killed_launcher_leaves_no_ranks_behind(
     assert list((folder / "runs" / "orphans" / "checkpoints").iterdir())  # they saved before they left
 
 
+@pytest.mark.parametrize("again", ["ranks", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_training_under_torchrun_saves_on_sigterm_and_resumes(
-    folder: Path, started: list[subprocess.Popen[bytes]]
+    folder: Path, started: list[subprocess.Popen[bytes]], again: str
 ) -> None:
+    """Under torchrun again, or on ranks of this process, which costs less; that torchrun comes to its end is
+    seen in tests/run/generate too.
+    """
+    name = f"joined-by-{again}"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    join = ["-m", "stretto.cli.main", "train", str(folder / "tiny.yaml"), "layout.dp=2", "run.name=joined"]
+    join = ["-m", "stretto.cli.main", "train", str(folder / "tiny.yaml"), "layout.dp=2", f"run.name={name}"]
     environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60", "SLOW_STEPS": "0.3"}
     slow = Path(__file__).with_name("slow_main.py")
     first = subprocess.Popen(
@@ -152,25 +157,28 @@ def test_training_under_torchrun_saves_on_sigterm_and_resumes(
         stderr=subprocess.STDOUT,
     )
     started.append(first)
-    wait_until(lambda: steps_of(folder, "joined") >= 2, "the first steps")
+    wait_until(lambda: steps_of(folder, name) >= 2, "the first steps")
     first.send_signal(signal.SIGTERM)
     text = first.communicate(timeout=PATIENCE)[0].decode()
     assert first.returncode != 0
     assert "asked to stop: saving after step" in text
     assert text.count("to go on: stretto train") == 1  # printed by one rank
-    done = steps_of(folder, "joined")
+    done = steps_of(folder, name)
     assert 2 <= done < 6
-    second = subprocess.run(
-        [*torchrun, *join, "--resume", "auto", "--json"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE,
-        check=False,
-    )
-    assert second.returncode == 0, second.stderr
-    assert json.loads(second.stdout)["steps"] == 6
-    assert f"resumed from {folder}/runs/joined/checkpoints/step-{done:08d}" in second.stderr
-    whole = job(folder, "layout.dp=2", "run.name=whole")
+    if again == "torchrun":
+        second = subprocess.run(
+            [*torchrun, *join, "--resume", "auto", "--json"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=2 * PATIENCE,
+            check=False,
+        )
+        assert second.returncode == 0, second.stderr
+        assert json.loads(second.stdout)["steps"] == 6
+        assert f"resumed from {folder}/runs/{name}/checkpoints/step-{done:08d}" in second.stderr
+    else:
+        assert train(job(folder, "layout.dp=2", f"run.name={name}", "checkpoint.resume=auto"))["step"] == 6
+    whole = job(folder, "layout.dp=2", f"run.name=whole-{again}")
     train(whole)
-    assert losses(job(folder, "run.name=joined")) == losses(whole)
+    assert losses(job(folder, f"run.name={name}")) == losses(whole)

@@ -300,6 +300,7 @@ def test_layouts_that_the_model_cannot_take_are_left_out(folder: Path) -> None:
     assert batch in [one.reason for one in seven.impossible]
 
 
+@pytest.mark.slow
 def test_eight_ranks(folder: Path) -> None:
     config = smaller(job(folder, "model.layers=8"), 8)
     every = every_of(config, 8)
