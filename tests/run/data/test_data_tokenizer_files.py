@@ -6,7 +6,8 @@ import base64
 import io
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import GPT2Tokenizer
 
 from stretto.errors import StrettoError
 from stretto.run.config.sources import tokenizer_at
-from stretto.run.data import tokenizer_files
+from stretto.run.data import sentencepiece_model, tokenizer_files
 from stretto.run.data.build import build
 from stretto.run.data.sentencepiece_model import is_sentencepiece
 from stretto.run.data.tokenizer import Tokenizer
@@ -38,6 +39,22 @@ WORDS = [
 ]
 WORDS += ["<sep>", "XYZ", "<ctl>", "＜sep＞", "e\u0323\u0301", "\u0338", "ｅ", "カ\u3099", "\u200b", "\x07"]
 BITS = [*WORDS, "the ", " .", " ", "   ", "\t", "\n", "\n\n", "\r\n", "\u00a0", "\u3000"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def rules_read_once() -> Iterator[None]:
+    """Models that are trained here have few tables of rules, which take long to read and to check."""
+    unequal, checked = sentencepiece_model.unequal, dict[int, str | None]()
+
+    def unequal_once(rules: Mapping[str, str]) -> str | None:
+        if rules and id(rules) not in checked:  # the cache below keeps them, so that no other gets the number
+            checked[id(rules)] = unequal(rules)
+        return checked[id(rules)] if rules else None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sentencepiece_model, "rules_of", cache(sentencepiece_model.rules_of))
+        patch.setattr(sentencepiece_model, "unequal", unequal_once)
+        yield
 
 
 SYMBOLS: dict[str, Any] = {"user_defined_symbols": ["<sep>", "XYZ", "<s"], "control_symbols": ["<ctl>"]}

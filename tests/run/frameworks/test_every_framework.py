@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any, get_args
 
 import pytest
@@ -225,16 +226,23 @@ def test_another_value_is_written_or_refused(framework: Framework, name: str) ->
     """In one job at least: a number of experts means nothing to a model without any."""
     values = {value for base in BASES for value in map(repr, others(name, base[name]))}
     assert values, f"no other value of {name} is tried"
-    seen = set[str]()
-    for base in BASES:
-        before = outcome(framework, base)
-        if any(isinstance(one, str) and one.startswith(f"{WITH.get(name)} is") for one in before):
-            seen.add("refused")
-        for value in others(name, base[name]):
-            changed = replace(base, values={**base.values, name: value})
-            if divides(changed) and outcome(framework, changed) != before:
-                seen.add(repr(value))
-    assert seen
+    assert any(is_told(framework, at, name) for at in range(len(BASES)))
+
+
+def is_told(framework: Framework, at: int, name: str) -> bool:
+    """Whether some other value of a choice makes a difference to the job, or needs what the framework
+    refuses.
+    """
+    base, before = BASES[at], outcome_of_base(framework.name, at)
+    if any(isinstance(one, str) and one.startswith(f"{WITH.get(name)} is") for one in before):
+        return True
+    changes = (replace(base, values={**base.values, name: value}) for value in others(name, base[name]))
+    return any(divides(changed) and outcome(framework, changed) != before for changed in changes)
+
+
+@cache
+def outcome_of_base(framework: str, at: int) -> list[object]:
+    return outcome(FRAMEWORKS[framework], BASES[at])
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=lambda one: one.name)
