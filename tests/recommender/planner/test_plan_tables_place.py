@@ -213,7 +213,7 @@ def test_popularity_that_was_measured_counts():
 
 @pytest.mark.parametrize("ranks", [3, 5])
 def test_ranks_that_fill_no_node(ranks: int):
-    tables = [TableSpec(name=f"t{i}", rows=10**5, dim=32, hot=4.0) for i in range(7)]
+    tables = [TableSpec(name=f"t{i}", rows=10**5, dim=32, hot=4.0) for i in range(4)]
     placed = place_tables(table_job(tables, A100, ranks, 1000, ranks_per_node=2))
     check_placements(tables, placed.placements, ranks)
 
