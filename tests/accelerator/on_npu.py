@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from graphed import graphs, graphs_all
 from side_by_side import copies, ranks
 from torch import Tensor, nn
 from waits import Waits
@@ -284,6 +285,21 @@ def pipelines(folder: Path) -> dict[str, Any]:
     return {**result, "resumed": losses(place)}
 
 
+def resumed_graphs(folder: Path) -> dict[str, Any]:
+    """A job with graphs, whole and in two halves, and without them; all of it a run's."""
+    words = ("train.device=npu", "train.dtype=float64", "model.dropout=0", "checkpoint.every=3")
+    result = dict[str, Any]()
+    for name, value in (("plain", "off"), ("graphed", "microbatch")):
+        (folder / name).mkdir()
+        run_job(job(folder / name, *words, "eval.every=2", f"train.graphs={value}"), quiet=True)
+        result[name] = losses(folder / name)
+    (first,) = (folder / "graphed").glob("runs/*/checkpoints/step-00000003")
+    place = folder / "resumed"
+    place.mkdir()
+    run_job(job(place, *words, "train.graphs=microbatch", f"checkpoint.resume={first}"), quiet=True)
+    return {**result, "resumed": losses(place)}
+
+
 def sharded(folder: Path) -> dict[str, Any]:
     """Parameters and states in files, through pinned memory."""
     words = ("dp.mode=zero3", "dp.offload=nvme", "dp.offload_parameters=nvme", f"dp.path={folder}")
@@ -320,7 +336,7 @@ CASES = {
     one.__name__: one
     for one in (
         *(about, parts, calibrated, pipelines, sharded, tensors, experts, short, tables, copies, ranks),
-        *(waiting, waiting_all),
+        *(waiting, waiting_all, graphs, graphs_all, resumed_graphs),
     )
 }
 

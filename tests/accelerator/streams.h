@@ -39,6 +39,7 @@ struct Block {  // memory of the device
   Id owner;  // the stream on which its memory is used again once it is freed
   std::set<Id> recorded;
   std::vector<Access> accesses;
+  int64_t number = 0;  // of its allocation
 };
 
 struct Copy {
@@ -141,8 +142,10 @@ inline void allocated(void* data, size_t bytes) {
   std::lock_guard guard(lock);
   Address low = reinterpret_cast<Address>(data);
   Clock& clock = clocks[current];
+  static int64_t number = 0;
   // earlier work of the stream may still be using this memory
-  blocks[low] = {low + bytes, current, {}, {{low, low + bytes, current, clock[current], true, "its allocation"}}};
+  Access access{low, low + bytes, current, clock[current], true, "its allocation"};
+  blocks[low] = {low + bytes, current, {}, {access}, ++number};
 }
 
 inline void release(void* data) {
@@ -150,7 +153,8 @@ inline void release(void* data) {
   auto found = blocks.find(reinterpret_cast<Address>(data));
   if (found != blocks.end()) {
     Block& block = found->second;
-    Clock known = clocks[block.owner];  // it is not used again before the work so far of recorded streams
+    Clock known = clocks[block.owner];  // it is not used again before the work so far of recorded streams,
+    join(known, host);                  // nor before what the host has waited for
     for (Id stream : block.recorded) join(known, clocks[stream]);
     for (const Access& access : block.accesses) {
       if (knows(known, access.stream, access.at)) continue;
@@ -214,6 +218,12 @@ void device_synchronize() {
   std::lock_guard guard(streams::lock);
   for (auto& [stream, clock] : streams::clocks) streams::join(streams::host, clock);
   streams::host_waits(streams::host);
+}
+// The number of the allocation that begins there; 0: there is none.
+int64_t allocation(const void* data) {
+  std::lock_guard guard(streams::lock);
+  auto found = streams::blocks.find(reinterpret_cast<streams::Address>(data));
+  return found == streams::blocks.end() ? 0 : found->second.number;
 }
 int64_t copies_deferred() { return static_cast<int64_t>(streams::deferred); }
 }

@@ -17,11 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import fake_graphs
 import torch
 import torch.distributed as dist
+from fake_graphs import unobserved
 from torch import Tensor
 
 KIND, LIBRARY, NAME, COUNT = "npu", "hccl", "Ascend 910B, simulated", 4
@@ -78,17 +81,20 @@ class Stream(torch.Stream):
     """A stream whose work is ordered after that of others only where it waits for them; calls are noted."""
 
     def wait_stream(self, other: torch.Stream) -> None:
+        fake_graphs.forbid("a wait for work that is not captured")
         calls.append("wait for a stream")
         if is_made("wait_stream"):
             kernels.stream_wait(_id(self), _id(other))
 
     def wait_event(self, event: Event) -> None:
+        fake_graphs.forbid("a wait for work that is not captured")
         calls.append("wait for an event")
         if is_made("wait_event"):
             kernels.event_wait(event.number, _id(self))
 
     def synchronize(self) -> None:
         calls.append("synchronise a stream")
+        fake_graphs.forbid("synchronize")
         if is_made("synchronize"):
             kernels.stream_synchronize(_id(self))
 
@@ -117,6 +123,7 @@ class Event:
 
     def synchronize(self) -> None:
         calls.append("synchronise an event")
+        fake_graphs.forbid("synchronize")
         if is_made("synchronize"):
             kernels.event_synchronize(self.number)
 
@@ -175,6 +182,7 @@ class Devices:
     @staticmethod
     def synchronize(device: Any = None) -> None:
         calls.append(f"synchronise npu:{index_of(device)}")
+        fake_graphs.forbid("synchronize")
         if is_made("synchronize"):
             kernels.device_synchronize()
 
@@ -189,6 +197,19 @@ class Devices:
         calls.append("on a stream")
         with _on(stream.stream_id):
             yield
+
+    NPUGraph = fake_graphs.Graph
+
+    @staticmethod
+    @contextmanager
+    def graph(
+        graph: fake_graphs.Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global"
+    ) -> Generator[None]:
+        """As `torch.cuda.graph`; work of the capture is none of the stream's."""
+        kernels.device_synchronize()
+        with _on(stream.stream_id), fake_graphs.capturing(graph):
+            yield
+        kernels.device_synchronize()
 
     @staticmethod
     def max_memory_allocated(device: Any = None) -> int:
@@ -217,24 +238,16 @@ class Devices:
 
     @classmethod
     def get_rng_state(cls, device: Any = None) -> Tensor:
+        fake_graphs.forbid("the state of a generator")
         return cls.generators[index_of(device)].get_state()
 
     @classmethod
     def set_rng_state(cls, state: Tensor, device: Any = None) -> None:
+        fake_graphs.forbid("the state of a generator")
         cls.generators[index_of(device)].set_state(state)
 
 
 # ------------------------------------------------------------------ communication
-
-
-@contextmanager
-def unobserved() -> Generator[None]:
-    """Copies of this thread are no work of a stream."""
-    kernels.unobserved_set(1)
-    try:
-        yield
-    finally:
-        kernels.unobserved_set(0)
 
 
 class HostWork(dist.Work):
@@ -249,6 +262,7 @@ class HostWork(dist.Work):
         self._work, self._copies, self._sent, self._done = work, copies, sent, done
 
     def wait(self, *timeout: Any) -> bool:
+        fake_graphs.forbid("a wait for work that is not captured")
         made = is_made("wait")
         self._work.wait(*timeout)
         if made:
@@ -312,8 +326,10 @@ def _marked(stream: int) -> Event:
 _READS = {"send": (True,), "allreduce": (False,), "reduce": (False,), "recv": (False,)}
 
 
-def _through_host(name: str) -> Callable[..., HostWork]:
-    def call(self: HostGroup, *arguments: Any, **named: Any) -> HostWork:
+def _through_host(name: str) -> Callable[..., dist.Work]:
+    def call(self: HostGroup, *arguments: Any, **named: Any) -> dist.Work:
+        if fake_graphs.present:
+            return fake_graphs.present[0].collective(partial(call, self), arguments, named)
         copies, sent = list[tuple[Tensor, Tensor]](), list[Tensor]()
 
         def copied(value: Any, read: bool) -> Any:

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from math import exp
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def report(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture(scope="module")
 def reports(report: Callable[..., Reports]) -> Reports:
     """Of the cases that take little time."""
-    return report("about", "parts", "sharded", "copies")
+    return report("about", "parts", "sharded", "copies", "graphs")
 
 
 def test_auto_is_the_plug_in_s_device_and_its_library(reports: Reports) -> None:
@@ -200,6 +201,37 @@ def test_the_first_line_of_a_run_names_its_devices(tmp_path: Path) -> None:
         config = job(tmp_path, "layout.dp=2", f"train.device={kind}")
         tokens = prepare_data(config)
         assert ranks in banner(config, job_of(config, vocab=tokens.vocab), tokens)
+
+
+def equal_with_and_without_graphs(of: dict[str, Any]) -> None:
+    """Losses, norms, evaluations, loss scales and weights, of steps of which most were replayed."""
+    assert of["replayed"] == of["microbatches"] - 3 > 0
+    assert of["graphed"] == pytest.approx(of["plain"], rel=1e-12, nan_ok=True)
+    assert of["weights"] < 1e-12
+    assert of["scales"][0] == of["scales"][1]
+
+
+def test_a_graph_of_a_microbatch_computes_what_the_microbatch_does(reports: Reports) -> None:
+    graphs = reports["graphs"]
+    for of in graphs.values():
+        equal_with_and_without_graphs(of)
+    # some steps overflow, others do not: the graph has no loss scale of its own
+    scales, _ = graphs["float16"]["scales"]
+    assert any(low < high for low, high in pairwise(scales))
+    assert any(low > high for low, high in pairwise(scales))
+
+
+@pytest.mark.slow
+def test_graphs_of_every_kind_of_job(report: Callable[..., Reports]) -> None:
+    for of in report("graphs_all", timeout=900)["graphs_all"].values():
+        equal_with_and_without_graphs(of)
+
+
+@pytest.mark.slow
+def test_a_run_with_graphs_goes_on_from_its_checkpoint(report: Callable[..., Reports]) -> None:
+    runs = report("resumed_graphs", timeout=600)["resumed_graphs"]
+    close(runs["graphed"], runs["plain"], 1e-12)
+    close(runs["resumed"], runs["plain"][3:], 1e-12)
 
 
 ONCE = {"run/train/loop.py wait: copy to cpu": 1}

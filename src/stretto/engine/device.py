@@ -9,7 +9,7 @@ extend. None of it goes by the name of a device but the last part, what only CUD
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
@@ -269,6 +269,88 @@ def recorded_event(stream: torch.Stream) -> torch.Event:
     event = new_event(stream.device)
     event.record(stream)
     return event
+
+
+# ------------------------------------------------------------------ graphs
+
+_capturing = False  # in this process, one graph at a time
+
+
+class Graph:
+    """Work that a device captures once and then replays: the same kernels on the same memory, launched as
+    one. What the host computes meanwhile is done once, at the capture.
+
+    Before the capture the same work is to be done a few times (`warm_up`), since libraries choose kernels and
+    caches are filled when they are first used. All of it is on one stream of the graph's own: a backward goes
+    on where its forward was, and a capture must not meet work of a stream that is not captured.
+
+    The classes are those of the device's module, as torch and its plug-ins name them;
+    `torch.accelerator.Graph` came later, and without a way to register generators.
+
+    Args:
+        device: one with graphs (`has_graphs`).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, new_stream(device)
+        self._made: Any = None
+
+    @property
+    def captured(self) -> bool:
+        """Whether there is something to replay."""
+        return self._made is not None
+
+    def warm_up(self, work: Callable[[], None]) -> None:
+        """Do the work, after what the current stream has been given and before what it is given next."""
+        current: Any = current_stream(self._device)
+        stream: Any = self._stream
+        stream.wait_stream(current)
+        with on_stream(self._stream):
+            work()
+        current.wait_stream(stream)
+
+    def capture(self, work: Callable[[], None]) -> None:
+        """Let the device record the work, without doing it. What it allocates is the graph's from then on.
+
+        Raises:
+            RuntimeError: it does what no graph can, such as to read a value of the device.
+        """
+        global _capturing
+        module = _module(self._device)
+        made = getattr(module, _graph_class(self._device.type))()
+        _capturing = True
+        try:
+            # other threads may pin memory meanwhile
+            with module.graph(made, stream=self._stream, capture_error_mode="thread_local"):
+                work()
+        finally:
+            _capturing = False
+        self._made = made
+
+    def replay(self) -> None:
+        """Do it once more, on the current stream."""
+        self._made.replay()
+
+
+def has_graphs(kind: str) -> bool:
+    """Whether this torch captures the work of such devices as graphs."""
+    try:
+        module: Any = torch.get_device_module(kind)
+    except (RuntimeError, ValueError):
+        return False
+    return hasattr(module, "graph") and hasattr(module, _graph_class(kind))
+
+
+def _graph_class(kind: str) -> str:
+    """How modules of devices name the class: by the kind in capitals."""
+    return f"{kind.upper()}Graph"
+
+
+def is_capturing() -> bool:
+    """Whether a graph is being captured: what it reads must stay where it is, and no state of a generator
+    may be read.
+    """
+    return _capturing
 
 
 # ------------------------------------------------------------------ random state

@@ -38,6 +38,7 @@ UNDRAINED = 100.0  # steps between two drains of an asynchronous schedule, where
 
 RecomputeMode = Literal["none", "selective", "full", "auto"]
 Compile = Literal["off", "blocks"]
+Graphs = Literal["off", "microbatch"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class Job:
         undrained: steps of an asynchronous schedule from one drain to the next, on average over the run: it
             drains for an evaluation, for a checkpoint and at the end.
         compile: `blocks`: what lies between the matrix products of blocks is compiled.
+        graphs: `microbatch`: the device replays forward and backward of a microbatch as one graph.
     """
 
     shape: ModelShape
@@ -121,6 +123,7 @@ class Job:
     initial: Initial = field(default_factory=Initial)
     undrained: float = UNDRAINED
     compile: Compile = "off"
+    graphs: Graphs = "off"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sequence", self.sequence or self.shape.pretraining_sequence)

@@ -12,6 +12,7 @@ from stretto.program.program import Program
 from stretto.spec.job import Job, Rule, either, nearest_values
 from stretto.spec.optimiser import optimiser_problems
 from stretto.spec.program import stages_of
+from stretto.spec.rules_graphs import graphs
 from stretto.spec.rules_states import STATE_RULES
 from stretto.spec.shape import ModelShape
 
@@ -401,5 +402,6 @@ RULES: tuple[Rule, ...] = (
     _encoder,
     _sequence,
     *STATE_RULES,
+    graphs,
     _optimiser,
 )

@@ -11,6 +11,7 @@ from math import ceil, floor, log, tau
 import torch
 from torch import Tensor, nn
 
+from stretto.engine.device import is_capturing
 from stretto.engine.documents import Documents, Packing
 from stretto.spec.attention import RopeScaling
 from stretto.spec.shape import ModelShape
@@ -76,6 +77,7 @@ class Rotary(nn.Module):
         self.length: int | None = None
         self.packing = Packing()
         self._rows: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # of the tables, at `positions`
+        self._captured: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def of(cls, shape: ModelShape) -> Rotary:
@@ -103,6 +105,8 @@ class Rotary(nn.Module):
             return rotary_tables(length, self._angles(whole), x.device, x.dtype)
         rows = 1 << (length - 1).bit_length()  # so that generation needs no new table each token
         cos, sin = _cached_tables(rows, self._angles(whole), x.device, x.dtype)
+        if is_capturing():
+            self._captured = cos, sin  # the graph reads them however long the cache keeps them
         return cos[:length], sin[:length]
 
     def _tables_at(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from stretto.engine.device import forked_random, on_accelerator, random_state, set_random_state
+from stretto.engine.device import (
+    forked_random,
+    is_capturing,
+    on_accelerator,
+    random_state,
+    set_random_state,
+)
 from stretto.engine.parallel.collectives import gather
 from stretto.errors import StrettoError, nearest
 from stretto.spec.flops import Recompute as Mode
@@ -36,9 +42,12 @@ class RandomState:
         self._states = list[Tensor]()
 
     def save(self, x: tuple[Any, ...]) -> None:
-        """Save the state of the CPU's generator and of those of the inputs' devices."""
+        """Save the state of the CPU's generator and of those of the inputs' devices; in a graph, where these
+        cannot be read, of none of them.
+        """
         self._host = torch.get_rng_state()
-        devices = {t.device for t in x if isinstance(t, Tensor) and on_accelerator(t.device)}
+        tensors = () if is_capturing() else x
+        devices = {t.device for t in tensors if isinstance(t, Tensor) and on_accelerator(t.device)}
         self._devices = sorted(devices, key=str)
         self._states = [*map(random_state, self._devices)]
 

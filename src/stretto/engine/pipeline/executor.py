@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from stretto.engine.parallel.data.stage_weights import SHARED, StageWeights
 from stretto.engine.pipeline.compute import Compute
 from stretto.engine.pipeline.exchange import Exchange, Transfer
+from stretto.engine.pipeline.graphs import MicrobatchGraph
 from stretto.engine.pipeline.live import Batch, Boundaries, Call, Live, microbatch_of
 from stretto.engine.pipeline.recorder import Recorder
 from stretto.engine.pipeline.rounds import Rounds
@@ -71,6 +72,7 @@ class Work:
         before_forward: called before each forward with the microbatch's place in a ring of them
             (`Rounds.ring`); within one step that is its number.
         versions: of each stage, where weights change within the step.
+        graphs: the device replays each microbatch as one graph.
     """
 
     stages: Mapping[int, nn.Module]
@@ -81,6 +83,7 @@ class Work:
     reduce_tied: Call | None = None
     before_forward: Callable[[int], None] | None = None
     versions: Mapping[int, WeightVersions] = field(default_factory=dict[int, WeightVersions])
+    graphs: bool = False
 
 
 @dataclass(kw_only=True)
@@ -158,6 +161,18 @@ class Executor:
             loss=work.loss,
             before=work.before_forward,
             versions=dict(work.versions),
+        )
+        self._graph = (
+            MicrobatchGraph(
+                program=program,
+                rank=rank,
+                stages=work.stages,
+                loss=work.loss,
+                before=work.before_forward,
+                device=device,
+            )
+            if work.graphs
+            else None
         )
         self.step = self.place = 0
         self._entered = 0  # steps of the window whose batches are here
@@ -291,7 +306,7 @@ class Executor:
                 self._add(buffers[action.stage].open, f"the gradients of {action}")
             for send in releases[action]:
                 self._release(send)
-            if last.get(action.stage) == action:
+            if last.get(action.stage) == action and self._graph is None:  # no hook runs within a graph
                 self._add(buffers[action.stage].arm, f"the start of {action}")
             if action.kind is Kind.REDUCE_GRAD:
                 reduced.append(action.stage)
@@ -317,7 +332,12 @@ class Executor:
         exchange = self._exchange
         work = self.work
         stage = action.stage
+        graph = self._graph
         match action.kind:
+            case Kind.F if graph is not None:  # which begins with it
+                return partial(work.weights.await_stage, stage) if work.weights.gathers else None
+            case Kind.B if graph is not None:
+                return partial(graph.run, self.live, self.live.place(action))
             case Kind.F:
                 return compute.forward(action)
             case Kind.B | Kind.I:

@@ -16,6 +16,7 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor.linear import adopt
 from stretto.engine.pipeline.exchange import Transfer
 from stretto.engine.pipeline.executor import Enter, Executor, Work
+from stretto.engine.pipeline.graphs import check_capturable
 from stretto.engine.pipeline.live import Batch, Boundaries, Boundary
 from stretto.engine.pipeline.probe import probe_boundaries
 from stretto.engine.pipeline.recorder import Recorder
@@ -129,6 +130,8 @@ class Pipeline:
         before_forward: called before each forward with the microbatch's number in its step; with `window`,
             with its place among `ring`.
         autocast: dtype that forwards compute in, where it differs from the parameters'.
+        graphs: each microbatch of training is replayed as one graph of the device (`MicrobatchGraph`). Its
+            gradients are reduced at the end of the step.
 
     Attributes:
         rank: of this process in its pipeline.
@@ -144,7 +147,8 @@ class Pipeline:
 
     Raises:
         StrettoError: a program for another number of ranks or one that cannot complete; more stages than
-            layers; an asynchronous program whose weights have no optimiser, or with tied parameters.
+            layers; an asynchronous program whose weights have no optimiser, or with tied parameters; graphs
+            of what cannot be captured.
     """
 
     def __init__(
@@ -165,12 +169,15 @@ class Pipeline:
         lookahead: int = LOOKAHEAD,
         before_forward: Callable[[int], None] | None = None,
         autocast: torch.dtype | None = None,
+        graphs: bool = False,
     ) -> None:
         if program.ranks != mesh.size("pp"):
             raise StrettoError(
                 f"the program is for {program.ranks} pipeline ranks, the layout has pp={mesh.size('pp')}",
                 hint="make the schedule with ranks=pp",
             )
+        if graphs:
+            check_capturable(program, mesh.device, autocast)
         self.mesh = mesh
         self.rank = mesh.index("pp")
         self.weights = weights if weights is not None else ReplicatedWeights()
@@ -196,6 +203,7 @@ class Pipeline:
         self._loss = loss
         self._before = before_forward
         self._autocast = autocast
+        self._graphs = graphs
         self._partial = list(partial)
         self._varying = varying
         self._shared = SharedGradients(program, self.cut, ties, self.stages, mesh)
@@ -477,6 +485,7 @@ class Pipeline:
                 work,
                 reduce_tied=lambda: self._shared.sum(self.buffers),
                 versions=self._versions,
+                graphs=self._graphs,
             )
         return Executor(rounds, self.rank, work, self.mesh.device)
 

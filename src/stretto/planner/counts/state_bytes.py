@@ -91,7 +91,7 @@ class StateConfig:
             momentum=job.optimiser.usual_momentum,
             moment=job.optimiser.moment_bytes,
             each=reduction(program, dp.mode, dp.reduce) == "microbatch",
-            lasting=bool(program.versions),
+            lasting=bool(program.versions) or job.graphs != "off",
             remainders=job.framework.remainders,
             wide_shards=job.framework.wide_shards,
             copied=job.framework.lasting_gradients and job.dp.mode != "zero3",

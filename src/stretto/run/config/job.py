@@ -64,6 +64,7 @@ def job_of(
         initial=config.model.initial(),
         undrained=_undrained(config),
         compile=config.train.compile,
+        graphs=config.train.graphs,
     )
 
 

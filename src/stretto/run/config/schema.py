@@ -23,7 +23,7 @@ from stretto.run.config.states import DataParallelConfig, FinetuneConfig, LoraCo
 from stretto.spec.attention import AttentionKernel, ContextKind
 from stretto.spec.data_parallel import Dtype
 from stretto.spec.devices import AUTO, BACKENDS, KINDS, check_backend, check_device
-from stretto.spec.job import VOCAB_MULTIPLE, Compile, RecomputeMode
+from stretto.spec.job import VOCAB_MULTIPLE, Compile, Graphs, RecomputeMode
 from stretto.spec.optimiser import (
     DecayShape,
     Optimiser,
@@ -354,6 +354,11 @@ class RunTimeConfig(LoopConfig):
         default="off",
         description="`blocks`: torch.compile fuses what lies between the matrix products of blocks, once for "
         "all that are alike; needs a C++ compiler on CPUs, Triton on GPUs. See docs/compile.md.",
+    )
+    graphs: Graphs = Field(
+        default="off",
+        description="`microbatch`: forward and backward of a microbatch are captured once as a graph of the "
+        "device and replayed, so that the host launches it as a whole. See docs/graphs.md.",
     )
     vocab_multiple: int = Field(
         default=VOCAB_MULTIPLE,

@@ -107,7 +107,7 @@ def _sections(job: Job, base: TrainConfig | None) -> dict[str, dict[str, Any]]:
         },
         "batch": {"global_size": job.global_batch, "micro_size": job.micro_batch},
         **({"optim": optim} if optim else {}),
-        "train": {**train, "attention": job.attention, "compile": job.compile},
+        "train": {**train, "attention": job.attention, "compile": job.compile, "graphs": job.graphs},
         **sample,
     }
 

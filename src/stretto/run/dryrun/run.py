@@ -130,7 +130,7 @@ def _no_progress(_what: str, _done: int, _all: int) -> None:
 def _uncompiled(job: Job) -> Job:
     """The job without what compiles code for values, which there are none of."""
     attention = "auto" if job.attention == "flex" else job.attention
-    return replace(job, compile="off", attention=attention)
+    return replace(job, compile="off", graphs="off", attention=attention)
 
 
 def _run(job: Job, mesh: Mesh, quick: bool, progress: Progress, started: float) -> DryRun:

@@ -214,7 +214,7 @@ def _evaluate_rank(
         device = cleanup.enter_context(process_group(config.train))
         source = open_data(config) if source is None else source
         # one pass does not earn back what compiling takes, and this machine may have no compiler
-        job = replace(job_of(config, vocab=vocabulary(source, config)), compile="off")
+        job = replace(job_of(config, vocab=vocabulary(source, config)), compile="off", graphs="off")
         mesh = Mesh(job.layout, device, timedelta(seconds=config.train.timeout_s))
         replica = assemble(job, mesh, seed=config.train.seed, fresh=False)
         cleanup.callback(replica.close)

@@ -50,6 +50,7 @@ _JOB = {
     "vocab_multiple": "train.vocab_multiple",
     "bucket": "train.bucket_mib",
     "compile": "train.compile",
+    "graphs": "train.graphs",
 }
 # fields of a job that hold fields themselves: the section's name and its class
 _SECTIONS: Mapping[tuple[str, ...], tuple[str, type[Any]]] = {
@@ -103,6 +104,7 @@ _OF_RUN = tuple(
 _UNPLANNED = {
     "train.bucket_mib",
     "train.compile",
+    "train.graphs",
     *(f"model.{one.name}" for one in fields(Initial)),
     "precision.loss_scale",
     "precision.loss_scale_steps",

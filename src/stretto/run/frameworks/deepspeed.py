@@ -425,6 +425,7 @@ RULES = (
         notes=_note_model,
     ),
     aside("a compiled module is up to the script", "train.compile"),
+    aside("DeepSpeed captures graphs in inference", "train.graphs"),
     aside("padding of the vocabulary is up to the script's model", "train.vocab_multiple"),
     aside("the loss is the script's", "train.loss_chunk"),
     aside(

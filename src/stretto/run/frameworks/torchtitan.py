@@ -513,6 +513,7 @@ RULES = (
     ),
     Rule(choices=(), settings=("loss",), write=lambda _: {}),
     aside("torchtitan's models begin in ways of their own", *BEGIN),
+    aside("torchtitan captures what its compiler makes", "train.graphs"),
     aside("torchtitan pads no vocabulary", "train.vocab_multiple"),
     aside("torchtitan cuts a batch into a number of chunks, where its loss does", "train.loss_chunk"),
     aside("FSDP2 gathers and reduces block by block", "train.bucket_mib"),

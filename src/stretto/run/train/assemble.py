@@ -222,7 +222,7 @@ def _share_weights(setup: _Setup, stages: _Stages, table: dict[str, Sharded]) ->
         master=master_dtype(DTYPES[job.precision.dtype]),
         gradients=torch.float32 if sums_in_float32 else None,
         each_microbatch=reduction(program, job.dp.mode, job.dp.reduce) == "microbatch",
-        keep_gradients=bool(program.versions),
+        keep_gradients=bool(program.versions) or job.graphs != "off",
         gather_layers=job.dp.gathers(job.layout.pp) != "stage",
         bucket_bytes=job.bucket,
     )
@@ -265,6 +265,7 @@ def _connect(
         boundary=_boundaries(setup, stages, stream),
         before_forward=before_forward,
         weights=states,
+        graphs=job.graphs != "off",
     )
 
 

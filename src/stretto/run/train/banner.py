@@ -71,6 +71,7 @@ def _features(job: Job) -> list[str]:
         (job.layout.cp > 1, f"{job.context} attention"),
         (job.attention != "auto", f"{job.attention} attention"),
         (job.compile != "off", f"compiled {job.compile}{_uncompiled(job)}"),
+        (job.graphs != "off", f"graphs of a {job.graphs}"),
         (job.recompute.mode != "none", f"recompute {job.recompute.mode}"),
     ]
     return [text for shown, text in features if shown]

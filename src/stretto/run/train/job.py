@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from stretto.engine.checkpoint.folder import checkpoints
-from stretto.errors import StrettoError
+from stretto.errors import Problem, StrettoError
 from stretto.run.config.check import check
+from stretto.run.config.graphs import no_graphs
 from stretto.run.config.job import job_of
 from stretto.run.config.required import check_required
 from stretto.run.config.schema import JobConfig, LoopConfig, TrainConfig
@@ -202,6 +203,7 @@ class _Language(Kind[TrainConfig]):
     def check(self, config: TrainConfig, world: int | None, devices: int | None) -> None:
         check(config, world=world, devices=devices)
         check_vocabulary(config)
+        _check_graphs(config)
 
     def writes_to(self, config: TrainConfig) -> Path | None:
         return config.run.folder
@@ -264,6 +266,16 @@ def check_attention(config: TrainConfig, device: str) -> None:
 
         if device_kind(device) == HOST:
             check_trains_on_host()
+
+
+def _check_graphs(config: TrainConfig) -> None:
+    """Raise for graphs of devices that have none, once it is known which devices these are."""
+    if config.train.graphs == "off":
+        return
+    from stretto.engine.device import device_kind, has_graphs
+
+    if not has_graphs(kind := device_kind(config.train.device)):
+        raise Problem("train.graphs", config.train.graphs, no_graphs(kind), "train.graphs=off")
 
 
 def _devices(config: RanksConfig, world: int | None) -> int | None:

@@ -1,0 +1,121 @@
+"""Forward and backward of a microbatch as one graph of the device, captured once and replayed for all others.
+
+A graph reads and writes the memory that it was captured with. So each microbatch is copied to where the first
+one was: what the model reads, its targets, and the gradient of its loss with the loss scale. Gradients are
+added up in the flat tensors of the parameters, which keep their memory, and are set to zero outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.engine.device import Graph, has_graphs
+from stretto.engine.pipeline.compute import Compute
+from stretto.engine.pipeline.live import Live
+from stretto.errors import StrettoError
+from stretto.program.action import Kind
+from stretto.program.checks.in_turn import in_turn
+from stretto.program.program import Program
+
+WARM_UP = 3  # microbatches before the capture
+
+
+def check_capturable(program: Program, device: torch.device, autocast: torch.dtype | None) -> None:
+    """Check that a pipeline's microbatches can be graphs.
+
+    Raises:
+        StrettoError: they cannot; says why.
+    """
+    if not has_graphs(device.type):
+        raise StrettoError(f"this torch has no graphs for device {device.type}", hint="train without them")
+    if not in_turn(program):
+        raise StrettoError(
+            f"schedule {program.name} on {program.ranks} ranks does not end a microbatch before it begins "
+            "the next one, and a graph has the memory of one",
+            hint="use 1f1b on one rank, or no graphs",
+        )
+    if autocast is not None:
+        raise StrettoError(
+            "autocast keeps weights that it has converted, and a graph would read those of its capture",
+            hint="give parameters the type to compute in, or use no graphs",
+        )
+
+
+class MicrobatchGraph:
+    """Runs microbatches one after the other: the first `WARM_UP` as they are, later ones by a graph.
+
+    Args:
+        program: one whose microbatches are done in turn.
+        stages, loss, before: as in `Work`. What `before` prepares must not differ between microbatches.
+    """
+
+    def __init__(
+        self,
+        *,
+        program: Program,
+        rank: int,
+        stages: Mapping[int, nn.Module],
+        loss: Callable[[Any, Any], Tensor] | None,
+        before: Callable[[int], None] | None,
+        device: torch.device,
+    ) -> None:
+        self._live = Live(stages, 1)
+        compute = Compute(program, rank, self._live, None, loss, before)
+        order = program.orders[rank]
+        self._forward = compute.forward(next(action for action in order if action.kind is Kind.F))
+        self._backward = compute.backward(next(action for action in order if action.kind is Kind.B))
+        self._graph = Graph(device)
+        self._batch: list[Tensor] = []  # where the graph reads inputs, targets and the loss's gradient
+        self._warmed = 0
+
+    def run(self, live: Live, at: int) -> None:
+        """Forward and backward of the microbatch at this place; its loss is put there.
+
+        Raises:
+            StrettoError: it is not of the shapes of the first one, or cannot be captured.
+        """
+        self._take([live.inputs[at], live.targets[at], live.scales[at]])
+        if self._warmed < WARM_UP:
+            self._graph.warm_up(self._compute)
+            self._warmed += 1
+        else:
+            if not self._graph.captured:
+                self._capture()
+            self._graph.replay()
+        live.losses[at] = self._live.losses[0].clone()
+
+    def _compute(self) -> None:
+        live = self._live
+        live.inputs[0], live.targets[0], live.scales[0] = self._batch
+        self._forward()
+        self._backward()
+
+    def _capture(self) -> None:
+        try:
+            self._graph.capture(self._compute)
+        except RuntimeError as error:
+            raise StrettoError(
+                f"a microbatch cannot be captured as a graph: {error}", hint="train.graphs=off"
+            ) from error
+
+    def _take(self, batch: list[Any]) -> None:
+        """Copy a microbatch to where the graph reads it."""
+        if not all(isinstance(one, Tensor) for one in batch):
+            raise StrettoError(
+                "a graph reads one tensor of inputs, one of targets and the gradient of the loss",
+                hint="give the pipeline these, or use no graphs",
+            )
+        if not self._batch:
+            self._batch = [torch.empty_like(one) for one in batch]
+        for mine, new in zip(self._batch, batch, strict=True):
+            if (mine.shape, mine.dtype) != (new.shape, new.dtype):
+                raise StrettoError(
+                    f"a microbatch has {new.dtype} {list(new.shape)} where its graph reads {mine.dtype} "
+                    f"{list(mine.shape)}",
+                    hint="give all microbatches one shape, or use no graphs",
+                )
+            mine.copy_(new)
