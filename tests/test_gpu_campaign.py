@@ -55,7 +55,7 @@ def test_full_sizes_are_legal_jobs(tmp_path: Path) -> None:
     """What only a GPU will run in full."""
     full = Setting(torch.device("cuda"), False, tmp_path)
     for model in jobs.MODELS.values():
-        for words in ((), jobs.fastest()):
+        for words in ((), jobs.fastest(full, model.section)):
             assert jobs.legal(model.config(full, *words)).microbatches == model.microbatches
     for trick in jobs.known_tricks():
         for value in (trick.value, trick.without):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpu.jobs import GPT, LLAMA, MOE, Trainer, config, known_tricks, legal
+from gpu.jobs import GPT, LLAMA, MOE, Trainer, config, legal, tricks_of
 from gpu.setting import Setting
 from stretto.engine import compiler
 from stretto.engine.device import backend_for
@@ -106,10 +106,13 @@ EIGHT_BITS = (
 )
 
 
-def of_tricks() -> list[Case]:
-    """Those that change how a step is computed and not its precision, as far as this version has them."""
+def of_tricks(setting: Setting) -> list[Case]:
+    """Those that change how a step is computed and not its precision, as far as this version and the
+    device have them.
+    """
     small = {"null": "24"}  # of `train.loss_chunk`, which by itself leaves so few tokens whole
-    chosen = [t for t in known_tricks() if t.field.startswith("train.") and t.field != "train.attention"]
+    chosen = [t for t in tricks_of(setting, LLAMA) if t.field.startswith("train.")]
+    chosen = [t for t in chosen if t.field != "train.attention"]  # `by_flex` has its own models
     words = [f"{t.field}={small.get(t.value, t.value)}" for t in chosen]
     return [Case(word, LLAMA, (word,)) for word in words]
 
@@ -238,7 +241,7 @@ def check_all(setting: Setting, chosen: Sequence[Case], dtypes: Sequence[str]) -
 def one_rank(setting: Setting) -> dict[str, Any]:
     """All kinds of models and options on one rank, in three types."""
     whole = [case for case in CASES if not case.split]
-    return check_all(setting, [*whole, *of_tricks(), *by_flex(setting), *EIGHT_BITS], DTYPES)
+    return check_all(setting, [*whole, *of_tricks(setting), *by_flex(setting), *EIGHT_BITS], DTYPES)
 
 
 def own_library(setting: Setting) -> dict[str, Any]:

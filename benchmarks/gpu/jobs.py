@@ -12,6 +12,7 @@ import yaml
 from torch import Tensor
 
 from gpu.setting import Setting
+from stretto.engine.device import has_graphs
 from stretto.engine.optim.rate import Rate
 from stretto.engine.parallel.mesh import Mesh
 from stretto.run.config.job import job_of
@@ -155,9 +156,10 @@ class Trick:
     without: str
 
 
+GRAPHS = "train.graphs"
 TRICKS = (
     Trick("train.compile", "blocks", "off"),
-    Trick("train.graphs", "true", "false"),
+    Trick(GRAPHS, "microbatch", "off"),
     Trick("train.loss_chunk", "null", "0"),
     Trick("train.attention", "sdpa", "explicit"),
     Trick("train.attention", "flex", "sdpa"),
@@ -168,7 +170,7 @@ TRICKS = (
     Trick("precision.fp8", "row", "none"),
     Trick("precision.fp8", "tensor", "none"),
 )
-FASTEST = ("train.compile", "train.graphs")  # of these, what a model is raced with beside its defaults
+FASTEST = ("train.compile", GRAPHS)  # of these, what a model is raced with beside its defaults
 
 
 def has_field(name: str, value: str = "") -> bool:
@@ -188,9 +190,15 @@ def known_tricks() -> list[Trick]:
     return [trick for trick in TRICKS if has_field(trick.field, trick.value)]
 
 
-def fastest() -> tuple[str, ...]:
-    """Overrides of the step that is expected to be fastest."""
-    return tuple(f"{one.field}={one.value}" for one in known_tricks() if one.field in FASTEST)
+def tricks_of(setting: Setting, section: Mapping[str, Any]) -> list[Trick]:
+    """Those that the setting's device and a model of this section can use."""
+    graphs = has_graphs(setting.device.type) and "moe" not in section
+    return [trick for trick in known_tricks() if graphs or trick.field != GRAPHS]
+
+
+def fastest(setting: Setting, section: Mapping[str, Any] = LLAMA) -> tuple[str, ...]:
+    """Overrides of the step that is expected to be fastest, of a model of this section."""
+    return tuple(f"{t.field}={t.value}" for t in tricks_of(setting, section) if t.field in FASTEST)
 
 
 def config(

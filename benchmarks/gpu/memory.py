@@ -29,7 +29,7 @@ def jobs(setting: Setting) -> dict[str, TrainConfig]:
     one = MODELS["llama-1b"]
     words = {
         "as configured": (),
-        "fastest": fastest(),
+        "fastest": fastest(setting),
         "16-bit states": ("optim.states=bfloat16", "precision.gradients=same"),
         "recompute full": ("recompute.mode=full",),
         "states on the host": ("dp.offload=cpu",),

@@ -30,7 +30,7 @@ JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
 def profiles(setting: Setting) -> dict[str, Any]:
     """One row for each job."""
     rows = dict[str, dict[str, Any]]()
-    jobs = {**JOBS, **({"llama-1b, fastest": ("llama-1b", fastest())} if fastest() else {})}
+    jobs = {**JOBS, **({"llama-1b, fastest": ("llama-1b", fastest(setting))} if fastest(setting) else {})}
     for name, (model, words) in jobs.items():
         rows[name] = attempt(lambda model=model, words=words: one_profile(model, words, setting))
         setting.keep({"rows": rows})

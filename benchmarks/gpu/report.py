@@ -432,8 +432,8 @@ def suite(there: Mapping[str, dict[str, Any]]) -> Lines:
 
 
 def last_line(text: str) -> str:
-    """Of a traceback, fit for a table's cell."""
-    lines = [line for line in text.strip().splitlines() if line.strip()]
+    """Of a traceback, without the hint of what would mend it; fit for a table's cell."""
+    lines = [line for line in text.strip().splitlines() if line.strip() and not line.startswith("hint:")]
     return lines[-1].replace("|", "/")[:120] if lines else "-"
 
 

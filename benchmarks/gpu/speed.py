@@ -183,7 +183,8 @@ def model_race(name: str, setting: Setting) -> dict[str, Any]:
     """One model: Stretto with all that should make it faster, plain torch compiled, then Stretto with less of
     that, in fewer steps.
     """
-    model, fast = MODELS[name], fastest()
+    model = MODELS[name]
+    fast = fastest(setting, model.section)
     contestants: dict[str, Callable[[], dict[str, Any]]] = {
         " ".join((STRETTO, *fast)): lambda: run_stretto(model, setting, *fast),
         PLAIN: lambda: run_plain(model, setting),
@@ -198,7 +199,7 @@ def model_race(name: str, setting: Setting) -> dict[str, Any]:
 
 def fp8_race(setting: Setting) -> dict[str, Any]:
     """The 8B with 8-bit products, against its bf16 step and torchao's."""
-    model, fast = MODELS["llama3-8b"], fastest()[:1]
+    model, fast = MODELS["llama3-8b"], fastest(setting)[:1]
     return race(
         model,
         setting,

@@ -35,15 +35,15 @@ JOBS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-def jobs() -> dict[str, tuple[dict[str, Any], tuple[str, ...]]]:
+def jobs(setting: Setting) -> dict[str, tuple[dict[str, Any], tuple[str, ...]]]:
     """Those of `JOBS`, and with what makes a step faster."""
-    return {**JOBS, **({"fastest": (LLAMA, fastest())} if fastest() else {})}
+    return {**JOBS, **({"fastest": (LLAMA, fastest(setting))} if fastest(setting) else {})}
 
 
 def host_waits(setting: Setting) -> dict[str, Any]:
     """Synchronisations of a step, by job and by line; the goal is one at most."""
     rows = list[dict[str, Any]]()
-    for name, (section, words) in jobs().items():
+    for name, (section, words) in jobs(setting).items():
         job = legal(config(section, 32, 2, 4, setting, *words))
         with trainer(job, setting) as made:
             for _ in range(WARM_UP):
@@ -64,7 +64,7 @@ def late_streams(setting: Setting) -> dict[str, Any]:
     """
     rows = list[dict[str, Any]]()
     with deterministic(setting):
-        for name, (section, words) in jobs().items():
+        for name, (section, words) in jobs(setting).items():
             big = {**section, "hidden": 512, "ffn": 1024} if setting.on_gpu and "ffn" in section else section
             job = legal(config(big, 32, 2, 4, setting, "optim.lr=1e-2", *words))
             runs = [run_late(job, setting, seed) for seed in (None, None, 1, 2)]
@@ -153,7 +153,10 @@ def host_time(setting: Setting) -> dict[str, Any]:
     """
     section = LLAMA if setting.tiny else LLAMA_1B
     rows = dict[str, Any]()
-    for name, words in {"as configured": (), **({"fastest": fastest()} if fastest() else {})}.items():
+    for name, words in {
+        "as configured": (),
+        **({"fastest": fastest(setting)} if fastest(setting) else {}),
+    }.items():
         job = legal(config(section, 32, 1, 1, setting, *words))
         with trainer(job, setting, quick=True) as made:
             rows[name] = timed(made.step, setting, steps=20)

@@ -88,15 +88,16 @@ class Trained:
 
 
 def trained(job: Job) -> Trained:
-    """After `STEPS` steps, with an evaluation of other shapes after every second."""
+    """After `STEPS` steps, with evaluations of other shapes before and between them."""
     replica = assemble(job, Mesh(job.layout, NPU, timedelta(seconds=30)), seed=0)
     step, samples = TrainingStep(replica, Rate.of(job.optimiser, STEPS)), Samples(job)
-    numbers, scales = list[float](), list[float]()
+    numbers, scales = [held_out(replica, samples, 0)], list[float]()
     for number in range(STEPS):
         done = step.run(samples, step=number, seen=number * job.global_batch)
         numbers += [x for one in done for x in (one.loss, one.norm) if x is not None]
         if number % 2:  # an evaluation waits for the weights, which a step must do by itself
             numbers.append(held_out(replica, samples, number))
+        if number == STEPS // 2:
             _cached_tables.cache_clear()  # as other shapes would do it
         if replica.loss_scale is not None:
             scales.append(replica.loss_scale.value)

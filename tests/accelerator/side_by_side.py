@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -26,8 +26,10 @@ from stretto.program.transforms.activations import offload
 from stretto.recommender.stores.backing import HostRows
 from stretto.recommender.stores.cached import CachedStore
 from stretto.run.calibrate.host import random_step_done
+from stretto.run.data.dataset import Batch
 from stretto.run.launch.local import run_ranks
 from stretto.run.train.assemble import assemble
+from stretto.run.train.batches import CopiedAhead
 from stretto.spec.data_parallel import DataParallel, Precision
 from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
@@ -92,7 +94,7 @@ def copies(folder: Path) -> dict[str, Any]:
     """What moves tensors between the device and the host."""
 
     def work() -> Values:
-        return {**_shards(folder), **_gradients(), **_activations(), **_rows()}
+        return {**_shards(folder), **_gradients(), **_activations(), **_rows(), **_samples()}
 
     return left_out(lambda dropped: tried(work, dropped, folder / "races"))
 
@@ -154,6 +156,24 @@ def _rows() -> Values:
         store.release(fetched)
     store.close()
     return found
+
+
+class _Numbered:
+    """Samples of one token, the number of the sample."""
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        ids = torch.tensor(indices).unsqueeze(1)
+        return Batch(inputs=ids.double(), targets=ids.double() + 1)
+
+
+def _samples() -> Values:
+    """Samples of three steps, copied while the device works on the step before."""
+    ahead, found = CopiedAhead(_Numbered(), NPU, 2), Values()
+    for step in range(3):
+        batch = ahead.batch(range(2 * step, 2 * step + 2))
+        found[f"samples {step}"] = batch.inputs * batch.targets
+    ahead.close()
+    return {name: values.cpu() for name, values in found.items()}
 
 
 # ------------------------------------------------------------------ ranks

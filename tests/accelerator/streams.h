@@ -153,8 +153,7 @@ inline void release(void* data) {
   auto found = blocks.find(reinterpret_cast<Address>(data));
   if (found != blocks.end()) {
     Block& block = found->second;
-    Clock known = clocks[block.owner];  // it is not used again before the work so far of recorded streams,
-    join(known, host);                  // nor before what the host has waited for
+    Clock known = clocks[block.owner];  // it is not used again before the work so far of recorded streams
     for (Id stream : block.recorded) join(known, clocks[stream]);
     for (const Access& access : block.accesses) {
       if (knows(known, access.stream, access.at)) continue;

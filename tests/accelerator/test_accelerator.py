@@ -159,6 +159,7 @@ def test_every_wait_of_a_copy_is_needed(reports: Reports) -> None:
     assert copies["deferred"] > 40
     assert copies["values"]["host 1"] == pytest.approx([exp(4.0 * x) for x in (1, 2, 3, 4)], rel=1e-6)
     assert copies["values"]["rows 3"] == [4.0] * 4
+    assert copies["values"]["samples 2"] == [20.0, 30.0]
     missed = [wait for wait, found in copies["found"].items() if not found]
     # the copy of the slots' numbers to the device, a call before, waits for the updates as well
     assert missed == ["recommender.stores.cached._move: wait_event"]

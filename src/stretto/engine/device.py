@@ -219,12 +219,16 @@ def new_stream(device: torch.device) -> torch.Stream:
     Raises:
         StrettoError: devices of this kind have no streams.
     """
-    module = _module(device)
-    if not hasattr(module, "Stream"):
+    if not has_streams(device):
         raise StrettoError(
             f"{device.type} has no streams, which offloading copies on", hint="offload nothing on this device"
         )
-    return module.Stream(device)
+    return _module(device).Stream(device)
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether there can be more than one stream of the device's work."""
+    return on_accelerator(device) and hasattr(_module(device), "Stream")
 
 
 class CopyStreams:

@@ -46,7 +46,10 @@ def _obstacles(job: Job) -> Iterator[tuple[str, str]]:
     if dp.mode == "zero3":
         yield "dp.mode=zero3 gathers weights into memory that it frees, and a graph's stays", "dp.mode=zero2"
     if dp.mode == "server":
-        yield "dp.mode=server hands samples and weights around in other ways", "dp.mode=ddp"
+        yield (
+            "dp.mode=server sends samples and weights in ways that were never tried with graphs",
+            "dp.mode=ddp",
+        )
 
 
 def _program(job: Job) -> Iterator[tuple[str, str]]:

@@ -1,9 +1,12 @@
-"""Batches on their way to the device: page-locked where it is a GPU, and copied without a wait."""
+"""Batches on their way to the device: page-locked where it is a GPU, and copied ahead without a wait.
+`tests/accelerator` copies them on streams.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,44 +47,54 @@ def replica_on(device: str) -> Any:
     )
 
 
+class Stream:
+    """The only stream there is."""
+
+    def wait_event(self, event: object) -> None:
+        assert isinstance(event, Tensor), "the mark of the copies"
+
+
 @pytest.fixture
-def pinned(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
-    """Where pinned tensors lie, and the thread that made each; without a GPU no memory can be pinned."""
-    made, kept = dict[int, str](), list[Tensor]()
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What is done for a device that has streams and is none, and by which thread."""
+    done = list[tuple[str, str]]()
 
-    def pin_memory(tensor: Tensor) -> Tensor:
-        kept.append(tensor.clone())  # kept, so that no other tensor gets its address
-        made[kept[-1].data_ptr()] = threading.current_thread().name
-        return kept[-1]
+    def noted(what: str, tensor: Tensor) -> Tensor:
+        done.append((what, threading.current_thread().name))
+        return tensor
 
-    monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
-    return made
+    monkeypatch.setattr(batches, "has_streams", lambda device: device.type == "cuda")
+    monkeypatch.setattr(batches, "new_stream", lambda _: Stream())
+    monkeypatch.setattr(batches, "current_stream", lambda _: Stream())
+    monkeypatch.setattr(batches, "on_stream", lambda _: nullcontext())
+    monkeypatch.setattr(batches, "recorded_event", lambda _: torch.empty(0))
+    monkeypatch.setattr(batches, "moved", lambda tensor, _: noted("copied", tensor))
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: noted("pinned", tensor))
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, _: None)
+    return done
 
 
-def tensors(batch: Batch) -> list[Tensor]:
-    assert batch.begins is not None
-    return [batch.inputs, batch.targets, batch.begins]
-
-
-def test_what_is_read_ahead_for_a_gpu_is_pinned_by_the_thread(pinned: dict[int, str]) -> None:
+def test_what_is_read_ahead_for_a_gpu_is_pinned_and_copied_by_the_thread(
+    steps: list[tuple[str, str]],
+) -> None:
     ahead = read_ahead(Numbered(), replica_on("cuda"))
     for first in (0, 4, 8):
         batch = ahead.batch(range(first, first + 4))
-        assert [t[:, 0].tolist() for t in tensors(batch)[:2]] == [
-            [*range(first, first + 4)],
-            [*range(first + 1, first + 5)],
-        ]
-        makers = {pinned[t.data_ptr()] for t in tensors(batch)}
-        assert all(maker.startswith("read-ahead") == (first > 0) for maker in makers)
+        assert batch.inputs[:, 0].tolist() == [*range(first, first + 4)]
+        assert batch.targets[:, 0].tolist() == [*range(first + 1, first + 5)]
+        assert batch.begins is not None
     ahead.close()
+    threads = {thread.startswith("read-ahead") for what, thread in steps[6:]}
+    assert {what for what, _ in steps} == {"pinned", "copied"}
+    assert threads == {True}, "all but the first"
 
 
-def test_nothing_is_pinned_for_a_cpu(pinned: dict[int, str]) -> None:
+def test_nothing_is_pinned_for_a_cpu(steps: list[tuple[str, str]]) -> None:
     ahead = read_ahead(Numbered(), replica_on("cpu"))
     for first in (0, 4):
         ahead.batch(range(first, first + 4))
     ahead.close()
-    assert not pinned
+    assert not steps
 
 
 def test_no_copy_of_a_batch_to_the_device_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,8 @@ class Batch:
     decoder: torch.Tensor | None = None
     lengths: torch.Tensor | None = None
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """Another value for each field that there is."""
         changed = dict[str, Any]()
         for one in fields(self):
             value = getattr(self, one.name)
@@ -57,13 +58,13 @@ class Batch:
 
     def take(self, rows: slice | list[int]) -> Batch:
         """Some of the samples."""
-        return self._each(lambda values: values[rows])
+        return self.each(lambda values: values[rows])
 
     def pinned(self) -> Batch:
         """A copy in page-locked memory, from which a GPU copies while the host goes on. Such memory is used
         anew only when the copies from it are done: torch's allocator keeps an event of each.
         """
-        return self._each(torch.Tensor.pin_memory)
+        return self.each(torch.Tensor.pin_memory)
 
     @classmethod
     def scattered(cls, batches: Sequence[Batch], rows: Sequence[NDArray[np.int64]]) -> Batch:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from stretto.engine.device import moved, on_accelerator
+from stretto.engine.device import (
+    current_stream,
+    has_streams,
+    moved,
+    new_stream,
+    on_stream,
+    recorded_event,
+)
 from stretto.engine.documents import Documents
 from stretto.engine.models.language import IGNORED
 from stretto.engine.parallel.collectives import all_sum
@@ -28,23 +36,67 @@ class SampleSource(Protocol):
         ...
 
 
-class Pinned:
-    """Samples in page-locked memory."""
+class Closing(SampleSource, Protocol):
+    """Samples that a thread reads."""
 
-    def __init__(self, samples: SampleSource) -> None:
-        self._samples = samples
+    def close(self) -> None:
+        """Stop the thread."""
+        ...
+
+
+class _Arriving(NamedTuple):
+    """A batch on its way to a device, and the mark in the stream of its copies at which it is there."""
+
+    batch: Batch
+    there: torch.Event
+
+
+class _Copies:
+    """Samples that are copied to a device from page-locked memory, on a stream of their own."""
+
+    def __init__(self, samples: SampleSource, device: torch.device) -> None:
+        self._samples, self._device, self._stream = samples, device, new_stream(device)
+
+    def batch(self, indices: Sequence[int]) -> _Arriving:
+        """Of several samples; where documents begin stays with the host, which reads it."""
+        pinned = self._samples.batch(indices).pinned()
+        with on_stream(self._stream):
+            copied = pinned.each(lambda values: moved(values, self._device))
+        return _Arriving(replace(copied, begins=pinned.begins), recorded_event(self._stream))
+
+
+class CopiedAhead:
+    """Samples in a device's memory, those of the next step read and copied while this one computes.
+
+    Args:
+        stride: samples of a step, over all replicas.
+    """
+
+    def __init__(self, samples: SampleSource, device: torch.device, stride: int) -> None:
+        self._device = device
+        self._ahead = ReadAhead(_Copies(samples, device), stride)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Of several samples."""
-        return self._samples.batch(indices).pinned()
+        """The samples of a range of indices, for the current stream."""
+        batch, there = self._ahead.batch(indices)
+        stream: Any = current_stream(self._device)
+        stream.wait_event(there)
+        for values in (batch.inputs, batch.targets, batch.decoder, batch.lengths):
+            if values is not None:
+                values.record_stream(stream)
+        return batch
+
+    def close(self) -> None:
+        """Stop the thread; what it has read is dropped."""
+        self._ahead.close()
 
 
-def read_ahead(samples: SampleSource, replica: Replica) -> ReadAhead[Batch]:
-    """The samples, those of a replica's next step read while it computes this one; pinned memory for
-    an accelerator.
+def read_ahead(samples: SampleSource, replica: Replica) -> Closing:
+    """The samples, those of a replica's next step read while it computes this one, and copied to its
+    accelerator where that has streams.
     """
-    apart = on_accelerator(replica.mesh.device)
-    return ReadAhead(Pinned(samples) if apart else samples, replica.job.global_batch)
+    device, stride = replica.mesh.device, replica.job.global_batch
+    return CopiedAhead(samples, device, stride) if has_streams(device) else ReadAhead(samples, stride)
 
 
 class Batches:
@@ -65,8 +117,8 @@ class Batches:
     ) -> tuple[tuple[list[Tensor], list[Tensor]], Tensor]:
         """This rank's part of its replica's microbatches of the global batch after `seen` samples, on the
         device; and of each microbatch the tokens that count, over all replicas, float64 [microbatches], on
-        the device if ranks had to add them up. The replica knows the documents of each from then on, or what
-        its decoder reads.
+        the device if the samples were there or ranks had to add them up. The replica knows the documents of
+        each from then on, or what its decoder reads.
 
         Args:
             keyed: let dropout know the samples.
