@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from stretto import Layout
+from stretto.planner.counts.state_bytes import StateConfig
 from stretto.program.checks.in_turn import in_turn
 from stretto.program.schedules.registry import schedule
 from stretto.spec.data_parallel import DataParallel
@@ -78,6 +79,13 @@ def test_what_a_graph_cannot_hold_is_named_with_what_else_would_do(job: Job, rul
     assert problem.fix.startswith("train.graphs=off, or ")
     assert fix in problem.fix
     assert not problems(replace(job, graphs="off"))
+
+
+def test_whole_gradients_that_are_kept_between_steps_are_counted() -> None:
+    """Without graphs a rank has them and its part in turns."""
+    job = replace(JOB, layout=Layout(dp=4), dp=replace(ZERO2, reduce="step"))
+    program, both = job.program(), [replace(job, graphs=value) for value in ("off", "microbatch")]
+    assert [StateConfig.of(one, program).lasting for one in both] == [False, True]
 
 
 def test_one_microbatch_at_a_time() -> None:

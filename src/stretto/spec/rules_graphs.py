@@ -21,7 +21,7 @@ def graphs(job: Job) -> Iterator[Problem]:
 
 def _obstacles(job: Job) -> Iterator[tuple[str, str]]:
     """Each rule that is broken, and what else would mend it."""
-    layout, shape, dp = job.layout, job.shape, job.dp
+    layout, shape = job.layout, job.shape
     if layout.pp > 1:
         yield (
             f"layout.pp={layout.pp} has several microbatches in flight, and a graph is of one",
@@ -43,9 +43,9 @@ def _obstacles(job: Job) -> Iterator[tuple[str, str]]:
             "the host computes the seed of each sample's dropout, which a graph would repeat",
             "model.dropout=0 and lora.dropout=0",
         )
-    if dp.mode == "zero3":
+    if job.dp.mode == "zero3":
         yield "dp.mode=zero3 gathers weights into memory that it frees, and a graph's stays", "dp.mode=zero2"
-    if dp.mode == "server":
+    if job.dp.mode == "server":
         yield (
             "dp.mode=server sends samples and weights in ways that were never tried with graphs",
             "dp.mode=ddp",

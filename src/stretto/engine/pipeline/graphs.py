@@ -64,7 +64,9 @@ class MicrobatchGraph:
         device: torch.device,
     ) -> None:
         self._live = Live(stages, 1)
-        compute = Compute(program, rank, self._live, None, loss, before)
+        compute = Compute(
+            program=program, rank=rank, live=self._live, exchange=None, loss=loss, before=before
+        )
         order = program.orders[rank]
         self._forward = compute.forward(next(action for action in order if action.kind is Kind.F))
         self._backward = compute.backward(next(action for action in order if action.kind is Kind.B))

@@ -55,7 +55,8 @@ class _Copies:
     """Samples that are copied to a device from page-locked memory, on a stream of their own."""
 
     def __init__(self, samples: SampleSource, device: torch.device) -> None:
-        self._samples, self._device, self._stream = samples, device, new_stream(device)
+        self._samples, self._device = samples, device
+        self._stream = new_stream(device)
 
     def batch(self, indices: Sequence[int]) -> _Arriving:
         """Of several samples; where documents begin stays with the host, which reads it."""
