@@ -118,6 +118,7 @@ def held_out(replica: Replica, samples: Samples, number: int) -> float:
 
 def both(job: Job) -> dict[str, Any]:
     """The job with and without graphs."""
+    torch.get_device_module(NPU).set_device(NPU)
     for problem in problems(job):
         raise problem
     plain, before = trained(job), fake_graphs.replayed
