@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stretto.run.data.dataset import Batch
 from stretto.run.train import batches
-from stretto.run.train.batches import Batches, read_ahead
+from stretto.run.train.batches import Batches, CopiedAhead, read_ahead
 
 SEQUENCE = 3
 
@@ -78,12 +78,14 @@ def test_what_is_read_ahead_for_a_gpu_is_pinned_and_copied_by_the_thread(
     steps: list[tuple[str, str]],
 ) -> None:
     ahead = read_ahead(Numbered(), replica_on("cuda"))
+    assert isinstance(ahead, CopiedAhead)
     for first in (0, 4, 8):
         batch = ahead.batch(range(first, first + 4))
         assert batch.inputs[:, 0].tolist() == [*range(first, first + 4)]
         assert batch.targets[:, 0].tolist() == [*range(first + 1, first + 5)]
         assert batch.begins is not None
     ahead.close()
+    ahead._ahead._thread.shutdown(wait=True)  # what it notes later would be another test's
     threads = {thread.startswith("read-ahead") for what, thread in steps[6:]}
     assert {what for what, _ in steps} == {"pinned", "copied"}
     assert threads == {True}, "all but the first"
