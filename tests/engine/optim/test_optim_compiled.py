@@ -19,6 +19,7 @@ from stretto.engine.optim import base, chunks
 from stretto.engine.optim.base import FragmentOptimizer
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.parallel.fragment import Fragment, Placed
+from stretto.errors import StrettoError
 from stretto.spec.optimiser import Optimiser
 
 pytestmark = pytest.mark.skipif(find_spec("numba") is None, reason="needs numba")
@@ -175,3 +176,18 @@ def test_sums_of_many_elements_keep_their_digits(name: str):
         gradients = {"w.weight": torch.full((1 << 10, 1 << 9), 0.3, dtype=dtype)}
         results.append(train(name, fragments_of(weights, gradients), compiled=True, steps=1))
     torch.testing.assert_close(results[0][0].double(), results[1][0], rtol=0.0, atol=2e-8)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_states_of_other_shapes_are_not_loaded(name: str) -> None:
+    values = random(SHAPES, 1, torch.float32)
+    optimizer = optimiser(name, fragments_of(values, values), compiled=True)
+    states = optimizer.state_dict()
+    optimizer.load_state_dict(states)
+    optimizer.step()
+    moments = states["state"][0]
+    key = next(key for key in moments if key != "step")
+    for change, about in ((moments[key].new_zeros(3), r"of shape \[3\]"), (None, "missing")):
+        wrong = {k: v for k, v in moments.items() if k != key} | ({} if change is None else {key: change})
+        with pytest.raises(StrettoError, match=f"state {key} of .* is {about}"):
+            optimizer.load_state_dict({**states, "state": {**states["state"], 0: wrong}})

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from stretto.engine import loops
 from stretto.engine.parallel.fragment import Fragment, Piece
+from stretto.errors import StrettoError
 from stretto.spec.parameters import in_linear_of_block
 
 Group = dict[str, Any]
@@ -91,6 +92,24 @@ class FragmentOptimizer(torch.optim.Optimizer):
     def new_state(self, fragment: Fragment) -> dict[str, Tensor]:
         """Zero states, for the first update or for a checkpoint to be read into."""
         raise NotImplementedError
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's.
+
+        Raises:
+            StrettoError: a state lacks a tensor, or one has another shape: compiled loops go by addresses.
+        """
+        super().load_state_dict(state_dict)
+        for parameter, fragment in self.fragments.items():
+            state = self.state.get(parameter) or {}
+            for name, wanted in self.new_state(fragment).items() if state else ():
+                loaded = state.get(name)
+                if loaded is None or loaded.shape != wanted.shape:
+                    shape = "missing" if loaded is None else f"of shape {list(loaded.shape)}"
+                    raise StrettoError(
+                        f"state {name} of {fragment.name} is {shape}, not of shape {list(wanted.shape)}",
+                        hint="load the states of the same parameters in the same layout",
+                    )
 
     def begin(self) -> list[Batch]:
         """The fragments that have a gradient, with gradients in the parameter's type, and their states, with
