@@ -174,7 +174,7 @@ def test_cheap_steps(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that take no ranks and no compiler, through the campaign's own way of running one."""
     monkeypatch.setattr(waits, "JOBS", dict(list(waits.JOBS.items())[3:4]))
     for module in (waits, overlap):
-        monkeypatch.setattr(module, "fastest", lambda: ())
+        monkeypatch.setattr(module, "fastest", lambda *_: ())
     monkeypatch.setattr(waits, "WARM_UP", 1)
     monkeypatch.setattr(waits, "STEPS", 1)
     monkeypatch.setattr(overlap, "JOBS", dict(list(overlap.JOBS.items())[:1]))

@@ -1,15 +1,19 @@
 """A recommender's step on ranks is that of one process: rows, states, dense weights, loss, norm, logits."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from ranks import on_ranks
 from recommender_jobs import ROWS, Job, config_of, difference, placements_of, run, run_all
 from stretto.errors import StrettoError
 from stretto.recommender.placement import TablePlacement
+from stretto.recommender.tables import replicated
 from stretto.recommender.train.engine import Recommender
 
 CLOSE = 1e-12
@@ -30,6 +34,8 @@ def jobs() -> dict[str, Job]:
         **varied,
         "turned mix": Job("rowwise_adagrad", MIX[::-1], hot=(3, 1, 4, 2, 8), dense="sgd"),
         "many ids": Job("rowwise_adagrad", ("row",), hot=(20, 16, 30, 1, 9)),
+        "many ids of copies": Job("rowwise_adagrad", ("data",), hot=(20, 16, 30, 1, 9)),
+        "clipped copies": Job("adagrad", ("data",), clip=0.05, record=True, **VARIED),
         "clipped": Job("lazy_adam", MIX, clip=0.05, dense="lamb", record=True, **VARIED),
         "clipped columns": Job("rowwise_adagrad", ("column",), clip=0.05, record=True),
         "products": Job("rowwise_adagrad", MIX, ids="quotient-remainder", **VARIED),
@@ -57,6 +63,33 @@ def test_ranks_compute_what_one_process_does(ranks: int) -> None:
         if not error <= CLOSE:
             wrong[name] = error
     assert not wrong
+
+
+def ways_sent(jobs: Sequence[Job]) -> list[set[str]]:
+    """How the gradients of copied tables are sent."""
+    ways = list[set[str]]()
+    for job in jobs:
+        ways.append(set())
+        with pytest.MonkeyPatch.context() as patch:
+            for kind in (replicated._SentRows, replicated._SentBags):
+
+                def noted(
+                    self: Any, gradient: Tensor, send: Any = kind.send, name: str = kind.__name__
+                ) -> None:
+                    ways[-1].add(name)
+                    send(self, gradient)
+
+                patch.setattr(kind, "send", noted)
+            run(job)
+    return ways
+
+
+def test_copies_send_rows_or_bags_whichever_is_less() -> None:
+    """Bags of many ids, or one id of tables with fewer rows than samples."""
+    many = Job("sgd", ("data",), hot=(20, 16, 30, 1, 9), table={"rows": 5000})
+    few = Job("sgd", ("data",), table={"rows": 3})
+    for ways in on_ranks(2, ways_sent, [many, few, replace(few, **VARIED)]):
+        assert ways == [{"_SentBags"}, {"_SentRows"}, {"_SentRows"}]
 
 
 def test_the_comparison_sees_a_row_that_differs() -> None:

@@ -242,7 +242,7 @@ class TableUpdater:
             if not self._needs_row_statistic(lookups):
                 self._update(lookups, lr)
         for lookups in batch.replicated:
-            slots, offsets, gradient = lookups.update_by()
+            slots, offsets, gradient, scale = lookups.update_by()
             store, kernels = lookups.local.store, self.tables.kernels
             update(
                 rule=self.rule,
@@ -253,6 +253,7 @@ class TableUpdater:
                 offsets=offsets,
                 gradient=gradient,
                 lr=lr,
+                scale=scale,
             )
         if self._statistic is not None and self._statistic.needed:
             means = self._statistic.means([_pool_squares(lookups) for lookups in columns])
@@ -281,9 +282,9 @@ class TableUpdater:
         """The gradients of all rows, for clipping and for verification, which need them before the update."""
         sums = self._sharded_gradients(batch)
         for lookups in batch.replicated:
-            slots, offsets, gradient = lookups.update_by()
+            slots, offsets, gradient, scale = lookups.update_by()
             grouped = self.tables.kernels.group(slots)
-            total = self.tables.kernels.segment_sum(gradient, offsets, grouped)
+            total = self.tables.kernels.segment_sum(gradient, offsets, grouped, scale)
             sums.append(PoolGradient(lookups.local, grouped.rows, total, lookups.rows_of(grouped)))
         return sums
 

@@ -30,6 +30,7 @@ _STATES: dict[TableOptimizer, tuple[float, int]] = {
     "lazy_adam": (2.0, 4),
     "split_sgd": (0.5, 0),
 }
+_NUMBER = 4.0  # bytes of an id, or of a length
 _FEWER = 0.9  # ratio of rows to sums below which rows are sent; as in `recommender.tables.lookup_plan`
 OPTIMIZERS = tuple(_STATES)
 
@@ -177,7 +178,7 @@ def part_load(work: Work, part: TablePart, rows_shipped: bool) -> PartLoad:
             + _row_seconds(device, rates, unique, 2 * (weight + state))
         ),
         sent=results * part.width * work.wire,
-        ids=requested * 4.0,
+        ids=requested * _NUMBER,
         device=kept * part.rows * (weight + state),
     )
     if part.place == "device":
@@ -208,7 +209,7 @@ def _off_device_load(work: Work, part: TablePart, load: PartLoad, lookups: float
 
 def copied_load(work: Work, rows: int, dim: int, popularity: Popularity) -> tuple[PartLoad, float]:
     """Load of a replicated table on each rank, and the bytes of the all-gather of unique ids and their
-    gradients.
+    gradients, or for programs that send what is smaller, of all ids and the gradients of their sums.
     """
     device, rates = work.cluster.device, rates_of(work.cluster.device)
     lookups = work.batch / work.ranks * popularity.hot
@@ -228,7 +229,10 @@ def copied_load(work: Work, rows: int, dim: int, popularity: Popularity) -> tupl
         ),
         device=rows * (weight + state),
     )
-    return load, gathered * (dim * work.wire + 4.0) if work.ranks > 1 else 0.0
+    sent = gathered * (dim * work.wire + _NUMBER)
+    if work.program.ships == "smaller":
+        sent = min(sent, lookups * work.ranks * _NUMBER + work.batch * (dim * work.wire + _NUMBER))
+    return load, sent if work.ranks > 1 else 0.0
 
 
 def requester_seconds(work: Work, dim: int, popularity: Popularity, by_rows: int) -> tuple[float, float]:

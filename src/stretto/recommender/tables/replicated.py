@@ -1,7 +1,8 @@
 """Replicated tables: every rank looks up its own copy, and row gradients are exchanged among all ranks.
 
-Each rank sends the unique rows that it looked up, and later the summed gradient of each. Every rank applies
-all of them in rank order, so that the copies stay bitwise identical.
+Each rank sends the unique rows that it looked up and later the summed gradient of each, or all its lookups
+and later the gradients of their sums, whichever is less. Every rank applies those of all ranks, in rank
+order, so that the copies stay bitwise identical.
 """
 
 from __future__ import annotations
@@ -44,6 +45,50 @@ def _gather(group: ProcessGroup, local: Tensor, counts: list[int]) -> _Gathered:
     return _Gathered(tensor.view(len(counts), longest, *local.shape[1:]), counts, work)
 
 
+class _SentRows:
+    """All ranks' unique rows, and the summed gradient of each: less to send where lookups share rows."""
+
+    def __init__(self, group: ProcessGroup, grouped: Grouped, rows: _Gathered) -> None:
+        self.grouped, self.rows = grouped, rows
+        self._group = group
+        self._gradient: _Gathered | None = None
+
+    def send(self, gradient: Tensor) -> None:
+        """Sends the gradient [u, dim] of this rank's unique rows."""
+        self._gradient = _gather(self._group, gradient, self.rows.counts)
+
+    def receive(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Offsets, gradient and scale of bags of one row each."""
+        assert self._gradient is not None
+        gradient = self._gradient.wait()
+        return torch.arange(len(gradient) + 1, device=gradient.device), gradient, None
+
+
+@dataclass
+class _SentBags:
+    """All ranks' lookups, and the gradient of each bag's sum: less to send where bags have many rows."""
+
+    group: ProcessGroup
+    rows: _Gathered
+    lengths: _Gathered
+    scale: _Gathered | None
+    gradient: _Gathered | None = None
+
+    def send(self, gradient: Tensor) -> None:
+        """Sends the gradient [bags, dim] of this rank's sums."""
+        self.gradient = _gather(self.group, gradient, self.lengths.counts)
+
+    def receive(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Offsets, gradient and scale of all ranks' bags."""
+        assert self.gradient is not None
+        scale = None if self.scale is None else self.scale.wait()
+        return _offsets_of(self.lengths.wait()), self.gradient.wait(), scale
+
+
+def _offsets_of(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0))
+
+
 class ReplicatedLookups:
     """The lookups of a batch in one replicated pool, and the update that all ranks apply to it.
 
@@ -68,37 +113,53 @@ class ReplicatedLookups:
         self._wire = wire
         bases = local.pool.bases
         self._rows = torch.cat([each.ids + base for each, base in zip(bags, bases, strict=True)])
-        lengths = torch.cat([torch.diff(each.offsets) for each in bags])
-        self._offsets = torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0))
+        self._lengths = torch.cat([torch.diff(each.offsets) for each in bags])
+        self._offsets = _offsets_of(self._lengths)
         self._scale = _scales(bags)
         self._grouped: Grouped | None = None
         self._counts: Tensor | None = None
         self._counting: Work | None = None
-        self._all_rows: _Gathered | None = None
+        self._sent: _SentRows | _SentBags | None = None
         self._fetched: Fetched | None = None
         self._slots: Tensor | None = None
-        self._gradients: _Gathered | None = None
+        self._gradient: Tensor | None = None
         if train:
             self._grouped = local.kernels.group(self._rows)
             if group is not None:
-                count = torch.tensor([len(self._grouped.rows)], device=self._rows.device)
-                self._counts = count.new_empty(group.size())
-                self._counting = start_gather_into(self._counts, count, group)
+                mine = [len(self._grouped.rows), len(self._rows), len(self._lengths), self._scale is not None]
+                counts = torch.tensor(mine, device=self._rows.device)
+                self._counts = counts.new_empty(group.size() * len(counts))
+                self._counting = start_gather_into(self._counts, counts, group)
 
     def send_rows(self) -> None:
-        """Sends the unique rows of this rank, once all ranks know how many each has."""
-        if self._counting is None or self._all_rows is not None:
+        """Sends the rows of this rank, once all ranks know how many each has."""
+        if self._counting is None or self._sent is not None:
             return
         assert self._group is not None
         assert self._grouped is not None
         assert self._counts is not None
         self._counting.wait()
-        self._all_rows = _gather(self._group, self._grouped.rows, self._counts.tolist())
+        unique, lookups, bags, scaled = self._counts.view(self._group.size(), -1).T.tolist()
+        vector = self.local.pool.width * self._wire.itemsize
+        by_bags = max(lookups) * (_NUMBER + _NUMBER * any(scaled)) + max(bags) * (_NUMBER + vector)
+        if by_bags < max(unique) * (_NUMBER + vector):
+            scale = self._scale
+            if scale is None and any(scaled):
+                scale = torch.ones(len(self._rows), dtype=self.local.dtype, device=self._rows.device)
+            self._sent = _SentBags(
+                group=self._group,
+                rows=_gather(self._group, self._rows, lookups),
+                lengths=_gather(self._group, self._lengths, bags),
+                scale=None if scale is None else _gather(self._group, scale, lookups),
+            )
+        else:
+            rows = _gather(self._group, self._grouped.rows, unique)
+            self._sent = _SentRows(self._group, self._grouped, rows)
 
     def fetch(self) -> None:
         """Starts fetching all rows that are looked up here, or updated for another rank."""
         self.send_rows()
-        rows = self._rows if self._all_rows is None else torch.cat([self._rows, self._all_rows.wait()])
+        rows = self._rows if self._sent is None else torch.cat([self._rows, self._sent.rows.wait()])
         self._fetched = self.local.store.fetch(rows)
 
     def sums(self) -> list[Tensor]:
@@ -112,33 +173,30 @@ class ReplicatedLookups:
         return list(sums.split([each.samples for each in self.bags]))
 
     def send_gradient(self, gradients: Sequence[Tensor]) -> None:
-        """Takes the gradient [samples, dim] of each shard's sums and sends that of the unique rows."""
-        assert self._grouped is not None
+        """Takes the gradient [samples, dim] of each shard's sums and sends what other ranks need of it."""
         pooled = torch.cat(list(gradients))
-        of_rows = self.local.kernels.segment_sum(pooled, self._offsets, self._grouped, self._scale)
-        if self._group is None or self._all_rows is None:
-            self._gradients = _Gathered(of_rows.unsqueeze(0), [len(of_rows)], None)
+        if isinstance(self._sent, _SentRows):
+            of_rows = self.local.kernels.segment_sum(pooled, self._offsets, self._sent.grouped, self._scale)
+            self._sent.send(of_rows.to(self._wire))
+        elif self._sent is not None:
+            self._sent.send(pooled.to(self._wire))
         else:
-            self._gradients = _gather(self._group, of_rows.to(self._wire), self._all_rows.counts)
+            self._gradient = pooled
 
-    def update_by(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The update of all ranks: slots [n], offsets [n + 1] and gradient [n, dim], where n is the sum of
-        every rank's unique rows. Waits for the gradients.
+    def update_by(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The update of all ranks, as `optim.updater.update` takes it: slots [n], offsets [bags + 1],
+        gradient [bags, dim] and scale [n]. Waits for the gradients.
         """
-        assert self._gradients is not None
         assert self._slots is not None
-        gradient = self._gradients.wait().to(self.local.dtype)
-        if self._all_rows is None:
-            assert self._grouped is not None
-            slots = self._slots[self._grouped.first()]
-        else:
-            slots = self._slots[len(self._rows) :]
-        return slots, torch.arange(len(slots) + 1, device=slots.device), gradient
+        if self._sent is None:
+            assert self._gradient is not None
+            return self._slots, self._offsets, self._gradient, self._scale
+        offsets, gradient, scale = self._sent.receive()
+        return self._slots[len(self._rows) :], offsets, gradient.to(self.local.dtype), scale
 
     def rows_of(self, grouped: Grouped) -> Tensor:
         """The store's row of each group of `update_by`'s slots."""
-        assert self._grouped is not None
-        rows = self._grouped.rows if self._all_rows is None else self._all_rows.wait()
+        rows = self._rows if self._sent is None else self._sent.rows.wait()
         return rows[grouped.first()]
 
     def release(self) -> None:
@@ -146,6 +204,9 @@ class ReplicatedLookups:
         if self._fetched is not None:
             self._fetched.slots()
             self.local.store.release(self._fetched)
+
+
+_NUMBER = 8  # bytes of a row, of a length, and at most of a scale
 
 
 def _scales(bags: Sequence[Bags]) -> Tensor | None:
