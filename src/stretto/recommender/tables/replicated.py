@@ -64,7 +64,7 @@ class _SentRows:
         return torch.arange(len(gradient) + 1, device=gradient.device), gradient, None
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _SentBags:
     """All ranks' lookups, and the gradient of each bag's sum: less to send where bags have many rows."""
 
