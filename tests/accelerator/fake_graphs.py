@@ -116,13 +116,13 @@ class Capture(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func._schema.name.partition("::")[2]
-        given = [one for one in trees.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        here = [one for one in given if one.device.type == KIND]
+        arguments = [one for one in trees.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        here = [one for one in arguments if one.device.type == KIND]
         if here and name in READING:
             raise CaptureError(name)
-        if name in ("copy_", "_to_copy") and len({one.device.type for one in given}) > 1:
+        if name in ("copy_", "_to_copy") and len({one.device.type for one in arguments}) > 1:
             raise CaptureError(f"{name} between the host and the device")
-        if any(one.device.type == "cpu" and one.dim() for one in given) and here:
+        if any(one.device.type == "cpu" and one.dim() for one in arguments) and here:
             raise CaptureError(f"{name} of a tensor of the host")
         if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is not None:
             raise CaptureError(f"{name} with a generator that is not registered")
@@ -134,16 +134,21 @@ class Capture(TorchDispatchMode):
             raise CaptureError("a copy to the host")
         if not here and not any(one.device.type == KIND for one in outputs):
             return result
-        if not here and given:
+        if not here and arguments:
             raise CaptureError(f"{name} copies to the device")
-        self.note(func, args, kwargs, given, outputs)
+        self.note(func, args, kwargs, arguments, outputs)
         return result
 
     def note(
-        self, func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor], outputs: list[Tensor]
+        self,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        arguments: list[Tensor],
+        outputs: list[Tensor],
     ) -> None:
         """Keep an operator for replays."""
-        known = {one.untyped_storage()._cdata for one in given}
+        known = {one.untyped_storage()._cdata for one in arguments}
         fresh = [one for one in outputs if one.untyped_storage()._cdata not in known]
         recorded = trees.tree_map(self.kept, (args, kwargs))
         for one in fresh:
@@ -235,7 +240,7 @@ def written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
 
 @contextmanager
 def capturing(graph: Graph) -> Generator[None]:
-    """Within this context the graph records what the device is given."""
+    """Within this context the graph records what the device is to do."""
     graph.capture = capture = Capture()
     present.append(capture)
     try:

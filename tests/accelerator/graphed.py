@@ -103,9 +103,9 @@ def trained(job: Job) -> Trained:
             scales.append(replica.loss_scale.value)
     replica.states.ready()
     with replica.states.whole() as weights:
-        found = {name: value.double().cpu() for name, value in weights.items()}
+        trained = {name: value.double().cpu() for name, value in weights.items()}
     replica.close()
-    return Trained(numbers, scales, found)
+    return Trained(numbers, scales, trained)
 
 
 def held_out(replica: Replica, samples: Samples, number: int) -> float:

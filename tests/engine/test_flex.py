@@ -91,12 +91,12 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
 def test_it_is_the_formula_with_its_gradients(trains: list[Any], case: dict[str, Any]) -> None:
     of = None if case["begins"] is None else documents(list(case["begins"]), case["n"])
     tensors, before = drawn(case["n"], case["kv_heads"], case["dv"]), len(trains)
-    found, wanted = (
+    by_flex, wanted = (
         trained(core(kernel, case["window"], case["softcap"], of), tensors, case["sinks"])
         for kernel in ("flex", "sdpa")
     )
     assert len(trains) > before
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(by_flex, wanted, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("case", [(300, None, None), (1, 1, None), (257, 130, [[], [5, 6, 255]])])
@@ -185,9 +185,9 @@ def test_a_kernel_that_fails_its_trial_is_not_used(
     monkeypatch.setattr(flex, "_compiled", lambda: kernel)
     tensors = drawn(33, 2, 8)
     with pytest.warns(UserWarning, match=f"written out, since FlexAttention fails its trial: .*{why}"):
-        found = trained(core("auto", None, 1.5, None), tensors, sinks=True)
+        by_auto = trained(core("auto", None, 1.5, None), tensors, sinks=True)
     wanted = trained(core("sdpa", None, 1.5, None), tensors, sinks=True)
-    torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.0)
+    torch.testing.assert_close(by_auto, wanted, rtol=0.0, atol=0.0)
     with pytest.raises(StrettoError, match=why.replace("$", "")):
         trained(core("flex", None, 1.5, None), tensors, sinks=True)
 
@@ -211,9 +211,9 @@ def test_it_is_compiled_once_for_all_layers_and_documents(monkeypatch: pytest.Mo
     for of in (documents([[3], [9, 130]], 140), documents([[], [100]], 140)):
         for layer in layers:
             layer.packing.documents = of
-            found = trained(layer, tensors, sinks=True)
+            by_flex = trained(layer, tensors, sinks=True)
             wanted = trained(core("sdpa", layer.window, 1.5, of), tensors, sinks=True)
-            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(by_flex, wanted, rtol=1e-10, atol=1e-10)
     assert len(graphs) == 1  # a window of documents is part of their tensor
     for layer in layers:
         layer.packing.documents = None

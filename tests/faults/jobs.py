@@ -25,7 +25,11 @@ _HASHED = (
     "{rows: 12, ids: hash, evict_every: 2}, {rows: 6, ids: hash, admit: 2, evict_every: 2, pooling: mean}, "
     "{rows: 200, ids: hash, evict: age, max_age: 1, evict_every: 1}"
 )
-_TABLES = {"clicks": f"{_WIDE}, {_HASHED}]", "wide": f"{_WIDE}]"}  # hash tables are not copied or moved
+_TABLES = {
+    "clicks": f"{_WIDE}, {_HASHED}]",
+    "wide": f"{_WIDE}]",  # hash tables are not copied or moved
+    "large": "[{rows: 3000}, {rows: 2000, pooling: mean}]",  # ids seldom repeat: copies send bags
+}
 JOBS = (*_MODELS, *_TABLES)
 
 

@@ -106,7 +106,7 @@ def refusal(device: torch.device, dtype: torch.dtype, group: int, d: int, dv: in
 
 
 def _warn(refusal: str) -> str:
-    """A refusal that nobody expects."""
+    """Warn of a failed trial, and return why it failed."""
     warnings.warn(f"attention is written out, since FlexAttention fails its trial: {refusal}", stacklevel=4)
     return refusal
 

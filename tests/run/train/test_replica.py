@@ -61,12 +61,12 @@ def gradient_bytes(mode: str) -> dict[str, tuple[int, int]]:
     """
     replica = sharded(mode)
     gradients = [g for buffer in replica.states.buffers.values() for g in buffer.gradients]
-    found = dict[str, tuple[int, int]]()
+    measured = dict[str, tuple[int, int]]()
 
     def measure(when: str) -> None:
         tensors = ([g.flat for g in gradients], [g.kept for g in gradients])
         whole, part = (sum(t.untyped_storage().nbytes() for t in of if t is not None) for of in tensors)
-        found.setdefault(when, (whole, part))  # of a step of two microbatches: in the first backward
+        measured.setdefault(when, (whole, part))  # of a step of two microbatches: in the first backward
 
     measure("start")
     random_step_done(replica, 0)
@@ -75,20 +75,20 @@ def gradient_bytes(mode: str) -> dict[str, tuple[int, int]]:
     weight.register_post_accumulate_grad_hook(lambda _: measure("backward"))
     random_step_done(replica, 1)
     size = sum(g.unit.size for g in gradients) * 4
-    found["all"] = (size, size // 2)
+    measured["all"] = (size, size // 2)
     replica.close()
-    return found
+    return measured
 
 
 @pytest.mark.parametrize("mode", ["zero2", "zero3"])
 def test_whole_gradients_and_parts_of_them_take_turns(mode: str) -> None:
     """The part exists from the reduction to the next step, the whole from the backward to the reduction."""
-    for found in on_ranks(2, gradient_bytes, mode):
-        whole, part = found["all"]
-        assert found["start"] == (0, 0)
-        assert found["after a step"] == (0, part)
-        assert found["backward"][1] == 0
-        assert 0 < found["backward"][0] <= whole
+    for measured in on_ranks(2, gradient_bytes, mode):
+        whole, part = measured["all"]
+        assert measured["start"] == (0, 0)
+        assert measured["after a step"] == (0, part)
+        assert measured["backward"][1] == 0
+        assert 0 < measured["backward"][0] <= whole
 
 
 def trained(place: Any, path: str | None) -> dict[str, list[float]]:
@@ -97,9 +97,9 @@ def trained(place: Any, path: str | None) -> dict[str, list[float]]:
     for step in range(4):
         random_step_done(replica, step)
     with replica.states.whole() as weights:
-        found = {name: weight.flatten().tolist() for name, weight in weights.items()}
+        values = {name: weight.flatten().tolist() for name, weight in weights.items()}
     replica.close()
-    return found
+    return values
 
 
 def test_parameters_in_files_take_turns_in_little_memory(tmp_path: Path) -> None:
