@@ -36,7 +36,8 @@ def _short(text: str) -> str:
     """The text with its middle left out where it is too long to be read, as with a value of megabytes."""
     if len(text) <= LONGEST:
         return text
-    return f"{text[: LONGEST // 2]} [... {len(text) - LONGEST} characters ...] {text[-LONGEST // 2 :]}"
+    kept = LONGEST // 2 - 25  # of each end, so that a message that is made anew is not cut again
+    return f"{text[:kept]} [... {len(text) - 2 * kept} characters ...] {text[-kept:]}"
 
 
 class Problem(StrettoError):
