@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -63,6 +64,10 @@ class StepReport:
     memory_gib: float = 0.0  # its peak so far
 
 
+_SUMMED = ("loss", "bad_weights", "overflow", "stop")  # over all ranks
+_OF_EACH = ("bad_microbatch", "memory_gib")  # every rank learns those of each rank
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepAgreement:
     """The reports of all ranks together, the same on every one of them."""
@@ -88,13 +93,17 @@ class Agreement:
 
     def __init__(self, report: StepReport, device: torch.device, known: Sequence[Tensor] = ()) -> None:
         rank, self._world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        # sums over the ranks, then a column a rank: one more than its first bad microbatch, and its memory
-        facts = torch.zeros(4 + 2 * self._world, dtype=torch.float64)
-        facts[1:4] = torch.tensor([report.bad_weights, report.overflow, report.stop], dtype=torch.float64)
-        facts[4 + self._world + rank] = report.memory_gib
+        places = {name: place for place, name in enumerate(_SUMMED)}
+        places |= {name: len(_SUMMED) + i * self._world + rank for i, name in enumerate(_OF_EACH)}
+        values = {name: getattr(report, name) for name in places}
+        facts = torch.zeros(len(_SUMMED) + len(_OF_EACH) * self._world, dtype=torch.float64)
+        for name, value in values.items():
+            if not isinstance(value, Tensor):
+                facts[places[name]] = value
         self._facts, self._work = facts.to(device, non_blocking=True), None
-        self._facts[0] = report.loss
-        self._facts[4 + rank] = report.bad_microbatch
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                self._facts[places[name]] = value
         self._known = [one.to(device, torch.float64, non_blocking=True) for one in known]
         if self._world > 1:
             self._work = dist.all_reduce(self._facts, async_op=True)
@@ -104,17 +113,17 @@ class Agreement:
         if self._work is not None:
             self._work.wait()
         facts: list[float] = torch.cat([self._facts, *self._known]).tolist()
-        loss, bad_weights, overflow, stop = facts[:4]
-        end = 4 + self._world
-        first_bad, memory = facts[4:end], facts[end : end + self._world]
+        numbers = iter(facts)
+        summed = dict(zip(_SUMMED, numbers, strict=False))
+        each = {name: list(islice(numbers, self._world)) for name in _OF_EACH}
         return StepAgreement(
-            loss=loss,
-            bad_microbatches={at: int(number) - 1 for at, number in enumerate(first_bad) if number},
-            bad_weights=bad_weights > 0,
-            overflow=overflow > 0,
-            stop=stop > 0,
-            memory_gib=max(memory) or None,
-            known=tuple(facts[end + self._world :]),
+            loss=summed["loss"],
+            bad_microbatches={at: int(n) - 1 for at, n in enumerate(each["bad_microbatch"]) if n},
+            bad_weights=summed["bad_weights"] > 0,
+            overflow=summed["overflow"] > 0,
+            stop=summed["stop"] > 0,
+            memory_gib=max(each["memory_gib"]) or None,
+            known=tuple(numbers),
         )
 
 
