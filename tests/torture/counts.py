@@ -1,4 +1,4 @@
-"""What the campaign counted, in counts.json, one entry a torture; the table of docs/reliability.md is made of it.
+"""What the campaign counted, one entry a torture in counts.json; docs/reliability.md has the table of it.
 
 python tests/torture/counts.py    # writes the table
 """
