@@ -111,7 +111,7 @@ class _Contestant:
         """Seconds of so many steps, drained at the end; each updates the weights."""
         replica = self._replica
         inputs, targets = self._batch
-        scale = 1.0 / small_gpt.TOKENS
+        scale = torch.full((len(inputs),), 1.0 / small_gpt.TOKENS)
         barrier()
         start = time.perf_counter()
         for _ in range(steps):
@@ -120,7 +120,7 @@ class _Contestant:
                 replica.advance(lambda _: (inputs, targets, scale), steps)
             else:
                 replica.step(inputs, targets, scale)
-                replica.update(1e-3)
+                replica.update(1e-3, float(replica.gradient_norm()))
         replica.states.ready()
         barrier()
         return time.perf_counter() - start

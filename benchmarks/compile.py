@@ -19,7 +19,7 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.run.train.assemble import assemble
 from stretto.run.train.replica import Replica
 from stretto.spec.data_parallel import Dtype, Precision
-from stretto.spec.families import USUAL
+from stretto.spec.families import USUAL, Family
 from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
@@ -27,7 +27,7 @@ EAGER, COMPILED = "eager", "compiled"
 BATCH, BLOCKS, VOCAB = 2, 4, 512  # a small vocabulary, for the head is not compiled
 
 
-def shape_of(family: str, hidden: int, sequence: int) -> ModelShape:
+def shape_of(family: Family, hidden: int, sequence: int) -> ModelShape:
     """A model of the family with heads of 64 features."""
     return ModelShape(
         family=family,
@@ -50,7 +50,7 @@ def step_of(replica: Replica) -> Step:
     inputs, targets = [ids[:, :-1].contiguous()], [ids[:, 1:].contiguous()]
     replica.samples[:] = [range(job.micro_batch)]
     replica.pipeline.train()
-    return lambda: replica.step(inputs, targets, 1.0)
+    return lambda: replica.step(inputs, targets, torch.ones(1))
 
 
 def raced(job: Job, rounds: int) -> tuple[str, list[Timing]]:
@@ -71,7 +71,7 @@ def raced(job: Job, rounds: int) -> tuple[str, list[Timing]]:
     return summary, timings
 
 
-def on_rank(args: Namespace, family: str) -> tuple[str, list[Timing]]:
+def on_rank(args: Namespace, family: Family) -> tuple[str, list[Timing]]:
     """One family's race."""
     dtype: Dtype = args.dtype
     job = Job(

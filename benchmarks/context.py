@@ -26,11 +26,12 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import parallelize
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.layout.layout import Layout
+from stretto.spec.attention import ContextKind
 from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
 ALONE = "one process"
-METHODS = ("ring", "ulysses")
+METHODS: tuple[ContextKind, ...] = ("ring", "ulysses")
 RANKS = 2
 
 
@@ -66,7 +67,7 @@ class Memory:
 class Stack(nn.Module):
     """A model's blocks, whole or as this rank's share, with an input for its positions."""
 
-    def __init__(self, size: Size, method: str, mesh: Mesh | None) -> None:
+    def __init__(self, size: Size, method: ContextKind, mesh: Mesh | None) -> None:
         super().__init__()
         torch.manual_seed(0)
         model = build(size.shape)
@@ -89,8 +90,10 @@ class Stack(nn.Module):
 
 
 def stack_of(name: str, size: Size) -> Stack:
-    mesh = None if name == ALONE else Mesh(Layout(cp=dist.get_world_size()))
-    return Stack(size, name, mesh)
+    for method in METHODS:
+        if name == method:
+            return Stack(size, method, Mesh(Layout(cp=dist.get_world_size())))
+    return Stack(size, METHODS[0], None)
 
 
 def needed(name: str, size: Size) -> tuple[int, int]:

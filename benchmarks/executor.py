@@ -65,6 +65,13 @@ def torchs(inputs: list[Tensor], targets: list[Tensor]) -> Step:
     return step
 
 
+def receive(into: Tensor, source: int) -> None:
+    """Wait for a message."""
+    work = dist.irecv(into, source)
+    assert work is not None, "this rank is in the group"
+    work.wait()
+
+
 def by_hand(inputs: list[Tensor], targets: list[Tensor]) -> Step:
     """1F1B with isend and irecv: receives right before their use, sends waited for at the end."""
     p, rank = dist.get_world_size(), dist.get_rank()
@@ -79,7 +86,7 @@ def by_hand(inputs: list[Tensor], targets: list[Tensor]) -> Step:
             x = inputs[i]
             if not first:
                 x = torch.empty(SAMPLES, WIDTH)
-                dist.irecv(x, rank - 1).wait()
+                receive(x, rank - 1)
                 x.requires_grad_()
             y = layer(x)
             if last:
@@ -94,7 +101,7 @@ def by_hand(inputs: list[Tensor], targets: list[Tensor]) -> Step:
                 y.backward()
             else:
                 gradient = torch.empty(SAMPLES, WIDTH)
-                dist.irecv(gradient, rank + 1).wait()
+                receive(gradient, rank + 1)
                 torch.autograd.backward(y, gradient)
             if not first:
                 sends.append((dist.isend(x.grad, rank - 1), x))

@@ -94,7 +94,7 @@ def trained(model: LanguageModel) -> LanguageModel:
     for module in list(model.blocks.modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear:
-                setattr(module, name, ParallelLinear(child.weight, child.bias))
+                setattr(module, name, ParallelLinear(nn.Parameter(child.weight), child.bias))
     return model
 
 

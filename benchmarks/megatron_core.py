@@ -60,12 +60,23 @@ def without_cuda() -> list[str]:
     for owner, name, stand_in in stand_ins.values():
         setattr(owner, name, stand_in)
     from megatron.core.tensor_parallel import random  # pyright: ignore
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm  # pyright: ignore
 
     random.CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
-    return [*stand_ins, "CudaRNGStatesTracker.fork"]
+    # refuses sequence parallelism, since only the norms of its CUDA libraries mark their parameters for it
+    WrappedTorchNorm.__new__ = lambda _, config, hidden_size, eps=1e-5, **__: _marked(
+        torch.nn.LayerNorm(hidden_size, eps), config.sequence_parallel
+    )
+    return [*stand_ins, "CudaRNGStatesTracker.fork", "WrappedTorchNorm"]
 
 
-def megatron(tp: int, pp: int, chunks: int) -> Step:
+def _marked(norm: torch.nn.Module, sequence_parallel: bool) -> torch.nn.Module:
+    for parameter in norm.parameters():
+        setattr(parameter, "sequence_parallel", sequence_parallel)  # noqa: B010
+    return norm
+
+
+def megatron(tp: int, pp: int, chunks: int, sequence_parallel: bool = False) -> Step:
     """Megatron-core's GPT and its schedule, with Stretto's cut where it allows one."""
     from megatron.core import parallel_state  # pyright: ignore
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # pyright: ignore
@@ -93,6 +104,7 @@ def megatron(tp: int, pp: int, chunks: int) -> Step:
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=virtual,
+        sequence_parallel=sequence_parallel,
         num_layers_in_first_pipeline_stage=first,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
@@ -119,6 +131,7 @@ def megatron(tp: int, pp: int, chunks: int) -> Step:
         )
     run = get_forward_backward_func()
     optimizer = adamw(p for part in parts for p in part.parameters())
+    split = [p for part in parts for p in part.parameters() if getattr(p, "sequence_parallel", False)]
     inputs, targets = batch()
     position = torch.arange(SEQUENCE).unsqueeze(0)
     mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
@@ -138,6 +151,12 @@ def megatron(tp: int, pp: int, chunks: int) -> Step:
             micro_batch_size=SAMPLES,
             forward_only=False,
         )
+        if split:  # as its finalize_model_grads has it, which wants its wrapper for data parallelism
+            gradients = [p.grad for p in split if p.grad is not None]
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(flat)
+            for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(part.view_as(gradient))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

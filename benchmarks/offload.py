@@ -13,6 +13,7 @@ import json
 import tempfile
 from dataclasses import asdict, astuple, dataclass
 
+import torch
 import torch.distributed as dist
 from harness import Step, Timing, arguments, compare, laps, on_ranks, table, where
 from small_gpt import SAMPLES, batch, config, replica, resize
@@ -68,11 +69,11 @@ def one_step(contestant: Replica, size: Size) -> Step:
     inputs, targets = batch()
     mine = [at % len(inputs) for at in range(rank * size.microbatches, (rank + 1) * size.microbatches)]
     x, y = [inputs[at] for at in mine], [targets[at] for at in mine]
-    scale = 1.0 / (ranks * size.microbatches * x[0].numel())
+    scale = torch.full((len(x),), 1.0 / (ranks * size.microbatches * x[0].numel()))
 
     def step() -> None:
         contestant.step(x, y, scale)
-        contestant.update(1e-3)
+        contestant.update(1e-3, float(contestant.gradient_norm()))
         contestant.states.ready()
 
     return step

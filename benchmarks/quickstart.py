@@ -48,6 +48,7 @@ def run(fresh: bool) -> Timed:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         train, held_out = list[float](), list[float]()
+        whole = 0.0
         for line in process.stdout:
             now = time.perf_counter() - started
             print(line, end="", file=sys.stderr)
@@ -63,6 +64,7 @@ def run(fresh: bool) -> Timed:
             ):  # the last that takes time; its end is only seen when all ranks have gone
                 whole = now
         assert process.wait() == 0, f"{' '.join(command)} failed"
+        assert whole, "its last line has changed"
         return Timed(
             install=install,
             first_loss=first - install,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+import torch
 import torch.distributed as dist
 from harness import arguments, on_ranks, where
 from small_gpt import SAMPLES, SEQUENCE, batch, config, replica, resize
@@ -50,11 +51,16 @@ def one_rank(mode: str, hidden: int) -> Rank:
     inputs, targets = batch()
     mine = slice(EACH * rank, EACH * (rank + 1))
     contestant = replica(job(mode, ranks))
-    for _ in range(2):
-        with traffic() as sent:
-            contestant.step(inputs[mine], targets[mine], 1.0 / (EACH * SAMPLES * SEQUENCE * ranks))
-            contestant.update(1e-3)
-            contestant.states.ready()
+    scale = torch.full((EACH,), 1.0 / (EACH * SAMPLES * SEQUENCE * ranks))
+
+    def step() -> None:
+        contestant.step(inputs[mine], targets[mine], scale)
+        contestant.update(1e-3, float(contestant.gradient_norm()))
+        contestant.states.ready()
+
+    step()
+    with traffic() as sent:
+        step()
     dist.barrier()
     contestant.close()
     described = job_of(job(mode, ranks))

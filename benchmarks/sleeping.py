@@ -82,7 +82,7 @@ class Sleeper(ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         return _Sleep.apply(x, self.weight, self)  # pyright: ignore
 
-    def add_weight_gradient(self, x: Tensor, dy: Tensor) -> None:
+    def add_weight_gradient(self, x: Tensor | None, dy: Tensor) -> None:
         time.sleep(self.times[2])
         super().add_weight_gradient(x, dy)
 

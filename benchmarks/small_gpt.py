@@ -85,10 +85,11 @@ def stretto_step(replica: Replica, dp: int = 1) -> Step:
     inputs, targets = batch()
     d = replica.mesh.index("dp")
     mine = slice(d, None, dp)
+    scale = torch.full((len(inputs[mine]),), 1.0 / TOKENS)
 
     def step() -> Tensor | None:
-        losses = replica.pipeline.step(inputs[mine], targets[mine], 1.0 / TOKENS)
-        replica.update(1e-3)
+        losses = replica.pipeline.step(inputs[mine], targets[mine], scale)
+        replica.update(1e-3, float(replica.gradient_norm()))
         replica.states.ready()  # pending transfers would take time from the next contestant
         return losses
 

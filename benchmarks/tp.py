@@ -33,6 +33,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn import functional
 
 REFERENCE = "torch DTensor"
@@ -43,7 +44,7 @@ class HeadwiseAttention(nn.Module):
 
     def __init__(self, plain: nn.Module) -> None:
         super().__init__()
-        self.qkv, self.proj = plain.qkv, plain.proj
+        self.qkv, self.proj = plain.get_submodule("qkv"), plain.get_submodule("proj")
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
@@ -59,7 +60,7 @@ def dtensor(split_loss: bool) -> Step:
     model = plain()
     for block in model.blocks:  # pyright: ignore
         block.attn = HeadwiseAttention(block.attn)
-        plan = {
+        plan: dict[str, ParallelStyle] = {
             "attn.qkv": ColwiseParallel(),
             "attn.proj": RowwiseParallel(),
             "mlp.up": ColwiseParallel(),

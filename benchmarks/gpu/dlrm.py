@@ -72,6 +72,8 @@ def network(sizes: tuple[int, ...], last_linear: bool) -> nn.Sequential:
 class Dense(nn.Module):
     """Bottom network, pairwise dot products, top network."""
 
+    pairs: Tensor
+
     def __init__(self, size: Size) -> None:
         super().__init__()
         vectors = len(size.rows) + 1

@@ -7,6 +7,7 @@ import platform
 from typing import Any
 
 import torch
+from torch.cuda import nccl
 
 from gpu.setting import Setting
 from gpu.speed import peak, timed
@@ -16,14 +17,15 @@ from stretto.engine.device import model_name, total_memory
 def look(setting: Setting) -> dict[str, Any]:
     """Names, versions, memory, and the speed of a copy and of a product of random matrices."""
     device, n = setting.device, 256 if setting.tiny else 8192
+    driver = getattr(torch._C, "_cuda_getDriverVersion", None)  # pyright: ignore[reportPrivateUsage]
     facts: dict[str, Any] = {
         "device": model_name(device) if setting.on_gpu else platform.processor() or platform.machine(),
         "memory_bytes": total_memory(device) if setting.on_gpu else None,
-        "driver": torch.cuda.driver_version() if hasattr(torch.cuda, "driver_version") else None,
+        "driver": driver() if setting.on_gpu and driver is not None else None,
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if setting.on_gpu else None,
+        "nccl": ".".join(map(str, nccl.version())) if setting.on_gpu else None,
         "peak_flops": peak(setting),
         "packages": packages(),
     }

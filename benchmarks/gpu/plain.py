@@ -39,6 +39,9 @@ def norm(shape: ModelShape) -> nn.Module:
 class Attention(nn.Module):
     """Causal, with grouped keys and values and rotary positions where the model has them."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.width = shape.heads, shape.kv_heads, shape.head_dim

@@ -9,7 +9,7 @@ recomputation (Narayanan et al. 2021, equation 3; `stretto.spec.flops.model_flop
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
@@ -25,7 +25,7 @@ from stretto.planner.machines.catalogue import peak_tflops
 from stretto.spec.flops import model_flops_per_step
 from stretto.spec.job import Job
 
-Step = Callable[[], None]
+Step = Callable[[], object]
 WARM_UP, STEPS, REPEATS = 8, 50, 3
 PLAIN, STRETTO = "plain torch, compiled", "Stretto"
 
@@ -87,7 +87,7 @@ def plain_step(
     half: bool,
     compiled: bool = True,
     convert: Callable[[nn.Module], Any] | None = None,
-) -> Iterator[PlainStep]:
+) -> Generator[PlainStep]:
     """Plain torch's step, and nothing left of it afterwards."""
     torch._dynamo.reset()
     setting.forget_peak()
