@@ -89,7 +89,7 @@ def dropout_of_the_first_replica(patch: pytest.MonkeyPatch) -> None:
     def taking(self: Batches, samples: Any, seen: int, keyed: bool, number: int = 0) -> Any:
         taken = take(self, samples, seen, keyed, number)
         if keyed:
-            self.replica.samples[:] = self._indices(seen, 0)
+            self.replica.samples[:] = self.indices(seen, 0)
         return taken
 
     patch.setattr(Batches, "take", taking)

@@ -80,7 +80,8 @@ class ShardedOptimizer:
             parameters, which may be moved back to their file afterwards.
         eager: updates start in `gradient_ready`, on a separate thread, beside the rest of the backward. Not
             for updates that need all gradients (clipping, overflow checks), nor for optimisers whose step is
-            collective.
+            collective. A unit whose gradients are not finite is not updated; the caller sees it in their
+            norm, and is to stop.
 
     Attributes:
         optimizers: the torch optimisers: a single one, or one for each unit.
@@ -280,6 +281,8 @@ class ShardedOptimizer:
         """One torch optimiser's update; `parameter.grad` is set for it and restored."""
         before = [fragment.parameter.grad for fragment in fragments]
         gradients = [self._gradient(fragment) for fragment in fragments]
+        if self._thread is not None and not _finite(gradients):
+            return
         if ratio != 1.0 and (scaled := [g for g in gradients if g is not None]):
             torch._foreach_mul_(scaled, ratio)
         for fragment, gradient in zip(fragments, gradients, strict=True):
@@ -307,3 +310,9 @@ class ShardedOptimizer:
             self._thread.shutdown(wait=True, cancel_futures=True)
         if self.files is not None:
             self.files.close()
+
+
+def _finite(gradients: Sequence[Tensor | None]) -> bool:
+    """Whether all gradients are, by their largest elements."""
+    there = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
+    return not there or bool(torch.stack(torch._foreach_norm(there, float("inf"))).isfinite().all())

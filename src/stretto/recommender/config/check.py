@@ -9,6 +9,7 @@ from stretto.errors import Problem, StrettoError
 from stretto.recommender.config.placement import configured_placements
 from stretto.recommender.config.schema import SYNTHETIC, RecommenderConfig
 from stretto.recommender.placement import Placements, TableSpec
+from stretto.run.config.guard import guard_problems
 from stretto.run.config.run_checks import (
     missing_sources,
     raise_first,
@@ -112,6 +113,14 @@ def _hashed(
             )
 
 
+def _guard(config: RecommenderConfig) -> Iterator[Problem]:
+    yield from guard_problems(config.guard, config.checkpoint.every, asynchronous=False)
+    tables = config.model.tables or []
+    if config.guard.rolls_back and any(table.ids == "hash" for table in tables):
+        rule = "the new ids of a table with ids: hash cannot be taken back"
+        yield Problem("guard.on_nonfinite", config.guard.on_nonfinite, rule, "skip, or ids: modulo")
+
+
 def _optimisers(config: RecommenderConfig) -> Iterator[Problem]:
     tables = config.optim.tables
     yield from optimiser_problems(config.dense_optimiser(), "optim.dense")
@@ -169,6 +178,7 @@ CHECKS: tuple[Callable[[RecommenderConfig], Iterator[Problem]], ...] = (
     _held_out,
     _sources,
     _table_folder,
+    _guard,
     resume,
     run_folder,
     tensorboard,

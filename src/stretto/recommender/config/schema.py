@@ -14,6 +14,7 @@ from stretto.errors import StrettoError
 from stretto.recommender.config.model import Feature, RecommenderModel, default_name
 from stretto.recommender.placement import TableSpec
 from stretto.recommender.shape import DlrmShape
+from stretto.run.config.guard import GuardConfig
 from stretto.run.config.schema import (
     CheckpointConfig,
     EvalConfig,
@@ -308,6 +309,7 @@ class RecommenderConfig(JobSection):
     train: RecommenderRunTime = Field(default_factory=RecommenderRunTime)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    guard: GuardConfig = Field(default_factory=GuardConfig)
     metrics: ReportConfig = Field(default_factory=ReportConfig)
     run: RunConfig = Field(default_factory=RunConfig)
 

@@ -309,6 +309,11 @@ class TableBatch:
         else:
             self._requests.receive()
 
+    def refuse(self) -> None:
+        """Completes, without an update, what replicated tables have sent of their gradients."""
+        for lookups in self.replicated:
+            lookups.update_by()
+
     def release(self) -> None:
         """Lets the stores evict the rows."""
         for lookups in (*self.lookups, *self.replicated):

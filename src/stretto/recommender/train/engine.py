@@ -7,9 +7,10 @@ placement.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from math import isfinite
 from pathlib import Path
 
 import torch
@@ -134,17 +135,30 @@ _TYPES = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class StepResult:
-    """The result of a step.
+    """What is known of a step before its update.
 
     Attributes:
         loss_sum: this rank's share of the loss; the sum over ranks is the mean over the global batch.
         norm: of all gradients, tables included, before clipping; None where it is not computed.
+        bad_gradient: the first gradient of this rank that is not finite; None: there is none.
     """
 
     loss_sum: Tensor
     norm: float | None = None
+    bad_gradient: str | None = None
+
+
+@torch.no_grad()
+def finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether all elements are, by the largest of each tensor."""
+    there = [tensor for tensor in tensors if tensor.numel()]
+    return not there or bool(torch.stack(torch._foreach_norm(there, float("inf"))).isfinite().all())
+
+
+Permit = Callable[[StepResult], bool]
+"""Whether to apply the update of a step; asked on every rank, and every rank must get the same answer."""
 
 
 class Recommender:
@@ -176,6 +190,7 @@ class Recommender:
         self.record = record
         self._updater = TableUpdater(tables, rule, groups[1])
         self._pending: tuple[ClickBatch, TableBatch] | None = None
+        self._sent_finite = True  # the gradients of the lookups of the last step
         self.updates = 0
         self.factor = 1.0
         self.recorded = list[tuple[LocalShard, Tensor, Tensor]]()
@@ -241,11 +256,14 @@ class Recommender:
         """This rank's shards of tables."""
         return self.tables.local_shards
 
-    def step(self, batch: ClickBatch, following: ClickBatch | None = None) -> StepResult:
+    def step(
+        self, batch: ClickBatch, following: ClickBatch | None = None, permit: Permit = lambda _: True
+    ) -> StepResult:
         """Train on this rank's samples of a global batch.
 
         Args:
             following: those of the next step, whose ids are exchanged meanwhile.
+            permit: asked before the update; it may be collective.
         """
         lookups, overlap = self._table_batch(batch), self.config.tables.overlap
         batch = self._to_device(batch)
@@ -274,12 +292,12 @@ class Recommender:
         vectors.register_post_accumulate_grad_hook(lambda tensor: self._on_vector_gradient(lookups, tensor))
         loss.backward()
         self.dense.bottom.reduce()
-        norm = self._update(lookups)
+        result = self._update(lookups, loss.detach(), permit)
         lookups.release()
         self.updates += 1
         if coming is not None and following is not None:
             self._pending = following, coming
-        return StepResult(loss.detach(), norm)
+        return result
 
     def _table_batch(self, batch: ClickBatch) -> TableBatch:
         """The batch's lookups, begun now unless they were prefetched."""
@@ -293,21 +311,40 @@ class Recommender:
     def _on_vector_gradient(self, lookups: TableBatch, vectors: Tensor) -> None:
         """Runs during the backward pass, before that of the bottom network."""
         assert vectors.grad is not None
+        self._sent_finite = finite([vectors.grad])
         lookups.send_gradient(vectors.grad)
         vectors.grad = None
         self.dense.above.reduce()
 
-    def _update(self, batch: TableBatch) -> float | None:
+    def _bad_gradient(self, batch: TableBatch) -> str | None:
+        """The first gradient of this rank that is not finite: of what it looked up, of the rows that it
+        stores, where they may have overflowed on the way, or of the dense networks.
+        """
+        if not self._sent_finite:
+            return "of the rows looked up"
+        arrived = [each.gradient for each in batch.lookups if each.gradient is not None]
+        if self.config.tables.wire == "float16" and not finite(arrived):
+            return "of the rows stored"
+        named = [(name, p.grad) for name, p in self.net.named_parameters() if p.grad is not None]
+        if finite([gradient for _, gradient in named]):
+            return None
+        return next((f"of {name}" for name, gradient in named if not finite([gradient])), None)
+
+    def _update(self, batch: TableBatch, loss: Tensor, permit: Permit) -> StepResult:
         clip, rate = self.config.optim.clip, self.config.optim.tables.lr * self.factor
         for lookups in batch.lookups:
             lookups.grouped()  # while gradients are being received
         batch.receive_gradient()
         if clip is None and not self.record:
-            with torch.no_grad():
-                self._updater.update(batch, rate)
             self.dense.wait()
-            self.dense.update(self.factor)
-            return None
+            result = StepResult(loss, None, self._bad_gradient(batch))
+            if permit(result):
+                with torch.no_grad():
+                    self._updater.update(batch, rate)
+                self.dense.update(self.factor)
+            else:
+                batch.refuse()
+            return result
         with torch.no_grad():
             summed = self._updater.pool_gradients(batch)
             if self.record:
@@ -317,10 +354,13 @@ class Recommender:
             if self._groups[2] is not None:
                 dist.all_reduce(squares, group=self._groups[2])
             norm = float(squares + self.dense.norm_squared()) ** 0.5
+            result = StepResult(loss, norm, None if isfinite(norm) else self._bad_gradient(batch))
+            if not permit(result):
+                return result
             scale = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
             self._updater.apply(summed, rate, scale)
         self.dense.update(self.factor, scale)
-        return norm
+        return result
 
     @torch.no_grad()
     def predict(self, batch: ClickBatch) -> Tensor:
@@ -342,11 +382,15 @@ class Recommender:
             ids = Jagged(ids.ids.to(device), ids.lengths.to(device), weights, ids.hot)
         return ClickBatch(batch.dense.to(device, self.tables.dtype), ids, batch.labels.to(device))
 
+    def forget_next(self) -> None:
+        """Abandons the lookups of the next step that were begun. Collective."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending[1].drop()
+
     def close(self) -> None:
         """Frees memory, files and process groups."""
-        if self._pending is not None:
-            self._pending[1].drop()
-            self._pending = None
+        self.forget_next()
         self.tables.close()
         for group in self._groups:
             if group is not None:

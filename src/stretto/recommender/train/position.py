@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from stretto.recommender.train.clicks import ClickData
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.placement import to_json
 from stretto.recommender.train.resume import check_fits, model_facts
+from stretto.run.train.guard import read_history, read_skipped
 from stretto.run.train.loop import Position
 from stretto.run.train.position import report_resumed
 from stretto.run.train.resume import place_of
@@ -32,13 +33,23 @@ def tensors_of(recommender: Recommender) -> Saved:
     return {**_dense(recommender), **tensors_to_save(recommender.local_shards, stored)}
 
 
-def load_into(recommender: Recommender, path: Path, updates: int, check: bool) -> None:
-    """Loads this rank from a checkpoint of `updates` updates. Collective.
+@dataclass(kw_only=True)
+class ClickPosition(Position):
+    """How far a recommender's run is."""
+
+    passed_over: int = 0  # steps without an update
+
+
+def load_into(recommender: Recommender, path: Path, updates: int, check: bool, passed_over: int = 0) -> None:
+    """Loads this rank from a checkpoint of `updates` steps. Collective.
+
+    Args:
+        passed_over: of the steps, those without an update.
 
     Raises:
         StrettoError: no checkpoint there, damaged, or of another model or optimiser.
     """
-    recommender.dense.prepare(updates)
+    recommender.dense.prepare(updates - passed_over)
     load(path, _dense(recommender), ignore=[TABLES], check=check)
     stored = physical_tables(recommender.tables.features)
     load_tables(path, recommender.local_shards, stored, check=False)
@@ -72,7 +83,7 @@ def save_run(
     recommender: Recommender,
     data: ClickData,
     placements: Placements,
-    position: Position,
+    position: ClickPosition,
 ) -> Path:
     """Write a checkpoint of the run. Collective over all ranks."""
     meta: dict[str, Any] = {
@@ -100,14 +111,27 @@ def resume_from(
     data: ClickData,
     path: Path,
     report: Callable[[str], object],
-) -> Position:
+    check: bool | None = None,
+) -> ClickPosition:
     """Loads the model from a checkpoint written by any number of ranks and any placement. Collective.
+
+    Args:
+        check: read every byte first; None: if the config names this very checkpoint, which nobody has read.
 
     Raises:
         StrettoError: damaged, or of another model.
     """
     meta = check_fits(path, config, data.tables)
     # `latest` has verified every byte; a checkpoint named in the config is verified here
-    load_into(recommender, path, meta["step"], check=is_checkpoint(place_of(config)))
+    check = is_checkpoint(place_of(config)) if check is None else check
+    passed_over = meta.get("passed_over", 0)
+    load_into(recommender, path, meta["step"], check=check, passed_over=passed_over)
     report_resumed(config, path, meta, report, None if meta["clicks"] == data.same else "the clicks")
-    return Position(step=meta["step"], samples=meta["samples"], loss=meta.get("loss"))
+    return ClickPosition(
+        step=meta["step"],
+        samples=meta["samples"],
+        loss=meta.get("loss"),
+        skipped=read_skipped(path, meta),
+        history=read_history(path, meta),
+        passed_over=passed_over,
+    )

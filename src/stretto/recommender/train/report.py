@@ -64,6 +64,7 @@ class ClickStep:
     samples_per_s: float  # of the whole job in this step
     step_time_s: float
     memory_gib: float | None = None  # peak of the fullest rank
+    bad: str | None = None  # why the update was not applied; None: it was
 
     @property
     def speed(self) -> float:

@@ -45,7 +45,7 @@ def check_fits(path: Path, config: RecommenderConfig, tables: Sequence[TableSpec
     Raises:
         StrettoError: it is not.
     """
-    meta = read_meta(path, ("step", "samples"))
+    meta = read_meta(path, ("step", "samples"), ("passed_over",))
     theirs, ours = _mapping(meta.get("model")), model_facts(config, tables)
     if theirs.get("family") != "dlrm":
         raise another_model(path, "family", theirs.get("family"), "dlrm")

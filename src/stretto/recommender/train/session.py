@@ -6,6 +6,7 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from math import nan
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,18 +14,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stretto.engine.parallel.copies import Held
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements
 from stretto.recommender.train.clicks import ClickData, open_clicks
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.evaluate import Evaluation
+from stretto.recommender.train.held import held_by
 from stretto.recommender.train.placement import to_json
-from stretto.recommender.train.position import save_run
+from stretto.recommender.train.position import ClickPosition, resume_from, save_run
 from stretto.recommender.train.report import ClickEval, ClickStep, placement_table
 from stretto.recommender.train.step import TrainingStep
 from stretto.run.launch.failure import TrainingFailed
 from stretto.run.launch.stop import StopRequest
-from stretto.run.train.loop import Outcome, Position, TrainingLoop
+from stretto.run.train.loop import Outcome, TrainingLoop
 from stretto.run.train.metrics import Metrics
 
 _WINDOW = 50  # steps of the median speed
@@ -40,7 +43,7 @@ class ClickOutcome(Outcome):
     placement_text: str
 
 
-class Session(TrainingLoop[RecommenderConfig, Position]):
+class Session(TrainingLoop[RecommenderConfig, ClickPosition]):
     """One rank of a run.
 
     Args:
@@ -56,7 +59,7 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
         recommender: Recommender,
         data: ClickData,
         placements: Placements,
-        position: Position,
+        position: ClickPosition,
         device: torch.device,
         saved: Path | None = None,
         metrics: Metrics | None = None,
@@ -67,7 +70,8 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
         self._data = data
         self._placements = placements
         self._speeds = deque[float](maxlen=_WINDOW)
-        self._training = TrainingStep(config, recommender, open_clicks(config, data, "train"), device)
+        clicks = open_clicks(config, data, "train")
+        self._training = TrainingStep(config, recommender, clicks, device, self.guard)
         self._evaluation = (
             Evaluation(config, data, recommender, limit=config.eval.batches) if config.eval.every else None
         )
@@ -98,12 +102,15 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
         size = self.config.batch.global_size
         self._warn_of_second_epoch(position.samples + size)
         trained = self._training.run(step=position.step, seen=position.samples, stop=stop)
-        for rank in trained.agreed.bad_microbatches:
-            raise TrainingFailed(f"step {position.step + 1}: the loss on rank {rank} is not finite")
+        bad = trained.bad
         self._fullest, loss = trained.agreed.memory_gib, trained.agreed.loss
         position.step += 1
         position.samples += size
-        position.loss = loss
+        if bad is None:
+            position.loss = loss
+        else:
+            position.passed_over += 1
+            loss = nan if trained.agreed.bad_microbatches else loss
         seconds = time.perf_counter() - started
         self._speeds.append(size / seconds)
         if self.metrics is not None:
@@ -119,8 +126,11 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
                 samples_per_s=size / seconds,
                 step_time_s=seconds,
                 memory_gib=self._fullest,
+                bad=None if bad is None else bad.reason,
             )
             self.metrics.step(record)
+        if bad is not None:
+            self._pass_over(bad)
         return trained.agreed.stop
 
     def _warn_of_second_epoch(self, samples: int) -> None:
@@ -140,6 +150,13 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
         if self.metrics is not None:
             self.metrics.evaluation(self._quality)
         return self._quality
+
+    def _held(self) -> Held:
+        return held_by(self.recommender)
+
+    def _restore(self, path: Path) -> ClickPosition:
+        self.recommender.forget_next()
+        return resume_from(self.config, self.recommender, self._data, path, self.note, check=False)
 
     def _write_checkpoint(self) -> Path:
         """Write a checkpoint of this step.

@@ -6,17 +6,21 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 import torch.distributed as dist
 
 from stretto.engine.device import peak_memory
 from stretto.engine.optim.rate import Rate
+from stretto.engine.parallel.control import gather_json
 from stretto.recommender.clicks.batch import ClickBatch, ClickSource
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.train.clicks import rank_slice
-from stretto.recommender.train.engine import Recommender
+from stretto.recommender.train.engine import Recommender, StepResult
+from stretto.run.config.guard import GuardConfig
 from stretto.run.launch.stop import StopRequest
+from stretto.run.train.guard import BadStep, Guard
 from stretto.run.train.loop import StepAgreement, StepReport, agree
 
 
@@ -28,11 +32,13 @@ class TrainedStep:
         agreed: the loss of the global batch and what else all ranks agree on.
         norm: of all gradients; None where it is not computed.
         ratio: of the learning rates to their peaks.
+        bad: why the update was not applied, where `guard` passes over such a step.
     """
 
     agreed: StepAgreement
     norm: float | None
     ratio: float
+    bad: BadStep | None = None
 
 
 class TrainingStep:
@@ -40,21 +46,28 @@ class TrainingStep:
 
     Args:
         device: where reports of ranks are summed.
+        guard: what becomes of bad steps; by default they raise.
 
     Attributes:
         reader: reads the batch after the next one meanwhile; None: samples are read when they are used.
     """
 
     def __init__(
-        self, config: RecommenderConfig, recommender: Recommender, source: ClickSource, device: torch.device
+        self,
+        config: RecommenderConfig,
+        recommender: Recommender,
+        source: ClickSource,
+        device: torch.device,
+        guard: Guard | None = None,
     ) -> None:
+        self._guard = guard or Guard(GuardConfig(), [])
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.reader: ThreadPoolExecutor | None = None
         self._recommender = recommender
         self.source = source
         self._device = device
         self._size, self._steps = config.batch.global_size, config.train.steps
-        self._part = rank_slice(self._size, rank, world)
+        self._world, self._part = world, rank_slice(self._size, rank, world)
         self._rate = rate_of(config)
         self._last: tuple[int, ClickBatch] | None = None
         self._coming: tuple[int, Future[ClickBatch]] | None = None
@@ -69,21 +82,65 @@ class TrainingStep:
 
         Args:
             step: number of the step, from 0.
-            seen: samples trained on before it.
+            seen: samples before it.
+
+        Raises:
+            TrainingFailed: a loss or a gradient is not finite, on all ranks, and the guard stops there.
         """
         batch = self._batch(seen)
         following = None if step + 1 == self._steps else self._batch(seen + self._size)
         ratio = self._rate(step)
         self._recommender.factor = ratio
-        result = self._recommender.step(batch, following)
+        made: TrainedStep | None = None
+
+        def permit(result: StepResult) -> bool:
+            nonlocal made
+            agreed = self._agreed(result, stop)
+            bad = self._judged(agreed, result, step, seen)
+            made = TrainedStep(agreed=agreed, norm=result.norm, ratio=ratio, bad=bad)
+            return bad is None
+
+        self._recommender.step(batch, following, permit)
+        assert made is not None, "every step asks"
+        return made
+
+    def _agreed(self, result: StepResult, stop: StopRequest | None) -> StepAgreement:
+        """What all ranks report of a step. Collective."""
         total, finite = float(result.loss_sum), bool(result.loss_sum.isfinite())
         report = StepReport(
             loss=total if finite else 0.0,
             bad_microbatch=0.0 if finite else 1.0,
+            overflow=result.bad_gradient is not None,
             stop=stop is not None and stop.signal is not None,
             memory_gib=peak_memory(self._device),
         )
-        return TrainedStep(agreed=agree(report, self._device), norm=result.norm, ratio=ratio)
+        return agree(report, self._device)
+
+    def _judged(self, agreed: StepAgreement, result: StepResult, step: int, seen: int) -> BadStep | None:
+        """Why the update of a step is not to be applied; None: it is. Collective, and the same on every rank.
+
+        Raises:
+            TrainingFailed: the guard stops here.
+        """
+        whole = range(seen, seen + self._size)
+        suspects = [whole]
+        spike, reason = False, None
+        if agreed.bad_microbatches:
+            parts = [rank_slice(self._size, rank, self._world) for rank in agreed.bad_microbatches]
+            suspects = [range(seen + first, seen + end) for first, end in parts]
+            reason = f"the loss on rank {next(iter(agreed.bad_microbatches))} is not finite"
+        elif agreed.overflow or not (result.norm is None or isfinite(result.norm)):
+            named = gather_json(result.bad_gradient)
+            first = next((f"{name}, on rank {rank}" for rank, name in enumerate(named) if name), "on no rank")
+            reason = f"a gradient is not finite, first that {first}"
+        else:
+            reason = self._guard.spike(agreed.loss, result.norm)
+            spike = reason is not None
+            if reason is None:
+                self._guard.good(step + 1, agreed.loss, result.norm)
+        if reason is None:
+            return None
+        return self._guard.refuse(step + 1, reason, spike=spike, samples=whole, suspects=suspects)
 
     def _batch(self, first: int) -> ClickBatch:
         """This rank's samples of the global batch that starts at sample `first`. A step asks for the batch

@@ -19,12 +19,12 @@ from stretto.recommender.placement import Placements
 from stretto.recommender.train.clicks import ClickData, prepare_clicks
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.placement import file_text, from_json, place, to_json
-from stretto.recommender.train.position import resume_from
+from stretto.recommender.train.position import ClickPosition, resume_from
 from stretto.recommender.train.report import SAMPLES
 from stretto.recommender.train.resume import check_fits
 from stretto.recommender.train.session import Session
 from stretto.run.launch.stop import StopRequest
-from stretto.run.train.loop import Position, process_group, start_run
+from stretto.run.train.loop import process_group, start_run
 from stretto.run.train.position import find_checkpoint
 
 
@@ -57,7 +57,7 @@ def train_rank(
             config, data.tables, placements, device, fresh=checkpoint is None, folder=folder
         )
         cleanup.callback(recommender.close)
-        position = Position()
+        position = ClickPosition()
         if checkpoint is not None:
             position = resume_from(config, recommender, data, checkpoint, notes.append)
         text = file_text(config, placements)

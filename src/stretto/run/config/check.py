@@ -12,6 +12,7 @@ from stretto.program import PLAIN
 from stretto.run.config.compiler import compiler
 from stretto.run.config.disk_space import scratch
 from stretto.run.config.graphs import graphs
+from stretto.run.config.guard import guard_problems
 from stretto.run.config.job import job_of, program_file
 from stretto.run.config.run_checks import (
     beside,
@@ -96,6 +97,17 @@ def _budget(config: TrainConfig) -> Iterator[Problem]:
         memory_of(job_of(config))
     except Problem as problem:
         yield problem
+
+
+def _guard(config: TrainConfig) -> Iterator[Problem]:
+    """Rules for bad steps that the schedule or the checkpoints do not allow."""
+    guard, asynchronous = config.guard, False
+    if guard.keeps_on or guard.rolls_back:
+        try:
+            asynchronous = bool(job_of(config).program().versions)
+        except StrettoError:
+            return  # which others report
+    yield from guard_problems(guard, config.checkpoint.every, asynchronous)
 
 
 def _program_file(config: TrainConfig) -> Iterator[Problem]:
@@ -259,6 +271,7 @@ CHECKS: tuple[Callable[[TrainConfig], Iterator[Problem]], ...] = (
     _tokenizer,
     compiler,
     graphs,
+    _guard,
     resume,
     run_folder,
     tensorboard,

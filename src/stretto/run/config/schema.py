@@ -17,6 +17,7 @@ from stretto.layout.layout import ORDER, Layout
 from stretto.program import PLAIN
 from stretto.run.config.data import DataConfig
 from stretto.run.config.denoising import Corruption, Denoising, denoising
+from stretto.run.config.guard import GuardConfig
 from stretto.run.config.model import ModelConfig
 from stretto.run.config.section import JobSection, Section
 from stretto.run.config.states import DataParallelConfig, FinetuneConfig, LoraConfig, PrecisionConfig
@@ -501,6 +502,9 @@ class JobConfig(Protocol):
     def checkpoint(self) -> CheckpointConfig: ...
 
     @property
+    def guard(self) -> GuardConfig: ...
+
+    @property
     def metrics(self) -> ReportConfig: ...
 
     @property
@@ -531,6 +535,7 @@ class TrainConfig(JobSection):
     train: RunTimeConfig = Field(default_factory=RunTimeConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: WeightsConfig = Field(default_factory=WeightsConfig)
+    guard: GuardConfig = Field(default_factory=GuardConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     sample: SampleConfig = Field(default_factory=SampleConfig)
     run: RunConfig = Field(default_factory=RunConfig)

@@ -100,7 +100,7 @@ class _Stages:
     parameters: dict[str, nn.Parameter]
 
 
-def assemble(job: Job, mesh: Mesh, *, seed: int, fresh: Fresh = True) -> Replica:
+def assemble(job: Job, mesh: Mesh, *, seed: int, fresh: Fresh = True, guarded: bool = False) -> Replica:
     """Build this rank's replica: plain model, sharding, stages, weights, optimiser. Collective over all
     ranks.
 
@@ -109,6 +109,7 @@ def assemble(job: Job, mesh: Mesh, *, seed: int, fresh: Fresh = True) -> Replica
         seed: of initial values and dropout.
         fresh: initialise the parameters; False where a checkpoint fills them, "adapters" where it fills all
             but these.
+        guarded: no rank updates where gradients are not finite on another; see `ReplicaOptimizer`.
     """
     setup = _Setup(
         job=job,
@@ -124,7 +125,7 @@ def assemble(job: Job, mesh: Mesh, *, seed: int, fresh: Fresh = True) -> Replica
     table = _shard(setup, model)
     stages = _cut_stages(setup, model, table)
     states = _share_weights(setup, stages, table)
-    optimizer = ReplicaOptimizer(states, job)
+    optimizer = ReplicaOptimizer(states, job, together=guarded)
     if setup.program.versions:  # an asynchronous schedule updates each stage within the step
         states.stage_update = optimizer.step_stage
     pipeline = _connect(setup, model, table, stages, states)

@@ -132,7 +132,7 @@ class Batches:
             return moved(values, mesh.device)
 
         if keyed:
-            self.replica.samples[place] = self._indices(seen, d)
+            self.replica.samples[place] = self.indices(seen, d)
         group = mesh.group("dp")
         if self._served and group is not None:
             pairs, begins, counts = self._from_server(samples, seen, group)
@@ -150,7 +150,8 @@ class Batches:
         self.replica.documents[place] = map(Documents, begins)
         return ([inputs for inputs, _ in pairs], [targets for _, targets in pairs]), counts
 
-    def _indices(self, seen: int, replica: int) -> list[range]:
+    def indices(self, seen: int, replica: int) -> list[range]:
+        """The samples of each microbatch of a replica, in the global batch after `seen` samples."""
         m = self._microbatches
         return [
             indices_after(
@@ -165,7 +166,7 @@ class Batches:
         ]
 
     def _read(self, samples: SampleSource, seen: int, replica: int) -> list[Batch]:
-        return [samples.batch(i) for i in self._indices(seen, replica)]
+        return [samples.batch(i) for i in self.indices(seen, replica)]
 
     def _count(self, targets: list[Tensor]) -> Tensor:
         """Tokens that count of each microbatch, over all replicas; all ranks of one have the targets."""

@@ -8,7 +8,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -18,14 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.engine.checkpoint.load import latest
 from stretto.engine.device import backend_for, rank_device
+from stretto.engine.parallel.copies import Copies, Held, report
 from stretto.errors import StrettoError
 from stretto.run.config import dump
 from stretto.run.config.run_checks import rate_notes
 from stretto.run.config.schema import JobConfig, LoopConfig
-from stretto.run.launch.failure import doing
+from stretto.run.launch.failure import TrainingFailed, doing
 from stretto.run.launch.lease import check_lease, share
 from stretto.run.launch.stop import StopRequest
+from stretto.run.train.guard import BadStep, Guard, Judged, with_range
 from stretto.run.train.metrics import TOKENS, Metrics, Words
 
 C = TypeVar("C", bound=JobConfig)
@@ -36,9 +39,13 @@ P = TypeVar("P", bound="Position")
 class Position:
     """How far a run is; with the seed it says which samples come next."""
 
-    step: int = 0  # updates made
-    samples: int = 0
-    loss: float | None = None  # of the last step
+    step: int = 0  # steps made, those included whose update was skipped
+    samples: int = 0  # up to which the run has come in their order
+    loss: float | None = None  # of the last step that had one
+    skipped: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """Of these samples, the ranges [first, end) that no update was made by."""
+    history: list[Judged] = field(default_factory=list[Judged])
+    """What spikes are judged by (`Guard`); empty where none are looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +152,9 @@ class TrainingLoop(ABC, Generic[C, P]):
         self.config, self.position = config, position
         self.saved, self.metrics = saved, metrics
         self._saved_at = position.step if saved is not None else -1
+        self.guard = Guard(config.guard, position.history)
+        self._bad: BadStep | None = None  # a step that is to be rolled back
+        self._copies, self._compared_at = Copies(), position.step
 
     @abstractmethod
     def _step(self, stop: StopRequest) -> bool:
@@ -158,6 +168,21 @@ class TrainingLoop(ABC, Generic[C, P]):
     def _write_checkpoint(self) -> Path:
         """Write a checkpoint of this step. Collective over all ranks."""
 
+    @abstractmethod
+    def _held(self) -> Held:
+        """Weights and optimiser states of this rank, of which other ranks may have copies."""
+
+    @property
+    def _drained(self) -> bool:
+        """Whether no later step has begun."""
+        return True
+
+    @abstractmethod
+    def _restore(self, path: Path) -> P:
+        """Fill the model and its optimisers from a checkpoint of this run; returns its position. Collective
+        over all ranks.
+        """
+
     def train(self, stop: StopRequest) -> bool:
         """Train to the last step, or to the step at which a rank was asked to stop; then save.
 
@@ -168,10 +193,17 @@ class TrainingLoop(ABC, Generic[C, P]):
         stopped = False
         if position.step >= steps:
             self.note(f"nothing to do: {position.step} of train.steps={steps} steps are done")
+        elif self.saved is None and self.config.guard.rolls_back:
+            self.save()  # what the first rollback goes back to
         while position.step < steps and not stopped:
             with doing(f"in step {position.step + 1}"):
                 stopped = self._step(stop) and position.step < steps
-            if stopped:
+                self._compare_copies(stopped)
+            if self._bad is not None:
+                with doing(f"going back before step {position.step}"):
+                    self._roll_back(self._bad)
+                stopped = False  # a rank that was asked to stop says so again in the next step
+            elif stopped:
                 self.note(f"asked to stop: saving after step {position.step}")
             else:
                 with doing(f"after step {position.step}"):
@@ -195,6 +227,59 @@ class TrainingLoop(ABC, Generic[C, P]):
             self.evaluate()
         if save_every and step % save_every == 0:
             self.save()
+
+    def _compare_copies(self, stopped: bool) -> None:
+        """Where it is time to, compare what several ranks hold of the same: every so many steps, and before
+        every checkpoint. Collective.
+
+        Raises:
+            TrainingFailed: copies differ, and the guard stops there.
+        """
+        step, every = self.position.step, self.config.guard.check_replicas
+        if every is None or self._bad is not None or not self._drained:
+            return
+        save_every = self.config.checkpoint.every or self.config.train.steps
+        saved = stopped or step % save_every == 0 or step == self.config.train.steps
+        if not saved and step - self._compared_at < every:
+            return
+        self._compared_at = step
+        differences = self._copies.differences(self._held())
+        if differences:
+            self._bad = self.guard.differ(step, report(differences), self.position.samples)
+            self._pass_over(self._bad)
+
+    def _pass_over(self, bad: BadStep) -> None:
+        """Keep and tell what was wrong with a step, and take its samples as skipped or prepare to go back."""
+        then = "its update is skipped" if bad.action == "skip" else "going back to a checkpoint"
+        if not bad.whole:
+            then = "updates with such gradients were skipped"
+        self.note(f"{bad}; {then}")
+        if self.metrics is not None:
+            self.metrics.event(bad.facts())
+        if bad.action == "rollback":
+            self._bad = bad
+        elif bad.whole:
+            self.position.skipped = with_range(self.position.skipped, bad.samples)
+
+    def _roll_back(self, bad: BadStep) -> None:
+        """Go on from the newest whole checkpoint of this run, behind the samples of the bad step.
+
+        Raises:
+            TrainingFailed: there is none.
+        """
+        self._bad = None
+        path = latest(self.config.run.folder / "checkpoints", self.note)
+        if path is None:
+            raise TrainingFailed(f"{bad}; there is no whole checkpoint to go back to")
+        position, restored = self.position, self._restore(path)
+        vars(position).update(vars(restored))
+        if len(bad.samples):  # else the samples are not to blame
+            position.skipped = with_range(position.skipped, range(position.samples, bad.samples.stop))
+            position.samples = bad.samples.stop
+        self.guard.history = position.history
+        self.saved, self._saved_at, self._compared_at = path, position.step, position.step
+        if self.metrics is not None:
+            self.metrics.rewind(position.step)
 
     def save(self) -> None:
         """Write a checkpoint of this step."""

@@ -86,6 +86,7 @@ class StepRecord:
     expert_loss: float | None = None  # balance and z-loss of experts, mean over tokens; not in `loss`
     expert_dropped: float | None = None  # part of the choices beyond an expert's capacity, 0 to 1
     expert_busiest: float | None = None  # load of the busiest expert over the average of its layer
+    bad: str | None = None  # why the update was not applied; None: it was
     targets: int | None = None  # of `tokens`, those that the loss counted; None: all, nothing is masked
 
     @property
@@ -281,6 +282,8 @@ def step_line(record: StepRecord, steps: int) -> str:
         parts.append(f"memory {record.memory_gib:.2f} GiB")
     if record.loss_scale is not None:
         parts.append(f"loss_scale {record.loss_scale:.10g}")
+    if record.bad is not None:
+        parts.append("no update")
     if record.skipped:
         parts.append(f"skipped {record.skipped}")
     if record.expert_busiest is not None:
@@ -396,12 +399,28 @@ class Metrics:
     ) -> None:
         self._words = words
         self._steps = steps
-        self._first = start + 1
         self._every = every
-        self._board = None if board is None else Board(board, start)
-        self._train = StepLines(folder / "metrics.jsonl", start)
-        self._eval = StepLines(folder / "eval.jsonl", start)
+        self._folder, self._place = folder, board
+        self._open(start)
         self._display = display(steps, start, sys.stdout if out is None else out, words)
+
+    def _open(self, start: int) -> None:
+        self._first = start + 1
+        self._board = None if self._place is None else Board(self._place, start)
+        self._train = StepLines(self._folder / "metrics.jsonl", start)
+        self._eval = StepLines(self._folder / "eval.jsonl", start)
+
+    def rewind(self, start: int) -> None:
+        """Go on behind step `start`: what the files hold of later ones is dropped."""
+        self._close_files()
+        self._open(start)
+
+    def event(self, facts: Mapping[str, Any]) -> None:
+        """Append a line to `guard.jsonl`, the record of steps that were not applied; nothing is ever dropped
+        from it.
+        """
+        with (self._folder / "guard.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json_line(facts) + "\n")
 
     def step(self, record: AnyStep) -> None:
         """Report a training step."""
@@ -426,6 +445,9 @@ class Metrics:
     def close(self) -> None:
         """Close the files and leave the terminal; more than once does no harm."""
         self._display.close()
+        self._close_files()
+
+    def _close_files(self) -> None:
         self._train.close()
         self._eval.close()
         if self._board is not None:

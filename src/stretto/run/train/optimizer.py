@@ -64,19 +64,29 @@ class ReplicaOptimizer:
 
     Attributes:
         eager: units are updated beside the backward, as soon as their gradients are reduced.
-        overflowed: within the step an update was skipped here, for its gradients overflowed.
+        overflowed: within the step an update was skipped here, for its gradients were not finite.
+        refused: of such an update, the first gradient of this rank that was not finite; with float16 it is
+            not looked for.
+
+    Args:
+        together: where gradients are not finite on one rank, none updates: no update begins before all ranks
+            that share it know of its gradients. Else a rank whose own gradients are not finite does not
+            update, and the others may: the run is to stop then.
     """
 
-    def __init__(self, states: ShardedStates, job: Job) -> None:
+    def __init__(self, states: ShardedStates, job: Job, together: bool = False) -> None:
         self.states, self.job = states, job
         self._of = dict[int, ShardedOptimizer]()  # by stage, or one for _ALL_STAGES
         # the rules refuse rescheduling but where stages are updated one by one
         self._delays = () if job.optimiser.rate.rescheduling_steps is None else job.delays()
         self._scale: float | None = None  # of the losses of the updates within the step
         self._holders: ProcessGroup | None = None  # of the stages here
+        self._stage_of = dict[int, int]()  # by number of a unit
         self.overflowed = False
+        self.refused: str | None = None
+        self._together = together or job.precision.dtype == "float16"
         # an update that needs only its unit's gradients: neither clipping nor the search for overflows
-        independent = job.optimiser.clip is None and job.precision.dtype != "float16"
+        independent = job.optimiser.clip is None and not self._together
         # parameters in files hold one of few blocks of memory from their update until all ranks have them,
         # which the updating thread cannot wait for
         at_hand = job.dp.offload_parameters != "nvme"
@@ -103,8 +113,8 @@ class ReplicaOptimizer:
         self.eager = False
         layout = states.mesh.layout
         self._holders = states.mesh.partition(lambda rank: layout.index(rank, "pp"))
-        stage_of = {unit.number: stage for stage, units in self.states.units.items() for unit in units}
-        for stage, group in groupby(fragments, lambda fragment: stage_of[fragment.unit]):
+        self._stage_of |= {unit.number: stage for stage, units in states.units.items() for unit in units}
+        for stage, group in groupby(fragments, lambda fragment: self._stage_of[fragment.unit]):
             self._of[stage] = self._sharded(list(group))
 
     def _sharded(self, fragments: Iterable[Fragment]) -> ShardedOptimizer:
@@ -178,11 +188,15 @@ class ReplicaOptimizer:
         self._of[_ALL_STAGES].step(ratio=ratio)
 
     def step_stage(self, stage: int) -> None:
-        """Apply the gradients of one stage; its weights are everywhere when this returns. With a loss scale,
-        all ranks of the stage skip an update whose gradients overflow on any of them, but count it.
+        """Apply the gradients of one stage; its weights are everywhere when this returns. An update whose
+        gradients are not finite is counted, but skipped: by all ranks of the stage, if they skip together.
         """
-        if self._scale is not None and self._overflows(stage):
+        if self._overflows(stage):
             self.overflowed = True
+            if self._scale is None and self.refused is None:
+                ours = (f for f in self.states.fragments if self._stage_of[f.unit] == stage)
+                bad = (f.name for f in ours if f.gradient is not None and not f.gradient.isfinite().all())
+                self.refused = next(bad, None)
             if stage in self._of:
                 self._of[stage].skip()
         elif stage in self._of:
@@ -190,12 +204,15 @@ class ReplicaOptimizer:
             self.states.await_stage(stage)
 
     def _overflows(self, stage: int) -> bool:
-        """Whether a reduced gradient of the stage is not finite on any of its ranks. Collective over them."""
-        flats = [flat for flat in self.states.buffers[stage].flats if flat.numel()]
+        """Whether a reduced gradient of the stage is not finite: on any of its ranks, collectively; unless
+        they skip together, on this one.
+        """
+        buffer = self.states.buffers.get(stage)
+        flats = [] if buffer is None else [flat for flat in buffer.flats if flat.numel()]
         bad = torch.zeros(1, device=self.states.mesh.device)
         if flats:
             bad += ~torch.stack(torch._foreach_norm(flats, float("inf"))).isfinite().all()
-        return bool(all_max(bad, self._holders))
+        return bool(all_max(bad, self._holders) if self._together else bad)
 
     def ensure_states(self) -> None:
         """Make the states that no update has made yet, so that a checkpoint has them."""

@@ -15,6 +15,7 @@ from stretto.errors import StrettoError
 from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.data.dataset import shuffled_within
 from stretto.run.data.token_source import TokenData
+from stretto.run.train.guard import read_history, read_skipped
 from stretto.run.train.loop import Position
 from stretto.run.train.replica import (
     MODEL,
@@ -49,6 +50,8 @@ def save_run(config: TrainConfig, replica: Replica, source: TokenData, position:
         "targets": position.targets,
         "loss": position.loss,
         "updates": position.weight_updates,
+        "skipped": position.skipped,
+        "history": position.history,
         "seed": config.train.seed,
         "loss_scale": None if replica.loss_scale is None else replica.loss_scale.state(),
         "model": shape_to_record(replica.shape),
@@ -113,13 +116,21 @@ def report_resumed(
 
 
 def go_on(
-    config: TrainConfig, replica: Replica, source: TokenData, path: Path, report: Report
+    config: TrainConfig,
+    replica: Replica,
+    source: TokenData,
+    path: Path,
+    report: Report,
+    check: bool | None = None,
 ) -> TextPosition:
     """Fill the replica from a checkpoint, whatever layout wrote it. Collective.
 
     One that was imported may have weights only: training starts with them at step 0, and so it does with the
     base of new adapters. One that was imported with an optimiser's states goes on from its step, with the
     first samples.
+
+    Args:
+        check: read every byte first; None: if the config names this very checkpoint, which nobody has read.
 
     Raises:
         StrettoError: damaged, or of another model or tokenizer.
@@ -133,7 +144,8 @@ def go_on(
     weight_updates = meta.get("updates", meta["step"])  # older checkpoints are of one update a step
     prepare_optimizer(replica, weight_updates)
     # `latest` has checked every byte already; a checkpoint named by its path is checked here
-    loaded = load(path, tensors_of(replica), check=is_checkpoint(place_of(config)))
+    check = is_checkpoint(place_of(config)) if check is None else check
+    loaded = load(path, tensors_of(replica), check=check)
     replica.refresh()
     if replica.loss_scale is not None and meta.get("loss_scale"):
         replica.loss_scale.load(meta["loss_scale"])
@@ -148,6 +160,8 @@ def go_on(
         targets=meta.get("targets", meta["tokens"]),  # older checkpoints are of text without a mask
         loss=meta.get("loss"),
         weight_updates=weight_updates,
+        skipped=read_skipped(path, meta),
+        history=read_history(path, meta),
     )
 
 

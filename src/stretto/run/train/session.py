@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stretto.engine.optim.rate import Rate
+from stretto.engine.parallel.copies import Held
 from stretto.engine.pipeline import Recorder
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.mixture import epochs, held_out, parts_of, training_samples
@@ -16,9 +17,10 @@ from stretto.run.launch.stop import StopRequest
 from stretto.run.train import trace
 from stretto.run.train.batches import read_ahead
 from stretto.run.train.evaluate import Evaluation
+from stretto.run.train.held import held_by
 from stretto.run.train.loop import Outcome, TrainingLoop
 from stretto.run.train.metrics import Metrics
-from stretto.run.train.position import TextPosition, save_run
+from stretto.run.train.position import TextPosition, go_on, save_run
 from stretto.run.train.prediction import Forecast
 from stretto.run.train.replica import Replica
 from stretto.run.train.speed import Speed
@@ -56,7 +58,8 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         self.replica = replica
         self.mesh = replica.mesh
         self._source = source
-        self._training = TrainingStep(replica, Rate.of(replica.job.optimiser, config.train.steps), self.note)
+        rate = Rate.of(replica.job.optimiser, config.train.steps)
+        self._training = TrainingStep(replica, rate, self.note, self.guard)
         left = config.train.steps - position.step
         self._traced = position.step + min(config.metrics.trace, left) if config.metrics.trace else 0
         self._ended, self._seconds = (
@@ -147,7 +150,8 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         position.weight_updates += done.updates
         position.tokens += done.tokens
         position.targets += done.targets
-        position.loss = done.loss
+        if done.bad is None:
+            position.loss = done.loss
         record = self._speed.record(
             step=done.step + 1,
             loss=done.loss,
@@ -168,6 +172,8 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
             record = replace(record, bubble=self._forecast.estimate.bubble)
         if (scale := self.replica.loss_scale) is not None:
             record = replace(record, loss_scale=scale.value, skipped=scale.skipped)
+        if done.bad is not None:
+            record = replace(record, bad=done.bad.reason)
         if (experts := done.experts) is not None:
             record = replace(
                 record,
@@ -179,6 +185,8 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
             self.metrics.step(record)
         if self._forecast is not None:
             self._forecast.add(seconds)
+        if done.bad is not None:
+            self._pass_over(done.bad)
 
     def _trace(self, recorder: Recorder) -> None:
         """Bring together what all ranks recorded, and report it beside the replay."""
@@ -209,6 +217,16 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         if self.metrics is not None:
             self.metrics.evaluation(replace(record, text_bytes=self._evaluation.text_bytes))
         return record.loss
+
+    @property
+    def _drained(self) -> bool:
+        return self._training.drained
+
+    def _held(self) -> Held:
+        return held_by(self.replica)
+
+    def _restore(self, path: Path) -> TextPosition:
+        return go_on(self.config, self.replica, self._source, path, self.note, check=False)
 
     def _write_checkpoint(self) -> Path:
         return save_run(self.config, self.replica, self._source, self.position)

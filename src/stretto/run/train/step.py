@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf, isfinite
+from math import inf, isfinite, nan
 from typing import TypeVar
 
 import torch
@@ -17,11 +17,14 @@ from torch import Tensor
 from stretto.engine.device import moved, peak_memory
 from stretto.engine.models.moe import correct
 from stretto.engine.optim.rate import Rate
+from stretto.engine.optim.scale import SMALLEST
 from stretto.engine.pipeline import Recorder
+from stretto.run.config.guard import GuardConfig
 from stretto.run.launch.failure import TrainingFailed
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train import trace
 from stretto.run.train.batches import Batches, SampleSource
+from stretto.run.train.guard import BadStep, Guard
 from stretto.run.train.loop import Agreement, StepAgreement, StepReport, agree
 from stretto.run.train.optimizer import scales, update_numbers
 from stretto.run.train.replica import Replica
@@ -54,6 +57,7 @@ class StepResult:
         stop: whether any rank was asked to stop.
         memory_gib: peak of the fullest rank; None where no rank measures it.
         experts: of a model with experts.
+        bad: why the update was not applied, where `guard` passes over such a step.
     """
 
     step: int
@@ -67,6 +71,7 @@ class StepResult:
     stop: bool
     memory_gib: float | None
     experts: ExpertReport | None
+    bad: BadStep | None = None
 
 
 @dataclass(kw_only=True)
@@ -79,7 +84,8 @@ class _Window:
         until: the number of the step after its last.
         counted: of each step under way, the tokens that the loss counts, of each microbatch.
         agreements: on the steps that have come to an end on this rank, in order.
-        spoiled: of these, the first weight of this rank that was not finite then.
+        spoiled: of these, the first gradient of this rank that was not finite, and whose update was therefore
+            not made, or the first weight that was not finite then.
         factors: the loss scale at its start, and after each step that has been reported.
     """
 
@@ -98,10 +104,18 @@ class TrainingStep:
     Args:
         rate: the learning rate by step.
         note: tells people a line; called on every rank.
+        guard: what becomes of bad steps; by default they raise.
     """
 
-    def __init__(self, replica: Replica, rate: Rate, note: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        rate: Rate,
+        note: Callable[[str], None] | None = None,
+        guard: Guard | None = None,
+    ) -> None:
         self.replica, self.mesh = replica, replica.mesh
+        self._guard = guard or Guard(GuardConfig(), [])
         self.batches = Batches(replica)
         self._rate, self._note = rate, note
         self._update_numbers = update_numbers(replica.pipeline.program)
@@ -140,7 +154,7 @@ class TrainingStep:
             The steps of which the result is known now.
 
         Raises:
-            TrainingFailed: a loss, a norm or a weight is not finite, on all ranks.
+            TrainingFailed: a loss, a norm or a weight is not finite, on all ranks, and the guard stops there.
         """
         if self.replica.asynchronous:
             return self._advance(
@@ -161,12 +175,14 @@ class TrainingStep:
         def known() -> list[Tensor]:
             return [counts.sum()[None], replica.gradient_norm()[None], *self._expert_facts()]
 
-        agreed = timed(trace.AGREEMENT, lambda: self.agree(losses, where, stop, known()))
+        agreed = timed(trace.AGREEMENT, lambda: agree(self._report(losses, stop), self.mesh.device, known()))
         counted, norm, *experts = agreed.known
-        timed(trace.UPDATE, lambda: self.update(rate, norm, where))
-        if isfinite(norm):
-            self.correct()
-        return [self._result(step, seen, agreed, counted=counted, norm=norm, experts=experts)]
+        bad = self._judged(agreed, step, seen, agreed.loss / (counted or 1.0), norm)
+        if bad is None:
+            timed(trace.UPDATE, lambda: self.update(rate, norm, where))
+            if isfinite(norm):
+                self.correct()
+        return [self._result(step, seen, agreed, counted=counted, norm=norm, experts=experts, bad=bad)]
 
     def _advance(
         self,
@@ -204,10 +220,11 @@ class TrainingStep:
         scaled = factor if window.factors else None
         # of all updates until the end of the step on this rank
         replica.set_rate(self._rate(step), step, scaled and scaled(step - window.first))
-        replica.optimizer.overflowed = False
+        replica.optimizer.overflowed, replica.optimizer.refused = False, None
         losses = replica.advance(enter, window.until - window.first, scaled, recorder)
         # no gradient norm follows that would show it
-        window.spoiled[step] = spoiled = self._spoiled()
+        spoiled = self._spoiled()
+        window.spoiled[step] = replica.optimizer.refused or spoiled
         report = self._report(losses, stop, spoiled is not None, replica.optimizer.overflowed)
         known = [window.counted.pop(step).sum()[None], *self._expert_facts()]
         window.agreements.append((step, Agreement(report, self.mesh.device, known)))
@@ -226,7 +243,9 @@ class TrainingStep:
         step, agreement = window.agreements.popleft()
         agreed, spoiled = agreement.wait(), window.spoiled.pop(step)
         where = f"step {step + 1}"
-        self._check(agreed, where, spoiled)
+        seen = window.seen + (step - window.first) * self.replica.job.global_batch
+        counted, *experts = agreed.known
+        bad = self._judged(agreed, step, seen, agreed.loss / (counted or 1.0), None, spoiled)
         if (scale := self.replica.loss_scale) is not None:
             scale.update(agreed.overflow)
             if scale.exhausted:
@@ -236,9 +255,63 @@ class TrainingStep:
                     f"{where}: gradients overflow, no update; the loss scale will be {scale.value:.10g}"
                 )
             window.factors.append(scale.value)
-        seen = window.seen + (step - window.first) * self.replica.job.global_batch
-        counted, *experts = agreed.known
-        return self._result(step, seen, agreed, counted=counted, norm=None, experts=experts)
+        return self._result(step, seen, agreed, counted=counted, norm=None, experts=experts, bad=bad)
+
+    def _judged(
+        self,
+        agreed: StepAgreement,
+        step: int,
+        seen: int,
+        loss: float,
+        norm: float | None,
+        spoiled: str | None = None,
+    ) -> BadStep | None:
+        """Why the update of a step is not to be applied, or, of an asynchronous schedule, was not applied as
+        a whole; None: it is. Collective, and the same on every rank.
+
+        Args:
+            norm: of the gradients; None for an asynchronous schedule.
+            spoiled: with that, the first gradient or weight of this rank that is not finite.
+
+        Raises:
+            TrainingFailed: the guard stops here, or weights are not finite already.
+        """
+        where, size = f"step {step + 1}", self.replica.job.global_batch
+        samples, suspects = range(seen, seen + size), [range(seen, seen + size)]
+        scale, spike = self.replica.loss_scale, False
+        reason = None
+        if agreed.bad_microbatches:
+            reason = bad_loss(agreed)
+            suspects = [
+                self.batches.indices(seen, self.mesh.layout.index(rank, "dp"))[i]
+                for rank, i in agreed.bad_microbatches.items()
+            ]
+        elif agreed.bad_weights:
+            self._check(agreed, where, spoiled)
+        elif norm is None and agreed.overflow and scale is None:
+            place = self._first_named(spoiled)
+            reason = f"gradients of an update are not finite, and it was not made; first: {place}"
+        elif norm is not None and not isfinite(norm) and (scale is None or scale.value <= SMALLEST):
+            smallest = "" if scale is None else " at the smallest loss scale"
+            place = self._first_named(_not_finite({f.name: f.gradient for f in self.replica.fragments}))
+            reason = f"the gradient norm is {norm}{smallest}; first bad gradient: {place or 'on no rank'}"
+        elif norm is None or isfinite(norm):
+            reason = self._guard.spike(loss, norm)
+            spike = reason is not None
+            if reason is None:
+                self._guard.good(step + 1, loss, norm)
+        if reason is None:
+            return None
+        bad = self._guard.refuse(
+            step + 1, reason, spike=spike, samples=samples, suspects=suspects, whole=norm is not None
+        )
+        # weights that are not finite make every later step a bad one
+        if bad.action == "skip" and (place := self._first_named(self._spoiled())) is not None:
+            raise TrainingFailed(
+                f"{where}: {reason}; nor are weights, which skipping does not mend "
+                f"(guard.on_nonfinite=rollback does); first {place}"
+            )
+        return bad
 
     def _expert_facts(self) -> list[Tensor]:
         """What `expert_facts` has of a step: one tensor, or none. Collective."""
@@ -254,20 +327,23 @@ class TrainingStep:
         counted: float,
         norm: float | None,
         experts: Sequence[float],
+        bad: BadStep | None,
     ) -> StepResult:
         job = self.replica.job
+        applied = norm is None or (isfinite(norm) and bad is None)
         return StepResult(
             step=step,
             samples=seen + job.global_batch,
-            loss=agreed.loss / (counted or 1.0),
+            loss=nan if agreed.bad_microbatches else agreed.loss / (counted or 1.0),
             tokens=job.global_batch * job.sequence,
             targets=int(counted),
             rate=self._rate(step),
             norm=norm,
-            updates=0 if norm is not None and not isfinite(norm) else max(self._update_numbers) + 1,
+            updates=max(self._update_numbers) + 1 if applied else 0,
             stop=agreed.stop,
             memory_gib=agreed.memory_gib,
             experts=ExpertReport(*experts) if experts else None,
+            bad=bad,
         )
 
     def update(self, rate: float, norm: float, where: str) -> None:
@@ -275,22 +351,12 @@ class TrainingStep:
 
         Args:
             norm: of the gradients before clipping, the same on every rank; not finite where they overflowed.
-
-        Raises:
-            TrainingFailed: the norm is not finite, and no smaller loss scale could mend it.
         """
         self.replica.update(rate, norm)
-        scale = self.replica.loss_scale
-        if isfinite(norm):
-            return
-        if scale is not None and not scale.exhausted:
-            self._tell(f"{where}: gradients overflow, no update; the loss scale is {scale.value:.10g} now")
-            return
-        place = self._first_named(_not_finite({f.name: f.gradient for f in self.replica.fragments}))
-        smallest = "" if scale is None else " at the smallest loss scale"
-        raise TrainingFailed(
-            f"{where}: the gradient norm is {norm}{smallest}; first bad gradient: {place or 'on no rank'}"
-        )
+        if not isfinite(norm):
+            assert self.replica.loss_scale is not None, "a bad step"
+            scale = self.replica.loss_scale.value
+            self._tell(f"{where}: gradients overflow, no update; the loss scale is {scale:.10g} now")
 
     def correct(self) -> None:
         """Move the corrections of the experts' scores by the step's loads. Collective over all ranks."""
@@ -360,8 +426,8 @@ class TrainingStep:
         Args:
             spoiled: the first weight of this rank that is not.
         """
-        for rank, microbatch in agreed.bad_microbatches.items():
-            raise TrainingFailed(f"{where}: the loss of microbatch {microbatch} on rank {rank} is not finite")
+        if agreed.bad_microbatches:
+            raise TrainingFailed(f"{where}: {bad_loss(agreed)}")
         if agreed.bad_weights:
             place = self._first_named(spoiled)
             raise TrainingFailed(
@@ -380,10 +446,11 @@ class TrainingStep:
     @torch.no_grad()
     def _spoiled(self) -> str | None:
         """The first weight of this rank that is not finite."""
-        weights = [p.detach() for p in self.replica.parameters.values() if p.numel()]
+        here = {n: p for n, p in self.replica.parameters.items() if p.untyped_storage().size()}
+        weights = [p.detach() for p in here.values() if p.numel()]
         if not weights or bool(torch.stack(torch._foreach_norm(weights)).isfinite().all()):
             return None
-        return _not_finite(self.replica.parameters) or "a weight"  # whose norm alone is too large
+        return _not_finite(here) or "a weight"  # whose norm alone is too large
 
     def _first_named(self, name: str | None) -> str | None:
         """Rank and name of the first tensor that ranks name; None where none does. Collective: every rank
@@ -402,6 +469,12 @@ class TrainingStep:
                 known = bytes(row).rstrip(b"\0").decode()
                 return f"{known} on rank {rank}"
         return None
+
+
+def bad_loss(agreed: StepAgreement) -> str:
+    """The first loss that is not finite, in words."""
+    rank, microbatch = next(iter(agreed.bad_microbatches.items()))
+    return f"the loss of microbatch {microbatch} on rank {rank} is not finite"
 
 
 def _not_finite(tensors: Mapping[str, Tensor | None]) -> str | None:

@@ -58,7 +58,8 @@ def train_rank(
         if saved is not None:
             base = is_base(check_fits(saved, config, job.shape, source), job.shape)
         fresh = "adapters" if saved is not None and base else saved is None
-        replica = assemble(job, mesh, seed=config.train.seed, fresh=fresh)
+        guarded = config.guard.keeps_on
+        replica = assemble(job, mesh, seed=config.train.seed, fresh=fresh, guarded=guarded)
         cleanup.callback(replica.close)
         position = TextPosition()
         if saved is not None:

@@ -1,0 +1,27 @@
+"""What a rank of a recommender holds that every rank holds too: dense networks and copied tables."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from stretto.engine.parallel.copies import Held
+from stretto.engine.parallel.fragment import Placed
+from stretto.recommender.stores.store import DeviceStore
+from stretto.recommender.train.engine import Recommender
+
+
+def held_by(recommender: Recommender) -> Held:
+    """Weights and optimiser states by name, each with its place. Of copied tables those on the device: a
+    cache has other rows on each rank.
+    """
+    held = dict[str, tuple[Tensor, Placed]]()
+    for key, name, tensor, place in recommender.dense.tensors():
+        held[f"{key or 'weights'}.{name}"] = tensor, place
+    for pool in recommender.tables.replicated_pools:
+        if not isinstance(pool.store, DeviceStore):
+            continue
+        tables = "+".join(recommender.tables.shard_map.tables[one.table].name for one in pool.pool.shards)
+        for state, tensor in {"weights": pool.store.weight, **pool.store.states}.items():
+            name = f"{state} of tables {tables}"
+            held[name] = tensor, Placed.whole(name, tuple(tensor.shape))
+    return held

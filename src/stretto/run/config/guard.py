@@ -1,0 +1,93 @@
+"""What becomes of a step whose numbers cannot be right, and of copies that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from stretto.errors import Problem
+from stretto.run.config.section import Section
+
+Action = Literal["stop", "skip", "rollback"]
+
+
+class GuardConfig(Section):
+    """What becomes of a step whose numbers cannot be right, and of copies that differ."""
+
+    on_nonfinite: Action = Field(
+        default="stop",
+        description="Where a loss or a gradient is NaN or infinite, no rank applies the update. Then `stop` "
+        "ends the run, `skip` goes on with the next step, and `rollback` goes back to the newest whole "
+        "checkpoint and goes on behind the samples of the step.",
+    )
+    on_spike: Literal["off", "stop", "skip", "rollback"] = Field(
+        default="off", description="The same where the loss or the gradient norm jumps up."
+    )
+    spike_sigma: float = Field(
+        default=6.0,
+        gt=0,
+        description="What a jump is: so many standard deviations above the median of the window, both "
+        "estimated so that single outliers do not move them.",
+    )
+    spike_window: int = Field(
+        default=128, gt=3, description="Steps of the window; none is judged before it is half full."
+    )
+    max_skips: int = Field(
+        default=10,
+        gt=0,
+        description="Bad steps in a row that are skipped or rolled back; the next one stops.",
+    )
+    check_replicas: int | None = Field(
+        default=None,
+        gt=0,
+        description="Steps from one comparison of all copies of weights and optimiser states on different "
+        "ranks, by checksum, to the next, and before every checkpoint; null: none.",
+    )
+    on_mismatch: Literal["stop", "rollback"] = Field(
+        default="stop",
+        description="Where copies differ: `rollback` goes back to the newest whole checkpoint, and trains on "
+        "the same samples again.",
+    )
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether any rule goes back to a checkpoint."""
+        return "rollback" in (self.on_nonfinite, self.on_spike, self.on_mismatch)
+
+    @property
+    def keeps_on(self) -> bool:
+        """Whether a bad step is ever passed over, so that every rank must know of it before it updates."""
+        return self.on_nonfinite != "stop" or self.on_spike != "off"
+
+
+def guard_problems(guard: GuardConfig, save_every: int | None, asynchronous: bool) -> Iterator[Problem]:
+    """Rules that the rest of the job does not allow.
+
+    Args:
+        save_every: `checkpoint.every`.
+        asynchronous: the schedule updates weights within the step.
+    """
+    for name in ("on_nonfinite", "on_spike", "on_mismatch"):
+        action = getattr(guard, name)
+        if action == "rollback" and save_every is None:
+            yield Problem(
+                f"guard.{name}",
+                action,
+                "there are no checkpoints to go back to, for checkpoint.every is null",
+                "checkpoint.every=100",
+            )
+        if not asynchronous or name == "on_mismatch":
+            continue
+        if action == "rollback" or (name == "on_spike" and action == "skip"):
+            fix = f"guard.{name}={'stop' if name == 'on_spike' else 'skip'}, or schedule.name=1f1b"
+            yield Problem(
+                f"guard.{name}",
+                action,
+                "this schedule updates the weights before all ranks know of the step, and has begun others",
+                fix,
+            )
+    if guard.on_mismatch == "rollback" and guard.check_replicas is None:
+        fix = "guard.check_replicas=100"
+        yield Problem("guard.on_mismatch", "rollback", "no copies are compared without check_replicas", fix)

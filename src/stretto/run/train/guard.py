@@ -1,0 +1,206 @@
+"""What becomes of a step whose loss or gradients cannot be right: it stops the run, is skipped, or is undone.
+
+Steps are judged before their update, by numbers that all ranks have agreed on, so that all decide alike.
+Skipping a step whose loss or gradient norm is more than 6 standard deviations above the mean of the last 128
+is what OLMo 2 does (2025, section 3.3.2); here median and median absolute deviation take the place of mean
+and standard deviation, for a spike in the window must not raise the bar for the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, log
+from statistics import median
+from typing import Any, Literal, cast
+
+from stretto.errors import StrettoError
+from stretto.run.config.guard import GuardConfig
+from stretto.run.launch.failure import TrainingFailed
+
+_TO_SIGMA = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
+_LEAST_SPREAD = 1e-3  # of the logarithm: numbers that hardly change at all do not make a spike of a ripple
+
+Judged = tuple[float, float | None]
+"""Loss and gradient norm of a step; no norm where none is computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadStep:
+    """A step whose update was not applied on any rank.
+
+    Attributes:
+        step: its number, from 1.
+        reason: what is wrong with it, naming rank and microbatch, or the first bad gradient, where known.
+        samples: of the whole step, by their numbers in the order of the run.
+        suspects: of these, the microbatch's whose loss is not finite; all where it is not known.
+        whole: of an asynchronous schedule, updates of the step whose gradients were finite have been applied,
+            and this is false.
+    """
+
+    step: int
+    action: Literal["skip", "rollback"]
+    reason: str
+    samples: range
+    suspects: Sequence[range]
+    whole: bool = True
+
+    def facts(self) -> dict[str, Any]:
+        """As a line of `guard.jsonl`."""
+        return {
+            "step": self.step,
+            "action": self.action,
+            "reason": self.reason,
+            "samples": [self.samples.start, self.samples.stop],
+            "suspects": [[one.start, one.stop] for one in self.suspects],
+        }
+
+    def __str__(self) -> str:
+        which = " and ".join(f"{one.start} to {one.stop - 1}" for one in self.suspects)
+        return f"step {self.step}: {self.reason}{'; samples ' if which else ''}{which}"
+
+
+class Guard:
+    """The rules of a run, and how many bad steps in a row there have been.
+
+    Args:
+        history: loss and norm of the last good steps, oldest first; the run's position keeps them, so that a
+            run that goes on from a checkpoint judges as one that was not interrupted.
+    """
+
+    def __init__(self, config: GuardConfig, history: list[Judged]) -> None:
+        self.config, self.history = config, history
+        self._bad, self._furthest = 0, 0
+
+    def spike(self, loss: float, norm: float | None) -> str | None:
+        """What is wrong with a step whose loss or norm is far above the window's; None: nothing is."""
+        window, sigma = self.config.spike_window, self.config.spike_sigma
+        if self.config.on_spike == "off" or len(self.history) < window // 2:
+            return None
+        norms = [one for _, one in self.history if one is not None]
+        for name, value, past in (
+            ("loss", loss, [one for one, _ in self.history]),
+            ("gradient norm", norm, norms),
+        ):
+            if value is None or not isfinite(value) or len(past) < window // 2:
+                continue
+            if (times := deviations(value, past)) > sigma:
+                return f"the {name} is {value:.6g}, {times:.1f} standard deviations above {median(past):.6g}"
+        return None
+
+    def good(self, step: int, loss: float, norm: float | None) -> None:
+        """Note a step that was applied, by its number from 1."""
+        if step >= self._furthest:
+            self._bad = 0
+        if self.config.on_spike != "off":
+            finite = norm is not None and isfinite(norm)
+            self.history.append((loss, norm if finite else None))
+            del self.history[: -self.config.spike_window]
+
+    def refuse(
+        self,
+        step: int,
+        reason: str,
+        *,
+        spike: bool,
+        samples: range,
+        suspects: Sequence[range],
+        whole: bool = True,
+    ) -> BadStep:
+        """What becomes of a bad step, by its number from 1; steps that a rollback repeats without harm do not
+        end a row of bad ones.
+
+        Raises:
+            TrainingFailed: the config stops here, or this is one bad step too many.
+        """
+        action = self.config.on_spike if spike else self.config.on_nonfinite
+        if action in ("off", "stop"):
+            raise TrainingFailed(f"step {step}: {reason}")
+        self._count(step, reason)
+        return BadStep(
+            step=step, action=action, reason=reason, samples=samples, suspects=suspects, whole=whole
+        )
+
+    def differ(self, step: int, reason: str, samples: int) -> BadStep:
+        """What becomes of a run whose copies differ after a step; the samples are not to blame.
+
+        Raises:
+            TrainingFailed: the config stops here, or this is one bad step too many.
+        """
+        reason = f"copies differ: {reason}"
+        if self.config.on_mismatch == "stop":
+            raise TrainingFailed(f"after step {step}: {reason}")
+        self._count(step + 1, reason)  # the same steps come again before the next comparison
+        nothing = range(samples, samples)
+        return BadStep(step=step, action="rollback", reason=reason, samples=nothing, suspects=[])
+
+    def _count(self, step: int, reason: str) -> None:
+        self._bad, self._furthest = self._bad + 1, max(step, self._furthest)
+        if self._bad > (most := self.config.max_skips):
+            row = f"{self._bad} bad steps in a row, and guard.max_skips is {most}"
+            raise TrainingFailed(f"step {step}: {reason}; these are {row}")
+
+
+def deviations(value: float, past: Sequence[float]) -> float:
+    """By how many standard deviations a positive number is above the median of others, on the scale of
+    logarithms, where losses and gradient norms are spread most evenly.
+    """
+    logs = [log(max(one, 1e-300)) for one in past]
+    middle = median(logs)
+    spread = max(_TO_SIGMA * median(abs(one - middle) for one in logs), _LEAST_SPREAD)
+    return (log(max(value, 1e-300)) - middle) / spread
+
+
+def with_range(ranges: Iterable[tuple[int, int]], added: range) -> list[tuple[int, int]]:
+    """Ranges [first, end) and one more behind them; those that touch become one."""
+    joined = list(ranges)
+    if joined and joined[-1][1] == added.start:
+        joined[-1] = joined[-1][0], added.stop
+    elif len(added):
+        joined.append((added.start, added.stop))
+    return joined
+
+
+def read_skipped(path: object, meta: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """The ranges of samples that a checkpoint says were passed over.
+
+    Raises:
+        StrettoError: they are no such ranges.
+    """
+    ranges = _pairs(path, meta, "skipped")
+    if not all(type(n) is int and 0 <= n < 2**63 for one in ranges for n in one):
+        raise _unreadable(path, "skipped")
+    return [(int(one[0]), int(one[1])) for one in ranges]
+
+
+def read_history(path: object, meta: Mapping[str, Any]) -> list[Judged]:
+    """The window of losses and norms in a checkpoint.
+
+    Raises:
+        StrettoError: it is no such window.
+    """
+    history = list[Judged]()
+    for loss, norm in _pairs(path, meta, "history"):
+        if type(loss) not in (int, float) or type(norm) not in (int, float, type(None)):
+            raise _unreadable(path, "history")
+        history.append((loss, norm))
+    return history
+
+
+def _pairs(path: object, meta: Mapping[str, Any], name: str) -> list[list[Any]]:
+    there: object = meta.get(name, [])
+    pairs = cast("list[object]", there) if isinstance(there, list) else None
+    if pairs is None or len(pairs) > 1_000_000:
+        raise _unreadable(path, name)
+    read = list[list[Any]]()
+    for pair in pairs:
+        if not isinstance(pair, list) or len(cast("list[Any]", pair)) != 2:
+            raise _unreadable(path, name)
+        read.append(cast("list[Any]", pair))
+    return read
+
+
+def _unreadable(path: object, name: str) -> StrettoError:
+    return StrettoError(
+        f"checkpoint {path} does not say, as pairs of numbers, its {name}", hint="use another checkpoint"
+    )

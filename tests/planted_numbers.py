@@ -1,0 +1,143 @@
+"""Numbers that are not finite, planted in a real run on one of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from train_runs import Hook
+
+BAD = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
+
+
+def plant(step: int, rank: int | None, what: str, value: str = "nan", name: str | None = None) -> Hook:
+    """Plant a value in one step, once.
+
+    Args:
+        step: from 1.
+        rank: None: on all.
+        what: `weight`, `gradient`, `activation`, `loss`; or `no update`, for a step whose update is skipped
+            with nothing planted.
+        name: of the parameter; None: the first that the rank has.
+    """
+    return _plant, (step, rank, what, BAD[value], name)
+
+
+def _plant(step: int, rank: int | None, what: str, value: float, name: str | None) -> None:
+    from stretto.run.train.session import Session
+
+    inner, done = Session._step, list[int]()
+
+    def wrapped(self: Session, stop: Any) -> bool:
+        here = self.position.step + 1 == step and rank in (None, self.mesh.rank) and not done
+        if here:
+            done.append(1)
+            globals()["_" + what.replace(" ", "_")](self, value, name)
+        return inner(self, stop)
+
+    Session._step = wrapped
+
+
+def _parameter(session: Any, name: str | None) -> Tensor:
+    parameters = session.replica.parameters
+    return next(p for n, p in parameters.items() if p.numel() and name in (None, n))
+
+
+@torch.no_grad()
+def _weight(session: Any, value: float, name: str | None) -> None:
+    weight = _parameter(session, name)
+    weight.view(-1)[weight.numel() // 2] = value
+
+
+def _gradient(session: Any, value: float, name: str | None) -> None:
+    """In the gradient of what a module computes, in the first microbatch: loss and activations are right."""
+
+    def spoil(out: Tensor) -> Tensor:
+        out.register_hook(lambda gradient: _spoiled(gradient, value))
+        return out
+
+    _in_forward(session, spoil)
+
+
+def _activation(session: Any, value: float, name: str | None) -> None:
+    """In what a module computes, in the first microbatch."""
+    _in_forward(session, lambda out: _spoiled(out, value))
+
+
+def _spoiled(tensor: Tensor, value: float) -> Tensor:
+    spoiled = tensor.clone()
+    spoiled.view(-1)[0] = value
+    return spoiled
+
+
+def _in_forward(session: Any, change: Callable[[Tensor], Tensor]) -> None:
+    """Change what a norm of the rank's last stage puts out, once."""
+    stage = list(session.replica.pipeline.stages.values())[-1]
+    module = next(m for name, m in stage.named_modules() if name.endswith("norm1"))
+
+    def changed(_: Any, __: Any, out: Any) -> Any:
+        handle.remove()
+        return change(out)
+
+    handle = module.register_forward_hook(changed)
+
+
+def _loss(session: Any, value: float, name: str | None) -> None:
+    """In the loss that the rank reports, of its first microbatch: the gradients are as they were."""
+    replica = session.replica
+    inner, done = replica.step, list[int]()
+
+    def step(*arguments: Any, **named: Any) -> Any:
+        losses = inner(*arguments, **named)
+        if losses is not None and len(losses) and not done:
+            done.append(1)
+            losses = losses.clone()
+            losses[0] = value
+        return losses
+
+    replica.step = step
+
+
+def _no_update(session: Any, value: float, name: str | None) -> None:
+    """The step is bad by decree, on every rank alike."""
+    guard = session.guard
+    inner = guard.spike
+
+    def spike(loss: float, norm: float | None) -> str:
+        guard.spike = inner
+        return "by decree"
+
+    guard.config = guard.config.model_copy(update={"on_spike": "skip"})
+    guard.spike = spike
+
+
+def flip_bit(step: int, rank: int, name: str | None, *, element: int, bit: int) -> Hook:
+    """Flip one bit of what a rank holds, before a step: of a tensor by its name in `held_by`, or, where it is
+    None, of one by its number in order of names.
+    """
+    return _flip_bit, (step, rank, name, element, bit)
+
+
+def _flip_bit(step: int, rank: int, name: str | None, element: int, bit: int) -> None:
+    from stretto.run.train.session import Session
+
+    inner, done = Session._step, list[int]()
+
+    def wrapped(self: Session, stop: Any) -> bool:
+        if self.position.step + 1 == step and rank == self.mesh.rank and not done:
+            done.append(1)
+            flip(self._held()[name][0], element, bit)
+        return inner(self, stop)
+
+    Session._step = wrapped
+
+
+@torch.no_grad()
+def flip(tensor: Tensor, element: int, bit: int) -> None:
+    """Flip one bit of a tensor in place, numbers taken modulo what it has."""
+    bits = tensor.detach().view(-1).view(torch.uint8)
+    width = tensor.element_size()
+    bits[element % tensor.numel() * width + bit // 8 % width] ^= 1 << bit % 8

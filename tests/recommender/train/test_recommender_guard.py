@@ -1,0 +1,150 @@
+"""Bad steps of recommenders: no rank applies them, with and without clipping, wherever tables lie."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recommender_job import config_of
+from stretto.engine.checkpoint.read import read_whole
+from stretto.errors import StrettoError
+from stretto.recommender.config.check import check
+from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.train.clicks import prepare_clicks
+from stretto.recommender.train.job import PRELOAD, local_rank
+from stretto.recommender.train.placement import place
+from stretto.run.launch.local import RankFailed, prepare, run_ranks
+from stretto.run.train.metrics import read_lines
+
+pytestmark = pytest.mark.apart
+
+Plan = tuple[int, int | None, str]  # step from 1, rank or None for all, what
+
+
+def train(config: RecommenderConfig, *plans: Plan) -> dict[str, Any]:
+    prepare(PRELOAD)
+    data = prepare_clicks(config, quiet=True)
+    return run_ranks(config.layout.ranks, planted, plans, config, (data, place(config, data)))[0]
+
+
+def planted(plans: tuple[Plan, ...], config: RecommenderConfig, ready: Any) -> dict[str, Any]:
+    from stretto.recommender.train.session import Session
+
+    inner, left = Session._step, list(plans)
+
+    def wrapped(self: Session, stop: Any) -> bool:
+        for plan in list(left):
+            step, rank, what = plan
+            if self.position.step + 1 == step and rank in (None, self.rank):
+                left.remove(plan)
+                spoil(self, what)
+        return inner(self, stop)
+
+    Session._step = wrapped
+    return local_rank(config, True, ready)
+
+
+def spoil(session: Any, what: str) -> None:
+    recommender = session.recommender
+    if what == "weight":
+        with torch.no_grad():
+            next(recommender.net.parameters()).view(-1)[0] = float("nan")
+    elif what == "row gradient":  # of this rank's lookups; the dense networks' are finite
+        inner = recommender._on_vector_gradient
+
+        def spoiled(lookups: Any, vectors: torch.Tensor) -> None:
+            recommender._on_vector_gradient = inner
+            vectors.grad.view(-1)[0] = float("inf")
+            inner(lookups, vectors)
+
+        recommender._on_vector_gradient = spoiled
+    elif what == "dense gradient":
+        parameter = list(recommender.net.parameters())[-1]
+        handle = parameter.register_hook(lambda gradient: (handle.remove(), gradient * float("nan"))[1])
+    else:
+        guard, inner = session.guard, session.guard.spike
+
+        def decreed(loss: float, norm: float | None) -> str:
+            guard.spike = inner
+            return "by decree"
+
+        guard.config = guard.config.model_copy(update={"on_spike": "skip"})
+        guard.spike = decreed
+
+
+def tensors(config: RecommenderConfig, step: int) -> dict[str, bytes]:
+    """Every file of a checkpoint that holds tensors, bit by bit."""
+    folder = config.run.folder / "checkpoints" / f"step-{step:08d}"
+    files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*.safetensors")}
+    assert files, read_whole
+    return files
+
+
+SKIP = (
+    *("guard.on_nonfinite=skip", "checkpoint.every=6", "eval.every=null"),
+    "optim.rate.decay_steps=6",
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "what"),
+    [
+        (("tables.placement=row",), "row gradient"),
+        (("tables.placement=data", "optim.clip=1.0"), "dense gradient"),
+        (("tables.placement=data",), "row gradient"),
+    ],
+)
+def test_a_skipped_step_changes_no_row_and_no_weight(
+    tmp_path: Path, overrides: tuple[str, ...], what: str
+) -> None:
+    spoiled = config_of(tmp_path, *SKIP, *overrides)
+    plain = config_of(tmp_path / "plain", *SKIP, *overrides)
+    train(spoiled, (3, 1, what))
+    train(plain, (3, None, "no update"))
+    assert tensors(spoiled, 6) == tensors(plain, 6)
+    rows = list(read_lines(spoiled.run.folder / "metrics.jsonl"))
+    assert [row["bad"] is not None for row in rows] == [False, False, True, False, False, False]
+    (event,) = read_lines(spoiled.run.folder / "guard.jsonl")
+    assert event["samples"] == [66, 99]
+    assert "rank 1" in event["reason"] or what == "dense gradient"
+
+
+def test_a_stopped_step_changes_nothing_and_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match=r"step 3: a gradient is not finite, first that of the rows"):
+        train(config_of(tmp_path), (3, 1, "row gradient"))
+
+
+def test_a_rollback_restores_a_bad_weight_and_resumes_alike(tmp_path: Path) -> None:
+    back = (*SKIP, "guard.on_nonfinite=rollback", "checkpoint.every=2", "checkpoint.keep=9")
+    whole, parts = config_of(tmp_path, *back), config_of(tmp_path / "parts", *back)
+    train(whole, (4, 1, "weight"))
+    train(config_of(tmp_path / "parts", *back, "train.steps=4"), (4, 1, "weight"))
+    train(config_of(tmp_path / "parts", *back, "checkpoint.resume=auto"))
+    assert tensors(whole, 6) == tensors(parts, 6)
+    manifest = json.loads((whole.run.folder / "checkpoints/step-00000006/manifest.json").read_text())
+    assert manifest["meta"]["skipped"] == [[66, 132]]
+    assert manifest["meta"]["samples"] == 8 * 33
+
+
+def test_a_run_that_goes_on_behind_a_skipped_step_has_the_same_bits(tmp_path: Path) -> None:
+    whole, parts = config_of(tmp_path, *SKIP), config_of(tmp_path / "parts", *SKIP)
+    train(whole, (2, 0, "row gradient"))
+    train(config_of(tmp_path / "parts", *SKIP, "train.steps=3"), (2, 0, "row gradient"))
+    train(config_of(tmp_path / "parts", *SKIP, "checkpoint.resume=auto"))
+    assert tensors(whole, 6) == tensors(parts, 6)
+
+
+def test_a_rollback_cannot_take_back_new_ids(tmp_path: Path) -> None:
+    hashed = '{"rows": 40, "ids": "hash"}'
+    with pytest.raises(StrettoError, match="cannot be taken back"):
+        check(
+            config_of(
+                tmp_path,
+                f'model.tables=[{hashed}, {{"rows": 60}}]',
+                "guard.on_nonfinite=rollback",
+            )
+        )
