@@ -34,7 +34,7 @@ def test_a_flipped_bit_of_a_weight_and_of_a_state_is_found(folder: Path) -> None
     assert says.startswith("after step 4: copies differ: ")
     assert "model.blocks.0.norm1.weight is not the same on ranks 0 and 1" in says
     config = job(folder, "layout.dp=2", *CHECK, "run.name=dp", model=LLAMA)
-    says = message(config, flip_bit(3, 1, "optim.exp_avg.embed.weight", element=3, bit=30))
+    says = message(config, flip_bit(3, 1, "optim.exp_avg.embed.tok.weight", element=3, bit=30))
     assert says.startswith("after step 4: copies differ: ")
 
 
@@ -51,7 +51,7 @@ def test_a_rollback_for_a_flipped_bit_comes_to_the_bits_of_the_undisturbed_run(f
     assert event["samples"] == [
         20,
         20,
-    ]  # found after step 5: the comparison before was that of the checkpoint
+    ]  # after step 5: two after the checkpoint's
     assert "model.blocks.0.mlp.up.weight" in event["reason"]
 
 

@@ -1,7 +1,8 @@
 """The control plane: JSON messages between ranks, and work that succeeds on all ranks or raises on all.
 
 Messages go over the default process group; without one this process is the only rank. Nothing is pickled, so
-nothing that another rank sends can run code here.
+nothing that another rank sends can run code here. Messages are signed with the job's key (`signed`), numbered,
+and bounded in length before memory is taken for them.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import torch
 import torch.distributed as dist
 
 from stretto.engine.device import carrier
+from stretto.engine.parallel.signed import SIZE, is_genuine, job_key, signature
 from stretto.errors import StrettoError
 
 T = TypeVar("T")
 LONGEST_ERROR = 4000  # characters of an error message that are sent to the other ranks
+LONGEST_MESSAGE = 256 << 20  # bytes that a rank may send at once
 
 
 class CollectiveError(RuntimeError):
@@ -41,21 +44,47 @@ def world_size() -> int:
 
 
 def gather_json(value: Any) -> list[Any]:
-    """Every rank's JSON-able value, in rank order, on all ranks. Collective."""
+    """Every rank's JSON-able value, in rank order, on all ranks. Collective.
+
+    Raises:
+        CollectiveError: a message is too long, or is not signed with this job's key.
+    """
     if not has_group():
         return [value]
-    device = carrier()
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    device, key, number = carrier(), job_key(), _next_number()
+    body = json.dumps(value).encode()
+    signed = bytearray(signature(key, this_rank(), number, body) + body)
+    data = torch.frombuffer(signed, dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size())]
     dist.all_gather(sizes, torch.tensor([data.numel()], dtype=torch.int64, device=device))
     longest = max(int(size) for size in sizes)
+    for rank, size in enumerate(map(int, sizes)):
+        if not SIZE <= size <= LONGEST_MESSAGE:
+            raise CollectiveError(
+                f"rank {rank} announces a message of {size} bytes, {LONGEST_MESSAGE} at most"
+            )
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)  # all_gather requires equal sizes
     padded[: data.numel()] = data
     rows = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(rows, padded)
-    return [
-        json.loads(bytes(row[: int(n)].cpu().tolist()).decode()) for row, n in zip(rows, sizes, strict=True)
-    ]
+    values = list[Any]()
+    for rank, (row, size) in enumerate(zip(rows, sizes, strict=True)):
+        message = bytes(row[: int(size)].cpu().tolist())
+        if not is_genuine(key, rank, number, message):
+            raise CollectiveError(f"message {number} of rank {rank} is not signed with this job's key")
+        values.append(json.loads(message[SIZE:]))
+    return values
+
+
+_numbers: dict[str, Any] = {"group": None, "last": 0}
+
+
+def _next_number() -> int:
+    """Of the next message over the default group, counted from 1 in each group."""
+    if _numbers["group"] is not dist.group.WORLD:
+        _numbers.update(group=dist.group.WORLD, last=0)
+    _numbers["last"] += 1
+    return _numbers["last"]
 
 
 def run_on_all(work: Callable[[], T]) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,7 +47,14 @@ def resume(config: JobConfig) -> Iterator[Problem]:
 
 def run_folder(config: JobConfig) -> Iterator[Problem]:
     """A run folder that cannot be."""
-    yield from writable("run.dir", config.run.dir, config.run.folder.expanduser())
+    folder = config.run.folder.expanduser()
+    yield from writable("run.dir", config.run.dir, folder)
+    around = next((p for p in folder.absolute().parents if p.exists()), None)
+    if config.run.private and around is not None:
+        mode = around.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            rule = f"everyone may write to {around}, and so put another folder in this one's place"
+            yield Problem("run.private", "true", rule, f"chmod o-w {around}, or another run.dir")
 
 
 def writable(field: str, value: str, folder: Path) -> Iterator[Problem]:

@@ -472,6 +472,9 @@ class RunConfig(Section):
         description="Name of the run and of its folder; by default the config file's name.",
     )
     dir: str = Field(default="runs", min_length=1, description="Folder of all runs.")
+    private: bool = Field(
+        default=False, description="Only the user who trains may enter the run's folder (mode 0700)."
+    )
 
     @property
     def folder(self) -> Path:

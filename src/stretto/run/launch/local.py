@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from stretto.errors import StrettoError
 from stretto.run.launch.failure import Failure, first_cause
+from stretto.run.launch.network import local_environment
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -406,11 +407,10 @@ def _store(port: int) -> TCPStore:
 
 def _environment(ranks: int, port: int, threads: int) -> dict[str, str]:
     """Environment variables that all ranks share."""
-    loopback = "lo" if "lo" in (name for _, name in socket.if_nameindex()) else "lo0"
     return {
         "OMP_NUM_THREADS": str(threads),
-        "GLOO_SOCKET_IFNAME": loopback,
         **os.environ,
+        **local_environment(os.environ),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "GROUP_RANK": "0",

@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from stretto.engine.parallel.signed import KEY
 from stretto.errors import StrettoError
 
 SAVED = 75  # EX_TEMPFAIL of sysexits.h: the work is saved, submit the job again
@@ -80,6 +81,8 @@ def script(job: SlurmJob) -> str:
         "# torchrun waits this long for the ranks to save before it kills them",
         f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.signal_seconds}",
         "export PYTHONUNBUFFERED=1",
+        "# signs the ranks' control messages; no command line has it, which everyone could read",
+        f"export {KEY}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
         "",
         _run(job),
         _WATCH,

@@ -22,6 +22,7 @@ from stretto.run.data.marks import vocabulary
 from stretto.run.data.prepare import check_samples, check_vocabulary, describe_samples, prepare_data
 from stretto.run.launch.lease import lease
 from stretto.run.launch.local import RanksStopped, check_port, check_ranks, prepare, run_ranks
+from stretto.run.launch.network import check_interfaces, describe, local_environment, stay_inside
 from stretto.run.launch.slurm import SAVED
 from stretto.run.launch.stop import Stopped, StopRequest
 from stretto.run.train.prediction import first_line
@@ -147,6 +148,8 @@ def exit_code(result: Result) -> int:
 def _join(kind: Kind[C], config: C, quiet: bool) -> Result:
     """As one rank of torchrun's."""
     world = int(os.environ["WORLD_SIZE"])
+    stay_inside(os.environ)
+    check_interfaces()
     kind.check(config, world, _devices(config, world))
     kind.check_fresh(config)
     from stretto.run.launch.failure import cause_first
@@ -157,6 +160,7 @@ def _join(kind: Kind[C], config: C, quiet: bool) -> Result:
         try:
             if first:
                 kind.say(config, kind.prepare(config, stop), quiet)
+                _say_network(kind, config, quiet)
             return Result(kind.join(config, stop, quiet), stop.signal)
         except Stopped:
             return Result(None, stop.signal)
@@ -164,6 +168,7 @@ def _join(kind: Kind[C], config: C, quiet: bool) -> Result:
 
 def _launch(kind: Kind[C], config: C, quiet: bool, port: int) -> Result:
     """On ranks of this machine."""
+    check_interfaces()
     kind.check(config, None, None)
     ranks = kind.ranks(config)
     check_port(port)
@@ -179,6 +184,7 @@ def _launch(kind: Kind[C], config: C, quiet: bool, port: int) -> Result:
                 kind.agree(config, data)
                 stop.check()
                 kind.say(config, data, quiet)
+                _say_network(kind, config, quiet)
                 outcomes = run_ranks(
                     ranks,
                     *kind.local(config, data, quiet),
@@ -192,6 +198,21 @@ def _launch(kind: Kind[C], config: C, quiet: bool, port: int) -> Result:
             except RanksStopped as stopped:
                 return Result(stopped.results[0] if stopped.results else None, stopped.signal)
     return Result(outcomes[0])
+
+
+def _say_network(kind: Kind[C], config: C, quiet: bool) -> None:
+    """Say on which interfaces a training job listens."""
+    if kind.writes_to(config) is None:
+        return
+    device, backend = config.train.device, config.train.backend
+    if device == HOST:
+        backend = "gloo" if backend == AUTO else backend
+    else:
+        from stretto.engine.device import backend_for, device_kind
+
+        backend = backend_for(device_kind(device), backend).split(":")[-1]
+    environment = {**os.environ} if under_torchrun() else {**os.environ, **local_environment(os.environ)}
+    print(describe(environment, backend), file=sys.stderr if quiet else sys.stdout, flush=True)
 
 
 class _Language(Kind[TrainConfig]):

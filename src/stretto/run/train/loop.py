@@ -337,6 +337,8 @@ def start_run(
         return None
     try:
         run.mkdir(parents=True, exist_ok=True)
+        if config.run.private:
+            run.chmod(0o700)
         (run / "config.yaml").write_text(dump(config), encoding="utf-8")
         keep(run)
         metrics = Metrics(
