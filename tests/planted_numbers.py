@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,18 +89,20 @@ def _in_forward(session: Any, change: Callable[[Tensor], Tensor]) -> None:
 
 def _loss(session: Any, value: float, name: str | None) -> None:
     """In the loss that the rank reports, of its first microbatch: the gradients are as they were."""
-    replica = session.replica
-    inner, done = replica.step, list[int]()
+    replica, done = session.replica, list[int]()
 
-    def step(*arguments: Any, **named: Any) -> Any:
-        losses = inner(*arguments, **named)
-        if losses is not None and len(losses) and not done:
-            done.append(1)
-            losses = losses.clone()
-            losses[0] = value
-        return losses
+    def spoiling(inner: Any) -> Any:
+        def step(*arguments: Any, **named: Any) -> Any:
+            losses = inner(*arguments, **named)
+            if losses is not None and len(losses) and not done:
+                done.append(1)
+                losses = losses.clone()
+                losses[0] = value
+            return losses
 
-    replica.step = step
+        return step
+
+    replica.step, replica.advance = spoiling(replica.step), spoiling(replica.advance)
 
 
 def _no_update(session: Any, value: float, name: str | None) -> None:
@@ -141,3 +145,76 @@ def flip(tensor: Tensor, element: int, bit: int) -> None:
     bits = tensor.detach().view(-1).view(torch.uint8)
     width = tensor.element_size()
     bits[element % tensor.numel() * width + bit // 8 % width] ^= 1 << bit % 8
+
+
+def watch(step: int, folder: str) -> Hook:
+    """Note of every rank, in a file of its number, what the step with the planted value changed of weights
+    and states, bit by bit, and what is not finite after it that was before.
+    """
+    return _watch, (step, folder)
+
+
+def _watch(step: int, folder: str) -> None:
+    from stretto.run.train.session import Session
+
+    inner, done = Session._step, list[int]()
+
+    def wrapped(self: Session, stop: Any) -> bool:
+        if self.position.step + 1 != step or done:
+            return inner(self, stop)
+        done.append(1)
+        before = _in_memory(self)
+        try:
+            return inner(self, stop)
+        finally:
+            after = _in_memory(self)
+            changed = [name for name, bits in before.items() if not torch.equal(bits, after[name])]
+            spoiled = [name for name in before if _finite(before[name]) and not _finite(after[name])]
+            line = json.dumps({"changed": changed, "spoiled": spoiled, "watched": len(before)})
+            Path(folder, str(self.mesh.rank)).write_text(line)
+
+    Session._step = wrapped
+
+
+def _in_memory(session: Any) -> dict[str, Tensor]:
+    """Copies of what the rank holds in memory, as the bytes of their elements."""
+    there = dict[str, Tensor]()
+    for name, (tensor, _) in session._held().items():
+        if tensor.numel() and tensor.untyped_storage().size() >= tensor.numel() * tensor.element_size():
+            there[name] = (
+                tensor.detach()
+                .clone()
+                .view(-1)
+                .view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+            )
+    return there
+
+
+def _finite(bits: Tensor) -> bool:
+    kind = torch.float32 if bits.element_size() == 4 else torch.bfloat16
+    return bool(bits.view(kind).isfinite().all())
+
+
+def flip_bits(flips: Sequence[tuple[int, int, int, int, int]]) -> Hook:
+    """Flip bits of tensors that other ranks hold too, before steps, each once: (step, rank, number of the
+    tensor, element, bit), numbers taken modulo what there is.
+    """
+    return _flip_bits, (flips,)
+
+
+def _flip_bits(flips: Sequence[tuple[int, int, int, int, int]]) -> None:
+    from stretto.run.train.session import Session
+
+    inner, left = Session._step, list(flips)
+
+    def wrapped(self: Session, stop: Any) -> bool:
+        for one in list(left):
+            step, rank, number, element, bit = one
+            if self.position.step + 1 == step and rank == self.mesh.rank:
+                left.remove(one)
+                held, shared = self._held(), sorted(self._copies._place or ())
+                there = [name for name in shared if held[name][0].untyped_storage().size()]
+                flip(held[there[number % len(there)]][0], element, bit)
+        return inner(self, stop)
+
+    Session._step = wrapped

@@ -1,8 +1,8 @@
 """The control plane: JSON messages between ranks, and work that succeeds on all ranks or raises on all.
 
 Messages go over the default process group; without one this process is the only rank. Nothing is pickled, so
-nothing that another rank sends can run code here. Messages are signed with the job's key (`signed`), numbered,
-and bounded in length before memory is taken for them.
+nothing that another rank sends can run code here. Messages are signed with the job's key (`signed`) and
+numbered, and their length is bounded before memory is taken for them.
 """
 
 from __future__ import annotations

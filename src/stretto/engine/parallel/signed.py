@@ -1,9 +1,9 @@
 """Signatures of control messages, by a key that the ranks of one job share.
 
 The launcher puts a new key into the environment of its ranks; on several machines the batch script does. A
-message that does not come from a rank of the job, comes again, or comes from another rank than it says is then
-refused. Nothing else that ranks exchange is signed: who can write to a process group's sockets can still change
-tensors.
+message that does not come from a rank of the job, comes again, or comes from another rank than it says is
+then refused. Nothing else that ranks exchange is signed: who can write to a process group's sockets can still
+change tensors.
 """
 
 from __future__ import annotations

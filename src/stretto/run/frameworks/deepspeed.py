@@ -340,9 +340,10 @@ _MODEL = tuple(name for name in NAMES if name.startswith(("model.", "lora.")))
 
 _REPORTS = (
     *under("checkpoint", "every keep resume may_differ"),
+    *under("guard", "on_nonfinite on_spike spike_sigma spike_window max_skips check_replicas on_mismatch"),
     *under("metrics", "every tensorboard tensorboard_dir peak_tflops trace"),
     *under("sample", "prompt tokens temperature top_k"),
-    *under("run", "name dir"),
+    *under("run", "name dir private"),
 )
 RULES = (
     Rule(

@@ -86,7 +86,10 @@ _SECTIONS: Mapping[str, tuple[str, ...]] = {
         "lr-wsd-decay-style",
         "lr-wsd-decay-iters",
     ),
-    "train": ("micro-batch-size", "global-batch-size", "train-iters", "eval-iters", "eval-interval"),
+    "train": (
+        *("micro-batch-size", "global-batch-size", "train-iters", "eval-iters", "eval-interval"),
+        "check-weight-hash-across-dp-replicas-interval",
+    ),
     "checkpoint": ("save", "load", "save-interval", "ckpt-format"),
 }
 _SECTION_OF = {name: section for section, names in _SECTIONS.items() for name in names}

@@ -393,7 +393,8 @@ _AROUND = (
     *under("eval", "every batches"),
     *under("metrics", "tensorboard tensorboard_dir peak_tflops trace"),
     *under("sample", "prompt tokens temperature top_k"),
-    *under("run", "name dir"),
+    *under("run", "name dir private"),
+    *under("guard", "on_nonfinite on_spike spike_sigma spike_window max_skips check_replicas on_mismatch"),
     "checkpoint.resume",
     "checkpoint.may_differ",
 )

@@ -35,7 +35,7 @@ def on_one_machine(environment: Mapping[str, str]) -> bool:
 
 
 def stay_inside(environment: MutableMapping[str, str]) -> None:
-    """Bind the ranks of a job on one machine to the loopback interface, where the environment names no other."""
+    """Bind ranks of a job on one machine to its loopback interface, where the environment names no other."""
     if on_one_machine(environment):
         for name in INTERFACE.values():
             environment.setdefault(name, loopback())

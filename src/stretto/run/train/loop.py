@@ -229,18 +229,18 @@ class TrainingLoop(ABC, Generic[C, P]):
             self.save()
 
     def _compare_copies(self, stopped: bool) -> None:
-        """Where it is time to, compare what several ranks hold of the same: every so many steps, and before
-        every checkpoint. Collective.
+        """Where it is time to, compare what several ranks hold of the same: every so many steps, before every
+        checkpoint, and before a rollback, whose samples are not to blame where copies differ. Collective.
 
         Raises:
             TrainingFailed: copies differ, and the guard stops there.
         """
         step, every = self.position.step, self.config.guard.check_replicas
-        if every is None or self._bad is not None or not self._drained:
+        if every is None or not self._drained:
             return
         save_every = self.config.checkpoint.every or self.config.train.steps
         saved = stopped or step % save_every == 0 or step == self.config.train.steps
-        if not saved and step - self._compared_at < every:
+        if not saved and self._bad is None and step - self._compared_at < every:
             return
         self._compared_at = step
         differences = self._copies.differences(self._held())

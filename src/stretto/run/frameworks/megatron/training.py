@@ -10,7 +10,7 @@ from typing import Any
 from stretto.errors import StrettoError
 from stretto.run.config.load import run_name
 from stretto.run.frameworks.choices import Choices
-from stretto.run.frameworks.mapping import Open, Rule, Settings, aside, one_of, only, refused, same
+from stretto.run.frameworks.mapping import Open, Rule, Settings, aside, one_of, only, refused, same, under
 from stretto.run.frameworks.megatron.data import DATA, parted
 from stretto.run.frameworks.megatron.rate import RATE
 from stretto.spec.data_parallel import KEEP
@@ -196,6 +196,15 @@ def _read_evaluation(settings: Settings) -> Mapping[str, Any]:
 _BOARD = ("metrics.tensorboard", "metrics.tensorboard_dir")
 
 
+def _write_replicas(choices: Choices) -> Settings:
+    every = choices["guard.check_replicas"]
+    return {} if every is None else {"check-weight-hash-across-dp-replicas-interval": every}
+
+
+def _read_replicas(settings: Settings) -> dict[str, Any]:
+    return {"guard.check_replicas": settings.get("check-weight-hash-across-dp-replicas-interval")}
+
+
 def _write_checkpoint(choices: Choices) -> Settings:
     """Where and when to save; without an interval at the end only, which is that of the last step."""
     if "run.name" in choices.unsaid:
@@ -339,6 +348,16 @@ TRAINING: tuple[Rule, ...] = (
         read=_read_checkpoint,
     ),
     same("log-interval", "metrics.every"),
+    Rule(
+        choices=("guard.check_replicas",),
+        settings=("check-weight-hash-across-dp-replicas-interval",),
+        write=_write_replicas,
+        read=_read_replicas,
+    ),
+    aside("Megatron-LM stops at a loss that is not finite", "guard.on_nonfinite", "guard.max_skips"),
+    aside("Megatron-LM reports a spike", *under("guard", "on_spike spike_sigma spike_window")),
+    aside("Megatron-LM stops where replicas differ", "guard.on_mismatch"),
+    aside("Megatron-LM's folders have the user's usual permissions", "run.private"),
     aside("Megatron-LM deletes no checkpoints", "checkpoint.keep"),
     only("data.chat", (None,), "pretrain_gpt.py learns from text, not from conversations"),
     only("data.phases", ([],), "Megatron-LM's mixture has the same weights in all steps"),
