@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from train_runs import Hook
@@ -172,6 +173,7 @@ def _watch(step: int, folder: str) -> None:
             spoiled = [name for name in before if _finite(before[name]) and not _finite(after[name])]
             line = json.dumps({"changed": changed, "spoiled": spoiled, "watched": len(before)})
             Path(folder, str(self.mesh.rank)).write_text(line)
+            dist.barrier()  # a rank that fails first has the others killed
 
     Session._step = wrapped
 

@@ -416,6 +416,7 @@ NAMED_ELSEWHERE = {
     "run/frameworks/megatron/script.py": "a variable of Megatron-LM's scripts",
     "run/frameworks/megatron/training.py": "Megatron-LM trains on GPUs alone",
     "run/frameworks/torchtitan.py": "a setting of torchtitan",
+    "run/launch/network.py": "the variable that names the interface of NCCL",
 }
 NAMES_A_DEVICE = re.compile(r"cuda|nccl|rccl|hccl|xccl|\b(npu|xpu|mps|hpu)\b", re.IGNORECASE)
 

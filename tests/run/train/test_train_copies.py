@@ -68,7 +68,7 @@ def test_a_rollback_for_a_flipped_bit_comes_to_the_bits_of_the_undisturbed_run(f
         ("layout.dp=4", "dp.mode=zero1", "dp.shard_states=2"),
         ("layout.dp=4", "dp.mode=zero3"),
         ("layout.dp=2", "train.dtype=bfloat16"),
-        ("layout.pp=2", "schedule.name=dualpipev", "batch.global_size=8"),
+        ("layout.pp=2", "schedule.name=dualpipe-v", "batch.global_size=8"),
     ],
 )
 def test_no_copies_differ_by_themselves(folder: Path, layout: tuple[str, ...], model: str) -> None:

@@ -51,7 +51,8 @@ def gather_json(value: Any) -> list[Any]:
     """
     if not has_group():
         return [value]
-    device, key, number = carrier(), job_key(), _next_number()
+    device = carrier()
+    key, number = job_key(), _next_number()
     body = json.dumps(value).encode()
     signed = bytearray(signature(key, this_rank(), number, body) + body)
     data = torch.frombuffer(signed, dtype=torch.uint8).to(device)

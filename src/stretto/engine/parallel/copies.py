@@ -117,15 +117,15 @@ class Copies:
         names = {number: name for name, number in self._place.items() if number in sums}
         facts = {str(n): [names[n], one] for n, one in sums.items() if n in names and one != _LEAST}
         everywhere: list[dict[str, list[str | int]]] = gather_json(facts)
-        found = list[Difference]()
+        differences = list[Difference]()
         for number in sums:
             by_rank = {r: of[str(number)] for r, of in enumerate(everywhere) if str(number) in of}
             times = Counter(one for _, one in by_rank.values())
             (usual, most), *_ = times.most_common(1)
             off = tuple(r for r, (_, one) in by_rank.items() if one != usual or 2 * most <= len(by_rank))
             name = str(next(iter(by_rank.values()))[0])
-            found.append(Difference(name=name, holders=tuple(by_rank), suspects=off))
-        return sorted(found, key=lambda one: (one.suspects, one.name))
+            differences.append(Difference(name=name, holders=tuple(by_rank), suspects=off))
+        return sorted(differences, key=lambda one: (one.suspects, one.name))
 
 
 def report(differences: list[Difference]) -> str:

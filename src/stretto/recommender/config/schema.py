@@ -15,13 +15,12 @@ from stretto.recommender.config.model import Feature, RecommenderModel, default_
 from stretto.recommender.placement import TableSpec
 from stretto.recommender.shape import DlrmShape
 from stretto.run.config.guard import GuardConfig
+from stretto.run.config.results import ReportConfig, RunConfig
 from stretto.run.config.schema import (
     CheckpointConfig,
     EvalConfig,
     LoopConfig,
     RateConfig,
-    ReportConfig,
-    RunConfig,
 )
 from stretto.run.config.section import JobSection, Section
 from stretto.spec.optimiser import Optimiser

@@ -21,7 +21,9 @@ from stretto.recommender.train.clicks import ClickData, open_clicks, prepare_cli
 from stretto.recommender.train.job import PRELOAD
 from stretto.recommender.train.placement import place
 from stretto.recommender.train.resume import check_fits
-from stretto.run.config.schema import CheckpointConfig, EvalConfig, ReportConfig
+from stretto.run.config.guard import GuardConfig
+from stretto.run.config.results import ReportConfig, RunConfig
+from stretto.run.config.schema import CheckpointConfig, EvalConfig
 from stretto.run.evaluate.trained import Trained
 from stretto.run.launch.stop import Stopped, StopRequest
 from stretto.run.train.job import Kind, Result, run_kind
@@ -72,8 +74,9 @@ def serving_config(config: RecommenderConfig, request: Request) -> RecommenderCo
         ),
         "eval": EvalConfig(),
         "checkpoint": CheckpointConfig(resume=str(trained.checkpoint)),
+        "guard": GuardConfig(),
         "metrics": ReportConfig(),
-        "run": config.run.model_copy(update={"dir": str(folder.parent), "name": folder.name}),
+        "run": RunConfig(dir=str(folder.parent), name=folder.name),
     }
     if request.log is not None:
         update["data"] = config.data.model_copy(update={"source": list(request.log)})

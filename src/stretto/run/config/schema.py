@@ -19,6 +19,7 @@ from stretto.run.config.data import DataConfig
 from stretto.run.config.denoising import Corruption, Denoising, denoising
 from stretto.run.config.guard import GuardConfig
 from stretto.run.config.model import ModelConfig
+from stretto.run.config.results import MetricsConfig, ReportConfig, RunConfig, SampleConfig
 from stretto.run.config.section import JobSection, Section
 from stretto.run.config.states import DataParallelConfig, FinetuneConfig, LoraConfig, PrecisionConfig
 from stretto.spec.attention import AttentionKernel, ContextKind
@@ -410,76 +411,6 @@ class WeightsConfig(CheckpointConfig):
         description="Fields of `model` that may differ from the checkpoint's, as where the context is "
         "extended; without, training refuses weights of a model that computes something else.",
     )
-
-
-class ReportConfig(Section):
-    """What is reported during the run. `metrics.jsonl` has every step."""
-
-    every: int = Field(default=10, gt=0, description="Steps from one line in the terminal to the next.")
-    tensorboard: bool = Field(
-        default=False, description="Write TensorBoard files too; needs `stretto[tensorboard]`."
-    )
-    tensorboard_dir: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Write TensorBoard files to this folder; null: with `tensorboard`, to `tensorboard/` in "
-        "the run's folder.",
-    )
-
-    def board(self, run: Path) -> Path | None:
-        """The folder of TensorBoard's files of a run in the folder `run`; None: none are written."""
-        if self.tensorboard_dir is not None:
-            return Path(self.tensorboard_dir).expanduser()
-        return run / "tensorboard" if self.tensorboard else None
-
-
-class MetricsConfig(ReportConfig):
-    """What is reported during the run. `metrics.jsonl` has every step."""
-
-    peak_tflops: float | None = Field(
-        default=None,
-        gt=0,
-        description="Peak of one device in TFLOP/s, for MFU; null: looked up for known devices.",
-    )
-    trace: int = Field(
-        default=0,
-        ge=0,
-        description="Step, counted from the start or the resume, in which every rank records a timeline; "
-        "`trace/` and `report.html` in the run's folder compare it with the prediction. 0: none.",
-    )
-
-
-class SampleConfig(Section):
-    """The text that the trained model generates at the end."""
-
-    prompt: str = Field(default="def ", description="The beginning of the text.")
-    tokens: int = Field(default=64, ge=0, description="Tokens to generate; 0: no sample.")
-    temperature: float = Field(
-        default=0.8, ge=0, description="Divides the logits; 0: always the most likely token."
-    )
-    top_k: int | None = Field(
-        default=50, gt=0, description="Sample from this many most likely tokens; null: from all."
-    )
-
-
-class RunConfig(Section):
-    """Where the results go: `DIR/NAME/`."""
-
-    name: str = Field(
-        default="train",
-        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+=@-]*$",
-        examples=["gpt-small.2"],
-        description="Name of the run and of its folder; by default the config file's name.",
-    )
-    dir: str = Field(default="runs", min_length=1, description="Folder of all runs.")
-    private: bool = Field(
-        default=False, description="Only the user who trains may enter the run's folder (mode 0700)."
-    )
-
-    @property
-    def folder(self) -> Path:
-        """The run's own folder."""
-        return Path(self.dir) / self.name
 
 
 class HasRate(Protocol):

@@ -10,10 +10,11 @@ from typing import Any
 
 from stretto.errors import StrettoError
 from stretto.run.config.check import check
+from stretto.run.config.guard import GuardConfig
+from stretto.run.config.results import MetricsConfig, RunConfig
 from stretto.run.config.schema import (
     CheckpointConfig,
     EvalConfig,
-    MetricsConfig,
     OptimConfig,
     RecomputeConfig,
     TrainConfig,
@@ -81,8 +82,9 @@ def evaluation_config(config: TrainConfig, request: Request) -> TrainConfig:
         "recompute": RecomputeConfig(),
         "eval": EvalConfig(),
         "checkpoint": CheckpointConfig(resume=str(trained.checkpoint)),
+        "guard": GuardConfig(),
         "metrics": MetricsConfig(),
-        "run": config.run.model_copy(update={"dir": str(folder.parent), "name": folder.name}),
+        "run": RunConfig(dir=str(folder.parent), name=folder.name),
     }
     return config.model_copy(update=update).marking(())
 

@@ -87,7 +87,11 @@ _SECTIONS: Mapping[str, tuple[str, ...]] = {
         "lr-wsd-decay-iters",
     ),
     "train": (
-        *("micro-batch-size", "global-batch-size", "train-iters", "eval-iters", "eval-interval"),
+        "micro-batch-size",
+        "global-batch-size",
+        "train-iters",
+        "eval-iters",
+        "eval-interval",
         "check-weight-hash-across-dp-replicas-interval",
     ),
     "checkpoint": ("save", "load", "save-interval", "ckpt-format"),

@@ -277,7 +277,8 @@ class TrainingLoop(ABC, Generic[C, P]):
             position.skipped = with_range(position.skipped, range(position.samples, bad.samples.stop))
             position.samples = bad.samples.stop
         self.guard.history = position.history
-        self.saved, self._saved_at, self._compared_at = path, position.step, position.step
+        self.saved = path
+        self._saved_at = self._compared_at = position.step
         if self.metrics is not None:
             self.metrics.rewind(position.step)
 

@@ -177,7 +177,7 @@ class TrainingStep:
 
         agreed = timed(trace.AGREEMENT, lambda: agree(self._report(losses, stop), self.mesh.device, known()))
         counted, norm, *experts = agreed.known
-        bad = self._judged(agreed, step, seen, agreed.loss / (counted or 1.0), norm)
+        bad = self._judged(agreed, step, seen, loss=agreed.loss / (counted or 1.0), norm=norm)
         if bad is None:
             timed(trace.UPDATE, lambda: self.update(rate, norm, where))
             if isfinite(norm):
@@ -245,7 +245,8 @@ class TrainingStep:
         where = f"step {step + 1}"
         seen = window.seen + (step - window.first) * self.replica.job.global_batch
         counted, *experts = agreed.known
-        bad = self._judged(agreed, step, seen, agreed.loss / (counted or 1.0), None, spoiled)
+        loss = agreed.loss / (counted or 1.0)
+        bad = self._judged(agreed, step, seen, loss=loss, norm=None, spoiled=spoiled)
         if (scale := self.replica.loss_scale) is not None:
             scale.update(agreed.overflow)
             if scale.exhausted:
@@ -262,6 +263,7 @@ class TrainingStep:
         agreed: StepAgreement,
         step: int,
         seen: int,
+        *,
         loss: float,
         norm: float | None,
         spoiled: str | None = None,
