@@ -51,6 +51,7 @@ def _parameter(session: Any, name: str | None) -> Tensor:
 
 @torch.no_grad()
 def _weight(session: Any, value: float, name: str | None) -> None:
+    session.replica.states.ready()  # else what arrives may overwrite it
     weight = _parameter(session, name)
     weight.view(-1)[weight.numel() // 2] = value
 
