@@ -45,8 +45,10 @@ def _plant(step: int, rank: int | None, what: str, value: float, name: str | Non
 
 
 def _parameter(session: Any, name: str | None) -> Tensor:
-    parameters = session.replica.parameters
-    return next(p for n, p in parameters.items() if p.numel() and name in (None, n))
+    """By default a norm's, which every token meets; of gathered weights the rank's own part."""
+    here = [(n, p) for n, p in session.replica.parameters.items() if p.untyped_storage().size()]
+    here += [(f.name, f.parameter) for f in session.replica.fragments if f.parameter.numel()]
+    return next(p for n, p in here if p.numel() and (n == name if name else "norm" in n))
 
 
 @torch.no_grad()
@@ -215,7 +217,9 @@ def _flip_bits(flips: Sequence[tuple[int, int, int, int, int]]) -> None:
             step, rank, number, element, bit = one
             if self.position.step + 1 == step and rank == self.mesh.rank:
                 left.remove(one)
-                held, shared = self._held(), sorted(self._copies._place or ())
+                held = self._held()
+                # weights beside masters and shards are written anew by every update
+                shared = sorted(n for n in self._copies._place or () if not n.startswith("weights."))
                 there = [name for name in shared if held[name][0].untyped_storage().size()]
                 flip(held[there[number % len(there)]][0], element, bit)
         return inner(self, stop)

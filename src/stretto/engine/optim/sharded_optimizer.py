@@ -19,6 +19,7 @@ from torch import Tensor
 
 from stretto.engine.device import current_stream, new_stream, on_accelerator, on_stream, recorded_event
 from stretto.engine.offload.tensor_files import TensorFiles
+from stretto.engine.optim.norm import finite
 from stretto.engine.optim.states import STEP, prepare
 from stretto.engine.parallel.fragment import Fragment
 from stretto.spec.data_parallel import Offload
@@ -281,7 +282,7 @@ class ShardedOptimizer:
         """One torch optimiser's update; `parameter.grad` is set for it and restored."""
         before = [fragment.parameter.grad for fragment in fragments]
         gradients = [self._gradient(fragment) for fragment in fragments]
-        if self._thread is not None and not _finite(gradients):
+        if self._thread is not None and not finite([g for g in gradients if g is not None]):
             return
         if ratio != 1.0 and (scaled := [g for g in gradients if g is not None]):
             torch._foreach_mul_(scaled, ratio)
@@ -310,9 +311,3 @@ class ShardedOptimizer:
             self._thread.shutdown(wait=True, cancel_futures=True)
         if self.files is not None:
             self.files.close()
-
-
-def _finite(gradients: Sequence[Tensor | None]) -> bool:
-    """Whether all gradients are, by their largest elements."""
-    there = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
-    return not there or bool(torch.stack(torch._foreach_norm(there, float("inf"))).isfinite().all())

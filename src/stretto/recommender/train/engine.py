@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import AllreduceOptions, ProcessGroup, Work
 
 from stretto.engine.optim.build import build_optimizer
+from stretto.engine.optim.norm import finite
 from stretto.engine.optim.states import prepare, state_tensors
 from stretto.engine.parallel.fragment import Fragment, Placed, whole_fragments
 from stretto.engine.parallel.mesh import make_group
@@ -148,13 +149,6 @@ class StepResult:
     loss_sum: Tensor
     norm: float | None = None
     bad_gradient: str | None = None
-
-
-@torch.no_grad()
-def finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether all elements are, by the largest of each tensor."""
-    there = [tensor for tensor in tensors if tensor.numel()]
-    return not there or bool(torch.stack(torch._foreach_norm(there, float("inf"))).isfinite().all())
 
 
 Permit = Callable[[StepResult], bool]

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from stretto.engine.optim.build import build_optimizer
+from stretto.engine.optim.norm import finite
 from stretto.engine.optim.rate import delay_ratio
 from stretto.engine.optim.sharded_optimizer import ShardedOptimizer
 from stretto.engine.parallel.collectives import all_max
@@ -208,11 +209,10 @@ class ReplicaOptimizer:
         they skip together, on this one.
         """
         buffer = self.states.buffers.get(stage)
-        flats = [] if buffer is None else [flat for flat in buffer.flats if flat.numel()]
-        bad = torch.zeros(1, device=self.states.mesh.device)
-        if flats:
-            bad += ~torch.stack(torch._foreach_norm(flats, float("inf"))).isfinite().all()
-        return bool(all_max(bad, self._holders) if self._together else bad)
+        bad = buffer is not None and not finite(buffer.flats)
+        if not self._together:
+            return bad
+        return bool(all_max(torch.full((1,), float(bad), device=self.states.mesh.device), self._holders))
 
     def ensure_states(self) -> None:
         """Make the states that no update has made yet, so that a checkpoint has them."""

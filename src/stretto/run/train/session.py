@@ -13,6 +13,7 @@ from stretto.engine.pipeline import Recorder
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.mixture import epochs, held_out, parts_of, training_samples
 from stretto.run.data.token_source import TokenData
+from stretto.run.launch.failure import TrainingFailed
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train import trace
 from stretto.run.train.batches import read_ahead
@@ -229,4 +230,11 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         return go_on(self.config, self.replica, self._source, path, self.note, check=False)
 
     def _write_checkpoint(self) -> Path:
+        """Write a checkpoint of this step.
+
+        Raises:
+            TrainingFailed: weights are not finite, on all ranks; then nothing is written.
+        """
+        if (place := self._training.bad_weight()) is not None:
+            raise TrainingFailed(f"after step {self.position.step}: weights are not finite; first {place}")
         return save_run(self.config, self.replica, self._source, self.position)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from stretto.engine.device import moved, peak_memory
 from stretto.engine.models.moe import correct
+from stretto.engine.optim.norm import finite
 from stretto.engine.optim.rate import Rate
 from stretto.engine.optim.scale import SMALLEST
 from stretto.engine.pipeline import Recorder
@@ -308,7 +309,7 @@ class TrainingStep:
             step + 1, reason, spike=spike, samples=samples, suspects=suspects, whole=norm is not None
         )
         # weights that are not finite make every later step a bad one
-        if bad.action == "skip" and (place := self._first_named(self._spoiled())) is not None:
+        if bad.action == "skip" and (place := self.bad_weight()) is not None:
             raise TrainingFailed(
                 f"{where}: {reason}; nor are weights, which skipping does not mend "
                 f"(guard.on_nonfinite=rollback does); first {place}"
@@ -445,12 +446,15 @@ class TrainingStep:
         trained = [i for i, copy in enumerate(pipeline.program.copy_of) if copy in copies]
         return trained if len(trained) == losses else range(losses)  # an evaluation uses one copy for all
 
+    def bad_weight(self) -> str | None:
+        """Rank and name of the first weight in memory that is not finite. Collective."""
+        return self._first_named(self._spoiled())
+
     @torch.no_grad()
     def _spoiled(self) -> str | None:
         """The first weight of this rank that is not finite."""
         here = {n: p for n, p in self.replica.parameters.items() if p.untyped_storage().size()}
-        weights = [p.detach() for p in here.values() if p.numel()]
-        if not weights or bool(torch.stack(torch._foreach_norm(weights)).isfinite().all()):
+        if finite(list(here.values())):
             return None
         return _not_finite(here) or "a weight"  # whose norm alone is too large
 
