@@ -75,21 +75,18 @@ def _square(parts: Sequence[tuple[Fragment, Placed | None]]) -> Tensor:
 
 @torch.no_grad()
 def finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether all elements are finite, by one pass over norms, at the speed of memory. Numbers above 1e19, whose
-    square no float32 holds, count as infinite. The host waits for it.
+    """Whether all elements are finite, by one pass over norms, at the speed of memory. Numbers above 1e19,
+    whose square no float32 holds, count as infinite. The host waits for it.
     """
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
             alike.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    return all(
-        bool(
-            torch.stack(torch._foreach_norm(same, 2, torch.promote_types(dtype, torch.float32)))
-            .isfinite()
-            .all()
-        )
-        for (dtype, _), same in alike.items()
-    )
+    for (dtype, _), same in alike.items():
+        norms = torch._foreach_norm(same, 2, torch.promote_types(dtype, torch.float32))
+        if not bool(torch.stack(norms).isfinite().all()):
+            return False
+    return True
 
 
 def ratio(norm: float, largest: float | None, scale: float = 1.0) -> float:
