@@ -12,12 +12,16 @@ import torch.distributed as dist
 
 from stretto.engine.device import peak_memory
 from stretto.engine.optim.rate import Rate
+from stretto.engine.progress import PROGRESS, label
 from stretto.recommender.clicks.batch import ClickBatch, ClickSource
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.train.clicks import rank_slice
 from stretto.recommender.train.engine import Recommender
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.loop import StepAgreement, StepReport, agree
+
+_LOADING, _COMPUTING = label("loading data"), label("forward, backward and update")
+_AGREEING = label("agreement on the step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +75,12 @@ class TrainingStep:
             step: number of the step, from 0.
             seen: samples trained on before it.
         """
+        PROGRESS.mark(_LOADING)
         batch = self._batch(seen)
         following = None if step + 1 == self._steps else self._batch(seen + self._size)
         ratio = self._rate(step)
         self._recommender.factor = ratio
+        PROGRESS.mark(_COMPUTING)
         result = self._recommender.step(batch, following)
         total, finite = float(result.loss_sum), bool(result.loss_sum.isfinite())
         report = StepReport(
@@ -83,6 +89,7 @@ class TrainingStep:
             stop=stop is not None and stop.signal is not None,
             memory_gib=peak_memory(self._device),
         )
+        PROGRESS.mark(_AGREEING)
         return TrainedStep(agreed=agree(report, self._device), norm=result.norm, ratio=ratio)
 
     def _batch(self, first: int) -> ClickBatch:

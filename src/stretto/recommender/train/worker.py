@@ -26,6 +26,7 @@ from stretto.recommender.train.session import Session
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.loop import Position, process_group, start_run
 from stretto.run.train.position import find_checkpoint
+from stretto.run.watch.record import HANG, hang_record
 
 
 def train_rank(
@@ -45,6 +46,7 @@ def train_rank(
     keep_freed_memory()
     with ExitStack() as cleanup:
         device = cleanup.enter_context(process_group(config.train))
+        cleanup.enter_context(hang_record(config.run.folder / HANG, ()))
         data, placements = ready if ready is not None else _make_ready(config)
         notes = list[str]()
         checkpoint = find_checkpoint(config, notes.append)

@@ -161,6 +161,7 @@ def run_ranks(
     port: int = 0,
     stoppable: bool = False,
     earlier_signal: Callable[[], int | None] | None = None,
+    look: Callable[[Mapping[int, int]], Failure | None] | None = None,
 ) -> list[Any]:
     """Run `function(*arguments)` on `ranks` local processes; return their results in rank order.
 
@@ -173,6 +174,8 @@ def run_ranks(
         stoppable: on SIGINT, SIGTERM or SIGHUP send SIGTERM to the ranks and wait for their results;
             otherwise end them at once.
         earlier_signal: returns a signal that arrived before this function installed its handlers, if any.
+        look: called every half second with the processes of the ranks that still run; the failure that it
+            returns ends the job.
 
     Raises:
         StrettoError: a rank raised it, or the port cannot be used.
@@ -181,7 +184,7 @@ def run_ranks(
     """
     store = _store(port)
     environment = _environment(ranks, store.port, threads)
-    group = _Ranks(stoppable)
+    group = _Ranks(stoppable, look)
     with _Signals(group.on_signal) as signals:
         try:
             signals.first = signals.first or (earlier_signal() if earlier_signal is not None else None)
@@ -239,8 +242,10 @@ def check_port(port: int) -> None:
 class _Ranks:
     """The processes of a job, from start to end."""
 
-    def __init__(self, stoppable: bool) -> None:
-        self.stoppable = stoppable
+    def __init__(
+        self, stoppable: bool, look: Callable[[Mapping[int, int]], Failure | None] | None = None
+    ) -> None:
+        self.stoppable, self._look = stoppable, look
         self.processes: list[ForkServerProcess] = []
         self.links: dict[int, Connection] = {}
         self.results: dict[int, Any] = {}
@@ -289,6 +294,10 @@ class _Ranks:
         while (open_ := self._open()) and not self._cut:
             for rank in self._ready(open_):
                 self._read(rank)
+            if self._look is not None and not self.failures:
+                running = {rank: self.processes[rank].pid or 0 for rank in self._open()}
+                if (hung := self._look(running)) is not None:
+                    self.failures[hung.rank] = hung
             if self.failures and deadline is None:
                 deadline = time.monotonic() + WAIT_FOR_CAUSE_S
             if deadline is not None and (time.monotonic() > deadline or self._known()):

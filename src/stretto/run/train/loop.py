@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.engine.device import backend_for, rank_device
+from stretto.engine.progress import PROGRESS
 from stretto.errors import StrettoError
 from stretto.run.config import dump
 from stretto.run.config.run_checks import rate_notes
@@ -27,6 +28,7 @@ from stretto.run.launch.failure import doing
 from stretto.run.launch.lease import check_lease, share
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.metrics import TOKENS, Metrics, Words
+from stretto.run.watch.limit import StepLimit
 
 C = TypeVar("C", bound=JobConfig)
 P = TypeVar("P", bound="Position")
@@ -145,6 +147,7 @@ class TrainingLoop(ABC, Generic[C, P]):
         self.config, self.position = config, position
         self.saved, self.metrics = saved, metrics
         self._saved_at = position.step if saved is not None else -1
+        self._limit = StepLimit(config.train.hang_s, config.train.timeout_s)
 
     @abstractmethod
     def _step(self, stop: StopRequest) -> bool:
@@ -169,7 +172,7 @@ class TrainingLoop(ABC, Generic[C, P]):
         if position.step >= steps:
             self.note(f"nothing to do: {position.step} of train.steps={steps} steps are done")
         while position.step < steps and not stopped:
-            with doing(f"in step {position.step + 1}"):
+            with doing(f"in step {position.step + 1}"), self._limit.step(position.step + 1):
                 stopped = self._step(stop) and position.step < steps
             if stopped:
                 self.note(f"asked to stop: saving after step {position.step}")
@@ -192,14 +195,16 @@ class TrainingLoop(ABC, Generic[C, P]):
         """What the config asks for between two steps."""
         every, save_every = self.config.eval.every, self.config.checkpoint.every
         if every and (step % every == 0 or step == self.config.train.steps):
-            self.evaluate()
+            with PROGRESS.long("evaluation"):
+                self.evaluate()
         if save_every and step % save_every == 0:
             self.save()
 
     def save(self) -> None:
         """Write a checkpoint of this step."""
         check_lease(self.config.run.folder)
-        self.saved = self._write_checkpoint()
+        with PROGRESS.long("saving a checkpoint"):
+            self.saved = self._write_checkpoint()
         self._saved_at = self.position.step
         self.note(f"saved {self.saved}")
 

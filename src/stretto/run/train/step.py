@@ -18,6 +18,7 @@ from stretto.engine.device import moved, peak_memory
 from stretto.engine.models.moe import correct
 from stretto.engine.optim.rate import Rate
 from stretto.engine.pipeline import Recorder
+from stretto.engine.progress import PROGRESS, label
 from stretto.run.launch.failure import TrainingFailed
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train import trace
@@ -29,6 +30,8 @@ from stretto.run.train.speed import ExpertReport, expert_facts
 from stretto.spec.finetune import adjusted
 
 T = TypeVar("T")
+_LOADING, _UPDATING = label("loading data"), label("optimizer step")
+_NORM, _AGREEING = label("gradient norm"), label("agreement on the step")
 _LONGEST_NAME = 200  # characters of a parameter name in a message
 
 
@@ -153,16 +156,19 @@ class TrainingStep:
             )
         replica, timed = self.replica, _untimed if recorder is None else recorder.timed
         where, rate = f"step {step + 1}", self._rate(step)
+        PROGRESS.mark(_LOADING)
         (inputs, targets), counts = timed(trace.BATCH, lambda: self.batches.take(samples, seen, keyed=True))
         replica.set_rate(rate)
         # counts of all ranks: a mean over means would weigh the tokens of ranks with few targets more
         losses = replica.step(inputs, targets, scales(self._update_numbers, counts), recorder)
 
         def known() -> list[Tensor]:
+            PROGRESS.mark(_NORM)
             return [counts.sum()[None], replica.gradient_norm()[None], *self._expert_facts()]
 
         agreed = timed(trace.AGREEMENT, lambda: self.agree(losses, where, stop, known()))
         counted, norm, *experts = agreed.known
+        PROGRESS.mark(_UPDATING)
         timed(trace.UPDATE, lambda: self.update(rate, norm, where))
         if isfinite(norm):
             self.correct()
@@ -190,6 +196,7 @@ class TrainingStep:
 
         def enter(number: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
             before = window.seen + number * size
+            PROGRESS.mark(_LOADING)
             (inputs, targets), counts = timed(
                 trace.BATCH, lambda: self.batches.take(samples, before, keyed=True, number=number)
             )
@@ -224,6 +231,7 @@ class TrainingStep:
     def _conclude(self, window: _Window) -> StepResult:
         """The result of the oldest step that is not reported yet."""
         step, agreement = window.agreements.popleft()
+        PROGRESS.mark(_AGREEING)
         agreed, spoiled = agreement.wait(), window.spoiled.pop(step)
         where = f"step {step + 1}"
         self._check(agreed, where, spoiled)
@@ -325,7 +333,9 @@ class TrainingStep:
         Raises:
             TrainingFailed: a loss is not finite; on all ranks, naming the step, rank and microbatch.
         """
-        agreed = agree(self._report(losses, stop), self.mesh.device, known)
+        report = self._report(losses, stop)
+        PROGRESS.mark(_AGREEING)
+        agreed = agree(report, self.mesh.device, known)
         self._check(agreed, where)
         return agreed
 

@@ -26,11 +26,11 @@ from stretto.run.train.companions import (
     copy_companions,
     run_folder,
 )
-from stretto.run.train.hang_record import HANG, hang_record
 from stretto.run.train.loop import process_group, start_run
 from stretto.run.train.position import TextPosition, find_checkpoint, go_on
 from stretto.run.train.resume import check_fits, is_base
 from stretto.run.train.session import Session
+from stretto.run.watch.record import HANG, hang_record
 
 
 def train_rank(
