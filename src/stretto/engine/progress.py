@@ -82,6 +82,7 @@ class Progress:
     """The marks of this rank.
 
     Attributes:
+        attached: somebody observes this rank.
         waited_s: time that its main thread has spent waiting for other ranks.
         messages: for the marks that are waits for messages of a pipeline: the other pipeline rank, and
             whether the message goes to it.
@@ -91,11 +92,12 @@ class Progress:
         self._row = memoryview(bytearray(SIZE))
         self._marks = self._long = 0
         self.waited_s = 0.0
+        self.attached = False
         self.messages = dict[Label, tuple[int, bool]]()
 
     def attach(self, row: memoryview, process: int, host: str) -> None:
         """Keep the marks in `row` [SIZE bytes] from now on."""
-        self._row = row
+        self._row, self.attached = row, True
         self._row[_AT_HOST:SIZE] = host.encode(errors="replace")[:_HOST].ljust(_HOST, b"\0")
         self.limit(inf, inf, 0)
         self.alive(process)

@@ -22,9 +22,9 @@ from stretto.engine.progress import PROGRESS, SIZE, Progress, Row, label, read_r
 from stretto.program.action import Action, Kind
 from stretto.run.launch.local import RankFailed, run_ranks
 from stretto.run.watch.board import Board
-from stretto.run.watch.hang import HANG, Seen, judge, main_stack
+from stretto.run.watch.hang import HANG, Seen, judge, main_stack, process_state
 from stretto.run.watch.limit import FIRST, LEAST_S, StepLimit, percentile_99
-from stretto.run.watch.local import Watch, process_state, watching
+from stretto.run.watch.local import Watch, watching
 from stretto.run.watch.record import record_environment
 from tiny_job import job
 from train_runs import at_step, hooked

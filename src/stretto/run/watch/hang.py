@@ -70,6 +70,8 @@ def judge(seen: Mapping[int, Seen], diagnosis: Diagnosis | None) -> Verdict:
     late = [one for one in seen.values() if one.late]
     if mute := tuple(one.rank for one in late if not one.answers):
         why = "no thread of its Python runs: a call into C holds the interpreter's lock (GIL)"
+        if not all(seen[rank].state for rank in mute):
+            why = "no sign of life: its host is cut off or gone, or it is stopped or holds Python's lock"
         return Verdict(culprits=mute, why=why, diagnosis=diagnosis)
     if diagnosis is not None and diagnosis.mismatches:
         first = diagnosis.mismatches[0]
@@ -186,3 +188,12 @@ def main_stack(text: str) -> str:
     """Of the stacks of all threads, that of the main thread, the innermost call first."""
     blocks = [block.strip() for block in text.split("\n\n") if block.strip()]
     return blocks[-1] if blocks else ""
+
+
+def process_state(process: int) -> str:
+    """The state of a process (R, S, D, T: stopped, t: traced, Z); "" where the system does not say."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[0]

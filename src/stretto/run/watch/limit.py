@@ -10,7 +10,7 @@ from math import ceil
 
 from stretto.engine.progress import PROGRESS, label
 
-LEAST_S = 8.5  # with the time to gather what ranks know, a hang is told within 10 s
+LEAST_S = 8.0  # with the time to gather what ranks know, a hang is told within 10 s
 STEPS_S = 3.0  # times the 99th percentile of the steps
 FIRST = 2  # steps that compile, allocate and connect
 BEYOND_TIMEOUT_S = 10.0  # after train.timeout_s ranks that wait say so themselves

@@ -13,7 +13,17 @@ from typing import Any
 
 from stretto.run.launch.failure import Failure
 from stretto.run.watch.board import STACKS, Board
-from stretto.run.watch.hang import HANG, RECORD, STACK, Seen, failure, judge, read_records, remove_records
+from stretto.run.watch.hang import (
+    HANG,
+    RECORD,
+    STACK,
+    Seen,
+    failure,
+    judge,
+    process_state,
+    read_records,
+    remove_records,
+)
 from stretto.run.watch.rank import watched
 
 Look = Callable[[Mapping[int, int]], Failure | None]
@@ -138,12 +148,3 @@ def _signal_main_thread(process: int) -> None:
         ctypes.CDLL(None).tgkill(process, process, int(STACKS))
     except (AttributeError, OSError):  # another C library
         os.kill(process, STACKS)
-
-
-def process_state(process: int) -> str:
-    """The state of a process (R, S, D, T: stopped, t: traced, Z); "" where the system does not say."""
-    try:
-        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    return text.rpartition(")")[2].split()[0]

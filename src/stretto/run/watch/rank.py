@@ -18,11 +18,9 @@ BEAT_S = 0.25
 
 def watched(board: Board, function: Callable[..., Any], *arguments: Any) -> Any:
     """Run `function(*arguments)` as a local rank whose launcher watches the board."""
-    from stretto.run.watch.record import record_environment
     from stretto.run.watch.waits import counted_waits
 
     rank, process = int(os.environ["RANK"]), os.getpid()
-    record_environment(board.folder)
     PROGRESS.attach(board.memory(rank), process, socket.gethostname())
     if STACKS:  # in C, so that it works whatever holds the interpreter's lock
         faulthandler.register(STACKS, file=board.stacks, all_threads=True)
