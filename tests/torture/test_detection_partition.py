@@ -128,6 +128,7 @@ def cut_once(hosts: str, folder: Path, number: int) -> tuple[float, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_partition_stops_both_sides_and_commits_nothing(hosts: str, tmp_path: Path) -> None:
     job_file(tmp_path)
     subprocess.run(

@@ -109,9 +109,7 @@ def test_rank_0_is_judged_too(job: Callable[..., Job]) -> None:
     ranks = job(3)
     ranks.run(20, working=(0, 3))
     ranks.run(20, alive=(0,))  # it lives, and judges
-    with pytest.raises(
-        Ended, match=r"^rank 3 on host .* ends: rank 0 on host host0 has given no sign"
-    ):
+    with pytest.raises(Ended, match=r"^rank 3 on host .* ends: rank 0 on host host0 has given no sign"):
         ranks.run(14)
 
 

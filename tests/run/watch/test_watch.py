@@ -149,7 +149,7 @@ class Processes:
                 progress.alive(rank)
                 if rank in working:
                     progress.mark(label("work"))
-            found = self.watch.look(dict.fromkeys(range(len(self.ranks)), 0) | {r: r for r in working})
+            found = self.watch.look({rank: rank for rank in range(len(self.ranks))}, {})
             if found is not None:
                 return found
         return None

@@ -64,6 +64,7 @@ class ClickStep:
     samples_per_s: float  # of the whole job in this step
     step_time_s: float
     memory_gib: float | None = None  # peak of the fullest rank
+    slow: dict[str, float] | None = None  # ranks that are slow, and how many times longer they take
 
     @property
     def speed(self) -> float:

@@ -26,6 +26,7 @@ from stretto.run.launch.failure import TrainingFailed
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.loop import Outcome, Position, TrainingLoop
 from stretto.run.train.metrics import Metrics
+from stretto.run.watch.slow import BUSY
 
 _WINDOW = 50  # steps of the median speed
 
@@ -97,7 +98,9 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
         position = self.position
         size = self.config.batch.global_size
         self._warn_of_second_epoch(position.samples + size)
+        BUSY.begin()
         trained = self._training.run(step=position.step, seen=position.samples, stop=stop)
+        BUSY.end()
         for rank in trained.agreed.bad_microbatches:
             raise TrainingFailed(f"step {position.step + 1}: the loss on rank {rank} is not finite")
         self._fullest, loss = trained.agreed.memory_gib, trained.agreed.loss
@@ -105,6 +108,7 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
         position.samples += size
         position.loss = loss
         seconds = time.perf_counter() - started
+        slow = self._slow_ranks(trained.agreed.busy_s)
         self._speeds.append(size / seconds)
         if self.metrics is not None:
             optim = self.config.optim
@@ -119,6 +123,7 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
                 samples_per_s=size / seconds,
                 step_time_s=seconds,
                 memory_gib=self._fullest,
+                slow=slow,
             )
             self.metrics.step(record)
         return trained.agreed.stop

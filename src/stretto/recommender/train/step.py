@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from stretto.engine.device import peak_memory
+from stretto.engine.device import on_accelerator, peak_memory
 from stretto.engine.optim.rate import Rate
 from stretto.engine.progress import PROGRESS, label
 from stretto.recommender.clicks.batch import ClickBatch, ClickSource
@@ -19,6 +19,7 @@ from stretto.recommender.train.clicks import rank_slice
 from stretto.recommender.train.engine import Recommender
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.loop import StepAgreement, StepReport, agree
+from stretto.run.watch.slow import BUSY
 
 _LOADING, _COMPUTING = label("loading data"), label("forward, backward and update")
 _AGREEING = label("agreement on the step")
@@ -88,6 +89,7 @@ class TrainingStep:
             bad_microbatch=0.0 if finite else 1.0,
             stop=stop is not None and stop.signal is not None,
             memory_gib=peak_memory(self._device),
+            busy_s=0.0 if on_accelerator(self._device) else BUSY.report(),
         )
         PROGRESS.mark(_AGREEING)
         return TrainedStep(agreed=agree(report, self._device), norm=result.norm, ratio=ratio)

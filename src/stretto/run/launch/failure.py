@@ -105,7 +105,8 @@ def first_cause(failures: Mapping[int, Failure], ranks: Collection[int]) -> Fail
     a rank that has not reported.
     """
     reported = list(failures.values())
-    original = [failure for failure in reported if failure.kind not in ("silent", "gone")]
+    hung = [failure for failure in reported if failure.kind == "hung"]
+    original = hung or [failure for failure in reported if failure.kind not in ("silent", "gone")]
     if original:
         return original[0]
     waits = [failure for failure in reported if failure.kind == "silent"]

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 
+Look = Callable[[Mapping[int, int], Mapping[int, Failure]], Failure | None]
 _ON_DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 ACKNOWLEDGED = "read"  # the launcher's answer to a result
 ABANDONED = 70  # exit code when the launcher is gone (EX_SOFTWARE)
@@ -161,7 +162,7 @@ def run_ranks(
     port: int = 0,
     stoppable: bool = False,
     earlier_signal: Callable[[], int | None] | None = None,
-    look: Callable[[Mapping[int, int]], Failure | None] | None = None,
+    look: Look | None = None,
 ) -> list[Any]:
     """Run `function(*arguments)` on `ranks` local processes; return their results in rank order.
 
@@ -174,8 +175,8 @@ def run_ranks(
         stoppable: on SIGINT, SIGTERM or SIGHUP send SIGTERM to the ranks and wait for their results;
             otherwise end them at once.
         earlier_signal: returns a signal that arrived before this function installed its handlers, if any.
-        look: called every half second with the processes of the ranks that still run; the failure that it
-            returns ends the job.
+        look: called every half second, until after the first failure, with the processes of the ranks that
+            still run and the failures of others; the failure that it returns ends the job.
 
     Raises:
         StrettoError: a rank raised it, or the port cannot be used.
@@ -242,9 +243,7 @@ def check_port(port: int) -> None:
 class _Ranks:
     """The processes of a job, from start to end."""
 
-    def __init__(
-        self, stoppable: bool, look: Callable[[Mapping[int, int]], Failure | None] | None = None
-    ) -> None:
+    def __init__(self, stoppable: bool, look: Look | None = None) -> None:
         self.stoppable, self._look = stoppable, look
         self.processes: list[ForkServerProcess] = []
         self.links: dict[int, Connection] = {}
@@ -294,9 +293,9 @@ class _Ranks:
         while (open_ := self._open()) and not self._cut:
             for rank in self._ready(open_):
                 self._read(rank)
-            if self._look is not None and not self.failures:
+            if self._look is not None and deadline is None:
                 running = {rank: self.processes[rank].pid or 0 for rank in self._open()}
-                if (hung := self._look(running)) is not None:
+                if (hung := self._look(running, self.failures)) is not None:
                     self.failures[hung.rank] = hung
             if self.failures and deadline is None:
                 deadline = time.monotonic() + WAIT_FOR_CAUSE_S

@@ -86,6 +86,7 @@ class StepRecord:
     expert_loss: float | None = None  # balance and z-loss of experts, mean over tokens; not in `loss`
     expert_dropped: float | None = None  # part of the choices beyond an expert's capacity, 0 to 1
     expert_busiest: float | None = None  # load of the busiest expert over the average of its layer
+    slow: dict[str, float] | None = None  # ranks that are slow, and how many times longer they take
     targets: int | None = None  # of `tokens`, those that the loss counted; None: all, nothing is masked
 
     @property

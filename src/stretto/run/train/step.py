@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.engine.device import moved, peak_memory
+from stretto.engine.device import moved, on_accelerator, peak_memory
 from stretto.engine.models.moe import correct
 from stretto.engine.optim.rate import Rate
 from stretto.engine.pipeline import Recorder
@@ -27,6 +27,7 @@ from stretto.run.train.loop import Agreement, StepAgreement, StepReport, agree
 from stretto.run.train.optimizer import scales, update_numbers
 from stretto.run.train.replica import Replica
 from stretto.run.train.speed import ExpertReport, expert_facts
+from stretto.run.watch.slow import BUSY
 from stretto.spec.finetune import adjusted
 
 T = TypeVar("T")
@@ -56,6 +57,7 @@ class StepResult:
         updates: of the weights.
         stop: whether any rank was asked to stop.
         memory_gib: peak of the fullest rank; None where no rank measures it.
+        busy_s: of each rank, the time in which it waited for no other.
         experts: of a model with experts.
     """
 
@@ -69,6 +71,7 @@ class StepResult:
     updates: int
     stop: bool
     memory_gib: float | None
+    busy_s: tuple[float, ...]
     experts: ExpertReport | None
 
 
@@ -275,6 +278,7 @@ class TrainingStep:
             updates=0 if norm is not None and not isfinite(norm) else max(self._update_numbers) + 1,
             stop=agreed.stop,
             memory_gib=agreed.memory_gib,
+            busy_s=agreed.busy_s,
             experts=ExpertReport(*experts) if experts else None,
         )
 
@@ -362,6 +366,7 @@ class TrainingStep:
             overflow=overflow,
             stop=stop is not None and stop.signal is not None,
             memory_gib=peak_memory(self.mesh.device),
+            busy_s=0.0 if on_accelerator(self.mesh.device) else BUSY.report(),
         )
 
     def _check(self, agreed: StepAgreement, where: str, spoiled: str | None = None) -> None:

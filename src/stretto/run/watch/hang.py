@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -73,15 +74,8 @@ def judge(seen: Mapping[int, Seen], diagnosis: Diagnosis | None) -> Verdict:
         if not all(seen[rank].state for rank in mute):
             why = "no sign of life: its host is cut off or gone, or it is stopped or holds Python's lock"
         return Verdict(culprits=mute, why=why, diagnosis=diagnosis)
-    if diagnosis is not None and diagnosis.mismatches:
-        first = diagnosis.mismatches[0]
-        if len(first.odd) < len(first.calls):
-            calls = ", ".join(f"rank {rank} {call.operation}" for rank, call in first.calls.items())
-            slip = {1: "; as if it had left out a call", -1: "; as if it had made a call more"}.get(
-                first.slip, ""
-            )
-            why = f"its call #{first.number} of {first.group} differs in {first.about} ({calls}){slip}"
-            return Verdict(culprits=first.odd, why=why, diagnosis=diagnosis)
+    if (differing := odd_call(diagnosis)) is not None:
+        return differing
     waiting = {one.rank for one in seen.values() if one.row.waits}
     if diagnosis is not None:
         named = tuple(rank for rank in diagnosis.culprits if rank in seen)
@@ -89,11 +83,33 @@ def judge(seen: Mapping[int, Seen], diagnosis: Diagnosis | None) -> Verdict:
             return Verdict(culprits=alone, why="the others wait for it", diagnosis=diagnosis)
         if named:
             return Verdict(culprits=named, why="the others wait for it", diagnosis=diagnosis)
+        waiters = Counter(target for _, target in {(wait.rank, wait.target) for wait in diagnosis.waits})
+        most = [rank for rank in waiters if rank in seen and waiters[rank] == max(waiters.values())]
+        if len(most) == 1 and max(waiters.values()) > 1:
+            why = (
+                "most ranks wait for it, and it for one of them: as if it had left out a call or made another"
+            )
+            return Verdict(culprits=(most[0],), why=why, diagnosis=diagnosis)
     if alone := tuple(one.rank for one in late if one.rank not in waiting):
         return Verdict(culprits=alone, why="it waits for no other rank", diagnosis=diagnosis)
     worst = max(late, key=lambda one: one.seconds)
     why = "it has made no progress for the longest time, and every rank waits for another"
     return Verdict(culprits=(worst.rank,), why=why, diagnosis=diagnosis)
+
+
+def odd_call(diagnosis: Diagnosis | None) -> Verdict | None:
+    """The ranks whose call differs from that of most others; None where the calls agree, or as many are of
+    one kind as of the other.
+    """
+    if diagnosis is None or not diagnosis.mismatches:
+        return None
+    first = diagnosis.mismatches[0]
+    if len(first.odd) == len(first.calls):
+        return None
+    calls = ", ".join(f"rank {rank} {call.operation}" for rank, call in first.calls.items())
+    slips = {1: "; as if it had left out a call", -1: "; as if it had made a call more"}
+    why = f"its call #{first.number} of {first.group} differs in {first.about} ({calls})"
+    return Verdict(culprits=first.odd, why=why + slips.get(first.slip, ""), diagnosis=diagnosis)
 
 
 def read_records(folder: Path, world: int) -> Diagnosis | None:

@@ -103,11 +103,12 @@ class JointWatch:
     def __init__(
         self, store: Any, folder: Path, *, rank: int, world: int, end: Callable[[str], None]
     ) -> None:
-        self._store, self._folder, self._end = store, folder, end
+        self._store, self._folder = store, folder
+        self._end = end
         self.rank, self.world = rank, world
         self._heard = {other: _Heard() for other in (range(world) if rank == 0 else {0, rank})}
         self._silence = 0.0  # seconds since the store has answered
-        self._asked = self._answered = 0
+        self._requests = self._answered = 0
         self._wait_until = 0.0
         self._stopped = threading.Event()
         self._lock = threading.Lock()
@@ -187,8 +188,8 @@ class JointWatch:
     def _judge(self, seen: Mapping[int, Seen]) -> None:
         """Gather what the ranks know, and end the job; on rank 0."""
         remove_records(self._folder)
-        self._asked += 1
-        self._to_store(_ASK, str(self._asked))
+        self._requests += 1
+        self._to_store(_ASK, str(self._requests))
         end = time.monotonic() + _GATHER_S
         while time.monotonic() < end and not self._has_records(seen):
             time.sleep(0.05)

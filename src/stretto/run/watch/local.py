@@ -7,11 +7,12 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
 from stretto.run.launch.failure import Failure
+from stretto.run.launch.local import Look
 from stretto.run.watch.board import STACKS, Board
 from stretto.run.watch.hang import (
     HANG,
@@ -20,13 +21,13 @@ from stretto.run.watch.hang import (
     Seen,
     failure,
     judge,
+    odd_call,
     process_state,
     read_records,
     remove_records,
 )
 from stretto.run.watch.rank import watched
 
-Look = Callable[[Mapping[int, int]], Failure | None]
 _LONGEST_LOOK_S = 1.0  # time between two looks that counts: in a longer one this process did not run either
 _GATHER_S = 3.0  # for records
 _STACK_S = 1.0  # for the stacks of a rank that cannot write a record
@@ -73,18 +74,21 @@ class Watch:
         self._still = [0.0] * board.ranks
         self._mute = [0.0] * board.ranks
 
-    def look(self, processes: Mapping[int, int]) -> Failure | None:
+    def look(self, processes: Mapping[int, int], failures: Mapping[int, Failure]) -> Failure | None:
         """Look at the ranks that are still running.
 
         Args:
             processes: of these ranks.
+            failures: of others.
 
         Returns:
-            The failure of a rank that hangs, once there is one.
+            The failure of a rank that hangs, once there is one, or of one whose calls differ from others'.
         """
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, _LONGEST_LOOK_S), now
         seen = {rank: self._see(rank, process, passed) for rank, process in processes.items()}
+        if failures:
+            return self._differing(seen, processes) if any(map(_in_a_call, failures.values())) else None
         if now < self._wait_until or not any(one.late for one in seen.values()):
             return None
         if any(one.state == _TRACED for one in seen.values()):
@@ -102,6 +106,17 @@ class Watch:
         for rank in unable:
             self._dump_stack(rank, processes[rank], seen[rank].state)
         return failure(seen, verdict, folder)
+
+    def _differing(self, seen: Mapping[int, Seen], processes: Mapping[int, int]) -> Failure | None:
+        """The failure of a rank whose last calls differ from those of the ranks that still run, which ask in
+        vain why others are gone.
+        """
+        self._gather(seen, processes)
+        verdict = odd_call(read_records(self.board.folder, self.board.ranks))
+        if verdict is None:
+            return None
+        every = {rank: self._see(rank, 0, 0.0) for rank in range(self.board.ranks)}
+        return failure(every, verdict, self.board.folder)
 
     def _see(self, rank: int, process: int, passed: float) -> Seen:
         row, state = self.board.row(rank), process_state(process)
@@ -140,6 +155,13 @@ class Watch:
             self.board.folder.mkdir(parents=True, exist_ok=True)
             path = self.board.folder / STACK.format(rank=rank)
             path.write_text(self.board.read_stacks(before), encoding="utf-8")
+
+
+def _in_a_call(one: Failure) -> bool:
+    """Whether a rank failed in a call that others take part in: gloo ends a process that is sent more than it
+    expects.
+    """
+    return one.kind in ("silent", "gone") or "SIGABRT" in one.message
 
 
 def _signal_main_thread(process: int) -> None:

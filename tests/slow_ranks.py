@@ -1,0 +1,49 @@
+"""Ranks that take longer than the others in every step, and the busy times of all ranks, kept."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from stretto.engine.progress import PROGRESS
+
+
+def slow_down(rank: int, factor: float, first: int) -> None:
+    """From step `first` on, this rank computes `factor` times as long: it spins for the rest."""
+    from stretto.run.train.session import Session
+
+    inner = Session.__init__
+
+    def built(self: Session, *arguments: Any, **named: Any) -> None:
+        inner(self, *arguments, **named)
+        step = self.replica.step
+
+        def slower(*arguments: Any) -> Any:
+            began, waited = time.perf_counter(), PROGRESS.waited_s
+            result = step(*arguments)
+            ended = time.perf_counter()
+            busy = ended - began - (PROGRESS.waited_s - waited)
+            if self.position.step + 1 >= first and self.mesh.rank == rank:
+                while time.perf_counter() < ended + (factor - 1) * busy:
+                    pass
+            return result
+
+        self.replica.step = slower
+
+    Session.__init__ = built
+
+
+def keep_busy_times(path: str) -> None:
+    """Append those of every step, and what is slow after it."""
+    from stretto.run.watch.slow import SlowRanks
+
+    inner = SlowRanks.add
+
+    def add(self: SlowRanks, busy: Any) -> Any:
+        slow = inner(self, busy)
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps([list(busy), {str(rank): factor for rank, factor in slow.items()}]) + "\n")
+        return slow
+
+    SlowRanks.add = add
