@@ -40,8 +40,8 @@ def keep_busy_times(path: str) -> None:
 
     inner = SlowRanks.add
 
-    def add(self: SlowRanks, busy: Any) -> Any:
-        slow = inner(self, busy)
+    def add(self: SlowRanks, busy: Any, seconds: float) -> Any:
+        slow = inner(self, busy, seconds)
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps([list(busy), {str(rank): factor for rank, factor in slow.items()}]) + "\n")
         return slow

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from counts import record
+
 from slow_ranks import keep_busy_times, slow_down
 from stretto.run.data.prepare import prepare_data
 from stretto.run.launch.local import prepare, run_ranks
@@ -19,8 +19,8 @@ from stretto.run.watch.slow import EVERY, WINDOW
 from tiny_job import job
 from train_runs import hooked
 
-FIRST = 61
-HEALTHY_STEPS = 1040  # of each layout
+FIRST = 45
+HEALTHY_STEPS = 1100  # of each layout
 LAYOUTS = {
     "dp": ("layout.dp=2",),
     "tp": ("layout.tp=2",),
@@ -29,12 +29,14 @@ LAYOUTS = {
 }
 
 
-def slow_after(folder: Path, layout: str, steps: int, hooks: Sequence[Any] = ()) -> list[dict[str, float]]:
+def slow_after(
+    folder: Path, layout: str, steps: int, hooks: Sequence[Any] = (), *more: str
+) -> list[dict[str, float]]:
     """Which ranks are slow after each step."""
     number = len(list(folder.glob("*.jsonl")))
     path = folder / f"{number}.jsonl"
     changes = (f"train.steps={steps}", f"run.name=r{number}", "metrics.every=1000")
-    config = job(folder, *LAYOUTS[layout], *changes)
+    config = job(folder, *LAYOUTS[layout], *changes, *more)
     prepare(PRELOAD)
     source = prepare_data(config, quiet=True)
     every = [(keep_busy_times, (str(path),)), *hooks]
@@ -48,7 +50,9 @@ def test_slow_ranks_are_found_within_20_steps(tmp_path: Path) -> None:
     missed, longest = list[str](), 0
     cases = list(itertools.product(LAYOUTS, (0, 1), (1.5, 2.0)))
     for layout, rank, factor in cases:
-        after = slow_after(tmp_path, layout, FIRST + 40, [(slow_down, (rank, factor, FIRST))])
+        after = slow_after(
+            tmp_path, layout, FIRST + 22, [(slow_down, (rank, factor, FIRST))], "batch.global_size=24"
+        )
         found = next((step for step, slow in enumerate(after, 1) if slow), 0)
         took = found - FIRST + 1
         right = 0 < took <= 20 and list(after[found - 1]) == [str(rank)]
@@ -81,6 +85,6 @@ def test_healthy_runs_raise_no_alarm(tmp_path: Path) -> None:
         tried=windows,
         passed=windows - alarms,
         command="pytest -m slow tests/torture/test_detection_slow.py -k healthy",
-        note="windows of 16 steps in real runs",
+        note="windows of 16 steps and 2 s in real runs",
     )
     assert alarms == 0

@@ -17,7 +17,7 @@ MANY = [list(range(12))]
 
 
 def steps(seed: int, ranks: int, noise: float, work: Callable[[int, int], float]) -> Iterator[list[float]]:
-    """Busy times with noise that the ranks of a step share, noise of their own, and a long step now and then."""
+    """Busy times with noise that ranks share, noise of their own, and a long step now and then."""
     draw = random.Random(seed)
     step = 0
     while True:
@@ -40,7 +40,7 @@ def test_a_slow_rank_is_found_within_20_steps(groups: Sequence[Sequence[int]], f
             rank, ranks, 0.08, lambda s, r, u=unequal, k=rank: u[r] * (factor if r == k and s >= 60 else 1)
         )
         for step, busy in zip(range(200), times, strict=False):
-            slow = judge.add(busy)
+            slow = judge.add(busy, 0.2)
             if step < 60:
                 assert not slow
             elif slow and found is None:
@@ -56,7 +56,17 @@ def test_a_slow_rank_is_found_within_20_steps(groups: Sequence[Sequence[int]], f
 def test_no_false_alarm_in_a_thousand_windows(groups: Sequence[Sequence[int]]) -> None:
     judge = SlowRanks(groups)
     for busy, _ in zip(steps(7, 4, 0.15, lambda *_: 1.0), range(4016), strict=False):
-        assert not judge.add(busy)
+        assert not judge.add(busy, 0.2)
+
+
+def test_short_steps_are_judged_over_two_seconds() -> None:
+    judge, found = SlowRanks(ALIKE), list[int]()
+    for step, busy in zip(
+        range(120), steps(5, 4, 0.05, lambda s, r: 2 if r == 1 and s >= 20 else 1), strict=False
+    ):
+        if judge.add(busy, 0.05):
+            found.append(step)
+    assert 50 <= found[0] < 20 + 40 + 4
 
 
 def test_a_rank_that_recovers_is_told_too() -> None:
@@ -65,7 +75,7 @@ def test_a_rank_that_recovers_is_told_too() -> None:
         steps(3, 4, 0.05, lambda s, r: 2 if r == 1 and 60 <= s < 400 else 1), range(500), strict=False
     ):
         before = judge.slow
-        told += news(before, judge.add(busy), ["a", "b", "c", "d"])
+        told += news(before, judge.add(busy, 0.2), ["a", "b", "c", "d"])
     assert len(told) == 2
     assert told[0].startswith("rank 1 on host b is slow: its own work takes ")
     assert told[1] == "rank 1 on host b is as fast as usual again"
@@ -74,8 +84,8 @@ def test_a_rank_that_recovers_is_told_too() -> None:
 def test_what_is_not_measured_is_not_judged() -> None:
     judge = SlowRanks(ALIKE)
     for _ in range(100):
-        assert not judge.add([0.0] * 4)
-    assert not SlowRanks([[0]]).add([1.0])
+        assert not judge.add([0.0] * 4, 0.2)
+    assert not SlowRanks([[0]]).add([1.0], 0.2)
 
 
 def test_busy_time_leaves_out_waits_and_what_is_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,7 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
         position.samples += size
         position.loss = loss
         seconds = time.perf_counter() - started
-        slow = self._slow_ranks(trained.agreed.busy_s)
+        slow = self._slow_ranks(trained.agreed.busy_s, seconds)
         self._speeds.append(size / seconds)
         if self.metrics is not None:
             optim = self.config.optim

@@ -215,13 +215,17 @@ class TrainingLoop(ABC, Generic[C, P]):
         """All ranks, those together that have the same work in every step; alone where that is not known."""
         return [[rank] for rank in range(len(self._hosts))]
 
-    def _slow_ranks(self, busy_s: Sequence[float]) -> dict[str, float] | None:
+    def _slow_ranks(self, busy_s: Sequence[float], seconds: float) -> dict[str, float] | None:
         """The ranks that are slow after a step, for its record, and how many times longer than usual they
         take; tells people what is new. None: there are none, or this is not rank 0.
+
+        Args:
+            busy_s: of each rank; see `StepReport`.
+            seconds: that the step took.
         """
         if self._slow is None:
             return None
-        before, now = self._slow.slow, self._slow.add(busy_s)
+        before, now = self._slow.slow, self._slow.add(busy_s, seconds)
         for line in news(before, now, self._hosts):
             self.note(line)
         return {str(rank): factor for rank, factor in now.items()} or None

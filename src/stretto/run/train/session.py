@@ -175,7 +175,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
             epoch=max(done_epochs.values()),
             epochs=done_epochs if len(done_epochs) > 1 else None,
         )
-        record = replace(record, slow=self._slow_ranks(done.busy_s))
+        record = replace(record, slow=self._slow_ranks(done.busy_s, seconds))
         if self._forecast is not None and self._forecast.estimate is not None:
             record = replace(record, bubble=self._forecast.estimate.bubble)
         if (scale := self.replica.loss_scale) is not None:

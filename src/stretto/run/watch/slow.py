@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 from stretto.engine.progress import PROGRESS
 
-WINDOW = 16  # steps
+WINDOW, LEAST_S = 16, 2.0  # steps and seconds: cores of machines that are shared are slow for moments
+_LONGEST = 128  # steps of a window
 EVERY = 4  # steps from one judgement to the next: a slow rank is found within 20
-SLOW, CLEARLY, RECOVERED = 1.35, 1.2, 1.15  # times the usual
-_OF_WINDOW = 13  # steps of a window in which a slow rank takes CLEARLY longer
+SLOW, RECOVERED = 1.35, 1.15  # times the usual
+_CLEARLY, _OF_WINDOW = 1.2, 0.8  # and in such a part of a window so much longer
 _PAST = 200  # steps before the window that a rank without peers is compared with
 _LEAST_PAST = 20
 _MANY = 8  # ranks of a group
@@ -53,9 +54,9 @@ class BusyTime:
     def _lap(self) -> float:
         began = self._began
         self._began = now = self._now()
-        own = now.wall - began.wall - (now.waited - began.waited) - (now.queued - began.queued)
+        rest = now.wall - began.wall - (now.waited - began.waited) - (now.queued - began.queued)
         # it may have waited for its core while it waited for a rank, which would count twice
-        return max(now.core - began.core, own)
+        return max(now.core - began.core, rest)
 
     def _now(self) -> _Clocks:
         return _Clocks(time.perf_counter(), time.thread_time(), PROGRESS.waited_s, self._queued())
@@ -93,16 +94,18 @@ class SlowRanks:
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
         self._groups = groups
-        self._busy = deque[Sequence[float]](maxlen=WINDOW + _PAST)
+        self._busy = deque[Sequence[float]](maxlen=_LONGEST + _PAST)
+        self._seconds = deque[float](maxlen=_LONGEST)
         self._steps = 0
         self._before_slow = dict[int, Sequence[float]]()  # the usual times when a rank became slow
         self.slow: Mapping[int, float] = {}
 
-    def add(self, busy: Sequence[float]) -> Mapping[int, float]:
+    def add(self, busy: Sequence[float], seconds: float) -> Mapping[int, float]:
         """Count a step.
 
         Args:
             busy: seconds of each rank; 0 where it was not measured.
+            seconds: that the step took.
 
         Returns:
             The ranks that are slow, and how many times longer than usual they take.
@@ -110,14 +113,24 @@ class SlowRanks:
         self._steps += 1
         if self._steps > _WARM_UP and all(seconds > 0 for seconds in busy):
             self._busy.append(busy)
-            if len(self._busy) >= WINDOW and self._steps % EVERY == 0:
-                self.slow = self._judge()
+            self._seconds.append(seconds)
+            if self._steps % EVERY == 0 and (size := self._window()):
+                self.slow = self._judge(size)
         return self.slow
 
-    def _judge(self) -> dict[int, float]:
+    def _window(self) -> int:
+        """How many of the last steps are judged; 0 while there are too few."""
+        total = 0.0
+        for size, seconds in enumerate(reversed(self._seconds), 1):
+            total += seconds
+            if size >= WINDOW and (total >= LEAST_S or size == _LONGEST):
+                return size
+        return 0
+
+    def _judge(self, size: int) -> dict[int, float]:
         steps = list(self._busy)
-        window, slow = steps[-WINDOW:], dict[int, float]()
-        usual = self._usual(steps[:-WINDOW]) if any(len(group) == 1 for group in self._groups) else None
+        window, slow = steps[-size:], dict[int, float]()
+        usual = self._usual(steps[:-size]) if any(len(group) == 1 for group in self._groups) else None
         for group in self._groups:
             for rank, ratios in self._ratios(group, window, usual).items():
                 if _is_slow(ratios, rank in self.slow):
@@ -163,14 +176,14 @@ def _is_slow(ratios: Sequence[float], before: bool) -> bool:
     """Whether a rank takes longer in most steps, not only on average: a few long steps are no slow rank."""
     if before:
         return median(ratios) >= RECOVERED
-    return median(ratios) >= SLOW and sum(ratio >= CLEARLY for ratio in ratios) >= _OF_WINDOW
+    return median(ratios) >= SLOW and sum(ratio >= _CLEARLY for ratio in ratios) >= _OF_WINDOW * len(ratios)
 
 
 def news(before: Mapping[int, float], now: Mapping[int, float], hosts: Sequence[str]) -> list[str]:
     """What to tell of a change, one line a rank."""
     lines = [
         f"rank {rank} on host {hosts[rank]} is slow: its own work takes {factor:.2f} times the usual time, "
-        f"over the last {WINDOW} steps"
+        f"over the last {WINDOW} steps or more"
         for rank, factor in now.items()
         if rank not in before
     ]
