@@ -239,7 +239,12 @@ def stop_myself(_: Any) -> None:
     ],
 )
 def test_a_rank_that_cannot_answer_is_named(
-    tmp_path: Path, act: Callable[[Any], None], rank: int, layout: str, says: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    act: Callable[[Any], None],
+    rank: int,
+    layout: str,
+    says: str,
 ) -> None:
     config = job(tmp_path, layout, "train.hang_s=2")
     from stretto.run.data.prepare import prepare_data
@@ -257,6 +262,13 @@ def test_a_rank_that_cannot_answer_is_named(
     assert f"for rank {rank})" in others[1]  # the other waits for it
     assert act.__name__ in failure.traceback
     assert main.run(["diagnose", str(config.run.folder / HANG)]) == 1
+    shown = capsys.readouterr().out
+    assert f"ranks that hung: {rank}; " in shown
+    assert f"rank {rank} on " in shown
+    assert f"stacks in rank_{rank}.stack" in shown
+    (config.run.folder / HANG / "hang.json").write_text('{"culprits": 3}')
+    assert main.run(["diagnose", str(config.run.folder / HANG), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["watch"] == []
 
 
 def test_marks_of_this_process_go_to_private_memory() -> None:

@@ -193,6 +193,28 @@ def _facts(seen: Mapping[int, Seen], verdict: Verdict) -> dict[str, Any]:
     }
 
 
+def summary_lines(folder: Path) -> list[str]:
+    """What every rank was doing when the watch ended the job, and where its stacks are; [] where no watch
+    did, or what it left cannot be read.
+    """
+    try:
+        facts = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        lines = [
+            f"ranks that hung: {', '.join(str(int(rank)) for rank in facts['culprits'])}; {facts['why']}"
+        ]
+        for one in facts["ranks"]:
+            stack = folder / STACK.format(rank=int(one["rank"]))
+            waits = ", waiting for others" if one["waits"] else ""
+            where = f"; stacks in {stack.name}" if stack.is_file() else ""
+            lines.append(
+                f"  rank {one['rank']} on {one['host']}: step {one['step']}: {one['text']}{waits}, without "
+                f"progress for {float(one['seconds']):.1f} s{where}"
+            )
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []
+    return lines
+
+
 def _text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
