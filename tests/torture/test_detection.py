@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,10 @@ from typing import Any
 import pytest
 from counts import record
 
+from recommender_job import config_of as recommender_config
+from stretto.recommender.train.job import run_job
 from stretto.run.data.prepare import prepare_data
+from stretto.run.launch import local
 from stretto.run.launch.failure import Failure
 from stretto.run.launch.local import RankFailed, prepare, run_ranks
 from stretto.run.train.job import PRELOAD
@@ -169,3 +173,40 @@ def test_calls_that_differ_name_the_rank(tmp_path: Path) -> None:
         note="the rank is named",
     )
     assert not wrong
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_stopped_rank_of_a_recommender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processes, named, longest = list[Any](), 0, 0.0
+    start = local._Ranks.start
+
+    def started(self: Any, *arguments: Any) -> None:
+        start(self, *arguments)
+        processes[:] = self.processes
+
+    monkeypatch.setattr(local._Ranks, "start", started)
+    for rank in range(2):
+        changes = ("train.steps=100000", "eval.every=null", "checkpoint.every=null", f"run.name=stop{rank}")
+        config, stopped = recommender_config(tmp_path, *changes), list[float]()
+
+        def stop_one(path: Path, rank: int, stopped: list[float]) -> None:
+            while not path.exists() or path.read_text().count("\n") < 20:
+                time.sleep(0.05)
+            stopped.append(time.time())
+            os.kill(processes[rank].pid, signal.SIGSTOP)
+
+        path = config.run.folder / "metrics.jsonl"
+        threading.Thread(target=stop_one, args=(path, rank, stopped), daemon=True).start()
+        with pytest.raises(RankFailed) as caught:
+            run_job(config, quiet=True)
+        named += (caught.value.failure.rank, caught.value.failure.kind) == (rank, "hung")
+        longest = max(longest, time.time() - stopped[0])
+    record(
+        "a rank of a recommender is stopped (10 s)",
+        tried=2,
+        passed=named,
+        command="pytest -m slow tests/torture/test_detection.py -k recommender",
+        note=f"right rank; at most {longest:.1f} s to the job's end",
+    )
+    assert named == 2

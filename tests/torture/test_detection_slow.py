@@ -20,7 +20,7 @@ from tiny_job import job
 from train_runs import hooked
 
 FIRST = 45
-HEALTHY_STEPS = 1100  # of each layout
+HEALTHY_STEPS = 1060  # of each layout
 LAYOUTS = {
     "dp": ("layout.dp=2",),
     "tp": ("layout.tp=2",),
@@ -51,7 +51,7 @@ def test_slow_ranks_are_found_within_20_steps(tmp_path: Path) -> None:
     cases = list(itertools.product(LAYOUTS, (0, 1), (1.5, 2.0)))
     for layout, rank, factor in cases:
         after = slow_after(
-            tmp_path, layout, FIRST + 22, [(slow_down, (rank, factor, FIRST))], "batch.global_size=24"
+            tmp_path, layout, FIRST + 22, [(slow_down, (rank, factor, FIRST))], "batch.global_size=12"
         )
         found = next((step for step, slow in enumerate(after, 1) if slow), 0)
         took = found - FIRST + 1

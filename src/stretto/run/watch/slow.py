@@ -20,8 +20,8 @@ from stretto.engine.progress import PROGRESS
 WINDOW, LEAST_S = 16, 2.0  # steps and seconds: cores of machines that are shared are slow for moments
 _LONGEST = 128  # steps of a window
 EVERY = 4  # steps from one judgement to the next: a slow rank is found within 20
-SLOW, RECOVERED = 1.35, 1.15  # times the usual
-_CLEARLY, _OF_WINDOW = 1.2, 0.8  # and in such a part of a window so much longer
+SLOW, RECOVERED = 1.3, 1.15  # times the usual
+_CLEARLY, _OF_WINDOW = 1.15, 0.8  # and in such a part of a window so much longer
 _PAST = 200  # steps before the window that a rank without peers is compared with
 _LEAST_PAST = 20
 _MANY = 8  # ranks of a group
