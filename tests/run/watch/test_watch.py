@@ -171,7 +171,7 @@ def test_ranks_that_wait_for_a_save_do_not_hang(tmp_path: Path, monkeypatch: pyt
     ranks.ranks[1].begin_wait()
     monkeypatch.setattr("stretto.run.watch.local.judge", lambda *_: judge_says((0,)))
     assert ranks.look(80) is None
-    found = ranks.look(200)
+    found = ranks.look(400)
     assert found.rank == 0  # longer than that may take
 
 

@@ -29,7 +29,7 @@ from stretto.run.watch.hang import (
 from stretto.run.watch.rank import watched
 
 _LONGEST_LOOK_S = 1.0  # time between two looks that counts: in a longer one this process did not run either
-_GATHER_S = 3.0  # for records
+_GATHER_S = 6.0  # for records
 _STACK_S = 1.0  # for the stacks of a rank that cannot write a record
 _AGAIN_S = 2.0  # after ranks were late because of one that may take longer
 _STOPPED, _TRACED = "T", "t"
