@@ -26,7 +26,7 @@ from tiny_job import job_file
 SIDES = ("a", "b")
 CUTS = 5
 HEAL_S = 20.0
-PATIENCE_S = 90.0
+PATIENCE_S = 240.0
 
 
 def ip(*words: str) -> None:
