@@ -20,11 +20,12 @@ SOURCE = ROOT / "src" / "stretto"
 
 # A room imports only rooms before it. Those without torch are quick to import.
 ROOMS = (
-    *("errors", "layout", "program", "spec", "planner", "view", "engine.device", "engine.offload"),
+    *("errors", "layout", "program", "spec", "planner", "view"),
+    *("engine.device", "engine.offload", "engine.progress"),
     *("engine.compiler", "engine.loops", "engine.kernels", "engine.documents", "engine.flex"),
     *("engine.parallel", "engine.pipeline", "engine.models", "engine.optim", "engine.checkpoint", "prove"),
-    *("run.config", "run.launch", "run.data", "run.diagnose", "run.train", "run.evaluate", "run.generate"),
-    "run.calibrate",
+    *("run.config", "run.launch", "run.data", "run.diagnose", "run.watch", "run.train"),
+    *("run.evaluate", "run.generate", "run.calibrate"),
     *("run.verify", "run.dryrun", "run.compare", "recommender", "run.frameworks"),
     "cli",  # imports what is heavy inside its functions
 )
@@ -417,6 +418,7 @@ NAMED_ELSEWHERE = {
     "run/frameworks/megatron/training.py": "Megatron-LM trains on GPUs alone",
     "run/frameworks/torchtitan.py": "a setting of torchtitan",
     "run/launch/network.py": "the variable that names the interface of NCCL",
+    "run/watch/record.py": "variables of NCCL's watchdog",
 }
 NAMES_A_DEVICE = re.compile(r"cuda|nccl|rccl|hccl|xccl|\b(npu|xpu|mps|hpu)\b", re.IGNORECASE)
 

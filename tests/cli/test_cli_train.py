@@ -227,8 +227,9 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Generator[Callable[..., None]]:
     before = job_module.run_ranks
 
     def plant(*hooks: train_runs.Hook) -> None:
-        def planted(ranks: int, _: Any, config: Any, quiet: bool, tokens: Path, **options: Any) -> list[Any]:
-            return before(ranks, train_runs.hooked, list(hooks), config, tokens, **options)
+        def planted(ranks: int, *words: Any, **options: Any) -> list[Any]:
+            *watch, _, config, _, tokens = words
+            return before(ranks, *watch, train_runs.hooked, list(hooks), config, tokens, **options)
 
         monkeypatch.setattr(job_module, "run_ranks", planted)
 

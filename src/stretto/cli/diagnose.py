@@ -55,7 +55,14 @@ def diagnose(
             hint=f"nearest is --ranks {read[-1].rank + 1}",
         )
     diagnosis = compare_ranks(read, ranks)
-    report(facts(diagnosis) if as_json else {}, as_json, lambda to: _print(to, diagnosis))
+    from stretto.run.watch.hang import summary_lines
+
+    last = summary_lines(dumps)
+    report(
+        {**facts(diagnosis), "watch": last} if as_json else {},
+        as_json,
+        lambda to: _print(to, diagnosis, last),
+    )
     if diagnosis.verdict != "fine":
         raise say_no()
 
@@ -125,8 +132,8 @@ def _begun(call: Call) -> str:
     return "started" if call.started else "scheduled"
 
 
-def _print(to: Console, diagnosis: Diagnosis) -> None:
-    for line in lines(diagnosis):
+def _print(to: Console, diagnosis: Diagnosis, last: Sequence[str]) -> None:
+    for line in [*lines(diagnosis), *([""] if last else []), *last]:
         to.print(line, soft_wrap=True, markup=False, highlight=False)
 
 

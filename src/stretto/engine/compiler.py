@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stretto.engine.progress import PROGRESS
+
 BACKEND = "inductor"
 LIMIT = 16  # graphs of one function
 _THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
@@ -135,9 +137,11 @@ class Compiler:
         return backend
 
     def _start(self, _: Any) -> None:
+        PROGRESS.begin_long()
         self._started = perf_counter()
 
     def _end(self, _: Any) -> None:
+        PROGRESS.end_long()
         self.seconds += perf_counter() - self._started
 
     def news(self) -> str | None:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from stretto.cli.jobs import reference
 from stretto.cli.main import run
 from stretto.run.config.load import load
-from stretto.run.config.schema import OptimConfig, RecomputeConfig, TrainConfig
+from stretto.run.config.schema import OptimConfig, TrainConfig
 from stretto.run.config.section import fields_of
-from stretto.run.config.states import DataParallelConfig
+from stretto.run.config.states import DataParallelConfig, RecomputeConfig
 from stretto.spec.data_parallel import DataParallel
 from stretto.spec.job import Recompute
 from stretto.spec.optimiser import Optimiser

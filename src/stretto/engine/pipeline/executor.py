@@ -24,6 +24,8 @@ from stretto.engine.pipeline.live import Batch, Boundaries, Call, Live, microbat
 from stretto.engine.pipeline.recorder import Recorder
 from stretto.engine.pipeline.rounds import Rounds
 from stretto.engine.pipeline.versions import WeightVersions
+from stretto.engine.pipeline.words import in_words
+from stretto.engine.progress import PROGRESS, Label, label
 from stretto.program.action import Action, Kind
 from stretto.program.checks.residency import USES
 from stretto.program.lower import send_releases
@@ -93,8 +95,9 @@ class _Segment:
     Attributes:
         calls: in order.
         labels: of each call; empty: it is not recorded.
-        waits: the wait for a message that a call begins with, for recorders.
+        waits: the wait for a message that a call begins with.
         messages: that a call waits for.
+        marks: of each call and of its wait, for who observes this rank.
         microbatches: to which a call belongs; without it, the call is left out.
         newest: of these.
     """
@@ -103,6 +106,7 @@ class _Segment:
     labels: list[str] = field(default_factory=list[str])
     waits: list[Call | None] = field(default_factory=list["Call | None"])
     messages: list[Action | None] = field(default_factory=list["Action | None"])
+    marks: list[tuple[Label, Label]] = field(default_factory=list[tuple[Label, Label]])
     microbatches: list[int] = field(default_factory=list[int])
     newest: int = 0
 
@@ -114,6 +118,7 @@ class _Segment:
             labels=[self.labels[at] for at in chosen],
             waits=[self.waits[at] for at in chosen],
             messages=[self.messages[at] for at in chosen],
+            marks=[self.marks[at] for at in chosen],
             microbatches=[self.microbatches[at] for at in chosen],
         )
 
@@ -246,10 +251,17 @@ class Executor:
         at = 0
         try:
             if recorder is None:
-                for at, call in enumerate(segment.calls):  # noqa: B007 (read when a call fails)
+                mark, marks = PROGRESS.mark, segment.marks
+                for at, call in enumerate(segment.calls):
+                    begins, awaits = marks[at]
+                    if (wait := segment.waits[at]) is not None:
+                        mark(awaits)
+                        wait()
+                    mark(begins)
                     call()
                 return
             for at, call in enumerate(segment.calls):
+                PROGRESS.mark(segment.marks[at][0])
                 if segment.labels[at]:
                     recorder.record(segment.labels[at], call, segment.waits[at])
                 else:
@@ -315,13 +327,13 @@ class Executor:
                 of = next(updates) if action.kind is Kind.REDUCE_GRAD and rounds.cycle else action.microbatch
                 if call := self._call(action):
                     message = needed_by(self.program, action)
-                    self._add(call, self._label(action), of or 0, self._wait(message), message)
+                    self._add(call, self._label(action), of or 0, self._wait(message), message, does=action)
                 # a stage without an input gradient runs its graph in W
                 if action.kind in (Kind.B, Kind.I, Kind.W) and weights.gathers:
                     call = partial(weights.end_backward, action.stage)
                     self._add(call, f"the end of {self._label(action)}", of or 0)
             elif at == joined and self.work.reduce_tied is not None:
-                self._add(self.work.reduce_tied, str(action))
+                self._add(self.work.reduce_tied, str(action), does=action)
         for send in releases[None]:
             if not rounds.cycle:
                 self._release(send)
@@ -379,8 +391,8 @@ class Executor:
 
     def _release(self, send: Action) -> None:
         assert self._exchange is not None
-        label = f"{_WAIT_FOR}{self._label(send)}"
-        self._add(self._exchange.release(send), label, microbatch_of(send), message=send)
+        name = f"{_WAIT_FOR}{self._label(send)}"
+        self._add(self._exchange.release(send), name, microbatch_of(send), message=send)
 
     def _awaited(self, message: Action | None) -> Awaited | None:
         """With whom a message is exchanged."""
@@ -392,14 +404,23 @@ class Executor:
     def _add(
         self,
         call: Call,
-        label: str,
+        name: str,
         microbatch: int = 0,
         wait: Call | None = None,
         message: Action | None = None,
+        does: Action | None = None,
     ) -> None:
-        segment = self._segments[-1]
+        segment, m = self._segments[-1], self.rounds.microbatches
+        awaits = label("" if message is None else in_words(message, m))
+        if (exchanged := self._awaited(message)) is not None:
+            PROGRESS.messages[awaits] = exchanged
+        if does is None and message is not None:
+            begins = awaits
+        else:
+            begins = label((name or "the batch") if does is None else in_words(does, m))
         segment.calls.append(call)
-        segment.labels.append(label)
+        segment.labels.append(name)
+        segment.marks.append((begins, awaits))
         segment.waits.append(wait)
         segment.messages.append(message)
         segment.microbatches.append(microbatch)

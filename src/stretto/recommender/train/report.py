@@ -65,6 +65,7 @@ class ClickStep:
     step_time_s: float
     memory_gib: float | None = None  # peak of the fullest rank
     bad: str | None = None  # why the update was not applied; None: it was
+    slow: dict[str, float] | None = None  # ranks that are slow, and how many times longer they take
 
     @property
     def speed(self) -> float:

@@ -29,6 +29,7 @@ from stretto.run.launch.failure import TrainingFailed
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.loop import Outcome, TrainingLoop
 from stretto.run.train.metrics import Metrics
+from stretto.run.watch.slow import BUSY
 
 _WINDOW = 50  # steps of the median speed
 
@@ -101,7 +102,9 @@ class Session(TrainingLoop[RecommenderConfig, ClickPosition]):
         position = self.position
         size = self.config.batch.global_size
         self._warn_of_second_epoch(position.samples + size)
+        BUSY.begin()
         trained = self._training.run(step=position.step, seen=position.samples, stop=stop)
+        BUSY.end()
         bad = trained.bad
         self._fullest, loss = trained.agreed.memory_gib, trained.agreed.loss
         position.step += 1
@@ -112,6 +115,7 @@ class Session(TrainingLoop[RecommenderConfig, ClickPosition]):
             position.passed_over += 1
             loss = nan if trained.agreed.bad_microbatches else loss
         seconds = time.perf_counter() - started
+        slow = self._slow_ranks(trained.agreed.busy_s, seconds)
         self._speeds.append(size / seconds)
         if self.metrics is not None:
             optim = self.config.optim
@@ -127,6 +131,7 @@ class Session(TrainingLoop[RecommenderConfig, ClickPosition]):
                 step_time_s=seconds,
                 memory_gib=self._fullest,
                 bad=None if bad is None else bad.reason,
+                slow=slow,
             )
             self.metrics.step(record)
         if bad is not None:

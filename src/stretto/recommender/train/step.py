@@ -11,9 +11,10 @@ from math import isfinite
 import torch
 import torch.distributed as dist
 
-from stretto.engine.device import peak_memory
+from stretto.engine.device import on_accelerator, peak_memory
 from stretto.engine.optim.rate import Rate
 from stretto.engine.parallel.control import gather_json
+from stretto.engine.progress import PROGRESS, label
 from stretto.recommender.clicks.batch import ClickBatch, ClickSource
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.train.clicks import rank_slice
@@ -22,6 +23,10 @@ from stretto.run.config.guard import GuardConfig
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.guard import BadStep, Guard
 from stretto.run.train.loop import StepAgreement, StepReport, agree
+from stretto.run.watch.slow import BUSY
+
+_LOADING, _COMPUTING = label("loading data"), label("forward, backward and update")
+_AGREEING = label("agreement on the step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +92,12 @@ class TrainingStep:
         Raises:
             TrainingFailed: a loss or a gradient is not finite, on all ranks, and the guard stops there.
         """
+        PROGRESS.mark(_LOADING)
         batch = self._batch(seen)
         following = None if step + 1 == self._steps else self._batch(seen + self._size)
         ratio = self._rate(step)
         self._recommender.factor = ratio
+        PROGRESS.mark(_COMPUTING)
         made: TrainedStep | None = None
 
         def permit(result: StepResult) -> bool:
@@ -113,7 +120,9 @@ class TrainingStep:
             overflow=result.bad_gradient is not None,
             stop=stop is not None and stop.signal is not None,
             memory_gib=peak_memory(self._device),
+            busy_s=0.0 if on_accelerator(self._device) else BUSY.report(),
         )
+        PROGRESS.mark(_AGREEING)
         return agree(report, self._device)
 
     def _judged(self, agreed: StepAgreement, result: StepResult, step: int, seen: int) -> BadStep | None:

@@ -26,6 +26,8 @@ from stretto.recommender.train.session import Session
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.loop import process_group, start_run
 from stretto.run.train.position import find_checkpoint
+from stretto.run.watch.joint import watched_together
+from stretto.run.watch.record import HANG, hang_record, record_environment
 
 
 def train_rank(
@@ -44,7 +46,10 @@ def train_rank(
     """
     keep_freed_memory()
     with ExitStack() as cleanup:
+        record_environment(config.run.folder / HANG)
         device = cleanup.enter_context(process_group(config.train))
+        cleanup.enter_context(hang_record(config.run.folder / HANG, ()))
+        cleanup.enter_context(watched_together(config.run.folder / HANG, config.train.hang_s))
         data, placements = ready if ready is not None else _make_ready(config)
         notes = list[str]()
         checkpoint = find_checkpoint(config, notes.append)

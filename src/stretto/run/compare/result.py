@@ -131,6 +131,7 @@ _LAYOUT = ("layout", "dp", "recompute", "run", "metrics", "checkpoint", "eval", 
 _MACHINE = (
     "threads",
     "timeout_s",
+    "hang_s",
     "attention",
     "loss_chunk",
     "compile",

@@ -21,11 +21,17 @@ from stretto.run.config.guard import GuardConfig
 from stretto.run.config.model import ModelConfig
 from stretto.run.config.results import MetricsConfig, ReportConfig, RunConfig, SampleConfig
 from stretto.run.config.section import JobSection, Section
-from stretto.run.config.states import DataParallelConfig, FinetuneConfig, LoraConfig, PrecisionConfig
+from stretto.run.config.states import (
+    DataParallelConfig,
+    FinetuneConfig,
+    LoraConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+)
 from stretto.spec.attention import AttentionKernel, ContextKind
 from stretto.spec.data_parallel import Dtype
 from stretto.spec.devices import AUTO, BACKENDS, KINDS, check_backend, check_device
-from stretto.spec.job import VOCAB_MULTIPLE, Compile, Graphs, RecomputeMode
+from stretto.spec.job import VOCAB_MULTIPLE, Compile, Graphs
 from stretto.spec.optimiser import (
     DecayShape,
     Optimiser,
@@ -100,31 +106,6 @@ class LayoutConfig(Section):
             order=self.order,
             expert_tp=self.expert_tp if self.ep > 1 else None,
         )
-
-
-class RecomputeConfig(Section):
-    """Activations that are dropped after the forward and recomputed in the backward, to save memory."""
-
-    mode: RecomputeMode = Field(
-        default="none",
-        description="`selective`: only softmax(q k^T) v; `full`: whole blocks; `auto`: for each block the "
-        "cheapest mode that fits `memory_gib`.",
-    )
-    blocks: int | None = Field(
-        default=None,
-        ge=0,
-        description="With `full`: the number of blocks of each stage to recompute, from the first; null: "
-        "all.",
-    )
-    shard_inputs: bool = Field(
-        default=False,
-        description="With `full`: each tp rank keeps only its part of a block's input, which is gathered "
-        "again in the backward; no effect with sequence_parallel, where the input is split "
-        "already.",
-    )
-    memory_gib: float | None = Field(
-        default=None, gt=0, description="With `auto`: the memory that a rank may use, GiB."
-    )
 
 
 class ScheduleConfig(Section):
@@ -324,6 +305,13 @@ class LoopConfig(Section):
     threads: int = Field(default=1, gt=0, description="CPU threads of each rank.")
     timeout_s: float = Field(
         default=600.0, gt=0, description="Longest wait for another rank before the job fails, seconds."
+    )
+    hang_s: float | None = Field(
+        default=None,
+        ge=0,
+        description="Seconds without progress in a step after which a rank is taken to hang and the job "
+        "fails, naming it; null: 3 times the 99th percentile of the steps, and at least 10; 0: never. The "
+        "first two steps, compilation, evaluations and saves may take `timeout_s`. See docs/hangs.md.",
     )
 
     @field_validator("device")

@@ -16,10 +16,10 @@ from stretto.run.config.schema import (
     CheckpointConfig,
     EvalConfig,
     OptimConfig,
-    RecomputeConfig,
     TrainConfig,
 )
 from stretto.run.config.sources import vocabulary_is_known
+from stretto.run.config.states import RecomputeConfig
 from stretto.run.data.marks import vocabulary
 from stretto.run.data.mixture import HeldOut, held_out
 from stretto.run.data.prepare import prepare_data

@@ -14,7 +14,7 @@ from typing import Literal
 from stretto.errors import StrettoError
 from stretto.run.launch.stop import StopRequest
 
-Kind = Literal["input", "error", "died", "silent", "gone"]
+Kind = Literal["input", "error", "died", "silent", "gone", "hung"]
 
 _PLACE = re.compile(r"\[[^\]]*gloo/[^\]]*\] ")
 _GLOO = "gloo/"  # gloo's errors begin with the place in its source, and have no class of their own
@@ -26,7 +26,8 @@ class Failure:
     """How one rank failed.
 
     kind: `input`: a StrettoError; `error`: any other exception; `died`: the process ended without a report;
-        `silent`: it timed out waiting for another rank; `gone`: another rank's connection closed.
+        `silent`: it timed out waiting for another rank; `gone`: another rank's connection closed;
+        `hung`: its launcher has seen that it makes no progress.
     name: class of the exception; "" where the process died.
     """
 
@@ -104,7 +105,8 @@ def first_cause(failures: Mapping[int, Failure], ranks: Collection[int]) -> Fail
     a rank that has not reported.
     """
     reported = list(failures.values())
-    original = [failure for failure in reported if failure.kind not in ("silent", "gone")]
+    hung = [failure for failure in reported if failure.kind == "hung"]
+    original = hung or [failure for failure in reported if failure.kind not in ("silent", "gone")]
     if original:
         return original[0]
     waits = [failure for failure in reported if failure.kind == "silent"]

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 
+Look = Callable[[Mapping[int, int], Mapping[int, Failure]], Failure | None]
 _ON_DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 ACKNOWLEDGED = "read"  # the launcher's answer to a result
 ABANDONED = 70  # exit code when the launcher is gone (EX_SOFTWARE)
@@ -162,6 +163,7 @@ def run_ranks(
     port: int = 0,
     stoppable: bool = False,
     earlier_signal: Callable[[], int | None] | None = None,
+    look: Look | None = None,
 ) -> list[Any]:
     """Run `function(*arguments)` on `ranks` local processes; return their results in rank order.
 
@@ -174,6 +176,8 @@ def run_ranks(
         stoppable: on SIGINT, SIGTERM or SIGHUP send SIGTERM to the ranks and wait for their results;
             otherwise end them at once.
         earlier_signal: returns a signal that arrived before this function installed its handlers, if any.
+        look: called every half second, until after the first failure, with the processes of the ranks that
+            still run and the failures of others; the failure that it returns ends the job.
 
     Raises:
         StrettoError: a rank raised it, or the port cannot be used.
@@ -182,7 +186,7 @@ def run_ranks(
     """
     store = _store(port)
     environment = _environment(ranks, store.port, threads)
-    group = _Ranks(stoppable)
+    group = _Ranks(stoppable, look)
     with _Signals(group.on_signal) as signals:
         try:
             signals.first = signals.first or (earlier_signal() if earlier_signal is not None else None)
@@ -240,8 +244,8 @@ def check_port(port: int) -> None:
 class _Ranks:
     """The processes of a job, from start to end."""
 
-    def __init__(self, stoppable: bool) -> None:
-        self.stoppable = stoppable
+    def __init__(self, stoppable: bool, look: Look | None = None) -> None:
+        self.stoppable, self._look = stoppable, look
         self.processes: list[ForkServerProcess] = []
         self.links: dict[int, Connection] = {}
         self.results: dict[int, Any] = {}
@@ -290,6 +294,10 @@ class _Ranks:
         while (open_ := self._open()) and not self._cut:
             for rank in self._ready(open_):
                 self._read(rank)
+            if self._look is not None and deadline is None:
+                running = {rank: self.processes[rank].pid or 0 for rank in self._open()}
+                if (hung := self._look(running, self.failures)) is not None:
+                    self.failures[hung.rank] = hung
             if self.failures and deadline is None:
                 deadline = time.monotonic() + WAIT_FOR_CAUSE_S
             if deadline is not None and (time.monotonic() > deadline or self._known()):

@@ -27,6 +27,7 @@ from stretto.run.launch.slurm import SAVED
 from stretto.run.launch.stop import Stopped, StopRequest
 from stretto.run.train.prediction import first_line
 from stretto.run.train.resume import check_resume, starts_afresh
+from stretto.run.watch.local import watching
 from stretto.spec.devices import AUTO, HOST
 
 if TYPE_CHECKING:
@@ -185,14 +186,17 @@ def _launch(kind: Kind[C], config: C, quiet: bool, port: int) -> Result:
                 stop.check()
                 kind.say(config, data, quiet)
                 _say_network(kind, config, quiet)
-                outcomes = run_ranks(
-                    ranks,
-                    *kind.local(config, data, quiet),
-                    threads=config.train.threads,
-                    port=port,
-                    stoppable=kind.orderly,
-                    earlier_signal=lambda: stop.signal,
-                )
+                with watching(ranks, kind.writes_to(config), config.train.hang_s) as (ranks_do, look):
+                    outcomes = run_ranks(
+                        ranks,
+                        *ranks_do,
+                        *kind.local(config, data, quiet),
+                        threads=config.train.threads,
+                        port=port,
+                        stoppable=kind.orderly,
+                        earlier_signal=lambda: stop.signal,
+                        look=look,
+                    )
             except Stopped:
                 return Result(None, stop.signal)
             except RanksStopped as stopped:

@@ -4,6 +4,7 @@ folder, steps to the end, agrees with the other ranks on each step, evaluates, a
 
 from __future__ import annotations
 
+import socket
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -20,7 +21,9 @@ from torch import Tensor
 
 from stretto.engine.checkpoint.load import latest
 from stretto.engine.device import backend_for, rank_device
+from stretto.engine.parallel.control import gather_json, this_rank
 from stretto.engine.parallel.copies import Copies, Held, report
+from stretto.engine.progress import PROGRESS
 from stretto.errors import StrettoError
 from stretto.run.config import dump
 from stretto.run.config.run_checks import rate_notes
@@ -30,6 +33,8 @@ from stretto.run.launch.lease import check_lease, share
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.guard import BadStep, Guard, Judged, with_range
 from stretto.run.train.metrics import TOKENS, Metrics, Words
+from stretto.run.watch.limit import StepLimit
+from stretto.run.watch.slow import SlowRanks, news
 
 C = TypeVar("C", bound=JobConfig)
 P = TypeVar("P", bound="Position")
@@ -69,10 +74,11 @@ class StepReport:
     overflow: bool = False  # an update within the step was skipped
     stop: bool = False  # it was asked to stop
     memory_gib: float = 0.0  # its peak so far
+    busy_s: float = 0.0  # time since its last report in which it waited for no other rank; 0: not measured
 
 
 _SUMMED = ("loss", "bad_weights", "overflow", "stop")  # over all ranks
-_OF_EACH = ("bad_microbatch", "memory_gib")  # every rank learns those of each rank
+_OF_EACH = ("bad_microbatch", "memory_gib", "busy_s")  # every rank learns those of each rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +91,7 @@ class StepAgreement:
     overflow: bool
     stop: bool
     memory_gib: float | None  # of the fullest rank; None where no rank measures it
+    busy_s: tuple[float, ...]  # of each rank
     known: tuple[float, ...] = ()  # numbers that every rank knew before, now on the host
 
 
@@ -130,6 +137,7 @@ class Agreement:
             overflow=summed["overflow"] > 0,
             stop=summed["stop"] > 0,
             memory_gib=max(each["memory_gib"]) or None,
+            busy_s=tuple(each["busy_s"]),
             known=tuple(numbers),
         )
 
@@ -155,6 +163,9 @@ class TrainingLoop(ABC, Generic[C, P]):
         self.guard = Guard(config.guard, position.history)
         self._bad: BadStep | None = None  # a step that is to be rolled back
         self._copies, self._compared_at = Copies(), position.step
+        self._limit = StepLimit(config.train.hang_s, config.train.timeout_s)
+        self._slow: SlowRanks | None = None  # on rank 0
+        self._hosts: list[str] = []
 
     @abstractmethod
     def _step(self, stop: StopRequest) -> bool:
@@ -190,13 +201,16 @@ class TrainingLoop(ABC, Generic[C, P]):
             Whether it was stopped before the last step.
         """
         steps, position = self.config.train.steps, self.position
+        self._hosts = gather_json(socket.gethostname())
+        if len(self._hosts) > 1 and this_rank() == 0:
+            self._slow = SlowRanks(self._same_work())
         stopped = False
         if position.step >= steps:
             self.note(f"nothing to do: {position.step} of train.steps={steps} steps are done")
         elif self.saved is None and self.config.guard.rolls_back:
             self.save()  # what the first rollback goes back to
         while position.step < steps and not stopped:
-            with doing(f"in step {position.step + 1}"):
+            with doing(f"in step {position.step + 1}"), self._limit.step(position.step + 1):
                 stopped = self._step(stop) and position.step < steps
                 self._compare_copies(stopped)
             if self._bad is not None:
@@ -224,7 +238,8 @@ class TrainingLoop(ABC, Generic[C, P]):
         """What the config asks for between two steps."""
         every, save_every = self.config.eval.every, self.config.checkpoint.every
         if every and (step % every == 0 or step == self.config.train.steps):
-            self.evaluate()
+            with PROGRESS.long("evaluation"):
+                self.evaluate()
         if save_every and step % save_every == 0:
             self.save()
 
@@ -282,10 +297,30 @@ class TrainingLoop(ABC, Generic[C, P]):
         if self.metrics is not None:
             self.metrics.rewind(position.step)
 
+    def _same_work(self) -> Sequence[Sequence[int]]:
+        """All ranks, those together that have the same work in every step; alone where that is not known."""
+        return [[rank] for rank in range(len(self._hosts))]
+
+    def _slow_ranks(self, busy_s: Sequence[float], seconds: float) -> dict[str, float] | None:
+        """The ranks that are slow after a step, for its record, and how many times longer than usual they
+        take; tells people what is new. None: there are none, or this is not rank 0.
+
+        Args:
+            busy_s: of each rank; see `StepReport`.
+            seconds: that the step took.
+        """
+        if self._slow is None:
+            return None
+        before, now = self._slow.slow, self._slow.add(busy_s, seconds)
+        for line in news(before, now, self._hosts):
+            self.note(line)
+        return {str(rank): factor for rank, factor in now.items()} or None
+
     def save(self) -> None:
         """Write a checkpoint of this step."""
         check_lease(self.config.run.folder)
-        self.saved = self._write_checkpoint()
+        with PROGRESS.long("saving a checkpoint"):
+            self.saved = self._write_checkpoint()
         self._saved_at = self.position.step
         self.note(f"saved {self.saved}")
 

@@ -87,6 +87,7 @@ class StepRecord:
     expert_dropped: float | None = None  # part of the choices beyond an expert's capacity, 0 to 1
     expert_busiest: float | None = None  # load of the busiest expert over the average of its layer
     bad: str | None = None  # why the update was not applied; None: it was
+    slow: dict[str, float] | None = None  # ranks that are slow, and how many times longer they take
     targets: int | None = None  # of `tokens`, those that the loss counted; None: all, nothing is masked
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from stretto.run.train.prediction import Forecast
 from stretto.run.train.replica import Replica
 from stretto.run.train.speed import Speed
 from stretto.run.train.step import StepResult, TrainingStep
+from stretto.run.watch.slow import BUSY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         self._warn_of_second_epoch()
         if self._training.drained:
             self._ended, self._stopping = time.perf_counter(), False
+        BUSY.begin()
         done = self._training.run(
             self._read_ahead,
             step=position.step,
@@ -111,6 +114,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
             stop=stop,
             recorder=recorder,
         )
+        BUSY.end()
         position.step += 1
         position.samples += self.replica.job.global_batch
         # from the end of one step on this rank to the end of the next: with steps under way a mean of theirs
@@ -124,6 +128,13 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         for result in done:
             self._report(result, self._seconds.popleft())
         return self._stopping and self._training.drained
+
+    def _same_work(self) -> Sequence[Sequence[int]]:
+        """The ranks of each stage; with a server of the states, which does more than others, each alone."""
+        job = self.replica.job
+        if job.dp.mode == "server":
+            return super()._same_work()
+        return [list(ranks) for ranks in zip(*job.layout.groups("pp"), strict=True)]
 
     def _drain_after(self, step: int) -> int:
         """As of any training; the traced step is drained before and after."""
@@ -169,6 +180,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
             epoch=max(done_epochs.values()),
             epochs=done_epochs if len(done_epochs) > 1 else None,
         )
+        record = replace(record, slow=self._slow_ranks(done.busy_s, seconds))
         if self._forecast is not None and self._forecast.estimate is not None:
             record = replace(record, bubble=self._forecast.estimate.bubble)
         if (scale := self.replica.loss_scale) is not None:

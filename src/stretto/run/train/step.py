@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.engine.device import moved, peak_memory
+from stretto.engine.device import moved, on_accelerator, peak_memory
 from stretto.engine.models.moe import correct
 from stretto.engine.optim.norm import finite
 from stretto.engine.optim.rate import Rate
 from stretto.engine.optim.scale import SMALLEST
 from stretto.engine.pipeline import Recorder
+from stretto.engine.progress import PROGRESS, label
 from stretto.run.config.guard import GuardConfig
 from stretto.run.launch.failure import TrainingFailed
 from stretto.run.launch.stop import StopRequest
@@ -30,9 +31,12 @@ from stretto.run.train.loop import Agreement, StepAgreement, StepReport, agree
 from stretto.run.train.optimizer import scales, update_numbers
 from stretto.run.train.replica import Replica
 from stretto.run.train.speed import ExpertReport, expert_facts
+from stretto.run.watch.slow import BUSY
 from stretto.spec.finetune import adjusted
 
 T = TypeVar("T")
+_LOADING, _UPDATING = label("loading data"), label("optimizer step")
+_NORM, _AGREEING = label("gradient norm"), label("agreement on the step")
 _LONGEST_NAME = 200  # characters of a parameter name in a message
 
 
@@ -57,6 +61,7 @@ class StepResult:
         updates: of the weights.
         stop: whether any rank was asked to stop.
         memory_gib: peak of the fullest rank; None where no rank measures it.
+        busy_s: of each rank, the time in which it waited for no other.
         experts: of a model with experts.
         bad: why the update was not applied, where `guard` passes over such a step.
     """
@@ -71,6 +76,7 @@ class StepResult:
     updates: int
     stop: bool
     memory_gib: float | None
+    busy_s: tuple[float, ...]
     experts: ExpertReport | None
     bad: BadStep | None = None
 
@@ -168,18 +174,21 @@ class TrainingStep:
             )
         replica, timed = self.replica, _untimed if recorder is None else recorder.timed
         where, rate = f"step {step + 1}", self._rate(step)
+        PROGRESS.mark(_LOADING)
         (inputs, targets), counts = timed(trace.BATCH, lambda: self.batches.take(samples, seen, keyed=True))
         replica.set_rate(rate)
         # counts of all ranks: a mean over means would weigh the tokens of ranks with few targets more
         losses = replica.step(inputs, targets, scales(self._update_numbers, counts), recorder)
 
         def known() -> list[Tensor]:
+            PROGRESS.mark(_NORM)
             return [counts.sum()[None], replica.gradient_norm()[None], *self._expert_facts()]
 
         agreed = timed(trace.AGREEMENT, lambda: agree(self._report(losses, stop), self.mesh.device, known()))
         counted, norm, *experts = agreed.known
         bad = self._judged(agreed, step, seen, loss=agreed.loss / (counted or 1.0), norm=norm)
         if bad is None:
+            PROGRESS.mark(_UPDATING)
             timed(trace.UPDATE, lambda: self.update(rate, norm, where))
             if isfinite(norm):
                 self.correct()
@@ -207,6 +216,7 @@ class TrainingStep:
 
         def enter(number: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
             before = window.seen + number * size
+            PROGRESS.mark(_LOADING)
             (inputs, targets), counts = timed(
                 trace.BATCH, lambda: self.batches.take(samples, before, keyed=True, number=number)
             )
@@ -242,6 +252,7 @@ class TrainingStep:
     def _conclude(self, window: _Window) -> StepResult:
         """The result of the oldest step that is not reported yet."""
         step, agreement = window.agreements.popleft()
+        PROGRESS.mark(_AGREEING)
         agreed, spoiled = agreement.wait(), window.spoiled.pop(step)
         where = f"step {step + 1}"
         seen = window.seen + (step - window.first) * self.replica.job.global_batch
@@ -345,6 +356,7 @@ class TrainingStep:
             updates=max(self._update_numbers) + 1 if applied else 0,
             stop=agreed.stop,
             memory_gib=agreed.memory_gib,
+            busy_s=agreed.busy_s,
             experts=ExpertReport(*experts) if experts else None,
             bad=bad,
         )
@@ -394,7 +406,9 @@ class TrainingStep:
         Raises:
             TrainingFailed: a loss is not finite; on all ranks, naming the step, rank and microbatch.
         """
-        agreed = agree(self._report(losses, stop), self.mesh.device, known)
+        report = self._report(losses, stop)
+        PROGRESS.mark(_AGREEING)
+        agreed = agree(report, self.mesh.device, known)
         self._check(agreed, where)
         return agreed
 
@@ -421,6 +435,7 @@ class TrainingStep:
             overflow=overflow,
             stop=stop is not None and stop.signal is not None,
             memory_gib=peak_memory(self.mesh.device),
+            busy_s=0.0 if on_accelerator(self.mesh.device) else BUSY.report(),
         )
 
     def _check(self, agreed: StepAgreement, where: str, spoiled: str | None = None) -> None:

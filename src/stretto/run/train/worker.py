@@ -26,11 +26,12 @@ from stretto.run.train.companions import (
     copy_companions,
     run_folder,
 )
-from stretto.run.train.hang_record import HANG, hang_record
 from stretto.run.train.loop import process_group, start_run
 from stretto.run.train.position import TextPosition, find_checkpoint, go_on
 from stretto.run.train.resume import check_fits, is_base
 from stretto.run.train.session import Session
+from stretto.run.watch.joint import watched_together
+from stretto.run.watch.record import HANG, hang_record, record_environment
 
 
 def train_rank(
@@ -44,6 +45,7 @@ def train_rank(
         source: the data, where the launcher has opened it; otherwise one rank of each machine prepares it.
     """
     with ExitStack() as cleanup:
+        record_environment(config.run.folder / HANG)
         device = cleanup.enter_context(process_group(config.train))
         timeout = timedelta(seconds=config.train.timeout_s)
         torch.manual_seed(config.train.seed)  # its state is in checkpoints, for layers of users
@@ -53,6 +55,7 @@ def train_rank(
         mesh = Mesh(job.layout, device, timeout)
         pipeline = job.layout.group(mesh.rank, "pp")
         cleanup.enter_context(hang_record(config.run.folder / HANG, pipeline))
+        cleanup.enter_context(watched_together(config.run.folder / HANG, config.train.hang_s))
         notes = list[str]()
         saved, base = find_checkpoint(config, notes.append), False
         if saved is not None:

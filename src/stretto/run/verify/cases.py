@@ -19,9 +19,9 @@ from stretto.program.schedules.traits import updates_within
 from stretto.run.config.describe import allowed
 from stretto.run.config.job import job_of
 from stretto.run.config.model import ExpertConfig, ModelConfig
-from stretto.run.config.schema import LayoutConfig, RecomputeConfig, ScheduleConfig, TrainConfig
+from stretto.run.config.schema import LayoutConfig, ScheduleConfig, TrainConfig
 from stretto.run.config.section import Section
-from stretto.run.config.states import DataParallelConfig
+from stretto.run.config.states import DataParallelConfig, RecomputeConfig
 from stretto.spec.data_parallel import DataParallel
 from stretto.spec.job import Job, Recompute
 from stretto.spec.rules import problems

@@ -367,6 +367,7 @@ TRAINING: tuple[Rule, ...] = (
     aside("Megatron-LM limits no cache of its data", "data.cache_gib"),
     aside("Megatron-LM reads its own indexed files", "data.vocab", "data.text_field"),
     aside("set OMP_NUM_THREADS", "train.threads"),
+    aside("Megatron-LM leaves it to nvidia-resiliency-ext, --enable-ft-package", "train.hang_s"),
     aside("Megatron-LM fuses kernels in ways of its own", "train.compile"),
     aside("Megatron-LM captures single layers, or all microbatches of a step at once", "train.graphs"),
     aside("Megatron-LM computes no such figure", "metrics.peak_tflops"),

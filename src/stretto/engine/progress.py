@@ -1,0 +1,157 @@
+"""What a rank is doing, step by step, in memory that another process can read when the rank cannot answer.
+
+The step loop marks what it begins; each mark is a time and a text. A mark costs less than a microsecond, so
+that every action of a pipeline has one. Without an observer the marks go to private memory.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import inf
+
+SIZE = 512  # bytes of one rank's row
+_MARK = struct.Struct("<qq")  # marks so far, time of the last one (monotonic, ns)
+_ALIVE = struct.Struct("<qq")  # time of the last sign of life (monotonic, ns), process
+_LIMITS = struct.Struct("<ddq")  # seconds without a mark: in a step, otherwise; the step
+_AT_ALIVE, _AT_LIMITS = 16, 32
+_AT_WAITS, _AT_LONG = 56, 57
+_AT_TEXT, _AT_HOST = 64, 384
+_TEXT, _HOST = _AT_HOST - _AT_TEXT, SIZE - _AT_HOST
+
+Label = bytes  # a text as it is kept in a row
+
+
+def label(text: str) -> Label:
+    """The text of a mark, made once and marked often."""
+    return text.encode(errors="replace")[:_TEXT].ljust(_TEXT, b"\0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What was read of one rank.
+
+    Attributes:
+        marks: how many it has made; 0: it has not begun.
+        marked_ns: time of the last one, on the rank's monotonic clock.
+        alive_ns: the last time that its Python could run a thread beside the main one, on the same clock.
+        process: its number on the host.
+        step: that it is in, from 1; 0: none.
+        limit: seconds that it may go without a mark at this point.
+        waits: it is in a call that ends when other ranks have done their part.
+        text: what it has begun last.
+    """
+
+    marks: int
+    marked_ns: int
+    alive_ns: int
+    process: int
+    step: int
+    limit: float
+    waits: bool
+    text: str
+    host: str
+
+
+def read_row(data: bytes | memoryview) -> Row:
+    """The row that SIZE bytes hold."""
+    marks, marked = _MARK.unpack_from(data, 0)
+    alive, process = _ALIVE.unpack_from(data, _AT_ALIVE)
+    limit, long_limit, step = _LIMITS.unpack_from(data, _AT_LIMITS)
+    return Row(
+        marks=marks,
+        marked_ns=marked,
+        alive_ns=alive,
+        process=process,
+        step=step,
+        limit=long_limit if data[_AT_LONG] else limit,
+        waits=bool(data[_AT_WAITS]),
+        text=_read(data[_AT_TEXT:_AT_HOST]),
+        host=_read(data[_AT_HOST:SIZE]),
+    )
+
+
+def _read(data: bytes | memoryview) -> str:
+    return bytes(data).rstrip(b"\0").decode(errors="replace")
+
+
+class Progress:
+    """The marks of this rank.
+
+    Attributes:
+        attached: somebody observes this rank.
+        waited_s: time that its main thread has spent waiting for other ranks.
+        messages: for the marks that are waits for messages of a pipeline: the other pipeline rank, and
+            whether the message goes to it.
+    """
+
+    def __init__(self) -> None:
+        self._row = memoryview(bytearray(SIZE))
+        self._marks = self._long = 0
+        self.waited_s = 0.0
+        self.attached = False
+        self.messages = dict[Label, tuple[int, bool]]()
+
+    def attach(self, row: memoryview, process: int, host: str) -> None:
+        """Keep the marks in `row` [SIZE bytes] from now on."""
+        self._row, self.attached = row, True
+        self._row[_AT_HOST:SIZE] = host.encode(errors="replace")[:_HOST].ljust(_HOST, b"\0")
+        self.limit(inf, inf, 0)
+        self.alive(process)
+
+    def mark(self, what: Label) -> None:
+        """The rank begins something."""
+        self._marks = marks = self._marks + 1
+        row = self._row
+        row[_AT_TEXT:_AT_HOST] = what
+        _MARK.pack_into(row, 0, marks, time.monotonic_ns())
+
+    def limit(self, step_s: float, other_s: float, step: int) -> None:
+        """From now on in `step`: seconds that may pass without a mark, in it and in what takes longer."""
+        _LIMITS.pack_into(self._row, _AT_LIMITS, step_s, other_s, step)
+
+    def alive(self, process: int) -> None:
+        """A sign of life, of any thread."""
+        _ALIVE.pack_into(self._row, _AT_ALIVE, time.monotonic_ns(), process)
+
+    def begin_long(self) -> None:
+        """What follows may take longer than a step, until as many calls of `end_long`."""
+        self._long += 1
+        self._row[_AT_LONG] = 1
+
+    def end_long(self) -> None:
+        """As long as usual again; a mark of its own, so that the time until now does not count."""
+        self._long -= 1
+        self._marks += 1
+        _MARK.pack_into(self._row, 0, self._marks, time.monotonic_ns())
+        self._row[_AT_LONG] = self._long > 0
+
+    @contextmanager
+    def long(self, what: str) -> Generator[None]:
+        """Something that may take longer than a step."""
+        self.mark(label(what))
+        self.begin_long()
+        try:
+            yield
+        finally:
+            self.end_long()
+
+    def begin_wait(self) -> float:
+        """The rank waits for others; returns the time."""
+        self._row[_AT_WAITS] = 1
+        return time.perf_counter()
+
+    def end_wait(self, began: float) -> None:
+        """It goes on."""
+        self.waited_s += time.perf_counter() - began
+        self._row[_AT_WAITS] = 0
+
+    def snapshot(self) -> bytes:
+        """The row as it is now."""
+        return bytes(self._row)
+
+
+PROGRESS = Progress()  # of this process

@@ -1,0 +1,172 @@
+"""The launcher's watch over its ranks: it reads their rows, and ends the job when one makes no progress."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+from stretto.run.launch.failure import Failure
+from stretto.run.launch.local import Look
+from stretto.run.watch.board import STACKS, Board
+from stretto.run.watch.hang import (
+    HANG,
+    RECORD,
+    STACK,
+    Seen,
+    failure,
+    judge,
+    odd_call,
+    process_state,
+    read_records,
+    remove_records,
+)
+from stretto.run.watch.rank import watched
+
+_LONGEST_LOOK_S = 1.0  # time between two looks that counts: in a longer one this process did not run either
+_GATHER_S = 6.0  # for records
+_STACK_S = 1.0  # for the stacks of a rank that cannot write a record
+_AGAIN_S = 2.0  # after ranks were late because of one that may take longer
+_STOPPED, _TRACED = "T", "t"
+
+
+@contextlib.contextmanager
+def watching(
+    ranks: int, run: Path | None, hang_s: float | None
+) -> Generator[tuple[tuple[Any, ...], Look | None]]:
+    """Watch the ranks of a job from its launcher.
+
+    Args:
+        run: the folder of the run that they train; None: they train none, and are not watched.
+        hang_s: as in the config; 0: they are not watched.
+
+    Yields:
+        What ranks run before their own function, and what the launcher does now and then.
+    """
+    if run is None or hang_s == 0:
+        yield (), None
+        return
+    board = Board(ranks, run / HANG)
+    try:
+        yield (watched, board), Watch(board).look
+    finally:
+        board.close()
+
+
+class Watch:
+    """Judges the ranks on a board.
+
+    Time counts from look to look, so that a machine that was suspended, or a job that was stopped as a whole
+    and continued, is no hang. A rank under a debugger is not judged.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+        self._looked = time.monotonic()
+        self._wait_until = 0.0
+        self._marks = [0] * board.ranks
+        self._alive = [0] * board.ranks
+        self._still = [0.0] * board.ranks
+        self._mute = [0.0] * board.ranks
+
+    def look(self, processes: Mapping[int, int], failures: Mapping[int, Failure]) -> Failure | None:
+        """Look at the ranks that are still running.
+
+        Args:
+            processes: of these ranks.
+            failures: of others.
+
+        Returns:
+            The failure of a rank that hangs, once there is one, or of one whose calls differ from others'.
+        """
+        now = time.monotonic()
+        passed, self._looked = min(now - self._looked, _LONGEST_LOOK_S), now
+        seen = {rank: self._see(rank, process, passed) for rank, process in processes.items()}
+        if failures:
+            return self._differing(seen, processes) if any(map(_in_a_call, failures.values())) else None
+        if now < self._wait_until or not any(one.late for one in seen.values()):
+            return None
+        if any(one.state == _TRACED for one in seen.values()):
+            return None
+        folder = self.board.folder
+        self._gather(seen, processes)
+        verdict = judge(seen, read_records(folder, self.board.ranks))
+        if not any(seen[rank].late for rank in verdict.culprits):  # others wait for what may take its time
+            self._wait_until = time.monotonic() + _AGAIN_S
+            return None
+        unable = [rank for rank in seen if not (folder / STACK.format(rank=rank)).is_file()]
+        for rank in seen.keys() - set(unable):  # those that are continued must not move the job on
+            with contextlib.suppress(OSError):
+                os.kill(processes[rank], signal.SIGSTOP)
+        for rank in unable:
+            self._dump_stack(rank, processes[rank], seen[rank].state)
+        return failure(seen, verdict, folder)
+
+    def _differing(self, seen: Mapping[int, Seen], processes: Mapping[int, int]) -> Failure | None:
+        """The failure of a rank whose last calls differ from those of the ranks that still run, which ask in
+        vain why others are gone.
+        """
+        self._gather(seen, processes)
+        verdict = odd_call(read_records(self.board.folder, self.board.ranks))
+        if verdict is None:
+            return None
+        every = {rank: self._see(rank, 0, 0.0) for rank in range(self.board.ranks)}
+        return failure(every, verdict, self.board.folder)
+
+    def _see(self, rank: int, process: int, passed: float) -> Seen:
+        row, state = self.board.row(rank), process_state(process)
+        self._still[rank] = 0.0 if row.marks != self._marks[rank] else self._still[rank] + passed
+        self._mute[rank] = 0.0 if row.alive_ns != self._alive[rank] else self._mute[rank] + passed
+        self._marks[rank], self._alive[rank] = row.marks, row.alive_ns
+        return Seen(rank=rank, row=row, seconds=self._still[rank], mute=self._mute[rank], state=state)
+
+    def _gather(self, seen: Mapping[int, Seen], processes: Mapping[int, int]) -> None:
+        """Have all ranks that can write their records."""
+        folder = self.board.folder
+        remove_records(folder)
+        self.board.ask()
+        able = [rank for rank in processes if seen[rank].answers]
+        end = time.monotonic() + _GATHER_S
+        while time.monotonic() < end:
+            if all((folder / RECORD.format(rank=rank)).is_file() for rank in able):
+                return
+            time.sleep(0.05)
+
+    def _dump_stack(self, rank: int, process: int, state: str) -> None:
+        """Have the stacks of a rank written that runs no Python: by a signal, for which a stopped one must
+        be continued. All ranks are killed right after.
+        """
+        if not STACKS:
+            return
+        before = len(self.board.read_stacks(0))
+        with contextlib.suppress(OSError):
+            _signal_main_thread(process)
+            if state == _STOPPED:
+                os.kill(process, signal.SIGCONT)
+            end = time.monotonic() + _STACK_S
+            while time.monotonic() < end and len(self.board.read_stacks(0)) == before:
+                time.sleep(0.02)
+            time.sleep(0.05)  # the rest of it
+            self.board.folder.mkdir(parents=True, exist_ok=True)
+            path = self.board.folder / STACK.format(rank=rank)
+            path.write_text(self.board.read_stacks(before), encoding="utf-8")
+
+
+def _in_a_call(one: Failure) -> bool:
+    """Whether a rank failed in a call that others take part in: gloo ends a process that is sent more than it
+    expects.
+    """
+    return one.kind in ("silent", "gone") or "SIGABRT" in one.message
+
+
+def _signal_main_thread(process: int) -> None:
+    """Send the signal for stacks; to the main thread, which handles it before it goes on."""
+    try:
+        ctypes.CDLL(None).tgkill(process, process, int(STACKS))
+    except (AttributeError, OSError):  # another C library
+        os.kill(process, STACKS)
