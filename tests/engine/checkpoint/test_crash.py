@@ -17,7 +17,7 @@ from hand_layouts import Hand, blank_state, differing, true_state
 from ranks import on_ranks
 from stretto.engine.checkpoint import files, storage
 from stretto.engine.checkpoint.files import CheckedWriter, remove
-from stretto.engine.checkpoint.folder import checkpoints
+from stretto.engine.checkpoint.folder import Retention, checkpoints
 from stretto.engine.checkpoint.load import latest, load, verify
 from stretto.engine.checkpoint.save import save
 from stretto.engine.parallel.control import CollectiveError
@@ -47,7 +47,7 @@ def mark_of(path: Path) -> float:
 
 
 def put(folder: Path, step: int, mark: float, keep: int | None = None) -> None:
-    save(folder, step, marked(mark), {"mark": mark}, keep=keep)
+    save(folder, step, marked(mark), {"mark": mark}, keep=Retention(last=keep))
 
 
 def die_at(count: int) -> None:

@@ -13,6 +13,7 @@ from stretto.run.config.run_checks import (
     missing_sources,
     raise_first,
     resume,
+    retention,
     run_folder,
     tensorboard,
     writable,
@@ -170,6 +171,7 @@ CHECKS: tuple[Callable[[RecommenderConfig], Iterator[Problem]], ...] = (
     _sources,
     _table_folder,
     resume,
+    retention,
     run_folder,
     tensorboard,
 )

@@ -21,7 +21,8 @@ from stretto.recommender.train.clicks import ClickData, open_clicks, prepare_cli
 from stretto.recommender.train.job import PRELOAD
 from stretto.recommender.train.placement import place
 from stretto.recommender.train.resume import check_fits
-from stretto.run.config.schema import CheckpointConfig, EvalConfig, ReportConfig
+from stretto.run.config.checkpoint import CheckpointConfig
+from stretto.run.config.schema import EvalConfig, ReportConfig
 from stretto.run.evaluate.trained import Trained
 from stretto.run.launch.stop import Stopped, StopRequest
 from stretto.run.train.job import Kind, Result, run_kind

@@ -24,7 +24,7 @@ from stretto.recommender.train.report import ClickEval, ClickStep, placement_tab
 from stretto.recommender.train.step import TrainingStep
 from stretto.run.launch.failure import TrainingFailed
 from stretto.run.launch.stop import StopRequest
-from stretto.run.train.loop import Outcome, Position, TrainingLoop
+from stretto.run.train.loop import Outcome, Position, Save, TrainingLoop
 from stretto.run.train.metrics import Metrics
 
 _WINDOW = 50  # steps of the median speed
@@ -97,7 +97,9 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
         position = self.position
         size = self.config.batch.global_size
         self._warn_of_second_epoch(position.samples + size)
-        trained = self._training.run(step=position.step, seen=position.samples, stop=stop)
+        trained = self._training.run(
+            step=position.step, seen=position.samples, stop=stop, saving=self.background
+        )
         for rank in trained.agreed.bad_microbatches:
             raise TrainingFailed(f"step {position.step + 1}: the loss on rank {rank} is not finite")
         self._fullest, loss = trained.agreed.memory_gib, trained.agreed.loss
@@ -121,6 +123,7 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
                 memory_gib=self._fullest,
             )
             self.metrics.step(record)
+        self.advance_save(trained.agreed.save_ready)
         return trained.agreed.stop
 
     def _warn_of_second_epoch(self, samples: int) -> None:
@@ -133,15 +136,15 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
                 "(eval.every)"
             )
 
-    def evaluate(self) -> ClickEval:
-        """Quality on the first `eval.batches` global batches of the held-out samples."""
+    def evaluate(self) -> float:
+        """Quality on the first `eval.batches` global batches of the held-out samples; returns the logloss."""
         assert self._evaluation is not None
         self._quality = self._evaluation.run(self.position.step)
         if self.metrics is not None:
             self.metrics.evaluation(self._quality)
-        return self._quality
+        return self._quality.logloss
 
-    def _write_checkpoint(self) -> Path:
+    def _write_checkpoint(self, save: Save) -> Path:
         """Write a checkpoint of this step.
 
         Raises:
@@ -150,4 +153,11 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
         for name, weights in self.recommender.net.named_parameters():
             if not bool(weights.detach().isfinite().all()):
                 raise TrainingFailed(f"after step {self.position.step}: weights of {name} are not finite")
-        return save_run(self.config, self.recommender, self._data, self._placements, self.position)
+        return save_run(
+            config=self.config,
+            recommender=self.recommender,
+            data=self._data,
+            placements=self._placements,
+            position=self.position,
+            save=save,
+        )

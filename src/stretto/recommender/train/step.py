@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from stretto.engine.checkpoint.background import BackgroundSave
 from stretto.engine.device import peak_memory
 from stretto.engine.optim.rate import Rate
 from stretto.recommender.clicks.batch import ClickBatch, ClickSource
@@ -64,12 +65,20 @@ class TrainingStep:
         """Samples in an epoch."""
         return len(self.source)
 
-    def run(self, step: int, seen: int, stop: StopRequest | None = None) -> TrainedStep:
+    def run(
+        self,
+        step: int,
+        seen: int,
+        stop: StopRequest | None = None,
+        saving: BackgroundSave | None = None,
+    ) -> TrainedStep:
         """Train on one global batch. Collective.
 
         Args:
             step: number of the step, from 0.
             seen: samples trained on before it.
+            stop: whether this rank was asked to stop.
+            saving: what this rank saves in the background.
         """
         batch = self._batch(seen)
         following = None if step + 1 == self._steps else self._batch(seen + self._size)
@@ -82,6 +91,8 @@ class TrainingStep:
             bad_microbatch=0.0 if finite else 1.0,
             stop=stop is not None and stop.signal is not None,
             memory_gib=peak_memory(self._device),
+            written=saving is not None and saving.written,
+            write_failed=saving is not None and saving.failed,
         )
         return TrainedStep(agreed=agree(report, self._device), norm=result.norm, ratio=ratio)
 

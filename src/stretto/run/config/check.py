@@ -18,6 +18,7 @@ from stretto.run.config.run_checks import (
     missing_sources,
     raise_first,
     resume,
+    retention,
     run_folder,
     tensorboard,
 )
@@ -260,6 +261,7 @@ CHECKS: tuple[Callable[[TrainConfig], Iterator[Problem]], ...] = (
     compiler,
     graphs,
     resume,
+    retention,
     run_folder,
     tensorboard,
 )

@@ -10,8 +10,8 @@ from typing import Any
 
 from stretto.errors import StrettoError
 from stretto.run.config.check import check
+from stretto.run.config.checkpoint import CheckpointConfig
 from stretto.run.config.schema import (
-    CheckpointConfig,
     EvalConfig,
     MetricsConfig,
     OptimConfig,

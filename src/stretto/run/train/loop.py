@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
+from math import isfinite
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -18,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.engine.checkpoint.background import BackgroundSave
+from stretto.engine.checkpoint.save import save
 from stretto.engine.device import backend_for, rank_device
 from stretto.errors import StrettoError
 from stretto.run.config import dump
@@ -30,6 +33,8 @@ from stretto.run.train.metrics import TOKENS, Metrics, Words
 
 C = TypeVar("C", bound=JobConfig)
 P = TypeVar("P", bound="Position")
+Save = Callable[..., Path]
+"""`engine.checkpoint.save.save`, or what begins to do the same in the background."""
 
 
 @dataclass(kw_only=True)
@@ -39,6 +44,7 @@ class Position:
     step: int = 0  # updates made
     samples: int = 0
     loss: float | None = None  # of the last step
+    held_out_loss: float | None = None  # of an evaluation after the last step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +68,11 @@ class StepReport:
     overflow: bool = False  # an update within the step was skipped
     stop: bool = False  # it was asked to stop
     memory_gib: float = 0.0  # its peak so far
+    written: bool = False  # it has done its part of a checkpoint that is saved in the background
+    write_failed: bool = False
 
 
-_SUMMED = ("loss", "bad_weights", "overflow", "stop")  # over all ranks
+_SUMMED = ("loss", "bad_weights", "overflow", "stop", "written", "write_failed")  # over all ranks
 _OF_EACH = ("bad_microbatch", "memory_gib")  # every rank learns those of each rank
 
 
@@ -78,6 +86,7 @@ class StepAgreement:
     overflow: bool
     stop: bool
     memory_gib: float | None  # of the fullest rank; None where no rank measures it
+    save_ready: bool  # all have done their part of a checkpoint, or one has failed: `BackgroundSave.advance`
     known: tuple[float, ...] = ()  # numbers that every rank knew before, now on the host
 
 
@@ -123,6 +132,7 @@ class Agreement:
             overflow=summed["overflow"] > 0,
             stop=summed["stop"] > 0,
             memory_gib=max(each["memory_gib"]) or None,
+            save_ready=summed["written"] == self._world or summed["write_failed"] > 0,
             known=tuple(numbers),
         )
 
@@ -145,18 +155,20 @@ class TrainingLoop(ABC, Generic[C, P]):
         self.config, self.position = config, position
         self.saved, self.metrics = saved, metrics
         self._saved_at = position.step if saved is not None else -1
+        self.background = BackgroundSave(rank_device(config.train.device))
+        self._save_ready = False  # all ranks have agreed so, and have not acted on it
 
     @abstractmethod
     def _step(self, stop: StopRequest) -> bool:
         """One global batch; returns whether any rank was asked to stop."""
 
     @abstractmethod
-    def evaluate(self) -> object:
-        """Evaluate on held-out samples and report it."""
+    def evaluate(self) -> float:
+        """Evaluate on held-out samples and report it; returns the loss there."""
 
     @abstractmethod
-    def _write_checkpoint(self) -> Path:
-        """Write a checkpoint of this step. Collective over all ranks."""
+    def _write_checkpoint(self, save: Save) -> Path:
+        """Write a checkpoint of this step with `save`, or begin to. Collective over all ranks."""
 
     def train(self, stop: StopRequest) -> bool:
         """Train to the last step, or to the step at which a rank was asked to stop; then save.
@@ -164,18 +176,26 @@ class TrainingLoop(ABC, Generic[C, P]):
         Returns:
             Whether it was stopped before the last step.
         """
+        try:
+            return self._train(stop)
+        finally:
+            self.background.close()
+
+    def _train(self, stop: StopRequest) -> bool:
         steps, position = self.config.train.steps, self.position
         stopped = False
         if position.step >= steps:
             self.note(f"nothing to do: {position.step} of train.steps={steps} steps are done")
         while position.step < steps and not stopped:
             with doing(f"in step {position.step + 1}"):
+                position.held_out_loss = None
                 stopped = self._step(stop) and position.step < steps
             if stopped:
                 self.note(f"asked to stop: saving after step {position.step}")
             else:
                 with doing(f"after step {position.step}"):
                     self._after(position.step)
+        self._finish_save()
         if self._saved_at != position.step:
             with doing(f"saving after step {position.step}"):
                 self.save()
@@ -192,16 +212,42 @@ class TrainingLoop(ABC, Generic[C, P]):
         """What the config asks for between two steps."""
         every, save_every = self.config.eval.every, self.config.checkpoint.every
         if every and (step % every == 0 or step == self.config.train.steps):
-            self.evaluate()
-        if save_every and step % save_every == 0:
-            self.save()
+            loss = self.evaluate()
+            self.position.held_out_loss = loss if isfinite(loss) else None
+        if save_every and step % save_every == 0 and step < self.config.train.steps:
+            self.save(background=self.config.checkpoint.async_save)
 
-    def save(self) -> None:
-        """Write a checkpoint of this step."""
+    def save(self, background: bool = False) -> None:
+        """Write a checkpoint of this step, or begin to; one that is still being written comes before."""
+        if background and self.background.busy and self.config.checkpoint.if_busy == "skip":
+            self.note(f"step {self.position.step}: no checkpoint, the last one is still being written")
+            return
+        self._finish_save()
         check_lease(self.config.run.folder)
-        self.saved = self._write_checkpoint()
+        path = self._write_checkpoint(self.background.start if background else save)
         self._saved_at = self.position.step
-        self.note(f"saved {self.saved}")
+        if not background:
+            self._note_saved(path)
+
+    def advance_save(self, ready: bool, drained: bool = True) -> None:
+        """Go on with the checkpoint that is saved in the background, where all ranks have agreed that it can
+        (`StepAgreement.save_ready`) and no step is under way.
+        """
+        self._save_ready = self._save_ready or ready
+        if self._save_ready and drained:
+            self._save_ready = False
+            if (path := self.background.advance()) is not None:
+                self._note_saved(path)
+
+    def _finish_save(self) -> None:
+        """Wait for the checkpoint that is saved in the background."""
+        self._save_ready = False
+        if self.background.busy:
+            self._note_saved(self.background.finish())
+
+    def _note_saved(self, path: Path) -> None:
+        self.saved = path
+        self.note(f"saved {path}")
 
     def note(self, text: str) -> None:
         """Tell people a line, on rank 0."""

@@ -7,15 +7,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stretto.engine.checkpoint.folder import checkpoints, is_checkpoint
+from stretto.engine.checkpoint.folder import HELD_OUT_LOSS, Retention, checkpoints, is_checkpoint
 from stretto.engine.checkpoint.load import latest, load
-from stretto.engine.checkpoint.save import save
 from stretto.engine.device import random_states, set_random_states
 from stretto.errors import StrettoError
 from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.data.dataset import shuffled_within
 from stretto.run.data.token_source import TokenData
-from stretto.run.train.loop import Position
+from stretto.run.launch.lease import check_lease
+from stretto.run.train.loop import Position, Save
 from stretto.run.train.replica import (
     MODEL,
     OPTIM,
@@ -40,14 +40,17 @@ class TextPosition(Position):
     weight_updates: int = 0  # as many as steps, or more where a step updates the weights several times
 
 
-def save_run(config: TrainConfig, replica: Replica, source: TokenData, position: TextPosition) -> Path:
-    """Write a checkpoint of the run. Collective over all ranks."""
+def save_run(
+    config: TrainConfig, replica: Replica, source: TokenData, position: TextPosition, save: Save
+) -> Path:
+    """Write a checkpoint of the run with `save`, or begin to. Collective over all ranks."""
     meta: dict[str, Any] = {
         "step": position.step,
         "samples": position.samples,
         "tokens": position.tokens,
         "targets": position.targets,
         "loss": position.loss,
+        HELD_OUT_LOSS: position.held_out_loss,
         "updates": position.weight_updates,
         "seed": config.train.seed,
         "loss_scale": None if replica.loss_scale is None else replica.loss_scale.state(),
@@ -64,8 +67,15 @@ def save_run(config: TrainConfig, replica: Replica, source: TokenData, position:
         tensors=tensors_of(replica),
         meta=meta,
         per_rank=random_states(replica.mesh.device),
-        keep=config.checkpoint.keep,
+        keep=retention(config),
+        permit=lambda: check_lease(config.run.folder),
     )
+
+
+def retention(config: JobConfig) -> Retention:
+    """Which older checkpoints stay."""
+    kept = config.checkpoint
+    return Retention(last=kept.keep, every=kept.keep_every, best=kept.keep_best)
 
 
 def find_checkpoint(config: JobConfig, report: Report) -> Path | None:

@@ -16,7 +16,7 @@ from stretto.run.launch.stop import StopRequest
 from stretto.run.train import trace
 from stretto.run.train.batches import read_ahead
 from stretto.run.train.evaluate import Evaluation
-from stretto.run.train.loop import Outcome, TrainingLoop
+from stretto.run.train.loop import Outcome, Save, TrainingLoop
 from stretto.run.train.metrics import Metrics
 from stretto.run.train.position import TextPosition, save_run
 from stretto.run.train.prediction import Forecast
@@ -105,6 +105,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
             seen=position.samples,
             until=self._drain_after(position.step),
             stop=stop,
+            saving=self.background,
             recorder=recorder,
         )
         position.step += 1
@@ -119,6 +120,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
             self._trace(recorder)
         for result in done:
             self._report(result, self._seconds.popleft())
+        self.advance_save(any(result.save_ready for result in done), self._training.drained)
         return self._stopping and self._training.drained
 
     def _drain_after(self, step: int) -> int:
@@ -210,5 +212,5 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
             self.metrics.evaluation(replace(record, text_bytes=self._evaluation.text_bytes))
         return record.loss
 
-    def _write_checkpoint(self) -> Path:
-        return save_run(self.config, self.replica, self._source, self.position)
+    def _write_checkpoint(self, save: Save) -> Path:
+        return save_run(self.config, self.replica, self._source, self.position, save)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.engine.checkpoint.background import BackgroundSave
 from stretto.engine.device import moved, peak_memory
 from stretto.engine.models.moe import correct
 from stretto.engine.optim.rate import Rate
@@ -53,6 +54,7 @@ class StepResult:
         updates: of the weights.
         stop: whether any rank was asked to stop.
         memory_gib: peak of the fullest rank; None where no rank measures it.
+        save_ready: of `StepAgreement`.
         experts: of a model with experts.
     """
 
@@ -66,6 +68,7 @@ class StepResult:
     updates: int
     stop: bool
     memory_gib: float | None
+    save_ready: bool
     experts: ExpertReport | None
 
 
@@ -106,6 +109,7 @@ class TrainingStep:
         self._rate, self._note = rate, note
         self._update_numbers = update_numbers(replica.pipeline.program)
         self._window: _Window | None = None
+        self._saving: BackgroundSave | None = None
 
     @property
     def drained(self) -> bool:
@@ -120,6 +124,7 @@ class TrainingStep:
         seen: int,
         until: int | None = None,
         stop: StopRequest | None = None,
+        saving: BackgroundSave | None = None,
         recorder: Recorder | None = None,
     ) -> list[StepResult]:
         """One global batch: forward and backward, agree, update, correct. Collective over all ranks.
@@ -132,8 +137,10 @@ class TrainingStep:
             step: its number from 0, by which the learning rate is set.
             seen: samples before it.
             until: an asynchronous schedule need not drain before this step; None: it drains after each. The
-                same for all steps before the drain. It drains earlier where a rank was asked to stop.
+                same for all steps before the drain. It drains earlier where a rank was asked to stop or a
+                checkpoint is ready (`save_ready`).
             stop: whether this rank was asked to stop.
+            saving: what this rank saves in the background.
             recorder: times every call.
 
         Returns:
@@ -142,6 +149,7 @@ class TrainingStep:
         Raises:
             TrainingFailed: a loss, a norm or a weight is not finite, on all ranks.
         """
+        self._saving = saving
         if self.replica.asynchronous:
             return self._advance(
                 samples,
@@ -217,7 +225,7 @@ class TrainingStep:
         if pipeline.drained:
             self._window = None
             self.correct()
-        elif any(result.stop for result in results):
+        elif any(result.stop or result.save_ready for result in results):
             window.until = min(window.until, step + 1 + pipeline.ahead)
         return results
 
@@ -267,6 +275,7 @@ class TrainingStep:
             updates=0 if norm is not None and not isfinite(norm) else max(self._update_numbers) + 1,
             stop=agreed.stop,
             memory_gib=agreed.memory_gib,
+            save_ready=agreed.save_ready,
             experts=ExpertReport(*experts) if experts else None,
         )
 
@@ -352,6 +361,8 @@ class TrainingStep:
             overflow=overflow,
             stop=stop is not None and stop.signal is not None,
             memory_gib=peak_memory(self.mesh.device),
+            written=self._saving is not None and self._saving.written,
+            write_failed=self._saving is not None and self._saving.failed,
         )
 
     def _check(self, agreed: StepAgreement, where: str, spoiled: str | None = None) -> None:
