@@ -5,19 +5,18 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hand_layouts import Hand, blank_state, differing, true_state
 from test_checkpoint_away import optimizer_of, table, train
-from test_crash import attempt, failing
 
+from hand_layouts import Hand, blank_state, differing, true_state
 from ranks import on_ranks
+from save_faults import attempt, failing, held
 from stretto.engine.checkpoint.background import BackgroundSave
 from stretto.engine.checkpoint.files import CheckedWriter
 from stretto.engine.checkpoint.folder import Retention
@@ -30,27 +29,6 @@ from stretto.errors import StrettoError
 
 HANDS = Hand(tp=2)
 CPU = torch.device("cpu")
-
-
-@contextmanager
-def held(*, after: int = 0) -> Iterator[threading.Event]:
-    """Threads other than this one write only once the event is set, but for so many blocks."""
-    go, write, main = threading.Event(), CheckedWriter._some, threading.current_thread()
-    left = [after]
-
-    def wait(self: CheckedWriter, block: memoryview) -> int:
-        if threading.current_thread() is not main:
-            left[0] -= 1
-            if left[0] < 0:
-                assert go.wait(60)
-        return write(self, block)
-
-    CheckedWriter._some = wait
-    try:
-        yield go
-    finally:
-        go.set()
-        CheckedWriter._some = write
 
 
 def spoil(tensors: Tensors) -> None:

@@ -77,11 +77,12 @@ def clean(folder: Path) -> None:
 
     What cannot be removed stays; `begin` fails only if that is the `.partial` of the same step.
     """
-    for path in folder.iterdir():
+    for path in folder.iterdir() if folder.is_dir() else ():
         if not STEP_FOLDER.fullmatch(path.stem):
             continue
         with contextlib.suppress(OSError):
-            if path.suffix == REPLACED and not path.with_suffix("").exists():
+            whole = path.is_dir() and not path.is_symlink()
+            if path.suffix == REPLACED and whole and not path.with_suffix("").exists():
                 path.rename(path.with_suffix(""))
             elif path.suffix in (PARTIAL, DELETING, REPLACED):
                 remove(path)
