@@ -87,6 +87,7 @@ class StepAgreement:
     stop: bool
     memory_gib: float | None  # of the fullest rank; None where no rank measures it
     save_ready: bool  # all have done their part of a checkpoint, or one has failed: `BackgroundSave.advance`
+    save_failed: bool
     known: tuple[float, ...] = ()  # numbers that every rank knew before, now on the host
 
 
@@ -133,6 +134,7 @@ class Agreement:
             stop=summed["stop"] > 0,
             memory_gib=max(each["memory_gib"]) or None,
             save_ready=summed["written"] == self._world or summed["write_failed"] > 0,
+            save_failed=summed["write_failed"] > 0,
             known=tuple(numbers),
         )
 
@@ -156,7 +158,6 @@ class TrainingLoop(ABC, Generic[C, P]):
         self.saved, self.metrics = saved, metrics
         self._saved_at = position.step if saved is not None else -1
         self.background = BackgroundSave(rank_device(config.train.device))
-        self._save_ready = False  # all ranks have agreed so, and have not acted on it
 
     @abstractmethod
     def _step(self, stop: StopRequest) -> bool:
@@ -195,7 +196,7 @@ class TrainingLoop(ABC, Generic[C, P]):
             else:
                 with doing(f"after step {position.step}"):
                     self._after(position.step)
-        self._finish_save()
+        self.finish_save()
         if self._saved_at != position.step:
             with doing(f"saving after step {position.step}"):
                 self.save()
@@ -222,26 +223,22 @@ class TrainingLoop(ABC, Generic[C, P]):
         if background and self.background.busy and self.config.checkpoint.if_busy == "skip":
             self.note(f"step {self.position.step}: no checkpoint, the last one is still being written")
             return
-        self._finish_save()
+        self.finish_save()
         check_lease(self.config.run.folder)
         path = self._write_checkpoint(self.background.start if background else save)
         self._saved_at = self.position.step
         if not background:
             self._note_saved(path)
 
-    def advance_save(self, ready: bool, drained: bool = True) -> None:
+    def advance_save(self, ready: bool) -> None:
         """Go on with the checkpoint that is saved in the background, where all ranks have agreed that it can
-        (`StepAgreement.save_ready`) and no step is under way.
+        (`StepAgreement.save_ready`). Only between two steps of all ranks.
         """
-        self._save_ready = self._save_ready or ready
-        if self._save_ready and drained:
-            self._save_ready = False
-            if (path := self.background.advance()) is not None:
-                self._note_saved(path)
+        if ready and (path := self.background.advance()) is not None:
+            self._note_saved(path)
 
-    def _finish_save(self) -> None:
+    def finish_save(self) -> None:
         """Wait for the checkpoint that is saved in the background."""
-        self._save_ready = False
         if self.background.busy:
             self._note_saved(self.background.finish())
 

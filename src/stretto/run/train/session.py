@@ -64,6 +64,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
             deque[float](),
         )  # end of the last step; durations of those not reported
         self._stopping = False  # a rank was asked to stop
+        self._save_ready = False  # the ranks have agreed on it, and not acted on it yet
         self._speed = Speed(replica, config.metrics.peak_tflops)
         self._forecast = None if metrics is None else Forecast(replica.job, config)
         self._samples = training_samples(source, config)
@@ -120,7 +121,14 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
             self._trace(recorder)
         for result in done:
             self._report(result, self._seconds.popleft())
-        self.advance_save(any(result.save_ready for result in done), self._training.drained)
+        self._save_ready = self._save_ready or any(result.save_ready for result in done)
+        if self._save_ready and self._training.drained:
+            self._save_ready = False
+            # when an asynchronous schedule drains is part of what it computes: it is not drained for a commit
+            if self.replica.asynchronous:
+                self.finish_save()
+            else:
+                self.advance_save(True)
         return self._stopping and self._training.drained
 
     def _drain_after(self, step: int) -> int:

@@ -54,7 +54,7 @@ class StepResult:
         updates: of the weights.
         stop: whether any rank was asked to stop.
         memory_gib: peak of the fullest rank; None where no rank measures it.
-        save_ready: of `StepAgreement`.
+        save_ready, save_failed: of `StepAgreement`.
         experts: of a model with experts.
     """
 
@@ -69,6 +69,7 @@ class StepResult:
     stop: bool
     memory_gib: float | None
     save_ready: bool
+    save_failed: bool
     experts: ExpertReport | None
 
 
@@ -137,8 +138,8 @@ class TrainingStep:
             step: its number from 0, by which the learning rate is set.
             seen: samples before it.
             until: an asynchronous schedule need not drain before this step; None: it drains after each. The
-                same for all steps before the drain. It drains earlier where a rank was asked to stop or a
-                checkpoint is ready (`save_ready`).
+                same for all steps before the drain. It drains earlier where a rank was asked to stop or has
+                failed to save.
             stop: whether this rank was asked to stop.
             saving: what this rank saves in the background.
             recorder: times every call.
@@ -225,7 +226,7 @@ class TrainingStep:
         if pipeline.drained:
             self._window = None
             self.correct()
-        elif any(result.stop or result.save_ready for result in results):
+        elif any(result.stop or result.save_failed for result in results):
             window.until = min(window.until, step + 1 + pipeline.ahead)
         return results
 
@@ -276,6 +277,7 @@ class TrainingStep:
             stop=agreed.stop,
             memory_gib=agreed.memory_gib,
             save_ready=agreed.save_ready,
+            save_failed=agreed.save_failed,
             experts=ExpertReport(*experts) if experts else None,
         )
 
