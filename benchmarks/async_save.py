@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import random
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
@@ -30,6 +31,7 @@ from stretto.engine.checkpoint.background import BackgroundSave
 from stretto.engine.checkpoint.folder import Retention
 from stretto.engine.checkpoint.host_copy import HostCopy
 from stretto.engine.checkpoint.save import save
+from stretto.engine.checkpoint.storage import Entry
 from stretto.engine.optim.rate import Rate
 from stretto.engine.parallel.control import gather_json
 from stretto.run.data.dataset import Batch
@@ -53,10 +55,10 @@ class TimedCopy(HostCopy):
 
     seconds = 0.0
 
-    def take(self, *arguments: Any) -> Any:
+    def take(self, files: Mapping[str, Sequence[Entry]], stop: threading.Event) -> dict[str, list[Entry]]:
         """The copy."""
         started = time.perf_counter()
-        copies = super().take(*arguments)
+        copies = super().take(files, stop)
         self.seconds = time.perf_counter() - started
         return copies
 
@@ -86,7 +88,7 @@ def run(ranks: int, rounds: int, hidden: int, folder: str) -> dict[str, list[flo
     training, source = TrainingStep(replica, Rate.of(replica.job.optimiser, 1000)), InMemory()
     background = BackgroundSave(torch.device("cpu"))
     background._memory = memory = TimedCopy(torch.device("cpu"))
-    what = {"folder": Path(folder), "meta": {}, "keep": Retention(last=2)}
+    what: dict[str, Any] = {"folder": Path(folder), "meta": {}, "keep": Retention(last=2)}
     times, draw = Times(), random.Random(0)
 
     def step() -> bool:
