@@ -380,13 +380,21 @@ def _show(described: list[dict[str, Any]], as_json: bool) -> None:
         from rich.table import Table
 
         from stretto.engine.checkpoint.files import size_text
+        from stretto.engine.checkpoint.folder import HELD_OUT_LOSS
 
+        losses = [
+            loss
+            for one in described
+            if one["ok"] and isinstance(loss := one.get("meta", {}).get(HELD_OUT_LOSS), float)
+        ]
         rows = Table(box=None)
         for title in ("step", "size", "ranks", "saved", "state"):
             rows.add_column(title, justify="right" if title in ("step", "size", "ranks") else "left")
         for one in described:
             size = size_text(one["bytes"]) if "bytes" in one else "?"
             state = "whole" if one["ok"] else "damaged"
+            if one["ok"] and losses and one["meta"].get(HELD_OUT_LOSS) == min(losses):
+                state = f"whole, least held-out loss: {min(losses):.4f}"
             cells = (one["step"], size, one.get("world", "?"), one.get("saved", "?"), state)
             rows.add_row(*(str(cell) for cell in cells))
         console.print(rows)

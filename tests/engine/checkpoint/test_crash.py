@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hand_layouts import Hand, blank_state, differing, true_state
 
+from hand_layouts import Hand, blank_state, differing, true_state
 from ranks import on_ranks
+from save_faults import attempt, die_at, failing, in_child
 from stretto.engine.checkpoint import files, storage
 from stretto.engine.checkpoint.files import CheckedWriter, remove
-from stretto.engine.checkpoint.folder import checkpoints
+from stretto.engine.checkpoint.folder import Retention, checkpoints
 from stretto.engine.checkpoint.load import latest, load, verify
 from stretto.engine.checkpoint.save import save
 from stretto.engine.parallel.control import CollectiveError
@@ -25,7 +26,6 @@ from stretto.engine.parallel.fragment import Placed
 from stretto.errors import StrettoError
 from stretto.run.launch.local import RankFailed
 
-OPERATIONS = ("open", "fsync", "rename", "mkdir", "unlink", "rmdir")
 FEW = ("model.scale", "model.embed", "model.blocks.0.qkv", "model.table.ids")
 Tensors = dict[str, tuple[torch.Tensor, Placed]]
 
@@ -47,46 +47,7 @@ def mark_of(path: Path) -> float:
 
 
 def put(folder: Path, step: int, mark: float, keep: int | None = None) -> None:
-    save(folder, step, marked(mark), {"mark": mark}, keep=keep)
-
-
-def die_at(count: int) -> None:
-    """End this process at its `count`-th file operation from now; half-way through when it is a write."""
-    left = [count]
-
-    def counted(operation: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            left[0] -= 1
-            if left[0] == 0:
-                os._exit(9)
-            return operation(*arguments, **options)
-
-        return call
-
-    for name in OPERATIONS:
-        setattr(os, name, counted(getattr(os, name)))
-    write = CheckedWriter._some
-
-    def torn(self: CheckedWriter, block: memoryview) -> int:
-        left[0] -= 1
-        if left[0] == 0:
-            write(self, block[: len(block) // 2])
-            os._exit(9)
-        return write(self, block)
-
-    CheckedWriter._some = torn
-
-
-def in_child(work: Callable[[], object]) -> int:
-    """Exit code of a forked process that does the work."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    save(folder, step, marked(mark), {"mark": mark}, keep=Retention(last=keep))
 
 
 @pytest.mark.parametrize("case", ["first", "next", "replace", "prune"])
@@ -123,28 +84,6 @@ def test_death_at_every_file_operation(tmp_path: Path, case: str) -> None:
     first_new = seen.index(2.0)
     assert set(seen[:first_new]) <= (before or {None})
     assert set(seen[first_new:]) == {2.0}
-
-
-def failing(which: int, error: OSError) -> Callable[[CheckedWriter, memoryview], int]:
-    write, left = CheckedWriter._some, [which]
-
-    def fail(self: CheckedWriter, block: memoryview) -> int:
-        left[0] -= 1
-        if left[0] == 0:
-            error.filename = str(self._path)
-            raise error
-        return write(self, block)
-
-    return fail
-
-
-def attempt(work: Callable[[], object]) -> str:
-    """Kind and message of what it raises."""
-    try:
-        work()
-    except (StrettoError, CollectiveError) as error:
-        return f"{type(error).__name__}: {error}".split("\n")[0]
-    return "done"
 
 
 def test_disk_full_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import shutil
+import socket
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from hand_layouts import Hand, blank_state, differing, true_state
 
+from hand_layouts import Hand, blank_state, differing, true_state
+from stretto.engine.checkpoint import files
 from stretto.engine.checkpoint.files import FileEntry, dump_json
+from stretto.engine.checkpoint.folder import Retention, clean
 from stretto.engine.checkpoint.index import INDEX
 from stretto.engine.checkpoint.load import latest, load, verify
 from stretto.engine.checkpoint.manifest import (
@@ -114,6 +117,59 @@ def test_a_link_in_place_of_a_file_is_damage(run: Path) -> None:
     file.rename(run / "elsewhere")
     file.symlink_to(run / "elsewhere")
     falls_back(run, "not a plain file")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("kind", ["pipe", "socket", "folder"])
+def test_what_is_no_file_is_damage_and_is_not_waited_for(run: Path, name: str, kind: str) -> None:
+    file = run / "step-00000002" / name
+    file.unlink()
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    else:
+        here = Path.cwd()
+        os.chdir(file.parent)  # a socket's path is limited to some hundred characters
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(name)
+        os.chdir(here)
+    falls_back(run, f"{name} is not a plain file")
+    save(run, 3, true_state(Hand(), 0), {}, keep=Retention(last=1))
+    assert [path.name for path in run.iterdir()] == ["step-00000003"]
+
+
+def test_a_pipe_that_takes_a_file_s_place_while_it_is_opened_is_damage(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = run / "step-00000002" / MANIFEST
+
+    def swapped(folder: Path, name: str) -> Path:
+        path = plain_file(folder, name)
+        if path == file:
+            path.unlink()
+            os.mkfifo(path)
+        return path
+
+    plain_file = files.plain_file
+    monkeypatch.setattr(files, "plain_file", swapped)
+    assert problems(run / "step-00000002") == [f"{MANIFEST} is not a plain file"]
+
+
+def test_pipes_in_place_of_folders_are_no_checkpoints(run: Path) -> None:
+    for name in (
+        "step-00000003",
+        "step-00000004.partial",
+        "step-00000005.deleting",
+        "step-00000006.replaced",
+    ):
+        os.mkfifo(run / name)
+    assert newest(run) == ("step-00000002", [])
+    clean(run)
+    left = {path.name for path in run.iterdir()}
+    assert left == {"step-00000001", "step-00000002", "step-00000003"}
+    save(run, 3, true_state(Hand(), 0), {})
+    assert newest(run) == ("step-00000003", [])
 
 
 def test_without_a_whole_checkpoint_none_is_returned(run: Path) -> None:

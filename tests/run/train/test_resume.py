@@ -6,6 +6,8 @@ import json
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -64,6 +66,39 @@ def test_states_of_generators_in_a_checkpoint_come_from_the_seed(folder: Path) -
     _, loaded = read_whole(config.run.folder / "checkpoints" / "step-00000001")
     unused = torch.Generator().manual_seed(7).get_state()  # nothing in training draws from it
     assert torch.equal(loaded.per_rank["cpu"], unused)
+
+
+def draw(session: Any) -> None:
+    """As a layer of a user, draw numbers that differ by rank."""
+    torch.rand(session.mesh.rank + 1)
+
+
+def keep_state(session: Any, path: str) -> None:
+    torch.save(torch.get_rng_state(), f"{path}-{session.mesh.rank}")
+
+
+def test_generators_go_on_where_they_were_or_begin_anew_on_other_ranks(folder: Path, tmp_path: Path) -> None:
+    states, notes = str(tmp_path / "state"), tmp_path / "notes"
+    config = job(folder, *DP2, "run.name=drawn", "train.seed=7")
+    train(config, at_step(2, None, draw), STOP_AT_3)
+    (config.run.folder / "checkpoints" / "step-00000009.partial").mkdir()
+    there = copied(config, "fewer", folder, "train.seed=7", model=GPT)
+    train(
+        job(folder, *DP2, "run.name=drawn", "train.seed=7", "checkpoint.resume=auto", "checkpoint.every=1"),
+        at_step(4, None, keep_state, states),
+    )
+    for rank in (0, 1):
+        torch.manual_seed(7)
+        torch.rand(rank + 1)
+        assert torch.equal(torch.load(f"{states}-{rank}"), torch.get_rng_state())
+    left_over = there.run.folder / "checkpoints" / "step-00000009.partial"
+    assert left_over.is_dir()
+    train(there, at_step(4, None, keep_state, states), keep_notes(str(notes)))
+    torch.manual_seed(crc32(b"7 3"))  # of the seed and the step
+    assert torch.equal(torch.load(f"{states}-0"), torch.get_rng_state())
+    says = "random generators begin anew, from the seed and step 3: other ranks wrote it"
+    assert says in notes.read_text()
+    assert not left_over.exists()
 
 
 PAIRS = {

@@ -14,7 +14,7 @@ import stat
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from stretto.errors import StrettoError
 
@@ -141,6 +141,20 @@ def plain_file(folder: Path, name: str) -> Path:
     return path
 
 
+def open_plain(folder: Path, name: str) -> BinaryIO:
+    """Open a file named in a checkpoint for reading, without waiting where a pipe has taken its place since.
+
+    Raises:
+        DamageError: as `plain_file`.
+    """
+    path = plain_file(folder, name)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DamageError(f"{name} is not a plain file")
+    return os.fdopen(descriptor, "rb")
+
+
 def check_size(folder: Path, name: str, entry: FileEntry) -> Path:
     """The file's path, if it has the size it was written with; raises DamageError."""
     path = plain_file(folder, name)
@@ -152,9 +166,9 @@ def check_size(folder: Path, name: str, entry: FileEntry) -> Path:
 
 def check_file(folder: Path, name: str, entry: FileEntry) -> None:
     """Read the whole file and compare size and checksum; raises DamageError."""
-    path = check_size(folder, name, entry)
+    check_size(folder, name, entry)
     crc = 0
-    with path.open("rb") as file:
+    with open_plain(folder, name) as file:
         while block := file.read(BLOCK):
             crc = zlib.crc32(block, crc)
     if crc != entry.crc32:
@@ -171,12 +185,12 @@ def read_json(folder: Path, name: str) -> Any:
 
     Infinities, repeated keys and files over MAX_JSON bytes are refused.
     """
-    path = plain_file(folder, name)
-    size = path.stat().st_size
+    size = plain_file(folder, name).stat().st_size
     if size > MAX_JSON:
         raise DamageError(f"file {name} has {size} bytes, the limit is {MAX_JSON}")
     try:
-        text = path.read_bytes().decode("ascii")
+        with open_plain(folder, name) as file:
+            text = file.read().decode("ascii")
         return json.loads(text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise DamageError(f"file {name} is not valid JSON: {error}") from None

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
-from stretto.engine.checkpoint.files import remove, sync_folder
-from stretto.engine.checkpoint.manifest import MANIFEST, STEP_FOLDER, quick_problems
+from stretto.engine.checkpoint.files import DamageError, remove, sync_folder
+from stretto.engine.checkpoint.manifest import MANIFEST, STEP_FOLDER, load_manifest, quick_problems
 from stretto.errors import StrettoError
 
 PARTIAL = ".partial"
 REPLACED = ".replaced"
 DELETING = ".deleting"
+HELD_OUT_LOSS = "held_out_loss"  # of a checkpoint's metadata: of the evaluation after its step
 
 
 def step_name(step: int) -> str:
@@ -74,11 +77,12 @@ def clean(folder: Path) -> None:
 
     What cannot be removed stays; `begin` fails only if that is the `.partial` of the same step.
     """
-    for path in folder.iterdir():
+    for path in folder.iterdir() if folder.is_dir() else ():
         if not STEP_FOLDER.fullmatch(path.stem):
             continue
         with contextlib.suppress(OSError):
-            if path.suffix == REPLACED and not path.with_suffix("").exists():
+            whole = path.is_dir() and not path.is_symlink()
+            if path.suffix == REPLACED and whole and not path.with_suffix("").exists():
                 path.rename(path.with_suffix(""))
             elif path.suffix in (PARTIAL, DELETING, REPLACED):
                 remove(path)
@@ -102,18 +106,38 @@ def commit(partial: Path) -> Path:
     return final
 
 
-def tidy(newest: Path, keep: int | None) -> list[str]:
-    """After a commit, remove the checkpoint that `newest` replaced, and all but the last `keep` whole ones.
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay when a new one is committed: those that any of the fields keeps.
 
-    Damaged ones do not count, and are removed only once `keep` newer whole ones exist. Checkpoints of later
-    steps, left by a run that was resumed from an earlier step, stay.
+    Attributes:
+        last: how many of the newest; None: all.
+        every: those of steps that are multiples of this.
+        best: how many of those with the least held-out loss at their step.
+    """
+
+    last: int | None = None
+    every: int | None = None
+    best: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and value < 1:
+                raise StrettoError(f"keep.{name} is {value}", hint="at least 1, or None")
+
+
+def tidy(newest: Path, keep: Retention) -> list[str]:
+    """After a commit, remove the checkpoint that `newest` replaced, and the older ones that `keep` lets go.
+
+    Damaged ones do not count, and are removed only once `keep.last` newer whole ones exist. Checkpoints of
+    later steps, left by a run that was resumed from an earlier step, stay.
 
     Returns:
         One line for each that could not be removed, which is not an error: the new one is safe on disk.
     """
     doomed = [aside] if (aside := newest.with_suffix(REPLACED)).exists() else []
-    if keep is not None:
-        doomed += _beyond(newest, keep)
+    if keep.last is not None:
+        doomed += _beyond(newest, keep.last, keep)
     failed: list[str] = []
     for path in doomed:
         try:
@@ -125,13 +149,29 @@ def tidy(newest: Path, keep: int | None) -> list[str]:
     return failed
 
 
-def _beyond(newest: Path, keep: int) -> list[Path]:
-    whole, beyond = 0, list[Path]()
-    for path in checkpoints(newest.parent):
-        if (step_of(path) or 0) > (step_of(newest) or 0):
-            continue
-        if whole >= keep:
-            beyond.append(path)
-        elif path == newest or not quick_problems(path):
-            whole += 1
-    return beyond
+def _beyond(newest: Path, last: int, keep: Retention) -> list[Path]:
+    """The older checkpoints that nothing keeps, whole or damaged."""
+    step = step_of(newest) or 0
+    older = [path for path in checkpoints(newest.parent) if (step_of(path) or 0) <= step]
+    whole = [path for path in older if path == newest or not quick_problems(path)]
+    if len(whole) < last:
+        return []
+    kept = set[Path]()
+    if keep.every is not None:
+        kept.update(path for path in whole if (step_of(path) or 0) % keep.every == 0)
+    if keep.best is not None:
+        kept.update(best(whole)[: keep.best])
+    return [path for path in older[older.index(whole[last - 1]) + 1 :] if path not in kept]
+
+
+def best(paths: Iterable[Path]) -> list[Path]:
+    """The checkpoints among these at whose step the run was evaluated, the least held-out loss first; of
+    equal ones the earlier.
+    """
+    losses = dict[Path, float]()
+    for path in paths:
+        with contextlib.suppress(DamageError, OSError):
+            loss = load_manifest(path).meta.get(HELD_OUT_LOSS)
+            if isinstance(loss, float):
+                losses[path] = loss
+    return sorted(losses, key=lambda path: (losses[path], step_of(path) or 0))

@@ -18,7 +18,7 @@ from stretto.engine.checkpoint.files import (
     check_file,
     check_size,
     dump_json,
-    plain_file,
+    open_plain,
     read_json,
     safe_name,
     write_file,
@@ -98,7 +98,9 @@ def load_manifest(folder: Path) -> Manifest:
     if not isinstance(body, dict):
         raise _bad("it is not an object")
     body = cast(dict[str, Any], body)
-    if dump_json(body) != plain_file(folder, MANIFEST).read_bytes():
+    with open_plain(folder, MANIFEST) as file:
+        written = file.read()
+    if dump_json(body) != written:
         raise _bad("it is not as it was written")
     stored = body.pop("crc32", None)
     if stored != _crc(body):

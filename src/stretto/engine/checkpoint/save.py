@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -15,12 +16,23 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from stretto import __version__
 from stretto.engine.checkpoint import folder as folders
-from stretto.engine.checkpoint.files import remove
-from stretto.engine.checkpoint.index import DTYPES
+from stretto.engine.checkpoint.files import FileEntry, remove
+from stretto.engine.checkpoint.folder import Retention
+from stretto.engine.checkpoint.index import DTYPES, INDEX, Index, write_index
 from stretto.engine.checkpoint.manifest import PER_RANK, Manifest, tally, write_manifest
-from stretto.engine.checkpoint.shards import Saved, Shards, ShardsSavePlanner, Streamed, shards
-from stretto.engine.checkpoint.storage import Writer, dtype_name, run_collective
+from stretto.engine.checkpoint.shards import Saved, ShardsSavePlanner, State, Streamed, shards
+from stretto.engine.checkpoint.storage import (
+    Entry,
+    FilePlan,
+    Planner,
+    check_disk,
+    check_visible,
+    dtype_name,
+    run_collective,
+    write_shard,
+)
 from stretto.engine.parallel.control import (
+    CollectiveError,
     gather_json,
     has_group,
     run_on_all,
@@ -31,6 +43,95 @@ from stretto.engine.parallel.control import (
 from stretto.engine.parallel.fragment import Placed
 from stretto.errors import StrettoError
 
+Written = dict[str, tuple[int, int]]
+"""Size and CRC-32 of files, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """How a checkpoint is divided into files; it serves for all later ones of tensors of the same `sizes`.
+
+    Attributes:
+        sizes: what it was made from: types, shapes and places of this rank's tensors.
+        files: of this rank.
+        index: of all files; on rank 0.
+        bytes: of all tensors; on rank 0.
+    """
+
+    sizes: Mapping[str, tuple[object, ...]]
+    files: Sequence[FilePlan]
+    index: Index
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A checkpoint that all ranks have agreed on: each writes its files, and then rank 0 commits it."""
+
+    partial: Path
+    step: int
+    state: State
+    meta: Mapping[str, Any]
+    keep: Retention
+    permit: Callable[[], object] | None
+    division: Division
+
+    @property
+    def final(self) -> Path:
+        """Where it will be."""
+        return self.partial.with_suffix("")
+
+    def check_visible(self) -> None:
+        """Check that the folder that rank 0 has made is here too."""
+        if not self.partial.is_dir():
+            raise StrettoError(
+                f"checkpoint folder {self.partial.parent} is not the same place on all ranks",
+                hint="put the run on a file system that all nodes share",
+            )
+
+    def entries(self) -> dict[str, Sequence[Entry]]:
+        """What this rank writes, by file."""
+        return {file.name: file.entries(self.state) for file in self.division.files}
+
+    def write(self, files: Mapping[str, Sequence[Entry]]) -> Written:
+        """Write files of this rank, durably."""
+        written = {name: write_shard(self.partial / name, entries) for name, entries in files.items()}
+        return {name: (entry.size, entry.crc32) for name, entry in written.items()}
+
+    def commit(self, written: Sequence[Mapping[str, Sequence[int]]]) -> tuple[str, list[str]]:
+        """On rank 0, when all ranks have written: write index and manifest, give the folder its name, and
+        remove old checkpoints.
+
+        Returns:
+            The checkpoint's path, and a line for each old one that cannot be removed.
+        """
+        files = {name: FileEntry(*entry) for rank in written for name, entry in rank.items()}
+        check_visible(self.partial, files)
+        files[INDEX] = write_index(self.partial, self.division.index)
+        tensors, dtypes = tally(self.division.index)
+        manifest = Manifest(
+            step=self.step,
+            world=world_size(),
+            tensors=tensors,
+            dtypes=dtypes,
+            saved=datetime.now(UTC).isoformat(timespec="seconds"),
+            stretto=__version__,
+            torch=str(torch.__version__),
+            files=files,
+            meta=dict(self.meta),
+        )
+        write_manifest(self.partial, manifest)
+        if self.permit is not None:
+            self.permit()
+        final = folders.commit(self.partial)
+        return str(final), folders.tidy(final, self.keep)
+
+    def discard(self) -> None:
+        """On rank 0, remove an unfinished checkpoint; if that fails, the next save does it."""
+        if this_rank() == 0:
+            with contextlib.suppress(OSError):
+                remove(self.partial)
+
 
 def save(
     folder: str | Path,
@@ -38,7 +139,8 @@ def save(
     tensors: Saved,
     meta: Mapping[str, Any],
     per_rank: Mapping[str, Tensor] | None = None,
-    keep: int | None = None,
+    keep: Retention | None = None,
+    permit: Callable[[], object] | None = None,
 ) -> Path:
     """Write `folder`/step-00000100 from all ranks of the default process group, or from this process alone.
 
@@ -49,7 +151,8 @@ def save(
             copies once; or a tensor whose boxes are fetched as they are written.
         meta: JSON values, the same on all ranks; rank 0's are written.
         per_rank: small tensors of this rank (states of random generators), by name.
-        keep: how many of the newest whole checkpoints to keep; None keeps all.
+        keep: which older checkpoints to keep; None keeps all.
+        permit: called on rank 0 just before the commit, and raises where there must be none.
 
     Returns:
         The checkpoint's path.
@@ -59,26 +162,25 @@ def save(
         CollectiveError: writing failed, on any rank. Either way the error is raised on all ranks, earlier
             checkpoints are unchanged, and what was written is removed.
     """
-    folder = Path(folder)
-    state = run_on_all(lambda: _state(step, tensors, meta, per_rank, keep))
-    if len(steps := set(gather_json(step))) > 1:
-        raise StrettoError(f"ranks save different steps: {sorted(steps)}", hint="save at the same step")
-    partial = Path(run_on_first(lambda: str(folders.begin(folder, step))))
+    planned = plan(
+        folder=folder,
+        step=step,
+        tensors=tensors,
+        meta=meta,
+        per_rank=per_rank,
+        keep=keep,
+        permit=permit,
+    )
+
+    def write() -> Written:
+        planned.check_visible()
+        return planned.write(planned.entries())
+
     try:
-        run_on_all(lambda: _visible(partial))
-        writer = Writer(partial)
-        run_collective(
-            lambda: dcp_save(
-                cast(dict[str, Any], state),
-                storage_writer=writer,
-                planner=ShardsSavePlanner(),
-                no_dist=not has_group(),
-            )
-        )
-        final, troubles = run_on_first(lambda: _commit(writer, step, dict(meta), keep))
+        written = gather_json(run_on_all(write))
+        final, troubles = run_on_first(lambda: planned.commit(written))
     except BaseException:
-        if this_rank() == 0:
-            _discard(partial)
+        planned.discard()
         raise
     if this_rank() == 0:
         for trouble in troubles:
@@ -86,17 +188,75 @@ def save(
     return Path(final)
 
 
+def plan(
+    folder: str | Path,
+    step: int,
+    tensors: Saved,
+    meta: Mapping[str, Any],
+    per_rank: Mapping[str, Tensor] | None = None,
+    keep: Retention | None = None,
+    permit: Callable[[], object] | None = None,
+    before: Division | None = None,
+) -> Planned:
+    """What `save` does before it writes: check, divide among the ranks, make the folder. Collective.
+
+    Args:
+        before: the division of an earlier checkpoint, which serves again if nothing has changed on any rank.
+
+    Raises:
+        StrettoError, CollectiveError: as `save`.
+    """
+    folder = Path(folder)
+    state = run_on_all(lambda: _state(step, tensors, meta, per_rank))
+    sizes = {name: each.sizes for name, each in state.items()}
+    unchanged = before is not None and before.sizes == sizes
+    steps, same = zip(*gather_json([step, unchanged]), strict=True)
+    if len(set(steps)) > 1:
+        raise StrettoError(f"ranks save different steps: {sorted(set(steps))}", hint="save at the same step")
+    division = before if before is not None and all(same) else _divided(state, sizes)
+    return Planned(
+        partial=Path(run_on_first(lambda: str(_begin(folder, step, division.bytes)))),
+        step=step,
+        state=state,
+        meta=meta,
+        keep=keep or Retention(),
+        permit=permit,
+        division=division,
+    )
+
+
+def _divided(state: State, sizes: Mapping[str, tuple[object, ...]]) -> Division:
+    planner = Planner(state)
+    run_collective(
+        lambda: dcp_save(
+            cast(dict[str, Any], state),
+            storage_writer=planner,
+            planner=ShardsSavePlanner(),
+            no_dist=not has_group(),
+        )
+    )
+    return Division(sizes=sizes, files=planner.files, index=planner.index, bytes=planner.bytes)
+
+
+def _begin(folder: Path, step: int, needed: int) -> Path:
+    """On rank 0: make the folder that is written to, where the disk has room."""
+    partial = folders.begin(folder, step)
+    try:
+        check_disk(partial, needed)
+    except CollectiveError:
+        remove(partial)
+        raise
+    return partial
+
+
 def _state(
     step: int,
     tensors: Saved,
     meta: Mapping[str, Any],
     per_rank: Mapping[str, Tensor] | None,
-    keep: int | None,
-) -> dict[str, Shards | Streamed]:
+) -> State:
     if type(step) is not int or not 0 <= step < 10**18:
         raise StrettoError(f"step is {step!r}", hint="a whole number of at least 0")
-    if keep is not None and keep < 1:
-        raise StrettoError(f"keep is {keep}", hint="keep at least 1 checkpoint, or None for all")
     check_meta(meta)
     mine = {rank_name(this_rank(), name): value for name, value in (per_rank or {}).items()}
     state = {name: (value, Placed.whole(name, tuple(value.shape))) for name, value in mine.items()}
@@ -135,38 +295,3 @@ def check_meta(value: Any, at: str = "meta") -> None:
             )
         if value != value or value in (float("inf"), float("-inf")):
             raise StrettoError(f"{at} is {value}", hint="JSON has no such number; use None")
-
-
-def _visible(partial: Path) -> None:
-    if not partial.is_dir():
-        raise StrettoError(
-            f"checkpoint folder {partial.parent} is not the same place on all ranks",
-            hint="put the run on a file system that all nodes share",
-        )
-
-
-def _commit(writer: Writer, step: int, meta: dict[str, Any], keep: int | None) -> tuple[str, list[str]]:
-    """On rank 0: commit; returns the checkpoint's path, and a line for each old one that cannot be
-    removed.
-    """
-    tensors, dtypes = tally(writer.index)
-    manifest = Manifest(
-        step=step,
-        world=world_size(),
-        tensors=tensors,
-        dtypes=dtypes,
-        saved=datetime.now(UTC).isoformat(timespec="seconds"),
-        stretto=__version__,
-        torch=str(torch.__version__),
-        files=writer.files,
-        meta=meta,
-    )
-    write_manifest(writer.folder, manifest)
-    final = folders.commit(writer.folder)
-    return str(final), folders.tidy(final, keep)
-
-
-def _discard(partial: Path) -> None:
-    """Remove an unfinished checkpoint; if that fails, the next save does it."""
-    with contextlib.suppress(OSError):
-        remove(partial)

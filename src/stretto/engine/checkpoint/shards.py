@@ -38,11 +38,19 @@ class Streamed:
 
     boxes: of this rank, by offsets: the sizes, and a function that returns the values, or consecutive rows of
         them one after the other.
+    away: whether the values lie in files.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     boxes: Mapping[tuple[int, ...], tuple[tuple[int, ...], Callable[[], Tensor | Iterable[Tensor]]]]
+    away: bool = False
+
+    @property
+    def sizes(self) -> tuple[object, ...]:
+        """Type, shapes and places of all boxes, by which two saves are divided alike."""
+        boxes = [(at, sizes) for at, (sizes, _) in self.boxes.items()]
+        return self.shape, self.dtype, boxes, self.away
 
     def size(self) -> torch.Size:
         """Shape of the full tensor."""
@@ -73,11 +81,17 @@ class Shards:
     def __init__(self, local: Tensor, placed: Placed) -> None:
         self.local = local.detach()
         self.shape = placed.shape
+        self.away = is_away(local)
         self.pieces = [p for p in placed.pieces if prod(p.sizes)] if prod(placed.shape) else placed.pieces[:1]
 
     def size(self) -> torch.Size:
         """Shape of the full tensor, which the library compares with the saved one."""
         return torch.Size(self.shape)
+
+    @property
+    def sizes(self) -> tuple[object, ...]:
+        """As of `Streamed`."""
+        return self.shape, self.local.dtype, self.pieces, self.away
 
     @property
     def padded(self) -> bool:
@@ -112,6 +126,9 @@ class Shards:
         if hint is not None and hint < len(self.pieces) and self.pieces[hint].offsets == at:
             return self.pieces[hint].of_local(local)
         return next(p for p in self.pieces if p.offsets == at).of_local(local)
+
+
+State = Mapping[str, Shards | Streamed]
 
 
 def _chunk(piece: Piece) -> ChunkStorageMetadata:
@@ -177,9 +194,6 @@ class ShardsSavePlanner(DefaultSavePlanner):
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor | Iterable[Tensor]:
-        return self.state_dict[index.fqn].__get_tensor_shard__(index)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """The library's plan, after a check that names the tensor. The library's own check is skipped for one

@@ -1,9 +1,9 @@
 """Storage for torch.distributed.checkpoint: one safetensors file for each rank, and an index in JSON.
 
 The library's own file storage writes pickled Python objects, which run code when read, and in its safetensors
-form keeps only one piece of each tensor in a file (torch 2.13, filesystem.py). Files are written tensor by
-tensor, so that host memory holds one device tensor at a time, and in a single thread, since the library loses
-the errors of further threads (pytorch issue 191391).
+form keeps only one piece of each tensor in a file (torch 2.13, filesystem.py). Here it only divides a
+checkpoint among the ranks. Files are written tensor by tensor, so that host memory holds one device tensor at
+a time, and in a single thread, since the library loses the errors of further threads (pytorch issue 191391).
 
 The safetensors format (github.com/huggingface/safetensors): length of the header as 8 bytes, the header as
 JSON, the bytes of all tensors. The safetensors library reads the files, and checks the header.
@@ -53,13 +53,12 @@ from stretto.engine.checkpoint.files import (
 )
 from stretto.engine.checkpoint.index import (
     DTYPES,
-    INDEX,
     Index,
     SavedPiece,
     SavedTensor,
     piece_key,
-    write_index,
 )
+from stretto.engine.checkpoint.shards import State
 from stretto.engine.parallel.control import CollectiveError, error_of_rank
 from stretto.errors import StrettoError
 
@@ -137,22 +136,37 @@ LARGEST_FILE = 5 * 10**9  # bytes of tensors, unless a single one has more
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Where an item is stored: the rank's file, and that file's size and checksum."""
+class FilePlan:
+    """A file that this rank is to write.
 
-    file: str
-    entry: FileEntry
-
-
-class Writer(StorageWriter):
-    """Writes into an existing empty folder. After a save, `files` and `index` on rank 0 describe
-    all files.
+    Attributes:
+        away: whether its tensors lie in files: they are written from there, and never copied to memory.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.files: dict[str, FileEntry] = {}
+    name: str
+    items: tuple[WriteItem, ...]
+    away: bool
+
+    @property
+    def bytes(self) -> int:
+        """Of its tensors."""
+        return sum(_bytes(item) for item in self.items)
+
+    def entries(self, state: State) -> list[Entry]:
+        """What to write, of these values."""
+        return [_entry(item, state) for item in self.items]
+
+
+class Planner(StorageWriter):
+    """Divides a checkpoint into files, which are written afterwards: `files` of this rank, and `index` of all
+    on rank 0.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.files: list[FilePlan] = []
         self.index: Index = {}
+        self.bytes = 0  # of all ranks; on rank 0
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -164,61 +178,42 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give every rank its file; fail at once if the disk has no room for all of them."""
-        needed = sum(_bytes(item) for plan in plans for item in plan.items)
-        usage = shutil.disk_usage(self.folder)
-        if usage.total and needed > usage.free:
-            raise CollectiveError(
-                f"the disk is full: the checkpoint needs {size_text(needed)}, {self.folder.parent} has "
-                f"{size_text(usage.free)} free"
-            )
+        """Give every rank its file."""
+        self.bytes = sum(_bytes(item) for plan in plans for item in plan.items)
         return [
             SavePlan(plan.items, storage_data=f"shard-{rank:05d}.safetensors")
             for rank, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Divide a rank's items into files, of which none is very large: ranks verify them side by side."""
+        if plan.items:
+            self._divide(cast(str, plan.storage_data), plan.items)
         done: Future[list[WriteResult]] = Future()
-        done.set_result(self._write(cast(str, plan.storage_data), plan.items, planner) if plan.items else [])
+        done.set_result(
+            [WriteResult(item.index, _bytes(item), file.name) for file in self.files for item in file.items]
+        )
         return done
 
-    def _write(self, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        """Write a rank's items, more than fit one file into several: ranks verify files side by side."""
-        results, rest = list[WriteResult](), items
-        while rest:
-            size = count = 0
-            while count < len(rest) and (not count or size + _bytes(rest[count]) <= LARGEST_FILE):
-                size, count = size + _bytes(rest[count]), count + 1
-            number = f".{len({each.storage_data.file for each in results})}" if results else ""
-            file = name.replace(".safetensors", f"{number}.safetensors")
-            results += self._write_file(file, rest[:count], planner)
-            rest = rest[count:]
-        return results
-
-    def _write_file(self, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        try:
-            file = write_tensors(self.folder / name, [_entry(item, planner) for item in items])
-        except (OSError, StrettoError):  # the latter of a source that a streamed tensor comes from
-            raise
-        except Exception as error:  # as an exception that can be sent between ranks
-            raise CollectiveError(f"{name}: {type(error).__name__}: {error}") from error
-        return [WriteResult(item.index, _bytes(item), Stored(name, file)) for item in items]
+    def _divide(self, name: str, items: list[WriteItem]) -> None:
+        for away in (False, True):
+            rest = [item for item in items if self.state[item.index.fqn].away == away]
+            while rest:
+                size = count = 0
+                while count < len(rest) and (not count or size + _bytes(rest[count]) <= LARGEST_FILE):
+                    size, count = size + _bytes(rest[count]), count + 1
+                number = f".{len(self.files)}" if self.files else ""
+                file = name.replace(".safetensors", f"{number}.safetensors")
+                self.files.append(FilePlan(file, tuple(rest[:count]), away))
+                rest = rest[count:]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when all ranks have written: write the index."""
-        place: dict[MetadataIndex, Stored] = {r.index: r.storage_data for rank in results for r in rank}
-        self.files = {stored.file: stored.entry for stored in place.values()}
+        """On rank 0: make the index."""
+        place: dict[MetadataIndex, str] = {r.index: r.storage_data for rank in results for r in rank}
         self.index = {
             name: _saved(name, cast(TensorStorageMetadata, saved), place)
             for name, saved in metadata.state_dict_metadata.items()
         }
-        for file, entry in self.files.items():
-            if not (path := self.folder / file).is_file() or path.stat().st_size != entry.size:
-                raise CollectiveError(
-                    f"{file}, written by another rank, is not visible in {self.folder} on rank 0; "
-                    "all ranks must share the folder"
-                )
-        self.files[INDEX] = write_index(self.folder, self.index)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -228,28 +223,53 @@ class Writer(StorageWriter):
         return None
 
 
+def check_disk(folder: Path, needed: int) -> None:
+    """Fail at once if the disk has no room for a checkpoint, rather than half-way."""
+    usage = shutil.disk_usage(folder)
+    if usage.total and needed > usage.free:
+        raise CollectiveError(
+            f"the disk is full: the checkpoint needs {size_text(needed)}, {folder.parent} has "
+            f"{size_text(usage.free)} free"
+        )
+
+
+def write_shard(path: Path, entries: Sequence[Entry]) -> FileEntry:
+    """Write a rank's file; its errors can be sent between ranks."""
+    try:
+        return write_tensors(path, entries)
+    except (OSError, StrettoError):  # the latter of a source that a streamed tensor comes from
+        raise
+    except Exception as error:
+        raise CollectiveError(f"{path.name}: {type(error).__name__}: {error}") from error
+
+
+def check_visible(folder: Path, files: Mapping[str, FileEntry]) -> None:
+    """Check that this rank sees what the others have written."""
+    for file, entry in files.items():
+        if not (path := folder / file).is_file() or path.stat().st_size != entry.size:
+            raise CollectiveError(
+                f"{file}, written by another rank, is not visible in {folder} on rank 0; "
+                "all ranks must share the folder"
+            )
+
+
 def _bytes(item: WriteItem) -> int:
     data = item.tensor_data
     assert data is not None
     return prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
-def _entry(item: WriteItem, planner: SavePlanner) -> Entry:
-    data = item.tensor_data
+def _entry(item: WriteItem, state: State) -> Entry:
+    data, index = item.tensor_data, item.index
     assert data is not None
-    key = piece_key(item.index.fqn, data.size, data.chunk.offsets, data.chunk.sizes)
+    key = piece_key(index.fqn, data.size, data.chunk.offsets, data.chunk.sizes)
     dtype = dtype_name(data.properties.dtype)
-    return Entry(
-        key,
-        dtype,
-        tuple(data.chunk.sizes),
-        lambda: cast(Tensor | Iterable[Tensor], planner.resolve_data(item)),
-    )
+    return Entry(key, dtype, tuple(data.chunk.sizes), lambda: state[index.fqn].__get_tensor_shard__(index))
 
 
-def _saved(name: str, saved: TensorStorageMetadata, place: dict[MetadataIndex, Stored]) -> SavedTensor:
+def _saved(name: str, saved: TensorStorageMetadata, place: dict[MetadataIndex, str]) -> SavedTensor:
     pieces = tuple(
-        SavedPiece(place[MetadataIndex(name, c.offsets)].file, tuple(c.offsets), tuple(c.sizes))
+        SavedPiece(place[MetadataIndex(name, c.offsets)], tuple(c.offsets), tuple(c.sizes))
         for c in saved.chunks
     )
     return SavedTensor(dtype_name(saved.properties.dtype), tuple(saved.size), pieces)

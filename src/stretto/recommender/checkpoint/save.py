@@ -13,6 +13,7 @@ from torch import Tensor
 from stretto.engine.checkpoint.shards import Streamed
 from stretto.recommender.checkpoint.names import MAP, WEIGHT, part_name, spec_of
 from stretto.recommender.placement import TableSpec
+from stretto.recommender.stores.cached import CachedStore
 from stretto.recommender.tables.pools import LocalShard
 
 BOX = 1 << 26  # bytes in memory at a time
@@ -32,14 +33,14 @@ def tensors_to_save(
         tables: the stored tables (`physical_tables`), in any order.
         box: bytes in memory at a time.
     """
-    streamed = dict[str, tuple[torch.dtype, tuple[int, ...], _Boxes]]()
+    streamed = dict[str, tuple[torch.dtype, tuple[int, ...], bool, _Boxes]]()
     for one in held:
         shard, hashed = one.shard, one.ids is not None
         rows = one.ids.extent if one.ids is not None else shard.rows
         if one.ids is not None:
             for kind, tensor in one.ids.state().items():
                 name = part_name(shard.name, shard.residue, shard.modulus, MAP + kind, True)
-                streamed[name] = tensor.dtype, tuple(tensor.shape), _whole(tensor)
+                streamed[name] = tensor.dtype, tuple(tensor.shape), False, _whole(tensor)
         if not rows and not hashed:
             continue
         kinds, dim = {WEIGHT: one.store.weight} | one.store.states, spec_of(shard.name, tables).dim
@@ -49,9 +50,12 @@ def tensors_to_save(
         for kind, tensor in kinds.items():
             name = part_name(shard.name, shard.residue, shard.modulus, kind, hashed)
             wide = () if tensor.dim() == 1 else (dim,)
-            boxes = streamed.setdefault(name, (tensor.dtype, (rows, *wide), {}))[2]
+            away = isinstance(one.store, CachedStore) and one.store.in_files
+            boxes = streamed.setdefault(name, (tensor.dtype, (rows, *wide), away, {}))[3]
             boxes.update(_boxes(one, rows, kind, tensor, max(1, many)))
-    return {name: Streamed(shape, dtype, boxes) for name, (dtype, shape, boxes) in streamed.items()}
+    return {
+        name: Streamed(shape, dtype, boxes, away) for name, (dtype, shape, away, boxes) in streamed.items()
+    }
 
 
 def _whole(tensor: Tensor) -> _Boxes:

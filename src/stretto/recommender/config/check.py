@@ -14,6 +14,7 @@ from stretto.run.config.run_checks import (
     missing_sources,
     raise_first,
     resume,
+    retention,
     run_folder,
     tensorboard,
     writable,
@@ -180,6 +181,7 @@ CHECKS: tuple[Callable[[RecommenderConfig], Iterator[Problem]], ...] = (
     _table_folder,
     _guard,
     resume,
+    retention,
     run_folder,
     tensorboard,
 )

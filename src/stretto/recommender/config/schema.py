@@ -14,10 +14,10 @@ from stretto.errors import StrettoError
 from stretto.recommender.config.model import Feature, RecommenderModel, default_name
 from stretto.recommender.placement import TableSpec
 from stretto.recommender.shape import DlrmShape
+from stretto.run.config.checkpoint import CheckpointConfig
 from stretto.run.config.guard import GuardConfig
 from stretto.run.config.results import ReportConfig, RunConfig
 from stretto.run.config.schema import (
-    CheckpointConfig,
     EvalConfig,
     LoopConfig,
     RateConfig,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stretto.engine.device import current_stream, new_stream, on_accelerator, on_stream, recorded_event
-from stretto.recommender.stores.backing import HostRows
+from stretto.recommender.stores.backing import FileRows, HostRows
 from stretto.recommender.stores.store import Fetched
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
@@ -218,6 +218,11 @@ class CachedStore:
     def hits(self) -> float:
         """Share of all lookups that were cache hits."""
         return 1 - self._slots.fetched / max(1, self._slots.requested)
+
+    @property
+    def in_files(self) -> bool:
+        """Whether the rows lie in files rather than in host memory."""
+        return isinstance(self.backing, FileRows)
 
     @property
     def _on_host(self) -> bool:

@@ -10,7 +10,6 @@ from typing import Any
 from stretto.engine.checkpoint.folder import is_checkpoint
 from stretto.engine.checkpoint.index import MODEL, OPTIM
 from stretto.engine.checkpoint.load import load
-from stretto.engine.checkpoint.save import save
 from stretto.engine.checkpoint.shards import Saved, Tensors
 from stretto.recommender.checkpoint.load import load_tables
 from stretto.recommender.checkpoint.names import TABLES
@@ -21,9 +20,10 @@ from stretto.recommender.train.clicks import ClickData
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.placement import to_json
 from stretto.recommender.train.resume import check_fits, model_facts
+from stretto.run.launch.lease import check_lease
 from stretto.run.train.guard import read_history, read_skipped
-from stretto.run.train.loop import Position
-from stretto.run.train.position import report_resumed
+from stretto.run.train.loop import Position, Save
+from stretto.run.train.position import report_resumed, retention
 from stretto.run.train.resume import place_of
 
 
@@ -84,8 +84,9 @@ def save_run(
     data: ClickData,
     placements: Placements,
     position: ClickPosition,
+    save: Save,
 ) -> Path:
-    """Write a checkpoint of the run. Collective over all ranks."""
+    """Write a checkpoint of the run with `save`, or begin to. Collective over all ranks."""
     meta: dict[str, Any] = {
         **asdict(position),
         "seed": config.train.seed,
@@ -101,7 +102,8 @@ def save_run(
         tensors=tensors_of(recommender),
         meta=meta,
         per_rank=None,
-        keep=config.checkpoint.keep,
+        keep=retention(config),
+        permit=lambda: check_lease(config.run.folder),
     )
 
 

@@ -27,7 +27,7 @@ from stretto.recommender.train.report import ClickEval, ClickStep, placement_tab
 from stretto.recommender.train.step import TrainingStep
 from stretto.run.launch.failure import TrainingFailed
 from stretto.run.launch.stop import StopRequest
-from stretto.run.train.loop import Outcome, TrainingLoop
+from stretto.run.train.loop import Outcome, Save, TrainingLoop
 from stretto.run.train.metrics import Metrics
 from stretto.run.watch.slow import BUSY
 
@@ -103,7 +103,9 @@ class Session(TrainingLoop[RecommenderConfig, ClickPosition]):
         size = self.config.batch.global_size
         self._warn_of_second_epoch(position.samples + size)
         BUSY.begin()
-        trained = self._training.run(step=position.step, seen=position.samples, stop=stop)
+        trained = self._training.run(
+            step=position.step, seen=position.samples, stop=stop, saving=self.background
+        )
         BUSY.end()
         bad = trained.bad
         self._fullest, loss = trained.agreed.memory_gib, trained.agreed.loss
@@ -134,6 +136,7 @@ class Session(TrainingLoop[RecommenderConfig, ClickPosition]):
                 slow=slow,
             )
             self.metrics.step(record)
+        self.advance_save(trained.agreed.save_ready)
         if bad is not None:
             self._pass_over(bad)
         return trained.agreed.stop
@@ -148,13 +151,13 @@ class Session(TrainingLoop[RecommenderConfig, ClickPosition]):
                 "(eval.every)"
             )
 
-    def evaluate(self) -> ClickEval:
-        """Quality on the first `eval.batches` global batches of the held-out samples."""
+    def evaluate(self) -> float:
+        """Quality on the first `eval.batches` global batches of the held-out samples; returns the logloss."""
         assert self._evaluation is not None
         self._quality = self._evaluation.run(self.position.step)
         if self.metrics is not None:
             self.metrics.evaluation(self._quality)
-        return self._quality
+        return self._quality.logloss
 
     def _held(self) -> Held:
         return held_by(self.recommender)
@@ -163,7 +166,7 @@ class Session(TrainingLoop[RecommenderConfig, ClickPosition]):
         self.recommender.forget_next()
         return resume_from(self.config, self.recommender, self._data, path, self.note, check=False)
 
-    def _write_checkpoint(self) -> Path:
+    def _write_checkpoint(self, save: Save) -> Path:
         """Write a checkpoint of this step.
 
         Raises:
@@ -172,4 +175,11 @@ class Session(TrainingLoop[RecommenderConfig, ClickPosition]):
         for name, weights in self.recommender.net.named_parameters():
             if not bool(weights.detach().isfinite().all()):
                 raise TrainingFailed(f"after step {self.position.step}: weights of {name} are not finite")
-        return save_run(self.config, self.recommender, self._data, self._placements, self.position)
+        return save_run(
+            config=self.config,
+            recommender=self.recommender,
+            data=self._data,
+            placements=self._placements,
+            position=self.position,
+            save=save,
+        )

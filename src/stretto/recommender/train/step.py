@@ -11,6 +11,7 @@ from math import isfinite
 import torch
 import torch.distributed as dist
 
+from stretto.engine.checkpoint.background import BackgroundSave
 from stretto.engine.device import on_accelerator, peak_memory
 from stretto.engine.optim.rate import Rate
 from stretto.engine.parallel.control import gather_json
@@ -82,12 +83,20 @@ class TrainingStep:
         """Samples in an epoch."""
         return len(self.source)
 
-    def run(self, step: int, seen: int, stop: StopRequest | None = None) -> TrainedStep:
+    def run(
+        self,
+        step: int,
+        seen: int,
+        stop: StopRequest | None = None,
+        saving: BackgroundSave | None = None,
+    ) -> TrainedStep:
         """Train on one global batch. Collective.
 
         Args:
             step: number of the step, from 0.
             seen: samples before it.
+            stop: whether this rank was asked to stop.
+            saving: what this rank saves in the background.
 
         Raises:
             TrainingFailed: a loss or a gradient is not finite, on all ranks, and the guard stops there.
@@ -102,7 +111,7 @@ class TrainingStep:
 
         def permit(result: StepResult) -> bool:
             nonlocal made
-            agreed = self._agreed(result, stop)
+            agreed = self._agreed(result, stop, saving)
             bad = self._judged(agreed, result, step, seen)
             made = TrainedStep(agreed=agreed, norm=result.norm, ratio=ratio, bad=bad)
             return bad is None
@@ -111,7 +120,9 @@ class TrainingStep:
         assert made is not None, "every step asks"
         return made
 
-    def _agreed(self, result: StepResult, stop: StopRequest | None) -> StepAgreement:
+    def _agreed(
+        self, result: StepResult, stop: StopRequest | None, saving: BackgroundSave | None
+    ) -> StepAgreement:
         """What all ranks report of a step. Collective."""
         total, finite = float(result.loss_sum), bool(result.loss_sum.isfinite())
         report = StepReport(
@@ -121,6 +132,8 @@ class TrainingStep:
             stop=stop is not None and stop.signal is not None,
             memory_gib=peak_memory(self._device),
             busy_s=0.0 if on_accelerator(self._device) else BUSY.report(),
+            written=saving is not None and saving.written,
+            write_failed=saving is not None and saving.failed,
         )
         PROGRESS.mark(_AGREEING)
         return agree(report, self._device)

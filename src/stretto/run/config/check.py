@@ -19,6 +19,7 @@ from stretto.run.config.run_checks import (
     missing_sources,
     raise_first,
     resume,
+    retention,
     run_folder,
     tensorboard,
 )
@@ -273,6 +274,7 @@ CHECKS: tuple[Callable[[TrainConfig], Iterator[Problem]], ...] = (
     graphs,
     _guard,
     resume,
+    retention,
     run_folder,
     tensorboard,
 )

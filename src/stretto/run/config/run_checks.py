@@ -45,6 +45,26 @@ def resume(config: JobConfig) -> Iterator[Problem]:
         yield Problem("checkpoint.resume", wanted, "there is no such folder", fix)
 
 
+def retention(config: JobConfig) -> Iterator[Problem]:
+    """Checkpoints to keep that are kept anyway, or that are never evaluated."""
+    kept = config.checkpoint
+    for name, value in (("keep_every", kept.keep_every), ("keep_best", kept.keep_best)):
+        if value is not None and kept.keep is None:
+            yield Problem(
+                f"checkpoint.{name}",
+                str(value),
+                "checkpoint.keep is null, which keeps all",
+                "checkpoint.keep=2 keeps the newest two beside them",
+            )
+    if kept.keep_best is not None and config.eval.every is None:
+        yield Problem(
+            "checkpoint.keep_best",
+            str(kept.keep_best),
+            "eval.every is null, so that no checkpoint has a held-out loss",
+            f"eval.every={kept.every}" if kept.every else "eval.every and checkpoint.every",
+        )
+
+
 def run_folder(config: JobConfig) -> Iterator[Problem]:
     """A run folder that cannot be."""
     folder = config.run.folder.expanduser()

@@ -15,6 +15,7 @@ from pydantic import Field, field_validator
 from stretto.errors import Problem, StrettoError
 from stretto.layout.layout import ORDER, Layout
 from stretto.program import PLAIN
+from stretto.run.config.checkpoint import CheckpointConfig, WeightsConfig
 from stretto.run.config.data import DataConfig
 from stretto.run.config.denoising import Corruption, Denoising, denoising
 from stretto.run.config.guard import GuardConfig
@@ -374,31 +375,6 @@ class EvalConfig(Section):
         default=None, gt=0, description="Steps from one evaluation to the next; null: none."
     )
     batches: int = Field(default=8, gt=0, description="Global batches of an evaluation.")
-
-
-class CheckpointConfig(Section):
-    """Checkpoints on disk, to resume from."""
-
-    every: int | None = Field(
-        default=None, gt=0, description="Steps from one checkpoint to the next; null: at the end only."
-    )
-    keep: int | None = Field(default=2, gt=0, description="Number of newest checkpoints to keep; null: all.")
-    resume: str = Field(
-        default="never",
-        min_length=1,
-        description="`never`, `auto` (from the run's newest complete checkpoint, if any), or a folder.",
-    )
-
-
-class WeightsConfig(CheckpointConfig):
-    """Checkpoints on disk, to resume from."""
-
-    may_differ: list[str] = Field(
-        default_factory=list[str],
-        examples=["[rope_theta, rope]"],
-        description="Fields of `model` that may differ from the checkpoint's, as where the context is "
-        "extended; without, training refuses weights of a model that computes something else.",
-    )
 
 
 class HasRate(Protocol):

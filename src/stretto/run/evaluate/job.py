@@ -10,10 +10,10 @@ from typing import Any
 
 from stretto.errors import StrettoError
 from stretto.run.config.check import check
+from stretto.run.config.checkpoint import CheckpointConfig
 from stretto.run.config.guard import GuardConfig
 from stretto.run.config.results import MetricsConfig, RunConfig
 from stretto.run.config.schema import (
-    CheckpointConfig,
     EvalConfig,
     OptimConfig,
     TrainConfig,

@@ -94,7 +94,7 @@ _SECTIONS: Mapping[str, tuple[str, ...]] = {
         "eval-interval",
         "check-weight-hash-across-dp-replicas-interval",
     ),
-    "checkpoint": ("save", "load", "save-interval", "ckpt-format"),
+    "checkpoint": ("save", "load", "save-interval", "async-save", "ckpt-format"),
 }
 _SECTION_OF = {name: section for section, names in _SECTIONS.items() for name in names}
 # arguments that say no in Megatron-LM, and the field that says yes
@@ -260,10 +260,17 @@ def _check_states(choices: Choices) -> None:
         raise refused("optim.states", choices["optim.states"], instead, ("float32",))
 
 
+def _check_retained(choices: Choices) -> None:
+    if choices["checkpoint.keep_every"] is not None:
+        instead = "Megatron-Bridge keeps the newest checkpoints (checkpoint.most_recent_k), or all"
+        raise refused("checkpoint.keep_every", choices["checkpoint.keep_every"], instead, (None,))
+
+
 _CHECKS: Mapping[str, Callable[[Choices], None]] = {
     "precision.gradients": _check_gradients,
     "optim.rate.decay": _check_decay,
     "optim.states": _check_states,
+    "checkpoint.keep_every": _check_retained,
 }
 
 

@@ -379,6 +379,7 @@ def _write_checkpoint(choices: Choices) -> Settings:
         "checkpoint.enable": True,
         "checkpoint.interval": every,
         "checkpoint.keep_latest_k": 0 if keep is None else max(2, keep),
+        "checkpoint.async_mode": "async" if choices["checkpoint.async_save"] else "disabled",
     }
 
 
@@ -395,6 +396,7 @@ _AROUND = (
     *under("sample", "prompt tokens temperature top_k"),
     *under("run", "name dir private"),
     *under("guard", "on_nonfinite on_spike spike_sigma spike_window max_skips check_replicas on_mismatch"),
+    *under("checkpoint", "if_busy keep_every keep_best"),
     "checkpoint.resume",
     "checkpoint.may_differ",
 )
@@ -500,8 +502,8 @@ RULES = (
     only("finetune.freeze", [()], "torchtitan freezes no weights by their names"),
     same("debug.seed", "train.seed"),
     Rule(
-        choices=under("checkpoint", "every keep"),
-        settings=under("checkpoint", "enable interval keep_latest_k"),
+        choices=under("checkpoint", "every keep async_save"),
+        settings=under("checkpoint", "enable interval keep_latest_k async_mode"),
         write=_write_checkpoint,
     ),
     same("metrics.log_freq", "metrics.every"),

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
+from math import isfinite
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -19,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.engine.checkpoint.background import BackgroundSave
 from stretto.engine.checkpoint.load import latest
+from stretto.engine.checkpoint.save import save
 from stretto.engine.device import backend_for, rank_device
 from stretto.engine.parallel.control import gather_json, this_rank
 from stretto.engine.parallel.copies import Copies, Held, report
@@ -38,6 +41,8 @@ from stretto.run.watch.slow import SlowRanks, news
 
 C = TypeVar("C", bound=JobConfig)
 P = TypeVar("P", bound="Position")
+Save = Callable[..., Path]
+"""`engine.checkpoint.save.save`, or what begins to do the same in the background."""
 
 
 @dataclass(kw_only=True)
@@ -47,6 +52,7 @@ class Position:
     step: int = 0  # steps made, those included whose update was skipped
     samples: int = 0  # up to which the run has come in their order
     loss: float | None = None  # of the last step that had one
+    held_out_loss: float | None = None  # of an evaluation after the last step
     skipped: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """Of these samples, the ranges [first, end) that no update was made by."""
     history: list[Judged] = field(default_factory=list[Judged])
@@ -75,9 +81,11 @@ class StepReport:
     stop: bool = False  # it was asked to stop
     memory_gib: float = 0.0  # its peak so far
     busy_s: float = 0.0  # time since its last report in which it waited for no other rank; 0: not measured
+    written: bool = False  # it has done its part of a checkpoint that is saved in the background
+    write_failed: bool = False
 
 
-_SUMMED = ("loss", "bad_weights", "overflow", "stop")  # over all ranks
+_SUMMED = ("loss", "bad_weights", "overflow", "stop", "written", "write_failed")  # over all ranks
 _OF_EACH = ("bad_microbatch", "memory_gib", "busy_s")  # every rank learns those of each rank
 
 
@@ -92,6 +100,8 @@ class StepAgreement:
     stop: bool
     memory_gib: float | None  # of the fullest rank; None where no rank measures it
     busy_s: tuple[float, ...]  # of each rank
+    save_ready: bool  # all have done their part of a checkpoint, or one has failed: `BackgroundSave.advance`
+    save_failed: bool
     known: tuple[float, ...] = ()  # numbers that every rank knew before, now on the host
 
 
@@ -138,6 +148,8 @@ class Agreement:
             stop=summed["stop"] > 0,
             memory_gib=max(each["memory_gib"]) or None,
             busy_s=tuple(each["busy_s"]),
+            save_ready=summed["written"] == self._world or summed["write_failed"] > 0,
+            save_failed=summed["write_failed"] > 0,
             known=tuple(numbers),
         )
 
@@ -166,18 +178,19 @@ class TrainingLoop(ABC, Generic[C, P]):
         self._limit = StepLimit(config.train.hang_s, config.train.timeout_s)
         self._slow: SlowRanks | None = None  # on rank 0
         self._hosts: list[str] = []
+        self.background = BackgroundSave(rank_device(config.train.device))
 
     @abstractmethod
     def _step(self, stop: StopRequest) -> bool:
         """One global batch; returns whether any rank was asked to stop."""
 
     @abstractmethod
-    def evaluate(self) -> object:
-        """Evaluate on held-out samples and report it."""
+    def evaluate(self) -> float:
+        """Evaluate on held-out samples and report it; returns the loss there."""
 
     @abstractmethod
-    def _write_checkpoint(self) -> Path:
-        """Write a checkpoint of this step. Collective over all ranks."""
+    def _write_checkpoint(self, save: Save) -> Path:
+        """Write a checkpoint of this step with `save`, or begin to. Collective over all ranks."""
 
     @abstractmethod
     def _held(self) -> Held:
@@ -200,6 +213,12 @@ class TrainingLoop(ABC, Generic[C, P]):
         Returns:
             Whether it was stopped before the last step.
         """
+        try:
+            return self._train(stop)
+        finally:
+            self.background.close()
+
+    def _train(self, stop: StopRequest) -> bool:
         steps, position = self.config.train.steps, self.position
         self._hosts = gather_json(socket.gethostname())
         if len(self._hosts) > 1 and this_rank() == 0:
@@ -211,6 +230,7 @@ class TrainingLoop(ABC, Generic[C, P]):
             self.save()  # what the first rollback goes back to
         while position.step < steps and not stopped:
             with doing(f"in step {position.step + 1}"), self._limit.step(position.step + 1):
+                position.held_out_loss = None
                 stopped = self._step(stop) and position.step < steps
                 self._compare_copies(stopped)
             if self._bad is not None:
@@ -222,6 +242,7 @@ class TrainingLoop(ABC, Generic[C, P]):
             else:
                 with doing(f"after step {position.step}"):
                     self._after(position.step)
+        self.finish_save()
         if self._saved_at != position.step:
             with doing(f"saving after step {position.step}"):
                 self.save()
@@ -239,9 +260,10 @@ class TrainingLoop(ABC, Generic[C, P]):
         every, save_every = self.config.eval.every, self.config.checkpoint.every
         if every and (step % every == 0 or step == self.config.train.steps):
             with PROGRESS.long("evaluation"):
-                self.evaluate()
-        if save_every and step % save_every == 0:
-            self.save()
+                loss = self.evaluate()
+            self.position.held_out_loss = loss if isfinite(loss) else None
+        if save_every and step % save_every == 0 and step < self.config.train.steps:
+            self.save(background=self.config.checkpoint.async_save)
 
     def _compare_copies(self, stopped: bool) -> None:
         """Where it is time to, compare what several ranks hold of the same: every so many steps, before every
@@ -283,6 +305,7 @@ class TrainingLoop(ABC, Generic[C, P]):
             TrainingFailed: there is none.
         """
         self._bad = None
+        self.finish_save()
         path = latest(self.config.run.folder / "checkpoints", self.note)
         if path is None:
             raise TrainingFailed(f"{bad}; there is no whole checkpoint to go back to")
@@ -316,13 +339,36 @@ class TrainingLoop(ABC, Generic[C, P]):
             self.note(line)
         return {str(rank): factor for rank, factor in now.items()} or None
 
-    def save(self) -> None:
-        """Write a checkpoint of this step."""
+    def save(self, background: bool = False) -> None:
+        """Write a checkpoint of this step, or begin to; one that is still being written comes before."""
+        if background and self.background.busy and self.config.checkpoint.if_busy == "skip":
+            self.note(f"step {self.position.step}: no checkpoint, the last one is still being written")
+            return
+        self.finish_save()
         check_lease(self.config.run.folder)
         with PROGRESS.long("saving a checkpoint"):
-            self.saved = self._write_checkpoint()
+            path = self._write_checkpoint(self.background.start if background else save)
         self._saved_at = self.position.step
-        self.note(f"saved {self.saved}")
+        if not background:
+            self._note_saved(path)
+
+    def advance_save(self, ready: bool) -> None:
+        """Go on with the checkpoint that is saved in the background, where all ranks have agreed that it can
+        (`StepAgreement.save_ready`). Only between two steps of all ranks.
+        """
+        if ready and (path := self.background.advance()) is not None:
+            self._note_saved(path)
+
+    def finish_save(self) -> None:
+        """Wait for the checkpoint that is saved in the background."""
+        if self.background.busy:
+            with PROGRESS.long("waiting for a checkpoint to be written"):
+                path = self.background.finish()
+            self._note_saved(path)
+
+    def _note_saved(self, path: Path) -> None:
+        self.saved = path
+        self.note(f"saved {path}")
 
     def note(self, text: str) -> None:
         """Tell people a line, on rank 0."""

@@ -6,17 +6,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
-from stretto.engine.checkpoint.folder import checkpoints, is_checkpoint
+import torch
+
+from stretto.engine.checkpoint.folder import HELD_OUT_LOSS, Retention, checkpoints, clean, is_checkpoint
 from stretto.engine.checkpoint.load import latest, load
-from stretto.engine.checkpoint.save import save
 from stretto.engine.device import random_states, set_random_states
+from stretto.engine.parallel.control import run_on_first
 from stretto.errors import StrettoError
 from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.data.dataset import shuffled_within
 from stretto.run.data.token_source import TokenData
+from stretto.run.launch.lease import check_lease
 from stretto.run.train.guard import read_history, read_skipped
-from stretto.run.train.loop import Position
+from stretto.run.train.loop import Position, Save
 from stretto.run.train.replica import (
     MODEL,
     OPTIM,
@@ -41,14 +45,17 @@ class TextPosition(Position):
     weight_updates: int = 0  # as many as steps, or more where a step updates the weights several times
 
 
-def save_run(config: TrainConfig, replica: Replica, source: TokenData, position: TextPosition) -> Path:
-    """Write a checkpoint of the run. Collective over all ranks."""
+def save_run(
+    config: TrainConfig, replica: Replica, source: TokenData, position: TextPosition, save: Save
+) -> Path:
+    """Write a checkpoint of the run with `save`, or begin to. Collective over all ranks."""
     meta: dict[str, Any] = {
         "step": position.step,
         "samples": position.samples,
         "tokens": position.tokens,
         "targets": position.targets,
         "loss": position.loss,
+        HELD_OUT_LOSS: position.held_out_loss,
         "updates": position.weight_updates,
         "skipped": position.skipped,
         "history": position.history,
@@ -67,13 +74,20 @@ def save_run(config: TrainConfig, replica: Replica, source: TokenData, position:
         tensors=tensors_of(replica),
         meta=meta,
         per_rank=random_states(replica.mesh.device),
-        keep=config.checkpoint.keep,
+        keep=retention(config),
+        permit=lambda: check_lease(config.run.folder),
     )
+
+
+def retention(config: JobConfig) -> Retention:
+    """Which older checkpoints stay."""
+    kept = config.checkpoint
+    return Retention(last=kept.keep, every=kept.keep_every, best=kept.keep_best)
 
 
 def find_checkpoint(config: JobConfig, report: Report) -> Path | None:
     """The checkpoint that `checkpoint.resume` names: a given one, the newest whole one of a run, or none.
-    Collective.
+    Before that, what crashed saves have left in the run's folder is removed. Collective.
 
     Args:
         report: called on rank 0 with a line for each damaged checkpoint that is skipped.
@@ -82,6 +96,7 @@ def find_checkpoint(config: JobConfig, report: Report) -> Path | None:
         StrettoError: checkpoints that are all damaged, or a named place without one.
     """
     wanted = config.checkpoint.resume
+    run_on_first(lambda: clean(config.run.folder / "checkpoints"))
     if wanted == "never":
         return None
     place = place_of(config)
@@ -149,7 +164,11 @@ def go_on(
     replica.refresh()
     if replica.loss_scale is not None and meta.get("loss_scale"):
         replica.loss_scale.load(meta["loss_scale"])
+    # what other ranks or another kind of device have drawn cannot be gone on with, nor is it to come again
+    torch.manual_seed(crc32(f"{config.train.seed} {meta['step']}".encode()))
     set_random_states(replica.mesh.device, loaded.per_rank)
+    if not loaded.per_rank:
+        report(f"random generators begin anew, from the seed and step {meta['step']}: other ranks wrote it")
     text = _text(config, source, meta["samples"])
     theirs = meta.get("text", text)  # of an imported run it is not known
     report_resumed(config, path, meta, report, None if theirs == text else _changed(theirs, text))

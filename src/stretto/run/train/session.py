@@ -20,7 +20,7 @@ from stretto.run.train import trace
 from stretto.run.train.batches import read_ahead
 from stretto.run.train.evaluate import Evaluation
 from stretto.run.train.held import held_by
-from stretto.run.train.loop import Outcome, TrainingLoop
+from stretto.run.train.loop import Outcome, Save, TrainingLoop
 from stretto.run.train.metrics import Metrics
 from stretto.run.train.position import TextPosition, go_on, save_run
 from stretto.run.train.prediction import Forecast
@@ -70,6 +70,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
             deque[float](),
         )  # end of the last step; durations of those not reported
         self._stopping = False  # a rank was asked to stop
+        self._save_ready = False  # the ranks have agreed on it, and not acted on it yet
         self._speed = Speed(replica, config.metrics.peak_tflops)
         self._forecast = None if metrics is None else Forecast(replica.job, config)
         self._samples = training_samples(source, config)
@@ -112,6 +113,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
             seen=position.samples,
             until=self._drain_after(position.step),
             stop=stop,
+            saving=self.background,
             recorder=recorder,
         )
         BUSY.end()
@@ -127,6 +129,14 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
             self._trace(recorder)
         for result in done:
             self._report(result, self._seconds.popleft())
+        self._save_ready = self._save_ready or any(result.save_ready for result in done)
+        if self._save_ready and self._training.drained:
+            self._save_ready = False
+            # when an asynchronous schedule drains is part of what it computes: it is not drained for a commit
+            if self.replica.asynchronous:
+                self.finish_save()
+            else:
+                self.advance_save(True)
         return self._stopping and self._training.drained
 
     def _same_work(self) -> Sequence[Sequence[int]]:
@@ -241,7 +251,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
     def _restore(self, path: Path) -> TextPosition:
         return go_on(self.config, self.replica, self._source, path, self.note, check=False)
 
-    def _write_checkpoint(self) -> Path:
+    def _write_checkpoint(self, save: Save) -> Path:
         """Write a checkpoint of this step.
 
         Raises:
@@ -249,4 +259,4 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         """
         if (place := self._training.bad_weight()) is not None:
             raise TrainingFailed(f"after step {self.position.step}: weights are not finite; first {place}")
-        return save_run(self.config, self.replica, self._source, self.position)
+        return save_run(self.config, self.replica, self._source, self.position, save)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.engine.checkpoint.background import BackgroundSave
 from stretto.engine.device import moved, on_accelerator, peak_memory
 from stretto.engine.models.moe import correct
 from stretto.engine.optim.norm import finite
@@ -62,6 +63,7 @@ class StepResult:
         stop: whether any rank was asked to stop.
         memory_gib: peak of the fullest rank; None where no rank measures it.
         busy_s: of each rank, the time in which it waited for no other.
+        save_ready, save_failed: of `StepAgreement`.
         experts: of a model with experts.
         bad: why the update was not applied, where `guard` passes over such a step.
     """
@@ -77,6 +79,8 @@ class StepResult:
     stop: bool
     memory_gib: float | None
     busy_s: tuple[float, ...]
+    save_ready: bool
+    save_failed: bool
     experts: ExpertReport | None
     bad: BadStep | None = None
 
@@ -127,6 +131,7 @@ class TrainingStep:
         self._rate, self._note = rate, note
         self._update_numbers = update_numbers(replica.pipeline.program)
         self._window: _Window | None = None
+        self._saving: BackgroundSave | None = None
 
     @property
     def drained(self) -> bool:
@@ -141,6 +146,7 @@ class TrainingStep:
         seen: int,
         until: int | None = None,
         stop: StopRequest | None = None,
+        saving: BackgroundSave | None = None,
         recorder: Recorder | None = None,
     ) -> list[StepResult]:
         """One global batch: forward and backward, agree, update, correct. Collective over all ranks.
@@ -153,8 +159,10 @@ class TrainingStep:
             step: its number from 0, by which the learning rate is set.
             seen: samples before it.
             until: an asynchronous schedule need not drain before this step; None: it drains after each. The
-                same for all steps before the drain. It drains earlier where a rank was asked to stop.
+                same for all steps before the drain. It drains earlier where a rank was asked to stop or has
+                failed to save.
             stop: whether this rank was asked to stop.
+            saving: what this rank saves in the background.
             recorder: times every call.
 
         Returns:
@@ -163,6 +171,7 @@ class TrainingStep:
         Raises:
             TrainingFailed: a loss, a norm or a weight is not finite, on all ranks, and the guard stops there.
         """
+        self._saving = saving
         if self.replica.asynchronous:
             return self._advance(
                 samples,
@@ -245,7 +254,7 @@ class TrainingStep:
         if pipeline.drained:
             self._window = None
             self.correct()
-        elif any(result.stop for result in results):
+        elif any(result.stop or result.save_failed for result in results):
             window.until = min(window.until, step + 1 + pipeline.ahead)
         return results
 
@@ -357,6 +366,8 @@ class TrainingStep:
             stop=agreed.stop,
             memory_gib=agreed.memory_gib,
             busy_s=agreed.busy_s,
+            save_ready=agreed.save_ready,
+            save_failed=agreed.save_failed,
             experts=ExpertReport(*experts) if experts else None,
             bad=bad,
         )
@@ -436,6 +447,8 @@ class TrainingStep:
             stop=stop is not None and stop.signal is not None,
             memory_gib=peak_memory(self.mesh.device),
             busy_s=0.0 if on_accelerator(self.mesh.device) else BUSY.report(),
+            written=self._saving is not None and self._saving.written,
+            write_failed=self._saving is not None and self._saving.failed,
         )
 
     def _check(self, agreed: StepAgreement, where: str, spoiled: str | None = None) -> None:

@@ -10,7 +10,18 @@ from typing import Any
 from stretto.errors import StrettoError
 from stretto.run.config.load import run_name
 from stretto.run.frameworks.choices import Choices
-from stretto.run.frameworks.mapping import Open, Rule, Settings, aside, one_of, only, refused, same, under
+from stretto.run.frameworks.mapping import (
+    Open,
+    Rule,
+    Settings,
+    aside,
+    flag,
+    one_of,
+    only,
+    refused,
+    same,
+    under,
+)
 from stretto.run.frameworks.megatron.data import DATA, parted
 from stretto.run.frameworks.megatron.rate import RATE
 from stretto.spec.data_parallel import KEEP
@@ -245,6 +256,11 @@ def _read_checkpoint(settings: Settings) -> Mapping[str, Any]:
     return made
 
 
+def _write_retained(choices: Choices) -> Settings:
+    every = choices["checkpoint.keep_every"]
+    return {} if every is None else {"save-retain-interval": every}
+
+
 def _write_bucket(choices: Choices) -> Settings:
     """In parameters, where ours is in bytes of weights."""
     each = 2 if choices["train.dtype"] in ("bfloat16", "float16") else 4
@@ -358,7 +374,19 @@ TRAINING: tuple[Rule, ...] = (
     aside("Megatron-LM reports a spike", *under("guard", "on_spike spike_sigma spike_window")),
     aside("Megatron-LM stops where replicas differ", "guard.on_mismatch"),
     aside("Megatron-LM's folders have the user's usual permissions", "run.private"),
-    aside("Megatron-LM deletes no checkpoints", "checkpoint.keep"),
+    flag("async-save", "checkpoint.async_save"),
+    Rule(
+        choices=("checkpoint.keep_every",),
+        settings=("save-retain-interval",),
+        write=_write_retained,
+        read=lambda settings: {"checkpoint.keep_every": settings.get("save-retain-interval")},
+    ),
+    aside(
+        "Megatron-LM deletes no checkpoints, or with --save-retain-interval all between but the last",
+        "checkpoint.keep",
+        "checkpoint.keep_best",
+    ),
+    aside("Megatron-LM waits for the last checkpoint", "checkpoint.if_busy"),
     only("data.chat", (None,), "pretrain_gpt.py learns from text, not from conversations"),
     only("data.phases", ([],), "Megatron-LM's mixture has the same weights in all steps"),
     aside("documents fill samples", "data.chat_template", "data.too_long"),

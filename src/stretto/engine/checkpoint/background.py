@@ -1,0 +1,227 @@
+"""Save checkpoints while training goes on: what is saved is copied to host memory, and threads write it."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from stretto.engine.checkpoint.folder import Retention
+from stretto.engine.checkpoint.host_copy import HostCopy
+from stretto.engine.checkpoint.save import Division, Planned, Written, plan
+from stretto.engine.checkpoint.shards import Saved
+from stretto.engine.parallel.control import gather_json, run_on_all, run_on_first, this_rank
+
+T = TypeVar("T")
+_PATIENCE_S = 30.0  # for a thread to end, after which a process that has failed ends without it
+
+
+class BackgroundSave:
+    """Saves as `save` does, with the same guarantees, and one checkpoint at a time.
+
+    `start` copies what this rank saves to host memory. A thread of each rank then writes it without calling
+    any collective, so that it never meets those of a step. The ranks learn from what they agree on in each
+    step whether all of them have `written`, or one has `failed`; then all call `advance`, which has rank 0
+    commit the checkpoint in its thread, and, called once more after that, ends the save.
+
+    Args:
+        device: of the tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = HostCopy(device)
+        self._division: Division | None = None
+        self._planned: Planned | None = None
+        self._stop = threading.Event()
+        self._writing: _Task[Written] | None = None
+        self._commit: _Task[tuple[str, list[str]]] | None = None
+        self._committing = False  # on all ranks: rank 0 does
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is not committed yet; the same on all ranks."""
+        return self._planned is not None
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank has done all that there is to do now."""
+        return self.busy and (self._task is None or self._task.ended)
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank has failed."""
+        return self._task is not None and self._task.failed
+
+    @property
+    def _task(self) -> _Task[Any] | None:
+        return self._commit if self._committing else self._writing
+
+    def start(
+        self,
+        folder: str | Path,
+        step: int,
+        tensors: Saved,
+        meta: Mapping[str, Any],
+        per_rank: Mapping[str, Tensor] | None = None,
+        keep: Retention | None = None,
+        permit: Callable[[], object] | None = None,
+    ) -> Path:
+        """Begin a checkpoint; the tensors may change as soon as this returns. Collective.
+
+        What lies in files is written before this returns: a copy of it may not fit in memory.
+
+        Args:
+            as of `save`.
+
+        Returns:
+            The path that the checkpoint will have.
+
+        Raises:
+            StrettoError, CollectiveError: as `save`.
+        """
+        assert not self.busy, "the last checkpoint is not committed yet"
+        planned = plan(
+            folder=folder,
+            step=step,
+            tensors=tensors,
+            meta=meta,
+            per_rank=per_rank,
+            keep=keep,
+            permit=permit,
+            before=self._division,
+        )
+        self._stop = threading.Event()
+        try:
+            work = run_on_all(lambda: self._prepare(planned))
+        except BaseException:
+            planned.discard()
+            raise
+        self._planned, self._division = planned, planned.division
+        self._writing, self._committing = _Task(work), False
+        return planned.final
+
+    def _prepare(self, planned: Planned) -> Callable[[], Written]:
+        """Copy what is in memory, and write the rest; returns what is left to do."""
+        planned.check_visible()
+        files = planned.entries()
+        away = {file.name for file in planned.division.files if file.away}
+        written = planned.write({name: entries for name, entries in files.items() if name in away})
+        copies = self._memory.take(
+            {name: entries for name, entries in files.items() if name not in away}, self._stop
+        )
+        return lambda: written | planned.write(copies)
+
+    def advance(self) -> Path | None:
+        """What follows once all ranks know that all have `written`, or that one has `failed`. Collective.
+
+        Returns:
+            The checkpoint's path when it is committed; None while rank 0 is about to do that.
+
+        Raises:
+            CollectiveError, StrettoError: writing failed, on any rank; as `save`.
+        """
+        planned = self._planned
+        assert planned is not None, "nothing is being saved"
+        try:
+            if not self._committing:
+                written = gather_json(run_on_all(self._written))
+                self._committing = True
+                if this_rank() == 0:
+                    self._commit = _Task(lambda: planned.commit(written))
+                return None
+            final, troubles = run_on_first(self._committed)
+        except BaseException:
+            self._planned = None
+            planned.discard()
+            raise
+        self._planned = self._writing = self._commit = None
+        if this_rank() == 0:
+            for trouble in troubles:
+                warnings.warn(trouble, stacklevel=2)
+        return Path(final)
+
+    def _written(self) -> Written:
+        """What this rank has written; nothing where another has failed before."""
+        assert self._writing is not None
+        if interrupted := not self._writing.ended:
+            self._stop.set()
+        try:
+            return self._writing.result()
+        except Exception:
+            if interrupted:  # the first error is another rank's
+                return {}
+            raise
+
+    def _committed(self) -> tuple[str, list[str]]:
+        assert self._commit is not None, "rank 0 commits"
+        return self._commit.result()
+
+    def finish(self) -> Path:
+        """Wait until the checkpoint is committed. Collective.
+
+        Returns:
+            Its path.
+
+        Raises:
+            CollectiveError, StrettoError: as `advance`.
+        """
+        while True:
+            if self._task is not None:
+                self._task.wait()
+            path = self.advance()
+            if path is not None:
+                return path
+
+    def close(self) -> None:
+        """End what is under way, without a commit that has not begun. For a rank that ends after an error;
+        not collective.
+        """
+        planned, task = self._planned, self._task
+        if planned is None:
+            return
+        self._planned = None
+        self._stop.set()
+        if task is None or task.wait(_PATIENCE_S):
+            planned.discard()  # of a commit that was made nothing is left to discard
+
+
+class _Task(Generic[T]):
+    """Work in a thread of its own, which does not keep the process from ending."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._value: list[T] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="stretto-save", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._value.append(self._work())
+        except BaseException as error:
+            self._error = error
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        return self.ended and self._error is not None
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Whether it has ended by then."""
+        self._thread.join(seconds)
+        return self.ended
+
+    def result(self) -> T:
+        """Wait for what it returns, or raise what it raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._value[0]
