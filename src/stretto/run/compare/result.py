@@ -131,6 +131,8 @@ _LAYOUT = ("layout", "dp", "recompute", "run", "metrics", "checkpoint", "eval", 
 _MACHINE = (
     "threads",
     "timeout_s",
+    "restarts",
+    "grace_s",
     "attention",
     "loss_chunk",
     "compile",

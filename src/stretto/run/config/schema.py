@@ -19,11 +19,17 @@ from stretto.run.config.data import DataConfig
 from stretto.run.config.denoising import Corruption, Denoising, denoising
 from stretto.run.config.model import ModelConfig
 from stretto.run.config.section import JobSection, Section
-from stretto.run.config.states import DataParallelConfig, FinetuneConfig, LoraConfig, PrecisionConfig
+from stretto.run.config.states import (
+    DataParallelConfig,
+    FinetuneConfig,
+    LoraConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+)
 from stretto.spec.attention import AttentionKernel, ContextKind
 from stretto.spec.data_parallel import Dtype
 from stretto.spec.devices import AUTO, BACKENDS, KINDS, check_backend, check_device
-from stretto.spec.job import VOCAB_MULTIPLE, Compile, Graphs, RecomputeMode
+from stretto.spec.job import VOCAB_MULTIPLE, Compile, Graphs
 from stretto.spec.optimiser import (
     DecayShape,
     Optimiser,
@@ -98,31 +104,6 @@ class LayoutConfig(Section):
             order=self.order,
             expert_tp=self.expert_tp if self.ep > 1 else None,
         )
-
-
-class RecomputeConfig(Section):
-    """Activations that are dropped after the forward and recomputed in the backward, to save memory."""
-
-    mode: RecomputeMode = Field(
-        default="none",
-        description="`selective`: only softmax(q k^T) v; `full`: whole blocks; `auto`: for each block the "
-        "cheapest mode that fits `memory_gib`.",
-    )
-    blocks: int | None = Field(
-        default=None,
-        ge=0,
-        description="With `full`: the number of blocks of each stage to recompute, from the first; null: "
-        "all.",
-    )
-    shard_inputs: bool = Field(
-        default=False,
-        description="With `full`: each tp rank keeps only its part of a block's input, which is gathered "
-        "again in the backward; no effect with sequence_parallel, where the input is split "
-        "already.",
-    )
-    memory_gib: float | None = Field(
-        default=None, gt=0, description="With `auto`: the memory that a rank may use, GiB."
-    )
 
 
 class ScheduleConfig(Section):
@@ -322,6 +303,18 @@ class LoopConfig(Section):
     threads: int = Field(default=1, gt=0, description="CPU threads of each rank.")
     timeout_s: float = Field(
         default=600.0, gt=0, description="Longest wait for another rank before the job fails, seconds."
+    )
+    restarts: int = Field(
+        default=0,
+        ge=0,
+        description="How often local ranks are started again from the newest whole checkpoint after one of "
+        "them has failed; torchrun has its own --max-restarts. See docs/reliability.md.",
+    )
+    grace_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Seconds from a signal that asks to stop until the job is ended from outside: no save is "
+        "begun for which the time does not suffice, going by those of this run; null: no limit.",
     )
 
     @field_validator("device")

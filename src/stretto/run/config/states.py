@@ -10,6 +10,7 @@ from stretto.errors import StrettoError
 from stretto.layout.shards import Mode
 from stretto.run.config.section import Section
 from stretto.spec.data_parallel import KEEP, Fp8, GatherChoice, GradientType, Offload, ReduceChoice
+from stretto.spec.job import RecomputeMode
 from stretto.spec.lora import EVERY_LINEAR, LoraShape
 
 
@@ -136,4 +137,29 @@ class PrecisionConfig(Section):
     )
     loss_scale_steps: int = Field(
         default=2000, gt=0, description="Steps without overflow after which it doubles."
+    )
+
+
+class RecomputeConfig(Section):
+    """Activations that are dropped after the forward and recomputed in the backward, to save memory."""
+
+    mode: RecomputeMode = Field(
+        default="none",
+        description="`selective`: only softmax(q k^T) v; `full`: whole blocks; `auto`: for each block the "
+        "cheapest mode that fits `memory_gib`.",
+    )
+    blocks: int | None = Field(
+        default=None,
+        ge=0,
+        description="With `full`: the number of blocks of each stage to recompute, from the first; null: "
+        "all.",
+    )
+    shard_inputs: bool = Field(
+        default=False,
+        description="With `full`: each tp rank keeps only its part of a block's input, which is gathered "
+        "again in the backward; no effect with sequence_parallel, where the input is split "
+        "already.",
+    )
+    memory_gib: float | None = Field(
+        default=None, gt=0, description="With `auto`: the memory that a rank may use, GiB."
     )

@@ -22,9 +22,11 @@ from stretto.run.data.marks import vocabulary
 from stretto.run.data.prepare import check_samples, check_vocabulary, describe_samples, prepare_data
 from stretto.run.launch.lease import lease
 from stretto.run.launch.local import RanksStopped, check_port, check_ranks, prepare, run_ranks
+from stretto.run.launch.restart import supervise
 from stretto.run.launch.slurm import SAVED
 from stretto.run.launch.stop import Stopped, StopRequest
 from stretto.run.train.prediction import first_line
+from stretto.run.train.restarts import Restarts
 from stretto.run.train.resume import check_resume, starts_afresh
 from stretto.spec.devices import AUTO, HOST
 
@@ -52,10 +54,13 @@ PRELOAD = ("stretto.run.train.worker", "torch._dynamo", "numpy.random", "stretto
 
 @dataclass(frozen=True)
 class Result:
-    """How a job ended: `outcome` of its ranks, or None where it was stopped before they had one."""
+    """How a job ended: `outcome` of its ranks, or None where it was stopped before they had one; and how
+    often it was started again.
+    """
 
     outcome: dict[str, Any] | None
     signal: int | None = None
+    restarts: int = 0
 
     @property
     def stopped(self) -> bool:
@@ -173,25 +178,39 @@ def _launch(kind: Kind[C], config: C, quiet: bool, port: int) -> Result:
         kind.check(config, None, devices)
         if devices is None:
             check_ranks(ranks)
+        restarts = Restarts(kind.writes_to(config), quiet)
         with StopRequest() as stop:
             try:
                 data = kind.prepare(config, stop)
                 kind.agree(config, data)
                 stop.check()
                 kind.say(config, data, quiet)
-                outcomes = run_ranks(
-                    ranks,
-                    *kind.local(config, data, quiet),
-                    threads=config.train.threads,
-                    port=port,
-                    stoppable=kind.orderly,
-                    earlier_signal=lambda: stop.signal,
+
+                def attempt(number: int) -> list[Any]:
+                    return run_ranks(
+                        ranks,
+                        *kind.local(config, data, quiet),
+                        threads=config.train.threads,
+                        port=port,
+                        stoppable=kind.orderly,
+                        earlier_signal=lambda: stop.signal,
+                        restarts=number,
+                        grace_s=config.train.grace_s,
+                    )
+
+                outcomes = supervise(
+                    attempt,
+                    limit=config.train.restarts if restarts.folder is not None else 0,
+                    stop=stop,
+                    progress=restarts.progress,
+                    prepare=restarts.begin,
                 )
             except Stopped:
-                return Result(None, stop.signal)
+                return Result(None, stop.signal, restarts.count)
             except RanksStopped as stopped:
-                return Result(stopped.results[0] if stopped.results else None, stopped.signal)
-    return Result(outcomes[0])
+                outcome = stopped.results[0] if stopped.results else None
+                return Result(outcome, stopped.signal, restarts.count)
+    return Result(outcomes[0], restarts=restarts.count)
 
 
 class _Language(Kind[TrainConfig]):

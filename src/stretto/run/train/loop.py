@@ -5,6 +5,7 @@ folder, steps to the end, agrees with the other ranks on each step, evaluates, a
 from __future__ import annotations
 
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,12 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.engine.device import backend_for, rank_device
+from stretto.engine.parallel.control import gather_json
 from stretto.errors import StrettoError
 from stretto.run.config import dump
 from stretto.run.config.run_checks import rate_notes
 from stretto.run.config.schema import JobConfig, LoopConfig
 from stretto.run.launch.failure import doing
 from stretto.run.launch.lease import check_lease, share
+from stretto.run.launch.rendezvous import attempt_store
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.metrics import TOKENS, Metrics, Words
 
@@ -48,7 +51,7 @@ class Outcome:
     step: int
     loss: float | None  # of the last step; None where the run has made none
     stopped: bool  # by a signal, before the last step
-    checkpoint: str
+    checkpoint: str | None  # the newest; None where it was stopped before there was one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +148,7 @@ class TrainingLoop(ABC, Generic[C, P]):
         self.config, self.position = config, position
         self.saved, self.metrics = saved, metrics
         self._saved_at = position.step if saved is not None else -1
+        self._longest_save_s: float | None = None  # of this session
 
     @abstractmethod
     def _step(self, stop: StopRequest) -> bool:
@@ -159,18 +163,24 @@ class TrainingLoop(ABC, Generic[C, P]):
         """Write a checkpoint of this step. Collective over all ranks."""
 
     def train(self, stop: StopRequest) -> bool:
-        """Train to the last step, or to the step at which a rank was asked to stop; then save.
+        """Train to the last step, or to the step at which a rank was asked to stop; then save, unless what is
+        left of `train.grace_s` is too short for it.
 
         Returns:
             Whether it was stopped before the last step.
         """
         steps, position = self.config.train.steps, self.position
-        stopped = False
+        stopped = position.step < steps and any(gather_json(stop.signal is not None))
+        if stopped:
+            self.note(f"asked to stop before step {position.step + 1}")
+            return True
         if position.step >= steps:
             self.note(f"nothing to do: {position.step} of train.steps={steps} steps are done")
         while position.step < steps and not stopped:
             with doing(f"in step {position.step + 1}"):
                 stopped = self._step(stop) and position.step < steps
+            if stopped and not self._can_save(stop):
+                return True
             if stopped:
                 self.note(f"asked to stop: saving after step {position.step}")
             else:
@@ -199,9 +209,29 @@ class TrainingLoop(ABC, Generic[C, P]):
     def save(self) -> None:
         """Write a checkpoint of this step."""
         check_lease(self.config.run.folder)
+        began = time.monotonic()
         self.saved = self._write_checkpoint()
+        self._longest_save_s = max(self._longest_save_s or 0.0, time.monotonic() - began)
         self._saved_at = self.position.step
         self.note(f"saved {self.saved}")
+
+    def _can_save(self, stop: StopRequest) -> bool:
+        """Whether the time since the signal leaves enough of `train.grace_s` for the longest save so far, on
+        all ranks; without a save so far one is tried. Collective.
+        """
+        grace, longest = self.config.train.grace_s, self._longest_save_s
+        if grace is None or longest is None:
+            return True
+        since = time.monotonic() - (stop.since or time.monotonic())
+        ranks = gather_json([grace - since, longest])
+        left, needed = min(one[0] for one in ranks), max(one[1] for one in ranks)
+        if left >= needed:
+            return True
+        self.note(
+            f"asked to stop: a save takes {needed:.1f} s and {max(left, 0):.1f} s of train.grace_s are left; "
+            f"none is begun, the last is {self.saved or 'missing'}"
+        )
+        return False
 
     def note(self, text: str) -> None:
         """Tell people a line, on rank 0."""
@@ -214,8 +244,10 @@ def process_group(train: LoopConfig) -> Generator[torch.device]:
     """Join the ranks of the job that RANK and WORLD_SIZE describe; yields this rank's device."""
     torch.set_num_threads(train.threads)
     device = rank_device(train.device)
+    timeout = timedelta(seconds=train.timeout_s)
+    store, rank, world = attempt_store(timeout)
     dist.init_process_group(
-        backend_for(device.type, train.backend), timeout=timedelta(seconds=train.timeout_s)
+        backend_for(device.type, train.backend), store=store, rank=rank, world_size=world, timeout=timeout
     )
     try:
         yield device

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+STEPS, EVALUATIONS = "metrics.jsonl", "eval.jsonl"
+_TAIL = 1 << 16  # bytes that hold the last record
+
+
 class AnyStep(Protocol):
     """A training step of any kind of model."""
 
@@ -169,6 +173,29 @@ class StepLines:
 
     def close(self) -> None:
         self._file.close()
+
+
+def cut_records(run: Path, step: int) -> None:
+    """Drop what the records of a run say of steps after this one, as resuming there does."""
+    for name in (STEPS, EVALUATIONS):
+        if (run / name).is_file():
+            _keep(run / name, step)
+
+
+def recorded_steps(run: Path) -> int:
+    """The last step that a run has recorded; 0: none."""
+    try:
+        with (run / STEPS).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+            lines = file.read().splitlines(keepends=True)
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, TypeError, KeyError):  # half a line
+            continue
+    return 0
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -399,8 +426,8 @@ class Metrics:
         self._first = start + 1
         self._every = every
         self._board = None if board is None else Board(board, start)
-        self._train = StepLines(folder / "metrics.jsonl", start)
-        self._eval = StepLines(folder / "eval.jsonl", start)
+        self._train = StepLines(folder / STEPS, start)
+        self._eval = StepLines(folder / EVALUATIONS, start)
         self._display = display(steps, start, sys.stdout if out is None else out, words)
 
     def step(self, record: AnyStep) -> None:

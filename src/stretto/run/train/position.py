@@ -15,6 +15,7 @@ from stretto.errors import StrettoError
 from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.data.dataset import shuffled_within
 from stretto.run.data.token_source import TokenData
+from stretto.run.launch.restart import restart_count
 from stretto.run.train.loop import Position
 from stretto.run.train.replica import (
     MODEL,
@@ -69,8 +70,8 @@ def save_run(config: TrainConfig, replica: Replica, source: TokenData, position:
 
 
 def find_checkpoint(config: JobConfig, report: Report) -> Path | None:
-    """The checkpoint that `checkpoint.resume` names: a given one, the newest whole one of a run, or none.
-    Collective.
+    """The checkpoint that `checkpoint.resume` names: a given one, the newest whole one of a run, or none. A
+    job that was started again goes on from its own newest one, if it has any. Collective.
 
     Args:
         report: called on rank 0 with a line for each damaged checkpoint that is skipped.
@@ -79,19 +80,29 @@ def find_checkpoint(config: JobConfig, report: Report) -> Path | None:
         StrettoError: checkpoints that are all damaged, or a named place without one.
     """
     wanted = config.checkpoint.resume
+    if restart_count():
+        newest = _newest(config.run.folder / "checkpoints", report)
+        if newest is not None:
+            return newest
     if wanted == "never":
         return None
     place = place_of(config)
     if is_checkpoint(place):
         return place
+    newest = _newest(place, report)
+    if newest is None and wanted != "auto":
+        raise none_at(wanted)
+    return newest
+
+
+def _newest(place: Path, report: Report) -> Path | None:
+    """The newest whole checkpoint of a folder; None where there is none at all. Collective."""
     newest = latest(place, report)
     if newest is None and checkpoints(place):
         raise StrettoError(
             f"no checkpoint in {place} is whole",
             hint="`stretto checkpoint verify` says more; a new run.name starts afresh",
         )
-    if newest is None and wanted != "auto":
-        raise none_at(wanted)
     return newest
 
 
