@@ -92,6 +92,9 @@ def train(
             help="auto: resume from the run's newest intact checkpoint, if any; or a checkpoint's path."
         ),
     ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Train on so many ranks, by the config's section elastic.")
+    ] = None,
     restarts: Annotated[
         int | None,
         typer.Option(min=0, help="Start local ranks again after a failure, at most so often."),
@@ -109,7 +112,9 @@ def train(
     same command with --resume auto continues. A third Ctrl-C ends it at once.
     """
     with _ending_early():
-        _train(path, overrides or [], restarts, resume, trace=trace, port=port, as_json=as_json)
+        words = [*(overrides or []), *(["metrics.trace=3"] if trace else [])]
+        words += [f"train.restarts={restarts}"] if restarts is not None else []
+        _train(path, words, resume, ranks, port=port, as_json=as_json)
 
 
 @contextmanager
@@ -133,19 +138,18 @@ def _ending_early() -> Generator[None]:
 
 def _train(
     path: str,
-    overrides: Sequence[str],
-    restarts: int | None,
+    words: Sequence[str],
     resume: str | None,
+    ranks: int | None,
     *,
-    trace: bool,
     port: int,
     as_json: bool,
 ) -> None:
+    from stretto.cli.jobs import for_ranks
     from stretto.recommender.config.load import load_config
 
-    words = [*overrides, *(["metrics.trace=3"] if trace else [])]
-    words += [f"train.restarts={restarts}"] if restarts is not None else []
     requested = load_config(path, [*words, *([f"checkpoint.resume={resume}"] if resume else [])])
+    requested = for_ranks(requested, ranks)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         result = _join(requested, as_json)
         started = requested

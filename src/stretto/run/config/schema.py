@@ -17,6 +17,7 @@ from stretto.layout.layout import ORDER, Layout
 from stretto.program import PLAIN
 from stretto.run.config.data import DataConfig
 from stretto.run.config.denoising import Corruption, Denoising, denoising
+from stretto.run.config.elastic import ElasticConfig
 from stretto.run.config.model import ModelConfig
 from stretto.run.config.section import JobSection, Section
 from stretto.run.config.states import (
@@ -513,6 +514,7 @@ class TrainConfig(JobSection):
     model: ModelConfig
     data: DataConfig = Field(default_factory=DataConfig)
     layout: LayoutConfig = Field(default_factory=LayoutConfig)
+    elastic: ElasticConfig = Field(default_factory=ElasticConfig)
     dp: DataParallelConfig = Field(default_factory=DataParallelConfig)
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     finetune: FinetuneConfig = Field(default_factory=FinetuneConfig)

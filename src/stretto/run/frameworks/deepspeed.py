@@ -343,6 +343,7 @@ _REPORTS = (
     *under("metrics", "every tensorboard tensorboard_dir peak_tflops trace"),
     *under("sample", "prompt tokens temperature top_k"),
     *under("run", "name dir"),
+    "elastic.layouts",
 )
 RULES = (
     Rule(

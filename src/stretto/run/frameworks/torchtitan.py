@@ -393,6 +393,7 @@ _AROUND = (
     *under("eval", "every batches"),
     *under("metrics", "tensorboard tensorboard_dir peak_tflops trace"),
     *under("sample", "prompt tokens temperature top_k"),
+    "elastic.layouts",
     *under("run", "name dir"),
     "checkpoint.resume",
     "checkpoint.may_differ",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from stretto.engine.checkpoint.folder import checkpoints
 from stretto.errors import Problem, StrettoError
 from stretto.run.config.check import check
+from stretto.run.config.elastic import for_ranks, rank_choices
 from stretto.run.config.graphs import no_graphs
 from stretto.run.config.job import job_of
 from stretto.run.config.required import check_required
@@ -90,6 +91,14 @@ class Kind(ABC, Generic[C]):
     @abstractmethod
     def ranks(self, config: C) -> int:
         """Processes of the job."""
+
+    def rank_choices(self, config: C) -> list[int]:
+        """The numbers of ranks that the job can have, the largest first."""
+        return [self.ranks(config)]
+
+    def for_ranks(self, config: C, ranks: int) -> C:
+        """The job on another of these numbers."""
+        raise NotImplementedError
 
     @abstractmethod
     def check(self, config: C, world: int | None, devices: int | None) -> None:
@@ -185,25 +194,14 @@ def _launch(kind: Kind[C], config: C, quiet: bool, port: int) -> Result:
                 kind.agree(config, data)
                 stop.check()
                 kind.say(config, data, quiet)
-
-                def attempt(number: int) -> list[Any]:
-                    return run_ranks(
-                        ranks,
-                        *kind.local(config, data, quiet),
-                        threads=config.train.threads,
-                        port=port,
-                        stoppable=kind.orderly,
-                        earlier_signal=lambda: stop.signal,
-                        restarts=number,
-                        grace_s=config.train.grace_s,
-                    )
-
+                attempts = _Attempts(kind=kind, config=config, data=data, stop=stop, quiet=quiet, port=port)
                 outcomes = supervise(
-                    attempt,
+                    attempts.run,
                     limit=config.train.restarts if restarts.folder is not None else 0,
                     stop=stop,
                     progress=restarts.progress,
                     prepare=restarts.begin,
+                    shrink=attempts.shrink,
                 )
             except Stopped:
                 return Result(None, stop.signal, restarts.count)
@@ -213,11 +211,54 @@ def _launch(kind: Kind[C], config: C, quiet: bool, port: int) -> Result:
     return Result(outcomes[0], restarts=restarts.count)
 
 
+@dataclass(kw_only=True)
+class _Attempts(Generic[C]):
+    """The attempts of a job on this machine, each on ranks of its own."""
+
+    kind: Kind[C]
+    config: C
+    data: Any
+    stop: StopRequest
+    quiet: bool
+    port: int
+
+    def run(self, number: int) -> list[Any]:
+        """The results of all ranks of one attempt; `number` is how many came before."""
+        return run_ranks(
+            self.kind.ranks(self.config),
+            *self.kind.local(self.config, self.data, self.quiet),
+            threads=self.config.train.threads,
+            port=self.port,
+            stoppable=self.kind.orderly,
+            earlier_signal=lambda: self.stop.signal,
+            restarts=number,
+            grace_s=self.config.train.grace_s,
+        )
+
+    def shrink(self) -> bool:
+        """Let further attempts have the next smaller number of ranks; whether there is one."""
+        before = self.kind.ranks(self.config)
+        fewer = [ranks for ranks in self.kind.rank_choices(self.config) if ranks < before]
+        if not fewer:
+            return False
+        self.config = self.kind.for_ranks(self.config, fewer[0])
+        self.data = self.kind.prepare(self.config, self.stop)
+        text = f"going on with {fewer[0]} of {before} ranks, for one was lost twice in a step"
+        print(text, file=sys.stderr if self.quiet else sys.stdout, flush=True)
+        return True
+
+
 class _Language(Kind[TrainConfig]):
     preload = PRELOAD
 
     def ranks(self, config: TrainConfig) -> int:
         return config.layout.to_layout().world
+
+    def rank_choices(self, config: TrainConfig) -> list[int]:
+        return rank_choices(config)
+
+    def for_ranks(self, config: TrainConfig, ranks: int) -> TrainConfig:
+        return for_ranks(config, ranks)
 
     def check(self, config: TrainConfig, world: int | None, devices: int | None) -> None:
         check(config, world=world, devices=devices)

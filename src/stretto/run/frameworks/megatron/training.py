@@ -348,6 +348,7 @@ TRAINING: tuple[Rule, ...] = (
     aside("Megatron-LM limits no cache of its data", "data.cache_gib"),
     aside("Megatron-LM reads its own indexed files", "data.vocab", "data.text_field"),
     aside("set OMP_NUM_THREADS", "train.threads"),
+    aside("Megatron-LM's options are of one layout", "elastic.layouts"),
     aside("torchrun starts the ranks, and again with --max-restarts", "train.restarts"),
     aside("Megatron-LM saves on a signal with --exit-signal-handler, however long it takes", "train.grace_s"),
     aside("Megatron-LM fuses kernels in ways of its own", "train.compile"),
