@@ -9,20 +9,26 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import process
 from pathlib import Path
+from typing import Any
 
 import counts
 import pytest
 
 from stretto.run.config import TrainConfig
 from stretto.run.launch import restart
+from stretto.run.train import job as job_module
 from stretto.run.train.job import run_job
-from tiny_job import job
-from train_runs import losses, same, tensors
+from stretto.run.train.metrics import recorded_steps
+from tiny_job import job, job_file
+from train_runs import hooked, losses, same, tensors
 
 pytestmark = pytest.mark.apart
 
@@ -151,3 +157,155 @@ def test_a_hundred_kills_change_nothing(folder: Path, layout: str) -> None:
         command=f"pytest -m slow tests/torture/test_restarts.py -k hundred_kills[{layout}]",
         note=f"restarts in {jobs} jobs, whose weights, states and losses equal the undisturbed run's bitwise",
     )
+
+
+@pytest.mark.slow
+def test_fifty_restarts_in_a_row_leave_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each attempt makes one step more than the one before, and dies: no process, port or file stays open."""
+    whole = long_job(folder, "whole-fifty", *LAYOUTS["dp"], steps=52)
+    run_job(whole, quiet=True)
+    parts = long_job(folder, "fifty", *LAYOUTS["dp"], "checkpoint.every=1", "train.restarts=50", steps=52)
+    inner, held = job_module.run_ranks, list[tuple[int, int, int]]()
+
+    def planted(ranks: int, function: Any, *arguments: Any, **options: Any) -> list[Any]:
+        held.append((len(os.listdir("/proc/self/fd")), threading.active_count(), len(running_ranks())))
+        config, _, source = arguments
+        return inner(ranks, hooked, [(die_after_two_steps, ())], config, source, **options)
+
+    monkeypatch.setattr(job_module, "run_ranks", planted)
+    result = run_job(parts, quiet=True)
+    assert (result.restarts, result.stopped) == (50, False)
+    assert len(set(held[1:])) == 1, held
+    assert held[-1][2] == 0
+    assert same(tensors(whole, 52), tensors(parts, 52))
+    assert losses(whole) == losses(parts)
+    counts.record(
+        "restarts in a row of one job, a rank killed in the second step of each attempt",
+        tried=50,
+        passed=50,
+        command="pytest -m slow tests/torture/test_restarts.py -k fifty",
+        note="descriptors, threads and ranks of the launcher the same before each attempt; bitwise",
+    )
+
+
+def die_after_two_steps() -> None:
+    from stretto.run.train.session import Session
+
+    inner, attempt = Session._step, restart.restart_count()
+
+    def wrapped(self: Session, stop: Any) -> bool:
+        if attempt < 50 and self.position.step == attempt + 1 and self.mesh.rank == attempt % 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return inner(self, stop)
+
+    Session._step = wrapped
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_leaves_no_rank_and_the_next_one_goes_on(folder: Path) -> None:
+    whole = long_job(folder, "whole-launcher", *LAYOUTS["pp"], steps=400)
+    run_job(whole, quiet=True)
+    parts = long_job(
+        folder, "launcher", *LAYOUTS["pp"], "checkpoint.resume=auto", "train.restarts=3", steps=400
+    )
+    words = ["checkpoint.every=4", "metrics.every=100", "run.name=launcher", "train.steps=400"]
+    words += [*LAYOUTS["pp"], "train.restarts=3", "sample.tokens=0", "--resume", "auto"]
+    command = [sys.executable, "-m", "stretto.cli.main", "train", str(job_file(folder)), *words]
+    kills, draw = 0, random.Random(1)
+    for _ in range(60):
+        with (folder / "launcher.log").open("ab") as log:
+            launcher = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        wait_for_steps(parts, recorded_steps(parts.run.folder) + draw.randint(1, 40), launcher)
+        if launcher.poll() is None:
+            kills += 1
+            launcher.kill()
+        if launcher.wait() == 0:
+            break
+        gone = time.monotonic() + 60
+        while in_session(launcher.pid):
+            assert time.monotonic() < gone, in_session(launcher.pid)
+            time.sleep(0.05)
+    assert launcher.returncode == 0, (folder / "launcher.log").read_text()
+    assert kills >= 5
+    assert same(tensors(whole, 400), tensors(parts, 400))
+    assert losses(whole) == losses(parts)
+    counts.record(
+        "kill -9 of the launcher at a random moment, started again by hand",
+        tried=kills,
+        passed=kills,
+        command="pytest -m slow tests/torture/test_restarts.py -k launcher",
+        note="no process of it left; the next one takes the folder over and goes on; bitwise",
+    )
+
+
+def wait_for_steps(config: TrainConfig, step: int, launcher: subprocess.Popen[bytes]) -> None:
+    while recorded_steps(config.run.folder) < step and launcher.poll() is None:
+        time.sleep(0.02)
+
+
+def in_session(leader: int) -> list[str]:
+    """Processes of a session that still run."""
+    found = list[str]()
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, session = (path / "stat").read_text().rpartition(")")[2].split()[:4]
+        except (OSError, ValueError):
+            continue
+        if int(session) == leader and state != "Z":
+            found.append(path.name)
+    return found
+
+
+@pytest.mark.slow
+def test_two_thousand_steps_with_saves_hold_no_more_at_their_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = 2000
+    config = long_job(folder, "soak", *LAYOUTS["zero3"], "eval.every=50", steps=steps)
+    notes = folder / "held.jsonl"
+    inner = job_module.run_ranks
+
+    def planted(ranks: int, function: Any, *arguments: Any, **options: Any) -> list[Any]:
+        config, _, source = arguments
+        return inner(ranks, hooked, [(keep_what_is_held, (str(notes),))], config, source, **options)
+
+    monkeypatch.setattr(job_module, "run_ranks", planted)
+    assert not run_job(config, quiet=True).stopped
+    rows = [json.loads(line) for line in notes.read_text().splitlines()]
+    growth = list[float]()
+    for rank in range(2):
+        mine = [one for one in rows if one["rank"] == rank]
+        assert [one["step"] for one in mine] == list(range(0, steps, 100))
+        warm = mine[len(mine) // 4 :]
+        assert len({(one["descriptors"], one["threads"]) for one in warm}) == 1, warm
+        growth.append((warm[-1]["pages"] - warm[0]["pages"]) / warm[0]["pages"])
+    assert max(growth) < 0.01, growth
+    counts.record(
+        "steps of a soak with 500 saves and 40 evaluations",
+        tried=steps,
+        passed=steps,
+        command="pytest -m slow tests/torture/test_restarts.py -k thousand",
+        note=f"descriptors and threads of ranks flat; memory {100 * max(growth):+.2f}% over 1,500 steps",
+    )
+
+
+def keep_what_is_held(notes: str) -> None:
+    """Append what each rank holds before every hundredth step."""
+    from stretto.run.train.session import Session
+
+    inner = Session._step
+
+    def wrapped(self: Session, stop: Any) -> bool:
+        if self.position.step % 100 == 0:
+            facts = {
+                "rank": self.mesh.rank,
+                "step": self.position.step,
+                "pages": int(Path("/proc/self/statm").read_text().split()[1]),
+                "descriptors": len(os.listdir("/proc/self/fd")),
+                "threads": len(os.listdir("/proc/self/task")),
+            }
+            with open(notes, "a", encoding="utf-8") as file:
+                file.write(json.dumps(facts) + "\n")
+        return inner(self, stop)
+
+    Session._step = wrapped
