@@ -19,7 +19,7 @@ from stretto.engine.checkpoint.read import read_whole
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.train.job import run_job as run_clicks
 from stretto.run.config import TrainConfig
-from stretto.run.config.elastic import for_ranks
+from stretto.run.config.for_ranks import for_ranks
 from stretto.run.launch import restart
 from stretto.run.train import job as job_module
 from stretto.run.train.job import local_rank, run_job

@@ -72,8 +72,8 @@ def for_ranks(config: AnyConfig, ranks: int | None) -> AnyConfig:
     Raises:
         StrettoError: the config is for other numbers.
     """
-    from stretto.recommender.config import elastic as recommender
-    from stretto.run.config import elastic
+    from stretto.recommender.config import for_ranks as recommender
+    from stretto.run.config import for_ranks as language
     from stretto.run.config.schema import TrainConfig
     from stretto.run.train.job import under_torchrun
 
@@ -81,7 +81,7 @@ def for_ranks(config: AnyConfig, ranks: int | None) -> AnyConfig:
         if ranks is not None:
             raise StrettoError("torchrun has started the ranks already", hint="leave --ranks out")
         several = (
-            elastic.rank_choices(config)
+            language.rank_choices(config)
             if isinstance(config, TrainConfig)
             else recommender.rank_choices(config)
         )
@@ -89,7 +89,7 @@ def for_ranks(config: AnyConfig, ranks: int | None) -> AnyConfig:
     if ranks is None:
         return config
     if isinstance(config, TrainConfig):
-        return elastic.for_ranks(config, ranks)
+        return language.for_ranks(config, ranks)
     return recommender.for_ranks(config, ranks)
 
 

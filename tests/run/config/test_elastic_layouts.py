@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from stretto.errors import StrettoError
-from stretto.recommender.config import elastic as recommender
+from stretto.recommender.config import for_ranks as recommender
 from stretto.recommender.config.check import check as check_recommender
 from stretto.recommender.config.load import parse_config
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.run.config import TrainConfig
 from stretto.run.config.check import check
-from stretto.run.config.elastic import for_ranks, rank_choices
+from stretto.run.config.for_ranks import for_ranks, rank_choices
 from stretto.run.config.load import parse
 
 CONFIG = """

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from stretto.errors import Problem, StrettoError
-from stretto.recommender.config.elastic import ElasticRanks, for_ranks
+from stretto.recommender.config.elastic import ElasticRanks
+from stretto.recommender.config.for_ranks import for_ranks
 from stretto.recommender.config.placement import configured_placements
 from stretto.recommender.config.schema import SYNTHETIC, RecommenderConfig
 from stretto.recommender.placement import Placements, TableSpec

@@ -11,7 +11,7 @@ from stretto.planner.memory.job import memory_of
 from stretto.program import PLAIN
 from stretto.run.config.compiler import compiler
 from stretto.run.config.disk_space import scratch
-from stretto.run.config.elastic import alternatives, number_twice
+from stretto.run.config.for_ranks import alternatives, number_twice
 from stretto.run.config.graphs import graphs
 from stretto.run.config.job import job_of, program_file
 from stretto.run.config.run_checks import (

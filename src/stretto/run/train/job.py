@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from stretto.engine.checkpoint.folder import checkpoints
 from stretto.errors import Problem, StrettoError
 from stretto.run.config.check import check
-from stretto.run.config.elastic import for_ranks, rank_choices
+from stretto.run.config.for_ranks import for_ranks, rank_choices
 from stretto.run.config.graphs import no_graphs
 from stretto.run.config.job import job_of
 from stretto.run.config.required import check_required
