@@ -102,6 +102,7 @@ def preempted(folder: Path, seed: int) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 def test_fifty_signals_at_random_moments(folder: Path) -> None:
     stops = jobs = 0
     while stops < 50:

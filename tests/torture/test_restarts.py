@@ -32,6 +32,7 @@ from train_runs import hooked, losses, same, tensors
 
 pytestmark = pytest.mark.apart
 
+LONG = pytest.mark.timeout(3000)
 STEPS = 40
 LAYOUTS = {
     "dp": ("layout.dp=2",),
@@ -139,17 +140,24 @@ def killed_and_compared(folder: Path, layout: str, kills: int, seed: int, steps:
     return min(killer.done, result.restarts)
 
 
-def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(folder: Path) -> None:
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert killed_and_compared(folder, "pp", kills=2, seed=3) >= 1
+    told = (folder / "runs" / "killed-pp-3" / "restarts.jsonl").read_text().splitlines()
+    resumed = [line for line in capfd.readouterr().err.splitlines() if line.startswith("resumed from")]
+    if step := json.loads(told[-1])["from_step"]:  # the last attempt came to its end
+        assert resumed[-1].endswith(f"at step {step}")
 
 
 @pytest.mark.slow
+@LONG
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_hundred_kills_change_nothing(folder: Path, layout: str) -> None:
     done = jobs = 0
     while done < 100:
         jobs += 1
-        done += killed_and_compared(folder, layout, kills=20, seed=jobs, steps=160)
+        done += killed_and_compared(folder, layout, kills=20, seed=jobs, steps=80)
     counts.record(
         f"kill -9 of a random rank at a random moment, {layout}, restarted by itself",
         tried=done,
@@ -160,6 +168,7 @@ def test_a_hundred_kills_change_nothing(folder: Path, layout: str) -> None:
 
 
 @pytest.mark.slow
+@LONG
 def test_fifty_restarts_in_a_row_leave_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each attempt makes one step more than the one before, and dies: no process, port or file stays open."""
     whole = long_job(folder, "whole-fifty", *LAYOUTS["dp"], steps=52)
@@ -202,6 +211,7 @@ def die_after_two_steps() -> None:
 
 
 @pytest.mark.slow
+@LONG
 def test_a_killed_launcher_leaves_no_rank_and_the_next_one_goes_on(folder: Path) -> None:
     whole = long_job(folder, "whole-launcher", *LAYOUTS["pp"], steps=400)
     run_job(whole, quiet=True)
@@ -257,6 +267,7 @@ def in_session(leader: int) -> list[str]:
 
 
 @pytest.mark.slow
+@LONG
 def test_two_thousand_steps_with_saves_hold_no_more_at_their_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from stretto.run.train.job import run_job
 from tiny_job import job, job_file
 from train_runs import losses, same, tensors
 
-pytestmark = [pytest.mark.apart, pytest.mark.slow]
+pytestmark = [pytest.mark.apart, pytest.mark.slow, pytest.mark.timeout(3000)]
 
 STEPS = 40
 EVERY = ("checkpoint.every=4", "metrics.every=100", f"train.steps={STEPS}")
