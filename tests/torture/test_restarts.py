@@ -158,13 +158,13 @@ def test_a_hundred_kills_change_nothing(folder: Path, layout: str) -> None:
     while done < 100:
         jobs += 1
         done += killed_and_compared(folder, layout, kills=20, seed=jobs, steps=80)
-    counts.record(
-        f"kill -9 of a random rank at a random moment, {layout}, restarted by itself",
-        tried=done,
-        passed=done,
-        command=f"pytest -m slow tests/torture/test_restarts.py -k hundred_kills[{layout}]",
-        note=f"restarts in {jobs} jobs, whose weights, states and losses equal the undisturbed run's bitwise",
-    )
+        counts.record(
+            f"kill -9 of a random rank at a random moment, {layout}, restarted by itself",
+            tried=done,
+            passed=done,
+            command=f"pytest -m slow tests/torture/test_restarts.py -k hundred_kills[{layout}]",
+            note=f"restarts in {jobs} jobs, whose weights, states and losses equal the undisturbed run's",
+        )
 
 
 @pytest.mark.slow
