@@ -9,10 +9,7 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import process
@@ -26,8 +23,7 @@ from stretto.run.config import TrainConfig
 from stretto.run.launch import restart
 from stretto.run.train import job as job_module
 from stretto.run.train.job import run_job
-from stretto.run.train.metrics import recorded_steps
-from tiny_job import job, job_file
+from tiny_job import job
 from train_runs import hooked, losses, same, tensors
 
 pytestmark = pytest.mark.apart
@@ -208,62 +204,6 @@ def die_after_two_steps() -> None:
         return inner(self, stop)
 
     Session._step = wrapped
-
-
-@pytest.mark.slow
-@LONG
-def test_a_killed_launcher_leaves_no_rank_and_the_next_one_goes_on(folder: Path) -> None:
-    whole = long_job(folder, "whole-launcher", *LAYOUTS["pp"], steps=400)
-    run_job(whole, quiet=True)
-    parts = long_job(
-        folder, "launcher", *LAYOUTS["pp"], "checkpoint.resume=auto", "train.restarts=3", steps=400
-    )
-    words = ["checkpoint.every=4", "metrics.every=100", "run.name=launcher", "train.steps=400"]
-    words += [*LAYOUTS["pp"], "train.restarts=3", "sample.tokens=0", "--resume", "auto"]
-    command = [sys.executable, "-m", "stretto.cli.main", "train", str(job_file(folder)), *words]
-    kills, draw = 0, random.Random(1)
-    for _ in range(60):
-        with (folder / "launcher.log").open("ab") as log:
-            launcher = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        wait_for_steps(parts, recorded_steps(parts.run.folder) + draw.randint(1, 40), launcher)
-        if launcher.poll() is None:
-            kills += 1
-            launcher.kill()
-        if launcher.wait() == 0:
-            break
-        gone = time.monotonic() + 60
-        while in_session(launcher.pid):
-            assert time.monotonic() < gone, in_session(launcher.pid)
-            time.sleep(0.05)
-    assert launcher.returncode == 0, (folder / "launcher.log").read_text()
-    assert kills >= 5
-    assert same(tensors(whole, 400), tensors(parts, 400))
-    assert losses(whole) == losses(parts)
-    counts.record(
-        "kill -9 of the launcher at a random moment, started again by hand",
-        tried=kills,
-        passed=kills,
-        command="pytest -m slow tests/torture/test_restarts.py -k launcher",
-        note="no process of it left; the next one takes the folder over and goes on; bitwise",
-    )
-
-
-def wait_for_steps(config: TrainConfig, step: int, launcher: subprocess.Popen[bytes]) -> None:
-    while recorded_steps(config.run.folder) < step and launcher.poll() is None:
-        time.sleep(0.02)
-
-
-def in_session(leader: int) -> list[str]:
-    """Processes of a session that still run."""
-    found = list[str]()
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            state, _, _, session = (path / "stat").read_text().rpartition(")")[2].split()[:4]
-        except (OSError, ValueError):
-            continue
-        if int(session) == leader and state != "Z":
-            found.append(path.name)
-    return found
 
 
 @pytest.mark.slow
