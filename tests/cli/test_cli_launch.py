@@ -19,7 +19,7 @@ def test_ranks_are_shared_out_over_the_nodes(capsys: pytest.CaptureFixture[str])
     assert "--nnodes=2 --nproc-per-node=2 " in text
     assert "# 2 nodes x 2 ranks = 4 ranks\n" in text
     assert "#SBATCH --time=2:00:00" in text
-    assert "optim.lr=2e-4 --resume auto" in text
+    assert "optim.lr=2e-4 train.grace_s=120 --resume auto" in text
 
 
 @pytest.mark.parametrize(
@@ -75,3 +75,13 @@ def test_bad_input(arguments: list[str], error: str, hint: str, capsys: pytest.C
     lines = captured.err.splitlines()
     assert error in lines[0]
     assert hint in lines[-1]
+
+
+def test_ranks_know_how_long_they_have_to_save(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["launch", "slurm", CONFIG, "train.grace_s=45.5", "--nodes", "2"]
+    assert main.run(command) == 0
+    text = capsys.readouterr().out
+    assert "--signal=B:TERM@46\n" in text
+    assert "train.grace_s=45.5 --resume auto" in text
+    assert main.run([*command, "--signal-seconds", "30"]) == 2
+    assert "train.grace_s is 45.5, and ranks have only --signal-seconds=30" in capsys.readouterr().err

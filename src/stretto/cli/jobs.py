@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,6 +63,34 @@ def ranks_of(config: AnyConfig) -> tuple[int, str]:
         layout = config.layout.to_layout()
         return layout.world, str(layout)
     return config.layout.ranks, f"ranks={config.layout.ranks}"
+
+
+def for_ranks(config: AnyConfig, ranks: int | None) -> AnyConfig:
+    """The job on so many ranks, or on as many as torchrun has started where the config says what to do with
+    them; None: on those of its layout.
+
+    Raises:
+        StrettoError: the config is for other numbers.
+    """
+    from stretto.recommender.config import for_ranks as recommender
+    from stretto.run.config import for_ranks as language
+    from stretto.run.config.schema import TrainConfig
+    from stretto.run.train.job import under_torchrun
+
+    if under_torchrun():
+        if ranks is not None:
+            raise StrettoError("torchrun has started the ranks already", hint="leave --ranks out")
+        several = (
+            language.rank_choices(config)
+            if isinstance(config, TrainConfig)
+            else recommender.rank_choices(config)
+        )
+        ranks = int(os.environ["WORLD_SIZE"]) if len(several) > 1 else None
+    if ranks is None:
+        return config
+    if isinstance(config, TrainConfig):
+        return language.for_ranks(config, ranks)
+    return recommender.for_ranks(config, ranks)
 
 
 def run_job(config: AnyConfig, quiet: bool, port: int = 0) -> Result:

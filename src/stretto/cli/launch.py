@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from math import ceil
 from typing import Annotated
 
 import typer
@@ -43,7 +44,10 @@ def slurm(
     account: Annotated[str | None, typer.Option(help="SLURM account.")] = None,
     time: Annotated[str | None, typer.Option(help="Time limit, as in 12:00:00.")] = None,
     job_name: Annotated[str, typer.Option(help="Name of the job.")] = "stretto",
-    signal_seconds: Annotated[int, typer.Option(min=1, help="Save this long before the limit.")] = 120,
+    signal_seconds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Save this long before the limit; default: train.grace_s, else 120."),
+    ] = None,
     port: Annotated[int, typer.Option(help="Port of the rendezvous on the first node.")] = 29400,
     sbatch: Annotated[
         list[str] | None, typer.Option(help="A further sbatch option, as --sbatch=--qos=high; repeatable.")
@@ -68,12 +72,22 @@ def slurm(
     gpus = gpus_per_node
     if gpus is None and not any(option.startswith(("--gpus", "-G", "--gres")) for option in sbatch or []):
         gpus = 0 if job.train.device == "cpu" else each
+    words = list(overrides or [])
+    if signal_seconds is None:
+        signal_seconds = 120 if job.train.grace_s is None else ceil(job.train.grace_s)
+    if job.train.grace_s is None:
+        words.append(f"train.grace_s={signal_seconds}")
+    elif job.train.grace_s > signal_seconds:
+        raise StrettoError(
+            f"train.grace_s is {job.train.grace_s:g}, and ranks have only --signal-seconds={signal_seconds}",
+            hint=f"--signal-seconds {ceil(job.train.grace_s)}, or leave it out",
+        )
     text = script(
         SlurmJob(
             config=config,
             nodes=nodes,
             ranks_per_node=each,
-            overrides=overrides or [],
+            overrides=words,
             job_name=job_name,
             partition=partition,
             account=account,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -14,7 +17,7 @@ from stretto.cli.output import Json, command_app, print_error, say_no
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
 
     from stretto.layout.layout import Layout
     from stretto.recommender.config.load import AnyConfig
@@ -89,6 +92,13 @@ def train(
             help="auto: resume from the run's newest intact checkpoint, if any; or a checkpoint's path."
         ),
     ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Train on so many ranks, by the config's section elastic.")
+    ] = None,
+    restarts: Annotated[
+        int | None,
+        typer.Option(min=0, help="Start local ranks again after a failure, at most so often."),
+    ] = None,
     trace: Annotated[
         bool,
         typer.Option("--trace", help="Record the third step of every rank, and compare it with the replay."),
@@ -98,13 +108,48 @@ def train(
 ) -> None:
     """Train a language model or a recommender, on local ranks that it starts or as one rank under torchrun.
 
-    Ctrl-C and SIGTERM finish the step and save; the exit code is then 130 or 75, and the same command with
-    --resume auto continues. A third Ctrl-C ends it at once.
+    Ctrl-C, SIGTERM, SIGUSR1 and SIGUSR2 finish the step and save; the exit code is then 130 or 75, and the
+    same command with --resume auto continues. A third Ctrl-C ends it at once.
     """
+    with _ending_early():
+        words = [*(overrides or []), *(["metrics.trace=3"] if trace else [])]
+        words += [f"train.restarts={restarts}"] if restarts is not None else []
+        _train(path, words, resume, ranks, port=port, as_json=as_json)
+
+
+@contextmanager
+def _ending_early() -> Generator[None]:
+    """Let a signal that asks to stop end this process with 75 as long as there is nothing to save."""
+    from stretto.run.launch.slurm import SAVED
+
+    def end(*_: object) -> None:
+        raise SystemExit(SAVED)
+
+    before = dict[int, Any]()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            before[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _train(
+    path: str,
+    words: Sequence[str],
+    resume: str | None,
+    ranks: int | None,
+    *,
+    port: int,
+    as_json: bool,
+) -> None:
+    from stretto.cli.jobs import for_ranks
     from stretto.recommender.config.load import load_config
 
-    words = [*(overrides or []), *(["metrics.trace=3"] if trace else [])]
     requested = load_config(path, [*words, *([f"checkpoint.resume={resume}"] if resume else [])])
+    requested = for_ranks(requested, ranks)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         result = _join(requested, as_json)
         started = requested
@@ -190,7 +235,7 @@ def _report(config: AnyConfig, result: Result, again: str, command: str, as_json
     outcome: dict[str, Any] = result.outcome or {}
     language = isinstance(config, TrainConfig)
     if result.stopped:
-        print(f"stopped; newest checkpoint: {outcome.get('checkpoint') or 'none'}", file=out)
+        print(f"stopped; newest checkpoint: {_newest(config, outcome) or 'none'}", file=out)
         print(f"to go on: {again}", file=out)
     elif language:
         if config.sample.tokens and _writes_text(config):
@@ -200,8 +245,20 @@ def _report(config: AnyConfig, result: Result, again: str, command: str, as_json
         _report_recommender(config, outcome, command, out)
     if as_json:
         facts = _facts(config, outcome) if language else _recommender_facts(config, outcome)
-        common = {"stopped": result.stopped, "checkpoint": outcome.get("checkpoint")}
+        common = {
+            "stopped": result.stopped,
+            "checkpoint": _newest(config, outcome),
+            "restarts": result.restarts,
+        }
         print(json.dumps({**facts, **common}))
+
+
+def _newest(config: AnyConfig, outcome: dict[str, Any]) -> str | None:
+    """The run's newest checkpoint, also where its ranks did not come to name it."""
+    from stretto.run.train.restarts import newest_checkpoint
+
+    known = outcome.get("checkpoint") or newest_checkpoint(config.run.folder)
+    return None if known is None else str(known)
 
 
 def _facts(config: TrainConfig, outcome: dict[str, Any]) -> dict[str, Any]:

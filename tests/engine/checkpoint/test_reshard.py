@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hand_layouts import Hand, blank_state, differing, full, shapes, true_state
 from safetensors import safe_open
 
+from hand_layouts import Hand, blank_state, differing, full, shapes, true_state
 from ranks import on_ranks
 from stretto.engine.checkpoint.load import latest, load, tensor_index, verify
 from stretto.engine.checkpoint.manifest import read_manifest
 from stretto.engine.checkpoint.save import save
 from stretto.engine.parallel.fragment import Placed
+from torture import counts
 
 FOUR = [
     Hand(tp=2, pp=2),
@@ -26,6 +27,12 @@ FOUR = [
     Hand(tp=2, dp=2, zero=True),
 ]
 TWO = [Hand(tp=2), Hand(dp=2, zero=True), Hand(pp=2)]
+TWELVE = {
+    1: [Hand()],
+    2: [Hand(dp=2), *TWO],
+    4: [hand for hand in FOUR if hand != Hand(tp=2, dp=2, zero=True) and hand != Hand(dp=2, pp=2)]
+    + [Hand(pp=4), Hand(dp=2, pp=2, zero=True)],
+}
 META = {"step": 3, "seed": 1, "layout": {"tp": 2}, "note": "é", "lr": 0.1 + 0.2, "none": None}
 
 
@@ -125,3 +132,34 @@ def test_floats_convert(written: Path) -> None:
     load(of_four(written)[0], state)
     assert torch.equal(state["model.embed"][0][:13], full("model.embed").double())
     assert torch.equal(state["model.blocks.1.norm"][0], full("model.blocks.1.norm").double())
+
+
+@pytest.mark.slow
+def test_every_ordered_pair_of_twelve_layouts(tmp_path: Path) -> None:
+    root, pairs = str(tmp_path), sum(map(len, TWELVE.values())) ** 2
+    assert pairs == 144
+    for world, hands in TWELVE.items():
+        assert on_ranks(world, save_and_cross, root, hands, []) == [[]] * world
+    paths = [f"{root}/{len(of)}-{i}/step-{i:08d}" for of in TWELVE.values() for i in range(len(of))]
+    for world, hands in TWELVE.items():
+        mine = [path for path in paths if path.startswith(f"{root}/{len(hands)}-")]
+        others = [path for path in paths if path not in mine]
+        assert on_ranks(world, cross, hands, others) == [[]] * world
+    counts.record(
+        "ordered pairs of 12 layouts: written by one, read by the other",
+        tried=pairs,
+        passed=pairs,
+        command="pytest -m slow tests/engine/checkpoint/test_reshard.py",
+        note="weights, states and padding bitwise",
+    )
+
+
+def cross(hands: list[Hand], paths: list[str]) -> list[str]:
+    """Read every checkpoint under each layout; what differed."""
+    rank, wrong = dist.get_rank(), list[str]()
+    for path in paths:
+        for hand in hands:
+            state = blank_state(hand, rank)
+            load(path, state)
+            wrong += [f"{path} as {hand}: {n}" for n in differing(state, hand, rank)]
+    return wrong

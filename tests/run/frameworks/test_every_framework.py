@@ -14,6 +14,7 @@ from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.program import schedule
 from stretto.run.config.data import MixturePhase
+from stretto.run.config.elastic import ElasticLayout
 from stretto.run.config.schema import TrainConfig
 from stretto.run.config.section import find
 from stretto.run.frameworks.choices import NAMES, RUN_DEFAULTS, Choices, choices_of
@@ -35,6 +36,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "layout.stages": ((2, 9, 9, 6),),
     "layout.order": ("tp-cp-ep-pp-dp", "dp-tp-cp-ep-pp"),
     "layout.expert_tp": (1, 2),
+    "elastic.layouts": ([ElasticLayout(dp=2)],),
     "schedule.name": ("gpipe", "zb-h1", "interleaved"),
     "schedule.file": (schedule("1f1b", 2, 2),),
     "schedule.memory": (2.0,),

@@ -200,7 +200,9 @@ def test_a_signal_during_a_save_takes_effect_after_it(folder: Path) -> None:
     assert [verify(path) for path in saved] == [[]] * len(saved)
 
 
-def test_a_signal_before_the_first_step_stops_after_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_before_the_first_step_stops_before_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = job(folder, "layout.dp=2", "train.steps=100000", "run.name=early")
     say_first = job_module._say_first
 
@@ -211,7 +213,8 @@ def test_a_signal_before_the_first_step_stops_after_it(folder: Path, monkeypatch
     monkeypatch.setattr(job_module, "_say_first", say)
     result = run_job(config, quiet=True)
     assert result.outcome is not None
-    assert (result.stopped, result.outcome["step"], exit_code(result)) == (True, 1, 75)
+    assert (result.stopped, result.outcome["step"], exit_code(result)) == (True, 0, 75)
+    assert result.outcome["checkpoint"] is None
 
 
 def test_a_signal_while_text_is_read_starts_no_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

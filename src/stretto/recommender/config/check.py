@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from stretto.errors import Problem, StrettoError
+from stretto.recommender.config.elastic import ElasticRanks
+from stretto.recommender.config.for_ranks import for_ranks
 from stretto.recommender.config.placement import configured_placements
 from stretto.recommender.config.schema import SYNTHETIC, RecommenderConfig
 from stretto.recommender.placement import Placements, TableSpec
@@ -40,7 +42,19 @@ def find_problems(
 ) -> list[Problem]:
     """All problems of the job, those of this machine included; arguments as for `check`."""
     problems = list(_ranks(config, world, devices))
-    return problems + [problem for part in CHECKS for problem in part(config)]
+    problems += [problem for part in CHECKS for problem in part(config)]
+    return problems or list(_elastic(config))
+
+
+def _elastic(config: RecommenderConfig) -> Iterator[Problem]:
+    """What is wrong with the job on its other numbers of ranks."""
+    for number, ranks in enumerate(config.elastic.ranks):
+        if ranks < 1:
+            yield Problem(f"elastic.ranks.{number}", ranks, "a job has 1 rank or more", "leave it out")
+            continue
+        other = for_ranks(config, ranks).model_copy(update={"elastic": ElasticRanks()})
+        for problem in find_problems(other):
+            yield Problem(f"elastic.ranks.{number}", None, problem.message, problem.fix)
 
 
 def _ranks(config: RecommenderConfig, world: int | None, devices: int | None) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from stretto.errors import StrettoError
+from stretto.recommender.config.elastic import ElasticRanks
 from stretto.recommender.config.model import Feature, RecommenderModel, default_name
 from stretto.recommender.placement import TableSpec
 from stretto.recommender.shape import DlrmShape
@@ -303,6 +304,7 @@ class RecommenderConfig(JobSection):
     data: ClickDataConfig = Field(default_factory=ClickDataConfig)
     tables: TablesConfig = Field(default_factory=TablesConfig)
     layout: RecommenderLayout = Field(default_factory=RecommenderLayout)
+    elastic: ElasticRanks = Field(default_factory=ElasticRanks)
     batch: RecommenderBatch = Field(default_factory=RecommenderBatch)
     optim: RecommenderOptim = Field(default_factory=RecommenderOptim)
     train: RecommenderRunTime = Field(default_factory=RecommenderRunTime)

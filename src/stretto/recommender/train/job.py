@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.recommender.config.check import check, check_tables
+from stretto.recommender.config.for_ranks import for_ranks, rank_choices
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements
 from stretto.recommender.train.clicks import ClickData, check_held_out, prepare_clicks
@@ -44,6 +45,12 @@ class _Recommender(Kind[RecommenderConfig]):
 
     def ranks(self, config: RecommenderConfig) -> int:
         return config.layout.ranks
+
+    def rank_choices(self, config: RecommenderConfig) -> list[int]:
+        return rank_choices(config)
+
+    def for_ranks(self, config: RecommenderConfig, ranks: int) -> RecommenderConfig:
+        return for_ranks(config, ranks)
 
     def check(self, config: RecommenderConfig, world: int | None, devices: int | None) -> None:
         check(config, world=world, devices=devices)

@@ -90,7 +90,7 @@ class Session(TrainingLoop[RecommenderConfig, ClickPosition]):
             loss=self.position.loss,
             samples_per_s=median(self._speeds) if self._speeds else None,
             stopped=stopped,
-            checkpoint=str(self.saved),
+            checkpoint=None if self.saved is None else str(self.saved),
             quality=None if self._quality is None else asdict(self._quality),
             placement=to_json(self._placements),
             placement_text=placement_table(self._data, self._placements, self.config.layout.ranks),

@@ -127,11 +127,13 @@ def measured(result: Result, folder: Path, warmup: int) -> Result:
 
 
 # of a config, what changes how a step is computed and not what it computes
-_LAYOUT = ("layout", "dp", "recompute", "run", "metrics", "checkpoint", "eval", "sample")
+_LAYOUT = ("layout", "elastic", "dp", "recompute", "run", "metrics", "checkpoint", "eval", "sample")
 _MACHINE = (
     "threads",
     "timeout_s",
     "hang_s",
+    "restarts",
+    "grace_s",
     "attention",
     "loss_chunk",
     "compile",

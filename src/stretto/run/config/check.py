@@ -11,6 +11,7 @@ from stretto.planner.memory.job import memory_of
 from stretto.program import PLAIN
 from stretto.run.config.compiler import compiler
 from stretto.run.config.disk_space import scratch
+from stretto.run.config.for_ranks import alternatives, number_twice
 from stretto.run.config.graphs import graphs
 from stretto.run.config.guard import guard_problems
 from stretto.run.config.job import job_of, program_file
@@ -61,7 +62,15 @@ def find_problems(
     else:
         broken += problems(job_of(config, world=world, devices=devices))
     broken += [problem for part in CHECKS for problem in part(config)]
-    return broken or [*_budget(config), *scratch(config)]
+    return broken or [*_budget(config), *scratch(config)] or list(_elastic(config))
+
+
+def _elastic(config: TrainConfig) -> Iterator[Problem]:
+    """What is wrong with the layouts for other numbers of ranks."""
+    yield from number_twice(config)
+    for field, other in alternatives(config):
+        for problem in find_problems(other):
+            yield Problem(field, None, problem.message, problem.fix)
 
 
 def _whole(config: TrainConfig) -> Iterator[Problem]:

@@ -18,6 +18,7 @@ from stretto.program import PLAIN
 from stretto.run.config.checkpoint import CheckpointConfig, WeightsConfig
 from stretto.run.config.data import DataConfig
 from stretto.run.config.denoising import Corruption, Denoising, denoising
+from stretto.run.config.elastic import ElasticConfig
 from stretto.run.config.guard import GuardConfig
 from stretto.run.config.model import ModelConfig
 from stretto.run.config.results import MetricsConfig, ReportConfig, RunConfig, SampleConfig
@@ -314,6 +315,18 @@ class LoopConfig(Section):
         "fails, naming it; null: 3 times the 99th percentile of the steps, and at least 10; 0: never. The "
         "first two steps, compilation, evaluations and saves may take `timeout_s`. See docs/hangs.md.",
     )
+    restarts: int = Field(
+        default=0,
+        ge=0,
+        description="How often local ranks are started again from the newest whole checkpoint after one of "
+        "them has failed; torchrun has its own --max-restarts. See docs/reliability.md.",
+    )
+    grace_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Seconds from a signal that asks to stop until the job is ended from outside: no save is "
+        "begun for which the time does not suffice, going by those of this run; null: no limit.",
+    )
 
     @field_validator("device")
     @classmethod
@@ -422,6 +435,7 @@ class TrainConfig(JobSection):
     model: ModelConfig
     data: DataConfig = Field(default_factory=DataConfig)
     layout: LayoutConfig = Field(default_factory=LayoutConfig)
+    elastic: ElasticConfig = Field(default_factory=ElasticConfig)
     dp: DataParallelConfig = Field(default_factory=DataParallelConfig)
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     finetune: FinetuneConfig = Field(default_factory=FinetuneConfig)

@@ -128,7 +128,7 @@ def _stop_orderly() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 WAIT_FOR_CAUSE_S = 3.0  # after a first failure, time for the other ranks to report theirs
 POLL_S = 0.5  # longest wait before deadlines are checked
 RANKS_PER_CORE = 16  # more are taken as a mistake in the layout
@@ -137,11 +137,13 @@ PRELOAD = ("torch", "torch.distributed", "stretto.run.launch.local", "stretto.en
 
 
 class RankFailed(RuntimeError):
-    """A rank failed; `failure` is the cause, with its `rank` and `traceback`."""
+    """A rank failed; `failure` is the cause, with its `rank` and `traceback`. `signal` had asked the job to
+    stop before, if not None.
+    """
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: Failure, signal: int | None = None) -> None:
         super().__init__(f"rank {failure.rank} failed: {failure.message}\n{failure.traceback}".rstrip())
-        self.failure = failure
+        self.failure, self.signal = failure, signal
         self.rank = failure.rank
         self.traceback = failure.traceback
 
@@ -164,6 +166,8 @@ def run_ranks(
     stoppable: bool = False,
     earlier_signal: Callable[[], int | None] | None = None,
     look: Look | None = None,
+    restarts: int = 0,
+    grace_s: float | None = None,
 ) -> list[Any]:
     """Run `function(*arguments)` on `ranks` local processes; return their results in rank order.
 
@@ -173,11 +177,13 @@ def run_ranks(
     Args:
         threads: value of OMP_NUM_THREADS on the ranks, where the environment has none.
         port: of the rendezvous, on the loopback interface; 0 takes a free one.
-        stoppable: on SIGINT, SIGTERM or SIGHUP send SIGTERM to the ranks and wait for their results;
-            otherwise end them at once.
+        stoppable: on one of SIGNALS send SIGTERM to the ranks and wait for their results; otherwise end them
+            at once.
         earlier_signal: returns a signal that arrived before this function installed its handlers, if any.
         look: called every half second, until after the first failure, with the processes of the ranks that
             still run and the failures of others; the failure that it returns ends the job.
+        restarts: how often the job was started again, for the ranks' environment.
+        grace_s: longest wait for results after a signal, after which ranks are ended; None: no limit.
 
     Raises:
         StrettoError: a rank raised it, or the port cannot be used.
@@ -185,8 +191,8 @@ def run_ranks(
         RanksStopped: this process received a signal.
     """
     store = _store(port)
-    environment = _environment(ranks, store.port, threads)
-    group = _Ranks(stoppable, look)
+    environment = _environment(ranks, store.port, threads) | {"TORCHELASTIC_RESTART_COUNT": str(restarts)}
+    group = _Ranks(stoppable, look, grace_s)
     with _Signals(group.on_signal) as signals:
         try:
             signals.first = signals.first or (earlier_signal() if earlier_signal is not None else None)
@@ -197,7 +203,7 @@ def run_ranks(
         finally:
             group.end()
     if group.failures:
-        raise _raised(group)
+        raise _raised(group, signals.first)
     if signals.first is not None:
         whole = len(group.results) == ranks
         raise RanksStopped(signals.first, [group.results[r] for r in range(ranks)] if whole else None)
@@ -244,14 +250,15 @@ def check_port(port: int) -> None:
 class _Ranks:
     """The processes of a job, from start to end."""
 
-    def __init__(self, stoppable: bool, look: Look | None = None) -> None:
-        self.stoppable, self._look = stoppable, look
+    def __init__(self, stoppable: bool, look: Look | None = None, grace_s: float | None = None) -> None:
+        self.stoppable, self._look, self._grace_s = stoppable, look, grace_s
         self.processes: list[ForkServerProcess] = []
         self.links: dict[int, Connection] = {}
         self.results: dict[int, Any] = {}
         self.failures: dict[int, Failure] = {}
         self._interrupts = 0  # how often SIGINT arrived
         self._cut = False  # kill them now
+        self._end: float | None = None  # when the time to stop in order is over
 
     def start(
         self,
@@ -284,6 +291,8 @@ class _Ranks:
     def ask(self) -> None:
         """Ask ranks to stop, or kill them where they cannot stop in order."""
         if self.stoppable:
+            if self._grace_s is not None and self._end is None:
+                self._end = time.monotonic() + self._grace_s
             self._send(signal.SIGTERM, self.processes)
         else:
             self._cut = True
@@ -294,6 +303,7 @@ class _Ranks:
         while (open_ := self._open()) and not self._cut:
             for rank in self._ready(open_):
                 self._read(rank)
+            self._cut = self._cut or (self._end is not None and time.monotonic() > self._end)
             if self._look is not None and deadline is None:
                 running = {rank: self.processes[rank].pid or 0 for rank in self._open()}
                 if (hung := self._look(running, self.failures)) is not None:
@@ -378,9 +388,11 @@ class _Signals:
         self._on_signal(number)
 
 
-def _raised(group: _Ranks) -> Exception:
+def _raised(group: _Ranks, stopped: int | None) -> Exception:
     cause = first_cause(group.failures, range(len(group.links)))
-    return StrettoError(cause.message, hint=cause.hint) if cause.kind == "input" else RankFailed(cause)
+    return (
+        StrettoError(cause.message, hint=cause.hint) if cause.kind == "input" else RankFailed(cause, stopped)
+    )
 
 
 def _answer(link: Connection) -> None:
@@ -426,7 +438,6 @@ def _environment(ranks: int, port: int, threads: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the launcher's, as under torchrun
-        "TORCHELASTIC_RESTART_COUNT": "0",
     }
 
 

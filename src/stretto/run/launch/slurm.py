@@ -2,9 +2,9 @@
 
 How a job stops and restarts: SLURM signals the batch shell some time before the time limit, or when it
 preempts the job. The shell forwards the signal; torchrun passes it to the training ranks and waits; they
-finish the step, save, and exit with code 75 ("saved, submit again"). torchrun itself then exits with 1, so
-the shell decides by the signal that it has received, and requeues the job, which resumes from the newest
-checkpoint.
+finish the step, save if `train.grace_s` leaves the time, and exit with code 75 ("saved, submit again").
+torchrun itself then exits with 1, so the shell decides by the signal that it has received, and requeues the
+job, which resumes from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ forward() {
   echo "asked to stop: saving"
   [ -z "$job" ] || kill -TERM "$job" 2>/dev/null
 }
-trap forward TERM
+trap forward TERM USR1 USR2
 """
 
 _WATCH = f"""\

@@ -1,13 +1,16 @@
-"""Ask a run to stop: Ctrl-C and SIGTERM finish the step, save, and end."""
+"""Ask a run to stop: Ctrl-C, SIGTERM, and what batch systems send before the time is over (SIGUSR1, SIGUSR2)
+finish the step, save, and end.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterable
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Stopped(Exception):
@@ -15,7 +18,8 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """Remembers the first signal that asks to stop; ranks agree on it at the end of each step.
+    """Remembers the first signal that asks to stop, and when it came; ranks agree on it at the end of each
+    step. Further signals have no effect, so that they never end a save under way.
 
     A local rank starts with these signals blocked (`run.launch.local`), so that an early one is delivered as
     soon as this listens. They are blocked again when the `with` ends: a later signal has no effect.
@@ -23,6 +27,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self.since: float | None = None  # of time.monotonic
         self._before: dict[int, object] = {}
         self._mask: Iterable[int] = ()
 
@@ -44,4 +49,5 @@ class StopRequest:
             raise Stopped(f"stopped by signal {self.signal}")
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        self.signal = self.signal or number
+        if self.signal is None:
+            self.signal, self.since = number, time.monotonic()

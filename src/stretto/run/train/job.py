@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from stretto.engine.checkpoint.folder import checkpoints
 from stretto.errors import Problem, StrettoError
 from stretto.run.config.check import check
+from stretto.run.config.for_ranks import for_ranks, rank_choices
 from stretto.run.config.graphs import no_graphs
 from stretto.run.config.job import job_of
 from stretto.run.config.required import check_required
@@ -23,9 +24,11 @@ from stretto.run.data.prepare import check_samples, check_vocabulary, describe_s
 from stretto.run.launch.lease import lease
 from stretto.run.launch.local import RanksStopped, check_port, check_ranks, prepare, run_ranks
 from stretto.run.launch.network import check_interfaces, describe, local_environment, stay_inside
+from stretto.run.launch.restart import supervise
 from stretto.run.launch.slurm import SAVED
 from stretto.run.launch.stop import Stopped, StopRequest
 from stretto.run.train.prediction import first_line
+from stretto.run.train.restarts import Restarts
 from stretto.run.train.resume import check_resume, starts_afresh
 from stretto.run.watch.local import watching
 from stretto.spec.devices import AUTO, HOST
@@ -54,10 +57,13 @@ PRELOAD = ("stretto.run.train.worker", "torch._dynamo", "numpy.random", "stretto
 
 @dataclass(frozen=True)
 class Result:
-    """How a job ended: `outcome` of its ranks, or None where it was stopped before they had one."""
+    """How a job ended: `outcome` of its ranks, or None where it was stopped before they had one; and how
+    often it was started again.
+    """
 
     outcome: dict[str, Any] | None
     signal: int | None = None
+    restarts: int = 0
 
     @property
     def stopped(self) -> bool:
@@ -87,6 +93,14 @@ class Kind(ABC, Generic[C]):
     @abstractmethod
     def ranks(self, config: C) -> int:
         """Processes of the job."""
+
+    def rank_choices(self, config: C) -> list[int]:
+        """The numbers of ranks that the job can have, the largest first."""
+        return [self.ranks(config)]
+
+    def for_ranks(self, config: C, ranks: int) -> C:
+        """The job on another of these numbers."""
+        raise NotImplementedError
 
     @abstractmethod
     def check(self, config: C, world: int | None, devices: int | None) -> None:
@@ -179,6 +193,7 @@ def _launch(kind: Kind[C], config: C, quiet: bool, port: int) -> Result:
         kind.check(config, None, devices)
         if devices is None:
             check_ranks(ranks)
+        restarts = Restarts(kind.writes_to(config), quiet)
         with StopRequest() as stop:
             try:
                 data = kind.prepare(config, stop)
@@ -186,22 +201,63 @@ def _launch(kind: Kind[C], config: C, quiet: bool, port: int) -> Result:
                 stop.check()
                 kind.say(config, data, quiet)
                 _say_network(kind, config, quiet)
-                with watching(ranks, kind.writes_to(config), config.train.hang_s) as (ranks_do, look):
-                    outcomes = run_ranks(
-                        ranks,
-                        *ranks_do,
-                        *kind.local(config, data, quiet),
-                        threads=config.train.threads,
-                        port=port,
-                        stoppable=kind.orderly,
-                        earlier_signal=lambda: stop.signal,
-                        look=look,
-                    )
+                attempts = _Attempts(kind=kind, config=config, data=data, stop=stop, quiet=quiet, port=port)
+                outcomes = supervise(
+                    attempts.run,
+                    limit=config.train.restarts if restarts.folder is not None else 0,
+                    stop=stop,
+                    progress=restarts.progress,
+                    prepare=restarts.begin,
+                    shrink=attempts.shrink,
+                )
             except Stopped:
-                return Result(None, stop.signal)
+                return Result(None, stop.signal, restarts.count)
             except RanksStopped as stopped:
-                return Result(stopped.results[0] if stopped.results else None, stopped.signal)
-    return Result(outcomes[0])
+                outcome = stopped.results[0] if stopped.results else None
+                return Result(outcome, stopped.signal, restarts.count)
+    return Result(outcomes[0], restarts=restarts.count)
+
+
+@dataclass(kw_only=True)
+class _Attempts(Generic[C]):
+    """The attempts of a job on this machine, each on ranks of its own."""
+
+    kind: Kind[C]
+    config: C
+    data: Any
+    stop: StopRequest
+    quiet: bool
+    port: int
+
+    def run(self, number: int) -> list[Any]:
+        """The results of all ranks of one attempt; `number` is how many came before."""
+        kind, config = self.kind, self.config
+        ranks = kind.ranks(config)
+        with watching(ranks, kind.writes_to(config), config.train.hang_s) as (watched, look):
+            return run_ranks(
+                ranks,
+                *watched,
+                *kind.local(config, self.data, self.quiet),
+                threads=config.train.threads,
+                port=self.port,
+                stoppable=kind.orderly,
+                earlier_signal=lambda: self.stop.signal,
+                look=look,
+                restarts=number,
+                grace_s=config.train.grace_s,
+            )
+
+    def shrink(self) -> bool:
+        """Let further attempts have the next smaller number of ranks; whether there is one."""
+        before = self.kind.ranks(self.config)
+        fewer = [ranks for ranks in self.kind.rank_choices(self.config) if ranks < before]
+        if not fewer:
+            return False
+        self.config = self.kind.for_ranks(self.config, fewer[0])
+        self.data = self.kind.prepare(self.config, self.stop)
+        text = f"going on with {fewer[0]} of {before} ranks, for one was lost twice in a step"
+        print(text, file=sys.stderr if self.quiet else sys.stdout, flush=True)
+        return True
 
 
 def _say_network(kind: Kind[C], config: C, quiet: bool) -> None:
@@ -224,6 +280,12 @@ class _Language(Kind[TrainConfig]):
 
     def ranks(self, config: TrainConfig) -> int:
         return config.layout.to_layout().world
+
+    def rank_choices(self, config: TrainConfig) -> list[int]:
+        return rank_choices(config)
+
+    def for_ranks(self, config: TrainConfig, ranks: int) -> TrainConfig:
+        return for_ranks(config, ranks)
 
     def check(self, config: TrainConfig, world: int | None, devices: int | None) -> None:
         check(config, world=world, devices=devices)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,6 +34,7 @@ from stretto.run.config.run_checks import rate_notes
 from stretto.run.config.schema import JobConfig, LoopConfig
 from stretto.run.launch.failure import TrainingFailed, doing
 from stretto.run.launch.lease import check_lease, share
+from stretto.run.launch.rendezvous import attempt_store
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.guard import BadStep, Guard, Judged, with_range
 from stretto.run.train.metrics import TOKENS, Metrics, Words
@@ -66,7 +68,7 @@ class Outcome:
     step: int
     loss: float | None  # of the last step; None where the run has made none
     stopped: bool  # by a signal, before the last step
-    checkpoint: str
+    checkpoint: str | None  # the newest; None where it was stopped before there was one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +181,8 @@ class TrainingLoop(ABC, Generic[C, P]):
         self._slow: SlowRanks | None = None  # on rank 0
         self._hosts: list[str] = []
         self.background = BackgroundSave(rank_device(config.train.device))
+        self._save_began = 0.0
+        self._longest_save_s: float | None = None  # of this session
 
     @abstractmethod
     def _step(self, stop: StopRequest) -> bool:
@@ -208,7 +212,8 @@ class TrainingLoop(ABC, Generic[C, P]):
         """
 
     def train(self, stop: StopRequest) -> bool:
-        """Train to the last step, or to the step at which a rank was asked to stop; then save.
+        """Train to the last step, or to the step at which a rank was asked to stop; then save, unless what is
+        left of `train.grace_s` is too short for it.
 
         Returns:
             Whether it was stopped before the last step.
@@ -220,10 +225,13 @@ class TrainingLoop(ABC, Generic[C, P]):
 
     def _train(self, stop: StopRequest) -> bool:
         steps, position = self.config.train.steps, self.position
+        stopped = position.step < steps and any(gather_json(stop.signal is not None))
+        if stopped:
+            self.note(f"asked to stop before step {position.step + 1}")
+            return True
         self._hosts = gather_json(socket.gethostname())
         if len(self._hosts) > 1 and this_rank() == 0:
             self._slow = SlowRanks(self._same_work())
-        stopped = False
         if position.step >= steps:
             self.note(f"nothing to do: {position.step} of train.steps={steps} steps are done")
         elif self.saved is None and self.config.guard.rolls_back:
@@ -238,6 +246,9 @@ class TrainingLoop(ABC, Generic[C, P]):
                     self._roll_back(self._bad)
                 stopped = False  # a rank that was asked to stop says so again in the next step
             elif stopped:
+                if not self._can_save(stop):
+                    self.finish_save()
+                    return True
                 self.note(f"asked to stop: saving after step {position.step}")
             else:
                 with doing(f"after step {position.step}"):
@@ -346,6 +357,7 @@ class TrainingLoop(ABC, Generic[C, P]):
             return
         self.finish_save()
         check_lease(self.config.run.folder)
+        self._save_began = time.monotonic()
         with PROGRESS.long("saving a checkpoint"):
             path = self._write_checkpoint(self.background.start if background else save)
         self._saved_at = self.position.step
@@ -367,8 +379,27 @@ class TrainingLoop(ABC, Generic[C, P]):
             self._note_saved(path)
 
     def _note_saved(self, path: Path) -> None:
+        self._longest_save_s = max(self._longest_save_s or 0.0, time.monotonic() - self._save_began)
         self.saved = path
         self.note(f"saved {path}")
+
+    def _can_save(self, stop: StopRequest) -> bool:
+        """Whether the time since the signal leaves enough of `train.grace_s` for the longest save so far, on
+        all ranks; without a save so far one is tried. Collective.
+        """
+        grace, longest = self.config.train.grace_s, self._longest_save_s
+        if grace is None or longest is None:
+            return True
+        since = time.monotonic() - (stop.since or time.monotonic())
+        ranks = gather_json([grace - since, longest])
+        left, needed = min(one[0] for one in ranks), max(one[1] for one in ranks)
+        if left >= needed:
+            return True
+        self.note(
+            f"asked to stop: a save takes {needed:.1f} s and {max(left, 0):.1f} s of train.grace_s are left; "
+            f"none is begun, the last is {self.saved or 'missing'}"
+        )
+        return False
 
     def note(self, text: str) -> None:
         """Tell people a line, on rank 0."""
@@ -381,8 +412,10 @@ def process_group(train: LoopConfig) -> Generator[torch.device]:
     """Join the ranks of the job that RANK and WORLD_SIZE describe; yields this rank's device."""
     torch.set_num_threads(train.threads)
     device = rank_device(train.device)
+    timeout = timedelta(seconds=train.timeout_s)
+    store, rank, world = attempt_store(timeout)
     dist.init_process_group(
-        backend_for(device.type, train.backend), timeout=timedelta(seconds=train.timeout_s)
+        backend_for(device.type, train.backend), store=store, rank=rank, world_size=world, timeout=timeout
     )
     try:
         yield device

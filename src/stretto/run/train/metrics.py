@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+STEPS, EVALUATIONS = "metrics.jsonl", "eval.jsonl"
+_TAIL = 1 << 16  # bytes that hold the last record
+
+
 class AnyStep(Protocol):
     """A training step of any kind of model."""
 
@@ -171,6 +175,29 @@ class StepLines:
 
     def close(self) -> None:
         self._file.close()
+
+
+def cut_records(run: Path, step: int) -> None:
+    """Drop what the records of a run say of steps after this one, as resuming there does."""
+    for name in (STEPS, EVALUATIONS):
+        if (run / name).is_file():
+            _keep(run / name, step)
+
+
+def recorded_steps(run: Path) -> int:
+    """The last step that a run has recorded; 0: none."""
+    try:
+        with (run / STEPS).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+            lines = file.read().splitlines(keepends=True)
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, TypeError, KeyError):  # half a line
+            continue
+    return 0
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -408,8 +435,8 @@ class Metrics:
     def _open(self, start: int) -> None:
         self._first = start + 1
         self._board = None if self._place is None else Board(self._place, start)
-        self._train = StepLines(self._folder / "metrics.jsonl", start)
-        self._eval = StepLines(self._folder / "eval.jsonl", start)
+        self._train = StepLines(self._folder / STEPS, start)
+        self._eval = StepLines(self._folder / EVALUATIONS, start)
 
     def rewind(self, start: int) -> None:
         """Go on behind step `start`: what the files hold of later ones is dropped."""

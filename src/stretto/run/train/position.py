@@ -19,6 +19,7 @@ from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.data.dataset import shuffled_within
 from stretto.run.data.token_source import TokenData
 from stretto.run.launch.lease import check_lease
+from stretto.run.launch.restart import restart_count
 from stretto.run.train.guard import read_history, read_skipped
 from stretto.run.train.loop import Position, Save
 from stretto.run.train.replica import (
@@ -86,8 +87,9 @@ def retention(config: JobConfig) -> Retention:
 
 
 def find_checkpoint(config: JobConfig, report: Report) -> Path | None:
-    """The checkpoint that `checkpoint.resume` names: a given one, the newest whole one of a run, or none.
-    Before that, what crashed saves have left in the run's folder is removed. Collective.
+    """The checkpoint that `checkpoint.resume` names: a given one, the newest whole one of a run, or none. A
+    job that was started again goes on from its own newest one, if it has any. Before that, what crashed saves
+    have left in the run's folder is removed. Collective.
 
     Args:
         report: called on rank 0 with a line for each damaged checkpoint that is skipped.
@@ -97,19 +99,29 @@ def find_checkpoint(config: JobConfig, report: Report) -> Path | None:
     """
     wanted = config.checkpoint.resume
     run_on_first(lambda: clean(config.run.folder / "checkpoints"))
+    if restart_count():
+        newest = _newest(config.run.folder / "checkpoints", report)
+        if newest is not None:
+            return newest
     if wanted == "never":
         return None
     place = place_of(config)
     if is_checkpoint(place):
         return place
+    newest = _newest(place, report)
+    if newest is None and wanted != "auto":
+        raise none_at(wanted)
+    return newest
+
+
+def _newest(place: Path, report: Report) -> Path | None:
+    """The newest whole checkpoint of a folder; None where there is none at all. Collective."""
     newest = latest(place, report)
     if newest is None and checkpoints(place):
         raise StrettoError(
             f"no checkpoint in {place} is whole",
             hint="`stretto checkpoint verify` says more; a new run.name starts afresh",
         )
-    if newest is None and wanted != "auto":
-        raise none_at(wanted)
     return newest
 
 

@@ -14,6 +14,7 @@ from stretto.engine.checkpoint.manifest import quick_problems, read_manifest, re
 from stretto.errors import StrettoError, nearest
 from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.data.token_source import TokenData
+from stretto.run.launch.restart import restart_count
 from stretto.spec.huggingface import config_names, differences
 from stretto.spec.shape import ModelShape, shape_from_record
 
@@ -48,7 +49,9 @@ def place_of(config: JobConfig) -> Path:
 
 
 def starts_afresh(config: JobConfig) -> bool:
-    """Whether the run does not continue in its folder."""
+    """Whether the run does not continue in its folder. A job that was started again goes on there."""
+    if restart_count():
+        return False
     wanted, folder = config.checkpoint.resume, config.run.folder.absolute()
     return wanted == "never" or (wanted != "auto" and not place_of(config).absolute().is_relative_to(folder))
 

@@ -94,7 +94,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
             loss=self.position.loss,
             tokens_per_s=self._speed.median,
             stopped=stopped,
-            checkpoint=str(self.saved),
+            checkpoint=None if self.saved is None else str(self.saved),
         )
 
     def _step(self, stop: StopRequest) -> bool:

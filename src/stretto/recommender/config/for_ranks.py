@@ -1,0 +1,22 @@
+"""A recommender's job on another number of ranks."""
+
+from __future__ import annotations
+
+from stretto.recommender.config.schema import RecommenderConfig
+from stretto.run.config.for_ranks import no_such_ranks
+
+
+def rank_choices(config: RecommenderConfig) -> list[int]:
+    """The numbers of ranks that the job can have, the largest first."""
+    return sorted({config.layout.ranks, *config.elastic.ranks}, reverse=True)
+
+
+def for_ranks(config: RecommenderConfig, ranks: int) -> RecommenderConfig:
+    """The job on so many ranks.
+
+    Raises:
+        StrettoError: it is not for so many.
+    """
+    if ranks not in (choices := rank_choices(config)):
+        raise no_such_ranks(ranks, choices, "elastic.ranks")
+    return config.model_copy(update={"layout": config.layout.model_copy(update={"ranks": ranks})})

@@ -1,0 +1,165 @@
+"""Ranks that come and go: 4, then 3, then 2, then 4. Every step trains the samples that it trains in a run
+that nothing disturbs, and the weights are that run's but for rounding.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import counts
+import pytest
+import torch
+
+from recommender_job import config_of
+from stretto.engine.checkpoint.read import read_whole
+from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.train.job import run_job as run_clicks
+from stretto.run.config import TrainConfig
+from stretto.run.config.for_ranks import for_ranks
+from stretto.run.launch import restart
+from stretto.run.train import job as job_module
+from stretto.run.train.job import local_rank, run_job
+from tiny_job import LLAMA, job
+from train_runs import Hook, at_step, hooked, keep_samples, losses, send_self, tensors, train
+
+pytestmark = pytest.mark.apart
+
+STEPS = 8
+LAYOUTS = "elastic.layouts=[{dp: 3}, {pp: 2, micro_size: 2, schedule: gpipe}, {}]"
+EXACT = ("train.dtype=float64", "batch.global_size=12", f"train.steps={STEPS}", "layout.dp=4", LAYOUTS)
+NAMES = range(12 * STEPS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("elastic")
+
+
+def ledger(path: Path) -> dict[int, list[int]]:
+    """The samples of every step, over all ranks; a step that was made again counts once, the last time."""
+    steps = dict[int, list[int]]()
+    for line in path.read_text().splitlines():
+        step, samples = json.loads(line)
+        steps.setdefault(step, []).extend(samples)
+    return {step: sorted(samples) for step, samples in steps.items()}
+
+
+def undisturbed(folder: Path) -> TrainConfig:
+    config = job(folder, *EXACT, "run.name=whole", model=LLAMA)
+    if not config.run.folder.exists():
+        train(config, keep_samples(str(folder / "whole.samples")))
+    return config
+
+
+def equal_weights(one: TrainConfig, other: TrainConfig) -> float:
+    """The largest difference of two weights, over the largest weight of the tensor."""
+    ours, theirs = tensors(one, STEPS), tensors(other, STEPS)
+    assert ours.keys() == theirs.keys()
+    names = [name for name in theirs if name.startswith("model.")]
+    assert names
+    return max(float((ours[n] - theirs[n]).abs().max() / theirs[n].abs().max()) for n in names)
+
+
+def test_ranks_that_come_and_go_lose_and_repeat_no_sample(folder: Path, tmp_path: Path) -> None:
+    whole, samples = undisturbed(folder), tmp_path / "samples"
+    changes = [(4, 2), (3, 4), (2, 6), (4, STEPS)]
+    for ranks, until in changes:
+        config = for_ranks(
+            job(folder, *EXACT, "run.name=changing", "checkpoint.resume=auto", model=LLAMA), ranks
+        )
+        stop = [at_step(until, ranks - 1, send_self, signal.SIGUSR1)] if until < STEPS else []
+        assert train(config, keep_samples(str(samples)), *stop)["step"] == until
+    assert ledger(samples) == ledger(folder / "whole.samples")
+    assert [one for step in ledger(samples).values() for one in step] == list(NAMES)
+    assert list(losses(config)) == list(range(1, STEPS + 1))
+    assert equal_weights(config, whole) < 1e-12
+    if os.environ.get("STRETTO_RECORD"):
+        counts.record(
+            "ranks 4-3-2-4: samples of a step that an undisturbed run trains in it",
+            tried=len(NAMES),
+            passed=len(NAMES),
+            command="STRETTO_RECORD=1 pytest tests/torture/test_elastic.py",
+            note=f"weights within {equal_weights(config, whole):.1e} of the largest, in float64",
+        )
+
+
+def dies(_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_dies_again_is_done_without(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The third of three ranks is on a part of the machine that breaks in step 3."""
+    monkeypatch.setattr(restart, "FIRST_DELAY_S", 0.01)
+    config = for_ranks(
+        job(folder, *EXACT, "run.name=broken", "checkpoint.every=2", "train.restarts=5", model=LLAMA), 3
+    )
+    hooks: list[Hook] = [at_step(3, 2, dies)]
+    inner = job_module.run_ranks
+
+    def broken(ranks: int, function: Any, *arguments: Any, **options: Any) -> list[Any]:
+        assert function is local_rank
+        config, _, source = arguments
+        return inner(ranks, hooked, hooks, config, source, **options)
+
+    monkeypatch.setattr(job_module, "run_ranks", broken)
+    result = run_job(config, quiet=True)
+    assert (result.restarts, result.stopped) == (2, False)
+    lines = capfd.readouterr().err.splitlines()
+    told = [line for line in lines if line.startswith(("restart ", "going on"))]
+    assert told[0].startswith("restart 1 of 5: rank 2 was killed by SIGKILL in step 3; going on from the")
+    assert told[1] == "going on with 2 of 3 ranks, for one was lost twice in a step"
+    assert told[2].startswith("restart 2 of 5")
+    assert equal_weights(config, undisturbed(folder)) < 1e-12
+
+
+def clicks(folder: Path, *overrides: str) -> RecommenderConfig:
+    words = ("train.steps=8", "checkpoint.every=2", "layout.ranks=3", "elastic.ranks=[2]")
+    return config_of(folder, *words, *overrides)
+
+
+def test_a_recommender_goes_on_with_a_rank_less(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The third rank dies whenever it is there."""
+    monkeypatch.setattr(restart, "FIRST_DELAY_S", 0.01)
+    whole, parts = (clicks(folder, f"run.name={name}", "train.restarts=3") for name in ("all", "less"))
+    expected = run_clicks(whole, quiet=True)
+    inner = job_module.run_ranks
+
+    def broken(ranks: int, function: Any, *arguments: Any, **options: Any) -> list[Any]:
+        return inner(ranks, dies_as_third, function, arguments, **options)
+
+    monkeypatch.setattr(job_module, "run_ranks", broken)
+    result = run_clicks(parts, quiet=True)
+    assert result.restarts == 2
+    assert "going on with 2 of 3 ranks" in capfd.readouterr().err
+    assert result.outcome is not None
+    assert expected.outcome is not None
+    assert result.outcome["step"] == 8
+    assert result.outcome["loss"] == pytest.approx(expected.outcome["loss"], rel=1e-12)
+    ours, theirs = (
+        read_whole(one.run.folder / "checkpoints" / "step-00000008", prefix="")[0] for one in (parts, whole)
+    )
+    for name, tensor in theirs.items():
+        if not name.startswith(("tables.", "per_rank")):  # tables are held in other pieces
+            torch.testing.assert_close(ours[name], tensor, rtol=1e-10, atol=1e-14, msg=name)
+
+
+def dies_as_third(function: Any, arguments: tuple[Any, ...]) -> Any:
+    from stretto.recommender.train.session import Session
+
+    inner = Session._step
+
+    def wrapped(self: Session, stop: Any) -> bool:
+        if self.rank == 2 and self.position.step + 1 == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return inner(self, stop)
+
+    Session._step = wrapped
+    return function(*arguments)

@@ -1,0 +1,262 @@
+"""Jobs whose ranks, or whose launcher, are killed at random moments end as if nothing had happened.
+
+pytest -m slow tests/torture/test_restarts.py    # the whole campaign, with counts in counts.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import process
+from pathlib import Path
+from typing import Any
+
+import counts
+import pytest
+
+from stretto.run.config import TrainConfig
+from stretto.run.launch import restart
+from stretto.run.train import job as job_module
+from stretto.run.train.job import run_job
+from tiny_job import job
+from train_runs import hooked, losses, same, tensors
+
+pytestmark = pytest.mark.apart
+
+LONG = pytest.mark.timeout(3000)
+STEPS = 40
+LAYOUTS = {
+    "dp": ("layout.dp=2",),
+    "tp": ("layout.tp=2",),
+    "pp": ("layout.pp=2",),
+    "zero3": ("layout.dp=2", "dp.mode=zero3"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("restarts")
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restart at once."""
+    monkeypatch.setattr(restart, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(restart, "LONGEST_DELAY_S", 0.01)
+
+
+def long_job(folder: Path, name: str, *overrides: str, steps: int = STEPS) -> TrainConfig:
+    fixed = (f"train.steps={steps}", "checkpoint.every=4", "metrics.every=100", f"run.name={name}")
+    return job(folder, *fixed, *overrides)
+
+
+def running_ranks() -> dict[str, int]:
+    """Process numbers of this process's ranks. Nothing is asked of the processes: their exit codes can be
+    read only once, by the launcher.
+    """
+    ranks = [one for one in list(process._children) if one.name.startswith("rank ")]
+    return {one.name: one.pid for one in ranks if one.pid is not None and Path(f"/proc/{one.pid}").exists()}
+
+
+class Killer(threading.Thread):
+    """Ends ranks of the job in this process at random moments: `kills` times, no rank twice in one step."""
+
+    def __init__(self, config: TrainConfig, kills: int, seed: int) -> None:
+        super().__init__(daemon=True)
+        self.kills, self.done = kills, 0
+        self._draw = random.Random(seed)
+        self._records = config.run.folder / "metrics.jsonl"
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        seen = set[tuple[int, str]]()
+        while self.done < self.kills and not self._over.is_set():
+            self._wait_for(self._steps() + self._draw.randint(0, 8))
+            self._over.wait(self._draw.uniform(0, 0.3))
+            step, ranks = self._steps(), running_ranks()
+            chosen = [name for name in sorted(ranks) if (step, name) not in seen]
+            if not chosen:
+                continue
+            victim = self._draw.choice(chosen)
+            seen |= {(near, victim) for near in (step - 1, step, step + 1)}
+            with suppress(ProcessLookupError):
+                os.kill(ranks[victim], signal.SIGKILL)
+                self.done += 1
+            while running_ranks().get(victim) == ranks[victim] and not self._over.wait(0.02):
+                pass  # until the launcher has started another
+
+    def _steps(self) -> int:
+        try:
+            return self._records.read_text().count("\n")
+        except FileNotFoundError:
+            return 0
+
+    def _wait_for(self, step: int) -> None:
+        """Until so many steps are recorded, or the records are cut."""
+        before = self._steps()
+        while before <= self._steps() < step and not self._over.wait(0.02):
+            pass
+
+    def end(self) -> None:
+        self._over.set()
+        self.join()
+
+
+@contextmanager
+def killing(config: TrainConfig, kills: int, seed: int) -> Iterator[Killer]:
+    killer = Killer(config, kills, seed)
+    killer.start()
+    try:
+        yield killer
+    finally:
+        killer.end()
+
+
+def killed_and_compared(folder: Path, layout: str, kills: int, seed: int, steps: int = STEPS) -> int:
+    """Restarts of a job with so many kills, whose end must be that of the undisturbed run."""
+    whole = long_job(folder, f"whole-{layout}-{steps}", *LAYOUTS[layout], steps=steps)
+    if not whole.run.folder.exists():
+        run_job(whole, quiet=True)
+    parts = long_job(
+        folder, f"killed-{layout}-{seed}", *LAYOUTS[layout], f"train.restarts={kills}", steps=steps
+    )
+    with killing(parts, kills, seed) as killer:
+        result = run_job(parts, quiet=True)
+    assert not result.stopped
+    assert same(tensors(whole, steps), tensors(parts, steps))
+    assert losses(whole) == losses(parts)
+    told = [json.loads(line) for line in (parts.run.folder / "restarts.jsonl").read_text().splitlines()]
+    assert [one["restart"] for one in told] == list(range(1, result.restarts + 1))
+    assert all(one["from_step"] % 4 == 0 and one["from_step"] < one["step"] for one in told)
+    return min(killer.done, result.restarts)
+
+
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert killed_and_compared(folder, "pp", kills=2, seed=3) >= 1
+    told = (folder / "runs" / "killed-pp-3" / "restarts.jsonl").read_text().splitlines()
+    resumed = [line for line in capfd.readouterr().err.splitlines() if line.startswith("resumed from")]
+    if step := json.loads(told[-1])["from_step"]:  # the last attempt came to its end
+        assert resumed[-1].endswith(f"at step {step}")
+
+
+@pytest.mark.slow
+@LONG
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_hundred_kills_change_nothing(folder: Path, layout: str) -> None:
+    done = jobs = 0
+    while done < 100:
+        jobs += 1
+        done += killed_and_compared(folder, layout, kills=20, seed=jobs, steps=80)
+        counts.record(
+            f"kill -9 of a random rank at a random moment, {layout}, restarted by itself",
+            tried=done,
+            passed=done,
+            command=f"pytest -m slow tests/torture/test_restarts.py -k hundred_kills[{layout}]",
+            note=f"restarts in {jobs} jobs, whose weights, states and losses equal the undisturbed run's",
+        )
+
+
+@pytest.mark.slow
+@LONG
+def test_fifty_restarts_in_a_row_leave_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each attempt makes one step more than the one before, and dies: no process, port or file stays open."""
+    whole = long_job(folder, "whole-fifty", *LAYOUTS["dp"], steps=52)
+    run_job(whole, quiet=True)
+    parts = long_job(folder, "fifty", *LAYOUTS["dp"], "checkpoint.every=1", "train.restarts=50", steps=52)
+    inner, held = job_module.run_ranks, list[tuple[int, int, int]]()
+
+    def planted(ranks: int, function: Any, *arguments: Any, **options: Any) -> list[Any]:
+        held.append((len(os.listdir("/proc/self/fd")), threading.active_count(), len(running_ranks())))
+        config, _, source = arguments
+        return inner(ranks, hooked, [(die_after_two_steps, ())], config, source, **options)
+
+    monkeypatch.setattr(job_module, "run_ranks", planted)
+    result = run_job(parts, quiet=True)
+    assert (result.restarts, result.stopped) == (50, False)
+    assert len(set(held[1:])) == 1, held
+    assert held[-1][2] == 0
+    assert same(tensors(whole, 52), tensors(parts, 52))
+    assert losses(whole) == losses(parts)
+    counts.record(
+        "restarts in a row of one job, a rank killed in the second step of each attempt",
+        tried=50,
+        passed=50,
+        command="pytest -m slow tests/torture/test_restarts.py -k fifty",
+        note="descriptors, threads and ranks of the launcher the same before each attempt; bitwise",
+    )
+
+
+def die_after_two_steps() -> None:
+    from stretto.run.train.session import Session
+
+    inner, attempt = Session._step, restart.restart_count()
+
+    def wrapped(self: Session, stop: Any) -> bool:
+        if attempt < 50 and self.position.step == attempt + 1 and self.mesh.rank == attempt % 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return inner(self, stop)
+
+    Session._step = wrapped
+
+
+@pytest.mark.slow
+@LONG
+def test_two_thousand_steps_with_saves_hold_no_more_at_their_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = 2000
+    config = long_job(folder, "soak", *LAYOUTS["zero3"], "eval.every=50", steps=steps)
+    notes = folder / "held.jsonl"
+    inner = job_module.run_ranks
+
+    def planted(ranks: int, function: Any, *arguments: Any, **options: Any) -> list[Any]:
+        config, _, source = arguments
+        return inner(ranks, hooked, [(keep_what_is_held, (str(notes),))], config, source, **options)
+
+    monkeypatch.setattr(job_module, "run_ranks", planted)
+    assert not run_job(config, quiet=True).stopped
+    rows = [json.loads(line) for line in notes.read_text().splitlines()]
+    growth = list[float]()
+    for rank in range(2):
+        mine = [one for one in rows if one["rank"] == rank]
+        assert [one["step"] for one in mine] == list(range(0, steps, 100))
+        warm = mine[len(mine) // 4 :]
+        assert len({(one["descriptors"], one["threads"]) for one in warm}) == 1, warm
+        growth.append((warm[-1]["pages"] - warm[0]["pages"]) / warm[0]["pages"])
+    assert max(growth) < 0.01, growth
+    counts.record(
+        "steps of a soak with 500 saves and 40 evaluations",
+        tried=steps,
+        passed=steps,
+        command="pytest -m slow tests/torture/test_restarts.py -k thousand",
+        note=f"descriptors and threads of ranks flat; memory {100 * max(growth):+.2f}% over 1,500 steps",
+    )
+
+
+def keep_what_is_held(notes: str) -> None:
+    """Append what each rank holds before every hundredth step."""
+    from stretto.run.train.session import Session
+
+    inner = Session._step
+
+    def wrapped(self: Session, stop: Any) -> bool:
+        if self.position.step % 100 == 0:
+            facts = {
+                "rank": self.mesh.rank,
+                "step": self.position.step,
+                "pages": int(Path("/proc/self/statm").read_text().split()[1]),
+                "descriptors": len(os.listdir("/proc/self/fd")),
+                "threads": len(os.listdir("/proc/self/task")),
+            }
+            with open(notes, "a", encoding="utf-8") as file:
+                file.write(json.dumps(facts) + "\n")
+        return inner(self, stop)
+
+    Session._step = wrapped
