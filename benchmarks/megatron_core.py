@@ -151,16 +151,24 @@ def megatron(tp: int, pp: int, chunks: int, sequence_parallel: bool = False) -> 
             micro_batch_size=SAMPLES,
             forward_only=False,
         )
-        if split:  # as its finalize_model_grads has it, which wants its wrapper for data parallelism
-            gradients = [p.grad for p in split if p.grad is not None]
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(flat)
-            for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(part.view_as(gradient))
+        add_up(split)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
     return step
+
+
+def add_up(parameters: list[torch.Tensor]) -> None:
+    """Sum gradients of what is computed on parts of the sequence, as Megatron-core's finalize_model_grads has
+    it, which wants its wrapper for data parallelism.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 def compete(tp: int, pp: int, chunks: int, rounds: int) -> list[Timing]:

@@ -251,7 +251,8 @@ class _Ranks:
     """The processes of a job, from start to end."""
 
     def __init__(self, stoppable: bool, look: Look | None = None, grace_s: float | None = None) -> None:
-        self.stoppable, self._look, self._grace_s = stoppable, look, grace_s
+        self.stoppable, self._grace_s = stoppable, grace_s
+        self._look = look
         self.processes: list[ForkServerProcess] = []
         self.links: dict[int, Connection] = {}
         self.results: dict[int, Any] = {}
