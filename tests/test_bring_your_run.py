@@ -77,6 +77,7 @@ def write_checkpoint(folder: Path, prefix: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_page_from_a_script_to_a_run_in_another_layout(
     place: Path, monkeypatch: pytest.MonkeyPatch

@@ -40,8 +40,8 @@ def apply(diff: str, root: Path) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def follow(heading: str, root: Path) -> list[str]:
-    """Make a section's files and changes in a copy of the package, run its commands, return their outputs."""
+def change(heading: str, root: Path) -> None:
+    """Make a section's files and changes in a copy of the package."""
     # compiled files stay valid in a copy; other workers may just be writing some
     shutil.copytree(ROOT / "src", root / "src", ignore=shutil.ignore_patterns("*.pyc.*"))
     shutil.copytree(ROOT / "configs", root / "configs")
@@ -53,6 +53,11 @@ def follow(heading: str, root: Path) -> list[str]:
         (root / path[1]).write_text(code[path.end() :], encoding="utf-8")
     for diff in blocks(SECTIONS[heading], "diff"):
         apply(diff, root)
+
+
+def follow(heading: str, root: Path) -> list[str]:
+    """Make a section's files and changes, run its commands, return their outputs."""
+    change(heading, root)
     source = root / "src"
     where = run(["python", "-c", "import stretto; print(stretto.__file__)"], root, source=source)
     assert where.startswith(str(source)), "the copy is not what runs"
@@ -73,6 +78,12 @@ def test_the_new_schedule_is_complete_and_free_of_deadlock(tmp_path: Path) -> No
     assert float(rate[1]) == pytest.approx(3 / 11)  # of gpipe: the order of backwards costs nothing
 
 
+@pytest.mark.parametrize("heading", [ADD_MODEL, ADD_OPTIMISER])
+def test_every_change_has_its_place(heading: str, tmp_path: Path) -> None:
+    change(heading, tmp_path)
+
+
+@pytest.mark.slow
 def test_the_new_model_trains_and_equals_one_process_under_tensor_parallelism(tmp_path: Path) -> None:
     _, verified = follow(ADD_MODEL, tmp_path)
     assert "tp2" in verified
@@ -80,6 +91,7 @@ def test_the_new_model_trains_and_equals_one_process_under_tensor_parallelism(tm
     assert len(losses(tmp_path, "parallel")) >= 1
 
 
+@pytest.mark.slow
 def test_the_new_optimiser_trains_and_equals_one_process(tmp_path: Path) -> None:
     sharded, split, _ = follow(ADD_OPTIMISER, tmp_path)
     assert "zero2" in sharded or "dp2" in sharded
@@ -88,6 +100,7 @@ def test_the_new_optimiser_trains_and_equals_one_process(tmp_path: Path) -> None
     assert len(losses(tmp_path, "adabelief")) >= 1
 
 
+@pytest.mark.slow
 def test_an_optimiser_that_is_wrong_on_shards_is_detected(tmp_path: Path) -> None:
     """The commands of the page can fail: a rule that reads the size of its shard depends on the layout."""
     section = SECTIONS[ADD_OPTIMISER]

@@ -104,6 +104,7 @@ def test_another_model_is_not_right(dtype: str, setting: Any, monkeypatch: pytes
     assert row["loss_error"] < 0.01, "no crude difference"
 
 
+@pytest.mark.slow
 def test_race_and_its_page(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One contestant that cannot run stops no other."""
     monkeypatch.setattr(speed, "peak", lambda _: 1e12)
@@ -170,6 +171,13 @@ def test_goals_are_judged() -> None:
     assert report.dlrm_goal({"rows": rows}, "TorchRec", 1.0) == ("no figure", None)
 
 
+def test_a_step_is_recorded(setting: Any) -> None:
+    record = campaign.do(steps.BY_NAME["machine"], setting.folder, "cpu", True)
+    assert record["state"] == "done", record.get("error")
+    assert campaign.read(setting.folder, steps.BY_NAME["machine"]) == json.loads(json.dumps(record))
+
+
+@pytest.mark.slow
 def test_cheap_steps(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that take no ranks and no compiler, through the campaign's own way of running one."""
     monkeypatch.setattr(waits, "JOBS", dict(list(waits.JOBS.items())[3:4]))

@@ -93,6 +93,7 @@ def follow(command: Command, place: Path) -> None:
 # test_contributing.py runs the other sections of CONTRIBUTING, with what they add to the package
 SECTIONS = [("CONTRIBUTING.md", "Run the tests")]
 SECTIONS += [("README.md", heading) for heading, text in sections("README.md").items() if [*commands(text)]]
+LONG = {"Train a recommender", "Start from a published model"}  # run by hand
 MINE = "run.name=mine"  # the run that later sections resume
 
 
@@ -107,7 +108,10 @@ def begin(page: str, place: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("page", "heading"), SECTIONS)
+@pytest.mark.parametrize(
+    ("page", "heading"),
+    [pytest.param(*one, marks=[pytest.mark.slow] if one[1] in LONG else []) for one in SECTIONS],
+)
 def test_the_commands_of_a_section_run(page: str, heading: str, place: Path) -> None:
     for command in commands(sections(page)[heading]):
         if needs_mine(command.words):
@@ -128,6 +132,7 @@ def test_the_training_loop_of_the_readme_runs(place: Path) -> None:
     assert losses[-1] < 0.6 * losses[0]
 
 
+@pytest.mark.slow
 def test_the_exported_model_of_the_readme_loads_in_transformers(place: Path) -> None:
     for command in commands(sections("README.md")["Start from a published model"]):
         if not (place / "tuned").exists():

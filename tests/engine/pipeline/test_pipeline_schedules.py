@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 from plain import batch, check, squares
 from torch import nn
@@ -89,6 +90,7 @@ def test_every_schedule_on_one_rank():
     assert {"gpipe", "bfs", "1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "hanayo"} <= set(results)
 
 
+@pytest.mark.slow
 def test_on_two_ranks():
     (results, _) = on_ranks(2, every_schedule, Layout(pp=2), (1, 5))
     assert {"zb-h1", "zb-v", "hanayo", "dualpipe-v", "dualpipe"} <= set(results)

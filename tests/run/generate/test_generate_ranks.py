@@ -174,7 +174,7 @@ def test_the_command_writes_the_same_texts(runs: Path, name: str, capsys: pytest
     assert json.loads(written(capsys, *several, "--tp", 2)) == plain
 
 
-@pytest.mark.parametrize("start", ["--tp", "torchrun"])
+@pytest.mark.parametrize("start", ["--tp", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_one_text_is_streamed_and_ranks_end_together(
     runs: Path, start: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
