@@ -34,6 +34,10 @@ def died(rank: int = 1, message: str = "was killed by SIGKILL") -> RankFailed:
     return RankFailed(Failure(rank=rank, kind="died", name="", message=message))
 
 
+def hung(doing: str) -> RankFailed:
+    return RankFailed(Failure(rank=1, kind="hung", name="", message=f"hangs on host a: {doing}"))
+
+
 def raised(rank: int, message: str, name: str = "TrainingFailed") -> RankFailed:
     return RankFailed(Failure(rank=rank, kind="error", name=name, message=message))
 
@@ -75,6 +79,7 @@ def test_a_job_goes_on_until_it_succeeds() -> None:
         "restart 1 of 9: rank 1 was killed by SIGKILL in step 2; going on from the start in 0.5 s"
     )
     assert told[1].text.startswith("restart 2 of 9: step 3: NaN in step 3; going on from the checkpoint of")
+    assert "rank 1 hangs on host a: loading data in step 2" in job(hung("loading data"), "done")[1][0].text
 
 
 def test_bad_input_is_never_tried_again() -> None:
@@ -91,6 +96,7 @@ def test_waits_double_while_nothing_new_is_saved_and_are_bounded(waits: list[flo
     ("first", "second"),
     [
         (died(), died()),
+        (hung("loading data"), hung("reducing gradients")),
         (raised(0, "step 7: loss 3.25"), raised(2, "step 7: loss 19")),  # whichever rank says it first
         (died(message="ended with exit code 3"), died(message="ended with exit code 4")),
     ],
@@ -138,5 +144,6 @@ def test_a_rank_that_dies_again_is_done_without_where_that_is_possible() -> None
     fewer: Iterator[bool] = iter([True, False])
     with pytest.raises(RankFailed, match="second time"):
         job(died(), died(), died(), "done", steps=lambda _: 4, shrink=lambda: next(fewer))
+    assert job(hung("a"), hung("b"), "done", steps=lambda _: 4, shrink=lambda: True)[0] == "done"
     with pytest.raises(RankFailed, match="second time"):
         job(raised(0, "NaN"), raised(0, "NaN"), "done", steps=lambda _: 4, shrink=lambda: True)

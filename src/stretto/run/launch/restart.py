@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # tells ranks how often their job was started again
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 60.0
+LOST = ("died", "silent", "hung")  # failures of one rank, without which others might go on
 _POLL_S = 0.05
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?(e[+-]?\d+)?")
 
@@ -80,14 +81,14 @@ def supervise(
 
     A wait comes before each restart; it doubles while attempts end without a new checkpoint. What a rank
     reports as bad input is never tried again, nor is a job that was asked to stop, nor one that has failed in
-    the same way twice in one step: the same rank died or was silent, or the same error was raised.
+    the same way twice in one step: the same rank died, hung or was silent, or the same error was raised.
 
     Args:
         limit: of restarts.
         stop: ends the waiting.
         progress: after an attempt.
         prepare: called before each restart, before the wait.
-        shrink: where a rank has died or was silent twice in one step, let later attempts do without it;
+        shrink: where a rank was lost twice in one step, let later attempts do without it;
             returns whether they can.
 
     Raises:
@@ -108,7 +109,7 @@ def supervise(
         reached = progress()
         step = reached.steps + 1
         same = (step, *_kind_of(failure))
-        if same in seen and not (failure.kind in ("died", "silent") and shrink()):
+        if same in seen and not (failure.kind in LOST and shrink()):
             why = f"the second time in step {step}, so that starting again would not help"
             raise RankFailed(_with(failure, why))
         if number == limit:
@@ -141,7 +142,9 @@ def _wait(seconds: float, stop: StopRequest) -> None:
 
 def _kind_of(failure: Failure) -> tuple[object, ...]:
     """What two failures of one cause have in common. An error may be raised by any of several ranks."""
-    rank = failure.rank if failure.kind in ("died", "silent") else None
+    if failure.kind == "hung":  # the message says what each rank was doing just then
+        return failure.rank, failure.kind
+    rank = failure.rank if failure.kind in LOST else None
     return rank, failure.kind, failure.name, _NUMBERS.sub("#", failure.message)
 
 
@@ -150,7 +153,8 @@ def _cause(failure: Failure) -> str:
     first = (failure.message.splitlines() or [""])[0]
     if failure.kind == "silent" or failure.name == "TrainingFailed":
         return first
-    return f"rank {failure.rank} {first if failure.kind == 'died' else f'failed: {failure.name}: {first}'}"
+    what = first if failure.kind in ("died", "hung") else f"failed: {failure.name}: {first}"
+    return f"rank {failure.rank} {what}"
 
 
 def _with(failure: Failure, why: str) -> Failure:
