@@ -103,9 +103,9 @@ def test_a_rank_that_dies_again_is_done_without(
     inner = job_module.run_ranks
 
     def broken(ranks: int, function: Any, *arguments: Any, **options: Any) -> list[Any]:
-        assert function is local_rank
-        config, _, source = arguments
-        return inner(ranks, hooked, hooks, config, source, **options)
+        *watched, trains, config, _, source = (function, *arguments)
+        assert trains is local_rank
+        return inner(ranks, *watched, hooked, hooks, config, source, **options)
 
     monkeypatch.setattr(job_module, "run_ranks", broken)
     result = run_job(config, quiet=True)

@@ -151,9 +151,9 @@ def with_hooks(monkeypatch: pytest.MonkeyPatch, config: TrainConfig, *hooks: Hoo
     inner = job_module.run_ranks
 
     def planted(ranks: int, function: Any, *arguments: Any, **options: Any) -> list[Any]:
-        assert function is local_rank
-        config, _, source = arguments
-        return inner(ranks, hooked, list(hooks), config, source, **options)
+        *watched, trains, config, _, source = (function, *arguments)
+        assert trains is local_rank
+        return inner(ranks, *watched, hooked, list(hooks), config, source, **options)
 
     monkeypatch.setattr(job_module, "run_ranks", planted)
     monkeypatch.setenv("LAUNCHER", str(os.getpid()))
@@ -169,8 +169,8 @@ def save_slowly(seconds: float) -> None:
 
     inner = Session._write_checkpoint
 
-    def slow(self: Session) -> Path:
+    def slow(self: Session, save: Any) -> Path:
         time.sleep(seconds)
-        return inner(self)
+        return inner(self, save)
 
     Session._write_checkpoint = slow

@@ -12,7 +12,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import process
+from multiprocessing import forkserver, process
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,16 @@ def killed_and_compared(folder: Path, layout: str, kills: int, seed: int, steps:
     return min(killer.done, result.restarts)
 
 
+@pytest.fixture
+def own_server() -> Iterator[None]:
+    """Ranks are forked from a server, which writes to the stderr that it was started with."""
+    server: Any = forkserver._forkserver
+    server._stop()
+    yield
+    server._stop()
+
+
+@pytest.mark.usefixtures("capfd", "own_server")
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,7 +56,11 @@ def do_not_wait_for_messages(patch: pytest.MonkeyPatch) -> None:
 
         return fixed
 
+    def wait(self: Exchange, action: Any) -> Any:
+        return lambda: None
+
     patch.setattr(Exchange, "incoming", incoming)
+    patch.setattr(Exchange, "wait", wait)
 
 
 def overwrite_what_is_sent(patch: pytest.MonkeyPatch) -> None:

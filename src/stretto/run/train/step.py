@@ -476,6 +476,7 @@ class TrainingStep:
 
     def bad_weight(self) -> str | None:
         """Rank and name of the first weight in memory that is not finite. Collective."""
+        self.replica.states.ready()  # of what is still being gathered nothing is known
         return self._first_named(self._spoiled())
 
     @torch.no_grad()
