@@ -183,6 +183,14 @@ def test_a_damaged_lease_is_nobody_s(tmp_path: Path, text: str) -> None:
     assert not (tmp_path / LEASE).exists()
 
 
+@pytest.mark.timeout(20)
+def test_a_pipe_is_no_lease(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / LEASE)
+    with pytest.raises(StrettoError, match=r"lease\.json is not a plain file"), lease(tmp_path):
+        pass
+    check_lease(tmp_path)
+
+
 def test_signs_of_life_end_when_another_has_the_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

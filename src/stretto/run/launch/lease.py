@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import sys
 import threading
 import time
@@ -153,6 +154,9 @@ def _take(folder: Path, mine: Holder) -> int:
             descriptor = os.open(folder / LEASE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise _unusable(folder, error) from None
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # reading a pipe would never end
+            os.close(descriptor)
+            raise StrettoError(f"{folder / LEASE} is not a plain file", hint="remove it")
         try:
             problem = _obstacle(folder, descriptor, mine)
             if problem is None:
@@ -237,8 +241,9 @@ def _lock(descriptor: int, operation: int) -> bool | None:
 
 def _read(folder: Path) -> Holder | None:
     """Who holds the folder; None where that is not known."""
+    path = folder / LEASE
     try:
-        record: Any = json.loads((folder / LEASE).read_bytes()[:4096])
+        record: Any = json.loads(path.read_bytes()[:4096]) if path.is_file() else None
         return Holder(**cast("dict[str, Any]", record)) if _is_holder(record) else None
     except (OSError, ValueError, RecursionError):
         return None
