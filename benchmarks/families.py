@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from harness import Laps, Step, arguments, compare, laps, report
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
 
 from stretto.engine.models import LanguageModel, build
 from stretto.engine.models.huggingface import from_huggingface
