@@ -11,11 +11,11 @@ from zlib import crc32
 import pytest
 import torch
 import torch.distributed as dist
-from hand_layouts import cut
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan
 
+from hand_layouts import cut
 from ranks import on_ranks
 from stretto.engine.checkpoint.load import load, tensor_index
 from stretto.engine.checkpoint.save import save
