@@ -26,7 +26,7 @@ from stretto.run.train import job as job_module
 from stretto.run.train.job import Result, exit_code, local_rank, run_job
 from stretto.run.train.restarts import newest_checkpoint
 from tiny_job import job
-from train_runs import Hook, at_step, hooked, linger, losses, same, send_self, tensors
+from train_runs import Hook, at_step, hooked, keep_notes, linger, losses, same, send_self, tensors
 
 pytestmark = pytest.mark.apart
 
@@ -118,18 +118,20 @@ def test_fifty_signals_at_random_moments(folder: Path) -> None:
 
 
 def test_a_stop_without_time_for_a_save_names_the_last_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("layout.dp=2", "train.steps=8", "checkpoint.every=4", "eval.every=null")
     whole = long_job(folder, "whole-grace", *words)
     if not whole.run.folder.exists():
         run_job(whole, quiet=True)
     parts = long_job(folder, "grace", *words, "train.grace_s=0.5")
-    result = with_hooks(monkeypatch, parts, (save_slowly, (0.7,)), at_step(6, 1, send_self, signal.SIGUSR1))
+    notes = folder / "notes"
+    hooks = ((save_slowly, (0.7,)), keep_notes(str(notes)), at_step(6, 1, send_self, signal.SIGUSR1))
+    result = with_hooks(monkeypatch, parts, *hooks)
     assert (result.stopped, exit_code(result)) == (True, 75)
     assert result.outcome is not None
     assert (result.outcome["step"], Path(result.outcome["checkpoint"]).name) == (6, "step-00000004")
-    assert "s of train.grace_s are left; none is begun, the last is" in capfd.readouterr().err
+    assert "s of train.grace_s are left; none is begun, the last is" in notes.read_text()
     monkeypatch.undo()
     assert not run_job(parts, quiet=True).stopped
     assert same(tensors(whole, 8), tensors(parts, 8))

@@ -96,11 +96,8 @@ class BackgroundSave:
             before=self._division,
         )
         self._stop = threading.Event()
-        try:
+        with planned.discarded_on_error():
             work = run_on_all(lambda: self._prepare(planned))
-        except BaseException:
-            planned.discard()
-            raise
         self._planned, self._division = planned, planned.division
         self._writing, self._committing = _Task(work), False
         return planned.final
@@ -127,19 +124,16 @@ class BackgroundSave:
         """
         planned = self._planned
         assert planned is not None, "nothing is being saved"
-        try:
+        self._planned = None  # after an error `close` has nothing left to do
+        with planned.discarded_on_error():
             if not self._committing:
                 written = gather_json(run_on_all(self._written))
-                self._committing = True
+                self._planned, self._committing = planned, True
                 if this_rank() == 0:
                     self._commit = _Task(lambda: planned.commit(written))
                 return None
             final, troubles = run_on_first(self._committed)
-        except BaseException:
-            self._planned = None
-            planned.discard()
-            raise
-        self._planned = self._writing = self._commit = None
+        self._writing = self._commit = None
         if this_rank() == 0:
             for trouble in troubles:
                 warnings.warn(trouble, stacklevel=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -126,6 +126,20 @@ class Planned:
         final = folders.commit(self.partial)
         return str(final), folders.tidy(final, self.keep)
 
+    @contextlib.contextmanager
+    def discarded_on_error(self) -> Generator[None]:
+        """Remove the unfinished checkpoint where the block raises. If the error is one that all ranks raise,
+        they go on only when that is done, for the first rank that fails ends the whole job.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self.discard()
+            if isinstance(error, StrettoError | CollectiveError):
+                with contextlib.suppress(RuntimeError):  # the error itself says more
+                    gather_json(None)
+            raise
+
     def discard(self) -> None:
         """On rank 0, remove an unfinished checkpoint; if that fails, the next save does it."""
         if this_rank() == 0:
@@ -176,12 +190,9 @@ def save(
         planned.check_visible()
         return planned.write(planned.entries())
 
-    try:
+    with planned.discarded_on_error():
         written = gather_json(run_on_all(write))
         final, troubles = run_on_first(lambda: planned.commit(written))
-    except BaseException:
-        planned.discard()
-        raise
     if this_rank() == 0:
         for trouble in troubles:
             warnings.warn(trouble, stacklevel=2)
