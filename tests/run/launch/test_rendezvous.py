@@ -1,56 +1,231 @@
-"""The store of an attempt: a new attempt finds nothing that dead ranks have left."""
+"""The start of an attempt: who is missing is named, a rank that is started twice is refused, and a new
+attempt finds nothing that dead ranks have left.
+"""
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
-from torch.distributed import DistStoreError, HashStore, PrefixStore
+from torch.distributed import HashStore, PrefixStore
 
-from stretto.run.launch import rendezvous
+from stretto.errors import StrettoError
+from stretto.run.launch import arrivals, rendezvous
+from stretto.run.launch.arrivals import Clock, Member
+from stretto.run.launch.failure import RanksMissing
+from stretto.run.launch.local import RankFailed, _listen, run_ranks
 
-SHORT = timedelta(seconds=0.2)
-LONG = timedelta(seconds=20)
-
-
-def names(store: HashStore, world: int) -> list[str]:
-    """What each of so many ranks agrees on."""
-    agreed = dict[int, str]()
-
-    def join(rank: int) -> None:
-        agreed[rank] = rendezvous._agreed_name(store, rank, world, LONG)
-
-    ranks = [Thread(target=join, args=(rank,)) for rank in reversed(range(world))]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    return [agreed[rank] for rank in range(world)]
+LONG_S, SHORT_S = 60.0, 1.0
 
 
-def test_each_attempt_has_a_store_of_its_own() -> None:
+def sign_in(store: Any, rank: int, world: int, start_s: float = LONG_S, said: Any = None) -> str:
+    say: Callable[[str], None] = (lambda _: None) if said is None else said.append
+    return arrivals.sign_in(store, Member.here(rank, world), Clock(start_s, say, lambda: None))
+
+
+def outcomes(store: Any, ranks: list[int], world: int, start_s: float = LONG_S) -> list[str | StrettoError]:
+    """What came of each, all of them at once: the name of the attempt, or an error."""
+    came = dict[int, str | StrettoError]()
+
+    def join(at: int, rank: int) -> None:
+        try:
+            came[at] = sign_in(store, rank, world, start_s)
+        except StrettoError as error:
+            came[at] = error
+
+    threads = [Thread(target=join, args=one) for one in enumerate(ranks)]
+    for thread in reversed(threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [came[at] for at in range(len(ranks))]
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dead are known to be dead soon."""
+    monkeypatch.setattr(arrivals, "_ANSWER_S", 0.6)
+    monkeypatch.setattr(arrivals, "_LINGER_S", 0.0)
+    monkeypatch.setattr(arrivals, "_BEYOND_S", 0.0)
+
+
+def test_each_attempt_has_a_store_of_its_own(quickly: None) -> None:
     store = HashStore()
-    first, second = names(store, 3), names(store, 3)
-    assert len(set(first)) == len(set(second)) == 1
+    first, second, third = (outcomes(store, list(range(world)), world) for world in (3, 3, 4))
+    assert all(isinstance(name, str) for name in (*first, *second, *third))
+    assert len(set(first)) == len(set(second)) == len(set(third)) == 1
+    assert len({first[0], second[0], third[0]}) == 3
     PrefixStore(first[0], store).set("address", "of a dead rank")
     assert not PrefixStore(second[0], store).check(["address"])
-    assert len(set(names(store, 2))) == len(set(names(store, 4))) == 1, "of another number of ranks"
 
 
-def test_what_a_dead_rank_said_is_no_answer_of_a_living_one() -> None:
-    store, agreed = HashStore(), list[str]()
-    store.set(rendezvous._hello(1), "of a dead rank")
-    first = Thread(target=lambda: agreed.append(rendezvous._agreed_name(store, 0, 2, LONG)))
-    first.start()
-    store.wait(["stretto/of a dead rank"], LONG)  # it has been answered
-    first.join(0.1)
-    assert first.is_alive()
-    second = rendezvous._agreed_name(store, 1, 2, LONG)
-    first.join()
-    assert agreed == [second]
+def test_an_attempt_that_was_given_up_is_not_joined_again(quickly: None) -> None:
+    store = HashStore()
+    errors = outcomes(store, [0, 1], 3, SHORT_S)
+    assert all(isinstance(error, RanksMissing) for error in errors)
+    assert len(set(outcomes(store, [0, 1, 2], 3))) == 1
 
 
-def test_ranks_that_never_join_are_named() -> None:
-    with pytest.raises(DistStoreError, match=r"Timed out after 0.2 s: ranks that never joined: 1, 2"):
-        rendezvous._agreed_name(HashStore(), 0, 3, SHORT)
+def test_missing_ranks_are_named_on_all_ranks(quickly: None) -> None:
+    for error in outcomes(HashStore(), [0, 4, 1], 6, SHORT_S):
+        assert isinstance(error, RanksMissing)
+        assert error.message.startswith("ranks 2-3, 5 of 6 have not come within 1 s (train.start_s); here: ")
+
+
+def test_a_missing_rank_0_is_named(quickly: None) -> None:
+    (error,) = outcomes(HashStore(), [1], 2, SHORT_S)
+    assert isinstance(error, RanksMissing)
+    assert error.message.startswith("rank 0 of 2 has not come within 1 s")
+
+
+def test_who_is_waited_for_is_said_meanwhile(quickly: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "NOTE_S", 0.1)
+    said = list[str]()
+    with pytest.raises(RanksMissing):
+        sign_in(HashStore(), 0, 3, SHORT_S, said)
+    assert said[0].startswith("waiting for ranks 1-2 of 3; here: 0 on ")
+
+
+@pytest.mark.parametrize("ranks", [[0, 1, 1], [0, 0, 1], [1, 0, 1, 0]])
+def test_of_two_processes_with_one_rank_one_is_refused(ranks: list[int], quickly: None) -> None:
+    store, ended = HashStore(), threading.Event()
+    names, errors = set[str](), list[StrettoError]()
+    for one in outcomes(store, ranks, 2):
+        names.add(one) if isinstance(one, str) else errors.append(one)
+    assert len(names) == 1, "the others train"
+    assert len(errors) == len(ranks) - 2
+    assert all("was started twice: it runs already on host" in error.message for error in errors)
+    ended.set()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_started_beside_a_running_job_is_refused(rank: int) -> None:
+    store, ended = HashStore(), threading.Event()
+    name, _ = outcomes(store, [0, 1], 2)
+    assert isinstance(name, str)
+    arrivals.answer_late(store, name, ended)
+    try:
+        with pytest.raises(StrettoError, match=rf"^rank {rank} was started twice"):
+            sign_in(store, rank, 2)
+    finally:
+        ended.set()
+
+
+def test_ranks_with_another_number_of_ranks_are_refused(quickly: None) -> None:
+    store, ended = HashStore(), threading.Event()
+    name, _ = outcomes(store, [0, 1], 2)
+    assert isinstance(name, str)
+    arrivals.answer_late(store, name, ended)
+    try:
+        with pytest.raises(StrettoError, match=r"^rank 3 .* WORLD_SIZE=4, and rank 0 on .* with 2"):
+            sign_in(store, 3, 4)
+    finally:
+        ended.set()
+
+
+def test_what_another_program_wrote_is_refused() -> None:
+    store = HashStore()
+    for text in ("", "{}", "[1]", '{"rank": "x"}', "[" * 100000):
+        store.set(arrivals.FIRST, text)
+        with pytest.raises(StrettoError, match="no rank of Stretto has written"):
+            sign_in(store, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"RANK": "2"}, "RANK is '2', and must be a whole number from 0 to 1"),
+        ({"RANK": "-1"}, "RANK is '-1'"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT is '99999', and must be a whole number from 1 to 65535"),
+    ],
+)
+def test_an_environment_that_describes_no_job_is_refused(changes: dict[str, str], said: str) -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    with pytest.raises(StrettoError, match=said):
+        rendezvous.Meeting.of(environment | changes)
+
+
+# ---------------------------------------------------------------------- without torchrun, on real processes
+
+
+def free_port() -> int:
+    listener = _listen(0)
+    port = listener.getsockname()[1]
+    listener.close()
+    return port
+
+
+def join_without_torchrun(ranks: list[int], world: int, port: int, start_s: float, folder: str) -> str:
+    """What comes of one process, of which RANK is an entry of `ranks`; none ends before all have come to
+    their ends, as rank 0's process has the store."""
+    at = int(os.environ["RANK"])
+    os.environ |= {"RANK": str(ranks[at]), "WORLD_SIZE": str(world), "MASTER_PORT": str(port)}
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
+    arrivals.NOTE_S = 0.5
+    attempt, timeout = None, timedelta(seconds=LONG_S)
+    try:
+        attempt = rendezvous.attempt_store(start_s, timeout)
+        came = "started"
+    except StrettoError as error:
+        came = error.message
+    (Path(folder) / str(at)).write_text(came)
+    end = threading.Event()
+    while len(list(Path(folder).iterdir())) < len(ranks):
+        end.wait(0.02)
+    if attempt is not None:
+        attempt.ended.set()
+    return came
+
+
+def test_a_rank_that_never_comes_is_named_without_torchrun(tmp_path: Path) -> None:
+    arguments = ([0, 1], 3, free_port(), 2.0, str(tmp_path))
+    for came in run_ranks(2, join_without_torchrun, *arguments):
+        assert came.startswith("rank 2 of 3 has not come within 2 s (train.start_s); here: 0-1 on ")
+
+
+def test_a_store_that_is_never_opened_is_named(tmp_path: Path) -> None:
+    port = free_port()
+    (came,) = run_ranks(1, join_without_torchrun, [1], 2, port, 1.0, str(tmp_path))
+    assert came.startswith("rank 0 of 2 has not come within 1 s")
+    assert came.endswith(f"cannot reach 127.0.0.1:{port}: Connection refused")
+
+
+@pytest.mark.parametrize("ranks", [[0, 1, 1], [0, 1, 0]])
+def test_a_rank_is_started_twice_without_torchrun(ranks: list[int], tmp_path: Path) -> None:
+    arguments = (ranks, 2, free_port(), LONG_S, str(tmp_path))
+    came = sorted(run_ranks(3, join_without_torchrun, *arguments))
+    assert came[1:] == ["started", "started"]
+    assert came[0].startswith(f"rank {ranks[2]} was started twice: it runs already on host ")
+
+
+def test_a_port_of_another_program_is_named(tmp_path: Path) -> None:
+    listener = _listen(0)
+    port = listener.getsockname()[1]
+    try:
+        (came,) = run_ranks(1, join_without_torchrun, [0], 2, port, 1.0, str(tmp_path))
+    finally:
+        listener.close()
+    assert came.endswith(f"another program has port {port}")
+
+
+def leave_late(_: Any) -> None:
+    """One of the local ranks never comes."""
+    if os.environ["RANK"] == "1":
+        threading.Event().wait()
+    rendezvous.attempt_store(1.0, timedelta(seconds=LONG_S))
+
+
+def test_a_local_rank_that_never_comes_is_named() -> None:
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(2, leave_late, None)
+    failure = caught.value.failure
+    assert (failure.rank, failure.kind) == (1, "silent")
+    assert "rank 1 of 2 has not come within 1 s" in failure.message

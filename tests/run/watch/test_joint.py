@@ -29,6 +29,12 @@ class Store:
         self._reach()
         self.values[key] = value.encode()
 
+    def add(self, key: str, amount: int) -> int:
+        self._reach()
+        number = int(self.values.get(key, b"0")) + amount
+        self.values[key] = str(number).encode()
+        return number
+
     def get(self, key: str) -> bytes:
         self._reach()
         return self.values[key]
@@ -97,12 +103,25 @@ def test_rank_0_names_the_one_without_a_sign_of_life(job: Callable[..., Job]) ->
     assert b"hangs on host host2" in ranks.store.values["watch/verdict"]
 
 
+def test_records_are_asked_for_ahead_and_once(job: Callable[..., Job]) -> None:
+    ranks = job(0)
+    ranks.run(20, working=(0, 1, 2, 3))
+    ranks.run(6, alive=(0, 1, 2, 3))
+    assert "watch/ask" not in ranks.store.values
+    ranks.run(3, alive=(0, 1, 2, 3))
+    assert ranks.store.values["watch/ask"] == b"1"
+    with pytest.raises(Ended):
+        ranks.run(5, alive=(0, 1, 2, 3))
+    assert ranks.store.values["watch/ask"] == b"1"
+
+
 def test_the_others_read_the_verdict(job: Callable[..., Job]) -> None:
     ranks = job(3)
     ranks.run(3, working=(0, 1, 2, 3))
     ranks.store.values["watch/verdict"] = b"rank 2 hangs"
     with pytest.raises(Ended, match=r"^rank 2 hangs$"):
         ranks.run(1, working=(0, 1, 2, 3))
+    assert ranks.store.values["watch/read"] == b"1", "rank 0 need not wait for it"
 
 
 def test_rank_0_is_judged_too(job: Callable[..., Job]) -> None:

@@ -165,6 +165,41 @@ def test_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (facts["culprits"], [one["rank"] for one in facts["ranks"]]) == ([1], [0, 1])
 
 
+def test_records_are_asked_for_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Processes(tmp_path, 2, monkeypatch)
+    ranks.look(7)
+    assert ranks.board.requests == 0
+    ranks.look(2)
+    assert ranks.board.requests == 1
+    for rank in range(2):
+        (tmp_path / f"rank_{rank}.json").write_text("{}")
+        (tmp_path / f"rank_{rank}.stack").write_text("a stack")
+    began = ranks.now
+    assert ranks.look(10).kind == "hung"
+    assert ranks.board.requests == 1
+    assert ranks.now - began <= 2, "nothing was waited for"
+
+
+def test_what_was_asked_for_in_vain_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Processes(tmp_path, 2, monkeypatch)
+    ranks.look(9)
+    (tmp_path / "rank_0.json").write_text("{}")
+    assert ranks.look(0.5, 0, 1) is None
+    assert not list(tmp_path.iterdir())
+    ranks.look(9)
+    assert ranks.board.requests == 2
+    assert ranks.look(3, 0).kind == "hung"
+    assert ranks.board.requests == 3, "a rank has gone on since"
+
+
+def test_ranks_can_be_asked_for_ever(tmp_path: Path) -> None:
+    board = Board(1, tmp_path)
+    for _ in range(600):
+        before = board.requests
+        board.ask()
+        assert board.requests != before
+
+
 def test_ranks_that_wait_for_a_save_do_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Processes(tmp_path, 2, monkeypatch)
     ranks.ranks[0].begin_long()

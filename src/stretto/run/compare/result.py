@@ -131,6 +131,7 @@ _LAYOUT = ("layout", "elastic", "dp", "recompute", "run", "metrics", "checkpoint
 _MACHINE = (
     "threads",
     "timeout_s",
+    "start_s",
     "hang_s",
     "restarts",
     "grace_s",

@@ -308,6 +308,12 @@ class LoopConfig(Section):
     timeout_s: float = Field(
         default=600.0, gt=0, description="Longest wait for another rank before the job fails, seconds."
     )
+    start_s: float = Field(
+        default=300.0,
+        gt=0,
+        description="Longest wait at the start for ranks that have not come, seconds; the error names them. "
+        "After 5 s a line says who is waited for.",
+    )
     hang_s: float | None = Field(
         default=None,
         ge=0,

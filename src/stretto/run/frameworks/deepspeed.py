@@ -437,7 +437,7 @@ RULES = (
             "source phases tokenizer vocab text_field split shuffle shuffle_window cache cache_gib chat "
             "chat_template packing too_long",
         ),
-        *under("train", "seed device backend threads timeout_s hang_s restarts grace_s"),
+        *under("train", "seed device backend threads timeout_s start_s hang_s restarts grace_s"),
         *under("eval", "every batches"),
         *_REPORTS,
     ),

@@ -390,7 +390,7 @@ _AROUND = (
         "data",
         "tokenizer vocab text_field split shuffle shuffle_window cache cache_gib chat_template too_long",
     ),
-    *under("train", "device backend threads timeout_s hang_s restarts grace_s"),
+    *under("train", "device backend threads timeout_s start_s hang_s restarts grace_s"),
     *under("eval", "every batches"),
     *under("metrics", "tensorboard tensorboard_dir peak_tflops trace"),
     *under("sample", "prompt tokens temperature top_k"),

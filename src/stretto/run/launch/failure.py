@@ -45,7 +45,7 @@ class Failure:
         if isinstance(error, StrettoError):
             return cls(
                 rank=rank,
-                kind="input",
+                kind="silent" if isinstance(error, RanksMissing) else "input",
                 name=type(error).__name__,
                 message=error.message,
                 traceback=text,
@@ -121,11 +121,15 @@ def first_cause(failures: Mapping[int, Failure], ranks: Collection[int]) -> Fail
         name=waits[0].name,
         message=f"{who} not answer ({messages})",
         traceback=waits[0].traceback,
-        hint="it hangs or is slow; train.timeout_s is the limit",
+        hint=waits[0].hint or "it hangs or is slow; train.timeout_s is the limit",
     )
 
 
 WAIT_FOR_CAUSE_S = 3.0
+
+
+class RanksMissing(StrettoError):
+    """Ranks that have not come to the start of a job in time."""
 
 
 class TrainingFailed(RuntimeError):

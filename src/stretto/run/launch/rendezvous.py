@@ -1,78 +1,217 @@
-"""The store of one attempt of a job, which holds nothing of the attempts before.
+"""Where the ranks of a job meet: the store at MASTER_ADDR:MASTER_PORT, and in it the part of one attempt.
 
 torchrun keeps one store for all attempts, in which a new attempt would find the addresses of ranks that are
-dead. Ranks therefore agree on a name for their attempt and keep everything under it. Its count of restarts is
-no such name: it stays the same where nodes come or go.
+dead. Ranks therefore agree on a name for their attempt (`arrivals`) and keep everything under it. torchrun's
+count of restarts is no such name: it stays the same where nodes come or go.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import threading
 import time
-import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from stretto.errors import StrettoError
+from stretto.run.launch.arrivals import (
+    FIRST,
+    Clock,
+    Member,
+    answer_late,
+    missing_ranks,
+    sign_in,
+    started_twice,
+    to_stderr,
+)
+
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store, TCPStore
 
-_POLL_S = 0.01
+_PROBE_S, _CONNECT_S = 2.0, 10.0  # for a connection to whatever is there, and to a store
+_AGAIN_S = 0.2  # from one to the next
 
 
-def attempt_store(timeout: timedelta) -> tuple[Store, int, int]:
-    """The store of this attempt, this rank, and the number of ranks, for the job that RANK, WORLD_SIZE and
-    MASTER_ADDR describe. Collective.
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """This process's place in an attempt of a job.
+
+    Attributes:
+        store: of this attempt alone.
+        ended: set when the job is over.
+    """
+
+    store: Store
+    rank: int
+    world: int
+    ended: threading.Event
+
+
+_joined: Attempt | None = None  # before its process group is made
+
+
+def join_early(start_s: float, timeout: timedelta, check: Callable[[], None]) -> None:
+    """Join the attempt now, so that rank 0 may prepare the data while all ranks are there; `attempt_store`
+    then has it.
+    """
+    global _joined
+    _joined = _join(start_s, timeout, check)
+
+
+def attempt_store(start_s: float, timeout: timedelta) -> Attempt:
+    """The attempt of the job that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; waits until all of
+    its ranks have come. Collective.
+
+    Args:
+        start_s: the longest wait for ranks to come.
+        timeout: of the store, from then on.
 
     Raises:
-        DistStoreError: a rank has not come in time.
+        RanksMissing: some have not come in time; it names them.
+        StrettoError: this rank was started twice, or the environment does not describe a job.
     """
-    from torch.distributed import PrefixStore, rendezvous
+    global _joined
+    attempt, _joined = _joined, None
+    return attempt or _join(start_s, timeout, lambda: None)
 
-    store, rank, world = next(rendezvous("env://", timeout=timeout))
-    return PrefixStore(_agreed_name(store, rank, world, timeout), store), rank, world
+
+def _join(start_s: float, timeout: timedelta, check: Callable[[], None]) -> Attempt:
+    from torch.distributed import PrefixStore
+
+    meeting = Meeting.of(os.environ)
+    me, clock = Member.here(meeting.rank, meeting.world), Clock(start_s, to_stderr, check)
+    store = _host(meeting, me, start_s) if meeting.hosts_store else _reach(meeting, me, clock)
+    store.set_timeout(timeout)
+    name, ended = sign_in(store, me, clock), threading.Event()
+    if me.rank == 0:
+        answer_late(store, name, ended)
+    return Attempt(store=PrefixStore(name, store), rank=me.rank, world=me.world, ended=ended)
 
 
-def _agreed_name(store: Store, rank: int, world: int, timeout: timedelta) -> str:
-    """A name that the ranks which are alive have agreed on, whatever dead ones have left in the store.
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """What the environment says of this rank's job.
 
-    Each rank says hello with a word of its own, and rank 0 answers under that word with the name of the
-    attempt. A word may be that of a dead rank; so rank 0 answers until every rank has thanked it by that
-    name.
+    Attributes:
+        hosts_store: this rank opens the store; else torchrun's agent does, or rank 0.
     """
-    if rank:
-        word = uuid.uuid4().hex
-        store.set(_hello(rank), word)
-        name = store.get(f"stretto/{word}").decode()
-        store.set(_thanks(name, rank), "")
-        return name
-    name = uuid.uuid4().hex
-    missing, answered = set(range(1, world)), set[str]()
-    end = time.monotonic() + timeout.total_seconds()
-    while missing:
-        for other in sorted(missing):
-            if not store.check([_hello(other)]):
-                continue
-            word = store.get(_hello(other)).decode()
-            if word not in answered:
-                store.set(f"stretto/{word}", name)
-                answered.add(word)
-            if store.check([_thanks(name, other)]):
-                missing.discard(other)
-        if missing and time.monotonic() > end:
-            raise _late(missing, timeout)
-        time.sleep(_POLL_S)
-    return name
+
+    rank: int
+    world: int
+    host: str
+    port: int
+    hosts_store: bool
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Meeting:
+        """Read it; raises StrettoError for what is missing or no number."""
+        world = _number(environment, "WORLD_SIZE", 1, 1 << 24)
+        rank = _number(environment, "RANK", 0, world - 1)
+        host = environment.get("MASTER_ADDR", "")
+        if not host:
+            raise StrettoError(
+                "RANK is set, and MASTER_ADDR is not",
+                hint="set it to the host of rank 0, or start the job with torchrun",
+            )
+        agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return cls(
+            rank=rank,
+            world=world,
+            host=host,
+            port=_number(environment, "MASTER_PORT", 1, 65535),
+            hosts_store=rank == 0 and not agent,
+        )
+
+    @property
+    def address(self) -> str:
+        """As people write it."""
+        return f"{self.host}:{self.port}"
 
 
-def _hello(rank: int) -> str:
-    return f"stretto/hello/{rank}"
+def _number(environment: Mapping[str, str], name: str, least: int, most: int) -> int:
+    text = environment.get(name, "")
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and least <= int(text) <= most):
+        raise StrettoError(
+            f"{name} is {text!r}, and must be a whole number from {least} to {most}",
+            hint="torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without it, set all of them",
+        )
+    return int(text)
 
 
-def _thanks(name: str, rank: int) -> str:
-    return f"stretto/{name}/{rank}"
+def _host(meeting: Meeting, me: Member, start_s: float) -> TCPStore:
+    """Open the store on this host."""
+    from torch.distributed import DistNetworkError, TCPStore
+
+    try:
+        return TCPStore(
+            meeting.host,
+            meeting.port,
+            is_master=True,
+            timeout=timedelta(seconds=start_s),  # of its own connection to MASTER_ADDR
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise StrettoError(
+                f"rank 0 on {me.place} cannot open the rendezvous store at {meeting.address}: "
+                f"{str(error).partition('Exception raised')[0].strip()}",
+                hint="MASTER_ADDR is the host of rank 0, and MASTER_PORT a free port there",
+            ) from None
+    raise _port_taken(meeting, me)
 
 
-def _late(missing: set[int], timeout: timedelta) -> Exception:
-    from torch.distributed import DistStoreError
+def _port_taken(meeting: Meeting, me: Member) -> StrettoError:
+    """Why the port of the store is not free."""
+    with contextlib.suppress(RuntimeError, StrettoError):
+        store = _client(meeting, _PROBE_S)
+        if store is not None and store.check([FIRST]):
+            return started_twice(me, Member.read(store.get(FIRST)))
+    return StrettoError(
+        f"rank 0 on {me.place} cannot open the rendezvous store: another program has port {meeting.port}",
+        hint="give the job another MASTER_PORT",
+    )
 
-    who = ", ".join(map(str, sorted(missing)[:8])) + ", ..." * (len(missing) > 8)
-    return DistStoreError(f"Timed out after {timeout.total_seconds():g} s: ranks that never joined: {who}")
+
+def _client(meeting: Meeting, seconds: float) -> TCPStore | None:
+    """A connection to the store; None: what listens there does not answer as a store does."""
+    from torch.distributed import TCPStore
+
+    connected = list[TCPStore]()
+
+    def connect() -> None:
+        with contextlib.suppress(RuntimeError):
+            limit = timedelta(seconds=seconds)
+            connected.append(TCPStore(meeting.host, meeting.port, timeout=limit, wait_for_workers=False))
+
+    thread = threading.Thread(target=connect, name="rendezvous", daemon=True)
+    thread.start()
+    thread.join(seconds)  # torch waits without a limit for the answer of another program
+    return connected[0] if connected else None
+
+
+def _reach(meeting: Meeting, me: Member, clock: Clock) -> TCPStore:
+    """Connect to the store, once it is there."""
+    why = ""
+
+    def waiting() -> str:
+        return f"rank {me.rank} on {me.place} waits for rank 0 to open {meeting.address}: {why}"
+
+    while True:
+        try:
+            socket.create_connection((meeting.host, meeting.port), _PROBE_S).close()
+            if (store := _client(meeting, _CONNECT_S)) is not None:
+                return store
+            why = "what listens there is no rendezvous store"
+        except (OSError, UnicodeError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+        if clock.over(waiting):
+            raise missing_ranks(
+                f"rank 0 of {me.world} has not come within {clock.start_s:g} s (train.start_s): "
+                f"rank {me.rank} on {me.place} cannot reach {meeting.address}: {why}"
+            )
+        time.sleep(_AGAIN_S)

@@ -8,6 +8,7 @@ import sys
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -24,6 +25,7 @@ from stretto.run.data.prepare import check_samples, check_vocabulary, describe_s
 from stretto.run.launch.lease import lease
 from stretto.run.launch.local import RanksStopped, check_port, check_ranks, prepare, run_ranks
 from stretto.run.launch.network import check_interfaces, describe, local_environment, stay_inside
+from stretto.run.launch.rendezvous import Meeting, join_early
 from stretto.run.launch.restart import supervise
 from stretto.run.launch.slurm import SAVED
 from stretto.run.launch.stop import Stopped, StopRequest
@@ -162,21 +164,24 @@ def exit_code(result: Result) -> int:
 
 def _join(kind: Kind[C], config: C, quiet: bool) -> Result:
     """As one rank of torchrun's."""
-    world = int(os.environ["WORLD_SIZE"])
+    meeting = Meeting.of(os.environ)
+    world, first = meeting.world, meeting.rank == 0
     stay_inside(os.environ)
     check_interfaces()
     kind.check(config, world, _devices(config, world))
     kind.check_fresh(config)
     from stretto.run.launch.failure import cause_first
 
-    first = os.environ["RANK"] == "0"
     stopping = StopRequest() if kind.orderly else nullcontext(StopRequest())
-    with stopping as stop, cause_first(stop), lease(kind.writes_to(config) if first else None):
+    with stopping as stop, cause_first(stop):
         try:
-            if first:
-                kind.say(config, kind.prepare(config, stop), quiet)
-                _say_network(kind, config, quiet)
-            return Result(kind.join(config, stop, quiet), stop.signal)
+            train = config.train
+            join_early(train.start_s, timedelta(seconds=train.timeout_s), stop.check)
+            with lease(kind.writes_to(config) if first else None):
+                if first:
+                    kind.say(config, kind.prepare(config, stop), quiet)
+                    _say_network(kind, config, quiet)
+                return Result(kind.join(config, stop, quiet), stop.signal)
         except Stopped:
             return Result(None, stop.signal)
 

@@ -413,14 +413,21 @@ def process_group(train: LoopConfig) -> Generator[torch.device]:
     torch.set_num_threads(train.threads)
     device = rank_device(train.device)
     timeout = timedelta(seconds=train.timeout_s)
-    store, rank, world = attempt_store(timeout)
-    dist.init_process_group(
-        backend_for(device.type, train.backend), store=store, rank=rank, world_size=world, timeout=timeout
-    )
+    attempt = attempt_store(train.start_s, timeout)
     try:
-        yield device
+        dist.init_process_group(
+            backend_for(device.type, train.backend),
+            store=attempt.store,
+            rank=attempt.rank,
+            world_size=attempt.world,
+            timeout=timeout,
+        )
+        try:
+            yield device
+        finally:
+            dist.destroy_process_group()
     finally:
-        dist.destroy_process_group()
+        attempt.ended.set()
 
 
 def start_run(

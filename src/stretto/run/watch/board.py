@@ -53,11 +53,11 @@ class Board:
 
     def ask(self) -> None:
         """Ask all ranks for their records."""
-        self._rows[self.ranks * SIZE] = min(self._rows[self.ranks * SIZE] + 1, 255)
+        self._rows[self.ranks * SIZE] = (self._rows[self.ranks * SIZE] + 1) % 256
 
     @property
     def requests(self) -> int:
-        """How often ranks were asked for their records."""
+        """How often ranks were asked for their records, modulo 256."""
         return self._rows[self.ranks * SIZE]
 
     def read_stacks(self, start: int) -> str:

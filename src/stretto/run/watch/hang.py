@@ -19,6 +19,7 @@ from stretto.run.launch.failure import Failure
 HANG = "hang"  # the folder inside that of the run
 RECORD, STACK = "rank_{rank}.json", "rank_{rank}.stack"
 SUMMARY = "hang.json"
+_AHEAD_S, _AHEAD = 2.0, 0.25  # records are gathered so long before the limit, or such a part of it
 _MUTE = 0.5  # of the time without progress, without a sign of life either
 _SHOWN = 8  # ranks in a message
 _STOPPED = "T"
@@ -44,6 +45,12 @@ class Seen:
     def late(self) -> bool:
         """Whether it makes no progress for longer than it may."""
         return self.row.marks > 0 and self.seconds > self.row.limit
+
+    @property
+    def nearly_late(self) -> bool:
+        """Whether it will be late soon, unless it goes on."""
+        ahead = min(_AHEAD_S, _AHEAD * self.row.limit)
+        return self.row.marks > 0 and self.seconds > self.row.limit - ahead
 
     @property
     def answers(self) -> bool:

@@ -1,9 +1,9 @@
 """The watch of a job that torchrun or SLURM has started: its ranks watch each other through the
 rendezvous store.
 
-Every rank publishes its row every second. Rank 0 judges all of them; the others judge rank 0, and the store:
-whoever makes no progress and hears nothing is cut off. A rank that ends the job ends its own process, so that
-what has started it sees a failure.
+Every rank publishes its row every second, and more often where a hang seems near. Rank 0 judges all of them;
+the others judge rank 0, and the store: whoever makes no progress and hears nothing is cut off. A rank that
+ends the job ends its own process, so that what has started it sees a failure.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from stretto.run.watch.waits import counted_waits
 
 HUNG = 69  # exit code of a rank that ends since another does not answer (EX_UNAVAILABLE)
 _EVERY_S, _BEAT_S = 1.0, 0.25
+_SOON_S = 0.25  # between two exchanges where a hang seems near
 _ANSWER_S = 5.0  # of the store
 _GATHER_S = 2.5  # for records
 _GRACE_S = 2.5  # for the others to read the verdict
 _AGAIN_S = 2.0
-_ASK, _VERDICT = "watch/ask", "watch/verdict"
+_ASK, _VERDICT, _READ = "watch/ask", "watch/verdict", "watch/read"
 
 
 @contextlib.contextmanager
@@ -109,6 +110,8 @@ class JointWatch:
         self._heard = {other: _Heard() for other in (range(world) if rank == 0 else {0, rank})}
         self._silence = 0.0  # seconds since the store has answered
         self._requests = self._answered = 0
+        self._asked_at: list[int] | None = None  # on rank 0, the marks when it asked for records
+        self._soon = False
         self._wait_until = 0.0
         self._stopped = threading.Event()
         self._lock = threading.Lock()
@@ -125,7 +128,7 @@ class JointWatch:
     # ------------------------------------------------------------------ the store
 
     def _talk(self) -> None:
-        while not self._stopped.wait(_EVERY_S):
+        while not self._stopped.wait(_SOON_S if self._soon else _EVERY_S):
             with contextlib.suppress(dist.DistError, RuntimeError):
                 self.exchange()
 
@@ -140,7 +143,9 @@ class JointWatch:
                 self._heard[other].update(_unpacked(text))
             self._silence = 0.0
         if self.rank != 0 and store.check([_VERDICT]):
-            self._end(bytes(store.get(_VERDICT)).decode())
+            text = bytes(store.get(_VERDICT)).decode()
+            store.add(_READ, 1)
+            self._end(text)
         if store.check([_ASK]) and (number := int(store.get(_ASK))) != self._answered:
             self._answered = number
             write_now(self._folder, self.rank)
@@ -164,6 +169,7 @@ class JointWatch:
             self._heard[self.rank].update(read_row(PROGRESS.snapshot()))
             seen = {rank: one for rank, heard in self._heard.items() if (one := heard.seen(rank)) is not None}
         mine = seen[self.rank]
+        self._soon = any(one.nearly_late for one in seen.values())
         if mine.late and self._silence > mine.row.limit:
             self._leave(
                 f"the rendezvous store has not answered for {self._silence:.1f} s: this host is cut off, "
@@ -174,8 +180,11 @@ class JointWatch:
             if mine.late and 0 in seen and seen[0].mute > mine.row.limit:
                 host = seen[0].row.host
                 self._leave(f"rank 0 on host {host} has given no sign of life for {seen[0].mute:.1f} s", mine)
-        elif any(one.late for one in seen.values()) and time.monotonic() >= self._wait_until:
-            self._judge(seen)
+        elif time.monotonic() >= self._wait_until:
+            if any(one.late for one in seen.values()):
+                self._judge(seen)
+            else:
+                self._ask_ahead(seen)
 
     def _leave(self, why: str, mine: Seen) -> None:
         write_now(self._folder, self.rank)
@@ -185,34 +194,56 @@ class JointWatch:
             f"without progress for {mine.seconds:.1f} s"
         )
 
+    def _ask_ahead(self, seen: Mapping[int, Seen]) -> None:
+        """Ask for records, as they may be needed soon; remove them where they were not."""
+        if self._soon and self._asked_at is None:
+            self._ask(seen, 0.0)
+        elif not self._soon and self._asked_at is not None:
+            self._asked_at = None
+            remove_records(self._folder)
+
+    def _ask(self, seen: Mapping[int, Seen], seconds: float) -> None:
+        remove_records(self._folder)
+        self._asked_at = [one.row.marks for one in seen.values()]
+        self._requests += 1
+        number = str(self._requests)
+        self._on_store(lambda: self._store.set(_ASK, number), seconds)
+
     def _judge(self, seen: Mapping[int, Seen]) -> None:
         """Gather what the ranks know, and end the job; on rank 0."""
-        remove_records(self._folder)
-        self._requests += 1
-        self._to_store(_ASK, str(self._requests))
+        if self._asked_at != [one.row.marks for one in seen.values()]:
+            self._ask(seen, _ANSWER_S)
         end = time.monotonic() + _GATHER_S
         while time.monotonic() < end and not self._has_records(seen):
             time.sleep(0.05)
         verdict = judge(seen, read_records(self._folder, self.world))
         if not any(seen[rank].late for rank in verdict.culprits):
             self._wait_until = time.monotonic() + _AGAIN_S
+            self._asked_at = None
             return
         hung = failure(seen, verdict, self._folder)
         text = f"rank {hung.rank} {hung.message}\n{hung.traceback}\nhint: {hung.hint}"
-        self._to_store(_VERDICT, text)
-        time.sleep(_GRACE_S)
+        readers = sum(one.answers for one in seen.values()) - 1
+        self._on_store(lambda: self._tell(text, readers), _GRACE_S)
         self._end(text)
 
-    def _to_store(self, key: str, text: str) -> None:
-        """Set it on a thread of its own: the store may not answer."""
+    def _tell(self, text: str, readers: int) -> None:
+        """Set the verdict, and wait until so many ranks have read it, or have had time to."""
+        end = time.monotonic() + _GRACE_S
+        self._store.set(_VERDICT, text)
+        while self._store.add(_READ, 0) < readers and time.monotonic() < end:
+            time.sleep(0.05)
 
-        def put() -> None:
+    def _on_store(self, act: Callable[[], object], seconds: float) -> None:
+        """Do it on a thread of its own, and wait for it: the store may not answer."""
+
+        def run() -> None:
             with contextlib.suppress(dist.DistError, RuntimeError):
-                self._store.set(key, text)
+                act()
 
-        thread = threading.Thread(target=put, name="watch verdict", daemon=True)
+        thread = threading.Thread(target=run, name="watch verdict", daemon=True)
         thread.start()
-        thread.join(_ANSWER_S)
+        thread.join(seconds)
 
     def _has_records(self, seen: Mapping[int, Seen]) -> bool:
         return all(

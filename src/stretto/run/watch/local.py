@@ -29,7 +29,7 @@ from stretto.run.watch.hang import (
 from stretto.run.watch.rank import watched
 
 _LONGEST_LOOK_S = 1.0  # time between two looks that counts: in a longer one this process did not run either
-_GATHER_S = 6.0  # for records
+_GATHER_S = 6.0  # for records that were not asked for ahead
 _STACK_S = 1.0  # for the stacks of a rank that cannot write a record
 _AGAIN_S = 2.0  # after ranks were late because of one that may take longer
 _STOPPED, _TRACED = "T", "t"
@@ -62,13 +62,15 @@ class Watch:
     """Judges the ranks on a board.
 
     Time counts from look to look, so that a machine that was suspended, or a job that was stopped as a whole
-    and continued, is no hang. A rank under a debugger is not judged.
+    and continued, is no hang. A rank under a debugger is not judged. Ranks are asked for records shortly
+    before the limit, so that these are there when it is reached, however busy the machine is.
     """
 
     def __init__(self, board: Board) -> None:
         self.board = board
         self._looked = time.monotonic()
         self._wait_until = 0.0
+        self._asked_at: list[int] | None = None  # the marks when records were asked for
         self._marks = [0] * board.ranks
         self._alive = [0] * board.ranks
         self._still = [0.0] * board.ranks
@@ -89,15 +91,17 @@ class Watch:
         seen = {rank: self._see(rank, process, passed) for rank, process in processes.items()}
         if failures:
             return self._differing(seen, processes) if any(map(_in_a_call, failures.values())) else None
-        if now < self._wait_until or not any(one.late for one in seen.values()):
+        if now < self._wait_until or any(one.state == _TRACED for one in seen.values()):
             return None
-        if any(one.state == _TRACED for one in seen.values()):
+        if not any(one.late for one in seen.values()):
+            self._ask_ahead(any(one.nearly_late for one in seen.values()))
             return None
         folder = self.board.folder
         self._gather(seen, processes)
         verdict = judge(seen, read_records(folder, self.board.ranks))
         if not any(seen[rank].late for rank in verdict.culprits):  # others wait for what may take its time
             self._wait_until = time.monotonic() + _AGAIN_S
+            self._asked_at = None
             return None
         unable = [rank for rank in seen if not (folder / STACK.format(rank=rank)).is_file()]
         for rank in seen.keys() - set(unable):  # those that are continued must not move the job on
@@ -125,11 +129,24 @@ class Watch:
         self._marks[rank], self._alive[rank] = row.marks, row.alive_ns
         return Seen(rank=rank, row=row, seconds=self._still[rank], mute=self._mute[rank], state=state)
 
+    def _ask_ahead(self, soon: bool) -> None:
+        """Ask for records, as they may be needed soon; remove them where they were not."""
+        if soon and self._asked_at is None:
+            self._ask()
+        elif not soon and self._asked_at is not None:
+            self._asked_at = None
+            remove_records(self.board.folder)
+
+    def _ask(self) -> None:
+        remove_records(self.board.folder)
+        self._asked_at = self._marks.copy()
+        self.board.ask()
+
     def _gather(self, seen: Mapping[int, Seen], processes: Mapping[int, int]) -> None:
         """Have all ranks that can write their records."""
         folder = self.board.folder
-        remove_records(folder)
-        self.board.ask()
+        if self._asked_at != self._marks:  # what was written ahead is of another moment
+            self._ask()
         able = [rank for rank in processes if seen[rank].answers]
         end = time.monotonic() + _GATHER_S
         while time.monotonic() < end:

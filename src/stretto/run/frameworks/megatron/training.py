@@ -398,6 +398,7 @@ TRAINING: tuple[Rule, ...] = (
     aside("Megatron-LM leaves it to nvidia-resiliency-ext, --enable-ft-package", "train.hang_s"),
     aside("Megatron-LM's options are of one layout", "elastic.layouts"),
     aside("torchrun starts the ranks, and again with --max-restarts", "train.restarts"),
+    aside("torchrun waits for nodes, --rdzv-conf join_timeout", "train.start_s"),
     aside("Megatron-LM saves on a signal with --exit-signal-handler, however long it takes", "train.grace_s"),
     aside("Megatron-LM fuses kernels in ways of its own", "train.compile"),
     aside("Megatron-LM captures single layers, or all microbatches of a step at once", "train.graphs"),
