@@ -144,7 +144,7 @@ def test_every_split_of_experts_is_covered(folder: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("model", [GPT, LLAMA])
+@pytest.mark.parametrize("model", [GPT, pytest.param(LLAMA, marks=pytest.mark.slow)])
 def test_every_schedule_is_covered_on_every_layout_and_with_every_value_of_every_feature(
     folder: Path, model: str
 ) -> None:
