@@ -134,7 +134,7 @@ def some_split(program: Program) -> Program:
 
 def plain_cases(ranks: int) -> None:
     layout = Layout(pp=ranks)
-    for m in sorted({1, ranks - 1, ranks + 1, 5}):
+    for m in (1, ranks + 1):
         for name in ("naive", "gpipe", "1f1b"):
             check(mlp, schedule(name, ranks=ranks, microbatches=m), layout, f"{name} p={ranks} m={m}")
         for chunks in (2, 3):

@@ -22,7 +22,7 @@ from stretto.run.verify.job import batches, verify
 from stretto.run.verify.reference import Trial, build_reference, run_reference
 from stretto.spec.job import Job
 from stretto.spec.rules import fits_tp
-from tiny_job import EIGHT, GPT, LLAMA, job
+from tiny_job import EIGHT, GPT, LLAMA, Changes, changes, job
 
 pytestmark = pytest.mark.apart
 
@@ -89,8 +89,8 @@ def test_data_parallel_modes_equal_one_process(folder: Path, thin: bool) -> None
     ]
     cases = [vary(two[at // 2 % len(two)], **way) for at, way in enumerate(ways(2))]
     cases += [vary(base, dp=4, **way) for way in list(ways(4))[len(cases) :]]
-    if thin:  # with 12 and 18: parameters in stages, and in fewer parts than states
-        cases = [*cases[1::4], cases[12], cases[18]]
+    if thin:  # each mode, and of zero3 parameters in stages, in files, and in fewer parts than states
+        cases = [cases[at] for at in (1, 3, 7, 9, 12, 15, 18)]
     assert {case.dp.mode for case in cases} == {"server", "ddp", "zero1", "zero2", "zero3"}
     prove(config, cases)
 
@@ -119,30 +119,34 @@ def test_every_case_equals_one_process(folder: Path, model: str, overrides: tupl
     assert len(prove(config, every_case(config, 4))) > 100
 
 
-def asynchronous(config: TrainConfig, ranks: int, pp: int) -> list[Job]:
-    cases = every_case(config, ranks)
-    return [c for c in cases if c.schedule.startswith("pipedream") and c.layout.pp == pp]
+SYNCHED = {"vertical_sync": True}
+STAGES = [  # and the updates of two steps without a drain, and of one more
+    (changes(pp=4, schedule="pipedream"), 24),
+    (changes(pp=4, schedule="pipedream", options=SYNCHED, recompute="selective", offload="cpu"), 24),
+    (changes(pp=4, schedule="pipedream-2bw", options={"group": 5}, offload="nvme"), 6),
+]
+REPLICAS = [
+    (changes(dp=2, pp=2, schedule="pipedream", options=SYNCHED, mode="zero1", offload="nvme"), 12),
+    (changes(dp=2, pp=2, schedule="pipedream-2bw", recompute="full", mode="server"), 6),
+]
 
 
 @pytest.mark.parametrize(
-    ("model", "overrides", "within"),
+    ("model", "overrides", "within", "cases"),
     [
-        (LLAMA, ("optim.name=sgd", "optim.momentum=0.9"), 1e-12),
-        (GPT, ("model.tied=false",), 1e-9),  # with dropout and AdamW, and clipping, which is left out
+        (LLAMA, ("optim.name=sgd", "optim.momentum=0.9"), 1e-12, STAGES),
+        (GPT, ("model.tied=false",), 1e-9, REPLICAS),  # with dropout, AdamW and clipping, which is left out
     ],
+    ids=["stages", "replicas"],
 )
 def test_asynchronous_schedules_equal_a_replay_of_their_delayed_updates(
-    folder: Path, model: str, overrides: tuple[str, ...], within: float
+    folder: Path, model: str, overrides: tuple[str, ...], within: float, cases: list[tuple[Changes, int]]
 ) -> None:
     config = job(folder, EIGHT, *overrides, model=model)
-    cases = asynchronous(config, 4, pp=4) if model is LLAMA else asynchronous(config, 4, pp=2)[:4]
-    assert len(cases) == 4
-    verdicts = prove(config, cases)
+    base = configured_job(config)
+    verdicts = prove(config, [vary(base, **case) for case, _ in cases])
     assert {v.tolerance for v in verdicts} == {within}
-    if model is LLAMA:
-        assert [v.updates for v in verdicts] == [24, 24, 6, 6]  # two steps without a drain, and one more
-    else:  # two replicas: four microbatches in groups of 2 and of 3
-        assert [v.updates for v in verdicts] == [12, 12, 6, 6]
+    assert [v.updates for v in verdicts] == [updates for _, updates in cases]
 
 
 def test_the_replay_is_plain_training_where_nothing_is_late(folder: Path) -> None:
