@@ -47,6 +47,7 @@ local.PRELOAD = (
     "numba",
     "hypothesis",
     "pytest",
+    "warm_server",  # the last
 )
 set_forkserver_preload(list(local.PRELOAD))  # for a server that a test starts without `run_ranks`
 

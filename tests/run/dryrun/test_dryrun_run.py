@@ -200,7 +200,7 @@ def test_the_planner_counts_the_operations_of_more_ranks(case: str) -> None:
 
 LORA = "lora.rank=4"
 ADAPTED = [
-    f"1 {LLAMA} {LORA} layout.pp=2 layout.dp=2 dp.mode=zero3",
+    pytest.param(f"1 {LLAMA} {LORA} layout.pp=2 layout.dp=2 dp.mode=zero3", marks=pytest.mark.slow),
     pytest.param(f"0 {LLAMA} {LORA} {LONGER} recompute.mode=full", marks=pytest.mark.slow),
     pytest.param(f"0 {GPT} {LORA} layout.pp=2", marks=pytest.mark.slow),
     pytest.param(f"1 {LLAMA} {LORA} layout.tp=2 {SP}", marks=pytest.mark.slow),
@@ -293,7 +293,7 @@ def test_one_rank_of_three_thousand() -> None:
 QUICK = [
     pytest.param(f"1 {GPT} layout.dp=2 layout.pp=2 dp.mode=zero1", marks=pytest.mark.slow),
     f"3 {GPT} layout.pp=4 layout.dp=2 schedule.name=zb-h1 dp.mode=zero2 dp.reduce=step",
-    f"1 {LLAMA} layout.pp=2 schedule.name=dualpipe",
+    pytest.param(f"1 {LLAMA} layout.pp=2 schedule.name=dualpipe", marks=pytest.mark.slow),
     f"1 {GPT} layout.pp=2 schedule.name=interleaved schedule.chunks=2 layout.dp=2 dp.mode=zero2",
     pytest.param(f"0 {MOE} layout.dp=2 layout.ep=2 recompute.mode=full", marks=pytest.mark.slow),
 ]

@@ -306,7 +306,12 @@ def test_a_dropped_microbatch_is_named(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "case", "says"),
     [
-        (count_all_copies, PP2_DP2, "of embed.tok.weight a part of it is counted 2 times"),
+        pytest.param(
+            count_all_copies,
+            PP2_DP2,
+            "of embed.tok.weight a part of it is counted 2 times",
+            marks=pytest.mark.slow,
+        ),
         (count_all_copies, TP2, "of embed.pos.weight a part of it is counted 2 times"),
         (leave_a_shard_out, TP2, "of blocks.0.mlp.up.weight a part of it is not counted"),
     ],
@@ -377,10 +382,11 @@ def forget_the_copies() -> None:
             "differs between the 2 copies of the weights, and their sum is the reference: the sum over the "
             "copies is missing",
         ),
-        (
+        pytest.param(
             changes(tp=1, dp=2, pp=2, schedule="chimera"),
             ("model.tied=false",),
             "the sum over the copies or the data-parallel reduction is missing",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -451,10 +457,11 @@ SGD = ("optim.name=sgd", "optim.momentum=0.9", "optim.clip=null")
             changes(tp=1, dp=1, pp=2, schedule="pipedream"),
             "one later than promised, on every stage",
         ),
-        (
+        pytest.param(
             one_update_later,
             changes(tp=1, dp=1, pp=2, schedule="pipedream-2bw"),
             "one later than promised, on every stage",
+            marks=pytest.mark.slow,
         ),
         (never_stash, changes(tp=1, dp=1, pp=2, schedule="pipedream-2bw"), "differ, most of all"),
         (

@@ -95,7 +95,7 @@ def test_data_parallel_modes_equal_one_process(folder: Path, thin: bool) -> None
     prove(config, cases)
 
 
-@pytest.mark.parametrize("name", ["adamw", "lamb"])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("lamb", marks=pytest.mark.slow)])
 def test_rounding_that_an_update_amplifies_is_no_error(folder: Path, name: str) -> None:
     """Gradients of key biases are rounding alone, which such an eps would turn into a step of full size."""
     config = job(folder, f"optim.name={name}", "optim.eps=1e-15")
