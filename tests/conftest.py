@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import tempfile
+from collections.abc import Generator
 from functools import cache
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
@@ -22,9 +23,11 @@ from stretto.run.launch import local
 
 ROOT = Path(__file__).parents[1]
 
-# The time of an example depends on the load of the machine; no property is about speed.
-settings.register_profile("stretto", deadline=None)
-settings.load_profile("stretto")
+# The time of an example depends on the load of the machine; no property is about speed. `pytest_configure`
+# tries more of them where slow tests run too.
+settings.register_profile("quick", deadline=None, max_examples=30)
+settings.register_profile("thorough", deadline=None)
+settings.load_profile("quick")
 
 # Tests neither read the user's measured profile of this machine nor write to it.
 os.environ["XDG_CONFIG_HOME"] = os.path.join(tempfile.gettempdir(), "stretto-tests-have-no-profile")
@@ -44,6 +47,7 @@ local.PRELOAD = (
     "numba",
     "hypothesis",
     "pytest",
+    "warm_server",  # the last
 )
 set_forkserver_preload(list(local.PRELOAD))  # for a server that a test starts without `run_ranks`
 
@@ -64,6 +68,8 @@ RANK = {name: rank for rank, name in enumerate(LONGEST)}
 
 def pytest_configure(config: pytest.Config) -> None:
     """Workers import test files in other orders: what one has compiled, the others read from its cache."""
+    if config.option.markexpr != "not slow":
+        settings.load_profile("thorough")
     worker = getattr(config, "workerinput", None)
     if worker is not None and [Path(arg).resolve() for arg in config.args] == [ROOT / "tests"]:
         files = sorted((ROOT / "tests").rglob("test_*.py"))
@@ -71,9 +77,19 @@ def pytest_configure(config: pytest.Config) -> None:
         config.args = [str(file) for file in (*files[first:], *files[:first])]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Ten thousand tests and their modules stay to the end: no garbage collection need visit them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (RANK.get(item.path.name, len(RANK)), item.path))
-    gc.freeze()  # ten thousand tests and their modules stay to the end: no collection need visit them
 
 
 @cache

@@ -123,6 +123,7 @@ def test_the_new_layer_style_equals_one_process(tmp_path: Path) -> None:
     assert all(float(difference) < 1e-12 for difference in re.findall(r"differ by (\S+)", said))
 
 
+@pytest.mark.slow
 def test_a_layer_style_that_gives_every_rank_the_same_share_is_refused(tmp_path: Path) -> None:
     (code,) = blocks(SECTIONS[ADD_STYLE], "python")
     wrong = code.replace("start=index * features // tp", "start=0")

@@ -101,7 +101,7 @@ def report(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture(scope="module")
 def reports(report: Callable[..., Reports]) -> Reports:
     """Of the cases that take little time."""
-    return report("about", "parts", "sharded", "copies", "graphs")
+    return report("about", "parts", "sharded", "copies", "graphs", "waiting", timeout=400)
 
 
 def test_auto_is_the_plug_in_s_device_and_its_library(reports: Reports) -> None:
@@ -239,9 +239,9 @@ ONCE = {"run/train/loop.py wait: copy to cpu": 1}
 TABLES = "engine/parallel/expert/dispatch.py _table: copy to cpu"  # one a layer and microbatch
 
 
-def test_the_host_waits_for_the_device_once_a_step(report: Callable[..., Reports]) -> None:
+def test_the_host_waits_for_the_device_once_a_step(reports: Reports) -> None:
     """What ranks agree on, with the norm and the tokens that count: whatever else is computed stays there."""
-    waits = report("waiting")["waiting"]
+    waits = reports["waiting"]
     assert waits == {"sharded in float16": ONCE, "experts": ONCE | {TABLES: 4}}
 
 

@@ -30,17 +30,17 @@ def compare(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> t
 
 
 @pytest.fixture
-def memory_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`stretto memory` in this process, which has imported PyTorch; each run stays a process."""
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run with tp=1 alone is a process: this one has imported PyTorch."""
     start = runs._stretto
 
     def command(words: Sequence[str], log: Path) -> tuple[int, Any]:
-        return (command_here if words[0] == "memory" else start)(words, log)
+        return (start if words[0] != "memory" and "layout.tp=1" in words else command_here)(words, log)
 
     monkeypatch.setattr(runs, "_stretto", command)
 
 
-@pytest.mark.usefixtures("memory_here")
+@pytest.mark.usefixtures("one_process")
 def test_runs_are_measured_beside_predictions_and_not_run_twice(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

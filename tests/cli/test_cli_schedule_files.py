@@ -132,7 +132,7 @@ def test_programs_as_json_come_back_whole(tmp_path: Path, capsys: pytest.Capture
     assert run_json(capsys, "--file", str(path), "other")["name"] == "other"
 
 
-@pytest.mark.parametrize("name", ["mine.csv", "mine.json"])
+@pytest.mark.parametrize("name", [pytest.param("mine.csv", marks=pytest.mark.slow), "mine.json"])
 def test_a_written_program_is_trained_equal_to_one_process(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,17 +70,17 @@ def test_placements_that_differ_end_with_1_and_say_why(
 def test_all_placements_are_offered(
     config: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prove every twentieth case only."""
+    """Prove two of all cases only."""
     whole = verify_job.verify
 
     def some(proposal: verify_job.VerifyJob, *rest: object, **more: object) -> object:
-        proposal.cases = proposal.cases[::60]
+        proposal.cases = proposal.cases[::120]
         return whole(proposal, *rest, **more)  # pyright: ignore
 
     monkeypatch.setattr(verify_job, "verify", some)
     assert run(["verify", config, "--layouts", "all", "--ranks", "2", "--steps", "2"]) == 0
     out = capfd.readouterr().out
-    assert "4 placements in" in out
+    assert "2 placements in" in out
     assert "all equal to one process" in out
     assert "table-row needs nodes of several ranks" in out
 

@@ -56,12 +56,16 @@ def test_a_planned_network_equals_one_process():
     assert styles == {"0.0": "batch", "0.3": "batch", "1.0": "replicate", "1.2": "column", "1.4": "row"}
 
 
-def test_own_module_equals_one_process():
+@pytest.mark.slow
+def test_an_example_is_a_script():
     command = [sys.executable, str(EXAMPLES / "own_module.py")]
     script = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert script.returncode == 0, script.stderr
+    assert output("own_module.py") == script.stdout
+
+
+def test_own_module_equals_one_process():
     said = output("own_module.py")
-    assert said == script.stdout
     differences = [float(n) for n in re.findall(r"(?:output|gradients) (\S+?),?(?:\s|$)", said)]
     assert len(differences) == 4, said
     assert max(differences) < 1e-11

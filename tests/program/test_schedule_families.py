@@ -86,7 +86,7 @@ def completes_within_its_peak(p: int, m: int, v: int, group: int | None) -> None
             assert held == bound
 
 
-@pytest.mark.parametrize("v", [1, 2, 3, 4])
+@pytest.mark.parametrize("v", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_interleaved_completes_for_any_microbatches_and_group(v: int):
     for p in range(1, 7):
         for m in range(1, 21):

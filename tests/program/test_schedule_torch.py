@@ -85,7 +85,7 @@ class Ran:
     refused: str = ""
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 4])
 def everything(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
     """Every schedule as torch runs it on real ranks: compute only, and (name + " lowered") with transfers."""
     ranks: int = request.param

@@ -96,7 +96,9 @@ def test_data_parallel_models(check: Any) -> None:
     holds(proves(2, check), "norm")
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["full", "hybrid"])
+@pytest.mark.parametrize(
+    "shape", [pytest.param((2,), id="full"), pytest.param((2, 2), id="hybrid", marks=pytest.mark.slow)]
+)
 def test_fully_sharded_models(shape: tuple[int, ...]) -> None:
     holds(proves(shape[0] * shape[-1] if len(shape) > 1 else 2, by_fully_shard, *shape), "norm")
 
@@ -130,7 +132,7 @@ def by_tensor_parallelism(sequence: bool) -> Report:
     return prove(plain, sequence_parallel if sequence else tensor_parallel, batch(), unclipped, loss=loss)
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_tensor_parallel_models(sequence: bool) -> None:
     holds(proves(2, by_tensor_parallelism, sequence))
 
@@ -197,7 +199,7 @@ def by_hand_anew() -> Report:
     )
 
 
-@pytest.mark.parametrize("check", [by_hand, by_hand_anew])
+@pytest.mark.parametrize("check", [pytest.param(by_hand, marks=pytest.mark.slow), by_hand_anew])
 def test_models_split_with_plain_tensors(check: Any) -> None:
     holds(proves(2, check))
 
@@ -241,7 +243,7 @@ def by_pipeline(name: str) -> Report:
     )
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("name", [pytest.param("gpipe", marks=pytest.mark.slow), "1f1b", "interleaved"])
 def test_pipelined_models(name: str) -> None:
     holds(proves(2, by_pipeline, name))
 
@@ -322,7 +324,7 @@ def in_type(dtype: torch.dtype) -> Report:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_models_that_stay_in_their_type_are_held_to_its_rounding(dtype: torch.dtype) -> None:
     report = proves(2, in_type, dtype)
     assert report.equal, str(report)

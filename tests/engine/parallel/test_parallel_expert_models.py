@@ -127,20 +127,20 @@ class Case:
 
 
 CASES = [
-    Case(LLAMA, Layout(dp=2, pp=2, ep=2)),
-    Case(GPT, Layout(dp=2, pp=2, ep=2), "zb-h1"),
     Case(GPT, Layout(tp=2, pp=2, ep=2, expert_tp=1), "interleaved", 4, 2, True),
     Case(LLAMA, Layout(tp=2, dp=2, ep=2), "naive", 2, None, True, "block"),
-    Case(GPT, Layout(dp=2, pp=2, ep=2), "1f1b", 3, None, False, "program"),
-    Case(LLAMA, Layout(tp=2, pp=2), "zb-v", 4),
     Case(replace(LLAMA, sequence=7), Layout(cp=2, tp=2, ep=2), "gpipe", 2, None, True),
-    Case(GPT, Layout(cp=2, pp=2, ep=2), "1f1b", 2, None, False, "block"),
-    Case(GPT, Layout(tp=2, dp=2, ep=4, expert_tp=1), "naive", 2),
     Case(DEEPSEEK, Layout(tp=2, pp=2), "zb-h1", 3, None, True),
     Case(GPT_OSS, Layout(tp=2, dp=2, ep=2), "1f1b", 2, None, True),
-    Case(QWEN, Layout(tp=2, pp=2), "1f1b", 3, None, True),
 ]
 MORE = [
+    Case(LLAMA, Layout(dp=2, pp=2, ep=2)),
+    Case(GPT, Layout(dp=2, pp=2, ep=2), "zb-h1"),
+    Case(GPT, Layout(dp=2, pp=2, ep=2), "1f1b", 3, None, False, "program"),
+    Case(LLAMA, Layout(tp=2, pp=2), "zb-v", 4),
+    Case(GPT, Layout(cp=2, pp=2, ep=2), "1f1b", 2, None, False, "block"),
+    Case(GPT, Layout(tp=2, dp=2, ep=4, expert_tp=1), "naive", 2),
+    Case(QWEN, Layout(tp=2, pp=2), "1f1b", 3, None, True),
     Case(DEEPSEEK, Layout(tp=2, dp=2, ep=4, expert_tp=1), "1f1b", 2),
     Case(replace(DEEPSEEK, sequence=7), Layout(tp=2, dp=2, ep=2), "naive", 2, None, True, "block"),
     Case(GPT_OSS, Layout(tp=2, pp=2), "zb-h1", 3),

@@ -258,7 +258,7 @@ def every_case(tp: int, cp: int) -> None:
     mesh.close()
 
 
-@pytest.mark.parametrize(("tp", "cp"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("tp", "cp"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_every_layout_computes_the_same_in_8_bits(tp: int, cp: int) -> None:
     on_ranks(tp * cp, every_case, tp, cp)
 

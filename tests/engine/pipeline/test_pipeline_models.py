@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -60,17 +61,19 @@ class Case:
 
 
 CASES = [
-    Case(GPT, Layout(tp=4)),
     Case(DROPOUT, Layout(tp=4), multiple=8),
     Case(GROUPED, Layout(tp=4)),  # each key head on two ranks
-    Case(ONE_KEY, Layout(tp=4), multiple=4),
     Case(TINY_VOCAB, Layout(tp=4)),
-    Case(GPT, Layout(tp=2, pp=2)),
-    Case(DROPOUT, Layout(tp=2, pp=2), "interleaved", 3, 2),
     Case(ONE_KEY, Layout(tp=2, pp=2), "gpipe", 2),
-    Case(ONE_KEY, Layout(tp=2, dp=2), "naive", 2, multiple=8),
     Case(DROPOUT, Layout(tp=2, dp=2, order="dp-tp-pp")),
     Case(DROPOUT, Layout(pp=2, dp=2), "interleaved", 4, 2),
+]
+MORE = [
+    Case(GPT, Layout(tp=4)),
+    Case(ONE_KEY, Layout(tp=4), multiple=4),
+    Case(GPT, Layout(tp=2, pp=2)),
+    Case(DROPOUT, Layout(tp=2, pp=2), "interleaved", 3, 2),
+    Case(ONE_KEY, Layout(tp=2, dp=2), "naive", 2, multiple=8),
     Case(GROUPED, Layout(pp=4), "1f1b", 2),
     Case(GPT, Layout(dp=4), multiple=64),
 ]
@@ -178,13 +181,14 @@ def run(case: Case) -> None:
     mesh.close()
 
 
-def every_case() -> None:
-    for case in CASES:
+def every_case(cases: list[Case]) -> None:
+    for case in cases:
         run(case)
 
 
-def test_language_models_equal_the_plain_model():
-    on_ranks(4, every_case)
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "more"])
+def test_language_models_equal_the_plain_model(cases: list[Case]):
+    on_ranks(4, every_case, cases)
 
 
 def test_one_rank_equals_the_plain_model():

@@ -134,9 +134,7 @@ def some_split(program: Program) -> Program:
 
 def plain_cases(ranks: int) -> None:
     layout = Layout(pp=ranks)
-    for m in (1, ranks - 1, ranks + 1, 5):
-        if not m:
-            continue
+    for m in (1, ranks + 1):
         for name in ("naive", "gpipe", "1f1b"):
             check(mlp, schedule(name, ranks=ranks, microbatches=m), layout, f"{name} p={ranks} m={m}")
         for chunks in (2, 3):
@@ -210,18 +208,17 @@ def four_ranks() -> None:
     both = Layout(dp=2, pp=2)
     for order in ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"):
         layout = replace(both, order=order)
-        for make in (mlp, lambda: tied(1, 6)):
-            for program in (
-                schedule("1f1b", ranks=2, microbatches=3),
-                schedule("interleaved", ranks=2, microbatches=2),
-            ):
-                check(
-                    make,
-                    program,
-                    layout,
-                    f"{layout} {program.name}",
-                    weights=ReplicatedWeights(bucket_bytes=64),
-                )
+        for make, program in (
+            (mlp, schedule("1f1b", ranks=2, microbatches=3)),
+            (lambda: tied(1, 6), schedule("interleaved", ranks=2, microbatches=2)),
+        ):
+            check(
+                make,
+                program,
+                layout,
+                f"{layout} {program.name}",
+                weights=ReplicatedWeights(bucket_bytes=64),
+            )
     four = schedule("interleaved", ranks=2, microbatches=3, chunks=2)
     check(
         lambda: tied(1, 3, 4, 6),

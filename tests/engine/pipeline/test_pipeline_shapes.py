@@ -172,9 +172,9 @@ LONG = (Skip(0, 7), Skip(1, 6), Skip(2, 5), Skip(2, 7), Skip(3, 4))
 
 
 def skipped(ranks: int) -> None:
-    for name in SCHEDULES if ranks > 1 else ON_ONE:
+    for at, name in enumerate(SCHEDULES if ranks > 1 else ON_ONE):
         program = schedule(name, ranks, 2 * ranks)
-        for varying in (False, True):
+        for varying in (False, True) if ranks < 4 else (at % 2 == 0,):
             what = f"{name} with skips on {ranks}, varying={varying}"
             equal(lambda: joins(8), program, varying, what, LONG, plain_inputs=True)
 

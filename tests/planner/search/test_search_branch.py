@@ -154,7 +154,7 @@ FIXES: list[tuple[float, dict[str, tuple[Any, ...]]]] = [
 ]
 
 
-@pytest.mark.parametrize("seconds", [None, 300.0])
+@pytest.mark.parametrize("seconds", [pytest.param(None, marks=pytest.mark.slow), 300.0])
 @pytest.mark.parametrize(("memory", "fixed"), FIXES)
 def test_the_search_equals_brute_force(
     memory: float, fixed: dict[str, tuple[Any, ...]], seconds: float | None

@@ -25,7 +25,7 @@ EMPTY = TableSpec(name="C2", rows=60, dim=6, ids="hash")
 SPECS = [SPEC, EMPTY]
 STATES = {"sum": StateSpec(True, torch.float32), "moment": StateSpec(False, torch.float64)}
 STREAM = [
-    torch.randint(0, 2**40, (50,), generator=torch.Generator().manual_seed(1))[i % 50 :] for i in range(40)
+    torch.randint(0, 2**40, (50,), generator=torch.Generator().manual_seed(1))[i % 50 :] for i in range(20)
 ]
 
 

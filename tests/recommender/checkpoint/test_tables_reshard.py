@@ -51,10 +51,8 @@ DATA = TablePlacement("data")
 ONE = {spec.name: _table(0) for spec in SPECS}
 MIXES: list[tuple[int, Placements]] = [
     (1, ONE),
-    (2, {"C1": _row(0, 1), "C2.quotient": _column(1, 0), "C3": _row(1, 0), "C4": DATA}),
     (2, {"C1": _column(0, 1), "C2.quotient": DATA, "C3": _table(1), "C4": _row(1, 0)}),
     (3, {"C1": _row(2, 0, 1), "C2.quotient": _column(0, 1, 0, 2), "C3": _row(0, 1, 2), "C4": _column(2, 0)}),
-    (3, {"C1": DATA, "C2.quotient": _row(0, 2), "C3": _column(0, 1, 2), "C4": _table(2)}),
 ]
 
 

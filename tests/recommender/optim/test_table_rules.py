@@ -143,7 +143,7 @@ def test_one_pass_leaves_the_states_of_two(name: str, given_: tuple[Tensor, list
 
 @pytest.mark.parametrize("name", RULES)
 @given(given_=batches())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_float32_is_close_in_both_ways(name: str, given_: tuple[Tensor, list[Batch]]) -> None:
     values, steps = given_
     rule = rule_of(name)

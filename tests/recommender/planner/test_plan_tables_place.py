@@ -211,7 +211,7 @@ def test_popularity_that_was_measured_counts():
     assert {placement.split for placement in popular.placements.values()} == {"data"}
 
 
-@pytest.mark.parametrize("ranks", [3, 5])
+@pytest.mark.parametrize("ranks", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_ranks_that_fill_no_node(ranks: int):
     tables = [TableSpec(name=f"t{i}", rows=10**5, dim=32, hot=4.0) for i in range(4)]
     placed = place_tables(table_job(tables, A100, ranks, 1000, ranks_per_node=2))

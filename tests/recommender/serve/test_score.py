@@ -115,7 +115,7 @@ def test_ids_that_training_did_not_see_are_counted(folder: Path, capfd: pytest.C
     columns = list(zip(*(line.split("\t")[14:] for line in LINES), strict=True))
     known = [set(v) for v in slow_vocabulary(columns, 2)]
     new = [(value, ids) for line in NEW for value, ids in zip(line.split("\t")[14:], known, strict=True)]
-    facts = scored(capfd, folder, folder / "new")
+    facts = scored(capfd, folder, folder / "new", "layout.ranks=1")
     assert facts["ids"] == sum(bool(value) for value, _ in new)
     assert facts["unknown_ids"] == sum(bool(value) and value not in ids for value, ids in new)
     assert facts["unknown_ids"] > 0.1 * facts["ids"]
@@ -154,7 +154,7 @@ def test_a_click_folder_must_be_of_the_runs_transform(
 ) -> None:
     clicks = prepare_clicks(job(folder), quiet=True).path
     assert clicks is not None
-    both = [scored(capfd, folder, source) for source in (clicks, folder / "log")]
+    both = [scored(capfd, folder, source, "layout.ranks=1") for source in (clicks, folder / "log")]
     for name in ("rows", "ids", "unknown_ids"):
         assert both[0][name] == both[1][name]
     assert both[0]["auc"] == pytest.approx(both[1]["auc"], rel=1e-12)
@@ -196,7 +196,8 @@ def test_parts_of_a_log_are_a_batch_at_most(folder: Path) -> None:
 def test_evaluate_reads_the_whole_split(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     trained = list(read_lines(folder / "runs/tiny/eval.jsonl"))[-1]
     results = list[dict[str, Any]]()
-    for words in ((), ("layout.ranks=1", "batch.global_size=50"), ("--split", "all"), ("--limit", "1")):
+    one = "layout.ranks=1"
+    for words in ((), (one, "batch.global_size=50"), (one, "--split", "all"), (one, "--limit", "1")):
         assert run(["evaluate", str(folder / "runs/tiny"), *words, "--json"]) == 0
         results.append(json.loads(capfd.readouterr().out))
     whole, alone, everything, first = results
@@ -263,6 +264,7 @@ def test_what_cannot_be_scored_says_why(
     assert message in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_stdout_has_the_probabilities_and_nothing_else(
     folder: Path, forward: tuple[NDArray[np.float64], NDArray[np.float64]]
 ) -> None:

@@ -18,7 +18,7 @@ from stretto.recommender.stores.store import GrowingStore, StateSpec
 from stretto.recommender.tables.ids.hash import HashIds
 from stretto.recommender.tables.splitmix import owner
 
-WORLD, STREAMS = 3, 24
+WORLD = 3
 STATES = {"seen": StateSpec(True, torch.float64)}
 
 
@@ -58,11 +58,11 @@ def step_of(map_: HashIds, store: GrowingStore, ids: torch.Tensor, step: int) ->
     store.states["seen"].index_add_(0, rows, add[:, 0])
 
 
-def rank_of_streams(parts: int) -> list[Any]:
+def rank_of_streams(parts: int, streams: int) -> list[Any]:
     """Each rank below `parts` has a shard; the others only take part in what is decided."""
     rank, group = dist.get_rank(), dist.group.WORLD
     streams_held = list[Any]()
-    for seed in range(STREAMS):
+    for seed in range(streams):
         map_, store = HashIds(spec_of(seed)), new_store()
         for step, batch in enumerate(stream_of(seed)):
             map_.evict(step, group)
@@ -96,13 +96,15 @@ def values_of(state: dict[str, torch.Tensor], rows: dict[str, torch.Tensor]) -> 
     }
 
 
-@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize(
+    ("parts", "streams"), [(2, 6), (3, 6), *(pytest.param(n, 24, marks=pytest.mark.slow) for n in (2, 3))]
+)
 def test_shards_on_ranks_are_one_table_and_load_as_any_number(
-    parts: int, monkeypatch: pytest.MonkeyPatch
+    parts: int, streams: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(restoring, "CHUNK", 3)
-    ranks = on_ranks(WORLD, rank_of_streams, parts)
-    for seed in range(STREAMS):
+    ranks = on_ranks(WORLD, rank_of_streams, parts, streams)
+    for seed in range(streams):
         shards = [rank[seed] for rank in ranks]
         expected = plain_after(seed)
         # 2^62 plus small sums is exact to a thousand: the state's column has them exactly

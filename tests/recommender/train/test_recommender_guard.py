@@ -95,7 +95,7 @@ SKIP = (
     [
         (("tables.placement=row",), "row gradient"),
         (("tables.placement=data", "optim.clip=1.0"), "dense gradient"),
-        (("tables.placement=data",), "row gradient"),
+        pytest.param(("tables.placement=data",), "row gradient", marks=pytest.mark.slow),
     ],
 )
 def test_a_skipped_step_changes_no_row_and_no_weight(

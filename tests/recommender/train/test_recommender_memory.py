@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
-import subprocess
+import resource
 import sys
 
 import pytest
+import torch
 
-CODE = """
-import resource, sys, torch
+from ranks import on_ranks
 from stretto.recommender.train.worker import keep_freed_memory
-if sys.argv[1] == "keep":
-    print(keep_freed_memory())
-def step():
-    del held[:]
-    held.extend(torch.ones(1 << 19) for _ in range(8))  # 2 MiB each
-held = []
-for _ in range(4):
-    step()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(10):
-    step()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
+
+
+def faults(keep: bool) -> tuple[bool, int]:
+    """Whether the process could be told to keep memory, and the pages that steps after others fault in."""
+    could, held = keep and keep_freed_memory(), list[torch.Tensor]()
+
+    def step() -> None:
+        held.clear()
+        held.extend(torch.ones(1 << 19) for _ in range(8))  # 2 MiB each
+
+    for _ in range(4):
+        step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        step()
+    return could, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
 def test_a_step_after_others_faults_in_next_to_nothing() -> None:
-    def faults(how: str) -> list[str]:
-        done = subprocess.run(
-            [sys.executable, "-c", CODE, how], capture_output=True, text=True, check=True, timeout=120
-        )
-        return done.stdout.split()
-
-    could, kept = faults("keep")
-    if could == "False":
+    ((could, kept),) = on_ranks(1, faults, True)
+    if not could:
         pytest.skip("another C library")
-    assert int(kept) < 100  # of 40960 pages written
+    assert kept < 100  # of 40960 pages written
+    ((_, usual),) = on_ranks(1, faults, False)
+    assert usual > 1000

@@ -134,7 +134,9 @@ def test_a_run_that_is_done_is_left_as_it_is(whole: tuple[RecommenderConfig, dic
     assert losses(config) == before
 
 
-@pytest.mark.parametrize("placement", ["row", "column", "data", "auto"])
+@pytest.mark.parametrize(
+    "placement", ["row", "auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("column", "data"))]
+)
 def test_placements_and_ranks_change_nothing(
     placement: str, whole: tuple[RecommenderConfig, dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -52,11 +52,13 @@ def run_cases(cases: list[Case]) -> list[TableVerdict]:
         return prove(References(config, config.table_specs(), 3), cases, Path(folder))
 
 
-def test_placements_equal_one_process() -> None:
-    """One case of each placement, with optimisers, samples and all else in turn."""
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_placements_equal_one_process(step: int) -> None:
+    """One case of each placement, or of every third, with optimisers, samples and all else in turn."""
     every = AllCases(job().table_specs(), 2).cases
     chosen = [every[15 * at + (4 * at) % 15] for at in range(len(every) // 15)]
     assert len({case.name for case in chosen}) == 16
+    chosen = chosen[::step]
     assert len({case.rule for case in chosen}) == 5
     for verdict in on_ranks(2, run_cases, chosen)[0]:
         assert verdict.equal, f"{verdict.layout}: {verdict.diagnosis}"
@@ -72,7 +74,7 @@ def without_numba(cases: list[Case]) -> list[TableVerdict]:
 
 def test_placements_equal_one_process_without_numba() -> None:
     every = [case for case in AllCases(job().table_specs(), 2).cases if "mix" in case.name]
-    chosen = [every[16 * at] for at in range(4)]
+    chosen = [every[16 * at] for at in (1, 3)]
     for verdict in on_ranks(2, without_numba, chosen)[0]:
         assert verdict.equal, f"{verdict.layout}: {verdict.diagnosis}"
 

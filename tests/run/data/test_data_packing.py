@@ -44,7 +44,7 @@ def check(folder: TokenFolder, batch: Batch, starts: list[int], sequence: int, e
 
 
 @given(st.integers(1, 60), st.integers(0, 5))
-@settings(max_examples=30)
+@settings(max_examples=12)
 def test_documents_of_windows(folder: TokenFolder, sequence: int, seed: int) -> None:
     samples = Samples(folder, "train", sequence, seed, ratio="1,0,0", apart=True)
     indices = range(2 * len(samples))

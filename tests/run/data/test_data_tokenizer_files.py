@@ -219,8 +219,14 @@ def train_pieces(kind: str, **more: object) -> bytes:
         {"add_dummy_prefix": False, "character_coverage": 0.99},
         {"split_by_whitespace": False, "remove_extra_whitespaces": False},
         {"normalization_rule_name": "nmt_nfkc"},  # what spm_train does unless it is told otherwise
-        {"normalization_rule_name": "nfkc", "byte_fallback": True, "add_dummy_prefix": False},
-        {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": False, **SYMBOLS},
+        pytest.param(
+            {"normalization_rule_name": "nfkc", "byte_fallback": True, "add_dummy_prefix": False},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": False, **SYMBOLS},
+            marks=pytest.mark.slow,
+        ),
         {"byte_fallback": True, "remove_extra_whitespaces": False, "add_dummy_prefix": False, **SYMBOLS},
     ],
 )
@@ -244,7 +250,10 @@ def test_pieces_of_bpe(tmp_path: Path, more: dict[str, Any]) -> None:
     [
         {"byte_fallback": True, "remove_extra_whitespaces": False},
         {"normalization_rule_name": "nmt_nfkc", **SYMBOLS},
-        {"normalization_rule_name": "nfkc", "byte_fallback": True, "add_dummy_prefix": False},
+        pytest.param(
+            {"normalization_rule_name": "nfkc", "byte_fallback": True, "add_dummy_prefix": False},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_pieces_of_unigrams(tmp_path: Path, more: dict[str, object]) -> None:

@@ -17,7 +17,7 @@ from stretto.spec.rules import problems
 CONFIGS = Path(__file__).parents[3] / "configs"
 # config, rank, fields that leave the layout and a block in each stage, ranks, how close memory is
 SIZES = [
-    ("llama3.1-405b-8192gpu", 1000, [], 8192, 0.005),
+    pytest.param("llama3.1-405b-8192gpu", 1000, [], 8192, 0.005, marks=pytest.mark.slow),
     ("qwen3-235b-256gpu", 100, ["model.layers=30", "batch.global_size=512"], 256, 0.01),
     pytest.param(
         *("deepseek-v3-2048gpu", 1000, ["model.layers=14", "batch.global_size=4096"], 2048, 0.02),

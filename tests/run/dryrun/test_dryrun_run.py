@@ -42,9 +42,9 @@ CASES = [
     f"3 {GPT} layout.pp=4 layout.dp=2 schedule.name=zb-h1",
     f"5 {LLAMA} layout.dp=4 layout.pp=2 dp.mode=zero3",
     f"3 {MOE} layout.tp=2 layout.dp=2 layout.ep=2 {SP}",
-    f"1 model.family=mistral {GQA} model.attention.window=16 layout.cp=2",
 ]
 MORE = [
+    f"1 model.family=mistral {GQA} model.attention.window=16 layout.cp=2",
     f"1 {LLAMA} layout.cp=2 layout.context=ulysses",
     f"2 {GPT} layout.dp=4 dp.mode=zero2",
     f"1 model.family=qwen3 {GQA} layout.tp=2 {SP} recompute.mode=full",
@@ -83,19 +83,17 @@ NARROW = "model.attention.latent.q_rank=20"
 WINDOW = "model.attention.window=48"
 FAMILIES = [
     f"1 model.family=gemma2 {GQA} layout.tp=2 {SP}",
-    f"0 model.family=gemma3 {GQA} layout.pp=2",
     f"3 model.family=gpt_oss {GQA} {ROUTED} layout.tp=2 layout.dp=2 layout.ep=2 {SP}",
-    f"1 model.family=deepseek_v2 {LATENT} {ROUTED} layout.pp=2 schedule.name=dualpipe",
-    # all blocks dense, since the family's first three are; then one of each
-    f"1 model.family=deepseek_v3 {LATENT} {ROUTED} layout.tp=2 {SP}",
     f"1 model.family=deepseek_v3 {LATENT} {ROUTED} model.moe.dense_layers=1 layout.tp=2 {SP}",
 ]
-# where activations outweigh weights and tables; gpipe holds the last stage's loss until the end
-LONG = [
+MORE_FAMILIES = [
+    # where activations outweigh weights and tables; gpipe holds the last stage's loss until the end
     f"0 model.family=gemma2 {GQA} {LONGER} layout.pp=2 schedule.name=gpipe",
     f"3 model.family=deepseek_v3 {LATENT} {NARROW} {LONGER} layout.tp=2 {SP} layout.pp=2",
-]
-MORE_FAMILIES = [
+    f"0 model.family=gemma3 {GQA} layout.pp=2",
+    f"1 model.family=deepseek_v2 {LATENT} {ROUTED} layout.pp=2 schedule.name=dualpipe",
+    # all blocks dense, since the family's first three are
+    f"1 model.family=deepseek_v3 {LATENT} {ROUTED} layout.tp=2 {SP}",
     f"1 model.family=gemma3 {GQA} {LONGER} layout.tp=2 {SP}",
     f"0 model.family=gpt_oss {GQA} {ROUTED} {LONGER} layout.pp=2",
     f"1 model.family=qwen2 {GQA} layout.tp=2",
@@ -122,9 +120,9 @@ T5 = "model.family=t5 model.encoder_layers=4 model.head_dim=16 data.target_seque
 BART = "model.family=bart model.encoder_layers=4 data.target_sequence=24"
 STACKS = [
     f"1 {T5} layout.pp=2 layout.encoder_pp=1",
-    f"2 {BART} layout.tp=2 {SP} layout.pp=2 layout.dp=2 dp.mode=zero1",
 ]
 MORE_STACKS = [
+    f"2 {BART} layout.tp=2 {SP} layout.pp=2 layout.dp=2 dp.mode=zero1",
     f"0 {T5} layout.tp=2 {SP}",
     f"1 {T5} model.tied=false model.mlp=geglu layout.pp=4 layout.encoder_pp=1 schedule.name=zb-h1",
     f"2 {T5} layout.pp=4 layout.encoder_pp=2 schedule.name=gpipe",
@@ -137,9 +135,9 @@ MORE_STACKS = [
 MANY = "model.vocab=5003 data.vocab=5003"
 CHUNKED = [
     f"1 {LLAMA} {MANY} train.loss_chunk=20 layout.tp=2 {SP}",
-    f"2 {GPT} {MANY} train.loss_chunk=20 layout.pp=2 schedule.name=zb-h1 layout.dp=2 dp.mode=zero2",
 ]
 MORE_CHUNKED = [
+    f"2 {GPT} {MANY} train.loss_chunk=20 layout.pp=2 schedule.name=zb-h1 layout.dp=2 dp.mode=zero2",
     f"0 {GPT} {MANY} train.loss_chunk=20 train.dtype=float32",
     f"1 model.family=gemma2 {GQA} {MANY} train.loss_chunk=20 layout.tp=2 layout.pp=2 schedule.name=zb-h1",
     f"3 {GPT} {MANY} train.loss_chunk=20 layout.pp=2 schedule.name=gpipe layout.dp=2 dp.mode=zero3",
@@ -187,7 +185,7 @@ def check(case: str) -> None:
         assert one_rank(held, ran.coordinates["pp"]).total == pytest.approx(ran.peak, rel=MEMORY)
 
 
-@pytest.mark.parametrize("case", CASES + FAMILIES + LONG + STACKS + CHUNKED)
+@pytest.mark.parametrize("case", CASES + FAMILIES + STACKS + CHUNKED)
 def test_the_planner_counts_the_operations_of_a_rank(case: str) -> None:
     check(case)
 
@@ -200,12 +198,12 @@ def test_the_planner_counts_the_operations_of_more_ranks(case: str) -> None:
 
 LORA = "lora.rank=4"
 ADAPTED = [
-    f"1 {LLAMA} {LORA} layout.pp=2 layout.dp=2 dp.mode=zero3",
+    pytest.param(f"1 {LLAMA} {LORA} layout.pp=2 layout.dp=2 dp.mode=zero3", marks=pytest.mark.slow),
     pytest.param(f"0 {LLAMA} {LORA} {LONGER} recompute.mode=full", marks=pytest.mark.slow),
     pytest.param(f"0 {GPT} {LORA} layout.pp=2", marks=pytest.mark.slow),
-    f"1 {LLAMA} {LORA} layout.tp=2 {SP}",
-    f"0 {GPT} {LORA} layout.tp=2 layout.pp=2",
-    f"3 {LLAMA} {GQA} {LORA} layout.tp=4 {SP} recompute.mode=full",
+    pytest.param(f"1 {LLAMA} {LORA} layout.tp=2 {SP}", marks=pytest.mark.slow),
+    pytest.param(f"0 {GPT} {LORA} layout.tp=2 layout.pp=2", marks=pytest.mark.slow),
+    pytest.param(f"3 {LLAMA} {GQA} {LORA} layout.tp=4 {SP} recompute.mode=full", marks=pytest.mark.slow),
     f"1 {LLAMA} lora.rank=4 lora.targets=[q_proj,down_proj] layout.tp=2 {SP}",
     f"0 {GPT} finetune.freeze=[blocks.*.mlp.*] layout.tp=2 recompute.mode=full recompute.shard_inputs=true",
 ]
@@ -235,7 +233,10 @@ def test_blocks_that_no_gradient_reaches_do_the_operations_counted(case: str) ->
 
 KEPT = [
     f"model.family=gemma2 {GQA} layout.tp=2 {SP}",
-    f"model.family=deepseek_v3 {LATENT} {NARROW} {ROUTED} model.moe.dense_layers=2",
+    pytest.param(
+        f"model.family=deepseek_v3 {LATENT} {NARROW} {ROUTED} model.moe.dense_layers=2",
+        marks=pytest.mark.slow,
+    ),
     pytest.param(f"model.family=gemma3 {GQA}", marks=pytest.mark.slow),
     pytest.param(f"model.family=gemma3 {GQA} train.dtype=float32", marks=pytest.mark.slow),
     pytest.param(f"model.family=gpt_oss {GQA} {ROUTED}", marks=pytest.mark.slow),
@@ -288,11 +289,14 @@ def test_one_rank_of_three_thousand() -> None:
 
 
 QUICK = [
-    f"1 {GPT} layout.dp=2 layout.pp=2 dp.mode=zero1",
+    pytest.param(f"1 {GPT} layout.dp=2 layout.pp=2 dp.mode=zero1", marks=pytest.mark.slow),
     f"3 {GPT} layout.pp=4 layout.dp=2 schedule.name=zb-h1 dp.mode=zero2 dp.reduce=step",
-    f"1 {LLAMA} layout.pp=2 schedule.name=dualpipe",
-    f"1 {GPT} layout.pp=2 schedule.name=interleaved schedule.chunks=2 layout.dp=2 dp.mode=zero2",
-    f"0 {MOE} layout.dp=2 layout.ep=2 recompute.mode=full",
+    pytest.param(f"1 {LLAMA} layout.pp=2 schedule.name=dualpipe", marks=pytest.mark.slow),
+    pytest.param(
+        f"1 {GPT} layout.pp=2 schedule.name=interleaved schedule.chunks=2 layout.dp=2 dp.mode=zero2",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(f"0 {MOE} layout.dp=2 layout.ep=2 recompute.mode=full", marks=pytest.mark.slow),
 ]
 
 
@@ -314,8 +318,11 @@ def test_repeated_microbatches_count_as_if_they_were_run(case: str) -> None:
 
 TILED = [
     "model.family=gemma2",
-    "model.family=deepseek_v2 model.head_dim=24 model.attention.latent.kv_rank=16 "
-    "model.attention.latent.rope_dim=8 model.attention.latent.value_dim=16",
+    pytest.param(
+        "model.family=deepseek_v2 model.head_dim=24 model.attention.latent.kv_rank=16 "
+        "model.attention.latent.rope_dim=8 model.attention.latent.value_dim=16",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
@@ -335,7 +342,7 @@ def test_attention_in_tiles_counts_as_if_every_call_were_run(
 DEPENDING = [
     "layout.dp=2 dp.mode=zero3",
     "layout.pp=2 schedule.name=pipedream model.tied=false",
-    "layout.pp=2 layout.dp=2 schedule.name=zb-h1 dp.mode=zero2",
+    pytest.param("layout.pp=2 layout.dp=2 schedule.name=zb-h1 dp.mode=zero2", marks=pytest.mark.slow),
 ]
 
 

@@ -31,6 +31,7 @@ EVAL = ("eval.every=3", "eval.batches=1000")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained run of each kind of model."""
     folder = tmp_path_factory.mktemp("evaluate")
+    write_text(folder / "text.txt", words=1200)
     for name, model in (("gpt", GPT), ("llama", LLAMA), ("moe", MOE)):
         train(config_of(folder, name, model))
     return folder
@@ -109,7 +110,7 @@ def test_float32_is_bitwise_the_same_where_microbatches_are(
 ) -> None:
     runs, single = folder / "runs", "train.dtype=float32"
     plain = evaluated(capsys, runs / "llama", single)["loss"]
-    for layout in (("layout.dp=2",), ("layout.dp=2", "dp.mode=zero3"), ("layout.pp=2",)):
+    for layout in (("layout.dp=2", "dp.mode=zero3"), ("layout.pp=2",)):
         assert evaluated(capsys, runs / "llama", single, *layout)["loss"] == plain
     assert evaluated(capsys, runs / "llama", single, "layout.tp=2")["loss"] == pytest.approx(plain, rel=1e-6)
     half = evaluated(capsys, runs / "llama", "train.dtype=bfloat16", "layout.dp=2")["loss"]

@@ -129,8 +129,17 @@ def on_rank(folder: Path, names: list[str]) -> list[Result]:
     return both
 
 
+FEW = ["one key head", "gpt", "latent", "gemma", "dynamic"]
+
+
 @pytest.mark.parametrize(
-    ("tp", "names"), [(2, list(SHAPES)), (4, ["one key head", "latent"])], ids=["tp2", "tp4"]
+    ("tp", "names"),
+    [
+        pytest.param(2, FEW, id="tp2"),
+        pytest.param(2, [name for name in SHAPES if name not in FEW], id="tp2 more", marks=pytest.mark.slow),
+        pytest.param(4, ["one key head"], id="tp4"),
+        pytest.param(4, ["latent"], id="tp4 more", marks=pytest.mark.slow),
+    ],
 )
 def test_logits_and_texts_are_those_of_one_process(folder: Path, tp: int, names: list[str]) -> None:
     ranks = on_ranks(tp, on_rank, folder, names)
@@ -174,7 +183,8 @@ def test_the_command_writes_the_same_texts(runs: Path, name: str, capsys: pytest
     assert json.loads(written(capsys, *several, "--tp", 2)) == plain
 
 
-@pytest.mark.parametrize("start", ["--tp", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["--tp", "torchrun"])
 def test_one_text_is_streamed_and_ranks_end_together(
     runs: Path, start: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,7 +25,12 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+QUICK = ("pp2 with a shared embedding", "tp2 zero3 experts")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
 def test_the_export_of_a_sharded_run_computes_the_same(name: str, tmp_path: Path) -> None:
     model, *layout = LAYOUTS[name]
     config = job(tmp_path, *layout, "train.steps=3", "run.name=sharded", model=model)

@@ -43,7 +43,16 @@ def run(folder: Path, name: str, *overrides: str, freeze: str = FREEZE) -> Train
     return job(folder, freeze, *small, f"run.name={name}", *path, *overrides, model=LLAMA)
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("zero1 in bfloat16", "zero3 in files", "split backwards", "delayed updates"),
+        *(
+            pytest.param(how, marks=pytest.mark.slow)
+            for how in ("ddp", "zero3", "zero3 in host memory", "server")
+        ),
+    ],
+)
 def test_frozen_weights_keep_their_bits_and_have_no_states(folder: Path, how: str) -> None:
     name = how.replace(" ", "-")
     config = run(folder, name, *HOW[how])

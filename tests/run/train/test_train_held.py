@@ -141,6 +141,7 @@ def test_predicted_and_measured_memory_agree_on_a_few_layouts() -> None:
     assert_within(errors(2, cases), 0.03)
 
 
+@pytest.mark.slow
 def test_predicted_and_measured_memory_agree_for_an_encoder_and_its_decoder() -> None:
     assert_within(
         errors(2, [{**T5, **SPLIT}, {**BART, "layout.tp": 2, "layout.sequence_parallel": True}]), 0.02

@@ -16,6 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from stretto.run.config import TrainConfig
+from stretto.run.launch.local import run_ranks
+from stretto.run.train.job import run_job
 from tiny_job import job, job_file
 from train_runs import losses, train
 
@@ -138,7 +141,22 @@ def test_a_second_job_is_refused_and_a_killed_launcher_leaves_no_ranks_behind(
     assert list((folder / "runs" / "orphans" / "checkpoints").iterdir())  # they saved before they left
 
 
-@pytest.mark.parametrize("again", ["ranks", pytest.param("torchrun", marks=pytest.mark.slow)])
+def joined(config: TrainConfig) -> int:
+    outcome = run_job(config, quiet=True).outcome
+    assert outcome is not None
+    return outcome["step"]
+
+
+def test_ranks_of_another_launcher_make_all_ready_themselves(folder: Path) -> None:
+    """As those of torchrun, by the variables in their environment."""
+    config, whole = (job(folder, "layout.dp=2", f"run.name={name}") for name in ("joined", "alone"))
+    assert run_ranks(2, joined, config) == [6, 6]
+    train(whole)
+    assert losses(config) == losses(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", ["ranks", "torchrun"])
 def test_training_under_torchrun_saves_on_sigterm_and_resumes(
     folder: Path, started: list[subprocess.Popen[bytes]], again: str
 ) -> None:

@@ -108,20 +108,20 @@ def test_another_order_is_told_on_resuming(folder: Path) -> None:
     assert "warning" not in notes.read_text(), "the same tokens in the same order, wherever they lie"
 
 
-def test_mixtures_and_packed_documents(folder: Path) -> None:
-    for packing in ("stream", "documents"):
-        mixed = f"data.source={{file://{folder}/tokens: 0.7, %s: 0.3}}"
-        there = at_url(folder, f"mix-{packing}", mixed % f"file://{folder}/more", f"data.packing={packing}")
-        half = at_url(
-            folder,
-            f"half-{packing}",
-            (mixed % f"{folder}/more").replace("file://", ""),
-            "data.shuffle=window",
-            f"data.packing={packing}",
-        )
-        train(there)
-        train(half)
-        assert list(losses(there).values()) == list(losses(half).values())
+@pytest.mark.parametrize("packing", [pytest.param("stream", marks=pytest.mark.slow), "documents"])
+def test_mixtures_and_packed_documents(folder: Path, packing: str) -> None:
+    mixed = f"data.source={{file://{folder}/tokens: 0.7, %s: 0.3}}"
+    there = at_url(folder, f"mix-{packing}", mixed % f"file://{folder}/more", f"data.packing={packing}")
+    half = at_url(
+        folder,
+        f"half-{packing}",
+        (mixed % f"{folder}/more").replace("file://", ""),
+        "data.shuffle=window",
+        f"data.packing={packing}",
+    )
+    train(there)
+    train(half)
+    assert list(losses(there).values()) == list(losses(half).values())
 
 
 def test_what_goes_wrong_in_the_middle_ends_the_run_with_one_error(folder: Path) -> None:

@@ -41,7 +41,14 @@ def llama(folder: Path, name: str, *overrides: str) -> TrainConfig:
     return job(folder, EIGHT, *overrides, f"run.name={name}", model=LLAMA)
 
 
-@pytest.mark.parametrize("overrides", UPDATES, ids=["stashing", "synched", "2bw"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(STASHING, id="stashing"),
+        pytest.param(SYNCHED, id="synched", marks=pytest.mark.slow),
+        pytest.param(TWO, id="2bw"),
+    ],
+)
 def test_asynchronous_schedules_learn_and_resume_bitwise(folder: Path, overrides: tuple[str, ...]) -> None:
     name = "-".join(overrides[2:])
     drains = (*overrides, "checkpoint.every=4")
@@ -175,16 +182,19 @@ def test_float16_skips_a_delayed_update_on_all_ranks_of_its_stage(folder: Path) 
     }
 
 
-SYNCHRONOUS = ("zb-h2", "hanayo", "dualpipe-v", "dualpipe", "chimera")
+SYNCHRONOUS = ("hanayo", "dualpipe")
+MORE = ("zb-h2", "dualpipe-v", "chimera")
 
 
-def test_synchronous_schedules_train_alike_and_evaluate(folder: Path) -> None:
+@pytest.mark.parametrize("schedules", [SYNCHRONOUS, pytest.param(MORE, marks=pytest.mark.slow)])
+def test_synchronous_schedules_train_alike_and_evaluate(tmp_path: Path, schedules: tuple[str, ...]) -> None:
+    folder = tmp_path
     overrides = ("layout.pp=2", "train.dtype=float64", "train.steps=3", "eval.every=3", "eval.batches=1")
     plain = llama(folder, "plain", *overrides[1:])
     train(plain)
     wanted, held_out = losses(plain), next(read_lines(plain.run.folder / "eval.jsonl"))["loss"]
     weights = tensors(plain, 3)
-    for name in SYNCHRONOUS:
+    for name in schedules:
         config = llama(folder, name, *overrides, f"schedule.name={name}")
         train(config)
         assert losses(config) == pytest.approx(wanted, rel=1e-12)

@@ -16,7 +16,6 @@ from tiny_job import EIGHT, LLAMA, changes, job, varied
 ODD = ("train.loss_chunk=5", "data.sequence=15", EIGHT)  # chunks end inside samples, and the last is shorter
 SPLIT = [
     changes(tp=2, pp=2, schedule="zb-h1", sequence_parallel=True),
-    changes(dp=2, pp=2, schedule="gpipe"),
     changes(tp=2, cp=2),
 ]
 CAPPED = LLAMA.replace("{family: llama", "{family: gemma2, logit_softcap: 3.0, attention: {softcap: 4.0}")

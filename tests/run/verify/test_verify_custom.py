@@ -67,7 +67,14 @@ def test_programs_from_files_equal_one_process(folder: Path, tmp_path: Path) -> 
         assert prove(config) == "tp1 dp1 pp2 mine"
 
 
-@pytest.mark.parametrize(("name", "chunks"), [("zb-v", 2), ("interleaved-zb", 2), ("dualpipe-v", 2)])
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [
+        ("zb-v", 2),
+        pytest.param("interleaved-zb", 2, marks=pytest.mark.slow),
+        pytest.param("dualpipe-v", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_what_torch_dumps_comes_back(folder: Path, tmp_path: Path, name: str, chunks: int) -> None:
     """Compute only, and with the UNSHARD, RESHARD, SEND, RECV and REDUCE_GRAD that torch has added."""
     program = schedule(name, 2, 8)
@@ -126,7 +133,7 @@ def test_bad_programs_are_refused_before_a_process_is_started(folder: Path, tmp_
     assert "optim.clip is 0.5" in error(late, "model.tied=false")
 
 
-@pytest.mark.parametrize("stage_layers", [(1, 5), (4, 2)])
+@pytest.mark.parametrize("stage_layers", [(1, 5), pytest.param((4, 2), marks=pytest.mark.slow)])
 def test_memory_and_counts_of_given_stages_are_those_of_the_code(stage_layers: tuple[int, ...]) -> None:
     shape = ModelShape(family="gpt", layers=4, hidden=64, heads=4, vocab=301, sequence=48)
     uneven = Job(

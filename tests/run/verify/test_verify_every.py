@@ -144,6 +144,7 @@ def test_every_split_of_experts_is_covered(folder: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [GPT, LLAMA])
 def test_every_schedule_is_covered_on_every_layout_and_with_every_value_of_every_feature(
     folder: Path, model: str
@@ -250,6 +251,7 @@ def test_equal_programs_are_proved_once_on_a_layout(folder: Path) -> None:
     assert runs(alone) < 0.85 * len(alone)
 
 
+@pytest.mark.slow
 def test_options_other_than_the_defaults_are_tried(folder: Path) -> None:
     deep = every_of(job(folder, "model.layers=6"), 2).cases
     tried = {(c.schedule, *sorted(c.options.items())) for c in deep if c.layout.pp == 2}

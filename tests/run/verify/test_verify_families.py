@@ -16,7 +16,7 @@ from pages import run_here
 from stretto.run.config.written import model_section
 from stretto.run.verify.job import verify
 from stretto.spec.huggingface import shape_from_huggingface
-from tiny_job import changes, job, varied
+from tiny_job import Changes, changes, job, varied
 
 pytestmark = pytest.mark.apart
 
@@ -57,13 +57,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("families")
 
 
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_layouts_equal_one_process(folder: Path, model: str) -> None:
-    cases = [
-        changes(tp=2, cp=2, sequence_parallel=True),
-        changes(tp=2, pp=2, schedule="zb-h1", recompute="selective"),
-        changes(dp=2, cp=2, context="ulysses", mode="zero3"),
-    ]
+LAYOUTS = [
+    changes(tp=2, cp=2, sequence_parallel=True),
+    changes(tp=2, pp=2, schedule="zb-h1", recompute="selective"),
+    changes(dp=2, cp=2, context="ulysses", mode="zero3"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "cases"),
+    [
+        *((name, LAYOUTS[at % 3 : at % 3 + 1]) for at, name in enumerate(MODELS)),
+        *(pytest.param(name, LAYOUTS, marks=pytest.mark.slow) for name in MODELS),
+    ],
+    ids=[*MODELS, *(f"{name} in every layout" for name in MODELS)],
+)
+def test_layouts_equal_one_process(folder: Path, name: str, cases: list[Changes]) -> None:
+    model = MODELS[name]
     config = job(folder, "data.sequence=15", "batch.global_size=4", model=model)
     for verdict in verify(config, [varied(config, case) for case in cases], steps=1):
         assert verdict.equal, verdict

@@ -207,9 +207,9 @@ def four(folder: Path, *overrides: str, model: str = GPT) -> TrainConfig:
     return job(folder, "batch.global_size=4", *overrides, model=model)
 
 
-def proved(config: TrainConfig, case: Changes, fault: Callable[[], None]) -> Verdict:
+def proved(config: TrainConfig, case: Changes, fault: Callable[[], None], steps: int = 1) -> Verdict:
     proof = varied(config, case)
-    (verdict,) = verify(config, [proof], on_rank=fault)
+    (verdict,) = verify(config, [proof], steps, on_rank=fault)
     assert not verdict.equal
     assert verdict.layout == describe(proof)
     return verdict
@@ -219,11 +219,12 @@ def proved(config: TrainConfig, case: Changes, fault: Callable[[], None]) -> Ver
     ("fault", "case", "says"),
     [
         (halve_gradients, PP2, "every gradient is 0.5 times the reference: wrong gradient scale"),
-        (
+        pytest.param(
             average_over_replicas,
             PP2_DP2,
             "every gradient is 0.5 times the reference: wrong gradient scale, as if averaged over the 2 "
             "replicas",
+            marks=pytest.mark.slow,
         ),
         (
             forget_the_replicas,
@@ -243,7 +244,11 @@ def test_wrong_gradients_are_named(folder: Path, fault: Callable[[], None], case
     ("fault", "says"),
     [
         (forget_the_tied_sum, "it is not summed over the 2 stages that share it"),
-        (sum_ties_twice, "it is 2 times the reference, summed twice over the 2 stages that share it"),
+        pytest.param(
+            sum_ties_twice,
+            "it is 2 times the reference, summed twice over the 2 stages that share it",
+            marks=pytest.mark.slow,
+        ),
         (average_ties, "it is 0.5 times the reference, averaged over the 2 stages that share it"),
     ],
 )
@@ -301,7 +306,12 @@ def test_a_dropped_microbatch_is_named(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "case", "says"),
     [
-        (count_all_copies, PP2_DP2, "of embed.tok.weight a part of it is counted 2 times"),
+        pytest.param(
+            count_all_copies,
+            PP2_DP2,
+            "of embed.tok.weight a part of it is counted 2 times",
+            marks=pytest.mark.slow,
+        ),
         (count_all_copies, TP2, "of embed.pos.weight a part of it is counted 2 times"),
         (leave_a_shard_out, TP2, "of blocks.0.mlp.up.weight a part of it is not counted"),
     ],
@@ -372,10 +382,11 @@ def forget_the_copies() -> None:
             "differs between the 2 copies of the weights, and their sum is the reference: the sum over the "
             "copies is missing",
         ),
-        (
+        pytest.param(
             changes(tp=1, dp=2, pp=2, schedule="chimera"),
             ("model.tied=false",),
             "the sum over the copies or the data-parallel reduction is missing",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -446,10 +457,11 @@ SGD = ("optim.name=sgd", "optim.momentum=0.9", "optim.clip=null")
             changes(tp=1, dp=1, pp=2, schedule="pipedream"),
             "one later than promised, on every stage",
         ),
-        (
+        pytest.param(
             one_update_later,
             changes(tp=1, dp=1, pp=2, schedule="pipedream-2bw"),
             "one later than promised, on every stage",
+            marks=pytest.mark.slow,
         ),
         (never_stash, changes(tp=1, dp=1, pp=2, schedule="pipedream-2bw"), "differ, most of all"),
         (
@@ -472,7 +484,7 @@ SGD = ("optim.name=sgd", "optim.momentum=0.9", "optim.clip=null")
 def test_wrong_delayed_updates_are_seen(
     folder: Path, fault: Callable[[], None], case: Changes, says: str
 ) -> None:
-    verdict = proved(job(folder, *SGD, EIGHT, model=LLAMA), case, fault)
+    verdict = proved(job(folder, *SGD, EIGHT, model=LLAMA), case, fault, steps=2)
     assert verdict.diagnosis is not None
     assert says in verdict.diagnosis
     assert verdict.weight_error > STRICT
@@ -480,10 +492,15 @@ def test_wrong_delayed_updates_are_seen(
 
 
 @pytest.mark.parametrize(
-    ("fault", "eps"), [(decay_all_weights, 1e-8), (lose_the_second_update, 1e-8), (decay_all_weights, 1e-15)]
+    ("fault", "eps"),
+    [
+        pytest.param(decay_all_weights, 1e-8, marks=pytest.mark.slow),
+        (lose_the_second_update, 1e-8),
+        (decay_all_weights, 1e-15),
+    ],
 )
 def test_a_wrong_update_is_named(folder: Path, fault: Callable[[], None], eps: float) -> None:
-    verdict = proved(four(folder, f"optim.eps={eps}"), TP2, fault)
+    verdict = proved(four(folder, f"optim.eps={eps}"), TP2, fault, steps=2)
     assert verdict.weight_error > STRICT
     assert verdict.diagnosis is not None
     assert verdict.diagnosis.startswith("gradients and norm are equal but the updated ")

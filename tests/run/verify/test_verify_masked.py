@@ -17,7 +17,7 @@ from stretto.run.train.batches import Batches
 from stretto.run.train.metrics import StepRecord, step_line
 from stretto.run.verify.cases import configured_job, vary
 from stretto.run.verify.job import batches, verify
-from tiny_job import LLAMA, changes, job, varied
+from tiny_job import LLAMA, Changes, changes, job, varied
 from train_runs import train
 
 MOE = (
@@ -79,11 +79,16 @@ WITHIN_LAYERS = [
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [("data.packing=stream", "data.sequence=15"), ("data.sequence=97",)],
-    ids=["packed", "padded"],
+    ("overrides", "cases"),
+    [
+        pytest.param(("data.packing=stream", "data.sequence=15"), WITHIN_LAYERS[1::2], id="packed"),
+        pytest.param(("data.sequence=97",), WITHIN_LAYERS[2:3], id="padded"),
+        pytest.param(("data.sequence=97",), WITHIN_LAYERS, id="padded more", marks=pytest.mark.slow),
+    ],
 )
-def test_ranks_that_share_a_sample_count_its_targets_once(folder: Path, overrides: tuple[str, ...]) -> None:
+def test_ranks_that_share_a_sample_count_its_targets_once(
+    folder: Path, overrides: tuple[str, ...], cases: list[Changes]
+) -> None:
     """Tensor, sequence and context parallelism, on lengths that none of them divides."""
     config = config_of(folder, *overrides)
     (batch, *_) = batches(config, prepare_data(config, quiet=True), 1)
@@ -91,8 +96,8 @@ def test_ranks_that_share_a_sample_count_its_targets_once(folder: Path, override
     masked = (targets == IGNORED).sum(1)
     assert 0 < int(masked.sum()) < targets.numel()
     assert len(set(masked.tolist())) > 1
-    verdicts = verify(config, [varied(config, case) for case in WITHIN_LAYERS], steps=1)
-    assert [verdict.diagnosis for verdict in verdicts] == [None] * len(WITHIN_LAYERS)
+    verdicts = verify(config, [varied(config, case) for case in cases], steps=1)
+    assert [verdict.diagnosis for verdict in verdicts] == [None] * len(cases)
     for verdict in verdicts:
         assert verdict.loss_error < 1e-12
         assert verdict.grad_error is not None
@@ -113,7 +118,7 @@ def count_masked_targets() -> None:
 
 def test_a_loss_of_masked_targets_is_caught(folder: Path) -> None:
     config = config_of(folder, "data.sequence=97")
-    (verdict,) = verify(config, [varied(config, changes(tp=2))], on_rank=count_masked_targets)
+    (verdict,) = verify(config, [varied(config, changes(tp=2))], steps=1, on_rank=count_masked_targets)
     assert not verdict.equal
     assert verdict.loss_error > 1e-4
 
@@ -128,7 +133,7 @@ def test_experts_are_balanced_over_all_tokens(folder: Path) -> None:
 def test_a_count_on_each_replica_is_caught(folder: Path) -> None:
     config = config_of(folder, "data.sequence=96")
     case = varied(config, changes(tp=1, dp=2, pp=1, schedule="1f1b"))
-    (verdict,) = verify(config, [case], on_rank=count_on_each_replica)
+    (verdict,) = verify(config, [case], steps=1, on_rank=count_on_each_replica)
     assert not verdict.equal
     assert max(verdict.loss_error, verdict.grad_error or 0.0) > 1e-4
 

@@ -31,17 +31,19 @@ LATENT = (
     "{latent: {kv_rank: 8, rope_dim: 4, value_dim: 8}}}"
 )
 CASES = [
-    (GPT, changes(tp=2, dp=1, pp=2, schedule="1f1b", sequence_parallel=True, recompute="full")),
-    (GPT, changes(tp=1, dp=1, pp=4, schedule="zb-h1", recompute="selective")),
     (GPT, changes(tp=1, dp=1, pp=2, cp=2, schedule="interleaved", recompute="full")),
-    (GPT, changes(tp=1, dp=2, pp=2, schedule="dualpipe")),
     (GPT, changes(tp=1, dp=2, cp=2, context="ulysses")),
     (LLAMA, changes(tp=2, dp=1, cp=2, sequence_parallel=True)),
+    (LLAMA, changes(tp=1, dp=2, pp=2, schedule="pipedream")),
+    (OSS, changes(tp=1, dp=2, pp=2, ep=2, schedule="1f1b")),
+]
+MORE = [
+    (GPT, changes(tp=2, dp=1, pp=2, schedule="1f1b", sequence_parallel=True, recompute="full")),
+    (GPT, changes(tp=1, dp=1, pp=4, schedule="zb-h1", recompute="selective")),
+    (GPT, changes(tp=1, dp=2, pp=2, schedule="dualpipe")),
     (LLAMA, changes(tp=1, dp=4, mode="server")),
     (LLAMA, changes(tp=1, dp=2, pp=2, mode="zero3", schedule="1f1b")),
-    (LLAMA, changes(tp=1, dp=2, pp=2, schedule="pipedream")),
     (OSS, changes(tp=2, dp=1, cp=2, sequence_parallel=True)),
-    (OSS, changes(tp=1, dp=2, pp=2, ep=2, schedule="1f1b")),
     (LATENT, changes(tp=1, dp=1, cp=4)),
 ]
 
@@ -86,7 +88,11 @@ def test_samples_of_one_document_are_cut_for_a_proof(folder: Path) -> None:
     assert torch.equal(batch.targets[:, :-1] == IGNORED, edges)
 
 
-@pytest.mark.parametrize(("model", "case"), CASES, ids=lambda x: name_of(x) if isinstance(x, dict) else "")
+@pytest.mark.parametrize(
+    ("model", "case"),
+    [*CASES, *(pytest.param(model, case, marks=pytest.mark.slow) for model, case in MORE)],
+    ids=lambda x: name_of(x) if isinstance(x, dict) else "",
+)
 def test_a_layout_of_a_packed_job_equals_one_process(folder: Path, model: str, case: Changes) -> None:
     config = config_of(folder, model=model)
     (verdict,) = verify(config, [varied(config, {"tp": 1, "pp": 1, "schedule": "1f1b", **case})], steps=1)
@@ -120,7 +126,7 @@ def test_documents_that_are_mixed_up_are_caught(folder: Path, fault: Callable[[]
 
 def test_a_packed_run_trains_and_evaluates_packed(folder: Path) -> None:
     """Evaluation keeps documents apart too: its targets are all tokens but the first of each document."""
-    words = ("layout.pp=2", "layout.cp=2", "eval.every=3", "eval.batches=1000", "run.name=apart")
+    words = ("layout.pp=2", "layout.cp=2", "eval.every=6", "eval.batches=1000", "run.name=apart")
     config = config_of(folder, *words, "data.split=6,4,0")
     source = prepare_data(config, quiet=True)
     train(config)

@@ -50,19 +50,26 @@ def prove(config: TrainConfig, cases: list[Changes]) -> None:
         assert verdict.tolerance <= 1e-9
 
 
-DEEPSEEK_CASES = [
-    changes(tp=2, dp=2, ep=2, sequence_parallel=True),
-    changes(tp=2, cp=2, ep=4, expert_tp=1),
-    changes(cp=2, pp=2, context="ulysses"),
-    changes(dp=2, pp=2, schedule="zb-h1", recompute="full", mode="zero3"),
-    changes(pp=2, tp=2, schedule="dualpipe"),
-]
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [changes(tp=2, dp=2, ep=2, sequence_parallel=True), changes(cp=2, pp=2, context="ulysses")],
+        pytest.param(
+            [
+                changes(tp=2, cp=2, ep=4, expert_tp=1),
+                changes(dp=2, pp=2, schedule="zb-h1", recompute="full", mode="zero3"),
+                changes(pp=2, tp=2, schedule="dualpipe"),
+            ],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["few", "more"],
+)
+def test_deepseek_v3(folder: Path, cases: list[Changes]) -> None:
+    prove(routed(folder, DEEPSEEK_V3), cases)
 
 
-def test_deepseek_v3(folder: Path) -> None:
-    prove(routed(folder, DEEPSEEK_V3), DEEPSEEK_CASES)
-
-
+@pytest.mark.slow
 def test_deepseek_v2(folder: Path) -> None:
     cases = [
         changes(tp=2, ep=2, expert_tp=1),
@@ -73,13 +80,25 @@ def test_deepseek_v2(folder: Path) -> None:
     prove(routed(folder, DEEPSEEK_V2, "data.sequence=15"), cases)
 
 
-@pytest.mark.parametrize("model", [QWEN3_MOE, GPT_OSS])
-def test_models_with_windows_and_heads_that_share_keys(folder: Path, model: str) -> None:
-    cases = [
-        changes(tp=2, dp=2, ep=2, sequence_parallel=True),
-        changes(tp=4, ep=2, expert_tp=2),
-        changes(tp=2, cp=2),
-        changes(cp=4, context="ulysses"),
-        changes(dp=2, pp=2, schedule="zb-h1", mode="zero3"),
-    ]
+EVERY_AXIS = [
+    changes(tp=2, dp=2, ep=2, sequence_parallel=True),
+    changes(tp=4, ep=2, expert_tp=2),
+    changes(tp=2, cp=2),
+    changes(cp=4, context="ulysses"),
+    changes(dp=2, pp=2, schedule="zb-h1", mode="zero3"),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "cases"),
+    [
+        pytest.param(QWEN3_MOE, EVERY_AXIS[1:2], id="qwen3_moe"),
+        pytest.param(GPT_OSS, [EVERY_AXIS[2], EVERY_AXIS[4]], id="gpt_oss"),
+        pytest.param(QWEN3_MOE, EVERY_AXIS, marks=pytest.mark.slow, id="qwen3_moe every axis"),
+        pytest.param(GPT_OSS, EVERY_AXIS, marks=pytest.mark.slow, id="gpt_oss every axis"),
+    ],
+)
+def test_models_with_windows_and_heads_that_share_keys(
+    folder: Path, model: str, cases: list[Changes]
+) -> None:
     prove(routed(folder, model), cases)

@@ -87,35 +87,49 @@ def test_every_synchronous_schedule_on_two_ranks(tmp_path: Path, model: str) -> 
     check(proved(config_of(tmp_path, model, EIGHT), cases))
 
 
+ON_TWO = [
+    changes(tp=2, sequence_parallel=True, recompute="selective"),
+    changes(tp=2, recompute="full", shard_inputs=True),
+    changes(dp=2, mode="zero3", gather="layer"),
+    changes(tp=2),
+    changes(tp=2, sequence_parallel=True),
+    changes(dp=2, mode="zero1"),
+    changes(dp=2, mode="zero2", recompute="full"),
+]
+ON_FOUR = [
+    changes(pp=4, schedule="zb-h1", encoder_pp=3, recompute="full"),
+    changes(pp=2, tp=2, schedule="interleaved", sequence_parallel=True, recompute="selective"),
+    changes(pp=4, schedule="1f1b", encoder_pp=1),
+    changes(pp=4, schedule="dualpipe-v"),
+    changes(pp=2, dp=2, schedule="zb-v", mode="zero3", gather="stage"),
+    changes(dp=2, tp=2, mode="zero2", sequence_parallel=True),
+]
+
+
 @pytest.mark.parametrize(
-    "model", [pytest.param(T5, id="t5"), pytest.param(BART, id="bart", marks=pytest.mark.slow)]
+    ("model", "cases"),
+    [
+        pytest.param(T5, ON_TWO[:3], id="t5"),
+        pytest.param(T5, ON_TWO[3:], id="t5 more", marks=pytest.mark.slow),
+        pytest.param(BART, ON_TWO, id="bart", marks=pytest.mark.slow),
+    ],
 )
-def test_split_layers_sequences_and_states_on_two_ranks(tmp_path: Path, model: str) -> None:
-    cases = [
-        changes(tp=2),
-        changes(tp=2, sequence_parallel=True),
-        changes(tp=2, sequence_parallel=True, recompute="selective"),
-        changes(tp=2, recompute="full", shard_inputs=True),
-        changes(dp=2, mode="zero1"),
-        changes(dp=2, mode="zero2", recompute="full"),
-        changes(dp=2, mode="zero3", gather="layer"),
-    ]
+def test_split_layers_sequences_and_states_on_two_ranks(
+    tmp_path: Path, model: str, cases: list[Changes]
+) -> None:
     check(proved(config_of(tmp_path, model), cases))
 
 
 @pytest.mark.parametrize(
-    "model", [pytest.param(GATED, id="t5 version 1.1", marks=pytest.mark.slow), pytest.param(BART, id="bart")]
+    ("model", "cases"),
+    [
+        pytest.param(BART, ON_FOUR[:2], id="bart"),
+        pytest.param(BART, ON_FOUR[2:], id="bart more", marks=pytest.mark.slow),
+        pytest.param(GATED, ON_FOUR, id="t5 version 1.1", marks=pytest.mark.slow),
+    ],
 )
-def test_all_axes_on_four_ranks(tmp_path: Path, model: str) -> None:
+def test_all_axes_on_four_ranks(tmp_path: Path, model: str, cases: list[Changes]) -> None:
     """With a number of encoder's ranks that the costs would not give, too."""
-    cases = [
-        changes(pp=4, schedule="1f1b", encoder_pp=1),
-        changes(pp=4, schedule="zb-h1", encoder_pp=3, recompute="full"),
-        changes(pp=4, schedule="dualpipe-v"),
-        changes(pp=2, tp=2, schedule="interleaved", sequence_parallel=True, recompute="selective"),
-        changes(pp=2, dp=2, schedule="zb-v", mode="zero3", gather="stage"),
-        changes(dp=2, tp=2, mode="zero2", sequence_parallel=True),
-    ]
     check(proved(config_of(tmp_path, model, EIGHT), cases))
 
 

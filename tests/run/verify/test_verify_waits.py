@@ -14,7 +14,7 @@ from torch import Tensor
 import stretto.engine.parallel.late as late_module
 import stretto.run.train.batches as batches_module
 import stretto.run.train.replica as replica_module
-from planted_faults import Planted, prove_planted
+from planted_faults import Planted, parameters, prove_planted, selected
 from stretto.engine.parallel.data.layer_gather import LayerGather
 from stretto.engine.parallel.data.unit import Unit
 from stretto.engine.pipeline.exchange import Exchange, Transfer
@@ -142,13 +142,13 @@ ALL = [
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[Verdict]:
+def verdicts(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[int, Verdict]:
     config = job(tmp_path_factory.mktemp("waits"), model=GPT)
-    return prove_planted(config, __name__)
+    return prove_planted(config, __name__, selected(request))
 
 
-@pytest.mark.parametrize("at", range(len(ALL)), ids=[p.fault.__name__ for p in ALL])
-def test_each_fault_is_seen(verdicts: list[Verdict], at: int) -> None:
+@pytest.mark.parametrize("at", parameters(ALL, lambda planted: planted.fault.__name__))
+def test_each_fault_is_seen(verdicts: dict[int, Verdict], at: int) -> None:
     ALL[at].check(verdicts[at])
 
 
