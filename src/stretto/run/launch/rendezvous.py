@@ -16,15 +16,26 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _POLL_S = 0.01
+_early: list[tuple[Store, int, int]] = []  # of `early_store`, for the process group to take
+
+
+def early_store(timeout: timedelta) -> tuple[Store, int, int]:
+    """As `attempt_store`, for what ranks have to tell each other before their process group begins, which
+    takes this store in its turn. Collective.
+    """
+    _early.append(attempt_store(timeout))
+    return _early[-1]
 
 
 def attempt_store(timeout: timedelta) -> tuple[Store, int, int]:
     """The store of this attempt, this rank, and the number of ranks, for the job that RANK, WORLD_SIZE and
-    MASTER_ADDR describe. Collective.
+    MASTER_ADDR describe. Collective, unless `early_store` came before.
 
     Raises:
         DistStoreError: a rank has not come in time.
     """
+    if _early:
+        return _early.pop()
     from torch.distributed import PrefixStore, rendezvous
 
     store, rank, world = next(rendezvous("env://", timeout=timeout))
