@@ -101,7 +101,7 @@ def _keep_samples(path: str) -> None:
 
     def wrapped(self: Session, stop: Any) -> bool:
         step, stopped = self.position.step + 1, inner(self, stop)
-        if self.mesh.index("tp") == 0 and self.mesh.index("pp") == 0:
+        if all(self.mesh.index(axis) == 0 for axis in ("tp", "cp", "pp")):
             seen = [i for microbatch in self.replica.samples for i in microbatch]
             with open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps([step, seen]) + "\n")

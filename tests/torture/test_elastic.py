@@ -19,18 +19,19 @@ from stretto.engine.checkpoint.read import read_whole
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.train.job import run_job as run_clicks
 from stretto.run.config import TrainConfig
-from stretto.run.config.for_ranks import for_ranks
 from stretto.run.launch import restart
 from stretto.run.train import job as job_module
 from stretto.run.train.job import local_rank, run_job
+from stretto.run.train.replan import for_ranks
 from tiny_job import LLAMA, job
 from train_runs import Hook, at_step, hooked, keep_samples, losses, send_self, tensors, train
 
 pytestmark = pytest.mark.apart
 
 STEPS = 8
-LAYOUTS = "elastic.layouts=[{dp: 3}, {pp: 2, micro_size: 2, schedule: gpipe}, {}]"
-EXACT = ("train.dtype=float64", "batch.global_size=12", f"train.steps={STEPS}", "layout.dp=4", LAYOUTS)
+LISTED = "elastic.layouts=[{dp: 3}, {pp: 2, micro_size: 2, schedule: gpipe}, {}]"
+PLANNED = "elastic.layouts=auto"
+EXACT = ("train.dtype=float64", "batch.global_size=12", f"train.steps={STEPS}", "layout.dp=4")
 NAMES = range(12 * STEPS)
 
 
@@ -64,13 +65,17 @@ def equal_weights(one: TrainConfig, other: TrainConfig) -> float:
     return max(float((ours[n] - theirs[n]).abs().max() / theirs[n].abs().max()) for n in names)
 
 
-def test_ranks_that_come_and_go_lose_and_repeat_no_sample(folder: Path, tmp_path: Path) -> None:
-    whole, samples = undisturbed(folder), tmp_path / "samples"
+@pytest.mark.parametrize("layouts", [LISTED, pytest.param(PLANNED, marks=pytest.mark.slow)])
+def test_ranks_that_come_and_go_lose_and_repeat_no_sample(folder: Path, tmp_path: Path, layouts: str) -> None:
+    whole, samples, how = (
+        undisturbed(folder),
+        tmp_path / "samples",
+        "listed" if layouts is LISTED else "planned",
+    )
     changes = [(4, 2), (3, 4), (2, 6), (4, STEPS)]
     for ranks, until in changes:
-        config = for_ranks(
-            job(folder, *EXACT, "run.name=changing", "checkpoint.resume=auto", model=LLAMA), ranks
-        )
+        words = (layouts, f"run.name={how}", "checkpoint.resume=auto")
+        config = for_ranks(job(folder, *EXACT, *words, model=LLAMA), ranks, print)
         stop = [at_step(until, ranks - 1, send_self, signal.SIGUSR1)] if until < STEPS else []
         assert train(config, keep_samples(str(samples)), *stop)["step"] == until
     assert ledger(samples) == ledger(folder / "whole.samples")
@@ -79,10 +84,10 @@ def test_ranks_that_come_and_go_lose_and_repeat_no_sample(folder: Path, tmp_path
     assert equal_weights(config, whole) < 1e-12
     if os.environ.get("STRETTO_RECORD"):
         counts.record(
-            "ranks 4-3-2-4: samples of a step that an undisturbed run trains in it",
+            f"ranks 4-3-2-4, layouts {how}: samples of a step that an undisturbed run trains in it",
             tried=len(NAMES),
             passed=len(NAMES),
-            command="STRETTO_RECORD=1 pytest tests/torture/test_elastic.py",
+            command="STRETTO_RECORD=1 pytest -m 'slow or not slow' tests/torture/test_elastic.py",
             note=f"weights within {equal_weights(config, whole):.1e} of the largest, in float64",
         )
 
@@ -96,9 +101,8 @@ def test_a_rank_that_dies_again_is_done_without(
 ) -> None:
     """The third of three ranks is on a part of the machine that breaks in step 3."""
     monkeypatch.setattr(restart, "FIRST_DELAY_S", 0.01)
-    config = for_ranks(
-        job(folder, *EXACT, "run.name=broken", "checkpoint.every=2", "train.restarts=5", model=LLAMA), 3
-    )
+    words = (PLANNED, "run.name=broken", "checkpoint.every=2", "train.restarts=5")
+    config = for_ranks(job(folder, *EXACT, *words, model=LLAMA), 3, print)
     hooks: list[Hook] = [at_step(3, 2, dies)]
     inner = job_module.run_ranks
 
@@ -111,10 +115,11 @@ def test_a_rank_that_dies_again_is_done_without(
     result = run_job(config, quiet=True)
     assert (result.restarts, result.stopped) == (2, False)
     lines = capfd.readouterr().err.splitlines()
-    told = [line for line in lines if line.startswith(("restart ", "going on"))]
+    told = [line for line in lines if line.startswith(("restart ", "elastic", "going on"))]
     assert told[0].startswith("restart 1 of 5: rank 2 was killed by SIGKILL in step 3; going on from the")
-    assert told[1] == "going on with 2 of 3 ranks, for one was lost twice in a step"
-    assert told[2].startswith("restart 2 of 5")
+    assert told[1].startswith("elastic: 2 ranks take ")
+    assert told[2] == "going on with 2 of 3 ranks, for one was lost twice in a step"
+    assert told[3].startswith("restart 2 of 5")
     assert equal_weights(config, undisturbed(folder)) < 1e-12
 
 

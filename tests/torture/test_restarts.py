@@ -184,8 +184,8 @@ def test_fifty_restarts_in_a_row_leave_nothing_behind(folder: Path, monkeypatch:
 
     def planted(ranks: int, function: Any, *arguments: Any, **options: Any) -> list[Any]:
         held.append((len(os.listdir("/proc/self/fd")), threading.active_count(), len(running_ranks())))
-        config, _, source = arguments
-        return inner(ranks, hooked, [(die_after_two_steps, ())], config, source, **options)
+        *watched, _, config, _, source = (function, *arguments)
+        return inner(ranks, *watched, hooked, [(die_after_two_steps, ())], config, source, **options)
 
     monkeypatch.setattr(job_module, "run_ranks", planted)
     result = run_job(parts, quiet=True)
@@ -227,8 +227,9 @@ def test_two_thousand_steps_with_saves_hold_no_more_at_their_end(
     inner = job_module.run_ranks
 
     def planted(ranks: int, function: Any, *arguments: Any, **options: Any) -> list[Any]:
-        config, _, source = arguments
-        return inner(ranks, hooked, [(keep_what_is_held, (str(notes),))], config, source, **options)
+        *watched, _, config, _, source = (function, *arguments)
+        hooks = [(keep_what_is_held, (str(notes),))]
+        return inner(ranks, *watched, hooked, hooks, config, source, **options)
 
     monkeypatch.setattr(job_module, "run_ranks", planted)
     assert not run_job(config, quiet=True).stopped

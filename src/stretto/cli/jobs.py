@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,32 +66,36 @@ def ranks_of(config: AnyConfig) -> tuple[int, str]:
     return config.layout.ranks, f"ranks={config.layout.ranks}"
 
 
-def for_ranks(config: AnyConfig, ranks: int | None) -> AnyConfig:
+def for_ranks(config: AnyConfig, ranks: int | None, quiet: bool) -> AnyConfig:
     """The job on so many ranks, or on as many as torchrun has started where the config says what to do with
     them; None: on those of its layout.
+
+    Args:
+        quiet: say what was chosen on stderr, not on stdout.
 
     Raises:
         StrettoError: the config is for other numbers.
     """
     from stretto.recommender.config import for_ranks as recommender
-    from stretto.run.config import for_ranks as language
     from stretto.run.config.schema import TrainConfig
     from stretto.run.train.job import under_torchrun
 
-    if under_torchrun():
+    def note(text: str) -> None:
+        print(text, file=sys.stderr if quiet else sys.stdout, flush=True)
+
+    language = isinstance(config, TrainConfig)
+    if joins := under_torchrun():
         if ranks is not None:
             raise StrettoError("torchrun has started the ranks already", hint="leave --ranks out")
-        several = (
-            language.rank_choices(config)
-            if isinstance(config, TrainConfig)
-            else recommender.rank_choices(config)
-        )
-        ranks = int(os.environ["WORLD_SIZE"]) if len(several) > 1 else None
+        elastic = config.elastic.layouts if language else config.elastic.ranks
+        ranks = int(os.environ["WORLD_SIZE"]) if elastic else None
     if ranks is None:
         return config
-    if isinstance(config, TrainConfig):
-        return language.for_ranks(config, ranks)
-    return recommender.for_ranks(config, ranks)
+    if not language:
+        return recommender.for_ranks(config, ranks)
+    from stretto.run.train.replan import for_ranks, join_for_ranks
+
+    return join_for_ranks(config, note) if joins else for_ranks(config, ranks, note)
 
 
 def run_job(config: AnyConfig, quiet: bool, port: int = 0) -> Result:

@@ -149,11 +149,11 @@ def _train(
     from stretto.recommender.config.load import load_config
 
     requested = load_config(path, [*words, *([f"checkpoint.resume={resume}"] if resume else [])])
-    requested = for_ranks(requested, ranks)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        result = _join(requested, as_json)
+        requested, result = _join(requested, ranks, as_json)
         started = requested
     else:
+        requested = for_ranks(requested, ranks, as_json)
         started, result = _launch(path, words, requested, as_json, port)
     from stretto.run.train.job import exit_code
 
@@ -183,19 +183,20 @@ def _launch(
         raise say_no() from None
 
 
-def _join(config: AnyConfig, quiet: bool) -> Result:
-    """Train as one rank under torchrun.
+def _join(config: AnyConfig, ranks: int | None, quiet: bool) -> tuple[AnyConfig, Result]:
+    """Train as one rank under torchrun; returns the config for as many ranks as there are, and the result.
 
     An error that all ranks meet is printed once: rank 0 prints first, and torchrun then ends the others.
     """
-    from stretto.cli.jobs import run_job
+    from stretto.cli.jobs import for_ranks, run_job
     from stretto.engine.offload.scratch import OffloadError
     from stretto.engine.parallel.control import CollectiveError
     from stretto.run.launch.failure import TrainingFailed
 
     rank = int(os.environ["RANK"])
     try:
-        return run_job(config, quiet)
+        config = for_ranks(config, ranks, quiet)
+        return config, run_job(config, quiet)
     except StrettoError as error:
         if rank:
             time.sleep(RANK_0_FIRST_S)

@@ -36,7 +36,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "layout.stages": ((2, 9, 9, 6),),
     "layout.order": ("tp-cp-ep-pp-dp", "dp-tp-cp-ep-pp"),
     "layout.expert_tp": (1, 2),
-    "elastic.layouts": ([ElasticLayout(dp=2)],),
+    "elastic.layouts": ([ElasticLayout(dp=2)], "auto"),
     "schedule.name": ("gpipe", "zb-h1", "interleaved"),
     "schedule.file": (schedule("1f1b", 2, 2),),
     "schedule.memory": (2.0,),

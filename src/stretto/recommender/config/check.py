@@ -48,7 +48,8 @@ def find_problems(
 
 def _elastic(config: RecommenderConfig) -> Iterator[Problem]:
     """What is wrong with the job on its other numbers of ranks."""
-    for number, ranks in enumerate(config.elastic.ranks):
+    listed = [] if config.elastic.ranks == "auto" else config.elastic.ranks
+    for number, ranks in enumerate(listed):
         if ranks < 1:
             yield Problem(f"elastic.ranks.{number}", ranks, "a job has 1 rank or more", "leave it out")
             continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from stretto.run.config.section import Section
@@ -10,11 +12,12 @@ from stretto.run.config.section import Section
 class ElasticRanks(Section):
     """Fewer or more ranks: a run goes on from its checkpoint with its tables placed on as many ranks as there
     are, with the same global batch and the same samples in the same order. `WORLD_SIZE` of torchrun chooses
-    the number, or `--ranks`; where a local rank dies twice in one step, a restart takes the next smaller one.
+    the number, or `--ranks`; where a local rank dies twice in one step, or devices are gone, a restart takes
+    the next smaller one.
     """
 
-    ranks: list[int] = Field(
+    ranks: list[int] | Literal["auto"] = Field(
         default_factory=list[int],
         examples=["[3, 2, 1]"],
-        description="Numbers of ranks beside `layout.ranks`.",
+        description="Numbers of ranks beside `layout.ranks`; or `auto`: any number.",
     )

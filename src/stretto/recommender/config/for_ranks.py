@@ -7,7 +7,9 @@ from stretto.run.config.for_ranks import no_such_ranks
 
 
 def rank_choices(config: RecommenderConfig) -> list[int]:
-    """The numbers of ranks that the job can have, the largest first."""
+    """The numbers of ranks that the job can have, the largest first; of any number those up to its own."""
+    if config.elastic.ranks == "auto":
+        return list(range(config.layout.ranks, 0, -1))
     return sorted({config.layout.ranks, *config.elastic.ranks}, reverse=True)
 
 
@@ -17,6 +19,6 @@ def for_ranks(config: RecommenderConfig, ranks: int) -> RecommenderConfig:
     Raises:
         StrettoError: it is not for so many.
     """
-    if ranks not in (choices := rank_choices(config)):
+    if config.elastic.ranks != "auto" and ranks not in (choices := rank_choices(config)):
         raise no_such_ranks(ranks, choices, "elastic.ranks")
     return config.model_copy(update={"layout": config.layout.model_copy(update={"ranks": ranks})})

@@ -16,6 +16,7 @@ from stretto.recommender.train.report import banner
 from stretto.recommender.train.resume import check_resume
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.job import Kind, Result, check_fresh, run_kind
+from stretto.run.train.replan import Note
 
 PRELOAD = ("stretto.recommender.train.worker", "torch._dynamo", "numpy.random", "stretto.cli.main")
 
@@ -49,8 +50,10 @@ class _Recommender(Kind[RecommenderConfig]):
     def rank_choices(self, config: RecommenderConfig) -> list[int]:
         return rank_choices(config)
 
-    def for_ranks(self, config: RecommenderConfig, ranks: int) -> RecommenderConfig:
-        return for_ranks(config, ranks)
+    def for_ranks(self, config: RecommenderConfig, ranks: int, note: Note) -> RecommenderConfig:
+        other = for_ranks(config, ranks)
+        check(other)
+        return other
 
     def check(self, config: RecommenderConfig, world: int | None, devices: int | None) -> None:
         check(config, world=world, devices=devices)

@@ -67,6 +67,9 @@ def find_problems(
 
 def _elastic(config: TrainConfig) -> Iterator[Problem]:
     """What is wrong with the layouts for other numbers of ranks."""
+    if config.elastic.layouts == "auto" and job_of(config).program().versions:
+        rule = "in asynchronous schedules what a step computes depends on the layout"
+        yield Problem("elastic.layouts", "auto", rule, "list the layouts, or take a synchronous schedule")
     yield from number_twice(config)
     for field, other in alternatives(config):
         for problem in find_problems(other):

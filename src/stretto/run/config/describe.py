@@ -45,7 +45,7 @@ def takes_only_text(field: FieldInfo) -> bool:
 
 def _name(kind: Any) -> str:
     if get_origin(kind) is Literal:
-        return "one of " + ", ".join(get_args(kind))
+        return "one of " * (len(get_args(kind)) > 1) + ", ".join(get_args(kind))
     if get_origin(kind) is list and kind not in _NAMES:
         return "a list of mappings"
     return _NAMES[kind]

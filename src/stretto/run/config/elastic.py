@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from stretto.run.config.section import Section
@@ -38,10 +40,19 @@ class ElasticLayout(Section):
 class ElasticConfig(Section):
     """Fewer or more ranks: a run goes on from its checkpoint with the layout for the number that there is,
     with the same global batch and the same samples in the same order. `WORLD_SIZE` of torchrun chooses it, or
-    `--ranks`; where a local rank dies twice in one step, a restart takes the next smaller one.
+    `--ranks`; where a local rank dies twice in one step, or devices are gone, a restart takes the next
+    smaller one.
     """
 
-    layouts: list[ElasticLayout] = Field(
+    layouts: list[ElasticLayout] | Literal["auto"] = Field(
         default_factory=list[ElasticLayout],
-        description="One layout for each further number of ranks.",
+        examples=["[{dp: 3}, {pp: 2, micro_size: 2}]"],
+        description="One layout for each further number of ranks; or `auto`: any number takes the fastest "
+        "layout that fits it, as `stretto plan --cluster here` finds it, with its microbatches, schedule, "
+        "sharding and recomputation.",
     )
+
+    @property
+    def listed(self) -> list[ElasticLayout]:
+        """The layouts that are listed; none where they are planned."""
+        return [] if self.layouts == "auto" else self.layouts

@@ -1,4 +1,4 @@
-"""A job on another number of ranks, with the layout that its config has for it."""
+"""A job on another number of ranks, with the layout that its config lists for it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,29 @@ _OF_LAYOUT = ("tp", "cp", "ep", "dp", "pp", "expert_tp", "stages", "encoder_pp")
 
 
 def rank_choices(config: TrainConfig) -> list[int]:
-    """The numbers of ranks that the job can have, the largest first."""
-    numbers = {config.layout.to_layout().world, *(one.ranks for one in config.elastic.layouts)}
-    return sorted(numbers, reverse=True)
+    """The numbers of ranks that the job can have, the largest first; where layouts are planned, those up to
+    that of `layout`.
+    """
+    world = config.layout.to_layout().world
+    if config.elastic.layouts == "auto":
+        return list(range(world, 0, -1))
+    return sorted({world, *(one.ranks for one in config.elastic.layouts)}, reverse=True)
 
 
 def for_ranks(config: TrainConfig, ranks: int) -> TrainConfig:
-    """The job with its layout for so many ranks; the layout that it has now is one of `elastic.layouts` then.
+    """The job with its listed layout for so many ranks; the layout that it has now is then one of
+    `elastic.layouts`.
 
     Raises:
         StrettoError: it has none.
     """
     if ranks == config.layout.to_layout().world:
         return config
-    entry = next((one for one in config.elastic.layouts if one.ranks == ranks), None)
+    entry = next((one for one in config.elastic.listed if one.ranks == ranks), None)
     if entry is None:
         raise no_such_ranks(ranks, rank_choices(config), "elastic.layouts")
     sizes = {name: getattr(entry, name) for name in _OF_LAYOUT}
-    layouts = [one for one in config.elastic.layouts if one is not entry] + _former(config, entry)
+    layouts = [one for one in config.elastic.listed if one is not entry] + _former(config, entry)
     changes: dict[str, Section] = {
         "layout": config.layout.model_copy(update=sizes),
         "elastic": ElasticConfig(layouts=layouts),
@@ -66,7 +71,7 @@ def no_such_ranks(ranks: int, choices: list[int], field: str) -> StrettoError:
 
 def alternatives(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
     """The job on every further number of ranks, beside the field that has its layout."""
-    for number, entry in enumerate(config.elastic.layouts):
+    for number, entry in enumerate(config.elastic.listed):
         if entry.ranks != config.layout.to_layout().world:
             one = config.model_copy(update={"elastic": ElasticConfig(layouts=[entry])})
             job = for_ranks(one, entry.ranks)
@@ -76,7 +81,7 @@ def alternatives(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
 def number_twice(config: TrainConfig) -> Iterator[Problem]:
     """Two layouts of one number of ranks, of which none could be chosen."""
     seen = {config.layout.to_layout().world: "layout"}
-    for number, entry in enumerate(config.elastic.layouts):
+    for number, entry in enumerate(config.elastic.listed):
         field = f"elastic.layouts.{number}"
         if (other := seen.setdefault(entry.ranks, field)) != field:
             rule = f"it has {entry.ranks} rank{'s' * (entry.ranks > 1)}, as {other} has"

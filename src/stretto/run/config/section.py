@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import NoneType
-from typing import Any, Self, get_args, get_origin
+from types import UnionType
+from typing import Any, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr
 from pydantic.fields import FieldInfo
@@ -92,5 +92,4 @@ def _in_list(
 def kinds_of(field: FieldInfo) -> tuple[Any, ...]:
     """The types that a field takes: the members of its union, or its one type."""
     kind = field.annotation
-    members = get_args(kind)
-    return members if NoneType in members or "|" in str(kind) else (kind,)
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)

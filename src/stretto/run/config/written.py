@@ -9,6 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from stretto.errors import StrettoError
+from stretto.layout.layout import ORDER
 from stretto.program.schedules.traits import updates_within
 from stretto.run.config.job import job_of
 from stretto.run.config.model import AttentionConfig, ExpertConfig, ModelConfig, RopeConfig
@@ -64,10 +65,19 @@ def written(job: Job, base: TrainConfig | None = None, about: str = "") -> str:
     return head + explain_marks(text)
 
 
+def laid_over(job: Job, base: TrainConfig) -> TrainConfig:
+    """The base with the layout, the schedule, the microbatches and the savings of a job that was planned for
+    it; all else is as it is there.
+    """
+    changes = dict[str, Section]()
+    for name, fields in _planned_sections(job).items():
+        section: Section = getattr(base, name)
+        values = {**section.model_dump(exclude_defaults=True), **fields}
+        changes[name] = section.model_validate({k: v for k, v in values.items() if v is not None})
+    return base.model_copy(update=changes)
+
+
 def _sections(job: Job, base: TrainConfig | None) -> dict[str, dict[str, Any]]:
-    layout = job.layout
-    again = job.recompute
-    dp = job.dp
     data: dict[str, Any] = {"sequence": job.sequence}
     if job.shape.encoder_layers:
         data["target_sequence"] = job.target_sequence
@@ -83,8 +93,21 @@ def _sections(job: Job, base: TrainConfig | None) -> dict[str, dict[str, Any]]:
     optim: dict[str, Any] = {"clip": None} if updates_within(job.schedule) else {}
     return {
         "data": data,
+        **_planned_sections(job),
+        **({"optim": optim} if optim else {}),
+        "train": {**train, "attention": job.attention, "compile": job.compile, "graphs": job.graphs},
+        **sample,
+    }
+
+
+def _planned_sections(job: Job) -> dict[str, dict[str, Any]]:
+    """What a plan chooses; None: the field's usual value."""
+    layout = job.layout
+    dp = job.dp
+    return {
         "layout": {
             **{axis: getattr(layout, axis) for axis in ("tp", "cp", "ep", "dp", "pp")},
+            "order": None if layout.order == ORDER else layout.order,
             "expert_tp": job.expert_tp,
             "sequence_parallel": job.sequence_parallel,
             "context": job.context,
@@ -99,16 +122,13 @@ def _sections(job: Job, base: TrainConfig | None) -> dict[str, dict[str, Any]]:
             "offload": dp.offload,
             "offload_parameters": dp.offload_parameters,
         },
-        "recompute": asdict(again),
+        "recompute": asdict(job.recompute),
         "schedule": {
             "name": job.schedule,
             "file": None,
             **{name: job.options.get(name) for name in ScheduleConfig.option_names()},
         },
         "batch": {"global_size": job.global_batch, "micro_size": job.micro_batch},
-        **({"optim": optim} if optim else {}),
-        "train": {**train, "attention": job.attention, "compile": job.compile, "graphs": job.graphs},
-        **sample,
     }
 
 

@@ -54,12 +54,18 @@ class Attempt:
 _joined: Attempt | None = None  # before its process group is made
 
 
-def join_early(start_s: float, timeout: timedelta, check: Callable[[], None]) -> None:
-    """Join the attempt now, so that rank 0 may prepare the data while all ranks are there; `attempt_store`
-    then has it.
+def join_early(start_s: float, timeout: timedelta, check: Callable[[], None] = lambda: None) -> Attempt:
+    """Join the attempt before its process group is made, unless this rank has: rank 0 may plan and prepare
+    the data for the others while all ranks are there. `attempt_store` then returns the same. Collective.
+
+    Args:
+        check: called while it waits; raises where the job was asked to stop.
+        start_s, timeout: as of `attempt_store`.
     """
     global _joined
-    _joined = _join(start_s, timeout, check)
+    if _joined is None:
+        _joined = _join(start_s, timeout, check)
+    return _joined
 
 
 def attempt_store(start_s: float, timeout: timedelta) -> Attempt:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from stretto.engine.checkpoint.folder import checkpoints
 from stretto.errors import Problem, StrettoError
 from stretto.run.config.check import check
-from stretto.run.config.for_ranks import for_ranks, rank_choices
+from stretto.run.config.for_ranks import rank_choices
 from stretto.run.config.graphs import no_graphs
 from stretto.run.config.job import job_of
 from stretto.run.config.required import check_required
@@ -30,6 +30,7 @@ from stretto.run.launch.restart import supervise
 from stretto.run.launch.slurm import SAVED
 from stretto.run.launch.stop import Stopped, StopRequest
 from stretto.run.train.prediction import first_line
+from stretto.run.train.replan import Note, for_ranks
 from stretto.run.train.restarts import Restarts
 from stretto.run.train.resume import check_resume, starts_afresh
 from stretto.run.watch.local import watching
@@ -100,8 +101,12 @@ class Kind(ABC, Generic[C]):
         """The numbers of ranks that the job can have, the largest first."""
         return [self.ranks(config)]
 
-    def for_ranks(self, config: C, ranks: int) -> C:
-        """The job on another of these numbers."""
+    def for_ranks(self, config: C, ranks: int, note: Note) -> C:
+        """The job on another of these numbers; `note` is told what was chosen for it.
+
+        Raises:
+            StrettoError: it cannot have so many.
+        """
         raise NotImplementedError
 
     @abstractmethod
@@ -236,6 +241,8 @@ class _Attempts(Generic[C]):
 
     def run(self, number: int) -> list[Any]:
         """The results of all ranks of one attempt; `number` is how many came before."""
+        if number:
+            self._fit_devices()
         kind, config = self.kind, self.config
         ranks = kind.ranks(config)
         with watching(ranks, kind.writes_to(config), config.train.hang_s) as (watched, look):
@@ -254,15 +261,40 @@ class _Attempts(Generic[C]):
 
     def shrink(self) -> bool:
         """Let further attempts have the next smaller number of ranks; whether there is one."""
+        return self._take_fewer(self.kind.ranks(self.config) - 1, "one was lost twice in a step")
+
+    def _fit_devices(self) -> None:
+        """Go on with as many ranks as have a device, where some devices are gone.
+
+        Raises:
+            StrettoError: the job has no layout for so few.
+        """
+        devices, ranks = _devices(self.config, None), self.kind.ranks(self.config)
+        if devices is None or devices >= ranks:
+            return
+        if not self._take_fewer(devices, f"this machine has {devices} devices now"):
+            raise StrettoError(
+                f"this machine has {devices} devices now, and there is no layout of so few ranks",
+                hint=f"repair it, or list layouts of at most {devices} ranks in the section elastic",
+            )
+
+    def _take_fewer(self, most: int, why: str) -> bool:
+        """Take the largest number of ranks up to `most` that the job can have; whether there is one."""
         before = self.kind.ranks(self.config)
-        fewer = [ranks for ranks in self.kind.rank_choices(self.config) if ranks < before]
-        if not fewer:
-            return False
-        self.config = self.kind.for_ranks(self.config, fewer[0])
-        self.data = self.kind.prepare(self.config, self.stop)
-        text = f"going on with {fewer[0]} of {before} ranks, for one was lost twice in a step"
+        for ranks in self.kind.rank_choices(self.config):
+            if ranks > most:
+                continue
+            try:
+                config = self.kind.for_ranks(self.config, ranks, self._note)
+            except StrettoError:  # the planner knows no layout of so many
+                continue
+            self.config, self.data = config, self.kind.prepare(config, self.stop)
+            self._note(f"going on with {ranks} of {before} ranks, for {why}")
+            return True
+        return False
+
+    def _note(self, text: str) -> None:
         print(text, file=sys.stderr if self.quiet else sys.stdout, flush=True)
-        return True
 
 
 def _say_network(kind: Kind[C], config: C, quiet: bool) -> None:
@@ -289,8 +321,8 @@ class _Language(Kind[TrainConfig]):
     def rank_choices(self, config: TrainConfig) -> list[int]:
         return rank_choices(config)
 
-    def for_ranks(self, config: TrainConfig, ranks: int) -> TrainConfig:
-        return for_ranks(config, ranks)
+    def for_ranks(self, config: TrainConfig, ranks: int, note: Note) -> TrainConfig:
+        return for_ranks(config, ranks, note)
 
     def check(self, config: TrainConfig, world: int | None, devices: int | None) -> None:
         check(config, world=world, devices=devices)
