@@ -138,7 +138,7 @@ def test_a_rank_that_is_missing_or_started_twice(tmp_path: Path) -> None:
         tried=len(twice),
         passed=sum(not one for one, _ in twice),
         command=command,
-        note=f"ranks 0 and 1, at the start and while training; it lived for at most "
-        f"{max(lived for _, lived in twice):.1f} s, most of it imports",
+        note=f"ranks 0 and 1, at the start and while training; at most "
+        f"{max(lived for _, lived in twice):.0f} s from the start of its process, imports included",
     )
     assert not wrong
