@@ -2,8 +2,8 @@
 
 python try_inputs.py FOLDER FIRST COUNT PARSER...
 
-Input number n is made from the seed n. Memory is limited to 1 GiB above what valid input takes; each line says
-by how much its peak has grown since then, in MiB.
+Input number n is made from the seed n. Memory is limited to 1 GiB above what valid input takes; each line
+says by how much its peak has grown since then, in MiB.
 """
 
 from __future__ import annotations
