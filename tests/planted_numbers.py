@@ -200,14 +200,17 @@ def _finite(bits: Tensor) -> bool:
     return bool(bits.view(kind).isfinite().all())
 
 
-def flip_bits(flips: Sequence[tuple[int, int, int, int, int]]) -> Hook:
-    """Flip bits of tensors that other ranks hold too, before steps, each once: (step, rank, number of the
-    tensor, element, bit), numbers taken modulo what there is.
+def flip_bits(flips: Sequence[tuple[int, int, int, int, int]], copies: bool) -> Hook:
+    """Flip bits before steps, each once: (step, rank, number of the tensor, element, bit), numbers taken
+    modulo what there is.
+
+    Args:
+        copies: of tensors that other ranks hold too; else of any that only an update changes.
     """
-    return _flip_bits, (flips,)
+    return _flip_bits, (flips, copies)
 
 
-def _flip_bits(flips: Sequence[tuple[int, int, int, int, int]]) -> None:
+def _flip_bits(flips: Sequence[tuple[int, int, int, int, int]], copies: bool) -> None:
     from stretto.run.train.session import Session
 
     inner, left = Session._step, list(flips)
@@ -217,11 +220,12 @@ def _flip_bits(flips: Sequence[tuple[int, int, int, int, int]]) -> None:
             step, rank, number, element, bit = one
             if self.position.step + 1 == step and rank == self.mesh.rank:
                 left.remove(one)
-                held = self._held()
+                held = {name: tensor for name, (tensor, _) in self._held().items()}
                 # weights beside masters and shards are written anew by every update
-                shared = sorted(n for n in self._copies._place or () if not n.startswith("weights."))
-                there = [name for name in shared if held[name][0].untyped_storage().size()]
-                flip(held[there[number % len(there)]][0], element, bit)
+                shared = (n for n in self._copies._place or () if not n.startswith("weights."))
+                names = sorted(shared if copies else self._updated())
+                there = [n for n in names if held[n].numel() and held[n].untyped_storage().size()]
+                flip(held[there[number % len(there)]], element, bit)
         return inner(self, stop)
 
     Session._step = wrapped

@@ -2,7 +2,8 @@
 
 python try_inputs.py FOLDER FIRST COUNT PARSER...
 
-Input number n is made from the seed n. Memory is limited to 1 GiB above what valid input takes.
+Input number n is made from the seed n. Memory is limited to 1 GiB above what valid input takes; each line
+says by how much its peak has grown since then, in MiB.
 """
 
 from __future__ import annotations
@@ -37,6 +38,12 @@ def outcome(parser: Parser, path: Path, data: bytes) -> str:
     return "accepted"
 
 
+def memory(field: str) -> float:
+    """MiB of this process: `VmRSS` now, `VmHWM` at most."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
+
+
 def main() -> None:
     root, first, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     parsers = dict[str, tuple[Parser, Path]]()
@@ -50,13 +57,16 @@ def main() -> None:
         parsers[name] = parser, path
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY, in_use + MEMORY))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = memory("VmRSS")
     for name, (parser, path) in parsers.items():
         for seed in range(first, first + count):
             data = parser.make(random.Random(f"{name} {seed}"))
             print(json.dumps({"parser": name, "seed": seed}), flush=True)
             began = time.process_time()
             came = outcome(parser, path, data)
-            print(json.dumps({"came": came, "seconds": time.process_time() - began}), flush=True)
+            seconds, mib = time.process_time() - began, memory("VmHWM") - before
+            print(json.dumps({"came": came, "seconds": seconds, "mib": mib}), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from planted_numbers import flip
 from recommender_job import config_of
 from stretto.engine.checkpoint.read import read_whole
 from stretto.errors import StrettoError
@@ -62,6 +63,8 @@ def spoil(session: Any, what: str) -> None:
             inner(lookups, vectors)
 
         recommender._on_vector_gradient = spoiled
+    elif what == "bit of a row":
+        flip(recommender.tables.pools[0].store.weight, 3, 12)
     elif what == "dense gradient":
         parameter = list(recommender.net.parameters())[-1]
         handle = parameter.register_hook(lambda gradient: (handle.remove(), gradient * float("nan"))[1])
@@ -128,6 +131,18 @@ def test_a_rollback_restores_a_bad_weight_and_resumes_alike(tmp_path: Path) -> N
     manifest = json.loads((whole.run.folder / "checkpoints/step-00000006/manifest.json").read_text())
     assert manifest["meta"]["skipped"] == [[66, 132]]
     assert manifest["meta"]["samples"] == 8 * 33
+
+
+def test_a_row_that_changes_by_itself_is_undone(tmp_path: Path) -> None:
+    back = (*SKIP, "tables.placement=row", "guard.check_memory=1", "guard.on_mismatch=rollback")
+    back = (*back, "checkpoint.every=2", "checkpoint.keep=9")
+    plain, flipped = config_of(tmp_path / "plain", *back), config_of(tmp_path, *back)
+    train(plain)
+    train(flipped, (6, 1, "bit of a row"))
+    assert tensors(plain, 6) == tensors(flipped, 6)
+    (event,) = read_lines(flipped.run.folder / "guard.jsonl")
+    assert event["reason"].startswith("weights of pool 0, tables ")
+    assert "on rank 1 has changed since the update" in event["reason"]
 
 
 def test_a_run_that_goes_on_behind_a_skipped_step_has_the_same_bits(tmp_path: Path) -> None:

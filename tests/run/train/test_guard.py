@@ -195,7 +195,8 @@ def test_what_a_checkpoint_says_of_bad_steps_is_checked(bad: object) -> None:
     ("overrides", "says"),
     [
         (("guard.on_nonfinite=rollback",), "checkpoint.every is null"),
-        (("guard.on_mismatch=rollback", "checkpoint.every=2"), "without check_replicas"),
+        (("guard.on_mismatch=rollback", "checkpoint.every=2"), "without check_replicas or check_memory"),
+        (("guard.check_memory=1", "schedule.name=pipedream", "layout.pp=2"), "within the step"),
         (
             ("guard.on_nonfinite=rollback", "checkpoint.every=2", "schedule.name=pipedream", "layout.pp=2"),
             "has begun others",

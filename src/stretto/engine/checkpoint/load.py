@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from stretto.engine.checkpoint.folder import checkpoints
+from stretto.engine.checkpoint.folder import checkpoints, step_of
 from stretto.engine.checkpoint.index import Index, SavedTensor
 from stretto.engine.checkpoint.manifest import PER_RANK, Manifest, problems, read_manifest, read_tensors
 from stretto.engine.checkpoint.save import rank_name
@@ -48,13 +48,19 @@ def verify(path: str | Path) -> list[str]:
     return list(dict.fromkeys(line for rank in lines for line in rank))
 
 
-def latest(folder: str | Path, report: Callable[[str], object] = print) -> Path | None:
+def latest(
+    folder: str | Path, report: Callable[[str], object] = print, before: int | None = None
+) -> Path | None:
     """The newest whole checkpoint in a folder of checkpoints, every byte verified; None if there is none. The
     same on all ranks. Collective.
 
     Damaged ones are skipped; rank 0 calls `report` with one line for each.
+
+    Args:
+        before: only those of earlier steps.
     """
     names = [Path(name) for name in run_on_first(lambda: [str(p) for p in checkpoints(Path(folder))])]
+    names = [path for path in names if before is None or (step_of(path) or 0) < before]
     for i, path in enumerate(names):
         wrong = verify(path)
         if not wrong:

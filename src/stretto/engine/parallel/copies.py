@@ -83,7 +83,7 @@ class Copies:
             return []
         device = carrier()
         ours = torch.full((self._number,), _LEAST, dtype=torch.int64, device=device)
-        here = {name: place for name, place in self._place.items() if _in_memory(held[name][0])}
+        here = {name: place for name, place in self._place.items() if in_memory(held[name][0])}
         if here:
             sums = [checksum(held[name][0]).to(device, non_blocking=True) for name in here]
             ours[torch.tensor(list(here.values()), device=device)] = torch.stack(sums)
@@ -135,7 +135,10 @@ def report(differences: list[Difference]) -> str:
     return "; ".join([*lines, *([f"and {more} tensors more"] if more > 0 else [])])
 
 
-def _in_memory(tensor: Tensor) -> bool:
+def in_memory(tensor: Tensor) -> bool:
+    """Whether there is memory behind all of a tensor: not of weights that are gathered when they are used,
+    nor of states in files.
+    """
     last = tensor.storage_offset() + tensor.numel()
     return tensor.numel() > 0 and last * tensor.element_size() <= tensor.untyped_storage().size()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from math import nan
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from stretto.engine.parallel.copies import Held
 from stretto.recommender.config.schema import RecommenderConfig
@@ -20,7 +22,7 @@ from stretto.recommender.placement import Placements
 from stretto.recommender.train.clicks import ClickData, open_clicks
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.evaluate import Evaluation
-from stretto.recommender.train.held import held_by
+from stretto.recommender.train.held import held_by, updated_by
 from stretto.recommender.train.placement import to_json
 from stretto.recommender.train.position import ClickPosition, resume_from, save_run
 from stretto.recommender.train.report import ClickEval, ClickStep, placement_table
@@ -72,7 +74,9 @@ class Session(TrainingLoop[RecommenderConfig, ClickPosition]):
         self._placements = placements
         self._speeds = deque[float](maxlen=_WINDOW)
         clicks = open_clicks(config, data, "train")
-        self._training = TrainingStep(config, recommender, clicks, device, self.guard)
+        self._training = TrainingStep(
+            config, recommender, clicks, device, guard=self.guard, memory=self._memory
+        )
         self._evaluation = (
             Evaluation(config, data, recommender, limit=config.eval.batches) if config.eval.every else None
         )
@@ -161,6 +165,9 @@ class Session(TrainingLoop[RecommenderConfig, ClickPosition]):
 
     def _held(self) -> Held:
         return held_by(self.recommender)
+
+    def _updated(self) -> Mapping[str, Tensor]:
+        return updated_by(self.recommender)
 
     def _restore(self, path: Path) -> ClickPosition:
         self.recommender.forget_next()

@@ -15,6 +15,7 @@ from stretto.engine.checkpoint.background import BackgroundSave
 from stretto.engine.device import on_accelerator, peak_memory
 from stretto.engine.optim.rate import Rate
 from stretto.engine.parallel.control import gather_json
+from stretto.engine.parallel.memory_check import MemoryCheck
 from stretto.engine.progress import PROGRESS, label
 from stretto.recommender.clicks.batch import ClickBatch, ClickSource
 from stretto.recommender.config.schema import RecommenderConfig
@@ -53,6 +54,7 @@ class TrainingStep:
     Args:
         device: where reports of ranks are summed.
         guard: what becomes of bad steps; by default they raise.
+        memory: looks for weights and states that change between two updates.
 
     Attributes:
         reader: reads the batch after the next one meanwhile; None: samples are read when they are used.
@@ -65,7 +67,9 @@ class TrainingStep:
         source: ClickSource,
         device: torch.device,
         guard: Guard | None = None,
+        memory: MemoryCheck | None = None,
     ) -> None:
+        self._memory = memory or MemoryCheck()
         self._guard = guard or Guard(GuardConfig(), [])
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.reader: ThreadPoolExecutor | None = None
@@ -129,6 +133,7 @@ class TrainingStep:
             loss=total if finite else 0.0,
             bad_microbatch=0.0 if finite else 1.0,
             overflow=result.bad_gradient is not None,
+            memory_changed=self._memory.changed(self._device),
             stop=stop is not None and stop.signal is not None,
             memory_gib=peak_memory(self._device),
             busy_s=0.0 if on_accelerator(self._device) else BUSY.report(),
@@ -147,6 +152,10 @@ class TrainingStep:
         whole = range(seen, seen + self._size)
         suspects = [whole]
         spike, reason = False, None
+        if agreed.memory_changed:
+            named = gather_json(self._memory.first())
+            place = next((f"{name} on rank {rank}" for rank, name in enumerate(named) if name), None)
+            return self._guard.changed(step, place, seen)
         if agreed.bad_microbatches:
             parts = [rank_slice(self._size, rank, self._world) for rank in agreed.bad_microbatches]
             suspects = [range(seen + first, seen + end) for first, end in parts]

@@ -45,10 +45,17 @@ class GuardConfig(Section):
         description="Steps from one comparison of all copies of weights and optimiser states on different "
         "ranks, by checksum, to the next, and before every checkpoint; null: none.",
     )
+    check_memory: int | None = Field(
+        default=None,
+        gt=0,
+        description="Steps from one check that weights and optimiser states in memory keep their bits from "
+        "an update to the next, by checksum, to the next check: with 1 none is left out. It also finds what "
+        "only one rank holds, as shards of ZeRO; null: none.",
+    )
     on_mismatch: Literal["stop", "rollback"] = Field(
         default="stop",
-        description="Where copies differ: `rollback` goes back to the newest whole checkpoint, and trains on "
-        "the same samples again.",
+        description="Where copies differ, or memory has changed by itself: `rollback` goes back to the newest"
+        " whole checkpoint from before, and trains on the same samples again.",
     )
 
     @property
@@ -58,8 +65,10 @@ class GuardConfig(Section):
 
     @property
     def keeps_on(self) -> bool:
-        """Whether a bad step is ever passed over, so that every rank must know of it before it updates."""
-        return self.on_nonfinite != "stop" or self.on_spike != "off"
+        """Whether a bad step is ever passed over, or memory checked, so that every rank must know of it
+        before it updates.
+        """
+        return self.on_nonfinite != "stop" or self.on_spike != "off" or self.check_memory is not None
 
 
 def guard_problems(guard: GuardConfig, save_every: int | None, asynchronous: bool) -> Iterator[Problem]:
@@ -88,6 +97,10 @@ def guard_problems(guard: GuardConfig, save_every: int | None, asynchronous: boo
                 "this schedule updates the weights before all ranks know of the step, and has begun others",
                 fix,
             )
-    if guard.on_mismatch == "rollback" and guard.check_replicas is None:
-        fix = "guard.check_replicas=100"
-        yield Problem("guard.on_mismatch", "rollback", "no copies are compared without check_replicas", fix)
+    if asynchronous and guard.check_memory is not None:
+        rule = "this schedule updates the weights within the step"
+        fix = "guard.check_memory=null, or schedule.name=1f1b"
+        yield Problem("guard.check_memory", guard.check_memory, rule, fix)
+    if guard.on_mismatch == "rollback" and guard.check_replicas is None and guard.check_memory is None:
+        rule = "nothing is compared without check_replicas or check_memory"
+        yield Problem("guard.on_mismatch", "rollback", rule, "guard.check_replicas=100")

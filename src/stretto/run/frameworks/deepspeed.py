@@ -340,7 +340,8 @@ _MODEL = tuple(name for name in NAMES if name.startswith(("model.", "lora.")))
 
 _REPORTS = (
     *under("checkpoint", "every async_save if_busy keep keep_every keep_best resume may_differ"),
-    *under("guard", "on_nonfinite on_spike spike_sigma spike_window max_skips check_replicas on_mismatch"),
+    *under("guard", "on_nonfinite on_spike spike_sigma spike_window max_skips"),
+    *under("guard", "check_replicas check_memory on_mismatch"),
     *under("metrics", "every tensorboard tensorboard_dir peak_tflops trace"),
     *under("sample", "prompt tokens temperature top_k"),
     *under("run", "name dir private"),

@@ -36,6 +36,7 @@ class BadStep:
         suspects: of these, the microbatch's whose loss is not finite; all where it is not known.
         whole: of an asynchronous schedule, updates of the step whose gradients were finite have been applied,
             and this is false.
+        before: only a checkpoint of an earlier step is to be gone back to; None: any.
     """
 
     step: int
@@ -44,6 +45,7 @@ class BadStep:
     samples: range
     suspects: Sequence[range]
     whole: bool = True
+    before: int | None = None
 
     def facts(self) -> dict[str, Any]:
         """As a line of `guard.jsonl`."""
@@ -121,18 +123,35 @@ class Guard:
             step=step, action=action, reason=reason, samples=samples, suspects=suspects, whole=whole
         )
 
-    def differ(self, step: int, reason: str, samples: int) -> BadStep:
-        """What becomes of a run whose copies differ after a step; the samples are not to blame.
+    def differ(self, step: int, reason: str, samples: int, before: int | None = None) -> BadStep:
+        """What becomes of a run that does not hold the right bits after a step; the samples are not to blame.
+
+        Args:
+            before: of `BadStep`.
 
         Raises:
             TrainingFailed: the config stops here, or this is one bad step too many.
         """
-        reason = f"copies differ: {reason}"
         if self.config.on_mismatch == "stop":
             raise TrainingFailed(f"after step {step}: {reason}")
         self._count(step + 1, reason)  # the same steps come again before the next comparison
         nothing = range(samples, samples)
-        return BadStep(step=step, action="rollback", reason=reason, samples=nothing, suspects=[])
+        return BadStep(
+            step=step, action="rollback", reason=reason, samples=nothing, suspects=[], before=before
+        )
+
+    def changed(self, step: int, place: str | None, samples: int) -> BadStep:
+        """What becomes of a run in which a tensor has changed between the update of a step and the next one;
+        a checkpoint that was written meanwhile may have the same.
+
+        Args:
+            place: the tensor and its rank.
+
+        Raises:
+            TrainingFailed: as `differ`.
+        """
+        reason = f"{place} has changed since the update, and a checkpoint of step {step} may have it so"
+        return self.differ(step, reason, samples, before=step)
 
     def _count(self, step: int, reason: str) -> None:
         self._bad, self._furthest = self._bad + 1, max(step, self._furthest)

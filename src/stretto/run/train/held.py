@@ -1,6 +1,8 @@
-"""What a rank of a language model holds that other ranks may hold too: weights, masters, optimiser states."""
+"""What a rank of a language model holds: weights, masters, optimiser states."""
 
 from __future__ import annotations
+
+from torch import Tensor
 
 from stretto.engine.parallel.copies import Held
 from stretto.run.train.replica import MODEL, Replica, tensors_of
@@ -12,7 +14,14 @@ def held_by(replica: Replica) -> Held:
     """
     held = dict(tensors_of(replica))
     for name, parameter in replica.parameters.items():
-        updated = held.get(MODEL + name)
-        if updated is None or updated[0].data_ptr() != parameter.data_ptr():
+        updated = held[MODEL + name][0] if MODEL + name in held else None
+        whole = updated is not None and updated.numel() >= parameter.numel()  # not the first shard alone
+        if updated is None or not whole or updated.data_ptr() != parameter.data_ptr():
             held[f"weights.{name}"] = parameter.detach(), replica.places[name]
     return held
+
+
+def updated_by(replica: Replica) -> dict[str, Tensor]:
+    """Of this, by name, what only an update changes: all but weights that are gathered when they are used."""
+    held = held_by(replica) if replica.job.dp.mode != "zero3" else tensors_of(replica)
+    return {name: tensor for name, (tensor, _) in held.items()}

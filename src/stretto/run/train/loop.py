@@ -27,6 +27,7 @@ from stretto.engine.checkpoint.save import save
 from stretto.engine.device import backend_for, rank_device
 from stretto.engine.parallel.control import gather_json, this_rank
 from stretto.engine.parallel.copies import Copies, Held, report
+from stretto.engine.parallel.memory_check import MemoryCheck
 from stretto.engine.progress import PROGRESS
 from stretto.errors import StrettoError
 from stretto.run.config import dump
@@ -80,6 +81,7 @@ class StepReport:
     bad_microbatch: float | Tensor = 0.0
     bad_weights: bool = False  # the step left weights that are not finite
     overflow: bool = False  # an update within the step was skipped
+    memory_changed: float | Tensor = 0.0  # tensors that are not as the last update left them
     stop: bool = False  # it was asked to stop
     memory_gib: float = 0.0  # its peak so far
     busy_s: float = 0.0  # time since its last report in which it waited for no other rank; 0: not measured
@@ -87,7 +89,8 @@ class StepReport:
     write_failed: bool = False
 
 
-_SUMMED = ("loss", "bad_weights", "overflow", "stop", "written", "write_failed")  # over all ranks
+# over all ranks
+_SUMMED = ("loss", "bad_weights", "overflow", "memory_changed", "stop", "written", "write_failed")
 _OF_EACH = ("bad_microbatch", "memory_gib", "busy_s")  # every rank learns those of each rank
 
 
@@ -99,6 +102,7 @@ class StepAgreement:
     bad_microbatches: Mapping[int, int]  # the first on each rank that has one
     bad_weights: bool
     overflow: bool
+    memory_changed: bool
     stop: bool
     memory_gib: float | None  # of the fullest rank; None where no rank measures it
     busy_s: tuple[float, ...]  # of each rank
@@ -147,6 +151,7 @@ class Agreement:
             bad_microbatches={at: int(n) - 1 for at, n in enumerate(each["bad_microbatch"]) if n},
             bad_weights=summed["bad_weights"] > 0,
             overflow=summed["overflow"] > 0,
+            memory_changed=summed["memory_changed"] > 0,
             stop=summed["stop"] > 0,
             memory_gib=max(each["memory_gib"]) or None,
             busy_s=tuple(each["busy_s"]),
@@ -177,6 +182,7 @@ class TrainingLoop(ABC, Generic[C, P]):
         self.guard = Guard(config.guard, position.history)
         self._bad: BadStep | None = None  # a step that is to be rolled back
         self._copies, self._compared_at = Copies(), position.step
+        self._memory = MemoryCheck()
         self._limit = StepLimit(config.train.hang_s, config.train.timeout_s)
         self._slow: SlowRanks | None = None  # on rank 0
         self._hosts: list[str] = []
@@ -199,6 +205,10 @@ class TrainingLoop(ABC, Generic[C, P]):
     @abstractmethod
     def _held(self) -> Held:
         """Weights and optimiser states of this rank, of which other ranks may have copies."""
+
+    @abstractmethod
+    def _updated(self) -> Mapping[str, Tensor]:
+        """Weights and optimiser states of this rank, in memory, that nothing but an update changes."""
 
     @property
     def _drained(self) -> bool:
@@ -241,6 +251,7 @@ class TrainingLoop(ABC, Generic[C, P]):
                 position.held_out_loss = None
                 stopped = self._step(stop) and position.step < steps
                 self._compare_copies(stopped)
+                self._check_memory()
             if self._bad is not None:
                 with doing(f"going back before step {position.step}"):
                     self._roll_back(self._bad)
@@ -293,8 +304,17 @@ class TrainingLoop(ABC, Generic[C, P]):
         self._compared_at = step
         differences = self._copies.differences(self._held())
         if differences:
-            self._bad = self.guard.differ(step, report(differences), self.position.samples)
+            reason = f"copies differ: {report(differences)}"
+            self._bad = self.guard.differ(step, reason, self.position.samples)
             self._pass_over(self._bad)
+
+    def _check_memory(self) -> None:
+        """Where it is time to, begin to watch what the step has left, until the update of the next."""
+        every, step = self.config.guard.check_memory, self.position.step
+        if every is None or self._bad is not None or step % every:
+            self._memory.end()
+        else:
+            self._memory.begin(self._updated())
 
     def _pass_over(self, bad: BadStep) -> None:
         """Keep and tell what was wrong with a step, and take its samples as skipped or prepare to go back."""
@@ -317,7 +337,7 @@ class TrainingLoop(ABC, Generic[C, P]):
         """
         self._bad = None
         self.finish_save()
-        path = latest(self.config.run.folder / "checkpoints", self.note)
+        path = latest(self.config.run.folder / "checkpoints", self.note, bad.before)
         if path is None:
             raise TrainingFailed(f"{bad}; there is no whole checkpoint to go back to")
         position, restored = self.position, self._restore(path)

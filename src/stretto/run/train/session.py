@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from torch import Tensor
 
 from stretto.engine.optim.rate import Rate
 from stretto.engine.parallel.copies import Held
@@ -19,7 +21,7 @@ from stretto.run.launch.stop import StopRequest
 from stretto.run.train import trace
 from stretto.run.train.batches import read_ahead
 from stretto.run.train.evaluate import Evaluation
-from stretto.run.train.held import held_by
+from stretto.run.train.held import held_by, updated_by
 from stretto.run.train.loop import Outcome, Save, TrainingLoop
 from stretto.run.train.metrics import Metrics
 from stretto.run.train.position import TextPosition, go_on, save_run
@@ -62,7 +64,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         self.mesh = replica.mesh
         self._source = source
         rate = Rate.of(replica.job.optimiser, config.train.steps)
-        self._training = TrainingStep(replica, rate, self.note, self.guard)
+        self._training = TrainingStep(replica, rate, self.note, self.guard, self._memory)
         left = config.train.steps - position.step
         self._traced = position.step + min(config.metrics.trace, left) if config.metrics.trace else 0
         self._ended, self._seconds = (
@@ -247,6 +249,9 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
 
     def _held(self) -> Held:
         return held_by(self.replica)
+
+    def _updated(self) -> Mapping[str, Tensor]:
+        return updated_by(self.replica)
 
     def _restore(self, path: Path) -> TextPosition:
         return go_on(self.config, self.replica, self._source, path, self.note, check=False)

@@ -20,6 +20,7 @@ from stretto.engine.models.moe import correct
 from stretto.engine.optim.norm import finite
 from stretto.engine.optim.rate import Rate
 from stretto.engine.optim.scale import SMALLEST
+from stretto.engine.parallel.memory_check import MemoryCheck
 from stretto.engine.pipeline import Recorder
 from stretto.engine.progress import PROGRESS, label
 from stretto.run.config.guard import GuardConfig
@@ -116,6 +117,7 @@ class TrainingStep:
         rate: the learning rate by step.
         note: tells people a line; called on every rank.
         guard: what becomes of bad steps; by default they raise.
+        memory: looks for weights and states that change between two updates.
     """
 
     def __init__(
@@ -124,8 +126,10 @@ class TrainingStep:
         rate: Rate,
         note: Callable[[str], None] | None = None,
         guard: Guard | None = None,
+        memory: MemoryCheck | None = None,
     ) -> None:
         self.replica, self.mesh = replica, replica.mesh
+        self._memory = memory or MemoryCheck()
         self._guard = guard or Guard(GuardConfig(), [])
         self.batches = Batches(replica)
         self._rate, self._note = rate, note
@@ -193,7 +197,11 @@ class TrainingStep:
             PROGRESS.mark(_NORM)
             return [counts.sum()[None], replica.gradient_norm()[None], *self._expert_facts()]
 
-        agreed = timed(trace.AGREEMENT, lambda: agree(self._report(losses, stop), self.mesh.device, known()))
+        def agreement() -> StepAgreement:
+            changed = self._memory.changed(self.mesh.device)
+            return agree(self._report(losses, stop, memory_changed=changed), self.mesh.device, known())
+
+        agreed = timed(trace.AGREEMENT, agreement)
         counted, norm, *experts = agreed.known
         bad = self._judged(agreed, step, seen, loss=agreed.loss / (counted or 1.0), norm=norm)
         if bad is None:
@@ -303,6 +311,9 @@ class TrainingStep:
         samples, suspects = range(seen, seen + size), [range(seen, seen + size)]
         scale, spike = self.replica.loss_scale, False
         reason = None
+        if agreed.memory_changed:
+            place = self._first_named(self._memory.first())
+            return self._guard.changed(step, place, seen)
         if agreed.bad_microbatches:
             reason = bad_loss(agreed)
             suspects = [
@@ -429,6 +440,7 @@ class TrainingStep:
         stop: StopRequest | None,
         bad_weights: bool = False,
         overflow: bool = False,
+        memory_changed: float | Tensor = 0.0,
     ) -> StepReport:
         """What this rank has to say of a step."""
         bad_microbatch, total = 0.0, 0.0
@@ -444,6 +456,7 @@ class TrainingStep:
             bad_microbatch=bad_microbatch,
             bad_weights=bad_weights,
             overflow=overflow,
+            memory_changed=memory_changed,
             stop=stop is not None and stop.signal is not None,
             memory_gib=peak_memory(self.mesh.device),
             busy_s=0.0 if on_accelerator(self.mesh.device) else BUSY.report(),

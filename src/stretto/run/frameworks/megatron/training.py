@@ -373,6 +373,7 @@ TRAINING: tuple[Rule, ...] = (
     aside("Megatron-LM stops at a loss that is not finite", "guard.on_nonfinite", "guard.max_skips"),
     aside("Megatron-LM reports a spike", *under("guard", "on_spike spike_sigma spike_window")),
     aside("Megatron-LM stops where replicas differ", "guard.on_mismatch"),
+    aside("Megatron-LM compares replicas alone", "guard.check_memory"),
     aside("Megatron-LM's folders have the user's usual permissions", "run.private"),
     flag("async-save", "checkpoint.async_save"),
     Rule(
