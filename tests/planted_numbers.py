@@ -45,10 +45,14 @@ def _plant(step: int, rank: int | None, what: str, value: float, name: str | Non
 
 
 def _parameter(session: Any, name: str | None) -> Tensor:
-    """By default a norm's, which every token meets; of gathered weights the rank's own part."""
+    """By default a norm's, which every token meets, or, of a rank without one, the first; of gathered weights
+    the rank's own part.
+    """
     here = [(n, p) for n, p in session.replica.parameters.items() if p.untyped_storage().size()]
     here += [(f.name, f.parameter) for f in session.replica.fragments if f.parameter.numel()]
-    return next(p for n, p in here if p.numel() and (n == name if name else "norm" in n))
+    held = [(n, p) for n, p in here if p.numel()]
+    wanted = [p for n, p in held if (n == name if name else "norm" in n)]
+    return wanted[0] if wanted or name else held[0][1]
 
 
 @torch.no_grad()

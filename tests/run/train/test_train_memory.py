@@ -56,13 +56,16 @@ def test_a_shard_that_changes_is_undone_and_no_checkpoint_has_it(tmp_path: Path)
     assert second["reason"].startswith(f"{MOMENTS[0]} on rank 0 has changed since the update")
 
 
-def test_a_run_stops_where_memory_has_changed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rank", "name"),
+    # a whole weight beside another rank's shard, and one that begins with the rank's own
+    [(1, "weights.head.out.weight"), (0, "weights.blocks.1.norm1.weight")],
+)
+def test_a_run_stops_where_memory_has_changed(tmp_path: Path, rank: int, name: str) -> None:
     config = job(tmp_path, *ZERO, "run.name=stopped", model=LLAMA)
     with pytest.raises(RankFailed) as caught:
-        train(config, flip_bit(3, 1, "weights.head.out.weight", element=3, bit=0))
-    assert caught.value.failure.message.startswith(
-        "after step 2: weights.head.out.weight on rank 1 has changed"
-    )
+        train(config, flip_bit(3, rank, name, element=20, bit=0))
+    assert caught.value.failure.message.startswith(f"after step 2: {name} on rank {rank} has changed")
 
 
 @pytest.mark.slow
