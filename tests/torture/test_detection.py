@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import re
 import signal
 import threading
 import time
@@ -171,6 +172,30 @@ def test_calls_that_differ_name_the_rank(tmp_path: Path) -> None:
         passed=len(cases) - len(wrong),
         command="pytest -m slow tests/torture/test_detection.py -k differ",
         note="the rank is named",
+    )
+    assert not wrong
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_of_two_ranks_whose_calls_differ_both_are_named(tmp_path: Path) -> None:
+    """With what each has called, or where it was in its code if gloo has ended it."""
+    wrong = list[str]()
+    cases = list(itertools.product(PAIRS, (leave_out_a_call, call_another), (0, 1)))
+    for layout, act, rank in cases:
+        failure, seconds = failure_of(tmp_path, layout, act, rank)
+        print(f"{layout} {act.__name__} {rank}: {seconds:.1f} s, {failure.message}", flush=True)
+        sides = [
+            re.search(rf"rank {one} [^;\n]*[;,][^;\n]* at \S+:\d+ in ", failure.message) for one in (0, 1)
+        ]
+        if "call" not in failure.message or not all(sides):
+            wrong.append(f"{layout} {act.__name__} {rank}: {failure.message}")
+    record(
+        "of two ranks one leaves out a collective, or calls another: both are named",
+        tried=len(cases),
+        passed=len(cases) - len(wrong),
+        command="pytest -m slow tests/torture/test_detection.py -k two_ranks",
+        note="with number, operation, size and line; where gloo ends a process, of that one the line only",
     )
     assert not wrong
 

@@ -150,7 +150,7 @@ def lines(diagnosis: Diagnosis) -> Iterator[str]:
         yield ""
         yield "who waits for whom"
         for wait in diagnosis.waits[:_MOST]:
-            yield f"  rank {wait.rank} -> rank {wait.target}: {wait.call}{_sizes(wait.call)}{_at(wait.call)}"
+            yield f"  rank {wait.rank} -> rank {wait.target}: {wait.call}{wait.call.sizes}{wait.call.at}"
         if len(diagnosis.waits) > _MOST:
             yield f"  and {len(diagnosis.waits) - _MOST} more: --json has all"
     far = [
@@ -171,7 +171,7 @@ def _cause(diagnosis: Diagnosis) -> Iterator[str]:
             first = next(iter(each.waiting.values()))
             yield (
                 f"{_ranks(each.missing)} {_is(each.missing)} missing in {first}: {_ranks(each.waiting)} "
-                f"{_verb(each.waiting, 'waits')} in it{_at(first)}"
+                f"{_verb(each.waiting, 'waits')} in it{first.at}"
             )
             if not each.members_known:
                 yield f"  (no dump says who belongs to {each.group}: these are the ranks that used it)"
@@ -179,7 +179,7 @@ def _cause(diagnosis: Diagnosis) -> Iterator[str]:
         if stalled.queued:
             call = next(iter(stalled.calls.values()))
             yield (
-                f"{_ranks(stalled.open_on)} {_verb(stalled.open_on, 'waits')} in {call}{_at(call)}: "
+                f"{_ranks(stalled.open_on)} {_verb(stalled.open_on, 'waits')} in {call}{call.at}: "
                 f"{_ranks(stalled.queued)} {_has(stalled.queued)} asked for it too, and the device has not "
                 "begun with it, as it is busy or stuck before it"
             )
@@ -195,7 +195,7 @@ def _cause(diagnosis: Diagnosis) -> Iterator[str]:
         )
         yield (
             "  either their calls are in different orders, or one computes or hangs outside of them: rank "
-            f"{oldest.rank} has asked for nothing for longest, its last call is {oldest}{_at(oldest)}"
+            f"{oldest.rank} has asked for nothing for longest, its last call is {oldest}{oldest.at}"
         )
     if not diagnosis.waits and not diagnosis.mismatches:
         for stalled in diagnosis.stalled:
@@ -215,9 +215,8 @@ def _mismatch(mismatch: Mismatch) -> Iterator[str]:
         "against each other:" if len(mismatch.odd) == len(mismatch.calls) else "against the others:"
     )
     for rank, call in mismatch.calls.items():
-        kinds = "".join(f" {kind}" for kind in sorted({*call.input_dtypes, *call.output_dtypes}))
         mark = " <-" if rank in mismatch.odd and len(mismatch.odd) < len(mismatch.calls) else ""
-        yield f"  rank {rank}: {call.operation}{_sizes(call)}{kinds}{_at(call)}{mark}"
+        yield f"  rank {rank}: {call.details}{mark}"
     if mismatch.slip:
         odd = mismatch.odd[0]
         did = "left out one call" if mismatch.slip > 0 else "made one call more"
@@ -231,7 +230,7 @@ def _last(diagnosis: Diagnosis, rank: int) -> str:
     newest = max(other.created_ns for other in diagnosis.last.values())
     ago = (newest - call.created_ns) / _SECOND
     since = f", {ago:.1f} s before the newest call of any rank" if ago >= 0.1 else ""
-    return f"  rank {rank} waits for no other rank; its last call was {call}{_at(call)}{since}"
+    return f"  rank {rank} waits for no other rank; its last call was {call}{call.at}{since}"
 
 
 def _chain(chain: Sequence[Wait]) -> str:
@@ -263,12 +262,3 @@ def _has(ranks: Any) -> str:
 
 def _verb(ranks: Any, verb: str) -> str:
     return verb.removesuffix("s") if len(ranks) > 1 else verb
-
-
-def _sizes(call: Call) -> str:
-    sizes = call.input_sizes or call.output_sizes
-    return "".join(f" {list(size)}" for size in sizes[:3]) + (" ..." if len(sizes) > 3 else "")
-
-
-def _at(call: Call) -> str:
-    return f", at {call.place}" if call.place is not None else ""

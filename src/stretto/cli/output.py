@@ -309,6 +309,8 @@ def print_failure(failure: Failure, hint: str | None = None) -> None:
     elif failure.kind == "silent":
         print_error(f"{failure.message}; the job was ended", hint)
     elif failure.kind == "died":
+        if failure.traceback:
+            print(failure.traceback, file=sys.stderr)
         print_error(f"rank {failure.rank} {failure.message}; the job was ended", hint)
     else:
         print(failure.traceback, file=sys.stderr)

@@ -227,3 +227,9 @@ def test_a_job_that_lost_its_lease_saves_no_more(tmp_path: Path) -> None:
     with pytest.raises(StrettoError, match="taken over by a job on host elsewhere"):
         train(config, at_step(3, 0, lose_the_lease))
     assert [path.name for path in (config.run.folder / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_a_folder_that_is_missing_is_no_cause_of_what_fails_later(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError) as caught, share(tmp_path / "missing"):
+        raise RuntimeError("later")
+    assert caught.value.__context__ is None

@@ -20,9 +20,12 @@ from stretto.cli import main
 from stretto.engine.pipeline.words import in_words
 from stretto.engine.progress import PROGRESS, SIZE, Progress, Row, label, read_row
 from stretto.program.action import Action, Kind
+from stretto.run.diagnose.dump import Call, Group, RankDump
+from stretto.run.diagnose.hang import diagnose
+from stretto.run.launch.failure import Failure
 from stretto.run.launch.local import RankFailed, run_ranks
 from stretto.run.watch.board import Board
-from stretto.run.watch.hang import HANG, Seen, judge, main_stack, process_state
+from stretto.run.watch.hang import HANG, Seen, aborted, crash_stack, judge, main_stack, process_state
 from stretto.run.watch.limit import FIRST, LEAST_S, StepLimit, percentile_99
 from stretto.run.watch.local import Watch, watching
 from stretto.run.watch.record import record_environment
@@ -238,6 +241,55 @@ def test_states_and_stacks() -> None:
         "Thread 0x1 (most recent call first):\n  File a\n\nCurrent thread 0x2 (most recent call first):\n  b"
     )
     assert main_stack(text).startswith("Current thread 0x2")
+
+
+CRASH = """Fatal Python error: Aborted
+
+Thread 0x1 (most recent call first):
+  File "/a/threading.py", line 1 in wait
+
+Thread 0x2 (most recent call first):
+  File "/s/run/watch/waits.py", line 29 in counted
+  File "/s/collectives.py", line 72 in all_sum
+  File "/s/batches.py", line 174 in _count
+
+Extension modules: numpy, torch
+"""
+
+
+def test_of_a_rank_that_gloo_has_ended_the_stack_is_told(tmp_path: Path) -> None:
+    stack = crash_stack(CRASH)
+    assert stack.startswith("Thread 0x2")
+    assert stack.endswith("line 174 in _count")
+    dead = replace(Failure.died(1, -signal.SIGABRT), traceback=stack)
+    alive = CRASH.partition("\n\nExtension")[0].replace("batches", "loop")
+    (tmp_path / "rank_0.stack").write_text(alive)
+    told = aborted(dead, among(seen(0), seen(1)), None, tmp_path).message
+    assert told.splitlines()[1:] == [
+        "  rank 1 on here: step 3: F, waiting for others, at collectives.py:72 in all_sum, "
+        "from batches.py:174 in _count",
+        "  rank 0 on here: step 3: F, waiting for others, at collectives.py:72 in all_sum, "
+        "from loop.py:174 in _count",
+    ]
+
+
+def test_of_two_calls_that_differ_neither_is_the_odd_one() -> None:
+    group = Group("0", "default_pg", (0, 1))
+    calls = [
+        Call(rank=rank, group=group, operation=name, number=28, record=1, input_sizes=((12,),), started=True)
+        for rank, name in enumerate(("all_gather", "all_reduce"))
+    ]
+    dumps = [
+        RankDump(rank=one.rank, path=Path(), version="2.10", calls=(one,), groups={}, whole=True)
+        for one in calls
+    ]
+    both = among(seen(0), seen(1))
+    verdict = judge(both, diagnose(dumps, 2))
+    assert verdict.culprits == (0, 1)
+    assert "calls #28 of default_pg differ in operation" in verdict.why
+    assert verdict.why.endswith("rank 0 all_gather [12]; rank 1 all_reduce [12]")
+    busy = judge(among(seen(0), seen(1, waits=False)), diagnose(dumps, 2))
+    assert "differ" not in busy.why, "a rank that waits for no other hangs by itself"
 
 
 def test_the_flight_recorder_is_switched_on_unless_the_environment_says_otherwise(tmp_path: Path) -> None:

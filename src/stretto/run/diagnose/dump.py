@@ -90,6 +90,23 @@ class Call:
         """The innermost line of code outside of torch."""
         return next((frame for frame in self.frames if not _TORCH.search(frame.file)), None)
 
+    @property
+    def details(self) -> str:
+        """What was called, with which sizes and types, and where."""
+        kinds = "".join(f" {kind}" for kind in sorted({*self.input_dtypes, *self.output_dtypes}))
+        return f"{self.operation}{self.sizes}{kinds}{self.at}"
+
+    @property
+    def sizes(self) -> str:
+        """Of its first tensors."""
+        sizes = self.input_sizes or self.output_sizes
+        return "".join(f" {list(size)}" for size in sizes[:3]) + (" ..." if len(sizes) > 3 else "")
+
+    @property
+    def at(self) -> str:
+        """Where it was called, to follow other words."""
+        return f", at {self.place}" if self.place is not None else ""
+
     def __str__(self) -> str:
         if self.peer is None:
             return f"{self.operation} #{self.number} of {self.group}"

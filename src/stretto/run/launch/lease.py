@@ -114,9 +114,10 @@ def share(folder: Path) -> Generator[None]:
     """On each rank: no other job takes the folder before this rank has ended, whatever becomes of the job's
     launcher.
     """
-    try:
+    descriptor = None
+    with contextlib.suppress(OSError):  # rank 0 says it, when it writes there
         descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:  # rank 0 says it, when it writes there
+    if descriptor is None:  # outside of the handler, which failures of the job would name as their cause
         yield
         return
     try:

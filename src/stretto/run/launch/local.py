@@ -358,7 +358,8 @@ class _Ranks:
     def _send(self, number: int, processes: Iterable[ForkServerProcess]) -> None:
         for process in processes:
             if process.pid is not None and process.exitcode is None:
-                os.kill(process.pid, number)
+                with contextlib.suppress(ProcessLookupError):  # it has ended, and its server has seen it first
+                    os.kill(process.pid, number)
 
 
 class _Signals:

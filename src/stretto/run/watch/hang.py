@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ _AHEAD_S, _AHEAD = 2.0, 0.25  # records are gathered so long before the limit, o
 _MUTE = 0.5  # of the time without progress, without a sign of life either
 _SHOWN = 8  # ranks in a message
 _STOPPED = "T"
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
+_WAITS = "/run/watch/waits.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +87,8 @@ def judge(seen: Mapping[int, Seen], diagnosis: Diagnosis | None) -> Verdict:
     if (differing := odd_call(diagnosis)) is not None:
         return differing
     waiting = {one.rank for one in seen.values() if one.row.waits}
+    if (opposed := opposed_calls(diagnosis)) is not None and waiting.issuperset(opposed.culprits):
+        return opposed
     if diagnosis is not None:
         named = tuple(rank for rank in diagnosis.culprits if rank in seen)
         if alone := tuple(rank for rank in named if rank not in waiting):
@@ -117,6 +122,37 @@ def odd_call(diagnosis: Diagnosis | None) -> Verdict | None:
     slips = {1: "; as if it had left out a call", -1: "; as if it had made a call more"}
     why = f"its call #{first.number} of {first.group} differs in {first.about} ({calls})"
     return Verdict(culprits=first.odd, why=why + slips.get(first.slip, ""), diagnosis=diagnosis)
+
+
+def opposed_calls(diagnosis: Diagnosis | None) -> Verdict | None:
+    """Both sides of calls that differ, where as many ranks made one as made the other; None where there are
+    no such calls.
+    """
+    if diagnosis is None or not diagnosis.mismatches or odd_call(diagnosis) is not None:
+        return None
+    first = diagnosis.mismatches[0]
+    calls = "; ".join(f"rank {rank} {call.details}" for rank, call in list(first.calls.items())[:_SHOWN])
+    why = f"their calls #{first.number} of {first.group} differ in {first.about}, and neither is the odd one"
+    return Verdict(culprits=first.odd, why=f"{why}: {calls}", diagnosis=diagnosis)
+
+
+def aborted(dead: Failure, seen: Mapping[int, Seen], diagnosis: Diagnosis | None, folder: Path) -> Failure:
+    """The failure of a rank that gloo has ended, with what every rank was doing: the last calls of those that
+    could write their records, the stacks of the others. Of the dead rank nothing but its stack is left.
+    """
+    text = list[str]()
+    for one in sorted(seen.values(), key=lambda one: (one.rank != dead.rank, one.rank))[:_SHOWN]:
+        line = f"  rank {one.rank} on {one.row.host}: {_doing(one)}"
+        call = None if diagnosis is None else diagnosis.last.get(one.rank)
+        if one.rank != dead.rank and call is not None:
+            line += f"; its last call: #{call.number} of {call.group}, {call.details}"
+        else:
+            stack = main_stack(_text_of(folder / STACK.format(rank=one.rank)))
+            stack = dead.traceback if one.rank == dead.rank else stack
+            line += f", at {places}" if (places := innermost(stack)) else ""
+        text.append(line)
+    why = "gloo ends a process that is sent more than its call expects: ranks have called different things"
+    return replace(dead, message="\n".join([f"{dead.message}; {why}", *text]))
 
 
 def read_records(folder: Path, world: int) -> Diagnosis | None:
@@ -233,6 +269,20 @@ def main_stack(text: str) -> str:
     """Of the stacks of all threads, that of the main thread, the innermost call first."""
     blocks = [block.strip() for block in text.split("\n\n") if block.strip()]
     return blocks[-1] if blocks else ""
+
+
+def crash_stack(text: str) -> str:
+    """The stack of the main thread of a process that has crashed, from what Python's fault handler wrote."""
+    text = text.rpartition("Fatal Python error")[2].partition("\nExtension modules")[0]
+    return main_stack(text)
+
+
+def innermost(stack: str) -> str:
+    """The innermost calls of a stack, outside of the watch."""
+    frames = [match for match in _FRAME.finditer(stack) if not match["file"].endswith(_WAITS)]
+    return ", from ".join(
+        f"{match['file'].rpartition('/')[2]}:{match['line']} in {match['function']}" for match in frames[:3]
+    )
 
 
 def process_state(process: int) -> str:

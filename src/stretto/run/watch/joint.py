@@ -36,8 +36,8 @@ _ANSWER_S = 5.0  # of the store
 _GATHER_S = 2.5  # for records
 _GRACE_S = 2.5  # for the others to read the verdict
 _AGAIN_S = 2.0
-_ASK, _VERDICT = "watch/ask", "watch/verdict"
-_READ = "watch/read"
+_ASK = "watch/ask"
+_VERDICT, _READ = "watch/verdict", "watch/read"
 
 
 @contextlib.contextmanager

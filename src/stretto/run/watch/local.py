@@ -7,7 +7,8 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from stretto.run.watch.hang import (
     RECORD,
     STACK,
     Seen,
+    aborted,
+    crash_stack,
     failure,
     judge,
     odd_call,
+    opposed_calls,
     process_state,
     read_records,
     remove_records,
@@ -30,9 +34,11 @@ from stretto.run.watch.rank import watched
 
 _LONGEST_LOOK_S = 1.0  # time between two looks that counts: in a longer one this process did not run either
 _GATHER_S = 6.0  # for records that were not asked for ahead
+_LEFT_S = 2.0  # for records of ranks that are left after another has failed
 _STACK_S = 1.0  # for the stacks of a rank that cannot write a record
 _AGAIN_S = 2.0  # after ranks were late because of one that may take longer
 _STOPPED, _TRACED = "T", "t"
+_ABORT = "SIGABRT"
 
 
 @contextlib.contextmanager
@@ -90,7 +96,7 @@ class Watch:
         passed, self._looked = min(now - self._looked, _LONGEST_LOOK_S), now
         seen = {rank: self._see(rank, process, passed) for rank, process in processes.items()}
         if failures:
-            return self._differing(seen, processes) if any(map(_in_a_call, failures.values())) else None
+            return self._after(seen, processes, failures)
         if now < self._wait_until or any(one.state == _TRACED for one in seen.values()):
             return None
         if not any(one.late for one in seen.values()):
@@ -111,16 +117,30 @@ class Watch:
             self._dump_stack(rank, processes[rank], seen[rank].state)
         return failure(seen, verdict, folder)
 
-    def _differing(self, seen: Mapping[int, Seen], processes: Mapping[int, int]) -> Failure | None:
-        """The failure of a rank whose last calls differ from those of the ranks that still run, which ask in
-        vain why others are gone.
+    def _after(
+        self, seen: Mapping[int, Seen], processes: Mapping[int, int], failures: Mapping[int, Failure]
+    ) -> Failure | None:
+        """What is to be said in place of the failures of ranks: of one whose last calls differ from those of
+        others, or of one that has crashed, with its stack.
         """
-        self._gather(seen, processes)
-        verdict = odd_call(read_records(self.board.folder, self.board.ranks))
-        if verdict is None:
-            return None
-        every = {rank: self._see(rank, 0, 0.0) for rank in range(self.board.ranks)}
-        return failure(every, verdict, self.board.folder)
+        crashed = next((one for one in failures.values() if one.kind == "died"), None)
+        if crashed is not None:
+            crashed = replace(crashed, traceback=crash_stack(self.board.read_stacks(0)))
+        if any(map(_in_a_call, failures.values())):
+            self.board.ask()  # those that have failed have written theirs
+            dead = set() if crashed is None else {crashed.rank}
+            self._wait_for_records(set(range(self.board.ranks)) - dead, _LEFT_S)
+            diagnosis = read_records(self.board.folder, self.board.ranks)
+            every = {rank: self._see(rank, 0, 0.0) for rank in range(self.board.ranks)}
+            verdict = odd_call(diagnosis) or opposed_calls(diagnosis)
+            if verdict is not None:
+                return failure(every, verdict, self.board.folder)
+            if crashed is not None and _ABORT in crashed.message:
+                for rank in processes:
+                    if not (self.board.folder / STACK.format(rank=rank)).is_file():
+                        self._dump_stack(rank, processes[rank], seen[rank].state)
+                return aborted(crashed, every, diagnosis, self.board.folder)
+        return crashed if crashed is not None and crashed.traceback else None
 
     def _see(self, rank: int, process: int, passed: float) -> Seen:
         row, state = self.board.row(rank), process_state(process)
@@ -144,14 +164,14 @@ class Watch:
 
     def _gather(self, seen: Mapping[int, Seen], processes: Mapping[int, int]) -> None:
         """Have all ranks that can write their records."""
-        folder = self.board.folder
         if self._asked_at != self._marks:  # what was written ahead is of another moment
             self._ask()
-        able = [rank for rank in processes if seen[rank].answers]
-        end = time.monotonic() + _GATHER_S
-        while time.monotonic() < end:
-            if all((folder / RECORD.format(rank=rank)).is_file() for rank in able):
-                return
+        self._wait_for_records([rank for rank in processes if seen[rank].answers], _GATHER_S)
+
+    def _wait_for_records(self, ranks: Iterable[int], seconds: float) -> None:
+        paths = [self.board.folder / RECORD.format(rank=rank) for rank in ranks]
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not all(path.is_file() for path in paths):
             time.sleep(0.05)
 
     def _dump_stack(self, rank: int, process: int, state: str) -> None:
@@ -178,7 +198,7 @@ def _in_a_call(one: Failure) -> bool:
     """Whether a rank failed in a call that others take part in: gloo ends a process that is sent more than it
     expects.
     """
-    return one.kind in ("silent", "gone") or "SIGABRT" in one.message
+    return one.kind in ("silent", "gone") or _ABORT in one.message
 
 
 def _signal_main_thread(process: int) -> None:

@@ -24,6 +24,7 @@ def watched(board: Board, function: Callable[..., Any], *arguments: Any) -> Any:
     PROGRESS.attach(board.memory(rank), process, socket.gethostname())
     if STACKS:  # in C, so that it works whatever holds the interpreter's lock
         faulthandler.register(STACKS, file=board.stacks, all_threads=True)
+        faulthandler.enable(file=board.stacks)  # of a crash; the launcher shows it with the failure
     beats = threading.Thread(target=_beat, args=(board, rank, process), name="watch", daemon=True)
     beats.start()
     with counted_waits():
