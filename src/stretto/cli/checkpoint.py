@@ -132,16 +132,18 @@ def export(
         return
     import torch
 
+    from stretto.run.launch.lease import lease
     from stretto.run.train.exported import export_model
 
     kind: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
-    if adapters:
-        from stretto.engine.checkpoint.huggingface.adapters import export_adapters
+    with lease(out):  # a run that is under way keeps its tokenizer there
+        if adapters:
+            from stretto.engine.checkpoint.huggingface.adapters import export_adapters
 
-        written = export_adapters(one, out, kind)
-    else:
-        with byte_progress("export") as progress:
-            written = export_model(one, out, int(shard_gb * 1e9), kind, progress, merge=merge)
+            written = export_adapters(one, out, kind)
+        else:
+            with byte_progress("export") as progress:
+                written = export_model(one, out, int(shard_gb * 1e9), kind, progress, merge=merge)
     files = [str(file) for file in written]
     facts = {"checkpoints": [{"path": str(one), "ok": True}], "ok": True, "path": str(out), "files": files}
     report(facts, as_json, lambda console: console.print(f"{one} written to {out}:", *files, sep="\n  "))

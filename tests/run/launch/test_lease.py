@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -17,9 +18,11 @@ from typing import Any
 
 import pytest
 
+from pages import ROOT, run_here
 from stretto.errors import StrettoError
 from stretto.run.launch import lease as module
 from stretto.run.launch.lease import LEASE, check_lease, lease, share
+from stretto.run.train.imported import import_model
 from stretto.run.train.session import Session
 from tiny_job import job
 from train_runs import at_step, train
@@ -233,3 +236,26 @@ def test_a_folder_that_is_missing_is_no_cause_of_what_fails_later(tmp_path: Path
     with pytest.raises(RuntimeError) as caught, share(tmp_path / "missing"):
         raise RuntimeError("later")
     assert caught.value.__context__ is None
+
+
+def test_imports_and_exports_write_into_no_folder_of_a_running_job(tmp_path: Path, held_by: Hold) -> None:
+    """The job there has written neither a checkpoint nor a record of a step so far."""
+    runpy.run_path(str(ROOT / "examples" / "tiny_llama.py"))["main"](str(tmp_path / "published"))
+    import_model(tmp_path / "published", tmp_path / "other")
+    assert not (tmp_path / "other" / LEASE).exists()
+    export = ["checkpoint", "export", "other", "--out"]
+    run_here(["stretto", *export, "dcp", "--format", "dcp"], tmp_path)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "tokenizer.json").write_text("the job's own")
+    held_by(run)
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    into = ["checkpoint", "import", "--out", "run"]
+    for words, says in (
+        ([*into, "published"], "run is in use by a job on host"),
+        ([*into, "dcp", "--format", "dcp", "--model", "other/config.yaml"], "run is in use by a job on host"),
+        ([*export, "run"], "run is in use by a job on host"),
+        ([*export, "run", "--format", "dcp"], "run is not empty"),
+    ):
+        assert says in run_here(["stretto", *words], tmp_path, code=2)
+        assert {path.name: path.read_bytes() for path in run.iterdir()} == before, words

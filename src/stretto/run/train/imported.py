@@ -27,6 +27,7 @@ from stretto.run.config.source import CoreDumper
 from stretto.run.config.written import model_section
 from stretto.run.data.prepare import LEAST_USED
 from stretto.run.data.tokenizer import SMALLEST_VOCAB, Tokenizer
+from stretto.run.launch.lease import lease
 from stretto.run.train.companions import TOKENIZER, copy_companions, write_generation
 from stretto.run.train.resume import differing
 from stretto.spec.optimiser import Optimiser
@@ -72,10 +73,8 @@ def import_model(
     Raises:
         StrettoError: as `Importing`; the run's folder has a run already, or too little room.
     """
-    with Importing(source, adapters) as model:
+    with Importing(source, adapters) as model, _new_run(run):
         model.check_place(run)
-        if (run / "metrics.jsonl").exists():
-            raise StrettoError(f"{run} already holds a run", hint="import into a new run folder")
         model.check_head()
         notes = list(model.notes)
         tokenizer = _tokenizer(source, model.shape, notes)
@@ -180,14 +179,13 @@ def _written(
     progress: Progress | None,
 ) -> Imported:
     """Write the run of a checkpoint of another framework: its config, and the checkpoint."""
-    if (run / "metrics.jsonl").exists():
-        raise StrettoError(f"{run} already holds a run", hint="import into a new run folder")
     if "tokenizer" not in changes.get("data", {}):
         notes = [*notes, "no tokenizer lies with it: name the model's own as data.tokenizer"]
     if model.optimiser is not None:
         changes["checkpoint"] = {"resume": str(run / "checkpoints" / step_name(model.step))}
     text = config_text(model, run, None, changes)
-    return _make_run(model, run, text, notes, write=lambda: model.write(run, progress=progress))
+    with _new_run(run):
+        return _make_run(model, run, text, notes, write=lambda: model.write(run, progress=progress))
 
 
 def _make_run(
@@ -227,6 +225,19 @@ def _make_run(
         notes=notes,
         next=join(["stretto", "train", str(run / CONFIG), *text_there]),
     )
+
+
+@contextmanager
+def _new_run(run: Path) -> Generator[None]:
+    """Hold the folder, in which no other job may write meanwhile.
+
+    Raises:
+        StrettoError: another job holds it, or it has a run already.
+    """
+    with lease(run):
+        if (run / "metrics.jsonl").exists():
+            raise StrettoError(f"{run} already holds a run", hint="import into a new run folder")
+        yield
 
 
 @contextmanager
