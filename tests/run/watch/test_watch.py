@@ -292,6 +292,20 @@ def test_of_two_calls_that_differ_neither_is_the_odd_one() -> None:
     assert "differ" not in busy.why, "a rank that waits for no other hangs by itself"
 
 
+def test_ranks_that_wait_for_each_other_are_all_named() -> None:
+    group = Group("0", "pipeline", (0, 1))
+    calls = [
+        Call(rank=rank, group=group, operation="recv", number=1, record=1, message=True, peer=1 - rank)
+        for rank in range(2)
+    ]
+    dumps = [
+        RankDump(rank=one.rank, path=Path(), version="2.10", calls=(one,), groups={}, whole=True)
+        for one in calls
+    ]
+    verdict = judge(among(seen(0), seen(1)), diagnose(dumps, 2))
+    assert (verdict.culprits, verdict.why[:25]) == ((0, 1), "they wait for each other,")
+
+
 def test_the_flight_recorder_is_switched_on_unless_the_environment_says_otherwise(tmp_path: Path) -> None:
     here = dict[str, str]()
     record_environment(tmp_path, here)

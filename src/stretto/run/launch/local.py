@@ -358,7 +358,7 @@ class _Ranks:
     def _send(self, number: int, processes: Iterable[ForkServerProcess]) -> None:
         for process in processes:
             if process.pid is not None and process.exitcode is None:
-                with contextlib.suppress(ProcessLookupError):  # it has ended, and its server has seen it first
+                with contextlib.suppress(ProcessLookupError):  # it has ended, as its server knows
                     os.kill(process.pid, number)
 
 

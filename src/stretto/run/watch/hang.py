@@ -104,6 +104,9 @@ def judge(seen: Mapping[int, Seen], diagnosis: Diagnosis | None) -> Verdict:
             return Verdict(culprits=(most[0],), why=why, diagnosis=diagnosis)
     if alone := tuple(one.rank for one in late if one.rank not in waiting):
         return Verdict(culprits=alone, why="it waits for no other rank", diagnosis=diagnosis)
+    if diagnosis is not None and diagnosis.circle and waiting.issuperset(diagnosis.circle):
+        why = "they wait for each other, as if one of them had left out a call or made another"
+        return Verdict(culprits=diagnosis.circle[:-1], why=why, diagnosis=diagnosis)
     worst = max(late, key=lambda one: one.seconds)
     why = "it has made no progress for the longest time, and every rank waits for another"
     return Verdict(culprits=(worst.rank,), why=why, diagnosis=diagnosis)
@@ -216,7 +219,8 @@ def _call(one: Seen, verdict: Verdict) -> str:
     if not waits:
         return ""
     whom = ", ".join(dict.fromkeys(str(wait.target) for wait in waits))
-    return f" (in {waits[0].call}, for rank {whom})"
+    call = waits[0].call
+    return f" (in {call}{call.sizes}{call.at}, for rank {whom})"
 
 
 def _facts(seen: Mapping[int, Seen], verdict: Verdict) -> dict[str, Any]:
