@@ -210,3 +210,24 @@ class Candidate:
         if saving.parameters != "none":
             words.append(f"parameters on {saving.parameters}")
         return ", ".join(words)
+
+
+def unplanned(job: Job) -> Job:
+    """The job without what a search chooses: layout, schedule, microbatch, recomputation and sharding are
+    those of one process.
+    """
+    return replace(
+        job,
+        layout=Layout(),
+        micro_batch=1,
+        schedule=PLAIN,
+        options={},
+        stage_layers=None,
+        encoder_pp=None,
+        custom_program=None,
+        expert_tp=None,
+        sequence_parallel=False,
+        context="ring",
+        recompute=Recompute(),
+        dp=DataParallel(),
+    )

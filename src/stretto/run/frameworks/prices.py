@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from stretto.layout.layout import Layout
 from stretto.planner.estimate import Estimate, estimate
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.search.fixed import fixed
-from stretto.planner.search.task import Task
-from stretto.program import PLAIN
+from stretto.planner.search.task import Task, unplanned
 from stretto.run.frameworks.mapping import Framework, Reading
-from stretto.spec.data_parallel import DataParallel
-from stretto.spec.job import Job, Recompute
 
 
 def task_for(framework: Framework, task: Task, fix: Sequence[str] = ()) -> Task:
@@ -54,21 +50,4 @@ def better(framework: Framework, reading: Reading, cluster: Cluster, seconds: fl
         fixed=fixed(framework.plans),
         seconds=seconds,
         top=top,
-    )
-
-
-def unplanned(job: Job) -> Job:
-    """The job without what a search chooses: layout, schedule, microbatch, recomputation and sharding."""
-    return replace(
-        job,
-        layout=Layout(),
-        micro_batch=1,
-        schedule=PLAIN,
-        options={},
-        stage_layers=None,
-        expert_tp=None,
-        sequence_parallel=False,
-        context="ring",
-        recompute=Recompute(),
-        dp=DataParallel(),
     )

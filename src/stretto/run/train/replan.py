@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from math import gcd
 from typing import Any
 
 from stretto.engine.parallel.signed import SIZE, is_genuine, job_key, signature
 from stretto.errors import StrettoError
-from stretto.layout.layout import Layout
 from stretto.planner.machines.catalogue import cluster_here
 from stretto.planner.search.ranking import Plan, Ranked
 from stretto.planner.search.search import search
-from stretto.planner.search.task import Task
-from stretto.program import PLAIN
+from stretto.planner.search.task import Task, unplanned
 from stretto.run.config.check import find_problems
 from stretto.run.config.for_ranks import for_ranks as listed
 from stretto.run.config.job import job_of
@@ -25,8 +22,6 @@ from stretto.run.config.schema import TrainConfig
 from stretto.run.config.written import laid_over
 from stretto.run.launch.rendezvous import join_early
 from stretto.run.train.prediction import kind_here
-from stretto.spec.data_parallel import DataParallel
-from stretto.spec.job import Job, Recompute
 
 SEARCH_S = 5.0  # of wall-clock time; the job waits for it
 _KEY = "stretto/layout"
@@ -88,7 +83,7 @@ def _answer(config: TrainConfig, ranks: int, note: Note) -> dict[str, Any]:
 
 def _planned(config: TrainConfig, ranks: int) -> tuple[TrainConfig, str]:
     """The job with the fastest layout that fits so many ranks of this machine, and a line about it."""
-    job = without_layout(job_of(config))
+    job = unplanned(job_of(config))
     # where no two replicas could share the batch, the planner takes the number for a typing error
     fixed = {"dp": (1,)} if gcd(job.global_batch, ranks) == 1 else {}
     try:
@@ -104,25 +99,6 @@ def _planned(config: TrainConfig, ranks: int) -> tuple[TrainConfig, str]:
             return other, _line(ranks, one, plan)
         problem = problem or problems[0].message
     raise _none(config, ranks, problem or _why_nothing(plan))
-
-
-def without_layout(job: Job) -> Job:
-    """The job with what a search chooses as in one process."""
-    return replace(
-        job,
-        layout=Layout(),
-        micro_batch=1,
-        schedule=PLAIN,
-        options={},
-        stage_layers=None,
-        encoder_pp=None,
-        custom_program=None,
-        expert_tp=None,
-        sequence_parallel=False,
-        context="ring",
-        recompute=Recompute(),
-        dp=DataParallel(),
-    )
 
 
 def _line(ranks: int, one: Ranked, plan: Plan) -> str:
