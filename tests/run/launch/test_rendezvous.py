@@ -24,9 +24,9 @@ from stretto.run.launch.local import RankFailed, _listen, run_ranks
 LONG_S, SHORT_S = 60.0, 1.0
 
 
-def sign_in(store: Any, rank: int, world: int, start_s: float = LONG_S, said: Any = None) -> str:
+def register(store: Any, rank: int, world: int, start_s: float = LONG_S, said: Any = None) -> str:
     say: Callable[[str], None] = (lambda _: None) if said is None else said.append
-    return arrivals.sign_in(store, Member.here(rank, world), Clock(start_s, say, lambda: None))
+    return arrivals.register(store, Member.here(rank, world), Clock(start_s, say, lambda: None))
 
 
 def outcomes(store: Any, ranks: list[int], world: int, start_s: float = LONG_S) -> list[str | StrettoError]:
@@ -35,7 +35,7 @@ def outcomes(store: Any, ranks: list[int], world: int, start_s: float = LONG_S) 
 
     def join(at: int, rank: int) -> None:
         try:
-            came[at] = sign_in(store, rank, world, start_s)
+            came[at] = register(store, rank, world, start_s)
         except StrettoError as error:
             came[at] = error
 
@@ -88,7 +88,7 @@ def test_who_is_waited_for_is_said_meanwhile(quickly: None, monkeypatch: pytest.
     monkeypatch.setattr(arrivals, "NOTE_S", 0.1)
     said = list[str]()
     with pytest.raises(RanksMissing):
-        sign_in(HashStore(), 0, 3, SHORT_S, said)
+        register(HashStore(), 0, 3, SHORT_S, said)
     assert said[0].startswith("waiting for ranks 1-2 of 3; here: 0 on ")
 
 
@@ -112,7 +112,7 @@ def test_a_rank_that_is_started_beside_a_running_job_is_refused(rank: int) -> No
     arrivals.answer_late(store, name, ended)
     try:
         with pytest.raises(StrettoError, match=rf"^rank {rank} was started twice"):
-            sign_in(store, rank, 2)
+            register(store, rank, 2)
     finally:
         ended.set()
 
@@ -124,7 +124,7 @@ def test_ranks_with_another_number_of_ranks_are_refused(quickly: None) -> None:
     arrivals.answer_late(store, name, ended)
     try:
         with pytest.raises(StrettoError, match=r"^rank 3 .* WORLD_SIZE=4, and rank 0 on .* with 2"):
-            sign_in(store, 3, 4)
+            register(store, 3, 4)
     finally:
         ended.set()
 
@@ -132,9 +132,9 @@ def test_ranks_with_another_number_of_ranks_are_refused(quickly: None) -> None:
 def test_what_another_program_wrote_is_refused() -> None:
     store = HashStore()
     for text in ("", "{}", "[1]", '{"rank": "x"}', "[" * 100000):
-        store.set(arrivals.FIRST, text)
+        store.set(arrivals.RANK_0, text)
         with pytest.raises(StrettoError, match="no rank of Stretto has written"):
-            sign_in(store, 1, 2)
+            register(store, 1, 2)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,15 @@
-"""Which ranks of a job have started: each signs in at the rendezvous store, and rank 0 waits for all.
+"""Which ranks of a job have started: each registers in the rendezvous store, and rank 0 waits for all.
 
-One store may outlive several attempts of a job, and hold what dead ranks have left. An attempt is therefore
-named by a word of its rank 0 that nobody else has, and what it signs in under that name is its own:
+One store may outlive several attempts of a job, and hold the keys of dead ranks. An attempt is therefore
+named by the nonce of its rank 0, and all its keys are under that name:
 
-1. Rank 0 puts itself at the store's FIRST. If somebody is there already, it knocks: a living rank 0 answers,
-   so that this one was started twice; a dead one does not, and is replaced.
-2. The others knock at the rank 0 that FIRST names until one answers, then sign in for its attempt. A place
-   can be taken once. Whoever finds it taken was started twice.
-3. Rank 0 tells all to start once nobody is missing, or names the missing ranks when the time is over.
+1. Rank 0 writes itself to RANK_0. If another process is there already, it pings it: one that answers is a
+   living rank 0, so this one was started twice; one that does not answer is dead, and is replaced.
+2. The others ping the process in RANK_0 until one answers, then register for its attempt. The slot of a rank
+   can be taken once. A process that finds its slot taken was started twice.
+3. Rank 0 starts the job once every rank is there, or names the missing ranks when the time is over.
 
-Rank 0 answers knocks for as long as the job runs, so that a rank that is started again beside it is refused.
+Rank 0 answers pings for as long as the job runs, so that a rank 0 that is started beside it is refused.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from typing import Any
 
 from stretto.errors import StrettoError
 from stretto.run.launch.failure import RanksMissing
+from stretto.run.launch.lease import is_running
 
-FIRST = "stretto/first"  # the member that is rank 0
+RANK_0 = "stretto/rank0"  # the member that is rank 0
 NOTE_S, NOTE_EVERY_S = 5.0, 15.0  # until the first line that says who is missing, and from one to the next
 _ANSWER_S = 3.0  # after which a rank 0 that does not answer is dead
 _POLL_S, _LONGEST_POLL_S = 0.01, 0.1
@@ -45,20 +46,20 @@ class Member:
 
     Attributes:
         process: its number on the host.
-        word: unlike that of any other process.
+        nonce: unlike any other process's.
     """
 
     rank: int
     world: int
     host: str
     process: int
-    word: str
+    nonce: str
 
     @classmethod
     def here(cls, rank: int, world: int) -> Member:
         """This process."""
         return cls(
-            rank=rank, world=world, host=socket.gethostname(), process=os.getpid(), word=uuid.uuid4().hex
+            rank=rank, world=world, host=socket.gethostname(), process=os.getpid(), nonce=uuid.uuid4().hex
         )
 
     @classmethod
@@ -71,7 +72,7 @@ class Member:
                 world=int(facts["world"]),
                 host=str(facts["host"])[:128],
                 process=int(facts["process"]),
-                word=str(facts["word"])[:128],
+                nonce=str(facts["nonce"])[:128],
             )
         except (ValueError, TypeError, KeyError, RecursionError):
             raise StrettoError(
@@ -115,71 +116,70 @@ class Clock:
         return passed >= self.start_s + beyond
 
 
-def sign_in(store: Any, me: Member, clock: Clock) -> str:
+def register(store: Any, me: Member, clock: Clock) -> str:
     """Wait until every rank has come; returns the name of the attempt that they are in. Collective.
 
     Raises:
         RanksMissing: some have not come in time; it names them.
         StrettoError: this rank was started twice, or with another number of ranks than rank 0.
     """
-    return _First(store, me, clock).run() if me.rank == 0 else _sign_in_other(store, me, clock)
+    return _RankZero(store, me, clock).run() if me.rank == 0 else _register_other(store, me, clock)
 
 
 def answer_late(store: Any, name: str, ended: threading.Event) -> None:
-    """On rank 0, answer knocks on a thread until `ended`: those of ranks that are started again beside the
-    job.
-    """
+    """On rank 0, answer pings on a thread until `ended`: a rank 0 that is started beside the job pings it."""
 
     def loop() -> None:
         answered = store.add(_answers(name), 0)
         while not ended.wait(_GUARD_S):
             try:
                 answered = _answer(store, name, answered)
-            except RuntimeError:  # the store has gone, and with it whoever might knock
+            except RuntimeError:  # the store has gone, and with it the ranks that might ping
                 return
 
     threading.Thread(target=loop, name="arrivals", daemon=True).start()
 
 
-class _First:
+class _RankZero:
     """Rank 0, waiting for the others."""
 
     def __init__(self, store: Any, me: Member, clock: Clock) -> None:
         self._store, self._clock = store, clock
         self._me = me
         self._here = {0: me}
-        self._answered = self._signed = 0
+        self._answered = self._registered = 0
 
     def run(self) -> str:
-        self._take_first()
+        self._take_rank_0()
         while len(self._here) < self._me.world:
             if not self._look():
                 if self._clock.over(self._waiting_for):
                     self._give_up()
                 time.sleep(_POLL_S)
-        self._store.set(_start(self._me.word), _GO)
-        return self._me.word
+        self._store.set(_start(self._me.nonce), _GO)
+        return self._me.nonce
 
-    def _take_first(self) -> None:
+    def _take_rank_0(self) -> None:
         """Become the rank 0 of the store, unless one is there that lives."""
         store, me = self._store, self._me
         before = ""
-        while (now := store.compare_set(FIRST, before, me.text)) != me.text.encode():
+        while (now := store.compare_set(RANK_0, before, me.text)) != me.text.encode():
             other = Member.read(now)
-            if not _is_gone(me, other) and _answers_within(store, other, _ANSWER_S):
+            gone = other.host == me.host and not is_running(other.process)
+            if not gone and _answers_within(store, other, _ANSWER_S):
                 raise started_twice(me, other)
             before = now.decode()
 
     def _look(self) -> bool:
-        """Answer who has knocked; whether anybody has signed in since."""
-        store, name = self._store, self._me.word
+        """Answer who has pinged; whether another rank has registered since."""
+        store, name = self._store, self._me.nonce
         self._answered = _answer(store, name, self._answered)
-        if (signed := store.add(_signed(name), 0)) == self._signed:
+        if (registered := store.add(_registered(name), 0)) == self._registered:
             return False
-        self._signed = signed
+        self._registered = registered
         for rank in self._missing():
-            if store.check([_seat(name, rank)]):
-                self._here[rank] = Member.read(store.get(_seat(name, rank)))
+            if store.check([_slot(name, rank)]):
+                self._here[rank] = Member.read(store.get(_slot(name, rank)))
         return True
 
     def _missing(self) -> list[int]:
@@ -195,50 +195,50 @@ class _First:
             f"{_of(missing, self._me.world)} {have} not come within {self._clock.start_s:g} s "
             f"(train.start_s); here: {_hosts(self._here.values())}"
         )
-        self._store.set(_start(self._me.word), text)
+        self._store.set(_start(self._me.nonce), text)
         time.sleep(_LINGER_S)
         raise missing_ranks(text)
 
 
-def _sign_in_other(store: Any, me: Member, clock: Clock) -> str:
+def _register_other(store: Any, me: Member, clock: Clock) -> str:
     """As a rank other than 0."""
-    first = _living_first(store, me, clock)
+    first = _living_rank_0(store, me, clock)
     if first.world != me.world:
         raise StrettoError(
             f"rank {me.rank} on {me.place} was started with WORLD_SIZE={me.world}, and rank 0 on "
             f"{first.place} with {first.world}",
             hint="start all ranks with one WORLD_SIZE; jobs side by side need a MASTER_PORT each",
         )
-    holder = store.compare_set(_seat(first.word, me.rank), "", me.text)
+    holder = store.compare_set(_slot(first.nonce, me.rank), "", me.text)
     if holder != me.text.encode():
         raise started_twice(me, Member.read(holder))
-    store.add(_signed(first.word), 1)
+    store.add(_registered(first.nonce), 1)
 
     def waiting() -> str:
         return f"rank {me.rank} on {me.place} waits for rank 0 on {first.place} to start the job"
 
-    while not _wait(store, _start(first.word)):
+    while not _wait(store, _start(first.nonce)):
         if clock.over(lambda: "", _BEYOND_S):
             raise missing_ranks(f"rank 0 on {first.place} has not started the job: {waiting()}")
-    said = store.get(_start(first.word)).decode(errors="replace")
+    said = store.get(_start(first.nonce)).decode(errors="replace")
     if said != _GO:
         raise missing_ranks(said)
-    return first.word
+    return first.nonce
 
 
-def _living_first(store: Any, me: Member, clock: Clock) -> Member:
+def _living_rank_0(store: Any, me: Member, clock: Clock) -> Member:
     """The rank 0 that answers; who has left its name and does not is dead, or has not come back yet."""
-    knocked, number = "", 0
+    pinged, number = "", 0
 
     def waiting() -> str:
         return f"rank {me.rank} on {me.place} waits for rank 0"
 
     while True:
-        if _wait(store, FIRST):
-            first = Member.read(store.get(FIRST))
-            if first.word != knocked:
-                knocked, number = first.word, _knock(store, first)
-            if _wait(store, _reply(first.word, number)):
+        if _wait(store, RANK_0):
+            first = Member.read(store.get(RANK_0))
+            if first.nonce != pinged:
+                pinged, number = first.nonce, _ping(store, first)
+            if _wait(store, _reply(first.nonce, number)):
                 return first
         if clock.over(waiting):
             raise missing_ranks(
@@ -247,40 +247,29 @@ def _living_first(store: Any, me: Member, clock: Clock) -> Member:
             )
 
 
-# ---------------------------------------------------------------------- knocks
+# ---------------------------------------------------------------------- pings
 
 
-def _knock(store: Any, first: Member) -> int:
-    return store.add(_knocks(first.word), 1)
+def _ping(store: Any, first: Member) -> int:
+    return store.add(_pings(first.nonce), 1)
 
 
 def _answer(store: Any, name: str, answered: int) -> int:
-    """Answer all knocks but the first `answered`; returns how many there were."""
-    knocks = store.add(_knocks(name), 0)
-    for number in range(answered + 1, knocks + 1):
+    """Answer all pings but the first `answered`; returns how many there were."""
+    pings = store.add(_pings(name), 0)
+    for number in range(answered + 1, pings + 1):
         store.set(_reply(name, number), "")
-    if knocks > answered:
-        store.add(_answers(name), knocks - answered)
-    return knocks
+    if pings > answered:
+        store.add(_answers(name), pings - answered)
+    return pings
 
 
 def _answers_within(store: Any, first: Member, seconds: float) -> bool:
     """Whether a rank 0 lives."""
-    number, end = _knock(store, first), time.monotonic() + seconds
+    number, end = _ping(store, first), time.monotonic() + seconds
     while time.monotonic() < end:
-        if _wait(store, _reply(first.word, number)):
+        if _wait(store, _reply(first.nonce, number)):
             return True
-    return False
-
-
-def _is_gone(me: Member, other: Member) -> bool:
-    """Whether a process of this host has certainly ended."""
-    try:
-        os.kill(other.process, 0)
-    except ProcessLookupError:
-        return other.host == me.host
-    except (OSError, OverflowError):
-        return False
     return False
 
 
@@ -293,16 +282,16 @@ def _wait(store: Any, key: str) -> bool:
     return there
 
 
-def _seat(name: str, rank: int) -> str:
+def _slot(name: str, rank: int) -> str:
     return f"stretto/{name}/{rank}"
 
 
-def _signed(name: str) -> str:
-    return f"stretto/{name}/signed"
+def _registered(name: str) -> str:
+    return f"stretto/{name}/registered"
 
 
-def _knocks(name: str) -> str:
-    return f"stretto/{name}/knocks"
+def _pings(name: str) -> str:
+    return f"stretto/{name}/pings"
 
 
 def _answers(name: str) -> str:

@@ -202,7 +202,7 @@ def _obstacle(folder: Path, descriptor: int, mine: Holder) -> StrettoError | Non
     if holder is None or mine.starts_again(holder):
         return None
     if holder.machine == mine.machine:
-        gone = locks is True or not _runs(holder.process)
+        gone = locks is True or not is_running(holder.process)
         return None if gone else _in_use(folder, holder)
     silent = time.time() - there.st_mtime
     return None if silent > STALE_S else _in_use(folder, holder, silent)
@@ -287,11 +287,12 @@ def _holder(machine: str) -> Holder:
     )
 
 
-def _runs(process: int) -> bool:
+def is_running(process: int) -> bool:
+    """Whether a process of this machine may still run; True where the system does not say."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except (OSError, OverflowError):
         return True
     return True

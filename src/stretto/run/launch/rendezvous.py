@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 from stretto.errors import StrettoError
 from stretto.run.launch.arrivals import (
-    FIRST,
+    RANK_0,
     Clock,
     Member,
     answer_late,
     missing_ranks,
-    sign_in,
+    register,
     started_twice,
     to_stderr,
 )
@@ -92,7 +92,7 @@ def _join(start_s: float, timeout: timedelta, check: Callable[[], None]) -> Atte
     me, clock = Member.here(meeting.rank, meeting.world), Clock(start_s, to_stderr, check)
     store = _host(meeting, me, start_s) if meeting.hosts_store else _reach(meeting, me, clock)
     store.set_timeout(timeout)
-    name, ended = sign_in(store, me, clock), threading.Event()
+    name, ended = register(store, me, clock), threading.Event()
     if me.rank == 0:
         answer_late(store, name, ended)
     return Attempt(store=PrefixStore(name, store), rank=me.rank, world=me.world, ended=ended)
@@ -175,8 +175,8 @@ def _port_taken(meeting: Meeting, me: Member) -> StrettoError:
     """Why the port of the store is not free."""
     with contextlib.suppress(RuntimeError, StrettoError):
         store = _client(meeting, _PROBE_S)
-        if store is not None and store.check([FIRST]):
-            return started_twice(me, Member.read(store.get(FIRST)))
+        if store is not None and store.check([RANK_0]):
+            return started_twice(me, Member.read(store.get(RANK_0)))
     return StrettoError(
         f"rank 0 on {me.place} cannot open the rendezvous store: another program has port {meeting.port}",
         hint="give the job another MASTER_PORT",
