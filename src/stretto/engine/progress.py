@@ -82,7 +82,7 @@ class Progress:
     """The marks of this rank.
 
     Attributes:
-        attached: somebody observes this rank.
+        attached: this rank is watched for hangs.
         waited_s: time that its main thread has spent waiting for other ranks.
         messages: for the marks that are waits for messages of a pipeline: the other pipeline rank, and
             whether the message goes to it.

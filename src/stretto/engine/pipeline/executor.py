@@ -97,7 +97,7 @@ class _Segment:
         labels: of each call; empty: it is not recorded.
         waits: the wait for a message that a call begins with.
         messages: that a call waits for.
-        marks: of each call and of its wait, for who observes this rank.
+        marks: of each call and of its wait, for the watch of this rank.
         microbatches: to which a call belongs; without it, the call is left out.
         newest: of these.
     """

@@ -118,7 +118,7 @@ def resume_from(
     """Loads the model from a checkpoint written by any number of ranks and any placement. Collective.
 
     Args:
-        check: read every byte first; None: if the config names this very checkpoint, which nobody has read.
+        check: read every byte first; None: only of a checkpoint that the config names, which has not been read yet.
 
     Raises:
         StrettoError: damaged, or of another model.

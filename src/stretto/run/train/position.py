@@ -157,7 +157,7 @@ def go_on(
     first samples.
 
     Args:
-        check: read every byte first; None: if the config names this very checkpoint, which nobody has read.
+        check: read every byte first; None: only of a checkpoint that the config names, which has not been read yet.
 
     Raises:
         StrettoError: damaged, or of another model or tokenizer.

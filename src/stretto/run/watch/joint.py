@@ -46,7 +46,7 @@ def watched_together(folder: Path, hang_s: float | None) -> Generator[None]:
 
     Args:
         folder: for the records of a hang.
-        hang_s: as in the config; 0: nobody is watched.
+        hang_s: as in the config; 0: hangs are not looked for.
     """
     if hang_s == 0 or PROGRESS.attached:
         yield
