@@ -118,7 +118,7 @@ def resume_from(
     """Loads the model from a checkpoint written by any number of ranks and any placement. Collective.
 
     Args:
-        check: read every byte first; None: only of a checkpoint that the config names, which has not been read yet.
+        check: read every byte first; None: only where the config names this checkpoint, unread so far.
 
     Raises:
         StrettoError: damaged, or of another model.

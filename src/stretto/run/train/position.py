@@ -157,7 +157,7 @@ def go_on(
     first samples.
 
     Args:
-        check: read every byte first; None: only of a checkpoint that the config names, which has not been read yet.
+        check: read every byte first; None: only where the config names this checkpoint, unread so far.
 
     Raises:
         StrettoError: damaged, or of another model or tokenizer.
