@@ -27,7 +27,7 @@ app = command_app()
 
 _KINDS = ("weights", "gradients", "optimizer", "activations", "ends", "messages", "transient")
 # shown where some rank has any: 16-bit weights' masters, transiently gathered tensors, offloaded ones
-_SOME = ("masters", "gathered", "open", "versions", "host", "disk")
+_SOME = ("masters", "gathered", "open", "versions", "saving", "host", "disk")
 
 
 @app.command(epilog="Example: stretto memory configs/llama-1b-64gpu.yaml layout.sequence_parallel=true")
@@ -72,6 +72,8 @@ def memory(
         return
     described = job_of(config)
     _check(described)
+    if measure:  # steps that save nothing
+        described = replace(described, async_save=False)
     held = _measured(described, config.train) if measure else None
     # what is measured are steps that drain
     program = described.program() if measure else None

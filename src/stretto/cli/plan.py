@@ -323,7 +323,7 @@ def _task(
     )
     if known is not None:
         kept = ("precision", "optimiser", "attention", "loss_chunk", "vocab_multiple", "bucket", "one_memory")
-        job = replace(job, **{name: getattr(known, name) for name in (*kept, "undrained")})
+        job = replace(job, **{name: getattr(known, name) for name in (*kept, "undrained", "async_save")})
     else:
         job = replace(job, precision=Precision(dtype=usual_dtype(sized.device)))
     if precision is not None:

@@ -90,6 +90,7 @@ class Job:
             drains for an evaluation, for a checkpoint and at the end.
         compile: `blocks`: what lies between the matrix products of blocks is compiled.
         graphs: `microbatch`: the device replays forward and backward of a microbatch as one graph.
+        async_save: checkpoints are copied to host memory, and written from there while training goes on.
     """
 
     shape: ModelShape
@@ -124,6 +125,7 @@ class Job:
     undrained: float = UNDRAINED
     compile: Compile = "off"
     graphs: Graphs = "off"
+    async_save: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sequence", self.sequence or self.shape.pretraining_sequence)

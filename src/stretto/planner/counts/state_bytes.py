@@ -264,6 +264,20 @@ class StateUnit:
             here = StateBytes(weights=0, gradients=self.gradients, disk=states)
         return weights + here
 
+    @property
+    def saved(self) -> int:
+        """Bytes of a rank's part of what a checkpoint has of the unit, which all ranks with these parameters
+        divide: the weights, or their masters, and the states. What lies in files is not copied.
+        """
+        elements = sum(p.elements for p in self.parameters)
+        if self.frozen:
+            whole = self.element * elements
+        elif self.state_config.offload == "nvme":
+            whole = 0
+        else:
+            whole = self._master * elements + sum(self._state(p, p.elements) for p in self.parameters)
+        return -(-whole // self.copies)
+
     # ------------------------------------------------------------------ held for a while
 
     @property

@@ -180,6 +180,7 @@ def memory_of(
         how=ComputeConfig.of(job),
         state_config=StateConfig.of(job, program),
         gather=job.dp.gathers(job.layout.pp),
+        saves_in_background=job.async_save,
         apart=apart,
         cut=job.stages(program.depth),
     )

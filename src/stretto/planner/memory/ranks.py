@@ -42,6 +42,7 @@ class MemoryJob:
         modes: recomputation of each block.
         state_config: how weights, gradients and optimiser states are kept.
         gather: whether sharded parameters are gathered by layers or by stages.
+        saves_in_background: a copy of what is saved is kept in host memory, from which it is written.
         apart: weight gradients are formed apart and then accumulated, as some libraries do; those of 16 bits
             always are.
         cut: the layers of each stage; None: as training cuts them.
@@ -53,6 +54,7 @@ class MemoryJob:
     modes: tuple[Recompute, ...] = ()
     state_config: StateConfig = field(default_factory=StateConfig)
     gather: Gather | None = None
+    saves_in_background: bool = False
     apart: bool = False
     cut: tuple[range, ...] | None = None
 
@@ -98,6 +100,8 @@ class RankMemory:
         messages: receive buffers, outputs and input gradients that are being sent.
         transient: temporaries of the action `at`.
         masters: weights that the optimiser updates in place of those of 16 bits, or of another device.
+        saving: of the copy from which checkpoints are written in the background, where host and device share
+            their memory; else it is one of `host`.
         host, disk: states, masters and parameters that are not on the device.
         gathered: whole weights that are held for a while, of which the rank keeps a shard.
         open: whole gradients that are held for a while, of which it keeps a shard.
@@ -121,6 +125,7 @@ class RankMemory:
     held: int
     at: str
     masters: int = 0
+    saving: int = 0
     host: int = 0
     disk: int = 0
     gathered: int = 0
@@ -137,7 +142,7 @@ class RankMemory:
     def total(self) -> int:
         """Peak bytes on the device."""
         moving = self.activations + self.ends + self.messages + self.transient + self.versions
-        return self.states + moving + self.gathered + self.open + self.batch
+        return self.states + moving + self.gathered + self.open + self.batch + self.saving
 
 
 def rank_memory(job: MemoryJob) -> list[RankMemory]:
@@ -154,6 +159,15 @@ def lasting_bytes(job: MemoryJob, rank: int) -> StateBytes:
     """Weights, gradients and states that one pipeline rank holds all the time."""
     depth = job.program.depth
     return state_bytes(distinct_units([job.units(stage % depth) for stage in job.program.stages_of(rank)]))
+
+
+def copied_bytes(job: MemoryJob, rank: int) -> int:
+    """What a pipeline rank copies of its part of a checkpoint that is written in the background. Where the
+    parameters of a stage are tied to those of another, one of the two has them, and this counts both.
+    """
+    depth = job.program.depth
+    units = distinct_units([job.units(stage % depth) for stage in job.program.stages_of(rank)])
+    return sum(unit.saved for unit in units) // job.program.copies
 
 
 def stage_memory_of(
@@ -235,6 +249,8 @@ class _Walk:
         self._update()
         batch = step_ids(self.job, self.program.step_microbatches) + _tables(self.job, self.rank)
         batch += self.job.how.framework.buckets
+        copied = copied_bytes(self.job, self.rank) if self.job.saves_in_background else 0
+        saving = copied if self.job.state_config.one_memory else 0
         return RankMemory(
             rank=self.rank,
             weights=states.weights,
@@ -246,10 +262,11 @@ class _Walk:
             transient=self.during,
             versions=self.fullest["versions"],
             batch=batch,
-            held=states.total + batch + self.most,
+            held=states.total + batch + saving + self.most,
             at=self.at,
             masters=states.masters,
-            host=states.host,
+            saving=saving,
+            host=states.host + copied - saving,
             disk=states.disk,
             gathered=self.fullest["gathered"],
             open=self.fullest["open"],

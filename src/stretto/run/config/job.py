@@ -65,6 +65,7 @@ def job_of(
         undrained=_undrained(config),
         compile=config.train.compile,
         graphs=config.train.graphs,
+        async_save=config.checkpoint.async_save and config.checkpoint.every is not None,
     )
 
 

@@ -29,7 +29,8 @@ from stretto.spec.shape import ModelShape
 # fields of a job that are no choices: facts of the machine, what follows from others, and ways of other
 # frameworks, for predictions
 NOT_CHOSEN = frozenset(
-    {"world", "devices", "one_memory", "framework", "fused_loss", "offset", "adapters", "undrained"}
+    {"world", "devices", "one_memory", "framework", "fused_loss", "offset", "adapters"}
+    | {"undrained", "async_save"}
 )
 
 # names that a config has for fields of a job, where they are not those of a section
