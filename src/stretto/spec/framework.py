@@ -44,6 +44,9 @@ class Framework:
             DeepSpeed's BF16Optimizer; otherwise they are freed layer by layer.
         buckets: bytes of buffers for reductions that are there all the time: DeepSpeed's
             `reduce_bucket_size`, by default 5e8 elements.
+        torch_loss: the loss of a whole vocabulary is torch's cross-entropy, which keeps log-probabilities and
+            makes its gradient from two float32 tensors of the logits' size; Stretto's overwrites the
+            probabilities with it.
         dtensor_loss: the loss of a vocabulary that is split over tp is DTensor's, which makes its gradient
             from three float32 tensors of the logits' size.
         remainders: masters are the 16 bits that bfloat16 weights lack, and the update has no temporaries:
@@ -59,6 +62,7 @@ class Framework:
     wide_shards: bool = False
     lasting_gradients: bool = False
     buckets: int = 0
+    torch_loss: bool = False
     dtensor_loss: bool = False
     remainders: bool = False
     inputs_in_8_bits: bool = False
@@ -90,6 +94,7 @@ def ways_of(
         wide_shards=name == "fsdp" and sharded,
         lasting_gradients=name == "deepspeed" and precision.gradients == "float32" and not sharded,
         buckets=_BUCKET if name == "deepspeed" and dp.mode in ("zero1", "zero2") else 0,
+        torch_loss=True,
         dtensor_loss=name == "fsdp",
         remainders=name == "nemo" and precision.dtype == "bfloat16",
         inputs_in_8_bits=name in ("megatron", "nemo") and precision.fp8 != "none",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stretto.engine.parallel.tensor.vocabulary import VocabCrossEntropy
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.memory.layer import layer_memory
 from stretto.planner.memory.stage import stage_memory
@@ -42,7 +43,14 @@ class _Fused(torch.autograd.Function):
         return out.mul_(dy.to(out.dtype)), None
 
 
-def held(fused: bool) -> int:
+LOSSES = {
+    "fused": replace(HOW, fused_loss=True),
+    "torch": replace(HOW, framework=Framework(torch_loss=True)),
+    "stretto": HOW,
+}
+
+
+def held(loss_name: str) -> int:
     """Most bytes of norm, output layer and loss, beyond what they begin with."""
     x = torch.randn(ROWS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     scale = torch.ones(HIDDEN, dtype=torch.bfloat16)
@@ -54,26 +62,27 @@ def held(fused: bool) -> int:
         memory.restart()
         before = memory.held
         logits = functional.layer_norm(x, (HIDDEN,), scale) @ weight.T
-        if fused:
+        if loss_name == "fused":
             loss: Tensor = _Fused.apply(logits, targets)  # pyright: ignore[reportAssignmentType]
-        else:
+        elif loss_name == "torch":
             loss = functional.cross_entropy(logits.float(), targets, reduction="sum")
+        else:
+            loss = VocabCrossEntropy(0, VOCAB, None)(logits[None], targets[None])
         del logits
         loss.backward()
     return memory.peak - before
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_the_head_s_memory_equals_a_real_program_s(fused: bool) -> None:
-    work = stage_memory([layer_memory(SHAPE, replace(HOW, fused_loss=fused), SHAPE.layers + 1)], 0)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_head_s_memory_equals_a_real_program_s(loss: str) -> None:
+    work = stage_memory([layer_memory(SHAPE, LOSSES[loss], SHAPE.layers + 1)], 0)
     predicted = max(work.forward, work.kept + work.ends + work.backward)
-    assert predicted == pytest.approx(held(fused), rel=0.1)
+    assert predicted == pytest.approx(held(loss), rel=0.1)
 
 
 def test_a_fused_loss_takes_a_third_of_the_memory() -> None:
     plain, fused = (
-        stage_memory([layer_memory(SHAPE, replace(HOW, fused_loss=how), SHAPE.layers + 1)], 0)
-        for how in (False, True)
+        stage_memory([layer_memory(SHAPE, LOSSES[loss], SHAPE.layers + 1)], 0) for loss in ("torch", "fused")
     )
     logits = 2 * ROWS * VOCAB
     assert fused.ends + fused.backward < 2.5 * logits < 6 * logits < plain.ends + plain.backward

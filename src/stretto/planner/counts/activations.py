@@ -560,7 +560,7 @@ def _loss(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
         yield Saved("loss logits", how.element * how.tokens * columns, text)
         yield Saved("loss statistics", size * how.tokens, _formula(size, "sb", _over(how, False)))
         return
-    if how.tp == 1 and columns == shape.vocab:
+    if how.framework.torch_loss and how.tp == 1 and columns == shape.vocab:
         yield Saved("loss log-probabilities", size * how.tokens * columns, text)
         yield Saved("loss weight", size, str(size))
         return

@@ -115,10 +115,6 @@ class VocabCrossEntropy(nn.Module):
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """logits [b, s, local], targets [b, s] -> scalar; float32, or float64 for float64 logits."""
-        if self.group is None and self.real == logits.shape[-1]:
-            flat = logits.flatten(0, -2)
-            flat = flat if flat.dtype == torch.float64 else flat.float()
-            return functional.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, reduction="sum")
         return cast(Tensor, _CrossEntropy.apply(logits, targets, self))
 
     def largest(self, logits: Tensor) -> Tensor:
@@ -131,6 +127,19 @@ class VocabCrossEntropy(nn.Module):
             else torch.full(logits.shape[:1], -torch.inf, dtype=work, device=logits.device)
         )
         return all_max(here, self.group)
+
+    def probabilities(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Those of logits [n, local], in new memory, and what `normalise` returns."""
+        largest = self.largest(logits)
+        if self.group is not None or self.real < logits.shape[-1]:
+            scores = logits.to(largest.dtype) - largest.unsqueeze(-1)
+            return scores, *self.normalise(scores, targets)
+        # one pass instead of four; that of the largest logit is 1 over the sum of exponentials
+        result = logits.softmax(-1, dtype=largest.dtype)
+        counted = targets != IGNORED
+        at = targets.masked_fill(~counted, 0).unsqueeze(-1)
+        below = largest - logits.gather(-1, at).squeeze(-1).to(largest.dtype)
+        return result, (below - result.amax(-1).log()) * counted, at, counted
 
     def normalise(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Turn scores [n, local], logits minus the largest of each token, into probabilities, in place.
@@ -153,11 +162,9 @@ class VocabCrossEntropy(nn.Module):
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, part: VocabCrossEntropy) -> Tensor:
-        flat = logits.flatten(0, -2)
-        largest = part.largest(flat)
-        probs = flat.to(largest.dtype) - largest.unsqueeze(-1)
-        losses, at, here = part.normalise(probs, targets.flatten())
-        ctx.save_for_backward(probs, at, here, targets.flatten() != IGNORED)
+        targets = targets.flatten()
+        probs, losses, at, here = part.probabilities(logits.flatten(0, -2), targets)
+        ctx.save_for_backward(probs, at, here, targets != IGNORED)
         ctx.shape, ctx.dtype = logits.shape, logits.dtype
         return losses.sum()
 
