@@ -2,9 +2,9 @@
 stages, by 10% where the backward is split.
 
 The small GPT. `same modules` runs Stretto's pipeline on the peer's own plain modules, loss and optimiser;
-`Stretto` is what `stretto train` runs.
+`Stretto` is what `stretto train` runs. `BLAS products` uses torch's own products on both sides.
 
-    python benchmarks/pp_schedules.py
+    python benchmarks/pp_schedules.py --only dualpipe-v
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from small_gpt import (
     replica,
     split,
     stretto_step,
+    with_blas,
 )
 from torch.distributed.pipelining import PipelineStage, schedules
 
@@ -118,14 +119,17 @@ def compete(contest: Race, rounds: int) -> list[Timing]:
     contestants = {
         peer: torchs(contest.torchs, program),
         "Stretto, same modules": same_modules(program),
+        "Stretto, same modules, BLAS products": with_blas(same_modules(program)),
         "Stretto": stretto_step(replica(config(**overrides))),
     }
     return race(contestants, peer, rounds=rounds, warmup=2)
 
 
 def main() -> None:
-    args = arguments(__doc__, rounds=15)
+    args = arguments(__doc__, rounds=15, only="")
     for contest in RACES:
+        if args.only and contest.name not in args.only.split(","):
+            continue
         timings = on_ranks(RANKS, compete, contest, args.rounds)[0]
         report(f"{RANKS} pipeline ranks, {contest.name}", timings, f"torch {contest.torchs}", args.out)
         speeds = ", ".join(f"{t.name} {t.speedup:.2f}" for t in timings[1:])

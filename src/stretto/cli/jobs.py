@@ -78,6 +78,7 @@ def for_ranks(config: AnyConfig, ranks: int | None, quiet: bool) -> AnyConfig:
     """
     from stretto.recommender.config import for_ranks as recommender
     from stretto.run.config.schema import TrainConfig
+    from stretto.run.launch.rendezvous import Meeting
     from stretto.run.train.job import under_torchrun
 
     def note(text: str) -> None:
@@ -88,7 +89,7 @@ def for_ranks(config: AnyConfig, ranks: int | None, quiet: bool) -> AnyConfig:
         if ranks is not None:
             raise StrettoError("torchrun has started the ranks already", hint="leave --ranks out")
         elastic = config.elastic.layouts if language else config.elastic.ranks
-        ranks = int(os.environ["WORLD_SIZE"]) if elastic else None
+        ranks = Meeting.of(os.environ).world if elastic else None
     if ranks is None:
         return config
     if not language:

@@ -147,15 +147,15 @@ def _train(
 ) -> None:
     from stretto.cli.jobs import for_ranks
     from stretto.recommender.config.load import load_config
+    from stretto.run.train.job import exit_code, under_torchrun
 
     requested = load_config(path, [*words, *([f"checkpoint.resume={resume}"] if resume else [])])
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if under_torchrun():
         requested, result = _join(requested, ranks, as_json)
         started = requested
     else:
         requested = for_ranks(requested, ranks, as_json)
         started, result = _launch(path, words, requested, as_json, port)
-    from stretto.run.train.job import exit_code
 
     if os.environ.get("RANK", "0") == "0":
         again = _again(path, words, requested, started)
@@ -192,8 +192,9 @@ def _join(config: AnyConfig, ranks: int | None, quiet: bool) -> tuple[AnyConfig,
     from stretto.engine.offload.scratch import OffloadError
     from stretto.engine.parallel.control import CollectiveError
     from stretto.run.launch.failure import TrainingFailed
+    from stretto.run.launch.rendezvous import Meeting
 
-    rank = int(os.environ["RANK"])
+    rank = Meeting.of(os.environ).rank
     try:
         config = for_ranks(config, ranks, quiet)
         return config, run_job(config, quiet)

@@ -9,6 +9,7 @@ from textwrap import wrap
 from rich.text import Text
 
 from stretto.layout import Layout
+from stretto.layout.ranges import rank_ranges
 from stretto.view import colours
 from stretto.view.exchanges import Exchange
 from stretto.view.outlines import outlines
@@ -247,20 +248,18 @@ def _stage_labels(layout: Layout, width: int, most: int = 32) -> list[Text]:
     for stage, ranks in enumerate(layout.groups(others)[:most]):
         line = Text()
         line.append(f" stage {stage:<3} ", _style(layout, stage))
-        line.append(f" ranks {_runs(sorted(ranks), width - 20)}")
+        line.append(f" ranks {_ranges(sorted(ranks), width - 20)}")
         lines.append(line)
     if layout.pp > most:
         lines.append(Text(f"... {layout.pp - most} more stages ...", style="dim"))
     return lines
 
 
-def _runs(ranks: list[int], room: int) -> str:
-    """Ranks as runs, such as "0-7, 64-71"; as many as fit."""
-    starts = [at for at in range(len(ranks)) if at == 0 or ranks[at] != ranks[at - 1] + 1]
+def _ranges(ranks: list[int], room: int) -> str:
+    """Ranks such as "0-7, 64-71"; as many as fit."""
     text = ""
-    for start, end in zip(starts, [*starts[1:], len(ranks)], strict=True):
-        run = f"{ranks[start]}-{ranks[end - 1]}" if end - start > 1 else str(ranks[start])
-        if text and len(text) + len(run) + 7 > room:
+    for part in rank_ranges(ranks):
+        if text and len(text) + len(part) + 7 > room:
             return text + ", ..."
-        text += f", {run}" if text else run
+        text += f", {part}" if text else part
     return text

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import time
 from datetime import timedelta
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from recommender_job import config_of
+from stretto.cli import jobs
 from stretto.errors import StrettoError
 from stretto.recommender.config import for_ranks as recommender
 from stretto.recommender.config.check import check as check_recommender
@@ -123,6 +128,48 @@ def test_all_ranks_take_what_the_first_has_planned() -> None:
     assert lines == 1
     assert taken["layout"] != tiny().model_dump(mode="json")["layout"]
     assert "there is no layout of 2 ranks: nothing fits" in error[0]
+
+
+def stop_while_waiting(folder: str) -> bool:
+    """Whether a signal reaches rank 1 while it waits for rank 0's plan, as both see it."""
+    stopped = Path(folder) / "stopped"
+    if os.environ["RANK"] == "0":
+
+        def search(_: object) -> None:
+            end = time.monotonic() + 20
+            while not stopped.exists() and time.monotonic() < end:
+                time.sleep(0.05)
+            raise StrettoError("stopped")
+
+        replan.search = search  # pyright: ignore[reportAttributeAccessIssue]
+        with pytest.raises(StrettoError, match="stopped"):
+            join_for_ranks(tiny(), print)
+        return stopped.exists()
+
+    def end(*_: object) -> None:
+        stopped.touch()
+        raise SystemExit(75)
+
+    signal.signal(signal.SIGTERM, end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a launcher's ranks block it
+    Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    with pytest.raises(SystemExit):
+        join_for_ranks(tiny(), print)
+    return True
+
+
+def test_a_signal_ends_a_rank_that_waits_for_the_plan(tmp_path: Path) -> None:
+    assert run_ranks(2, stop_while_waiting, str(tmp_path)) == [True, True]
+
+
+@pytest.mark.parametrize("layouts", ["auto", [{"dp": 2}]])
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_a_number_that_is_none_is_refused(layouts: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for variable, text in (numbers | {name: "two"}).items():
+        monkeypatch.setenv(variable, text)
+    with pytest.raises(StrettoError, match=f"^{name} is 'two', and must be a whole number"):
+        jobs.for_ranks(tiny(f"elastic.layouts={json.dumps(layouts)}"), None, quiet=True)
 
 
 # ------------------------------------------------------------------ devices that are gone

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from stretto.errors import StrettoError
+from stretto.layout.ranges import rank_ranges
 from stretto.run.launch.failure import RanksMissing
 from stretto.run.launch.lease import is_running
 
@@ -33,10 +34,11 @@ RANK_0 = "stretto/rank0"  # the member that is rank 0
 NOTE_S, NOTE_EVERY_S = 5.0, 15.0  # until the first line that says who is missing, and from one to the next
 _ANSWER_S = 3.0  # after which a rank 0 that does not answer is dead
 _POLL_S, _LONGEST_POLL_S = 0.01, 0.1
+_POLLS = 10_000  # of the store, a second, by all ranks together
 _WAIT_S, _GUARD_S = 0.5, 1.0
 _LINGER_S = 1.0  # for the others to read why rank 0 gives up, as it may host the store
 _BEYOND_S = 30.0  # after train.start_s: rank 0 may have come later than others
-_SHOWN = 6  # hosts, or runs of ranks, in a line
+_SHOWN = 6  # hosts, or ranges of ranks, in a line
 _GO = "go"
 
 
@@ -147,7 +149,7 @@ class _RankZero:
         self._store, self._clock = store, clock
         self._me = me
         self._here = {0: me}
-        self._answered = self._registered = 0
+        self._answered = self._read = 0
 
     def run(self) -> str:
         self._take_rank_0()
@@ -174,13 +176,13 @@ class _RankZero:
         """Answer who has pinged; whether another rank has registered since."""
         store, name = self._store, self._me.nonce
         self._answered = _answer(store, name, self._answered)
-        if (registered := store.add(_registered(name), 0)) == self._registered:
-            return False
-        self._registered = registered
-        for rank in self._missing():
-            if store.check([_slot(name, rank)]):
-                self._here[rank] = Member.read(store.get(_slot(name, rank)))
-        return True
+        before, registered = self._read, store.add(_registered(name), 0)
+        # one that has drawn its number and not written itself yet holds up those behind it for a moment
+        while self._read < registered and store.check([_arrival(name, self._read + 1)]):
+            self._read += 1
+            member = Member.read(store.get(_arrival(name, self._read)))
+            self._here[member.rank] = member
+        return self._read > before
 
     def _missing(self) -> list[int]:
         return [rank for rank in range(self._me.world) if rank not in self._here]
@@ -212,12 +214,12 @@ def _register_other(store: Any, me: Member, clock: Clock) -> str:
     holder = store.compare_set(_slot(first.nonce, me.rank), "", me.text)
     if holder != me.text.encode():
         raise started_twice(me, Member.read(holder))
-    store.add(_registered(first.nonce), 1)
+    store.set(_arrival(first.nonce, store.add(_registered(first.nonce), 1)), me.text)
 
     def waiting() -> str:
         return f"rank {me.rank} on {me.place} waits for rank 0 on {first.place} to start the job"
 
-    while not _wait(store, _start(first.nonce)):
+    while not _wait(store, _start(first.nonce), me.world):
         if clock.over(lambda: "", _BEYOND_S):
             raise missing_ranks(f"rank 0 on {first.place} has not started the job: {waiting()}")
     said = store.get(_start(first.nonce)).decode(errors="replace")
@@ -234,11 +236,11 @@ def _living_rank_0(store: Any, me: Member, clock: Clock) -> Member:
         return f"rank {me.rank} on {me.place} waits for rank 0"
 
     while True:
-        if _wait(store, RANK_0):
+        if _wait(store, RANK_0, me.world):
             first = Member.read(store.get(RANK_0))
             if first.nonce != pinged:
                 pinged, number = first.nonce, _ping(store, first)
-            if _wait(store, _reply(first.nonce, number)):
+            if _wait(store, _reply(first.nonce, number), me.world):
                 return first
         if clock.over(waiting):
             raise missing_ranks(
@@ -268,17 +270,18 @@ def _answers_within(store: Any, first: Member, seconds: float) -> bool:
     """Whether a rank 0 lives."""
     number, end = _ping(store, first), time.monotonic() + seconds
     while time.monotonic() < end:
-        if _wait(store, _reply(first.nonce, number)):
+        if _wait(store, _reply(first.nonce, number), first.world):
             return True
     return False
 
 
-def _wait(store: Any, key: str) -> bool:
+def _wait(store: Any, key: str, world: int) -> bool:
     """Wait a moment for a key; whether it is there. torch's own wait logs a warning for each time-out."""
     end, pause = time.monotonic() + _WAIT_S, _POLL_S
+    longest = max(_LONGEST_POLL_S, world / _POLLS)
     while not (there := store.check([key])) and time.monotonic() < end:
         time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_POLL_S)
+        pause = min(2 * pause, longest)
     return there
 
 
@@ -288,6 +291,10 @@ def _slot(name: str, rank: int) -> str:
 
 def _registered(name: str) -> str:
     return f"stretto/{name}/registered"
+
+
+def _arrival(name: str, number: int) -> str:
+    return f"stretto/{name}/arrival/{number}"
 
 
 def _pings(name: str) -> str:
@@ -327,19 +334,13 @@ def missing_ranks(text: str) -> RanksMissing:
 
 
 def _of(ranks: Sequence[int], world: int) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {_runs(ranks)} of {world}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {_ranges(ranks)} of {world}"
 
 
-def _runs(ranks: Iterable[int]) -> str:
-    """Ranks in rising order as runs, such as "0-7, 64-71"."""
-    runs = list[list[int]]()
-    for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    text = ", ".join("-".join(map(str, run)) for run in runs[:_SHOWN])
-    return text + ", ..." * (len(runs) > _SHOWN)
+def _ranges(ranks: Sequence[int]) -> str:
+    """Ranks in rising order, such as "0-7, 64-71"."""
+    ranges = rank_ranges(ranks)
+    return ", ".join(ranges[:_SHOWN]) + ", ..." * (len(ranges) > _SHOWN)
 
 
 def _hosts(members: Iterable[Member]) -> str:
@@ -347,7 +348,7 @@ def _hosts(members: Iterable[Member]) -> str:
     hosts = dict[str, list[int]]()
     for member in sorted(members, key=lambda member: member.rank):
         hosts.setdefault(member.host, []).append(member.rank)
-    text = ", ".join(f"{_runs(ranks)} on {host}" for host, ranks in list(hosts.items())[:_SHOWN])
+    text = ", ".join(f"{_ranges(ranks)} on {host}" for host, ranks in list(hosts.items())[:_SHOWN])
     return text + f" and {len(hosts) - _SHOWN} hosts more" * (len(hosts) > _SHOWN)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from math import gcd
@@ -20,11 +21,11 @@ from stretto.run.config.for_ranks import for_ranks as listed
 from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
 from stretto.run.config.written import laid_over
-from stretto.run.launch.rendezvous import join_early
+from stretto.run.launch.rendezvous import Meeting, join_early
 from stretto.run.train.prediction import kind_here
 
 SEARCH_S = 5.0  # of wall-clock time; the job waits for it
-_KEY = "stretto/layout"
+_KEY, _POLL_S = "stretto/layout", 0.1
 _SECTIONS = ("layout", "dp", "recompute", "schedule", "batch")  # what a plan chooses
 
 Note = Callable[[str], None]
@@ -50,13 +51,14 @@ def join_for_ranks(config: TrainConfig, note: Note) -> TrainConfig:
     """As `for_ranks`, on each rank of a job that torchrun has started. Rank 0 plans, since a search that time
     cuts short may end differently elsewhere, and tells the others. Collective.
     """
-    world = int(os.environ["WORLD_SIZE"])
+    world = Meeting.of(os.environ).world
     if config.elastic.layouts != "auto" or world == config.layout.to_layout().world:
         return listed(config, world)
     attempt = join_early(config.train.start_s, timedelta(seconds=config.train.timeout_s))
     if attempt.rank == 0:
         body = json.dumps(_answer(config, world, note)).encode()
         attempt.store.set(_KEY, (signature(job_key(), 0, 0, body) + body).hex())
+    _await_plan(attempt.store, config.train.timeout_s)
     signed = bytes.fromhex(attempt.store.get(_KEY).decode())
     if not is_genuine(job_key(), 0, 0, signed):
         raise StrettoError("the layout that rank 0 has planned is not signed with this job's key")
@@ -70,6 +72,15 @@ def join_for_ranks(config: TrainConfig, note: Note) -> TrainConfig:
             for name, section in sections.items()
         }
     )
+
+
+def _await_plan(store: Any, limit_s: float) -> None:
+    """Wait for what rank 0 writes. The store's own wait would let no signal through to Python."""
+    end = time.monotonic() + limit_s
+    while not store.check([_KEY]):
+        if time.monotonic() > end:
+            raise StrettoError(f"rank 0 has planned no layout within {limit_s:g} s (train.timeout_s)")
+        time.sleep(_POLL_S)
 
 
 def _answer(config: TrainConfig, ranks: int, note: Note) -> dict[str, Any]:
