@@ -40,11 +40,11 @@ local.PRELOAD = (
     "stretto.run.verify.prove",
     "stretto.recommender.train.worker",
     "stretto.recommender.verify.prove",
+    "stretto.recommender.tables.kernels.registered",
     "stretto.cli.main",
     "torch._dynamo",  # imported by the first optimiser of a process
     "numpy.random",
     "numpy.ma",
-    "numba",
     "hypothesis",
     "pytest",
     "warm_server",  # the last

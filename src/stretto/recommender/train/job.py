@@ -18,7 +18,13 @@ from stretto.run.launch.stop import StopRequest
 from stretto.run.train.job import Kind, Result, check_fresh, run_kind
 from stretto.run.train.replan import Note
 
-PRELOAD = ("stretto.recommender.train.worker", "torch._dynamo", "numpy.random", "stretto.cli.main")
+PRELOAD = (
+    "stretto.recommender.train.worker",
+    "stretto.recommender.tables.kernels.registered",
+    "torch._dynamo",
+    "numpy.random",
+    "stretto.cli.main",
+)
 
 Ready = tuple[ClickData, Placements]
 
