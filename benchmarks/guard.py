@@ -1,7 +1,8 @@
-"""What comparing copies costs: one comparison of weights and AdamW's states beside one step of the small GPT
-of the step benchmarks, on data-parallel ranks, by the processor time of rank 0.
+"""What checks of weights and AdamW's states cost beside one step of the small GPT of the step benchmarks, on
+data-parallel ranks, by the processor time of rank 0: one comparison of all copies (guard.check_replicas), and
+the checksums at both ends of a step (guard.check_memory).
 
-A comparison reads every number that a rank holds once. A model of real size computes far longer on each of
+A comparison reads every number that a rank holds once, checksums at both ends read it twice. A model of real size computes far longer on each of
 them in a step than this one does, so the share printed here is an upper bound.
 
     python benchmarks/guard.py [--rounds 20] [--ranks 2]
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 
 import small_gpt
@@ -20,6 +22,7 @@ from harness import arguments
 
 from stretto.engine.optim.rate import Rate
 from stretto.engine.parallel.copies import Copies
+from stretto.engine.parallel.memory_check import MemoryCheck
 from stretto.run.data.dataset import Batch
 from stretto.run.launch.local import run_ranks
 from stretto.run.train.held import held_by
@@ -36,36 +39,59 @@ class Samples:
         return Batch(inputs=tokens, targets=tokens)
 
 
-def measure(ranks: int, rounds: int) -> tuple[float, float, int, int]:
-    """Seconds of the processor for a step and for a comparison, tensors compared, and bytes read."""
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of the processor, tensors compared, and bytes of weights and states."""
+
+    step: float
+    comparison: float
+    checksums: float
+    compared: int
+    held: int
+
+
+def measure(ranks: int, rounds: int) -> Costs:
+    """On rank 0 what each costs, as a median."""
     dist.init_process_group("gloo")
     replica = small_gpt.replica(small_gpt.config(layout__dp=ranks))
     training = TrainingStep(replica, Rate.of(replica.job.optimiser, 1000))
-    copies, samples = Copies(), Samples()
-    steps, comparisons = list[float](), list[float]()
+    copies, memory, samples = Copies(), MemoryCheck(), Samples()
+    steps, comparisons, checksums = list[float](), list[float](), list[float]()
     for number in range(rounds + 2):
         started = time.process_time()
         training.run(samples, step=number, seen=0)
         stepped = time.process_time()
         assert not copies.differences(held_by(replica))
+        compared = time.process_time()
+        memory.begin({name: tensor for name, (tensor, _) in held_by(replica).items()})
+        assert not memory.changed(torch.device("cpu"))
         if number > 1:
             steps.append(stepped - started)
-            comparisons.append(time.process_time() - stepped)
-    read = sum(tensor.nbytes for tensor, _ in held_by(replica).values())
+            comparisons.append(compared - stepped)
+            checksums.append(time.process_time() - compared)
+    held = sum(tensor.nbytes for tensor, _ in held_by(replica).values())
     replica.close()
     dist.destroy_process_group()
-    return median(steps), median(comparisons), copies.compared, read
+    return Costs(
+        step=median(steps),
+        comparison=median(comparisons),
+        checksums=median(checksums),
+        compared=copies.compared,
+        held=held,
+    )
 
 
 def main() -> None:
     options = arguments(__doc__, rounds=20, ranks=2)
-    step, comparison, compared, read = run_ranks(options.ranks, measure, options.ranks, options.rounds)[0]
+    costs = run_ranks(options.ranks, measure, options.ranks, options.rounds)[0]
     print(
-        f"step {1000 * step:.1f} ms, comparison {1000 * comparison:.2f} ms of the processor "
-        f"({compared} tensors, {read / 1e6:.1f} MB, {read / comparison / 1e9:.1f} GB/s)"
+        f"step {1000 * costs.step:.1f} ms, comparison {1000 * costs.comparison:.2f} ms, checksums "
+        f"{1000 * costs.checksums:.2f} ms of the processor ({costs.compared} tensors, {costs.held / 1e6:.1f} MB, "
+        f"compared at {costs.held / costs.comparison / 1e9:.1f} GB/s)"
     )
-    for every in (1, 10, 50, 100):
-        print(f"guard.check_replicas={every}: {100 * comparison / step / every:.3f}% of the step")
+    for name, cost in (("check_replicas", costs.comparison), ("check_memory", costs.checksums)):
+        for every in (1, 10, 100):
+            print(f"guard.{name}={every}: {100 * cost / costs.step / every:.3f}% of the step")
 
 
 if __name__ == "__main__":
