@@ -2,8 +2,8 @@
 data-parallel ranks, by the processor time of rank 0: one comparison of all copies (guard.check_replicas), and
 the checksums at both ends of a step (guard.check_memory).
 
-A comparison reads every number that a rank holds once, checksums at both ends read it twice. A model of real size computes far longer on each of
-them in a step than this one does, so the share printed here is an upper bound.
+A comparison reads every number that a rank holds once, checksums at both ends read it twice. A model of real
+size computes far longer on each of them in a step than this one does, so the shares are upper bounds.
 
     python benchmarks/guard.py [--rounds 20] [--ranks 2]
 """
@@ -86,8 +86,8 @@ def main() -> None:
     costs = run_ranks(options.ranks, measure, options.ranks, options.rounds)[0]
     print(
         f"step {1000 * costs.step:.1f} ms, comparison {1000 * costs.comparison:.2f} ms, checksums "
-        f"{1000 * costs.checksums:.2f} ms of the processor ({costs.compared} tensors, {costs.held / 1e6:.1f} MB, "
-        f"compared at {costs.held / costs.comparison / 1e9:.1f} GB/s)"
+        f"{1000 * costs.checksums:.2f} ms of the processor ({costs.compared} tensors, "
+        f"{costs.held / 1e6:.1f} MB, compared at {costs.held / costs.comparison / 1e9:.1f} GB/s)"
     )
     for name, cost in (("check_replicas", costs.comparison), ("check_memory", costs.checksums)):
         for every in (1, 10, 100):

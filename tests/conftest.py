@@ -40,7 +40,7 @@ local.PRELOAD = (
     "stretto.run.verify.prove",
     "stretto.recommender.train.worker",
     "stretto.recommender.verify.prove",
-    "stretto.recommender.tables.kernels.registered",
+    "stretto.recommender.train.registered",
     "stretto.cli.main",
     "torch._dynamo",  # imported by the first optimiser of a process
     "numpy.random",

@@ -20,7 +20,7 @@ from stretto.run.train.replan import Note
 
 PRELOAD = (
     "stretto.recommender.train.worker",
-    "stretto.recommender.tables.kernels.registered",
+    "stretto.recommender.train.registered",
     "torch._dynamo",
     "numpy.random",
     "stretto.cli.main",
