@@ -78,6 +78,17 @@ def test_missing_ranks_are_named_on_all_ranks(quickly: None) -> None:
         assert error.message.startswith("ranks 2-3, 5 of 6 have not come within 1 s (train.start_s); here: ")
 
 
+def test_a_rank_that_dies_while_it_registers_hides_no_other(quickly: None) -> None:
+    store, came = HashStore(), list[Any]()
+    rank_0 = Thread(target=lambda: came.extend(outcomes(store, [0], 3, SHORT_S)))
+    rank_0.start()
+    first = Member.read(store.get(arrivals.RANK_0))
+    store.add(arrivals._registered(first.nonce), 1)  # all that rank 1 does
+    came += outcomes(store, [2], 3, SHORT_S)
+    rank_0.join()
+    assert [str(one)[:24] for one in came] == ["rank 1 of 3 has not come"] * 2
+
+
 def test_a_missing_rank_0_is_named(quickly: None) -> None:
     (error,) = outcomes(HashStore(), [1], 2, SHORT_S)
     assert isinstance(error, RanksMissing)

@@ -149,7 +149,8 @@ class _RankZero:
         self._store, self._clock = store, clock
         self._me = me
         self._here = {0: me}
-        self._answered = self._read = 0
+        self._answered = self._registered = 0
+        self._pending = list[int]()  # numbers of arrivals that are to be read
 
     def run(self) -> str:
         self._take_rank_0()
@@ -176,13 +177,16 @@ class _RankZero:
         """Answer who has pinged; whether another rank has registered since."""
         store, name = self._store, self._me.nonce
         self._answered = _answer(store, name, self._answered)
-        before, registered = self._read, store.add(_registered(name), 0)
-        # one that has drawn its number and not written itself yet holds up those behind it for a moment
-        while self._read < registered and store.check([_arrival(name, self._read + 1)]):
-            self._read += 1
-            member = Member.read(store.get(_arrival(name, self._read)))
+        before, registered = self._registered, store.add(_registered(name), 0)
+        self._registered = registered
+        # some have drawn their numbers and not written themselves yet
+        self._pending += range(before + 1, registered + 1)
+        written = [number for number in self._pending if store.check([_arrival(name, number)])]
+        for number in written:
+            self._pending.remove(number)
+            member = Member.read(store.get(_arrival(name, number)))
             self._here[member.rank] = member
-        return self._read > before
+        return bool(written)
 
     def _missing(self) -> list[int]:
         return [rank for rank in range(self._me.world) if rank not in self._here]
