@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from stretto.errors import StrettoError
@@ -17,6 +18,7 @@ from stretto.recommender.config.check import check
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements, TableSpec
 from stretto.recommender.serve.log import OnError, open_log
+from stretto.recommender.serve.output import discard_partial
 from stretto.recommender.train.clicks import ClickData, open_clicks, prepare_clicks
 from stretto.recommender.train.job import PRELOAD
 from stretto.recommender.train.placement import place
@@ -41,6 +43,7 @@ class Request:
         limit: global batches of the split; None: all.
         on_error: what becomes of malformed lines of a new log.
         labelled: a log without labels is refused.
+        process: that asks; names the output while it is written.
     """
 
     trained: Trained
@@ -50,6 +53,7 @@ class Request:
     limit: int | None = None
     on_error: OnError = "fatal"
     labelled: bool = False
+    process: int = field(default_factory=os.getpid)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +100,10 @@ def run_pass(config: RecommenderConfig, request: Request, quiet: bool = False, p
         StrettoError: bad input; what can be known without ranks, before any is started.
         RankFailed: a rank failed.
     """
-    return run_kind(_Pass(config, request), serving_config(config, request), quiet, port)
+    try:
+        return run_kind(_Pass(config, request), serving_config(config, request), quiet, port)
+    finally:
+        discard_partial(request.out, request.process)
 
 
 class _Pass(Kind[RecommenderConfig]):
@@ -239,7 +246,8 @@ def _pass_rank(
         if request.log is not None:
             log = open_log(request.log, ready.transform, config, request.on_error)
             bar = cleanup.enter_context(PassBar("score", log.total, silent))
-            return score(config, recommender, log, request.out, stop=stop, bar=bar)
+            job = request.process
+            return score(config, recommender, log, request.out, job=job, stop=stop, bar=bar)
         evaluation = Evaluation(config, ready.data, recommender, split=request.split, limit=request.limit)
         bar = cleanup.enter_context(PassBar("evaluate", evaluation.batches, silent))
         started = time.perf_counter()

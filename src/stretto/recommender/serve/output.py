@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from abc import ABC, abstractmethod
 from importlib.util import find_spec
@@ -68,9 +67,10 @@ class Output(ABC):
 class Text(Output):
     """One number a line, to a file or to stdout."""
 
-    def __init__(self, path: Path | None, dtype: str) -> None:
-        self._path, self._form = path, _DIGITS[dtype]
-        self._file: TextIO = sys.stdout if path is None else _beside(path).open("w", encoding="ascii")
+    def __init__(self, path: Path | None, dtype: str, partial: Path) -> None:
+        self._path, self._partial = path, partial
+        self._form = _DIGITS[dtype]
+        self._file: TextIO = sys.stdout if path is None else partial.open("w", encoding="ascii")
 
     def add(self, values: NDArray[np.floating]) -> None:
         self._file.write("".join(f"{value:{self._form}}\n" for value in values.tolist()))
@@ -80,20 +80,21 @@ class Text(Output):
             self._file.flush()
             return
         self._file.close()
-        _beside(self._path).replace(self._path)
+        self._partial.replace(self._path)
 
     def discard(self) -> None:
         if self._path is not None:
             self._file.close()
-            _beside(self._path).unlink(missing_ok=True)
+            self._partial.unlink(missing_ok=True)
 
 
 class Array(Output):
     """A .npy file; its header, which has the length, is written at the end."""
 
-    def __init__(self, path: Path, dtype: str) -> None:
+    def __init__(self, path: Path, dtype: str, partial: Path) -> None:
         self._path, self._type = path, np.dtype(dtype).newbyteorder("<")
-        self._file = _beside(path).open("wb")
+        self._partial = partial
+        self._file = partial.open("wb")
         self._file.write(bytes(_HEADER))
         self._count = 0
 
@@ -107,11 +108,11 @@ class Array(Output):
         self._file.seek(0)
         self._file.write(magic + head.ljust(_HEADER - 11).encode("ascii") + b"\n")
         self._file.close()
-        _beside(self._path).replace(self._path)
+        self._partial.replace(self._path)
 
     def discard(self) -> None:
         self._file.close()
-        _beside(self._path).unlink(missing_ok=True)
+        self._partial.unlink(missing_ok=True)
 
 
 _ROWS = 1 << 20  # of a group of a Parquet file
@@ -120,13 +121,14 @@ _ROWS = 1 << 20  # of a group of a Parquet file
 class Parquet(Output):
     """A Parquet file with the column `probability`."""
 
-    def __init__(self, path: Path, dtype: str) -> None:
+    def __init__(self, path: Path, dtype: str, partial: Path) -> None:
         import pyarrow as arrow  # pyright: ignore[reportMissingImports]
         from pyarrow import parquet  # pyright: ignore[reportMissingImports]
 
         self._path, self._arrow = path, arrow
+        self._partial = partial
         schema = arrow.schema([("probability", arrow.float64() if dtype == "float64" else arrow.float32())])
-        self._writer: Any = parquet.ParquetWriter(str(_beside(path)), schema)
+        self._writer: Any = parquet.ParquetWriter(str(partial), schema)
         self._held = list[NDArray[np.floating]]()
         self._count = 0
 
@@ -145,11 +147,11 @@ class Parquet(Output):
     def finish(self) -> None:
         self._flush()
         self._writer.close()
-        _beside(self._path).replace(self._path)
+        self._partial.replace(self._path)
 
     def discard(self) -> None:
         self._writer.close()
-        _beside(self._path).unlink(missing_ok=True)
+        self._partial.unlink(missing_ok=True)
 
 
 class Nothing(Output):
@@ -165,25 +167,35 @@ class Nothing(Output):
         pass
 
 
-def open_output(name: str | None, dtype: str) -> Output:
+def open_output(name: str | None, dtype: str, job: int) -> Output:
     """Where probabilities of a type, float32 or float64, go; None: nowhere.
+
+    Args:
+        job: a number of the job, for `discard_partial`.
 
     Raises:
         StrettoError: the file cannot be written.
     """
     if name is None:
         return Nothing()
-    path = Path(name)
+    path, partial = Path(name), _partial(name, job)
     try:
         if name == STDOUT:
-            return Text(None, dtype)
+            return Text(None, dtype, partial)
         if path.suffix == ".npy":
-            return Array(path, dtype)
-        return Parquet(path, dtype) if path.suffix == ".parquet" else Text(path, dtype)
+            return Array(path, dtype, partial)
+        of_suffix = Parquet if path.suffix == ".parquet" else Text
+        return of_suffix(path, dtype, partial)
     except OSError as error:
         raise StrettoError(f"--out {name} cannot be written: {error.strerror}") from None
 
 
-def _beside(path: Path) -> Path:
+def discard_partial(name: str | None, job: int) -> None:
+    """Remove what a rank has written of a job that has failed: it may have been ended before it could."""
+    if name is not None:
+        _partial(name, job).unlink(missing_ok=True)
+
+
+def _partial(name: str, job: int) -> Path:
     """The file while it is written."""
-    return path.with_name(f"{path.name}.{os.getpid()}.partial")
+    return Path(f"{name}.{job}.partial")

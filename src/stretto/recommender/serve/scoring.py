@@ -28,6 +28,7 @@ def score(
     log: ClickLog,
     out: str | None,
     *,
+    job: int,
     stop: StopRequest,
     bar: PassBar,
 ) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def score(
     AUC counts (see `Quality`).
 
     Args:
-        out: as `open_output` takes it; only the first rank writes.
+        out, job: as `open_output` takes them; only the first rank writes.
 
     Returns:
         Rows, malformed lines, ids and those unknown to training, seconds, and with labels what
@@ -49,7 +50,7 @@ def score(
     counts = np.zeros(4, np.int64)  # rows, malformed: of all ranks; ids, unknown ids: of this rank
     started = time.perf_counter()
     dtype = "float64" if config.train.dtype == "float64" else "float32"
-    output = run_on_all(lambda: open_output(out if rank == 0 else None, dtype))
+    output = run_on_all(lambda: open_output(out if rank == 0 else None, dtype, job))
     with output:
         for part in log.parts(config.batch.global_size, rank, world):
             check_stop(stop, recommender)
