@@ -98,10 +98,10 @@ def family(process: int) -> list[int]:
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError):
             parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-    found = [process]
-    for one in found:
-        found += [child for child, parent in parents.items() if parent == one]
-    return found
+    processes = [process]
+    for one in processes:
+        processes += [child for child, parent in parents.items() if parent == one]
+    return processes
 
 
 def lose(agent: subprocess.Popen[bytes]) -> None:

@@ -39,13 +39,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def parents_in(session: int) -> dict[int, int]:
     """The parents of the processes of a session that still run."""
-    found = dict[int, int]()
+    parents = dict[int, int]()
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError):
             state, parent, _, its_session = (path / "stat").read_text().rpartition(")")[2].split()[:4]
             if int(its_session) == session and state != "Z":
-                found[int(path.name)] = int(parent)
-    return found
+                parents[int(path.name)] = int(parent)
+    return parents
 
 
 def ranks_of(launcher: int) -> list[int]:

@@ -1,5 +1,5 @@
-"""The start of a job that nobody but its environment describes, as mpirun, srun or a pod start it: a rank
-that never comes, and one that is started twice, before and while the job trains.
+"""The start of a job whose ranks are described by environment variables alone, as mpirun, srun or a pod set
+them: a rank that never comes, and one that is started twice, before and while the job trains.
 """
 
 from __future__ import annotations

@@ -264,8 +264,8 @@ def test_of_a_rank_that_gloo_has_ended_the_stack_is_told(tmp_path: Path) -> None
     dead = replace(Failure.died(1, -signal.SIGABRT), traceback=stack)
     alive = CRASH.partition("\n\nExtension")[0].replace("batches", "loop")
     (tmp_path / "rank_0.stack").write_text(alive)
-    told = aborted(dead, among(seen(0), seen(1)), None, tmp_path).message
-    assert told.splitlines()[1:] == [
+    message = aborted(dead, among(seen(0), seen(1)), None, tmp_path).message
+    assert message.splitlines()[1:] == [
         "  rank 1 on here: step 3: F, waiting for others, at collectives.py:72 in all_sum, "
         "from batches.py:174 in _count",
         "  rank 0 on here: step 3: F, waiting for others, at collectives.py:72 in all_sum, "
