@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 
 class StrettoError(ValueError):
@@ -103,3 +106,20 @@ def read_text(path: Path) -> str:
         raise StrettoError(f"cannot read {path}: {error.strerror}", hint="check the file's name") from None
     except UnicodeDecodeError:
         raise StrettoError(f"cannot read {path}: it is not UTF-8 text", hint="save it as UTF-8") from None
+
+
+def load_module(path: Path) -> ModuleType:
+    """Run the user's Python file as a module, with its folder in the path, as if Python ran it as a script;
+    a file that was loaded before is not run again.
+    """
+    loaded = sys.modules.get(path.stem)
+    if loaded is not None and loaded.__file__ == str(path):
+        return loaded
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module

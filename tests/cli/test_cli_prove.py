@@ -68,7 +68,7 @@ def test_a_model_that_differs(wrong: str, capsys: pytest.CaptureFixture[str]) ->
         ("{wrong}:nothing", 2, "wrong.py:nothing returned int, must return the report of a proof"),
         ("{wrong}:fails", 1, "failed: KeyError: 'planted'"),
         ("{wrong}:forgetfull", 2, "did you mean 'forgetful'?"),
-        ("{wrong}:needs", 2, "wrong.py:needs takes arguments, and is called without any"),
+        ("{wrong}:needs", 2, "wrong.py:needs takes other arguments than ()"),
         ("{wrong}", 2, "names no file and function"),
         ("nowhere.py:check", 2, "cannot read nowhere.py"),
     ],

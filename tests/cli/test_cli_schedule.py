@@ -43,7 +43,18 @@ def test_lowered_adds_communications(capsys: pytest.CaptureFixture[str]) -> None
     assert lowered["makespan"] == plain["makespan"]
     assert "0SEND_F0" in lowered["orders"][0]
     assert "0REDUCE_GRAD" in lowered["orders"][0]
+    assert main.run(["schedule", *SMALL, "--lowered"]) == 0
+    assert "rank 0: 0F0 0SEND_F0" in capsys.readouterr().out
     assert not any("SEND" in action for order in plain["orders"] for action in order)
+
+
+def test_both_definitions_of_the_bubble_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """Megatron-LM's papers count (p - 1) / m, the idle time over the ideal; others the share of the step."""
+    bubble = run_json(capsys, "1f1b", "--ranks", "4", "--microbatches", "8")["bubble"]
+    assert bubble["over_ideal"] == pytest.approx(3 / 8)
+    assert bubble["rate"] == pytest.approx(3 / 11)
+    assert main.run(["schedule", "1f1b", "--ranks", "4", "--microbatches", "8"]) == 0
+    assert "9: 27.3% of the makespan, 37.5% of the ideal 24" in capsys.readouterr().out
 
 
 def test_times_reach_the_replay(capsys: pytest.CaptureFixture[str]) -> None:

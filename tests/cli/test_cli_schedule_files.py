@@ -271,3 +271,67 @@ def test_for_torch_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "# stages by rank: rank 0: 0, 3; rank 1: 1, 2" in said
     assert f"schedule._load_csv({str(path)!r})" in said
     assert run_json(capsys, str(path))["orders"] == run_json(capsys, "zb-v", *SIZE)["orders"]
+
+
+OWN = """
+from stretto import Action, Kind, Program, register
+
+
+@register("lifo", "gpipe, the newest microbatch first")
+def lifo(ranks: int, microbatches: int) -> Program:
+    forward = range(microbatches)
+    orders = tuple(
+        (
+            *(Action(rank, Kind.F, i) for i in forward),
+            *(Action(rank, Kind.B, i) for i in reversed(forward)),
+        )
+        for rank in range(ranks)
+    )
+    return Program(name="lifo", placement=tuple(range(ranks)), microbatches=microbatches, orders=orders)
+
+
+def stuck(ranks: int, microbatches: int) -> Program:
+    program = lifo(ranks, microbatches)
+    return Program(
+        name="stuck",
+        placement=program.placement,
+        microbatches=microbatches,
+        orders=tuple(tuple(reversed(order)) for order in program.orders),
+    )
+
+
+def number(ranks: int, microbatches: int) -> int:
+    return 3
+
+
+def other(ranks: int, microbatches: int, costs: float) -> int:
+    return 3
+"""
+
+
+def test_a_schedule_in_a_file_of_the_users(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stretto.program.schedules import registry
+
+    monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))  # nothing stays registered
+    path = tmp_path / f"own_{tmp_path.name}.py"
+    path.write_text(OWN)
+    own = run_json(capsys, f"{path}:lifo", *SIZE)
+    assert own["name"] == "lifo"
+    assert own["makespan"] == run_json(capsys, "gpipe", *SIZE)["makespan"]
+    assert main.run(["schedule", f"{path}:lifo", *SIZE, "--write", str(tmp_path / "own.csv")]) == 0
+    capsys.readouterr()
+    compared = run_json(
+        capsys, "--compare", f"1f1b,{path}:lifo,{tmp_path}/own.csv,interleaved:chunks=2", *SIZE
+    )
+    names_of = [each["name"] for each in compared["compared"]]
+    assert names_of == ["1f1b", "lifo", "own", "interleaved:chunks=2"]
+    for function, message in (
+        ("number", "returned int, must return a Program"),
+        ("other", "takes other arguments than (ranks, microbatches)"),
+        ("lift", "did you mean 'lifo'"),
+        ("stuck", "is 0B0, before 0F0 on the same rank"),
+    ):
+        assert main.run(["schedule", f"{path}:{function}", *SIZE]) == 2
+        assert message in capsys.readouterr().err

@@ -52,6 +52,20 @@ def test_rows_fit_the_width(width: int, colour: bool, ranks: int, microbatches: 
     assert len({len(line) for line in lines}) == 1
 
 
+@pytest.mark.parametrize("colour", [True, False])
+def test_a_long_timeline_in_few_columns_shows_its_beginning_without_aliases(colour: bool) -> None:
+    """237 units of time in 71 columns: blocks have the columns of their time, and a line says what is cut."""
+    timeline = replay("1f1b", 16, 64)
+    lines = timeline_text(timeline, width=80, colour=colour).plain.splitlines()
+    assert lines[-1].strip() == "the first 71 of 237: the rest does not fit"
+    assert {len(line) for line in lines[:16]} == {80}
+    assert "does not fit" not in rows(replay("1f1b", 4, 8))[-1]
+    if not colour:  # with colour, a block of one column is a coloured space
+        row = lines[0].removeprefix("rank 0").lstrip()
+        assert row.startswith("F" * 16 + "·" * 30 + "B0FB1F")
+        assert sum(cell in "FB" for cell in row) == sum(start < 71 for start in timeline.starts[0])
+
+
 def test_colours_mark_kinds() -> None:
     timeline = replay("1f1b", 2, 12)
     out = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=200)

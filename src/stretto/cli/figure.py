@@ -53,10 +53,9 @@ def figure(
     if out is not None and out.suffix not in (".svg", ".png"):
         raise StrettoError(f"--out is {out}", hint="a name that ends in .svg or .png; --html for a page")
     check_writable(out, html, csv)
-    chosen, why = find_figure(name)
-    comparison = compare(chosen)
+    comparison = compare(find_figure(name))
     written = _write(comparison, out, html, csv)
-    report(facts(comparison, why) if as_json else {}, as_json, lambda to: _show(to, comparison, why, written))
+    report(facts(comparison) if as_json else {}, as_json, lambda to: _show(to, comparison, written))
 
 
 def _write(comparison: Comparison, out: Path | None, html: Path | None, csv: Path | None) -> list[Path]:
@@ -80,34 +79,30 @@ def _write(comparison: Comparison, out: Path | None, html: Path | None, csv: Pat
 
 def listing() -> dict[str, Any]:
     """The figures as the command's JSON."""
-    from stretto.planner.table.published import FIGURES, INSTEAD
+    from stretto.planner.table.published import FIGURES
 
     return {
         "figures": [
             {"name": one.name, "title": one.title, "table": f"{one.table}.csv", "fitted": one.fitted}
             for one in FIGURES.values()
         ],
-        "instead": {name: {"drawn": drawn, "why": why} for name, (drawn, why) in INSTEAD.items()},
     }
 
 
 def _list(to: Console) -> None:
-    from stretto.planner.table.published import FIGURES, INSTEAD
+    from stretto.planner.table.published import FIGURES
 
     for one in FIGURES.values():
         fitted = "constants were fitted on its runs" if one.fitted else "no constant was fitted on its runs"
         to.print(f"{one.name:14} {one.title}; {fitted}")
-    for name, (drawn, why) in INSTEAD.items():
-        to.print(f"{name:14} draws {drawn}: {why}")
 
 
-def facts(comparison: Comparison, why: str) -> dict[str, Any]:
-    """A figure as the command's JSON; `why` says why it stands for another one."""
+def facts(comparison: Comparison) -> dict[str, Any]:
+    """A figure as the command's JSON."""
     figure = comparison.figure
     return {
         "figure": figure.name,
         "title": figure.title,
-        "instead": why or None,
         "source": comparison.source,
         "measure": figure.measure,
         "fitted": figure.fitted,
@@ -116,11 +111,9 @@ def facts(comparison: Comparison, why: str) -> dict[str, Any]:
     }
 
 
-def _show(to: Console, comparison: Comparison, why: str, written: list[Path]) -> None:
+def _show(to: Console, comparison: Comparison, written: list[Path]) -> None:
     from stretto.view.figure import summary_line
 
-    if why:
-        to.print(f"note: {why}", soft_wrap=True)
     to.print(comparison.figure.title)
     to.print(f"{comparison.figure.measure}; error: of the step time")
     rows = [_row(point) for point in comparison.points]

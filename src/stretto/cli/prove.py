@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
@@ -56,11 +57,15 @@ def prove(
         raise say_no()
 
 
-def checked_function(target: str, example: str) -> tuple[Path, str]:
+def checked_function(target: str, example: str, arguments: Sequence[str] = ()) -> tuple[Path, str]:
     """The file and the function of a command's argument, checked without running the file.
 
+    Args:
+        arguments: names of the positional arguments that the function is called with.
+
     Raises:
-        StrettoError: there is no such file, it is not Python, or nothing of that name can be called in it.
+        StrettoError: there is no such file, it is not Python, or nothing of that name can be called in it
+            with these arguments.
     """
     name, colon, function = target.rpartition(":")
     if not colon or not function.isidentifier():
@@ -82,12 +87,13 @@ def checked_function(target: str, example: str) -> tuple[Path, str]:
             hint=f"did you mean {near!r}?" if near else "it must be defined at the top level of the file",
         )
     if function in functions:
-        arguments = functions[function].args
-        due = len(arguments.posonlyargs) + len(arguments.args) - len(arguments.defaults)
-        if due > 0 or None in arguments.kw_defaults:
+        accepted = functions[function].args
+        most = len(accepted.posonlyargs) + len(accepted.args)
+        least = most - len(accepted.defaults)
+        if least > len(arguments) or most < len(arguments) or None in accepted.kw_defaults:
             raise StrettoError(
-                f"{path}:{function} takes arguments, and is called without any",
-                hint="give them defaults, or write a function that calls it",
+                f"{path}:{function} takes other arguments than ({', '.join(arguments)})",
+                hint="give the others defaults, or write a function that calls it",
             )
     return path.resolve(), function
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +35,7 @@ def facts(timeline: Timeline) -> dict[str, Any]:
         "placement": list(program.placement),
         "makespan": timeline.makespan,
         "ideal": timeline.ideal,
-        "bubble": {"barrier": bubble.barrier, "span": bubble.span, "rate": bubble.rate},
+        "bubble": bubble._asdict(),
         "peak_activations": list(timeline.peak_activations),
         "weight_versions": list(timeline.weight_versions),
         "transfers": timeline.transfers,
@@ -65,12 +66,18 @@ _PLAIN_WIDTH = 240  # columns in a file or pipe: enough for labels
 
 @app.command(
     epilog="Example: stretto schedule interleaved --ranks 4 --microbatches 8 --chunks 2 --html page.html, "
+    "or: stretto schedule mine.py:lifo --ranks 4 --microbatches 8, "
     "or: stretto schedule --compare gpipe,1f1b,zb-v --ranks 4 --microbatches 8 --svg picture.svg, "
     "or: stretto schedule zb-v --ranks 4 --microbatches 8 --for torchtitan --layers 32 --write mine.csv"
 )
 def schedule(
     name: Annotated[
-        str | None, typer.Argument(help="A schedule's name, from --list, or a CSV or JSON file.")
+        str | None,
+        typer.Argument(
+            metavar="[NAME|FILE.csv|FILE.json|FILE.py:FUNCTION]",
+            help="A schedule's name, from --list; a file with a program; or a function of (ranks, "
+            "microbatches) that returns one, whose file is run.",
+        ),
     ] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Pipeline ranks.")] = None,
     microbatches: Annotated[int | None, typer.Option(min=1, help="Microbatches of a step.")] = None,
@@ -98,13 +105,15 @@ def schedule(
     ] = None,
     compare: Annotated[
         str | None,
-        typer.Option(help="Schedules to compare, as in gpipe,interleaved:chunks=4,zb-v."),
+        typer.Option(help="Schedules to compare, as in gpipe,interleaved:chunks=4,mine.csv,mine.py:lifo."),
     ] = None,
     times: Annotated[
         str, typer.Option(help="Times of a rank's share of a microbatch, and of a transfer.")
     ] = "F=1,I=1,W=1,hop=0",
     time_unit: Annotated[str, typer.Option(help="The unit of --times in --trace: s, ms or us.")] = "ms",
-    lowered: Annotated[bool, typer.Option("--lowered", help="Show communications too.")] = False,
+    lowered: Annotated[
+        bool, typer.Option("--lowered", help="Add communications, and list every rank's actions.")
+    ] = False,
     file: Annotated[
         Path | None, typer.Option(help="Replay the program in this CSV or JSON file instead.")
     ] = None,
@@ -153,7 +162,7 @@ def schedule(
         "vertical_sync": vertical_sync or None,
         "steps": steps,
     }
-    if name is not None and file is None and name.endswith((".csv", ".json")):
+    if name is not None and file is None and _is_file(name):
         name, file = None, Path(name)
     request = Request(
         name=name,
@@ -219,12 +228,16 @@ def _show(to: Console, timeline: Timeline, written: list[Path]) -> None:
     to.print(f"{timeline.program.name}: {headline(timeline)}\n", soft_wrap=True, markup=False)
     to.print(timeline_text(timeline, width=_width(to), colour=coloured(to)), soft_wrap=True)
     to.print(
-        f"\nideal {timeline.ideal:g}, bubble until all meet {bubble.barrier:g}{a_step}, "
-        f"within a rank's own span {bubble.span:g} at most\n"
+        f"\nbubble until all meet {bubble.barrier:g}{a_step}: {bubble.rate:.1%} of the makespan, "
+        f"{bubble.over_ideal:.1%} of the ideal {timeline.ideal:g}, as papers count that give it as (p-1)/m\n"
+        f"idle within a rank's own span: {bubble.span:g} at most\n"
         f"activations held at most: {_some(timeline.peak_activations)} microbatches by rank\n"
         f"transfers: {timeline.transfers}",
         soft_wrap=True,
     )
+    if timeline.program.lowered:  # at hop=0 the picture has no room for what takes no time
+        for rank, order in enumerate(timeline.program.orders):
+            to.print(f"rank {rank}: {' '.join(map(str, order))}", soft_wrap=True, markup=False)
     _wrote(to, written)
 
 
@@ -270,6 +283,7 @@ def _some(values: list[float], most: int = 24) -> str:
 
 
 _COSTS = ("F", "I", "W", "hop")
+_COMPARED = re.compile(r"(?<!\.py):")  # between a schedule and its options
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -297,6 +311,12 @@ def parse_times(text: str) -> Costs:
     values: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, _, value = part.partition("=")
+        if key == "B":
+            half = f"{float(value) / 2:g}" if value.replace(".", "", 1).isdigit() else "1"
+            raise StrettoError(
+                "--times has B, and a backward has two parts: I, for the input, and W, for the weights",
+                hint=f"halves are I={half},W={half}",
+            )
         if key not in _COSTS:
             near = nearest(key, _COSTS)
             hint = f"did you mean {near!r}? " * bool(near) + "write times as in F=1,I=1,W=1,hop=0"
@@ -348,19 +368,42 @@ def programs_of(request: Request) -> list[Program]:
     return [_program(request, request.name, dict(request.options))]
 
 
+def _is_file(name: str) -> bool:
+    """Whether a schedule is named by the file that holds its program."""
+    return name.lower().endswith((".csv", ".json"))
+
+
 def _program(request: Request, name: str | None, options: dict[str, Any]) -> Program:
+    from stretto.program import check, lower
     from stretto.program import options as accepted
     from stretto.program import schedule as generate
 
     if name is None:
         raise StrettoError("no schedule named", hint="name one of stretto schedule --list")
+    name = _registered(name)
     if request.ranks is None or request.microbatches is None:
         sizes = (("--ranks", request.ranks), ("--microbatches", request.microbatches))
         missing = " and ".join(option for option, value in sizes if value is None)
         raise StrettoError(f"schedule {name} needs {missing}", hint=f"{name} --ranks 4 --microbatches 8")
     if "costs" in accepted(name):
         options.setdefault("costs", request.costs)
-    return generate(name, request.ranks, request.microbatches, **options)
+    program = generate(name, request.ranks, request.microbatches, **options)
+    if ".py:" in name:
+        check(program if program.lowered else lower(program))
+    return program
+
+
+def _registered(name: str) -> str:
+    """A schedule's name; that of a function in the user's file, FILE.py:FUNCTION, is registered first."""
+    from stretto.program import names, register
+
+    if ".py:" in name and name not in names():
+        from stretto.cli.prove import checked_function
+        from stretto.errors import load_module
+
+        path, function = checked_function(name, "mine.py:lifo", ("ranks", "microbatches"))
+        register(name, f"{function} of {path}")(getattr(load_module(path), function))
+    return name
 
 
 def _compared(request: Request) -> list[Program]:
@@ -375,7 +418,10 @@ def _compared(request: Request) -> list[Program]:
     entries = [entry.strip() for entry in (request.compare or "").split(",") if entry.strip()]
     if not entries:
         raise StrettoError("--compare names no schedule", hint="write --compare gpipe,1f1b,zb-v")
-    known = {entry: accepted(entry.partition(":")[0]) for entry in entries}
+    pieces = {entry: _COMPARED.split(entry) for entry in entries}
+    known = {
+        entry: {} if _is_file(name) else accepted(_registered(name)) for entry, (name, *_) in pieces.items()
+    }
     for option, value in request.options.items():
         if not any(option in each for each in known.values()):
             raise StrettoError(
@@ -384,7 +430,12 @@ def _compared(request: Request) -> list[Program]:
             )
     programs: list[Program] = []
     for entry in entries:
-        name, *pairs = entry.split(":")
+        name, *pairs = pieces[entry]
+        if _is_file(name):
+            if pairs:
+                raise StrettoError(f"--compare {entry}: a program in a file takes no options")
+            programs.append(_from_file(Path(name), None, request.ranks))
+            continue
         options = {key: value for key, value in request.options.items() if key in known[entry]}
         options.update(_pair(pair, f"--compare {name}") for pair in pairs)
         program = _program(request, name, options)

@@ -121,7 +121,7 @@ def _made(path: Path, function: str) -> tuple[Any, Any]:
     """What the user's function returns."""
     from torch import nn
 
-    from stretto.prove.file import load_module
+    from stretto.errors import load_module
 
     returned = getattr(load_module(path), function)()
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], nn.Module):

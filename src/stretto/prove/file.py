@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, load_module
 from stretto.prove.report import Report
 
 
@@ -38,15 +35,3 @@ def run_file(path: Path, function: str) -> Report:
         )
     finally:
         dist.destroy_process_group()
-
-
-def load_module(path: Path) -> Any:
-    """The file as a module, with its folder in the path, as where Python runs it as a script."""
-    sys.path.insert(0, str(path.resolve().parent))
-    spec = spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module

@@ -224,7 +224,8 @@ def _unit(longest: float) -> tuple[float, str]:
 
 
 def _percent(share: float) -> str:
-    return f"{share:+.1%}"
+    """A difference; from twice as much on, as a multiple."""
+    return f"{share:+.1%}" if share < 1 else f"{1 + share:.3g}x"
 
 
 def _relative(predicted: float, measured: float) -> float:

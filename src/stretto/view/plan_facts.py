@@ -51,7 +51,7 @@ def counts(plan: Plan) -> str:
     if not plan.complete:
         text += ", cut short by the time limit"
     if plan.ranking and 0 < plan.gap < inf:
-        text += f"; no layout left unexamined is more than {100 * plan.gap:.1f}% faster"
+        text += f"; one that was not examined could be up to {1 + plan.gap:.2f}x as fast"
     return text
 
 

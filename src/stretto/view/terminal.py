@@ -23,7 +23,8 @@ def timeline_text(timeline: Timeline, *, width: int, colour: bool) -> Text:
 
     With colour a block is its microbatch's number on its kind's colour, neighbours in two shades; without,
     it is kind and number, as in `F0-B0--`, after the stage where a rank holds several. Blocks too narrow for
-    that lose the number; blocks that run at once share their columns. What takes no time is not shown.
+    that lose the number; blocks that run at once share their columns. What takes no time is not shown. Of a
+    timeline with more blocks than columns the beginning is shown, and a line says up to when.
     """
     return panels_text([panel(timeline)], width=width, colour=colour)
 
@@ -38,32 +39,39 @@ def panels_text(panels: Sequence[Panel], *, width: int, colour: bool) -> Text:
     end = max(each.end for each in panels)
     margin = max(len(row.label) for each in panels for row in each.rows) + 2
     scale = _scale(panels, end, width - margin, colour)
+    columns = min(round(end * scale), width - margin)
     lines = list[Text]()
     for each in panels:
         if len(panels) > 1:
             lines.append(Text(f"{each.title}: {each.line}"[:width], style="bold" if colour else ""))
-        lines += _rows(each, margin, scale, colour)
+        lines += _rows(each, margin, scale, columns, colour)
         if each.window is not None:
-            lines += [_phases(phases, margin, scale) for phases in (each.window.steps, each.window.phases)]
+            for phases in (each.window.steps, each.window.phases):
+                lines.append(_phases(phases, margin, scale)[:width])
         if len(panels) > 1:
             lines.append(Text(""))
-    lines.append(_axis(end, scale, margin))
+    lines.append(_axis(min(end, columns / scale), scale, margin))
     lines.append(_legend(panels, margin, colour))
+    if round(end * scale) > columns:
+        lines.append(Text(f"{'':{margin}}the first {columns / scale:.4g} of {end:g}: the rest does not fit"))
     return Text("\n").join(lines)
 
 
 def _scale(panels: Sequence[Panel], end: float, room: int, colour: bool) -> float:
-    """Columns per unit of time: a whole number for the shortest block where possible, no more than needed."""
+    """Columns per unit of time: a whole number for the shortest block if possible, no more than needed, and
+    at least one for nine blocks of ten. With less, rounding would draw bursts that are not in the schedule.
+    """
     drawn = [(b, each.chunks > 1) for each in panels for b in each.blocks if not b.is_mark]
     if not drawn or end <= 0:
         return 1.0
     label = max(len(block.label if colour else _name(block, staged)) for block, staged in drawn) + 1
-    shortest = min((block.end - block.start) / block.lanes for block, _ in drawn)
+    durations = sorted((block.end - block.start) / block.lanes for block, _ in drawn)
+    shortest, common = durations[0], durations[len(durations) // 10]
     columns = min(room / end * shortest, float(label))
-    return (int(columns) if columns >= 1 else columns) / shortest
+    return int(columns) / shortest if columns >= 1 else max(room / end, 1 / common)
 
 
-def _rows(panel: Panel, margin: int, scale: float, colour: bool) -> list[Text]:
+def _rows(panel: Panel, margin: int, scale: float, columns: int, colour: bool) -> list[Text]:
     rows = list[Text]()
     by_row: list[list[Block]] = [[] for _ in panel.rows]
     for block in panel.blocks:
@@ -75,7 +83,7 @@ def _rows(panel: Panel, margin: int, scale: float, colour: bool) -> list[Text]:
             row=row,
             blocks=by_row[at],
             scale=scale,
-            length=round(panel.end * scale),
+            length=min(round(panel.end * scale), columns),
             chunks=panel.chunks,
             colour=colour,
         )
@@ -87,7 +95,7 @@ def _row(row: Text, blocks: Iterable[Block], scale: float, length: int, chunks: 
     """Append one rank's blocks."""
     at = 0
     for first, last, block in sorted(((*_span(block), block) for block in blocks), key=lambda each: each[:2]):
-        start, end = max(at, round(first * scale)), round(last * scale)
+        start, end = max(at, round(first * scale)), min(round(last * scale), length)
         if end <= start:
             continue
         row.append(_IDLE * (start - at), "dim" if colour else "")

@@ -39,7 +39,7 @@ def test_events_written_out():
     ]
     assert line.makespan == 10
     assert line.ideal == 6
-    assert line.bubble == (4, 4, 0.4)
+    assert line.bubble == (4, 4, 0.4, 4 / 6)
 
 
 def test_span_bubble_is_the_worst_rank_between_its_own_ends():
@@ -79,7 +79,7 @@ def test_hand_over_on_one_rank_takes_no_transfer():
     line = simulate(program((0, 0), 1, "0F0 1F0 1B0 0B0"), Costs(F=2, I=2, W=2, hop=9))
     assert line.makespan == 6
     assert line.transfers == 0
-    assert simulate(schedule("interleaved", 1, 3, chunks=4)).bubble == (0, 0, 0)
+    assert simulate(schedule("interleaved", 1, 3, chunks=4)).bubble == (0, 0, 0, 0)
 
 
 # --- lowered programs

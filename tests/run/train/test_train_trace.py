@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 from pathlib import Path
 
@@ -63,7 +64,7 @@ def traced(layout: Layout, name: str, folder: Path) -> tuple[list[float], list[f
             if program.copies == 1:
                 assert done == sorted(wanted)
             assert all(0 <= e.start <= e.end for e in events)
-        report = write(folder, 7, pipe.program, pipelines)
+        report = write("a test", folder, 7, pipe.program, pipelines)
         trace = read_trace(report.trace.read_text())
         assert trace.source == "measured"
         assert len(trace.events) == len(pipelines[0])
@@ -108,7 +109,11 @@ def test_a_run_reports_its_traced_step(tmp_path: Path, words: tuple[str, ...]):
     train(config)
     run = config.run.folder
     assert (run / "trace" / "step-2.json").exists()
-    assert (run / "report.html").exists()
+    page = (run / "report.html").read_text()
+    assert f"{config.run.name}, llama on " in page
+    assert platform.node() in page
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert {row.get("mfu") for row in rows} == {None}, "a CPU's peak is not known"
     measured = read_trace((run / "trace" / "step-2.json").read_text()).events
     assert {e.rank for e in measured} == {0, 1}
     asynchronous = "schedule.name=pipedream" in words

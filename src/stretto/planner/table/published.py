@@ -83,13 +83,11 @@ FIGURES: Mapping[str, Figure] = {
         ),
     )
 }
-# figures that are asked for, but whose points no table prints: the one to draw in their place, and why
-INSTEAD: Mapping[str, tuple[str, str]] = {
-    "sc21-13": (
-        "sc21-1",
-        "figure 13 of Narayanan et al. 2021 (tensor against pipeline parallelism, 162.2 B parameters on 64 "
-        "GPUs) is a plot whose values the paper does not print; this is table 1 of the same paper",
-    ),
+# figures of Narayanan et al. 2021 that people ask for, and whose values the paper does not print
+PLOTS: Mapping[str, str] = {
+    "sc21-13": "tensor against pipeline parallelism, 162.2 B parameters on 64 GPUs",
+    "sc21-14": "pipeline against data parallelism, 5.9 B parameters on 64 GPUs",
+    "sc21-15": "tensor against data parallelism, 5.9 B parameters on 64 GPUs",
 }
 
 
@@ -132,20 +130,24 @@ class Comparison:
     scores: Summary
 
 
-def find_figure(name: str) -> tuple[Figure, str]:
-    """The figure of that name; and why it stands for another one, or "".
+def find_figure(name: str) -> Figure:
+    """The figure of that name.
 
     Raises:
-        StrettoError: no such figure.
+        StrettoError: no such figure, or one whose measurements are not printed.
     """
-    name, why = INSTEAD.get(name, (name, ""))
+    if name in PLOTS:
+        raise StrettoError(
+            f"figure {name} ({PLOTS[name]}) is a plot whose values the paper does not print",
+            hint="sc21-1 and sc21-10 are its tables; stretto predict --table predicts layouts of your own",
+        )
     if name not in FIGURES:
-        near = nearest(name, [*FIGURES, *INSTEAD])
+        near = nearest(name, FIGURES)
         listed = f"one of {', '.join(FIGURES)}"
         raise StrettoError(
             f"there is no figure {name!r}", hint=f"did you mean {near!r}? {listed}" if near else listed
         )
-    return FIGURES[name], why
+    return FIGURES[name]
 
 
 def compare(figure: Figure) -> Comparison:

@@ -328,11 +328,16 @@ _BUSY = COMPUTE | {Kind.RECOMPUTE, Kind.UPDATE}
 
 
 class Bubble(NamedTuple):
-    """Idle time, in the unit of the costs; `rate` is a part of the makespan."""
+    """Idle time, in the unit of the costs, and as a rate by both definitions in use.
+
+    For 1F1B of m microbatches on p ranks, `over_ideal` is (p - 1) / m, the bubble of Megatron-LM's papers
+    (Narayanan et al. 2021, section 2.2), and `rate` is (p - 1) / (m + p - 1).
+    """
 
     barrier: float  # makespan - ideal: idle time of the busiest rank until all ranks meet at the end
     span: float  # most idle time of a rank between its own first and last action
     rate: float  # barrier / makespan
+    over_ideal: float  # barrier / ideal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,7 +387,12 @@ class Timeline:
     def bubble(self) -> Bubble:
         barrier = self.makespan - self.ideal
         idle = [end - start - work for (start, end), work in zip(self.spans, self.work, strict=True)]
-        return Bubble(barrier, max(idle, default=0.0), barrier / self.makespan if self.makespan else 0.0)
+        return Bubble(
+            barrier=barrier,
+            span=max(idle, default=0.0),
+            rate=barrier / self.makespan if self.makespan else 0.0,
+            over_ideal=barrier / self.ideal if self.ideal else 0.0,
+        )
 
     @property
     def idle(self) -> float:

@@ -66,7 +66,8 @@ def register(
     def add(build: Callable[..., Program]) -> Callable[..., Program]:
         parameters = list(inspect.signature(build).parameters.values())[2:]
         numbers = frozenset(p.name for p in parameters if str(p.annotation).startswith("int"))
-        assert name not in _ENTRIES, f"schedule {name!r} is registered twice"
+        if name in _ENTRIES:
+            raise StrettoError(f"schedule {name!r} is registered twice", hint="give yours another name")
         _ENTRIES[name] = Entry(
             name=name,
             about=about,
@@ -130,6 +131,8 @@ def schedule(
             at_least_one(option, value)
         values[option] = value
     program = known.build(ranks, microbatches, **values)
+    if not isinstance(program, Program):  # pyright: ignore[reportUnnecessaryIsInstance]  # a user's function
+        raise StrettoError(f"schedule {name!r} returned {type(program).__name__}, must return a Program")
     if chunks == 1 and "chunks" not in known.options and program.depth > ranks:
         stages = program.depth // ranks
         raise StrettoError(

@@ -36,7 +36,8 @@ class MetricsConfig(ReportConfig):
     peak_tflops: float | None = Field(
         default=None,
         gt=0,
-        description="Peak of one device in TFLOP/s, for MFU; null: looked up for known devices.",
+        description="Peak of one device in TFLOP/s, for MFU; null: looked up for known accelerators, none "
+        "on CPUs.",
     )
     trace: int = Field(
         default=0,

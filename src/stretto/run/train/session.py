@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -219,7 +220,9 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         if pipelines is not None:
             program = self.replica.pipeline.program
             forecast = self._forecast
+            job, host = self.replica.job, platform.node()
             report = trace.write(
+                title=f"{self.config.run.name}, {job.shape.family} on {job.layout}, {host}",
                 folder=self.config.run.folder,
                 step=self.position.step,
                 program=program,

@@ -3,12 +3,11 @@
 MFU = model FLOPs of a step / (seconds of the step x ranks x peak FLOP/s of one rank). Model FLOPs are those
 of the matrix products, forward and twice that backward, attention counted in full (Narayanan et al. 2021,
 equation 3; `stretto.spec.flops`). The peak is `metrics.peak_tflops`, else the vendor's figure of a known
-GPU, else, on a CPU, the best of a few float32 matrix products on one rank alone.
+GPU. That of a CPU is not measured: within an hour on a shared machine it differs tenfold, and MFU with it.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from dataclasses import dataclass
 from statistics import median
@@ -70,7 +69,7 @@ class Speed:
     """Turns the seconds of a step into its record; only rank 0 reports them.
 
     Args:
-        peak: TFLOP/s of one device; None: looked up or measured.
+        peak: TFLOP/s of one device, or None to look an accelerator's up.
 
     `fullest` is the peak memory of the fullest rank in GiB, None where it is not known.
     """
@@ -82,16 +81,10 @@ class Speed:
         )
         self._ranks = replica.mesh.layout.world
         self._device = replica.mesh.device
-        # measured on one rank while the others wait for it
-        self._peak = peak or (
-            self._find_peak(replica.job.precision.dtype) if replica.mesh.rank == 0 else None
-        )
+        self._peak = peak
+        if peak is None and on_accelerator(self._device):
+            self._peak = peak_tflops(model_name(self._device), _precision(replica.job.precision.dtype))
         self._recent: deque[float] = deque(maxlen=_WINDOW)
-
-    def _find_peak(self, dtype: str) -> float | None:
-        if on_accelerator(self._device):
-            return peak_tflops(model_name(self._device), _precision(dtype))
-        return measured_peak()
 
     @property
     def median(self) -> float | None:
@@ -128,17 +121,6 @@ class Speed:
             mfu=mfu,
             memory_gib=self.fullest,
         )
-
-
-def measured_peak(size: int = 512, tries: int = 8) -> float:
-    """Best TFLOP/s of a float32 product of two `size` x `size` matrices on this process."""
-    a = torch.ones(size, size)
-    best = float("inf")
-    for _ in range(tries):
-        started = time.perf_counter()
-        torch.mm(a, a)
-        best = min(best, time.perf_counter() - started)
-    return 2 * size**3 / best / 1e12
 
 
 def _precision(dtype: str) -> Precision:

@@ -168,6 +168,7 @@ def _latency(program: Program, measured: Iterable[TraceEvent]) -> float:
 
 
 def write(
+    title: str,
     folder: Path,
     step: int,
     program: Program,
@@ -179,6 +180,7 @@ def write(
     The first pipeline is compared with its replay; each further one has a trace of its own beside it.
 
     Args:
+        title: the run, its model, layout and machine, for the page.
         expected: the prediction; None: there is none, and the replay at the measured mean times stands in
             its place.
 
@@ -200,7 +202,7 @@ def write(
     parts = step_parts([event for event in measured if event.rank == rank], expected)
     page = folder / "report.html"
     work = _work(predicted.events), _work(measured)
-    page.write_text(measured_html(*work, f"{program.name}, step {step}", parts), encoding="utf-8")
+    page.write_text(measured_html(*work, f"{title}: {program.name}, step {step}", parts), encoding="utf-8")
     differences = compare(*work)
     text = [
         f"pipeline rank {rank}, the busiest:",
