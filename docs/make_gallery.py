@@ -34,8 +34,9 @@ the weights. Hatched areas are idle time; the grey curve under a rank is its act
 *Makespan* is the time at which all ranks are done, and *bubble* the idle part of it. Papers that give the
 bubble of 1F1B as (p-1)/m divide by the work alone: their 37.5% is the 27.3% of this page, 9 of 24 and 9 of
 33; `stretto schedule` prints both. *Own idle* is the longest idle time of a rank between its first and last
-action, which is what matters if nothing synchronises the ranks. *Held* is the maximum of activations on any rank, where one microbatch through all
-stages of a rank is 1. *Least* is a lower bound: no order of the same work on the same placement is faster.
+action, which is what matters if nothing synchronises the ranks. *Held*
+is the maximum of activations on any rank, where one microbatch through all stages of a rank is 1. *Least*
+is a lower bound: no order of the same work on the same placement is faster.
 
 For a larger picture with zoom and the dependencies of every block: `stretto schedule zb-v --ranks {RANKS}
 --microbatches {MICROBATCHES} --html page.html`. To compare several: `stretto schedule

