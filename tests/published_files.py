@@ -15,7 +15,7 @@ FOLDER = Path(os.environ.get("STRETTO_PUBLISHED") or Path(__file__).parents[1] /
 
 
 def published(name: str) -> Path:
-    """The path of a file by its name in `tests/published_files.toml`; skips the test if it was not fetched."""
+    """The path of a file by its name in `tests/published_files.toml`; skips the test if it is absent."""
     path = FOLDER / name
     if not path.exists():
         pytest.skip(f"{name} was not fetched: python tests/fetch_published.py")
