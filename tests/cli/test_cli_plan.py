@@ -200,6 +200,14 @@ def test_a_planned_config_trains(
     assert facts["steps"] == 2
 
 
+def test_a_length_that_nobody_gave_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*BIG[:-2], *FIXED, "--top", "1"]) == 0
+    note = "note: no --sequence: planned for samples of 8,192 tokens, as llama3-8b was pretrained"
+    assert capsys.readouterr().out.startswith(note)
+    assert run([*BIG, *FIXED, "--top", "1"]) == 0
+    assert "no --sequence" not in capsys.readouterr().out
+
+
 def test_a_search_that_is_cut_short_never_says_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     large = ["plan", "--model", "deepseek-v3", "--cluster", "hgx-h800:2048", "--batch", "15360"]
     assert run([*large, "--seconds", "0.1"]) == 3

@@ -48,7 +48,7 @@ def test_people_s_text(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for word in ("step time", "tokens/s", "MFU", "HFU", "memory, device", "fits", "where the time goes", "█"):
         assert word in text
-    assert "defaults: dp=2" in text
+    assert "defaults: seq=8192 (the model's); dp=2" in text
 
 
 def test_the_speed_of_a_slow_device_is_not_rounded_to_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -219,6 +219,9 @@ def plan(
 
     def text(to: Console) -> None:
         if emitted is None or output is not None:
+            if sequence is None and base is None:
+                tokens = f"{task.sequence:,} tokens, as {name} was pretrained"
+                to.print(f"note: no --sequence: planned for samples of {tokens}", soft_wrap=True)
             show(to, result, task, name)
         if write is not None and result.ranking:
             to.print(f"wrote {write}: {train_command(write, required)}", soft_wrap=True)

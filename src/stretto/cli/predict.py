@@ -200,10 +200,12 @@ def row_from_arguments(words: Sequence[str], model: str, cluster: str) -> Row:
 
     cells = _cells(words)
     shape, machine = model_named(model), find_cluster(cluster)
-    cells.setdefault("seq", str(shape.pretraining_sequence))
     if machine.devices is not None:
         cells.setdefault("gpus", str(machine.devices))
-    return read_row({**cells, "model": model}, machine, shape, planned=True)
+    sequence = {} if "seq" in cells else {"seq": str(shape.pretraining_sequence)}
+    row = read_row({**sequence, **cells, "model": model}, machine, shape, planned=True)
+    by_model = {name: f"{tokens} (the model's)" for name, tokens in sequence.items()}
+    return replace(row, defaults={**by_model, **row.defaults})
 
 
 def as_trained_here(row: Row) -> Row:
