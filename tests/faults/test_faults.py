@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from anchor import merge, quote
 from campaign import BEGIN, END, PAGE, Results, equal_without, run, table
 from jobs import JOBS
 
@@ -27,6 +28,16 @@ def test_the_table_of_the_page_is_that_of_the_results() -> None:
     assert [fault.name for fault in FAULTS if results.get(fault) is None] == []
     seen = {fault.name for fault in FAULTS if (result := results.get(fault)) and result.caught}
     assert {fault.name for fault in FAULTS if fault.missed is None} <= seen
+
+
+def test_a_fault_follows_its_line_through_renames_and_moves() -> None:
+    base = "def f(first, step):\n    total = first\n    return total * (step + 1)\n"
+    now = "import math\n\ndef g(start, step):\n    total = start\n    return total * (step + 1)\n"
+    merged = merge(base, now, base.replace("total = first", "total = first + first"))
+    assert merged is not None
+    assert quote(now, merged) == ("total = start", "total = start + start")
+    planted = base.replace("(step + 1)", "step")
+    assert merge(base, now.replace("(step + 1)", "math.log(step)"), planted) is None
 
 
 @pytest.mark.slow
