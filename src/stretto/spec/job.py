@@ -146,11 +146,11 @@ class Job:
         return self.layout.cp * self.layout.dp
 
     def program(self) -> Program:
-        """The compute actions of a step, and where sharded parameters of stages are gathered; only with a
-        batch that divides.
+        """The compute actions of a step, and where sharded parameters of stages are gathered.
 
         Raises:
-            StrettoError: there is no such schedule, or not with these ranks, microbatches and options.
+            StrettoError: there is no such schedule, or not with these ranks, microbatches and options; or the
+                batch does not divide into microbatches.
         """
         if self.custom_program is not None:
             return complete(self.custom_program, gathered=self._gathers_stages)
@@ -212,7 +212,8 @@ class Job:
 
     @property
     def _program_key(self) -> ProgramKey:
-        assert self.microbatches
+        if (problem := batch_problem(self)) is not None:
+            raise problem
         costs = SearchedFor(
             shape=self.shape,
             sequence=self.sequence,
@@ -225,7 +226,7 @@ class Job:
         return ProgramKey(
             name=self.schedule,
             ranks=self.layout.pp,
-            microbatches=self.microbatches,
+            microbatches=self.microbatches or 0,
             options=tuple(options),
             costs=costs if is_searched(self.schedule) else None,  # no other schedule looks at the model
             gathered=self._gathers_stages,
@@ -249,6 +250,21 @@ class Job:
 
 
 Rule = Callable[[Job], Iterator[Problem]]
+
+
+def batch_problem(job: Job) -> Problem | None:
+    """A batch that does not divide into microbatches, if it does not."""
+    if job.microbatches:
+        return None
+    unit = job.layout.dp * job.micro_batch
+    below = job.global_batch // unit * unit
+    legal = [n for n in (below, below + unit) if n]
+    return Problem(
+        "batch.global_size",
+        job.global_batch,
+        f"it must be a multiple of batch.micro_size={job.micro_batch} x layout.dp={job.layout.dp}",
+        either("batch.global_size", nearest_values(job.global_batch, legal)),
+    )
 
 
 def nearest_values(value: int, legal: Iterable[int]) -> list[int]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from stretto.errors import Problem, StrettoError
 from stretto.program.program import Program
-from stretto.spec.job import Job, Rule, either, nearest_values
+from stretto.spec.job import Job, Rule, batch_problem, either, nearest_values
 from stretto.spec.optimiser import optimiser_problems
 from stretto.spec.program import stages_of
 from stretto.spec.rules_graphs import graphs
@@ -191,16 +191,8 @@ def _shard_inputs(job: Job) -> Iterator[Problem]:
 
 
 def _batch(job: Job) -> Iterator[Problem]:
-    unit = job.layout.dp * job.micro_batch
-    if job.global_batch % unit:
-        below = job.global_batch // unit * unit
-        legal = [n for n in (below, below + unit) if n]
-        yield Problem(
-            "batch.global_size",
-            job.global_batch,
-            f"it must be a multiple of batch.micro_size={job.micro_batch} x layout.dp={job.layout.dp}",
-            either("batch.global_size", nearest_values(job.global_batch, legal)),
-        )
+    if (problem := batch_problem(job)) is not None:
+        yield problem
 
 
 def _pipeline(job: Job) -> Iterator[Problem]:

@@ -97,12 +97,10 @@ def _versions(job: Job) -> Iterator[Problem]:
 
 
 def _has_versions(job: Job) -> bool:
-    if not job.microbatches:
-        return False
     try:
         return bool(job.program().versions)
     except StrettoError:
-        return False  # told by the rule of schedules
+        return False  # told by the rules of batches and schedules
 
 
 def _precision(job: Job) -> Iterator[Problem]:

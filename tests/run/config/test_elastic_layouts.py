@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
 from stretto.recommender.config import for_ranks as recommender
@@ -12,7 +14,7 @@ from stretto.recommender.config.schema import RecommenderConfig
 from stretto.run.config import TrainConfig
 from stretto.run.config.check import check
 from stretto.run.config.for_ranks import for_ranks, rank_choices
-from stretto.run.config.load import parse
+from stretto.run.config.load import dump, parse
 
 CONFIG = """
 model: {family: llama, layers: 4, hidden: 32, heads: 4}
@@ -70,6 +72,54 @@ def test_every_layout_is_checked_before_a_rank_starts(layouts: str, says: str) -
     with pytest.raises(StrettoError) as caught:
         check(job(f"elastic.layouts={layouts}"))
     assert caught.value.message.startswith(says), caught.value.message
+
+
+MIXED = """
+model: {family: llama, layers: 4, hidden: 32, heads: 4}
+layout: {dp: 2, tp: 2}
+batch: {global_size: 24, micro_size: 4}
+schedule: {name: interleaved, chunks: 2}
+elastic:
+  layouts:
+    - {dp: 3}
+    - {pp: 2, micro_size: 3, schedule: 1f1b}
+    - {}
+"""
+
+
+@given(chain=st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=5))
+def test_a_layout_is_the_same_whichever_came_before(chain: list[int]) -> None:
+    config = parse(MIXED)
+    for ranks in chain:
+        config = for_ranks(config, ranks)
+    straight = for_ranks(parse(MIXED), chain[-1])
+    assert config == straight
+    check(config)
+    assert rank_choices(config) == [4, 3, 2, 1]
+    again = parse(dump(config))  # config.yaml of the run reads as the same layouts
+    for ranks in rank_choices(again):
+        assert for_ranks(again, ranks).batch == for_ranks(straight, ranks).batch
+        assert for_ranks(again, ranks).schedule == for_ranks(straight, ranks).schedule
+
+
+def test_a_job_that_has_become_smaller_keeps_the_batch_of_its_config() -> None:
+    layouts = "elastic.layouts=[{pp: 2, micro_size: 3}, {dp: 3}]"
+    four = job(layouts, "batch.global_size=12", "batch.micro_size=2")
+    check(four)
+    three = for_ranks(for_ranks(four, 2), 3)
+    assert three.batch.micro_size == 2
+    check(three)  # of 3 samples each, 12 are no whole number of microbatches on 3 replicas
+
+
+def test_a_layout_is_checked_under_all_rules() -> None:
+    """Rules that ask for the program of a batch that does not divide say so."""
+    for fields in ((), ("guard.check_memory=1",), ("finetune.freeze=[embed.*]", "guard.on_nonfinite=skip")):
+        with pytest.raises(StrettoError) as caught:
+            check(job("elastic.layouts=[{dp: 3}]", *fields))
+        assert caught.value.message.startswith("elastic.layouts.0: batch.global_size is 12")
+        with pytest.raises(StrettoError) as caught:
+            check(job("layout.dp=3", *fields))
+        assert caught.value.message.startswith("batch.global_size is 12")
 
 
 def clicks(*overrides: str) -> RecommenderConfig:

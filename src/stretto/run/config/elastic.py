@@ -11,7 +11,7 @@ from stretto.run.config.section import Section
 
 class ElasticLayout(Section):
     """A layout of another number of ranks than `layout`'s. Sizes that are left out are 1; what is not said
-    here is as in `layout`, `batch` and `schedule`.
+    here is as in `layout`, `batch` and `schedule` of the config, whichever layout the job had before.
     """
 
     tp: int = Field(default=1, gt=0, description="As in `layout`.")

@@ -16,48 +16,62 @@ def rank_choices(config: TrainConfig) -> list[int]:
     """The numbers of ranks that the job can have, the largest first; where layouts are planned, those up to
     that of `layout`.
     """
-    world = config.layout.to_layout().world
     if config.elastic.layouts == "auto":
-        return list(range(world, 0, -1))
-    return sorted({world, *(one.ranks for one in config.elastic.layouts)}, reverse=True)
+        return list(range(_world(config), 0, -1))
+    own = config.configured
+    return sorted({_world(own), *(one.ranks for one in own.elastic.listed)}, reverse=True)
 
 
 def for_ranks(config: TrainConfig, ranks: int) -> TrainConfig:
-    """The job with its listed layout for so many ranks; the layout that it has now is then one of
-    `elastic.layouts`.
+    """The job with its listed layout for so many ranks, whichever of them it has now: what a layout leaves
+    out is as in the config. The config's own layout is then one of `elastic.layouts`.
 
     Raises:
         StrettoError: it has none.
     """
-    if ranks == config.layout.to_layout().world:
+    own = config.configured
+    if ranks == _world(config):
         return config
-    entry = next((one for one in config.elastic.listed if one.ranks == ranks), None)
+    if ranks == _world(own):
+        return own
+    entry = next((one for one in own.elastic.listed if one.ranks == ranks), None)
     if entry is None:
         raise no_such_ranks(ranks, rank_choices(config), "elastic.layouts")
+    return config.replacing(_sections(own, entry) | {"elastic": ElasticConfig(layouts=_others(own, entry))})
+
+
+def _world(config: TrainConfig) -> int:
+    return config.layout.to_layout().world
+
+
+def _sections(own: TrainConfig, entry: ElasticLayout) -> dict[str, Section]:
+    """The sections of a job with this layout in place of its own."""
     sizes = {name: getattr(entry, name) for name in _OF_LAYOUT}
-    layouts = [one for one in config.elastic.listed if one is not entry] + _former(config, entry)
-    changes: dict[str, Section] = {
-        "layout": config.layout.model_copy(update=sizes),
-        "elastic": ElasticConfig(layouts=layouts),
-    }
+    sections: dict[str, Section] = {"layout": own.layout.model_copy(update=sizes)}
     if entry.micro_size is not None:
-        changes["batch"] = config.batch.model_copy(update={"micro_size": entry.micro_size})
+        sections["batch"] = own.batch.model_copy(update={"micro_size": entry.micro_size})
     if entry.schedule is not None:
-        changes["schedule"] = type(config.schedule)(name=entry.schedule)
-    return config.model_copy(update=changes)
+        sections["schedule"] = type(own.schedule)(name=entry.schedule)
+    return sections
 
 
-def _former(config: TrainConfig, entry: ElasticLayout) -> list[ElasticLayout]:
-    """The layout that `entry` takes the place of, as an entry; none where its schedule has options, which no
-    entry can say.
+def _others(own: TrainConfig, entry: ElasticLayout) -> list[ElasticLayout]:
+    """The job's other layouts, its own among them, with what they leave out written where `entry` changes it.
+    Those with options of the job's own schedule are left out where `entry` has another: no entry can say
+    them.
     """
-    schedule = config.schedule
-    if entry.schedule is not None and (schedule.options or schedule.file is not None):
-        return []
-    sizes = {name: getattr(config.layout, name) for name in _OF_LAYOUT}
-    micro_size = None if entry.micro_size is None else config.batch.micro_size
-    name = None if entry.schedule is None else schedule.name
-    return [ElasticLayout(**sizes, micro_size=micro_size, schedule=name)]
+    former = ElasticLayout(**{name: getattr(own.layout, name) for name in _OF_LAYOUT})
+    others, schedule = list[ElasticLayout](), own.schedule
+    for other in (*(one for one in own.elastic.listed if one is not entry), former):
+        changes = dict[str, object]()
+        if entry.micro_size is not None and other.micro_size is None:
+            changes["micro_size"] = own.batch.micro_size
+        if entry.schedule is not None and other.schedule is None:
+            if schedule.options or schedule.file is not None:
+                continue
+            changes["schedule"] = schedule.name
+        others.append(other.model_copy(update=changes))
+    return others
 
 
 def no_such_ranks(ranks: int, choices: list[int], field: str) -> StrettoError:
@@ -71,17 +85,20 @@ def no_such_ranks(ranks: int, choices: list[int], field: str) -> StrettoError:
 
 def alternatives(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
     """The job on every further number of ranks, beside the field that has its layout."""
-    for number, entry in enumerate(config.elastic.listed):
-        if entry.ranks != config.layout.to_layout().world:
-            one = config.model_copy(update={"elastic": ElasticConfig(layouts=[entry])})
-            job = for_ranks(one, entry.ranks)
-            yield f"elastic.layouts.{number}", job.model_copy(update={"elastic": ElasticConfig()})
+    own = config.configured
+    none: dict[str, Section] = {"elastic": ElasticConfig()}
+    if _world(own) != _world(config):
+        yield "layout", own.model_copy(update=none)
+    for number, entry in enumerate(own.elastic.listed):
+        if entry.ranks not in (_world(own), _world(config)):
+            yield f"elastic.layouts.{number}", own.model_copy(update=_sections(own, entry) | none)
 
 
 def number_twice(config: TrainConfig) -> Iterator[Problem]:
     """Two layouts of one number of ranks, of which none could be chosen."""
-    seen = {config.layout.to_layout().world: "layout"}
-    for number, entry in enumerate(config.elastic.listed):
+    own = config.configured
+    seen = {_world(own): "layout"}
+    for number, entry in enumerate(own.elastic.listed):
         field = f"elastic.layouts.{number}"
         if (other := seen.setdefault(entry.ranks, field)) != field:
             rule = f"it has {entry.ranks} rank{'s' * (entry.ranks > 1)}, as {other} has"

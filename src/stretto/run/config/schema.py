@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, PrivateAttr, field_validator
 
 from stretto.errors import Problem, StrettoError
 from stretto.layout.layout import ORDER, Layout
@@ -457,6 +457,24 @@ class TrainConfig(JobSection):
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     sample: SampleConfig = Field(default_factory=SampleConfig)
     run: RunConfig = Field(default_factory=RunConfig)
+
+    _replaced: dict[str, Section] = PrivateAttr(default_factory=dict[str, Section])
+
+    @property
+    def configured(self) -> Self:
+        """The job with the layout of its config, where it has that of another number of ranks."""
+        if not self._replaced:
+            return self
+        copy = self.model_copy(update=self._replaced)
+        copy._replaced = {}
+        return copy
+
+    def replacing(self, sections: Mapping[str, Section]) -> Self:
+        """The job with these sections for another number of ranks, and all others as in its config."""
+        own = self.configured
+        copy = own.model_copy(update=sections)
+        copy._replaced = {name: getattr(own, name) for name in sections}
+        return copy
 
     @property
     def microbatches(self) -> int:

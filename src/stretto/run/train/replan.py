@@ -40,11 +40,13 @@ def for_ranks(config: TrainConfig, ranks: int, note: Note) -> TrainConfig:
     Raises:
         StrettoError: none is listed; or the planner knows none that is legal and fits.
     """
-    if config.elastic.layouts != "auto" or ranks == config.layout.to_layout().world:
+    own = config.configured
+    has_layout = ranks in (config.layout.to_layout().world, own.layout.to_layout().world)
+    if config.elastic.layouts != "auto" or has_layout:
         return listed(config, ranks)
-    other, line = _planned(config, ranks)
+    other, line = _planned(own, ranks)
     note(line)
-    return other
+    return own.replacing({name: getattr(other, name) for name in _SECTIONS})
 
 
 def join_for_ranks(config: TrainConfig, note: Note) -> TrainConfig:
@@ -66,8 +68,8 @@ def join_for_ranks(config: TrainConfig, note: Note) -> TrainConfig:
     if "error" in answer:
         raise StrettoError(answer["error"], hint=answer["hint"])
     sections = {name: getattr(config, name) for name in _SECTIONS}
-    return config.model_copy(
-        update={
+    return config.replacing(
+        {
             name: type(section).model_validate_json(json.dumps(answer[name]))
             for name, section in sections.items()
         }
