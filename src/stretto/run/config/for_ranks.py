@@ -18,8 +18,8 @@ def rank_choices(config: TrainConfig) -> list[int]:
     """
     if config.elastic.layouts == "auto":
         return list(range(_world(config), 0, -1))
-    own = config.configured
-    return sorted({_world(own), *(one.ranks for one in own.elastic.listed)}, reverse=True)
+    base = config.configured
+    return sorted({_world(base), *(one.ranks for one in base.elastic.listed)}, reverse=True)
 
 
 def for_ranks(config: TrainConfig, ranks: int) -> TrainConfig:
@@ -29,43 +29,43 @@ def for_ranks(config: TrainConfig, ranks: int) -> TrainConfig:
     Raises:
         StrettoError: it has none.
     """
-    own = config.configured
+    base = config.configured
     if ranks == _world(config):
         return config
-    if ranks == _world(own):
-        return own
-    entry = next((one for one in own.elastic.listed if one.ranks == ranks), None)
+    if ranks == _world(base):
+        return base
+    entry = next((one for one in base.elastic.listed if one.ranks == ranks), None)
     if entry is None:
         raise no_such_ranks(ranks, rank_choices(config), "elastic.layouts")
-    return config.replacing(_sections(own, entry) | {"elastic": ElasticConfig(layouts=_others(own, entry))})
+    return config.replacing(_sections(base, entry) | {"elastic": ElasticConfig(layouts=_others(base, entry))})
 
 
 def _world(config: TrainConfig) -> int:
     return config.layout.to_layout().world
 
 
-def _sections(own: TrainConfig, entry: ElasticLayout) -> dict[str, Section]:
+def _sections(base: TrainConfig, entry: ElasticLayout) -> dict[str, Section]:
     """The sections of a job with this layout in place of its own."""
     sizes = {name: getattr(entry, name) for name in _OF_LAYOUT}
-    sections: dict[str, Section] = {"layout": own.layout.model_copy(update=sizes)}
+    sections: dict[str, Section] = {"layout": base.layout.model_copy(update=sizes)}
     if entry.micro_size is not None:
-        sections["batch"] = own.batch.model_copy(update={"micro_size": entry.micro_size})
+        sections["batch"] = base.batch.model_copy(update={"micro_size": entry.micro_size})
     if entry.schedule is not None:
-        sections["schedule"] = type(own.schedule)(name=entry.schedule)
+        sections["schedule"] = type(base.schedule)(name=entry.schedule)
     return sections
 
 
-def _others(own: TrainConfig, entry: ElasticLayout) -> list[ElasticLayout]:
+def _others(base: TrainConfig, entry: ElasticLayout) -> list[ElasticLayout]:
     """The job's other layouts, its own among them, with what they leave out written where `entry` changes it.
     Those with options of the job's own schedule are left out where `entry` has another: no entry can say
     them.
     """
-    former = ElasticLayout(**{name: getattr(own.layout, name) for name in _OF_LAYOUT})
-    others, schedule = list[ElasticLayout](), own.schedule
-    for other in (*(one for one in own.elastic.listed if one is not entry), former):
+    former = ElasticLayout(**{name: getattr(base.layout, name) for name in _OF_LAYOUT})
+    others, schedule = list[ElasticLayout](), base.schedule
+    for other in (*(one for one in base.elastic.listed if one is not entry), former):
         changes = dict[str, object]()
         if entry.micro_size is not None and other.micro_size is None:
-            changes["micro_size"] = own.batch.micro_size
+            changes["micro_size"] = base.batch.micro_size
         if entry.schedule is not None and other.schedule is None:
             if schedule.options or schedule.file is not None:
                 continue
@@ -85,20 +85,20 @@ def no_such_ranks(ranks: int, choices: list[int], field: str) -> StrettoError:
 
 def alternatives(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
     """The job on every further number of ranks, beside the field that has its layout."""
-    own = config.configured
+    base = config.configured
     none: dict[str, Section] = {"elastic": ElasticConfig()}
-    if _world(own) != _world(config):
-        yield "layout", own.model_copy(update=none)
-    for number, entry in enumerate(own.elastic.listed):
-        if entry.ranks not in (_world(own), _world(config)):
-            yield f"elastic.layouts.{number}", own.model_copy(update=_sections(own, entry) | none)
+    if _world(base) != _world(config):
+        yield "layout", base.model_copy(update=none)
+    for number, entry in enumerate(base.elastic.listed):
+        if entry.ranks not in (_world(base), _world(config)):
+            yield f"elastic.layouts.{number}", base.model_copy(update=_sections(base, entry) | none)
 
 
 def number_twice(config: TrainConfig) -> Iterator[Problem]:
     """Two layouts of one number of ranks, of which none could be chosen."""
-    own = config.configured
-    seen = {_world(own): "layout"}
-    for number, entry in enumerate(own.elastic.listed):
+    base = config.configured
+    seen = {_world(base): "layout"}
+    for number, entry in enumerate(base.elastic.listed):
         field = f"elastic.layouts.{number}"
         if (other := seen.setdefault(entry.ranks, field)) != field:
             rule = f"it has {entry.ranks} rank{'s' * (entry.ranks > 1)}, as {other} has"

@@ -471,9 +471,9 @@ class TrainConfig(JobSection):
 
     def replacing(self, sections: Mapping[str, Section]) -> Self:
         """The job with these sections for another number of ranks, and all others as in its config."""
-        own = self.configured
-        copy = own.model_copy(update=sections)
-        copy._replaced = {name: getattr(own, name) for name in sections}
+        base = self.configured
+        copy = base.model_copy(update=sections)
+        copy._replaced = {name: getattr(base, name) for name in sections}
         return copy
 
     @property

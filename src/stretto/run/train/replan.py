@@ -40,13 +40,13 @@ def for_ranks(config: TrainConfig, ranks: int, note: Note) -> TrainConfig:
     Raises:
         StrettoError: none is listed; or the planner knows none that is legal and fits.
     """
-    own = config.configured
-    has_layout = ranks in (config.layout.to_layout().world, own.layout.to_layout().world)
+    base = config.configured
+    has_layout = ranks in (config.layout.to_layout().world, base.layout.to_layout().world)
     if config.elastic.layouts != "auto" or has_layout:
         return listed(config, ranks)
-    other, line = _planned(own, ranks)
+    other, line = _planned(base, ranks)
     note(line)
-    return own.replacing({name: getattr(other, name) for name in _SECTIONS})
+    return base.replacing({name: getattr(other, name) for name in _SECTIONS})
 
 
 def join_for_ranks(config: TrainConfig, note: Note) -> TrainConfig:
