@@ -45,6 +45,8 @@ def test_equal_layouts_end_with_0(config: str, capfd: pytest.CaptureFixture[str]
     facts = json.loads(out)
     assert (facts["equal"], facts["dtype"], facts["tolerance"], facts["steps"]) == (True, "float64", 1e-9, 3)
     assert "the plain model itself" in facts["unseen"]
+    assert facts["compared"][-1] == "weights after updates by torch.optim.AdamW"
+    assert "learning rates" in facts["shared"]
     (layout,) = facts["layouts"]
     assert layout["layout"] == "tp1 dp1 pp2 1f1b"
     assert layout["equal"] is True
@@ -76,7 +78,12 @@ def test_a_layout_that_differs_ends_with_1_and_a_diagnosis(
     assert all("NO" in row for row in rows)
     assert "tp1 dp1 pp2 interleaved chunks=2: every gradient is 0.5 times the reference" in text
     assert re.search(
-        r"\n2 layouts in \d+ s, 2 DIFFER\nnot seen here: the plain model itself, .* CPUs\s*$", text
+        r"\n2 layouts in \d+ s, 2 DIFFER\n"
+        r"compared with an independent reference: losses, gradients, their norm, weights after updates by "
+        r"torch.optim.AdamW\n"
+        r"shared with the reference: the plain model's layers, initial values, samples, learning rates\n"
+        r"not seen here: the plain model itself, .* CPUs\s*$",
+        text,
     )
 
 
@@ -95,7 +102,8 @@ def test_asynchronous_schedules_say_after_how_many_updates(
     text = capfd.readouterr().out
     assert "after 32" in text
     assert "delayed updates" in " ".join(text.replace("│", " ").split())
-    assert "\n1 layout, all equal to one process\nnot seen here: " in text
+    compared = "compared with an independent reference: losses, weights after updates by torch.optim.SGD"
+    assert f"\n1 layout, all equal to one process\n{compared}\n" in text
 
 
 def test_all_lists_impossible_layouts(config: str, capfd: pytest.CaptureFixture[str]) -> None:

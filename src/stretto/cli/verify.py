@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _ALL = ("all", "product")
 _STEPS = {False: 3, True: 2}  # of a few layouts, and of each of all
+_SHARED = ("the plain model's layers", "initial values", "samples", "learning rates")  # with the reference
 _UNSEEN = (
     "the plain model itself",
     "the learning-rate curve",
@@ -114,6 +115,8 @@ def verify(
         "tolerance": TOLERANCE,
         "steps": count,
         "seconds": time.perf_counter() - started,
+        "compared": _compared(verdicts, config),
+        "shared": _SHARED,
         "unseen": _UNSEEN,
         "impossible": [asdict(one) for one in impossible],
         "layouts": [_plain({**asdict(v), "equal": v.equal}) for v in verdicts],
@@ -202,7 +205,22 @@ def _show(
     took = f" in {facts['seconds']:.0f} s" if len(verdicts) > 1 else ""
     wrong = sum(not v.equal for v in verdicts)
     to.print(f"{count}{took}, " + (f"{wrong} DIFFER" if wrong else "all equal to one process"))
+    to.print(f"compared with an independent reference: {', '.join(facts['compared'])}", soft_wrap=True)
+    to.print(f"shared with the reference: {', '.join(_SHARED)}", soft_wrap=True)
     to.print(f"not seen here: {', '.join(_UNSEEN)}", soft_wrap=True)
+
+
+def _compared(verdicts: Sequence[Verdict], config: TrainConfig | RecommenderConfig) -> list[str]:
+    """The quantities of the verdicts, and what the reference updates by in place of the job's optimisers."""
+    from stretto.prove.optimizer import RULES
+    from stretto.run.config.schema import TrainConfig
+
+    errors = {"gradients": "grad_error", "their norm": "norm_error", "states of tables": "state_error"}
+    compared = [n for n, e in errors.items() if any(getattr(v, e, None) is not None for v in verdicts)]
+    if isinstance(config, TrainConfig):
+        return ["losses", *compared, f"weights after updates by {RULES[config.optim.name]}"]
+    rules = "formulas for rows and by torch.optim (LAMB: its formula) for dense weights"
+    return ["losses", *compared, "logits", f"weights after updates by {rules}"]
 
 
 def _table(noun: str, verdicts: Sequence[Verdict], steps: int) -> Table:

@@ -1,7 +1,7 @@
 """The reference of a proof: one process, dense gradients from autograd, updates by their formulas.
 
-It shares with the job the plain dense layers, their optimisers and the initial values, but nothing of how ids
-are mapped to rows, looked up, exchanged, reduced or updated.
+It shares with the job the plain dense layers and the initial values, but nothing of how ids are mapped to
+rows, looked up, exchanged, reduced or updated.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto.engine.optim.build import build_optimizer
 from stretto.prove.compare import scales_of
+from stretto.prove.optimizer import ReferenceOptimizer
 from stretto.recommender.clicks.batch import ClickBatch
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.models.dlrm import DenseNet, initialise_dense, pool
@@ -233,7 +233,7 @@ class Reference:
         self.rule = config.optim.tables.name
         self.net = DenseNet(config.shape(features), fast=False).double()
         initialise_dense(self.net, config.train.seed)
-        self.optimizer: Any = build_optimizer(self.net.named_parameters(), config.dense_optimiser())
+        self.optimizer = ReferenceOptimizer(self.net.named_parameters(), config.dense_optimiser())
         self.known = known_ids(features, batches)
         self.ids = {name: ReferenceIds(spec) for spec in features if (name := spec.name) in self.known}
         self.fresh = {stored.name: self._initial(spec, stored) for spec, stored in _stored(features)}
@@ -352,12 +352,9 @@ class Reference:
         numbers = Hyperparameters(settings.lr * ratio, settings.eps, *settings.betas)
         for name, table in self.tables.items():
             RULES[self.rule](table, gradients[name] * clipped, (lookups[name] > 0).double(), numbers)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.optim.dense.lr * ratio
         for name, parameter in self.net.named_parameters():
             parameter.grad = gradients[name] * clipped
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.step(self.config.optim.dense.lr * ratio)
 
 
 def run_reference(

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from stretto.engine.models.language import IGNORED
-from stretto.engine.optim.build import build_optimizer
 from stretto.errors import StrettoError
 from stretto.prove.compare import Comparison, compare
 from stretto.prove.diagnose import Verdict
+from stretto.prove.optimizer import ReferenceOptimizer
 from stretto.run.train.replica import Replica
 from stretto.run.verify.cases import describe
 from stretto.run.verify.reference import Loads, Snapshot, Trial, build_reference
@@ -91,7 +91,7 @@ def run_delayed(job: Job, trial: Trial, delays: Delays, windows: Sequence[int]) 
     learning = [(name, master) for name, master in masters.items() if master.requires_grad]
     rate, late = trial.rate(job), _late(masters, job, delays.by_stage)
     optimizers = {
-        delay: build_optimizer([(n, p) for n, p in learning if late[n] == delay], job.optimiser)
+        delay: ReferenceOptimizer([(n, p) for n, p in learning if late[n] == delay], job.optimiser)
         for delay in {late[name] for name, _ in learning}
     }
     size, unit = job.micro_batch, job.micro_batch * job.layout.dp
@@ -127,9 +127,7 @@ def run_delayed(job: Job, trial: Trial, delays: Delays, windows: Sequence[int]) 
             for name, master in masters.items():
                 master.grad = leaves[name].grad
             for delay, optimizer in optimizers.items():
-                for group in optimizer.param_groups:
-                    group["lr"] = rate(step) / _divisor(job, step, delay)
-                optimizer.step()
+                optimizer.step(rate(step) / _divisor(job, step, delay))
             history.append(_copied(masters))
             if (old := update - max(delays.by_stage)) >= 0:
                 history[old] = {}  # no later update looks there

@@ -15,11 +15,11 @@ from stretto.engine.models.build import build
 from stretto.engine.models.language import IGNORED, LanguageModel
 from stretto.engine.models.moe import MoE, correct
 from stretto.engine.models.weights import freeze, initialise
-from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.rate import Rate
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.fp8 import enable_fp8
 from stretto.prove.compare import scales_of, share
+from stretto.prove.optimizer import ReferenceOptimizer
 from stretto.run.data.dataset import Batch
 from stretto.spec.job import Job
 
@@ -114,7 +114,7 @@ def run_reference(job: Job, trial: Trial) -> list[Snapshot]:
     model = plain.model
     named = list(model.named_parameters())
     learning = [(name, p) for name, p in named if p.requires_grad]
-    optimizer, rate = build_optimizer(learning, job.optimiser), trial.rate(job)
+    optimizer, rate = ReferenceOptimizer(learning, job.optimiser), trial.rate(job)
     snapshots, size = list[Snapshot](), job.micro_batch
     for step, batch in enumerate(trial.batches):
         counted = int((batch.targets != IGNORED).sum()) or 1
@@ -130,10 +130,7 @@ def run_reference(job: Job, trial: Trial) -> list[Snapshot]:
             loads.add()
         gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
         norm = torch.nn.utils.clip_grad_norm_([p for _, p in learning], job.optimiser.clip or float("inf"))
-        for group in optimizer.param_groups:
-            group["lr"] = rate(step)
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(rate(step))
         loads.correct()
         weights = {name: p.detach().clone() for name, p in named}
         snapshots.append(Snapshot(total, norm.detach(), gradients, weights))
