@@ -43,6 +43,21 @@ def test_a_rank_has_a_gpu_unless_said_otherwise(
     assert f", {gpus or 'no'} GPUs per node" in captured.err or gpus is None
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "--job-name=quickstart\n"),
+        (["run.name=llama-7b"], "--job-name=llama-7b\n"),
+        (["run.name=llama-7b", "--job-name", "l7"], "--job-name=l7\n"),
+    ],
+)
+def test_the_job_has_the_run_s_name(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["launch", "slurm", CONFIG, "--nodes", "2", "--requeues", "7", *words]) == 0
+    text = capsys.readouterr().out
+    assert says in text
+    assert '[ "${SLURM_RESTART_COUNT:-0}" -ge 7 ]' in text
+
+
 def test_srun_takes_further_options(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--srun=--cpu-bind=cores", "--srun=--container-image=a b.sqsh"]
     assert main.run(["launch", "slurm", CONFIG, "--nodes", "2", *options]) == 0

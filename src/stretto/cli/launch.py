@@ -43,11 +43,14 @@ def slurm(
     partition: Annotated[str | None, typer.Option(help="SLURM partition.")] = None,
     account: Annotated[str | None, typer.Option(help="SLURM account.")] = None,
     time: Annotated[str | None, typer.Option(help="Time limit, as in 12:00:00.")] = None,
-    job_name: Annotated[str, typer.Option(help="Name of the job.")] = "stretto",
+    job_name: Annotated[str | None, typer.Option(help="Name of the job; default: the run's.")] = None,
     signal_seconds: Annotated[
         int | None,
         typer.Option(min=1, help="Save this long before the limit; default: train.grace_s, else 120."),
     ] = None,
+    requeues: Annotated[
+        int, typer.Option(min=0, help="Requeue the job at most so often; submitting it again counts anew.")
+    ] = 100,
     port: Annotated[int, typer.Option(help="Port of the rendezvous on the first node.")] = 29400,
     sbatch: Annotated[
         list[str] | None, typer.Option(help="A further sbatch option, as --sbatch=--qos=high; repeatable.")
@@ -88,13 +91,14 @@ def slurm(
             nodes=nodes,
             ranks_per_node=each,
             overrides=words,
-            job_name=job_name,
+            job_name=job.run.name if job_name is None else job_name,
             partition=partition,
             account=account,
             time=time,
             gpus_per_node=gpus,
             cpus_per_rank=cpus_per_rank,
             signal_seconds=signal_seconds,
+            requeues=requeues,
             port=port,
             sbatch=sbatch or [],
             srun=srun or [],

@@ -40,7 +40,7 @@ while :; do sleep 0.05; done
 
 
 def job(**changes: object) -> SlurmJob:
-    fields = {"config": "my job.yaml", "nodes": 2, "ranks_per_node": 4, **changes}
+    fields = {"config": "my job.yaml", "nodes": 2, "ranks_per_node": 4, "job_name": "gpt", **changes}
     return SlurmJob(**fields)  # type: ignore[arg-type]
 
 
@@ -95,7 +95,7 @@ def test_directives_and_syntax(tmp_path: Path) -> None:
     subprocess.run(["bash", "-n", str(tmp_path / "job.sh")], check=True)
     directives = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
     assert directives == [
-        "--job-name=stretto", "--partition=gpu", "--account=lab", "--time=1-12:00:00", "--nodes=2",
+        "--job-name=gpt", "--partition=gpu", "--account=lab", "--time=1-12:00:00", "--nodes=2",
         "--ntasks-per-node=1", "--gpus-per-node=4", "--cpus-per-task=32", "--signal=B:TERM@90",
         "--output=%x-%j.out", "--open-mode=append", "--requeue",
     ]  # fmt: skip
@@ -153,6 +153,23 @@ def test_a_failure_stays_a_failure(tmp_path: Path) -> None:
     assert cluster.logged("scontrol") == ""
 
 
+@pytest.mark.parametrize(("requeued", "code", "again"), [("2", 0, "requeue 77\n"), ("3", SAVED, "")])
+def test_a_job_is_requeued_so_often_at_most(tmp_path: Path, requeued: str, code: int, again: str) -> None:
+    cluster = Cluster(tmp_path, script(job(requeues=3)))
+    shell = cluster.start(CODE=str(SAVED), SLURM_RESTART_COUNT=requeued)
+    assert shell.wait(20) == code
+    assert cluster.logged("scontrol") == again
+    assert shell.stdout is not None
+    assert ("not finished after 3 requeues (--requeues): submit this" in shell.stdout.read()) == (code > 0)
+
+
+def test_a_failure_is_not_requeued_however_few_there_were(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, script(job(requeues=0)))
+    assert cluster.start(CODE="3").wait(20) == 3
+    assert cluster.start(CODE=str(SAVED)).wait(20) == SAVED
+    assert cluster.logged("scontrol") == ""
+
+
 def test_without_requeue_the_exit_code_asks_for_a_restart(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, script(job()))
     assert cluster.start(CODE=str(SAVED), SCONTROL_CODE="1").wait(20) == SAVED
@@ -168,6 +185,7 @@ def test_without_requeue_the_exit_code_asks_for_a_restart(tmp_path: Path) -> Non
         ({"nodes": 0}, "nodes=0"),
         ({"port": 80}, "port=80"),
         ({"signal_seconds": 100_000}, "signal_seconds=100000"),
+        ({"requeues": -1}, "requeues=-1"),
     ],
 )
 def test_values_that_a_directive_cannot_carry_are_refused(changes: dict[str, object], says: str) -> None:

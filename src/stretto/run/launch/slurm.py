@@ -4,7 +4,8 @@ How a job stops and restarts: SLURM signals the batch shell some time before the
 preempts the job. The shell forwards the signal; torchrun passes it to the training ranks and waits; they
 finish the step, save if `train.grace_s` leaves the time, and exit with code 75 ("saved, submit again").
 torchrun itself then exits with 1, so the shell decides by the signal that it has received, and requeues the
-job, which resumes from the newest checkpoint.
+job, which resumes from the newest checkpoint. A job that is stopped each time before it has saved would be
+requeued for ever: there is a limit.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ _WORD = re.compile(r"[\w.,:@%+=/*\[\]-]+", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """The settings of a batch script; `signal_seconds` is how long before the time limit ranks start to save.
+    """The settings of a batch script.
+
+    Attributes:
+        signal_seconds: how long before the time limit ranks start to save.
+        requeues: how often the job is requeued at most.
 
     Raises:
         StrettoError: a value that a `#SBATCH` line cannot carry, or a number out of range.
@@ -34,14 +39,15 @@ class SlurmJob:
     config: str
     nodes: int
     ranks_per_node: int
+    job_name: str
     overrides: Sequence[str] = ()
-    job_name: str = "stretto"
     partition: str | None = None
     account: str | None = None
     time: str | None = None
     gpus_per_node: int | None = None
     cpus_per_rank: int | None = None
     signal_seconds: int = 120
+    requeues: int = 100
     port: int = 29400
     sbatch: Sequence[str] = ()  # further #SBATCH options, as "--constraint=h100"
     srun: Sequence[str] = ()  # further options of srun, as "--cpu-bind=cores"
@@ -51,6 +57,7 @@ class SlurmJob:
         for field in ("nodes", "ranks_per_node", "signal_seconds"):
             _in_range(field, getattr(self, field), 1, 65535)  # SLURM holds the signal's time in 16 bits
         _in_range("port", self.port, 1024, 65535)
+        _in_range("requeues", self.requeues, 0, 10**6)
         for field in ("job_name", "partition", "account"):
             _word(field, getattr(self, field))
         for option in self.sbatch:
@@ -85,7 +92,7 @@ def script(job: SlurmJob) -> str:
         f"export {KEY}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
         "",
         _run(job),
-        _WATCH,
+        _WATCH.format(saved=SAVED, requeues=job.requeues),
     ]
     return "\n".join(lines)
 
@@ -141,7 +148,7 @@ forward() {
 trap forward TERM USR1 USR2
 """
 
-_WATCH = f"""\
+_WATCH = """\
 job=$!
 
 # a signal interrupts wait: wait again until it returns because srun has ended
@@ -155,11 +162,15 @@ done
 if [ "$status" -eq 0 ]; then
   exit 0
 fi
-if [ "$signals" -gt 0 ] || [ "$status" -eq {SAVED} ]; then
+if [ "$signals" -gt 0 ] || [ "$status" -eq {saved} ]; then
+  if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {requeues} ]; then  # SLURM counts its requeues there
+    echo "not finished after {requeues} requeues (--requeues): submit this script again to resume" >&2
+    exit {saved}
+  fi
   echo "not finished: requeued, resumes from the newest checkpoint"
   scontrol requeue "$SLURM_JOB_ID" && exit 0
   echo "cannot requeue: submit this script again to resume" >&2
-  exit {SAVED}
+  exit {saved}
 fi
 exit "$status"
 """
