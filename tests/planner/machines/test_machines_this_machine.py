@@ -97,3 +97,10 @@ def test_invalid_lines_are_skipped(place: Path, line: str) -> None:
         file.write(line + "\n" + json.dumps({"cluster": "mine", "ratio": -1}) + "\n")
     rows: list[dict[str, Any]] = here.history(place, "mine")
     assert [row["ratio"] for row in rows] == [1.0]
+
+
+def test_runs_that_cannot_be_read_are_an_error_and_no_missing_correction(place: Path) -> None:
+    keep_profile(place)
+    here.history_path(place).mkdir()
+    with pytest.raises(StrettoError, match=r"cannot read .*, by which predictions are corrected"):
+        here.cluster_here()

@@ -311,11 +311,20 @@ def history(profile: Path, cluster: str) -> list[dict[str, Any]]:
     """Earlier runs on a cluster with this profile, the oldest first; invalid lines are skipped.
 
     A row has `ratio`, measured over predicted seconds without the correction that was applied.
+
+    Raises:
+        StrettoError: the file exists and cannot be read.
     """
+    path = history_path(profile)
     try:
-        lines = history_path(profile).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
         return []
+    except OSError as error:
+        raise StrettoError(
+            f"cannot read {path}, by which predictions are corrected: {error.strerror}",
+            hint="make it readable, or remove it to predict without the correction",
+        ) from None
     runs = list[dict[str, Any]]()
     for line in lines:
         row = _run(line)
