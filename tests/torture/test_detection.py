@@ -119,7 +119,7 @@ def failure_of(folder: Path, layout: str, act: Callable[[Any], None], rank: int)
     ranks = config.layout.to_layout().world
     prepare(PRELOAD)
     hooks = [(plant, (rank, act, str(at)))]
-    with watching(ranks, config.run.folder, config.train.hang_s) as (first, look):  # noqa: SIM117
+    with watching(ranks, config.run.folder, config.train.hang_s) as (first, look, _):  # noqa: SIM117
         with pytest.raises(RankFailed) as caught:
             run_ranks(ranks, *first, hooked, hooks, config, source, stoppable=True, look=look)
     return caught.value.failure, time.time() - float(at.read_text())

@@ -352,7 +352,7 @@ def test_a_rank_that_cannot_answer_is_named(
 
     source = prepare_data(config, quiet=True)
     hooks = [at_step(4, rank, act)]
-    with watching(2, config.run.folder, config.train.hang_s) as (first, look):  # noqa: SIM117
+    with watching(2, config.run.folder, config.train.hang_s) as (first, look, _):  # noqa: SIM117
         with pytest.raises(RankFailed) as caught:
             run_ranks(2, *first, hooked, hooks, config, source, stoppable=True, look=look)
     failure = caught.value.failure

@@ -7,7 +7,7 @@ import signal
 import sys
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -26,7 +26,7 @@ from stretto.run.launch.lease import lease
 from stretto.run.launch.local import RanksStopped, check_port, check_ranks, prepare, run_ranks
 from stretto.run.launch.network import check_interfaces, describe, local_environment, stay_inside
 from stretto.run.launch.rendezvous import Meeting, join_early
-from stretto.run.launch.restart import supervise
+from stretto.run.launch.restart import Progress, supervise
 from stretto.run.launch.slurm import SAVED
 from stretto.run.launch.stop import Stopped, StopRequest
 from stretto.run.train.prediction import first_line
@@ -212,11 +212,15 @@ def _launch(kind: Kind[C], config: C, quiet: bool, port: int) -> Result:
                 kind.say(config, data, quiet)
                 _say_network(kind, config, quiet)
                 attempts = _Attempts(kind=kind, config=config, data=data, stop=stop, quiet=quiet, port=port)
+
+                def progress() -> Progress:
+                    return replace(restarts.progress(), begun=attempts.begun)
+
                 outcomes = supervise(
                     attempts.run,
                     limit=config.train.restarts if restarts.folder is not None else 0,
                     stop=stop,
-                    progress=restarts.progress,
+                    progress=progress,
                     prepare=restarts.begin,
                     shrink=attempts.shrink,
                 )
@@ -238,6 +242,7 @@ class _Attempts(Generic[C]):
     stop: StopRequest
     quiet: bool
     port: int
+    begun: bool = False  # a rank of the last attempt has begun a step
 
     def run(self, number: int) -> list[Any]:
         """The results of all ranks of one attempt; `number` is how many came before."""
@@ -245,23 +250,26 @@ class _Attempts(Generic[C]):
             self._fit_devices()
         kind, config = self.kind, self.config
         ranks = kind.ranks(config)
-        with watching(ranks, kind.writes_to(config), config.train.hang_s) as (watched, look):
-            return run_ranks(
-                ranks,
-                *watched,
-                *kind.local(config, self.data, self.quiet),
-                threads=config.train.threads,
-                port=self.port,
-                stoppable=kind.orderly,
-                earlier_signal=lambda: self.stop.signal,
-                look=look,
-                restarts=number,
-                grace_s=config.train.grace_s,
-            )
+        with watching(ranks, kind.writes_to(config), config.train.hang_s) as (watched, look, has_begun):
+            try:
+                return run_ranks(
+                    ranks,
+                    *watched,
+                    *kind.local(config, self.data, self.quiet),
+                    threads=config.train.threads,
+                    port=self.port,
+                    stoppable=kind.orderly,
+                    earlier_signal=lambda: self.stop.signal,
+                    look=look,
+                    restarts=number,
+                    grace_s=config.train.grace_s,
+                )
+            finally:
+                self.begun = has_begun()
 
     def shrink(self) -> bool:
         """Let further attempts have the next smaller number of ranks; whether there is one."""
-        return self._take_fewer(self.kind.ranks(self.config) - 1, "one was lost twice in a step")
+        return self._take_fewer(self.kind.ranks(self.config) - 1, "one was lost twice in a row")
 
     def _fit_devices(self) -> None:
         """Go on with as many ranks as have a device, where some devices are gone.

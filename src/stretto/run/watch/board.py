@@ -51,6 +51,11 @@ class Board:
         """The row of a rank."""
         return read_row(bytes(self.memory(rank)))
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether any rank has begun a step."""
+        return any(self.row(rank).step > 0 for rank in range(self.ranks))
+
     def ask(self) -> None:
         """Ask all ranks for their records."""
         self._rows[self.ranks * SIZE] = (self._rows[self.ranks * SIZE] + 1) % 256

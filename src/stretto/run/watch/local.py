@@ -7,7 +7,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,22 +44,23 @@ _ABORT = "SIGABRT"
 @contextlib.contextmanager
 def watching(
     ranks: int, run: Path | None, hang_s: float | None
-) -> Generator[tuple[tuple[Any, ...], Look | None]]:
+) -> Generator[tuple[tuple[Any, ...], Look | None, Callable[[], bool]]]:
     """Watch the ranks of a job from its launcher.
 
     Args:
         run: the folder of the run that they train; None: they train none, and are not watched.
-        hang_s: as in the config; 0: they are not watched.
+        hang_s: as in the config; 0: hangs are not looked for.
 
     Yields:
-        What ranks run before their own function, and what the launcher does now and then.
+        What ranks run before their own function, what the launcher does now and then, and whether any rank
+        has begun a step.
     """
-    if run is None or hang_s == 0:
-        yield (), None
+    if run is None:
+        yield (), None, lambda: False
         return
     board = Board(ranks, run / HANG)
     try:
-        yield (watched, board), Watch(board).look
+        yield (watched, board), None if hang_s == 0 else Watch(board).look, lambda: board.has_begun
     finally:
         board.close()
 
