@@ -350,3 +350,58 @@ def click_log(_: Path) -> Parser:
     row = ["1", *map(str, range(13)), *(f"{at:08x}" for at in range(26))]
     valid = "\n".join("\t".join(row) for _ in range(3)).encode()
     return Parser(lines([row] * 3, "\t"), lambda path: parse(path.read_bytes()), "clicks.tsv", valid)
+
+
+def _documents(path: Path) -> object:
+    from stretto.run.config.data import ReadOptions
+    from stretto.run.data.readers import read_documents
+    from stretto.run.data.row_errors import RowErrors
+
+    counts = list[int]()
+    for on_error in ("skip", "stop"):
+        pieces = read_documents(path, path.name, ReadOptions(on_error=on_error), RowErrors(on_error))
+        counts.append(sum(len(piece.text.encode()) for piece in pieces))
+    return counts
+
+
+@parser
+def rows_of_text(folder: Path) -> Parser:
+    """Files without a name that says their format, so that the content decides, or asks."""
+    rows: list[Any] = [{"id": at, "text": f"text {at}"} for at in range(4)]
+    table = lines([["id", "text"], *([str(at), f'"text, {at}"'] for at in range(4))], ",")
+    array, by_line = as_json, "\n".join(map(json.dumps, rows)).encode()
+
+    def make(draw: random.Random) -> bytes:
+        names = ("file.json", "file.jsonl", "file.csv", "file.tsv", "file.txt", "file.parquet")
+        (folder / "name").write_text(draw.choice(names))
+        match draw.randrange(4):
+            case 0:
+                return array(rows, draw)
+            case 1:
+                return table(draw)
+            case 2:
+                return b"\n".join(as_json(row, draw) for row in rows)
+            case _:
+                return broken(by_line, draw)
+
+    def read(path: Path) -> object:
+        name = folder / "name"
+        renamed = path.rename(folder / (name.read_text() if name.exists() else "file.jsonl"))
+        try:
+            return _documents(renamed)
+        finally:
+            renamed.rename(path)
+
+    return Parser(make, read, "file", by_line)
+
+
+@parser
+def packed_rows(_: Path) -> Parser:
+    import bz2
+    import gzip
+    import lzma
+
+    text = b"\n".join(json.dumps({"text": f"text {at}"}).encode() for at in range(50))
+    packed = [gzip.compress(text, mtime=0), bz2.compress(text), lzma.compress(text)]
+    packed += [b"\x28\xb5\x2f\xfd" + text, gzip.compress(b" " * (1 << 26), mtime=0)]
+    return Parser(lambda draw: broken(draw.choice(packed), draw), _documents, "file.jsonl", packed[0])

@@ -24,7 +24,7 @@ LONGEST_S = 5.0  # of the processor, for one input
 PARSERS = (
     *("config", "recommender config", "overrides", "program as json", "program as csv", "model config"),
     *("cluster", "profile", "token index", "megatron index", "tokenizer", "manifest", "checkpoint index"),
-    *("safetensors", "prediction table", "click log"),
+    *("safetensors", "prediction table", "click log", "rows of text", "packed rows"),
 )
 
 

@@ -35,7 +35,7 @@ def build(
         list[str],
         typer.Argument(
             metavar="SOURCE",
-            help="Text, JSONL or Parquet files, folders, globs, URLs, or python-stdlib.",
+            help="Files of text, JSON, CSV or Parquet, folders, globs, URLs, or python-stdlib.",
         ),
     ],
     out: Annotated[
@@ -53,8 +53,21 @@ def build(
         ),
     ] = None,
     text_field: Annotated[
-        str, typer.Option(metavar="NAME", help="The field of JSONL and Parquet rows that holds the text.")
+        str,
+        typer.Option(
+            metavar="NAME", help="The field of JSON, or column of CSV and Parquet, that holds the text."
+        ),
     ] = "text",
+    input_format: Annotated[
+        Literal["text", "jsonl", "json", "csv", "tsv", "parquet"] | None,
+        typer.Option(
+            help="The format of all files; default: by the content and the name of each.", show_default=False
+        ),
+    ] = None,
+    on_error: Annotated[
+        Literal["stop", "skip"],
+        typer.Option(help="Stop at a row that cannot be read, or skip and count up to a tenth of a file's."),
+    ] = "stop",
     chat: Annotated[
         Literal["assistant", "all"] | None,
         typer.Option(
@@ -83,6 +96,7 @@ def build(
 
     A folder that is there already, from the same files and settings, is kept.
     """
+    from stretto.run.config.data import ReadOptions
     from stretto.run.config.sources import is_url
     from stretto.run.data.build import DEFAULT_VOCAB, build_megatron
     from stretto.run.data.build import build as build_folder
@@ -113,6 +127,7 @@ def build(
             hint=f"build with --out DIR, then: {command} DIR {out}",
         )
     size = DEFAULT_VOCAB if vocab is None else vocab
+    reading = ReadOptions(text_field=text_field, input_format=input_format, on_error=on_error)
     with stage_progress(as_json, lambda at: (at.stage, at.characters)) as progress:
         if form == "megatron" and out is not None:
             built = build_megatron(
@@ -120,7 +135,7 @@ def build(
                 Path(out).expanduser(),
                 vocab=size,
                 tokenizer=tokenizer,
-                text_field=text_field,
+                reading=reading,
                 replace=force,
                 progress=progress,
             )
@@ -130,7 +145,7 @@ def build(
                 out,
                 vocab=size,
                 tokenizer=tokenizer,
-                text_field=text_field,
+                reading=reading,
                 chat=chat,
                 chat_template=chat_template,
                 replace=force,
@@ -175,6 +190,7 @@ def _click_info(path: Path, verify: bool, as_json: bool) -> None:
 _LABELS = {  # of facts whose name is not clear
     "skipped": "files skipped",
     "blank": "blank documents",
+    "bad_rows": "rows left out",
     "trained": "tokens trained on",
 }
 
@@ -192,6 +208,7 @@ def _folder_facts(folder: TokenFolder) -> dict[str, Any]:
         "source": index.source,
         "skipped": index.skipped,
         "blank": index.blank,
+        "bad_rows": 0 if index.bad_rows is None else sum(index.bad_rows["skipped"].values()),
         "tokenizer": index.tokenizer,
     }
 

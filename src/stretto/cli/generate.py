@@ -158,8 +158,10 @@ def _prompt(wording: Wording, text: str, chat: bool) -> Prompt:
 
 def _from_file(wording: Wording, path: Path, chat: bool) -> list[Prompt]:
     """The prompts of a file."""
+    from stretto.run.config.data import ReadOptions
     from stretto.run.data.conversation import Conversation, parse_row
     from stretto.run.data.readers import read_rows
+    from stretto.run.data.row_errors import RowErrors
 
     if not path.is_file():
         raise StrettoError(f"{path}: no such file", hint="name a file with a prompt on each line")
@@ -167,7 +169,7 @@ def _from_file(wording: Wording, path: Path, chat: bool) -> list[Prompt]:
         lines = path.read_text(encoding="utf-8").splitlines()
         return [_prompt(wording, line, chat) for line in lines if line.strip()]
     starts: list[Prompt] = []
-    for where, row in read_rows(path):
+    for where, row in read_rows(path, ReadOptions(), RowErrors()):
         text = row.get("prompt")
         if isinstance(text, str):
             starts.append(_prompt(wording, text, chat))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import StrettoError
+from stretto.run.config.data import ReadOptions
 from stretto.run.data import build as building
 from stretto.run.data import token_folder as indexed
 from stretto.run.data.build import Progress, build, cache_dir
@@ -56,7 +57,10 @@ def test_a_second_build_reads_the_first_and_a_change_makes_another(source: Path,
     reports.clear()
     assert build(source, vocab=300, progress=reports.append).path == first.path
     assert reports == []
-    others = [build(source, vocab=301).path, build(source, vocab=300, text_field="body").path]
+    others = [
+        build(source, vocab=301).path,
+        build(source, vocab=300, reading=ReadOptions(text_field="body")).path,
+    ]
     (source / "0.txt").write_text(TEXT)
     others.append(build(source, vocab=300).path)
     assert build(source, vocab=300, cache=tmp_path / "elsewhere").path.parent.parent == tmp_path / "elsewhere"

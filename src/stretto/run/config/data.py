@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field
@@ -11,6 +12,17 @@ from stretto.run.config.section import Section
 
 Objective = Literal["causal", "span-corruption", "infilling"]
 Packing = Literal["documents", "stream", "none"]
+InputFormat = Literal["text", "jsonl", "json", "csv", "tsv", "parquet"]
+OnError = Literal["stop", "skip"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOptions:
+    """How files of text are read: the fields of the same names of the config, `format` as `input_format`."""
+
+    text_field: str = "text"
+    input_format: InputFormat | None = None
+    on_error: OnError = "stop"
 
 
 class MixturePhase(Section):
@@ -27,11 +39,11 @@ class DataConfig(Section):
 
     source: str | list[str] | dict[str, float] = Field(
         default="python-stdlib",
-        description="`python-stdlib` (the source of Python's own library), a text, JSONL or Parquet file, a "
-        "folder of them, a glob, or a list of these; or tokens, which are read as they lie: a token folder "
-        "that `stretto data build` wrote, `stretto-sample` (a small one that comes with the package), a "
-        "Megatron dataset by its `PREFIX`, or a list of these; or a mixture of any of these by weights, as "
-        "`{web/: 0.7, code/: 0.3}`. Files and tokens may be at URLs, such as `s3://bucket/tokens`.",
+        description="`python-stdlib` (the source of Python's own library), a file of text, JSON, CSV or "
+        "Parquet, a folder of them, a glob, or a list of these; or tokens, which are read as they lie: a "
+        "token folder that `stretto data build` wrote, `stretto-sample` (a small one that comes with the "
+        "package), a Megatron dataset by its `PREFIX`, or a list of these; or a mixture of any of these by "
+        "weights, as `{web/: 0.7, code/: 0.3}`. Files and tokens may be at URLs, such as `s3://bucket/tokens`.",
     )
     phases: list[MixturePhase] = Field(
         default_factory=list[MixturePhase],
@@ -49,11 +61,24 @@ class DataConfig(Section):
         default=4096, ge=257, description="Entries of the tokenizer that is trained when none is given."
     )
     text_field: str = Field(
-        default="text", min_length=1, description="The field of JSONL and Parquet that holds the text."
+        default="text",
+        min_length=1,
+        description="The field of JSON, or the column of CSV and Parquet, that holds the text.",
+    )
+    format: InputFormat | None = Field(
+        default=None,
+        description="The format of all files of `source`: plain `text`, JSON lines (`jsonl`), a JSON array "
+        "(`json`), `csv` or `tsv` with a row of names, or `parquet`. null: of each file as its content and "
+        "its name show it; one that may be read in two ways is an error.",
+    )
+    on_error: OnError = Field(
+        default="stop",
+        description="Rows that cannot be read (not JSON, not UTF-8, without the field or with something else "
+        "in it): `stop` at the first, or `skip` and count them, up to a tenth of a file's rows.",
     )
     chat: Literal["assistant", "all"] | None = Field(
         default=None,
-        description="The rows of JSONL or Parquet are conversations: `messages` with roles, or `prompt` and "
+        description="The rows of JSON or Parquet are conversations: `messages` with roles, or `prompt` and "
         "`completion`. The loss counts the tokens of the `assistant`, or `all`. null: the source is text.",
     )
     chat_template: str | None = Field(
@@ -147,6 +172,11 @@ class DataConfig(Section):
     def marks(self, corruption: Corruption) -> int:
         """Entries that the vocabulary has for marks of spans where the tokenizer has none."""
         return self.sentinels or (1 if corruption == "infilling" else 100)
+
+    @property
+    def reading(self) -> ReadOptions:
+        """How files of text are read."""
+        return ReadOptions(text_field=self.text_field, input_format=self.format, on_error=self.on_error)
 
     @property
     def sources(self) -> list[str]:

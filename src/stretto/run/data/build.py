@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import StrettoError
+from stretto.run.config.data import ReadOptions
 from stretto.run.config.sources import megatron_prefix
 from stretto.run.data.block_cache import cache_dir
 from stretto.run.data.chat import Conversations
@@ -22,6 +25,7 @@ from stretto.run.data.conversation import TrainOn
 from stretto.run.data.corpus import Corpus, Source, find_corpus
 from stretto.run.data.megatron import MegatronDataset, MegatronWriter, Vocabulary
 from stretto.run.data.readers import Piece, whole_documents
+from stretto.run.data.row_errors import describe_skipped
 from stretto.run.data.token_folder import (
     FILES,
     VERSION,
@@ -36,7 +40,7 @@ from stretto.run.data.tokenizer_files import TokenizerPath
 DEFAULT_VOCAB = 4096
 TRAINING_CHARACTERS = 8_000_000
 """Enough text for the merges of a few ten thousand tokens to settle; training takes about 2 s on 2 cores."""
-_RECIPE = 1
+_RECIPE = 2
 """Incremented when the same source would give other tokens than before."""
 
 
@@ -61,7 +65,7 @@ def build(
     cache: Source | None = None,
     vocab: int = DEFAULT_VOCAB,
     tokenizer: TokenizerPath | None = None,
-    text_field: str = "text",
+    reading: ReadOptions | None = None,
     chat: TrainOn | None = None,
     chat_template: str | None = None,
     replace: bool = False,
@@ -87,7 +91,7 @@ def build(
     check_vocab(vocab)
     ready = Tokenizer.load(tokenizer) if tokenizer is not None else None
     conversations = Conversations.load(tokenizer, chat, chat_template)
-    corpus = find_corpus(sources, text_field)
+    corpus = find_corpus(sources, reading)
     key = _key(corpus, ready.fingerprint if ready else f"bpe {vocab}", conversations)
     target = (
         Path(out).expanduser()
@@ -96,6 +100,7 @@ def build(
     )
     _check_target(target)
     if (current := open_if_current(target, key)) is not None:
+        _report_bad_rows(target, current.index.bad_rows)
         return current
     if out is not None and not replace:
         _check_source(target, [str(s) for s in sources])
@@ -117,7 +122,9 @@ def build(
         else:
             _encode_conversations(conversations, corpus, chosen, writer, report)
         writer.commit()
-    return TokenFolder(target)
+    folder = TokenFolder(target)
+    _report_bad_rows(target, folder.index.bad_rows)
+    return folder
 
 
 def build_megatron(
@@ -126,7 +133,7 @@ def build_megatron(
     *,
     vocab: int = DEFAULT_VOCAB,
     tokenizer: TokenizerPath | None = None,
-    text_field: str = "text",
+    reading: ReadOptions | None = None,
     replace: bool = False,
     progress: Report | None = None,
 ) -> MegatronDataset:
@@ -138,7 +145,7 @@ def build_megatron(
     sources = [source] if isinstance(source, str | os.PathLike) else list(source)
     check_vocab(vocab)
     ready = Tokenizer.load(tokenizer) if tokenizer is not None else None
-    corpus = find_corpus(sources, text_field)
+    corpus = find_corpus(sources, reading)
     if not replace and (there := megatron_prefix(str(prefix))) is not None:
         raise StrettoError(
             f"{there}: there is a Megatron dataset already",
@@ -149,7 +156,14 @@ def build_megatron(
     with _writing(prefix), MegatronWriter(prefix, chosen) as writer:
         _encode(corpus, chosen, writer, report)
         writer.commit()
+    _report_bad_rows(prefix, writer.bad_rows)
     return MegatronDataset(prefix, Vocabulary.of(prefix, None))
+
+
+def _report_bad_rows(target: Path, bad_rows: Mapping[str, Any] | None) -> None:
+    """Warn of rows that the tokens lack."""
+    if bad_rows is not None:
+        print(f"warning: {target}: {describe_skipped(bad_rows)}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -169,7 +183,7 @@ def shared_tokenizer(
     *,
     cache: Source | None = None,
     vocab: int = DEFAULT_VOCAB,
-    text_field: str = "text",
+    reading: ReadOptions | None = None,
     progress: Report | None = None,
 ) -> Path:
     """A file in the cache with a tokenizer for several sources: `tokenizer`, or one trained on all of them
@@ -179,7 +193,7 @@ def shared_tokenizer(
         StrettoError: bad source, text or vocabulary.
     """
     folder = Path(cache or cache_dir()).expanduser() / "tokenizers"
-    corpus = None if tokenizer is not None else find_corpus(sources, text_field)
+    corpus = None if tokenizer is not None else find_corpus(sources, reading)
     key = tokenizer.fingerprint if tokenizer is not None else ""
     if corpus is not None:
         check_vocab(vocab)
@@ -200,7 +214,9 @@ def _key(corpus: Corpus, tokenizer: str, conversations: Conversations | None) ->
     """Fingerprint of the files (path, size, modification time) and of the settings."""
     files = [(str(file.path.resolve()), file.name, file.size, file.mtime_ns) for file in corpus.files]
     more = [] if conversations is None else [conversations.facts]
-    facts = json.dumps([VERSION, _RECIPE, tokenizer, corpus.text_field, TRAINING_CHARACTERS, files, *more])
+    facts = json.dumps(
+        [VERSION, _RECIPE, tokenizer, asdict(corpus.reading), TRAINING_CHARACTERS, files, *more]
+    )
     return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
 
@@ -275,7 +291,7 @@ def _encode(
         raise StrettoError(
             "data source holds no text: every document is blank", hint="name files that hold text"
         )
-    writer.skipped, writer.blank = corpus.skipped, corpus.blank
+    writer.skipped, writer.blank, writer.bad_rows = corpus.skipped, corpus.blank, corpus.errors.facts()
 
 
 def _encode_conversations(
@@ -304,4 +320,4 @@ def _encode_conversations(
             f"data source has no conversation with a token to train on ({writer.blank} without)",
             hint="the messages of the assistant are trained on; data.chat=all trains on all tokens",
         )
-    writer.skipped = corpus.skipped
+    writer.skipped, writer.bad_rows = corpus.skipped, corpus.errors.facts()

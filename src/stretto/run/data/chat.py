@@ -89,8 +89,9 @@ class Conversations:
             ]
 
     def _rendered(self, corpus: Corpus, begin: str, end: str) -> Iterator[Rendered]:
+        corpus.begin()
         for file in corpus.files:
-            for where, content in read_rows(file.path):
+            for where, content in read_rows(file.path, corpus.reading, corpus.errors):
                 row = parse_row(content, where)
                 if isinstance(row, Completion):
                     yield complete(row, self.train_on, begin, end)

@@ -6,7 +6,6 @@ same files give the same tokens and the same splits on every machine.
 
 from __future__ import annotations
 
-import codecs
 import glob
 import hashlib
 import os
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from stretto.errors import StrettoError, nearest
-from stretto.run.config.data import DataConfig
+from stretto.run.config.data import DataConfig, ReadOptions
 from stretto.run.config.sources import (
     PYTHON_STDLIB,
     is_click_folder,
@@ -27,8 +26,10 @@ from stretto.run.config.sources import (
     token_folder,
 )
 from stretto.run.data.block_cache import block_cache
-from stretto.run.data.readers import EncodingError, Piece, read_documents, unreadable
+from stretto.run.data.file_format import EncodingError, is_binary, is_named_text
+from stretto.run.data.readers import Piece, opened, read_documents, unreadable
 from stretto.run.data.remote import Place, RemotePath
+from stretto.run.data.row_errors import RowErrors
 
 Source = str | os.PathLike[str]
 P = TypeVar("P", Path, RemotePath)
@@ -37,6 +38,7 @@ P = TypeVar("P", Path, RemotePath)
 # ship them. The rest (about 11 MB) is much the same everywhere.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _SNIFF = 8192
+_PLAIN = ReadOptions(input_format="text")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +59,14 @@ class Corpus:
     Attributes:
         skipped: files skipped so far: binary, or lenient and not UTF-8.
         blank: blank documents, such as empty lines of JSONL, that `pieces` has left out so far.
+        errors: the rows that could not be read so far.
     """
 
     files: list[CorpusFile]
-    text_field: str = "text"
+    reading: ReadOptions = field(default_factory=ReadOptions)
     skipped: int = 0
     blank: int = 0
+    errors: RowErrors = field(default_factory=RowErrors)
     _skipped: set[str] = field(default_factory=set[str], repr=False)
 
     @property
@@ -76,20 +80,23 @@ class Corpus:
         Raises:
             StrettoError: unreadable file, encoding or row.
         """
-        pieces = read_documents(file.path, file.name, self.text_field)
         if not file.lenient:
-            yield from pieces
+            yield from read_documents(file.path, file.name, self.reading, self.errors)
             return
         try:
-            yield from list(pieces)
+            yield from list(read_documents(file.path, file.name, _PLAIN, self.errors))
         except EncodingError:
             if file.name not in self._skipped:
                 self._skipped.add(file.name)
                 self.skipped += 1
 
+    def begin(self) -> None:
+        """Count from nothing: the files are read from the start."""
+        self.blank, self.errors = 0, RowErrors(self.reading.on_error)
+
     def pieces(self) -> Iterator[Piece]:
         """The pieces of all documents that are not blank, in corpus order."""
-        self.blank = 0
+        self.begin()
         for file in self.files:
             for piece in self.read(file):
                 if piece.blank:
@@ -102,6 +109,7 @@ class Corpus:
 
         Small files give at least 16 KiB each, until there is enough; the order of files is already a shuffle.
         """
+        self.begin()
         left, size = characters, max(1, self.size)
         for file in self.files:
             share = min(left, max(1 << 14, characters * file.size // size))
@@ -115,7 +123,7 @@ class Corpus:
                 return
 
 
-def find_corpus(sources: Source | Sequence[Source], text_field: str = "text") -> Corpus:
+def find_corpus(sources: Source | Sequence[Source], reading: ReadOptions | None = None) -> Corpus:
     """The corpus of one or more sources: `python-stdlib`, files, directories or globs, here or at URLs.
 
     A directory stands for all files below it except hidden, binary and empty ones, and token folders. A file
@@ -125,7 +133,7 @@ def find_corpus(sources: Source | Sequence[Source], text_field: str = "text") ->
         StrettoError: a source that does not exist, an empty file, no text at all.
     """
     listed = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
-    corpus = Corpus(files=[], text_field=text_field)
+    corpus = Corpus(files=[], reading=reading or ReadOptions())
     files: dict[Place, CorpusFile] = {}
     for source in listed:
         for file in _expand(os.fspath(source), corpus):
@@ -136,12 +144,12 @@ def find_corpus(sources: Source | Sequence[Source], text_field: str = "text") ->
         if corpus.skipped:
             looks = "1 file looks" if corpus.skipped == 1 else f"{corpus.skipped} files look"
             raise StrettoError(
-                f"data source {source} holds no UTF-8 text: {looks} binary",
-                hint="re-encode text of other encodings, as in iconv -f UTF-16 -t UTF-8 FILE > NEW",
+                f"data source {source} holds no text: {looks} binary",
+                hint="name files of text, JSON, CSV or Parquet",
             )
         raise StrettoError(
             f"data source {source} holds no text",
-            hint="name a text, .jsonl or .parquet file, or a directory with such files",
+            hint="name a file of text, JSON, CSV or Parquet, or a directory with such files",
         )
     return corpus
 
@@ -240,12 +248,12 @@ def _texts(paths: Iterable[P], root: P, corpus: Corpus) -> list[CorpusFile]:
 
 
 def _is_binary(path: Place) -> bool:
-    """Whether the first 8 KiB hold a NUL, as git decides; UTF-16 text does too, but deserves an error."""
-    if path.suffix.lower() in (".parquet", ".gz"):
-        return path.suffix.lower() == ".gz" and path.stem.endswith(".tar")
-    with path.open("rb") as file:
+    """Whether a file is no text by its first 8 KiB, unpacked, and its name does not promise any."""
+    if path.suffix.lower() == ".parquet" or is_named_text(path.name):
+        return False
+    with opened(path) as file:
         head = file.read(_SNIFF)
-    return b"\0" in head and not head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return not head.startswith(b"PAR1") and is_binary(head)
 
 
 def _globbed(pattern: str, corpus: Corpus) -> list[CorpusFile]:

@@ -301,6 +301,7 @@ class MegatronWriter:
         self.documents = 0
         self.skipped = 0
         self.blank = 0
+        self.bad_rows: dict[str, Any] | None = None
         self._prefix, self._tokenizer = prefix, tokenizer
         small = tokenizer.vocab_size < _UINT16_BELOW
         self._code, self._dtype = (8, np.dtype("<u2")) if small else (4, np.dtype("<i4"))

@@ -45,7 +45,7 @@ def open_source(data: DataConfig, vocab: int | None = None, report: Report | Non
                 None if known is None else known.tokenizer(),
                 cache=data.cache,
                 vocab=data.vocab,
-                text_field=data.text_field,
+                reading=data.reading,
                 progress=report,
             )
         )
@@ -64,7 +64,7 @@ def _stream(data: DataConfig, vocab: int | None, report: Report | None) -> Token
         cache=data.cache,
         vocab=data.vocab,
         tokenizer=data.tokenizer,
-        text_field=data.text_field,
+        reading=data.reading,
         chat=data.chat,
         chat_template=data.chat_template,
         progress=report,

@@ -1,4 +1,4 @@
-"""Read one file as documents: plain text, JSON lines or Parquet, in constant memory.
+"""Read one file as documents: plain text, JSON, CSV or Parquet, in constant memory.
 
 A document comes as one or more pieces of up to 262,144 characters, so that a text of any length fits in
 memory and a long one is still encoded on all cores. Pieces are cut between a word and the line end after it:
@@ -9,22 +9,30 @@ pieces as for the whole. Other tokenizers get a document as a whole (`whole_docu
 from __future__ import annotations
 
 import codecs
-import gzip
+import csv
 import json
 import re
-import zlib
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
 from stretto.errors import StrettoError, nearest
+from stretto.run.config.data import InputFormat, ReadOptions
+from stretto.run.data.file_format import HEAD, detect_format, not_text, undecodable
+from stretto.run.data.json_array import array_elements
 from stretto.run.data.remote import Place
+from stretto.run.data.row_errors import RowError, RowErrors
+from stretto.run.data.unpacking import is_damage, packing_of, unpacked
 
+Row = tuple[int, dict[str, Any] | RowError | None]
+"""The number of a row, and its fields, what is wrong with it, or nothing but white space."""
 PIECE = 1 << 18
 _TAIL = 1 << 14
 _LINE_END = re.compile(r"\S(?=\r?\n)")
 _WORD_END = re.compile(r"\S(?=\s)")
+_LONGEST_FIRST_LINE = 1 << 24  # bytes, to see whether it is JSON
+_LONGEST_CELL = 1 << 30  # characters; the library's own limit is 131,072
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,40 +50,100 @@ class Piece:
     blank: bool = False
 
 
-class EncodingError(StrettoError):
-    """A file that is not UTF-8."""
-
-
-def read_documents(path: Place, name: str, field: str) -> Iterator[Piece]:
+def read_documents(path: Place, name: str, reading: ReadOptions, errors: RowErrors) -> Iterator[Piece]:
     """The documents of one file, in the file's order; a blank one is a single piece without text.
 
-    `.jsonl` (also `.jsonl.gz`) and `.parquet` hold one document a row in `field`; any other file is one
-    document of UTF-8 text, and is unpacked first if it ends in `.gz`.
+    Plain text is one document; of other formats every row is one: the text in its field `reading.text_field`.
 
     Raises:
-        StrettoError: unreadable file or encoding (byte offset), a row without the field (row number).
+        StrettoError: unreadable file, format or encoding (byte offset); a bad row (its number), unless
+            `errors` leaves it out.
     """
-    suffixes = [s.lower() for s in path.suffixes]
-    kind = suffixes[-2:-1] if suffixes[-1:] == [".gz"] else suffixes[-1:]
-    if suffixes[-1:] == [".parquet"]:
-        yield from _read_parquet(path, name, field)
-    elif kind == [".jsonl"]:
-        yield from _read_jsonl(path, name, field)
-    else:
+    kind, field = _format_of(path, reading), reading.text_field
+    if kind == "text":
         with opened(path) as file:
             yield from _pieces(name, _decoded(path, file))
+        return
+    errors.begin_file()
+    rows = _parquet_rows(path, [field]) if kind == "parquet" else _rows(path, kind, field)
+    unit = _UNITS[kind]
+    for number, row in rows:
+        errors.rows += row is not None
+        content = "" if row is None else _text_in(row, field, f"{path}, {unit} {number}")
+        if isinstance(content, RowError):
+            errors.skip(content)
+        else:
+            yield from _pieces(f"{name}:{number}", [content])
+    errors.end_file()
+
+
+def read_rows(path: Place, reading: ReadOptions, errors: RowErrors) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a file of JSON or Parquet, and where each is, for messages. Empty lines are left out.
+
+    Raises:
+        StrettoError: another format; not readable; a row that is no JSON object or not valid Unicode, unless
+            `errors` leaves it out.
+    """
+    kind = _format_of(path, reading)
+    if kind not in ("jsonl", "json", "parquet"):
+        raise StrettoError(
+            f"{path}: conversations are read from JSON lines, JSON arrays and Parquet, and this is {kind}",
+            hint="write one JSON object a line into a .jsonl file",
+        )
+    errors.begin_file()
+    for number, row in _parquet_rows(path, None) if kind == "parquet" else _rows(path, kind, "messages"):
+        errors.rows += row is not None
+        where = f"{path}, {_UNITS[kind]} {number}"
+        if isinstance(row, dict) and kind != "parquet":
+            row = _invalid_unicode(json.dumps(row, ensure_ascii=False), where) or row
+        if isinstance(row, RowError):
+            errors.skip(row)
+        elif row is not None:
+            yield where, row
+    errors.end_file()
+
+
+_UNITS = {"jsonl": "line", "csv": "line", "tsv": "line", "json": "element", "parquet": "row"}
+
+
+def _format_of(path: Place, reading: ReadOptions) -> InputFormat:
+    """The format of a file: as the config says, else as its content and its name show.
+
+    Raises:
+        StrettoError: not text, or text that may be read in two ways.
+    """
+    if reading.input_format == "parquet":
+        return "parquet"
+    with opened(path) as file:
+        head = file.read(HEAD)
+        if head.lstrip()[:1] in (b"{", b"[") and b"\n" not in head:
+            head += file.readline(_LONGEST_FIRST_LINE)
+        ends = not file.read(1)
+    if reading.input_format is None:
+        return detect_format(path, head, ends, reading.text_field)
+    if (error := not_text(path, head)) is not None:
+        raise error
+    return reading.input_format
 
 
 @contextmanager
 def opened(path: Place) -> Generator[IO[bytes]]:
     """The file's bytes, unpacked; what goes wrong while reading becomes a StrettoError."""
+    packing = None
     try:
         with path.open("rb") as file:
-            yield cast(IO[bytes], gzip.GzipFile(fileobj=file) if path.suffix.lower() == ".gz" else file)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise StrettoError(f"{path}: damaged gzip file ({error})", hint="copy or pack it again") from None
-    except OSError as error:
-        raise unreadable(path, error) from None
+            content, packing = unpacked(path, file)
+            yield content
+    except StrettoError:
+        raise
+    except Exception as error:
+        if packing is not None and is_damage(error):
+            raise StrettoError(
+                f"{path}: damaged {packing} file ({error})", hint="copy or pack it again"
+            ) from None
+        if isinstance(error, OSError):
+            raise unreadable(path, error) from None
+        raise
 
 
 @contextmanager
@@ -89,8 +157,14 @@ def opened_parquet(path: Place) -> Generator[Any]:
             f"{path}: reading Parquet takes the package pyarrow", hint="pip install 'stretto[parquet]'"
         ) from None
     try:
-        with path.open("rb") as content, parquet.ParquetFile(content) as file:
-            yield file
+        with path.open("rb") as content:
+            if (packing := packing_of(content.read(16))) is not None:
+                raise StrettoError(
+                    f"{path}: Parquet within a file packed with {packing}",
+                    hint="unpack it: Parquet is packed inside",
+                )
+            with parquet.ParquetFile(content) as file:
+                yield file
     except OSError as error:
         raise unreadable(path, error) from None
     except arrow.ArrowException as error:
@@ -113,23 +187,13 @@ def _decoded(path: Place, file: IO[bytes]) -> Iterator[str]:
         try:
             text, used = codecs.utf_8_decode(data, "strict", not block)
         except UnicodeDecodeError as error:
-            raise _undecodable(path, start, data, error.start) from None
+            raise undecodable(path, start, data, error.start) from None
         yield text.removeprefix("\ufeff") if head else text
         if not block:
             return
         start = start + used
         pending = data[used:]
         head = False
-
-
-def _undecodable(path: Place, start: int, data: bytes, at: int) -> EncodingError:
-    """`at` is the bad byte within `data`, which begins `start` bytes into the (unpacked) file."""
-    wide = start == 0 and data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    guess = "UTF-16" if wide else "ISO-8859-1"
-    return EncodingError(
-        f"{path}: not UTF-8 at byte {start + at} (0x{data[at]:02x})",
-        hint=f"re-encode it as UTF-8; if it is {guess}: iconv -f {guess} -t UTF-8 FILE > NEW",
-    )
 
 
 def _cut(text: str) -> int:
@@ -174,93 +238,146 @@ def whole_documents(pieces: Iterable[Piece]) -> Iterator[Piece]:
             parts = []
 
 
-def read_rows(path: Place) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a `.jsonl` (also `.jsonl.gz`) or `.parquet` file, and where each is, for messages. Empty
-    lines are left out.
-
-    Raises:
-        StrettoError: another kind of file; not readable; a line that is no JSON object or not valid Unicode.
-    """
-    suffixes = [s.lower() for s in path.suffixes]
-    if suffixes[-1:] == [".parquet"]:
-        yield from _parquet_rows(path)
-        return
-    if ".jsonl" not in suffixes[-2:]:
-        raise StrettoError(
-            f"{path}: conversations are read from .jsonl, .jsonl.gz and .parquet files",
-            hint="write one JSON object a line into a .jsonl file",
-        )
-    for number, text in _lines(path):
-        if text.strip():
+def _rows(path: Place, kind: InputFormat, field: str) -> Iterator[Row]:
+    """The rows of a file of JSON lines, a JSON array or a table; `field` is named in hints."""
+    if kind == "jsonl":
+        for number, line, error in _lines(path):
             where = f"{path}, line {number}"
-            row = _object(text, where, "messages")
-            if "\\u" in text:  # only an escape can spell half a surrogate pair
-                _check_unicode(json.dumps(row, ensure_ascii=False), where)
-            yield where, row
+            yield number, error or (_object(line, where, field) if line.strip() else None)
+    elif kind == "json":
+        with opened(path) as file:
+            for number, element in enumerate(array_elements(path, _decoded(path, file)), 1):
+                yield number, _checked_object(element, f"{path}, element {number}", field)
+    else:
+        yield from _table_rows(path, "," if kind == "csv" else "\t", field)
 
 
-def _read_jsonl(path: Place, name: str, field: str) -> Iterator[Piece]:
-    for number, text in _lines(path):
-        content = _field(text, field, f"{path}, line {number}") if text.strip() else ""
-        yield from _pieces(f"{name}:{number}", [content])
-
-
-def _lines(path: Place) -> Iterator[tuple[int, str]]:
-    """The lines of a file of UTF-8 text, from 1."""
+def _lines(path: Place) -> Iterator[tuple[int, str, RowError | None]]:
+    """The lines of a file of UTF-8 text, from 1, and the error of one that is not."""
     offset = 0
     with opened(path) as file:
         for number, line in enumerate(file, 1):
+            bad = None
+            data = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             try:
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+                text = data.decode()
             except UnicodeDecodeError as error:
-                raise _undecodable(path, offset, line, error.start) from None
+                at = error.start + len(line) - len(data)
+                fault = undecodable(f"{path}, line {number}", offset, line, at)
+                bad = RowError("not UTF-8", fault.message, hint=fault.hint)
+                text = data.decode(errors="replace")
+            yield number, text, bad
             offset += len(line)
 
 
-def _object(line: str, where: str, field: str) -> dict[str, Any]:
+def _table_rows(path: Place, delimiter: str, field: str) -> Iterator[Row]:
+    """The rows of a table (RFC 4180; a quoted cell may hold delimiters and line ends), by the names in its
+    first line.
+    """
+    bad = list[RowError]()  # lines of the row that is being read
+
+    def texts() -> Iterator[str]:
+        for _, line, error in _lines(path):
+            bad.extend([error] if error is not None else [])
+            yield line
+
+    csv.field_size_limit(_LONGEST_CELL)
+    reader = csv.reader(texts(), delimiter=delimiter, strict=True)
+    names: list[str] | None = None
+    while True:
+        number, cells, problem = reader.line_num + 1, list[str](), None
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if "unexpected end" in str(error):  # all lines since then would be lost
+                raise StrettoError(
+                    f"{path}, line {number}: a quotation mark that is not closed",
+                    hint='close it, or double it: a mark within a quoted cell is written ""',
+                ) from None
+            problem = RowError(
+                "not CSV", f"{path}, line {number}: not a row of cells ({error})", hint=_QUOTED
+            )
+        if bad:
+            problem = bad[0]
+            bad.clear()
+        if names is None:
+            if problem is not None:
+                raise problem
+            names = cells
+            if field not in names:
+                raise _no_field(f"{path}, line {number}", field, names)
+            if names.count(field) > 1:
+                raise StrettoError(
+                    f"{path}, line {number}: {names.count(field)} columns {field!r}",
+                    hint="rename one of them",
+                )
+        elif problem is None and cells and len(cells) != len(names):
+            rule = f"{path}, line {number}: {len(cells)} cells for {len(names)} names"
+            yield number, RowError("with too many or too few cells", rule, hint=_QUOTED)
+        else:
+            yield number, problem or (dict(zip(names, cells, strict=True)) if cells else None)
+
+
+_QUOTED = 'quote a cell with a delimiter, line end or quotation mark in it, and double its marks: ""'
+
+
+def _object(line: str, where: str, field: str) -> dict[str, Any] | RowError:
     """The JSON object in a line."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise StrettoError(f"{where}: not JSON ({error})", hint="write one JSON object a line") from None
-    if not isinstance(row, dict):
-        raise StrettoError(f"{where}: a JSON {type(row).__name__}, not an object", hint=f'{{"{field}": ...}}')
-    return cast(dict[str, Any], row)
+        return RowError("not JSON", f"{where}: not JSON ({error})", hint="write one JSON object a line")
+    return _checked_object(row, where, field)
 
 
-def _field(line: str, field: str, where: str) -> str:
-    """The text in one JSON line."""
-    row = _object(line, where, field)
+def _checked_object(row: object, where: str, field: str) -> dict[str, Any] | RowError:
+    if isinstance(row, dict):
+        return cast(dict[str, Any], row)
+    kind = type(row).__name__
+    return RowError("no object", f"{where}: a JSON {kind}, not an object", hint=f'{{"{field}": ...}}')
+
+
+def _text_in(row: dict[str, Any] | RowError, field: str, where: str) -> str | RowError:
+    """The text of a row."""
+    if isinstance(row, RowError):
+        return row
     value = row.get(field)
     if not isinstance(value, str):
-        raise _no_field(where, field, row)
-    _check_unicode(value, f"{where}: field {field!r}")
-    return value
+        return _no_field(where, field, row)
+    return _invalid_unicode(value, f"{where}: field {field!r}") or value
 
 
-def _check_unicode(text: str, what: str) -> None:
-    """Check text from JSON, whose escapes can spell what is no text."""
+def _invalid_unicode(text: str, description: str) -> RowError | None:
+    """The error for text from JSON, whose escapes can spell what is no text; None where it is text."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise EncodingError(
-            f"{what} holds half a surrogate pair at character {error.start}",
+        return RowError(
+            "not Unicode",
+            f"{description} holds half a surrogate pair at character {error.start}",
             hint="write the line again from valid Unicode text",
-        ) from None
+        )
+    return None
 
 
-def _no_field(where: str, field: str, row: Iterable[str]) -> StrettoError:
+def _no_field(where: str, field: str, row: Iterable[str]) -> RowError:
     columns = list(row)
     if field in columns:
-        return StrettoError(f"{where}: field {field!r} is not text", hint=_text_field("NAME"))
+        return RowError(
+            "whose field is no text", f"{where}: field {field!r} is not text", hint=_text_field("NAME")
+        )
+    kind = "without the field"
     if "messages" in columns:
-        return StrettoError(
+        return RowError(
+            kind,
             f"{where}: no field {field!r}, but messages",
             hint="conversations: say data.chat=assistant in a config, or --chat assistant",
         )
     close = nearest(field, columns) or (columns[0] if columns else None)
     hint = f"fields are {', '.join(columns[:8])}: {_text_field(close)}" if close else "it is empty"
-    return StrettoError(f"{where}: no field {field!r}", hint=hint)
+    return RowError(kind, f"{where}: no field {field!r}", hint=hint)
 
 
 def _text_field(name: str) -> str:
@@ -268,22 +385,15 @@ def _text_field(name: str) -> str:
     return f"say data.text_field={name} in a config, or --text-field {name}"
 
 
-def _parquet_rows(path: Place) -> Iterator[tuple[str, dict[str, Any]]]:
-    number = 0
+def _parquet_rows(path: Place, columns: list[str] | None) -> Iterator[Row]:
+    """The rows of a Parquet file, with one column of text; None: with all columns, whatever they hold."""
     with opened_parquet(path) as file:
-        for batch in file.iter_batches(batch_size=256):
+        types = {column.name: str(column.type) for column in file.schema_arrow}
+        for name in columns or ():
+            if types.get(name) not in ("string", "large_string"):
+                raise _no_field(str(path), name, types)
+        number = 0
+        for batch in file.iter_batches(batch_size=1024 if columns else 256, columns=columns):
             for row in cast(list[dict[str, Any]], batch.to_pylist()):
                 number += 1
-                yield f"{path}, row {number}", row
-
-
-def _read_parquet(path: Place, name: str, field: str) -> Iterator[Piece]:
-    with opened_parquet(path) as file:
-        columns = {column.name: column.type for column in file.schema_arrow}
-        if field not in columns or str(columns[field]) not in ("string", "large_string"):
-            raise _no_field(str(path), field, columns)
-        row = 0
-        for batch in file.iter_batches(batch_size=1024, columns=[field]):
-            for value in cast(list[str | None], batch.column(0).to_pylist()):
-                row += 1
-                yield from _pieces(f"{name}:{row}", [value or ""])
+                yield number, None if columns and row[columns[0]] is None else row

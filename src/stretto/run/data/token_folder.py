@@ -52,7 +52,7 @@ class Index:
     source and settings, `source` as the user named it, `skipped` the number of skipped files, `blank` the
     number of documents left out because they were blank, or conversations with nothing to train on; `files`
     has the checksums of each file per `chunk` bytes. `trained` counts the tokens that the mask selects; None:
-    there is no mask, all count.
+    there is no mask, all count. `bad_rows` tells of rows that could not be read (`RowErrors.facts`).
     """
 
     dtype: str
@@ -68,13 +68,15 @@ class Index:
     files: dict[str, FileSums]
     blank: int = 0
     trained: int | None = None
+    bad_rows: dict[str, Any] | None = None
 
     def to_bytes(self) -> bytes:
         """The file's content; `crc32` covers all other fields."""
         version = VERSION if self.trained is None else MASKED_VERSION
         body: dict[str, Any] = {"format": FORMAT, "version": version, **asdict(self)}
-        if self.trained is None:
-            del body["trained"]
+        for name in ("trained", "bad_rows"):
+            if body[name] is None:
+                del body[name]
         return (json.dumps({**body, "crc32": _crc32(body)}, indent=1) + "\n").encode()
 
 
@@ -156,7 +158,20 @@ def _from_body(body: Mapping[str, Any], path: Place) -> Index:
     }
     blank = take("blank", int) if "blank" in body else 0  # folders of earlier versions lack it
     trained = take("trained", int) if body["version"] == MASKED_VERSION else None
-    return Index(**text, **counts, source=source, files=files, blank=blank, trained=trained)
+    bad_rows = _bad_rows(body["bad_rows"], path) if "bad_rows" in body else None
+    return Index(
+        **text, **counts, source=source, files=files, blank=blank, trained=trained, bad_rows=bad_rows
+    )
+
+
+def _bad_rows(value: object, path: Place) -> dict[str, Any]:
+    match value:
+        case {"rows": int(), "skipped": dict(counts), "examples": list(examples)} if all(
+            type(count) is int for count in cast(dict[str, Any], counts).values()
+        ) and all(isinstance(example, str) for example in cast(list[Any], examples)):
+            return cast(dict[str, Any], value)
+        case _:
+            raise StrettoError(f"{path}: field 'bad_rows' has no counts of rows", hint=_REBUILD)
 
 
 def _check(index: Index, path: Place) -> None:
@@ -355,6 +370,7 @@ class TokenWriter:
         self.documents = 0
         self.skipped = 0
         self.blank = 0
+        self.bad_rows: dict[str, Any] | None = None
         self._tokenizer = tokenizer
         self._key = key
         self._source = list(source)
@@ -453,6 +469,7 @@ class TokenWriter:
             chunk=self._chunk,
             files=files,
             trained=self.trained if self._masked else None,
+            bad_rows=self.bad_rows,
         )
         with SummedFile(self._partial.path / INDEX) as file:
             file.write(index.to_bytes())
