@@ -359,7 +359,7 @@ def _documents(path: Path) -> object:
 
     counts = list[int]()
     for on_error in ("skip", "stop"):
-        pieces = read_documents(path, path.name, ReadOptions(on_error=on_error), RowErrors(on_error))
+        pieces = read_documents(path, path.name, ReadOptions(on_error=on_error), RowErrors(on_error=on_error))
         counts.append(sum(len(piece.text.encode()) for piece in pieces))
     return counts
 

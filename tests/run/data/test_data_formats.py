@@ -42,7 +42,7 @@ CELLS = [["id", "text"], *([i, text] for i, text in enumerate(TEXTS))]
 
 def texts(path: Path, **reading: Any) -> list[str]:
     pieces = read_documents(
-        path, path.name, ReadOptions(**reading), RowErrors(reading.get("on_error", "stop"))
+        path, path.name, ReadOptions(**reading), RowErrors(on_error=reading.get("on_error", "stop"))
     )
     return [piece.text for piece in pieces if not piece.blank]
 
@@ -266,7 +266,7 @@ def test_bad_rows_of_tables(tmp_path: Path, bad: bytes):
     path.write_bytes(b"\n".join([b"id,text", *[b"1,x"] * 15, bad, b'2,"y\ny"', b"", b"3,z"]))
     with pytest.raises(StrettoError, match=r"line 1[78]"):
         texts(path)
-    errors = RowErrors("skip")
+    errors = RowErrors(on_error="skip")
     pieces = list(read_documents(path, "a", ReadOptions(on_error="skip"), errors))
     assert [piece.text for piece in pieces] == ["x"] * 15 + ["y\ny", "", "z"]
     assert errors.counts.total() == 1

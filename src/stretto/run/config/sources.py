@@ -20,10 +20,8 @@ INDEX, TOKENS = "index.json", "tokens.bin"  # of a token folder
 LABELS = "labels.bin"  # of a click folder, which has an index too
 BIN, IDX = ".bin", ".idx"
 
-_TEXTS = (
-    *(".txt", ".md", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"),
-    *(".gz", ".bz2", ".xz", ".zst"),
-)
+_PACKED = (".gz", ".bz2", ".xz", ".zst")
+_TEXTS = (".txt", ".md", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", *_PACKED)
 # packages of fsspec's file systems, and the extra that installs them
 _PACKAGES = {
     "file": None,

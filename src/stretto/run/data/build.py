@@ -291,7 +291,8 @@ def _encode(
         raise StrettoError(
             "data source holds no text: every document is blank", hint="name files that hold text"
         )
-    writer.skipped, writer.blank, writer.bad_rows = corpus.skipped, corpus.blank, corpus.errors.facts()
+    writer.skipped, writer.blank = corpus.skipped, corpus.blank
+    writer.bad_rows = corpus.errors.facts()
 
 
 def _encode_conversations(

@@ -92,7 +92,7 @@ class Corpus:
 
     def begin(self) -> None:
         """Count from nothing: the files are read from the start."""
-        self.blank, self.errors = 0, RowErrors(self.reading.on_error)
+        self.blank, self.errors = 0, RowErrors(on_error=self.reading.on_error)
 
     def pieces(self) -> Iterator[Piece]:
         """The pieces of all documents that are not blank, in corpus order."""

@@ -19,7 +19,8 @@ def array_elements(path: object, blocks: Iterable[str]) -> Iterator[Any]:
         StrettoError: not JSON, with the number of the element; or something before or after the array.
     """
     source = iter(blocks)
-    text, at, number = "", 0, 0
+    text, at = "", 0
+    number = 0
     decoder = json.JSONDecoder()
 
     def more() -> bool:

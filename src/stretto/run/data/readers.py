@@ -285,7 +285,8 @@ def _table_rows(path: Place, delimiter: str, field: str) -> Iterator[Row]:
     reader = csv.reader(texts(), delimiter=delimiter, strict=True)
     names: list[str] | None = None
     while True:
-        number, cells, problem = reader.line_num + 1, list[str](), None
+        number, problem = reader.line_num + 1, None
+        cells = list[str]()
         try:
             cells = next(reader)
         except StopIteration:

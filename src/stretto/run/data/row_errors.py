@@ -35,7 +35,7 @@ def _rebuild(kind: str, message: str, hint: str | None) -> RowError:
     return RowError(kind, message, hint=hint)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RowErrors:
     """The rows of a source that could not be read.
 

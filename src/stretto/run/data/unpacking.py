@@ -95,7 +95,8 @@ class _Unpacked(io.RawIOBase):
     """Blocks of bytes as a file that is read forwards."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
-        self._blocks, self._rest, self._position = blocks, memoryview(b""), 0
+        self._blocks, self._rest = blocks, memoryview(b"")
+        self._position = 0
 
     def readable(self) -> bool:
         return True
