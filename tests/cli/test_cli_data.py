@@ -42,6 +42,18 @@ def test_text_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert ["blank", "documents", "0"] in [line.split() for line in shown.splitlines()]
 
 
+def test_training_and_held_out_text_in_one_stream_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    for name in ("train.txt", "valid.txt"):
+        (tmp_path / name).write_text(TEXT)
+    command = ["data", "build", f"{tmp_path}/train.txt", "--vocab", "300", "--out"]
+    assert run([*command, f"{tmp_path}/one"]) == 0
+    assert capsys.readouterr().err == ""
+    assert run([*command, f"{tmp_path}/two", f"{tmp_path}/valid.txt"]) == 0
+    assert f"warning: {tmp_path}/train.txt and {tmp_path}/valid.txt become one" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [

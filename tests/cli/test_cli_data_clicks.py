@@ -99,3 +99,27 @@ def test_bad_input_is_one_error_line_and_exit_code_2(
     assert error in first
     assert len(rest) <= 1
     assert not Path("x").exists()
+
+
+def test_what_is_held_out_and_not_read_is_printed(log: Path, capsys: pytest.CaptureFixture[str]):
+    Path("valid.csv").write_text("label,C1,city,I1\n1,a,Rome,2\n1,b,Oslo,x\n")
+    Path("train.csv").write_text("label,C1,city,I1\n1,a,Rome,2\n0,b,Oslo,3\n")
+    assert run(["data", "clicks", "valid.csv", "train.csv", "--out", "named"]) == 0
+    shown = capsys.readouterr().out
+    assert "held out   valid.csv (by name)" in shown
+    assert "1 of 4 lines (25.00%) are malformed, left out" in shown
+    assert "columns that are not read: city" in shown
+    assert run(["data", "clicks", "valid.csv", "train.csv", "--out", "shared", "--split", "share"]) == 0
+    assert "no file by its name: training holds out the last share" in capsys.readouterr().out
+    assert answer(capsys, "info", "named")["held_out"] == ["valid.csv"]
+    assert answer(capsys, "info", "shared")["held_out"] == []
+
+
+def test_documents_of_a_click_folder_are_refused_with_the_right_command(
+    log: Path, capsys: pytest.CaptureFixture[str]
+):
+    answer(capsys, "clicks", "day_0", "--out", "out", "--raw")
+    assert run(["data", "show", "out"]) == 2
+    assert "out: a click folder, which has samples and no documents\nhint: stretto data info out" in (
+        capsys.readouterr().err
+    )

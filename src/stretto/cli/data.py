@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -100,6 +101,7 @@ def build(
     from stretto.run.config.sources import is_url
     from stretto.run.data.build import DEFAULT_VOCAB, build_megatron
     from stretto.run.data.build import build as build_folder
+    from stretto.run.data.part_names import mixed_text
 
     if chat is None and chat_template is not None:
         raise StrettoError(
@@ -128,6 +130,8 @@ def build(
         )
     size = DEFAULT_VOCAB if vocab is None else vocab
     reading = ReadOptions(text_field=text_field, input_format=input_format, on_error=on_error)
+    if warning := mixed_text(sources):
+        print(warning, file=sys.stderr)
     with stage_progress(as_json, lambda at: (at.stage, at.characters)) as progress:
         if form == "megatron" and out is not None:
             built = build_megatron(

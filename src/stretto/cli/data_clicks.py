@@ -66,6 +66,14 @@ def clicks(
         str | None,
         typer.Option(metavar="A,B", help="Parquet and CSV: columns of ids.  [default: C1, C2, ...]"),
     ] = None,
+    split: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="What training holds out: named, the files that are named valid, val, dev, eval, test, "
+            "...; or share, a share of the log, whatever its files are named.",
+        ),
+    ] = "named",
     as_json: Json = False,
 ) -> None:
     """Read a click log (Criteo, Parquet, CSV) into a folder that a recommender trains on.
@@ -76,7 +84,7 @@ def clicks(
     from stretto.recommender.clicks.build import build
     from stretto.recommender.clicks.tabular import Named
 
-    settings = _settings(threshold, rows, raw, flags, on_error)
+    settings = _settings(threshold, rows, raw, flags, on_error, split)
     named = Named(label, _split(numbers), _split(features))
     try:
         with stage_progress(as_json, _described) as progress:
@@ -108,11 +116,13 @@ def show(folder: ClickFolder, as_json: bool, **more: Any) -> None:
             for feature in folder.features
         ],
         "parts": [[name, samples] for name, samples in index.parts],
+        "held_out": [name for name, _ in index.parts[len(index.parts) - index.held_parts :]],
         "bytes": sum(sums.bytes for sums in index.files.values()),
         "lines": index.lines,
         "malformed": index.extra.get("malformed", []),
         "source": index.source,
-        **{name: value for name, value in index.extra.items() if name != "malformed"},
+        "notes": folder.notes(),
+        **{name: value for name, value in index.extra.items() if name not in ("malformed", "unread")},
         **more,
     }
     report(facts, as_json, lambda console: _table(facts, console))
@@ -125,14 +135,19 @@ def _table(facts: dict[str, Any], console: Console) -> None:
     for name, value in facts.items():
         if name == "parts":
             rows.add_row(name, ", ".join(f"{part} {samples:,}" for part, samples in value[-4:]))
+        elif name == "held_out":
+            no = "no file by its name: training holds out the last share of the log (data.valid)"
+            rows.add_row("held out", f"{', '.join(value[-8:])} (by name)" if value else no)
         elif isinstance(value, dict):
             for words, text in _facts_of(name, cast(dict[str, Any], value)):
                 rows.add_row(words, text)
         elif name == "source":
             rows.add_row(name, " ".join(value[:8]))
-        elif name not in ("features", "malformed"):
+        elif name not in ("features", "malformed", "notes"):
             rows.add_row(name, _number_text(value))
     console.print(rows)
+    for note in facts["notes"]:
+        console.print(note, markup=False, soft_wrap=True)
     for name, line, why in facts["malformed"]:
         console.print(f"malformed: {name}, line {line}: {why}", markup=False)
     tables = Table("feature", "rows", "ids a sample", "ids seen", "most popular", box=None)
@@ -160,8 +175,10 @@ def _number_text(value: Any) -> str:
     return f"{value:,}" if type(value) is int else f"{value:.5g}" if type(value) is float else str(value)
 
 
-def _settings(threshold: int | None, rows: int | None, raw: bool, flags: bool, on_error: str) -> Settings:
-    from stretto.recommender.clicks.build import OnError, Settings
+def _settings(
+    threshold: int | None, rows: int | None, raw: bool, flags: bool, on_error: str, split: str
+) -> Settings:
+    from stretto.recommender.clicks.build import OnError, Settings, Split
 
     if sum((threshold is not None, rows is not None, raw)) > 1:
         raise StrettoError(
@@ -169,12 +186,14 @@ def _settings(threshold: int | None, rows: int | None, raw: bool, flags: bool, o
             hint="choose one",
         )
     policies: dict[str, OnError] = {"skip": "skip", "fatal": "fatal"}
-    if on_error not in policies:
-        near = nearest(on_error, policies)
-        raise StrettoError(
-            f"--on-error {on_error}: allowed are skip and fatal",
-            hint=f"did you mean {near}?" if near else None,
-        )
+    splits: dict[str, Split] = {"named": "named", "share": "share"}
+    for option, value, allowed in (("--on-error", on_error, policies), ("--split", split, splits)):
+        if value not in allowed:
+            near = nearest(value, allowed)
+            raise StrettoError(
+                f"{option} {value}: allowed are {' and '.join(allowed)}",
+                hint=f"did you mean {near}?" if near else None,
+            )
     kind = "raw" if raw else "hash" if rows is not None else "vocabulary"
     return Settings(
         kind=kind,
@@ -182,6 +201,7 @@ def _settings(threshold: int | None, rows: int | None, raw: bool, flags: bool, o
         rows=rows,
         flags=flags,
         on_error=policies[on_error],
+        split=splits[split],
     )
 
 

@@ -69,6 +69,12 @@ def show(
     In colour the tokens that the loss counts are green and the others grey; in a pipe they stand
     between « and ».
     """
+    from stretto.run.config.sources import is_click_folder
+
+    if is_click_folder(Path(path).expanduser()):
+        raise StrettoError(
+            f"{path}: a click folder, which has samples and no documents", hint=f"stretto data info {path}"
+        )
     source = open_any(path, tokenizer)
     documents = source.documents
     if document >= documents:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import signal
 import subprocess
@@ -19,6 +20,8 @@ from stretto.recommender.clicks import build as building
 from stretto.recommender.clicks import criteo, raw
 from stretto.recommender.clicks.build import Progress, Settings, build
 from stretto.recommender.clicks.folder import ClickFolder
+from stretto.recommender.clicks.index import _crc32
+from stretto.recommender.clicks.samples import ClickSamples
 from stretto.recommender.clicks.tabular import Named, ParquetReader
 
 
@@ -283,3 +286,35 @@ def test_a_log_of_any_length_takes_the_same_memory(tmp_path: Path):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.3 * peaks[0] + 1e6
+
+
+def test_files_that_are_named_so_are_held_out_and_in_no_vocabulary(tmp_path: Path):
+    lines = log_lines(90, seed=5)
+    for name, part in (("valid", lines[:30]), ("train", lines[30:]), ("empty", [])):
+        (tmp_path / f"{name}.txt").write_text("\n".join(part) or "\n")
+    sources = [tmp_path / f"{name}.txt" for name in ("valid", "train", "empty")]
+    folder = build(sources, tmp_path / "named", Settings(threshold=1))
+    assert folder.index.parts == [("train.txt", 60), ("empty.txt", 0), ("valid.txt", 30)]
+    assert folder.index.held_parts == 1
+    train, valid = (ClickSamples(folder, split, held="named", shuffle=False) for split in ("train", "valid"))
+    labels = [int(line[0]) for line in lines]
+    assert train.batch(0, 60).labels.tolist() == labels[30:]
+    assert valid.batch(0, 30).labels.tolist() == labels[:30]
+    rows = [len(column) for column in slow_vocabulary(list(zip(*fields(lines[30:]), strict=True))[14:], 1)]
+    assert [feature.rows for feature in folder.features] == [2 + many for many in rows]
+    mixed = build(sources, tmp_path / "share", Settings(threshold=1, split="share"))
+    assert [name for name, _ in mixed.index.parts] == ["valid.txt", "train.txt", "empty.txt"]
+    assert mixed.index.held_parts == 0
+    assert build(sources[:1], tmp_path / "alone", Settings(threshold=1)).index.held_parts == 0
+
+
+def fields(lines: list[str]) -> list[list[str]]:
+    return [line.split("\t") for line in lines]
+
+
+def test_a_folder_from_before_named_parts_is_read(days: list[Path], tmp_path: Path):
+    index = build(days[0], tmp_path / "out", Settings(kind="raw")).index
+    body = json.loads(index.to_bytes())
+    del body["crc32"], body["held_parts"]
+    (tmp_path / "out" / "index.json").write_text(json.dumps({**body, "crc32": _crc32(body)}))
+    assert ClickFolder(tmp_path / "out").index == index

@@ -224,6 +224,14 @@ def test_wrong_columns_are_refused(tmp_path: Path, columns: list[str], named: Na
         ParquetReader(tmp_path / "a.parquet", named)
 
 
+def test_a_column_that_is_there_twice_is_refused_if_it_is_read(tmp_path: Path):
+    (tmp_path / "a.csv").write_text("label,C1,x,x,C1\n1,a,b,c,d\n")
+    with pytest.raises(StrettoError, match="2 columns are named 'C1'"):
+        CsvReader(tmp_path / "a.csv", Named())
+    reader = CsvReader(tmp_path / "a.csv", Named(features=("label",), label=None))
+    assert reader.unread == ("C1", "x", "x", "C1")
+
+
 def test_types_that_are_none_of_these_are_refused(tmp_path: Path):
     path = write_parquet(tmp_path / "a.parquet", {"label": [1], "C1": [1.5], "I1": ["x"], "C2": [1]})
     with pytest.raises(StrettoError, match="'C1' is double"):

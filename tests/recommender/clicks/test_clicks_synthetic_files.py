@@ -101,7 +101,7 @@ def test_text_is_read_back_as_the_same_samples(tmp_path: Path):
     assert sorted(each.name for each in (tmp_path / "text").iterdir()) == [FACTS, "train.txt", "valid.txt"]
     log = SyntheticLog(SPEC)
     assert written.best == {part: log.best(part).facts() for part in ("train", "valid")}
-    folder = build(tmp_path / "text", tmp_path / "clicks", Settings(threshold=1))
+    folder = build(tmp_path / "text", tmp_path / "clicks", Settings(threshold=1, split="share"))
     assert folder.index.parts == [("train.txt", 450), ("valid.txt", 150)]
     assert folder.index.lines["malformed"] == 0
     samples, expected = ClickSamples(folder, "all", shuffle=False).batch(0, 600), log.batch(0, 600)

@@ -6,7 +6,7 @@ import json
 import math
 from io import StringIO
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -34,6 +34,7 @@ from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.evaluate import Evaluation
 from stretto.recommender.train.placement import file_text, from_json, place, to_json
 from stretto.recommender.train.report import SAMPLES, ClickEval, ClickStep, banner, eval_line, step_line
+from stretto.recommender.train.resume import changed_clicks
 from stretto.run.train.metrics import Metrics, read_lines
 
 
@@ -148,6 +149,56 @@ def test_columns_of_a_log_have_any_names(tmp_path: Path) -> None:
     data = prepare_clicks(config, quiet=True)
     assert [(t.name, t.rows) for t in data.tables] == [("item", 4)]
     assert data.samples == 3
+
+
+def csv_log(folder: Path, **parts: str) -> str:
+    """A log of files with two samples of each id, as a value of data.source."""
+    folder.mkdir()
+    for name, ids in parts.items():
+        (folder / f"{name}.csv").write_text("label,I1,C1\n" + "".join(f"1,2,{i}\n0,,{i}\n" for i in ids))
+    return f"data.source={folder}"
+
+
+def test_files_named_valid_are_never_trained_on(tmp_path: Path) -> None:
+    names = [csv_log(tmp_path / "log", valid="ab", train="bcd"), f"data.cache={tmp_path / 'cache'}"]
+    names += ["data.threshold=1", "model.tables=null", "model.dense=1"]
+    config = config_of(tmp_path, *names)
+    data = prepare_clicks(config, quiet=True)
+    assert (data.samples, data.held_out) == (10, 4)
+    assert data.notes == ("held out: valid.csv (by name; data.valid is not used)",)
+    train, valid = (open_clicks(config, data, split) for split in ("train", "valid"))
+    seen = [set(part.batch(0, len(part)).ids.ids.tolist()) for part in (train, valid)]
+    assert [len(part) for part in (train, valid)] == [6, 4]
+    assert seen == [
+        {2, 3, 4},
+        {1, 3},
+    ]  # b, c and d have rows; a, which only valid.csv has, is of the rare ones
+    shared = prepare_clicks(config_of(tmp_path, *names, "data.split=share", "data.valid=0.2"), quiet=True)
+    assert (shared.path != data.path, shared.held_out) == (True, 2)
+    assert shared.notes == ("held out: the last 0.2 of the log (data.valid)",)
+    last = prepare_clicks(config_of(tmp_path, *names, "data.split=last-part"), quiet=True)
+    assert (last.held_out, last.notes) == (4, ("held out: valid.csv (the last file)",))
+    assert "held out: valid.csv" in banner(config, data, place(config, data))
+
+
+def test_what_changes_the_samples_of_a_resumed_run_is_named(tmp_path: Path) -> None:
+    names = [csv_log(tmp_path / "log", train="abcd", valid="ab"), f"data.cache={tmp_path / 'cache'}"]
+    names += ["data.threshold=1", "model.tables=null", "model.dense=1"]
+
+    def same(*more: str) -> dict[str, Any]:
+        return prepare_clicks(config_of(tmp_path, *names, *more), quiet=True).same
+
+    before = same()
+    assert changed_clicks(before, same()) is None
+    folder = f"data.source={prepare_clicks(config_of(tmp_path, *names), quiet=True).path}"
+    assert changed_clicks(before, same(folder)) is None
+    assert "the held-out samples" in str(changed_clicks(before, same(folder, "data.split=share")))
+    assert "the order of the samples" in str(changed_clicks(before, same("data.shuffle=false")))
+    assert "the order of the samples" in str(changed_clicks(before, same("data.block=2")))
+    assert changed_clicks(before, {**before, "samples": 1}) == "the clicks"
+    older = {name: before[name] for name in ("samples", "positives", "crc32")}
+    assert changed_clicks(older, same("data.block=2")) is None
+    assert same("data.threshold=4")["transform"] != before["transform"]
 
 
 def test_a_part_without_samples_is_told(tmp_path: Path) -> None:

@@ -14,9 +14,11 @@ import pytest
 from recommender_job import config_of, folder_of
 from stretto.errors import StrettoError
 from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.serve.job import Request, run_pass
 from stretto.recommender.train.clicks import prepare_clicks
 from stretto.recommender.train.job import PRELOAD, local_rank, run_job
 from stretto.recommender.train.placement import place
+from stretto.run.evaluate.trained import find_trained
 from stretto.run.launch.local import RankFailed, prepare, run_ranks
 from stretto.run.train.job import free_name
 from stretto.run.train.metrics import read_lines
@@ -220,6 +222,30 @@ def test_another_model_or_optimiser_is_refused_before_ranks_start(
         with pytest.raises(StrettoError) as caught:
             run_job(config, quiet=True)
         assert says in caught.value.message
+
+
+def test_tables_whose_rows_are_of_other_ids_are_not_resumed(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+
+    def job(ids: str, *more: str) -> RecommenderConfig:
+        log.write_text("label,I1,C1\n" + "".join(f"1,2,{i}\n0,,{i}\n" for i in ids))
+        names = [f"data.source={log}", f"data.cache={tmp_path / 'cache'}", "data.threshold=1"]
+        small = [
+            "model.tables=null",
+            "model.dense=1",
+            "batch.global_size=4",
+            "train.steps=2",
+            "eval.every=null",
+        ]
+        return config_of(tmp_path, *names, *small, "layout.ranks=1", *more)
+
+    first = job("abcdef")
+    train(first)
+    again = job("uvwxyz", f"checkpoint.resume={first.run.folder}", "train.steps=3")  # as many ids, and others
+    with pytest.raises(StrettoError, match="rows belong to other ids than those of"):
+        run_job(again, quiet=True)
+    with pytest.raises(StrettoError, match="rows belong to other ids"):
+        run_pass(again, Request(trained=find_trained(first.run.folder, None)), quiet=True)
 
 
 def test_a_loss_that_is_not_finite_names_the_step_and_the_rank(tmp_path: Path) -> None:

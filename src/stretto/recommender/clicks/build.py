@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 from stretto.errors import StrettoError
 from stretto.recommender.clicks.counting import Counter, popularity, remove_runs
-from stretto.recommender.clicks.files import LogFile, Source, find_files, reader_of
+from stretto.recommender.clicks.files import LogFile, Source, find_files, held_out_last, reader_of
 from stretto.recommender.clicks.folder import ClickFolder, open_if_current
 from stretto.recommender.clicks.index import NAMES, VERSION, Popularity, popularity_from
 from stretto.recommender.clicks.raw import Parsed, Piece, Reader
@@ -25,12 +25,13 @@ from stretto.recommender.clicks.transform import ClickTransform, Kind, Vocabular
 from stretto.recommender.clicks.writer import ClickWriter, WorkFolder
 
 OnError = Literal["skip", "fatal"]
+Split = Literal["named", "share"]
 COUNTED_LINES, WRITTEN_LINES = 1 << 23, 1 << 21
 """Lines after which counts and samples are made durable."""
 SHOWN_FAULTS = 10
 TOLERATED = 100
 TOLERATED_SHARE = 0.01
-_RECIPE = 1
+_RECIPE = 2
 """Counts up when the same source would give another folder than before."""
 
 
@@ -50,8 +51,12 @@ Report = Callable[[Progress], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a log is transformed: see `ClickTransform`. `on_error`: whether malformed lines are skipped or
-    end the build (fatal).
+    """How a log is transformed: see `ClickTransform`.
+
+    Attributes:
+        on_error: whether malformed lines are skipped or end the build (fatal).
+        split: whether files that are named valid, test, ... are put at the end and held out (named), or all
+            stay in their order (share).
     """
 
     kind: Kind = "vocabulary"
@@ -59,6 +64,7 @@ class Settings:
     rows: int | None = None
     flags: bool = False
     on_error: OnError = "skip"
+    split: Split = "named"
 
 
 @dataclass(kw_only=True)
@@ -117,7 +123,9 @@ def build(
         StrettoError: bad source, settings, or lines; `out` holds other files.
     """
     settings = settings or Settings()
-    files = find_files(sources)
+    files, held_parts = find_files(sources), 0
+    if settings.split == "named":
+        files, held_parts = held_out_last(files)
     reader = reader_of(files, form, named or Named())
     ClickTransform(
         columns=reader.columns,
@@ -134,6 +142,7 @@ def build(
     paths = [sources] if isinstance(sources, str) or not isinstance(sources, Sequence) else sources
     job = _Build(
         files=files,
+        held_parts=held_parts,
         reader=reader,
         settings=settings,
         target=target,
@@ -152,6 +161,7 @@ def build(
 @dataclass(kw_only=True)
 class _Build:
     files: Sequence[LogFile]
+    held_parts: int
     reader: Reader
     settings: Settings
     target: Path
@@ -192,7 +202,9 @@ class _Build:
         )
         tally = _tally(state)
         saved = tally.read
-        for number, piece in self._pieces(state.get("place"), tally, "count ids"):
+        # ids that only held-out files have get no row of their own, as those that are first seen in serving
+        trained = self.files[: len(self.files) - self.held_parts]
+        for number, piece in self._pieces(trained, state.get("place"), tally, "count ids"):
             counter.add(piece.parsed.chunk)
             if tally.read - saved >= COUNTED_LINES:
                 saved = tally.read
@@ -228,11 +240,11 @@ class _Build:
             cursor = writer.cursor or {"counted": state["counted"]}
             tally = _tally(cursor)
             saved = tally.read
-            begun = -1 if "place" not in cursor else cursor["place"][0]
-            for number, piece in self._pieces(cursor.get("place"), tally, "write samples"):
-                if number != begun:
-                    begun = number
-                    writer.mark(self.files[number].path.name)
+            begun = 0 if "place" not in cursor else cursor["place"][0] + 1
+            for number, piece in self._pieces(self.files, cursor.get("place"), tally, "write samples"):
+                for file in self.files[begun : number + 1]:
+                    writer.mark(file.path.name)
+                begun = max(begun, number + 1)
                 done, labels = transform.apply(piece.parsed.chunk), piece.parsed.chunk.labels
                 assert labels is not None
                 writer.add(done.dense, labels, done.ids, done.lengths)
@@ -240,23 +252,28 @@ class _Build:
                     saved = tally.read
                     place = [number, piece.start, piece.line]
                     writer.save({"counted": cursor["counted"], "place": place, "tally": asdict(tally)})
+            for file in self.files[begun:]:  # without a line: a part of no samples
+                writer.mark(file.path.name)
             facts = asdict(tally)
-            faults = facts.pop("faults")
+            extra = {"malformed": facts.pop("faults"), "unread": self.reader.unread}
             if not tally.kept:
                 raise _nothing(tally)
             return writer.commit(
                 files=transform.to_files(),
                 popular={name: popularity_from(each) for name, each in cursor["counted"].items()},
                 lines=facts,
-                extra={"malformed": faults} if faults else {},
+                held_parts=self.held_parts,
+                extra={name: value for name, value in extra.items() if value},
             )
 
-    def _pieces(self, place: Sequence[int] | None, tally: Tally, stage: str) -> Iterator[tuple[int, Piece]]:
-        """The pieces of all files from `place` on, with the number of their file; counts and reports them."""
+    def _pieces(
+        self, files: Sequence[LogFile], place: Sequence[int] | None, tally: Tally, stage: str
+    ) -> Iterator[tuple[int, Piece]]:
+        """The pieces of the files from `place` on, with the number of their file; counts and reports them."""
         first, start, line = place or (0, 0, 1)
-        total, before = sum(file.size for file in self.files), sum(file.size for file in self.files[:first])
-        for number in range(first, len(self.files)):
-            file = self.files[number]
+        total, before = sum(file.size for file in files), sum(file.size for file in files[:first])
+        for number in range(first, len(files)):
+            file = files[number]
             for piece in self.reader.read(file.path, start, line):
                 tally.add(file.path, piece.parsed, self.settings.on_error)
                 yield number, piece

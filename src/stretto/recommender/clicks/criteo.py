@@ -37,6 +37,7 @@ class CriteoReader:
     """
 
     columns = COLUMNS
+    unread = ()
 
     def __init__(self, labelled: bool = True) -> None:
         self._labelled = labelled

@@ -14,6 +14,7 @@ from stretto.recommender.clicks.criteo import CriteoReader, is_labelled
 from stretto.recommender.clicks.raw import Columns, Reader
 from stretto.recommender.clicks.tabular import CsvReader, Named, ParquetReader, columns_of
 from stretto.run.config.sources import is_token_folder
+from stretto.run.data.part_names import parts_of
 
 Source = str | os.PathLike[str]
 FORMATS = ("criteo", "parquet", "csv")
@@ -48,6 +49,15 @@ def find_files(sources: Source | Sequence[Source]) -> list[LogFile]:
             "no files to read", hint="name Criteo, Parquet or CSV files, or a directory of them"
         )
     return list(files.values())
+
+
+def held_out_last(files: Sequence[LogFile]) -> tuple[list[LogFile], int]:
+    """The files in their order, but those that are held out by their names (valid, test, ...) at the end; and
+    how many those are: 0 if all are, or none.
+    """
+    held = [part == "valid" for part in parts_of([file.path for file in files])]
+    count = sum(held) % len(files)
+    return [files[i] for i in sorted(range(len(files)), key=held.__getitem__)], count
 
 
 def reader_of(files: Sequence[LogFile], form: str | None, named: Named) -> Reader:

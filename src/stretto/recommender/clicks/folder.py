@@ -167,6 +167,19 @@ class ClickFolder:
         """Rows that each feature's table must have; None: its ids are unbounded."""
         return {feature.name: feature.rows for feature in self.features}
 
+    def notes(self) -> list[str]:
+        """Lines and columns of the log that are not in the folder, a line of text for each kind."""
+        lines, unread = self.index.lines, self.index.extra.get("unread", ())
+        notes = list[str]()
+        if bad := lines.get("malformed", 0):
+            notes.append(
+                f"{bad:,} of {lines['read']:,} lines ({bad / lines['read']:.2%}) are malformed, left out"
+            )
+        if unread:
+            more = f" and {len(unread) - 8} more" if len(unread) > 8 else ""
+            notes.append(f"columns that are not read: {', '.join(unread[:8])}{more}")
+        return notes
+
     def popularity(self) -> dict[str, Popularity]:
         """How often the ids of each feature are looked up."""
         return self.index.popularity

@@ -63,6 +63,7 @@ class ClickIndex:
         weighted: whether each id has a weight.
         samples, positives: counts.
         parts: (name, samples) of each source file in order, as days are.
+        held_parts: the last parts, as many as are held out by their names.
         popularity: by feature.
         lines: of the source: read, kept, blank, malformed.
         key: fingerprint of the source and the settings; empty: none.
@@ -83,6 +84,7 @@ class ClickIndex:
     key: str
     source: list[str]
     chunk: int
+    held_parts: int = 0
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
     files: dict[str, FileSums] = field(default_factory=dict[str, FileSums])
 
@@ -143,6 +145,7 @@ def read_index(folder: Path) -> ClickIndex:
 
 
 def _from_body(body: Mapping[str, Any]) -> ClickIndex:
+    body = {"held_parts": 0, **body}  # older folders have no parts that are held out by their names
     taken = {name: body[name] for name in ClickIndex.__dataclass_fields__}
     taken["features"] = [Feature(**each) for each in body["features"]]
     taken["parts"] = [(str(name), int(count)) for name, count in body["parts"]]
@@ -184,6 +187,7 @@ def _check(index: ClickIndex, path: Path) -> None:
         "samples": index.samples > 0,
         "positives": 0 <= index.positives <= index.samples,
         "parts": sum(count for _, count in index.parts) == index.samples,
+        "held_parts": 0 <= index.held_parts <= max(0, len(index.parts) - 1),
         "chunk": index.chunk > 0,
         "files": wanted.keys() <= files.keys() <= NAMES,
         "popularity": index.popularity.keys() == {feature.name for feature in index.features},

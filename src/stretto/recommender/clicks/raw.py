@@ -111,6 +111,7 @@ class Reader(Protocol):
     """Reads the files of one format."""
 
     columns: Columns
+    unread: tuple[str, ...]  # columns of the first file that are not among them
 
     def read(self, path: Path, start: int = 0, line: int = 1) -> Iterator[Piece]:
         """The samples of a file in blocks; from `start` on, which a piece before has told, and its `line`."""

@@ -13,7 +13,7 @@ from stretto.recommender.clicks.folder import ClickFolder
 from stretto.run.data.permutation import positions
 
 SPLITS = ("train", "valid", "all")
-Held = float | Literal["last-part"]
+Held = float | Literal["last-part", "named"]
 
 
 class ClickSamples:
@@ -37,7 +37,8 @@ class ClickSamples:
 
         Args:
             held: what `valid` is: a share of the log, always its end, as clicks of tomorrow are to be
-                predicted; or `last-part`, the last file, as Criteo's last day.
+                predicted; `last-part`, the last file, as Criteo's last day; or `named`, the files that are
+                held out by their names.
             block: shuffle runs of so many neighbouring samples; 0: every sample for itself (see `positions`).
 
         Raises:
@@ -92,8 +93,9 @@ def cut_of(folder: ClickFolder, held: Held) -> int:
     Raises:
         StrettoError: a share that is none.
     """
-    if held == "last-part":
-        return folder.samples - folder.index.parts[-1][1]
+    if isinstance(held, str):
+        parts = 1 if held == "last-part" else folder.index.held_parts
+        return sum(samples for _, samples in folder.index.parts[: len(folder.index.parts) - parts])
     if not 0 <= held < 1:
         raise StrettoError(f"held out: {held}", hint="a share of the log from 0 to below 1, or last-part")
     return folder.samples - round(held * folder.samples)

@@ -53,6 +53,11 @@ class Named:
                     hint=f"columns are {', '.join(list(columns)[:12])}"
                     + (f"; did you mean {near}?" if near else ""),
                 )
+            if list(columns).count(name) > 1:
+                raise StrettoError(
+                    f"{where}: {list(columns).count(name)} columns are named {name!r}",
+                    hint="rename all but one: which is meant is not clear",
+                )
         if not features:
             raise StrettoError(
                 f"{where}: no features: no column is named C1, C2, ...",
@@ -116,6 +121,13 @@ def _interleaved(
     return flat[at], gone[at], np.ascontiguousarray(lengths.T)
 
 
+def _unread(
+    columns: Sequence[str], named: Named, numbers: Sequence[str], features: Sequence[str]
+) -> tuple[str, ...]:
+    """The columns that are none of these."""
+    return tuple(name for name in columns if name not in (*named.labels, *numbers, *features))
+
+
 def _numbered(columns: Sequence[str], letter: str) -> tuple[str, ...]:
     """Columns with Criteo's names, in numerical order."""
     numbered = [name for name in columns if re.fullmatch(letter + "[0-9]{1,6}", name)]
@@ -139,6 +151,7 @@ class ParquetReader:
             schema = file.schema_arrow
             numbers, features = named.of(schema.names, str(first))
             kinds = [_kind(schema.field(name).type, name, first) for name in features]
+        self.unread = _unread(schema.names, named, numbers, features)
         self.columns = Columns(numbers, features, *(tuple(each) for each in zip(*kinds, strict=True)))
 
     def read(self, path: Path, start: int = 0, line: int = 1) -> Iterator[Piece]:
@@ -247,7 +260,9 @@ class CsvReader:
             StrettoError: unreadable, or a column is not there.
         """
         self._label = named.label
-        numbers, features = named.of(_header(first)[0], str(first))
+        header = _header(first)[0]
+        numbers, features = named.of(header, str(first))
+        self.unread = _unread(header, named, numbers, features)
         count = len(features)
         self.columns = Columns(numbers, features, ("text",) * count, (False,) * count)
 

@@ -312,6 +312,7 @@ class ClickWriter:
         files: Mapping[str, bytes | NDArray[Any]] | None = None,
         popular: Mapping[str, Popularity] | None = None,
         lines: Mapping[str, int] | None = None,
+        held_parts: int = 0,
         extra: Mapping[str, Any] | None = None,
     ) -> ClickFolder:
         """Make all durable and rename the folder into its place, in place of a click folder there.
@@ -319,7 +320,7 @@ class ClickWriter:
         Args:
             files: transform.json and vocabulary.bin, as they are to be written.
             popular: of all features; None: a part of the log is counted.
-            lines, extra: see ClickIndex.
+            lines, held_parts, extra: see ClickIndex.
 
         Raises:
             StrettoError: no samples.
@@ -338,6 +339,7 @@ class ClickWriter:
             positives=self.positives,
             parts=self.parts,
             lines=dict(lines or {"read": self.samples, "kept": self.samples, "blank": 0, "malformed": 0}),
+            held_parts=held_parts,
             extra=dict(extra or {}),
             files=sums,
         )

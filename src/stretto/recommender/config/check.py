@@ -166,7 +166,8 @@ def _wire(config: RecommenderConfig) -> Iterator[Problem]:
 
 def _held_out(config: RecommenderConfig) -> Iterator[Problem]:
     data = config.data
-    if config.eval.every is not None and data.valid == 0 and data.split == "share":
+    by_share = data.split == "share" or (data.is_synthetic and data.split == "named")
+    if config.eval.every is not None and data.valid == 0 and by_share:
         yield Problem(
             "data.valid", data.valid, "it must not be 0 with eval.every", "data.valid=0.1, or eval.every=null"
         )

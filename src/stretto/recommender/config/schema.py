@@ -142,11 +142,14 @@ class ClickDataConfig(Section):
         default=0.1,
         ge=0,
         lt=1,
-        description="Fraction of the log that is held out for evaluation, always its end.",
+        description="Fraction of the log that is held out for evaluation, always its end, with "
+        "`split: share`, and with `named` if no file is named so.",
     )
-    split: Literal["share", "last-part"] = Field(
-        default="share",
-        description="What is held out: `valid` of the log, or its `last-part`, the last file or day.",
+    split: Literal["named", "share", "last-part"] = Field(
+        default="named",
+        description="What is held out. `named`: the files whose names, or folders, say so (valid, "
+        "validation, val, dev, eval, test, heldout), else as `share`; `share`: `valid` of the log, whatever "
+        "its files are named; `last-part`: the last file or day.",
     )
     shuffle: bool = Field(
         default=True,

@@ -160,7 +160,7 @@ def _make_ready(
     if request.log is None:
         data = prepare_clicks(training, stop)
         open_clicks(training, data, request.split)
-        check_fits(checkpoint, training, data.tables)
+        check_fits(checkpoint, training, data.tables, data.same)
         return Ready(data=data, placements=place(config, data), transform=None)
     tables = _tables_of(request.trained)
     check_fits(checkpoint, training, tables)

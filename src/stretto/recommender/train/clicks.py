@@ -18,7 +18,9 @@ from stretto.run.launch.stop import StopRequest
 
 if TYPE_CHECKING:
     from stretto.recommender.clicks.batch import ClickSource
+    from stretto.recommender.clicks.folder import ClickFolder
     from stretto.recommender.clicks.index import Popularity
+    from stretto.recommender.clicks.samples import Held
     from stretto.recommender.clicks.synthetic.log import SyntheticSpec
 
 
@@ -39,6 +41,7 @@ class ClickData:
         samples, held_out: samples of the log, and how many of them are held out.
         popularity: how often ids are looked up, by feature.
         same: identifies the stream of samples, independent of its location.
+        notes: what is held out and why; lines and columns of the log that were not read.
     """
 
     path: Path | None
@@ -47,6 +50,7 @@ class ClickData:
     held_out: int
     popularity: dict[str, Popularity]
     same: dict[str, Any]
+    notes: tuple[str, ...] = ()
 
 
 def prepare_clicks(
@@ -61,6 +65,7 @@ def prepare_clicks(
     if config.data.is_synthetic:
         return _synthetic(config)
     from stretto.recommender.clicks.folder import ClickFolder
+    from stretto.recommender.clicks.index import TRANSFORM
     from stretto.recommender.clicks.samples import cut_of
 
     path = _folder_of(config, stop, quiet)
@@ -77,19 +82,23 @@ def prepare_clicks(
     ]
     tables = tuple(config.table_specs(features))
     index = folder.index
+    trained = cut_of(folder, _held_out(config, folder))
     same = {
         "samples": index.samples,
         "positives": index.positives,
         "crc32": index.files["labels.bin"].crc32[:1],
+        "trained": trained,
+        "order": [config.data.shuffle, config.data.block],
+        "transform": index.files[TRANSFORM].crc32 if TRANSFORM in index.files else None,
     }
-    held = folder.samples - cut_of(folder, _holdout(config))
     return ClickData(
         path=path,
         tables=tables,
         samples=folder.samples,
-        held_out=held,
+        held_out=folder.samples - trained,
         popularity=_by_table(popular, folder.features, tables),
         same=same,
+        notes=(_held_out_text(config, folder), *folder.notes()),
     )
 
 
@@ -112,11 +121,12 @@ def open_clicks(
     from stretto.recommender.clicks.samples import ClickSamples
 
     shuffled = config.data.shuffle and split == "train" if shuffle is None else shuffle
+    folder = ClickFolder(data.path)
     return ClickSamples(
-        ClickFolder(data.path),
+        folder,
         split,
         config.train.seed,
-        held=_holdout(config),
+        held=_held_out(config, folder),
         shuffle=shuffled,
         block=config.data.block,
     )
@@ -126,7 +136,8 @@ def check_held_out(config: RecommenderConfig, data: ClickData) -> None:
     """Raises StrettoError if a split that the run reads has no samples."""
     if config.eval.every is not None and not data.held_out:
         raise StrettoError(
-            f"data.valid is {config.data.valid}: of {data.samples} samples none is held out",
+            f"data.split is {config.data.split}, data.valid is {config.data.valid}: of {data.samples} "
+            "samples none is held out",
             hint="a larger part, or eval.every=null",
         )
     if data.held_out == data.samples:
@@ -185,8 +196,24 @@ def _as_json(spec: SyntheticSpec) -> dict[str, Any]:
     return facts
 
 
-def _holdout(config: RecommenderConfig) -> Any:
-    return "last-part" if config.data.split == "last-part" else config.data.valid
+def _held_out(config: RecommenderConfig, folder: ClickFolder) -> Held:
+    """What of a click folder is held out."""
+    if config.data.split == "last-part":
+        return "last-part"
+    return "named" if config.data.split == "named" and folder.index.held_parts else config.data.valid
+
+
+def _held_out_text(config: RecommenderConfig, folder: ClickFolder) -> str:
+    """What of a click folder is held out, and why, for the user."""
+    held = _held_out(config, folder)
+    if isinstance(held, str):
+        last = 1 if held == "last-part" else folder.index.held_parts
+        names = ", ".join(name for name, _ in folder.index.parts[-last:][:8])
+        return (
+            f"held out: {names} ({'by name; data.valid is not used' if held == 'named' else 'the last file'})"
+        )
+    why = "" if config.data.split == "share" else ": no file is held out by its name"
+    return f"held out: the last {held:.3g} of the log (data.valid){why}"
 
 
 def _by_table(
@@ -212,6 +239,7 @@ def _folder_of(config: RecommenderConfig, stop: StopRequest | None, quiet: bool)
         rows=data_config.hash_rows,
         flags=data_config.missing_flags,
         on_error=data_config.on_error,
+        split="named" if data_config.split == "named" else "share",
     )
     label = data_config.columns.label
     numbers = data_config.columns.numbers

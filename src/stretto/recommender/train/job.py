@@ -78,7 +78,7 @@ class _Recommender(Kind[RecommenderConfig]):
 
     def agree(self, config: RecommenderConfig, data: Ready) -> None:
         check_held_out(config, data[0])
-        check_resume(config, data[0].tables)
+        check_resume(config, data[0].tables, data[0].same)
 
     def say(self, config: RecommenderConfig, data: Ready, quiet: bool) -> None:
         print(banner(config, *data), file=sys.stderr if quiet else sys.stdout, flush=True)

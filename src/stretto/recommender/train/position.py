@@ -19,7 +19,7 @@ from stretto.recommender.placement import Placements, physical_tables
 from stretto.recommender.train.clicks import ClickData
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.placement import to_json
-from stretto.recommender.train.resume import check_fits, model_facts
+from stretto.recommender.train.resume import changed_clicks, check_fits, model_facts
 from stretto.run.launch.lease import check_lease
 from stretto.run.train.guard import read_history, read_skipped
 from stretto.run.train.loop import Position, Save
@@ -128,7 +128,7 @@ def resume_from(
     check = is_checkpoint(place_of(config)) if check is None else check
     passed_over = meta.get("passed_over", 0)
     load_into(recommender, path, meta["step"], check=check, passed_over=passed_over)
-    report_resumed(config, path, meta, report, None if meta["clicks"] == data.same else "the clicks")
+    report_resumed(config, path, meta, report, changed_clicks(meta["clicks"], data.same))
     return ClickPosition(
         step=meta["step"],
         samples=meta["samples"],

@@ -15,7 +15,7 @@ from stretto.run.train.prediction import accelerator_named
 
 
 def banner(config: RecommenderConfig, data: ClickData, placements: Placements) -> str:
-    """Two lines and the placement table, printed before training starts."""
+    """Some lines and the placement table, printed before training starts."""
     shape = config.shape(data.tables)
     layout = config.layout
     optim = config.optim
@@ -30,7 +30,8 @@ def banner(config: RecommenderConfig, data: ClickData, placements: Placements) -
             f"dlrm of {_short(dense)} dense parameters and {len(data.tables)} tables of {_short(rows)} "
             f"({interaction}), {config.train.dtype}, on {ranks}; {config.train.steps} steps of "
             f"{config.batch.global_size} samples; {optim.dense.name} and {optim.tables.name}",
-            f"clicks: {source}, {_short(data.samples)} samples, {_short(data.held_out)} of them held out; "
+            f"clicks: {source}, {_short(data.samples)} samples, {_short(data.held_out)} of them held out",
+            *data.notes,
             f"results in {config.run.folder} (metrics.jsonl, eval.jsonl, placement.yaml, checkpoints/)",
             placement_table(data, placements, layout.ranks),
         ]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stretto.errors import StrettoError
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import TableSpec
 from stretto.run.train.resume import another_model, another_optimiser, read_meta, wanted_checkpoint
@@ -28,7 +29,9 @@ def model_facts(config: RecommenderConfig, tables: Sequence[TableSpec]) -> dict[
     }
 
 
-def check_resume(config: RecommenderConfig, tables: Sequence[TableSpec]) -> None:
+def check_resume(
+    config: RecommenderConfig, tables: Sequence[TableSpec], clicks: Mapping[str, Any] | None = None
+) -> None:
     """Checks from manifests, before ranks are started, that the run can resume from its checkpoint.
 
     Raises:
@@ -36,11 +39,19 @@ def check_resume(config: RecommenderConfig, tables: Sequence[TableSpec]) -> None
     """
     whole = wanted_checkpoint(config)
     if whole is not None:
-        check_fits(whole, config, tables)
+        check_fits(whole, config, tables, clicks)
 
 
-def check_fits(path: Path, config: RecommenderConfig, tables: Sequence[TableSpec]) -> dict[str, Any]:
+def check_fits(
+    path: Path,
+    config: RecommenderConfig,
+    tables: Sequence[TableSpec],
+    clicks: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """The checkpoint's metadata, if it is of this model and these optimisers.
+
+    Args:
+        clicks: what identifies the samples (`ClickData.same`); None: they have been compared.
 
     Raises:
         StrettoError: it is not.
@@ -54,7 +65,26 @@ def check_fits(path: Path, config: RecommenderConfig, tables: Sequence[TableSpec
             raise another_model(path, name, theirs.get(name), value)
     _check_tables(path, _mapping(theirs.get("tables")), ours["tables"])
     _check_optimizers(path, meta, config)
+    there = _mapping(meta.get("clicks"))
+    if clicks is not None and "transform" in there and there["transform"] != clicks.get("transform"):
+        raise StrettoError(
+            f"checkpoint {path} is of clicks whose ids were mapped to rows by another vocabulary or hash: "
+            "its tables' rows belong to other ids than those of data.source",
+            hint="name the clicks that it was trained on, or train anew under another run.name",
+        )
     return meta
+
+
+def changed_clicks(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:
+    """What of the samples differs from a checkpoint's, as the subject of a sentence; None: nothing that it
+    has recorded.
+    """
+    changed = [name for name in theirs if theirs[name] != ours.get(name)]
+    if not changed:
+        return None
+    if changed == ["trained"]:
+        return "data.split, data.valid or the names of files, and with them the held-out samples,"
+    return "data.shuffle or data.block, the order of the samples," if changed == ["order"] else "the clicks"
 
 
 def _check_tables(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:

@@ -54,7 +54,7 @@ def train_rank(
         notes = list[str]()
         checkpoint = find_checkpoint(config, notes.append)
         if checkpoint is not None:
-            check_fits(checkpoint, config, data.tables)
+            check_fits(checkpoint, config, data.tables, data.same)
         folder = disk_folder(config)
         if config.tables.folder is None:
             cleanup.callback(remove_empty, folder)

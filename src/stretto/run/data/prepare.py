@@ -11,6 +11,7 @@ from stretto.errors import Problem
 from stretto.run.config.schema import TrainConfig
 from stretto.run.config.sources import vocabulary_is_known
 from stretto.run.data.open import open_source
+from stretto.run.data.part_names import mixed_text
 from stretto.run.data.token_source import TokenData
 from stretto.run.launch.stop import StopRequest
 
@@ -26,6 +27,8 @@ def prepare_data(config: TrainConfig, stop: StopRequest | None = None, quiet: bo
         StrettoError: the text, the tokenizer or the tokens are unusable.
         Stopped: the job was asked to stop.
     """
+    if config.data.weights is None and (warning := mixed_text(config.data.sources)) and not quiet:
+        print(warning, file=sys.stderr, flush=True)
     with BuildBar(quiet, stop) as bar:
         return open_source(
             config.data,

@@ -94,7 +94,7 @@ FORMATS = ("folder", "criteo")
 FACTS = ".synthetic.json"  # metadata of a text log; hidden, so that only log files are listed
 SAVED = 1 << 22
 """Samples between durable saves of a click folder."""
-_RECIPE = 1  # increment whenever the same spec would produce different files
+_RECIPE = 2  # increment whenever the same spec would produce different files
 _SPLITS: tuple[Split, ...] = ("train", "valid")
 
 Report = Callable[[int, int], None]
@@ -173,7 +173,11 @@ def _folder(spec: SyntheticSpec, path: Path, report: Report | None) -> Written:
                     report(first + at + len(clicks.labels), spec.samples)
             best[split] = tally.result().facts()
         popular = SyntheticClicks(spec, "train", log).popularity()
-        folder = writer.commit(popular=popular, extra={"best": best, "synthetic": _facts(spec)})
+        folder = writer.commit(
+            popular=popular,
+            held_parts=len(writer.parts) - 1,
+            extra={"best": best, "synthetic": _facts(spec)},
+        )
     return _written(folder, kept=False)
 
 
