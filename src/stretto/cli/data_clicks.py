@@ -84,7 +84,7 @@ def clicks(
     from stretto.recommender.clicks.build import build
     from stretto.recommender.clicks.tabular import Named
 
-    settings = _settings(threshold, rows, raw, flags, on_error, split)
+    settings = _settings(threshold, rows, raw=raw, flags=flags, on_error=on_error, split=split)
     named = Named(label, _split(numbers), _split(features))
     try:
         with stage_progress(as_json, _described) as progress:
