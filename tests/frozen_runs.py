@@ -17,6 +17,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -42,7 +43,7 @@ RUNS = {
     "asynchronous": "pipedream-2bw.yaml data.source=stretto-sample",
     "encoder-decoder": "t5-tiny.yaml data.source=stretto-sample",
     "lora": "quickstart.yaml lora.rank=4 lora.dropout=0.1 optim.name=adamw",
-    "packed-mixture": "quickstart.yaml data.source={a.jsonl:2,b.jsonl:1} data.packing=documents "
+    "packed-mixture": "quickstart.yaml 'data.source={a.jsonl: 2, b.jsonl: 1}' data.packing=documents "
     "data.vocab=512 layout.pp=1 checkpoint.async_save=true",
     "clicks-rows": "dlrm.yaml tables.placement=row",
     "clicks-copies": "dlrm.yaml tables.placement=data optim.tables.name=lazy_adam optim.clip=1.0",
@@ -69,7 +70,7 @@ def run(words: str, sources: Path, folder: Path) -> Mapping[str, Any]:
     environment["COLUMNS"] = "160"
     words = re.sub(r"\b([\w.-]+\.yaml)", lambda match: str(sources / "configs" / match[0]), words)
     done = subprocess.run(
-        [sys.executable, "-m", "stretto.cli.main", *words.split()],
+        [sys.executable, "-m", "stretto.cli.main", *shlex.split(words)],
         cwd=folder,
         env=environment,
         capture_output=True,
