@@ -20,9 +20,12 @@ import pytest
 
 from pages import ROOT, run_here
 from stretto.errors import StrettoError
+from stretto.run.config.schema import TrainConfig
 from stretto.run.launch import lease as module
 from stretto.run.launch.lease import LEASE, check_lease, lease, share
+from stretto.run.launch.local import run_ranks
 from stretto.run.train.imported import import_model
+from stretto.run.train.job import run_job
 from stretto.run.train.session import Session
 from tiny_job import job
 from train_runs import at_step, train
@@ -217,6 +220,22 @@ def test_a_folder_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
     assert "cannot be written to" in refused(tmp_path / "file" / "run")
     (tmp_path / "run" / LEASE).mkdir(parents=True)
     assert "cannot be written to" in refused(tmp_path / "run")
+
+
+def refusal(config: TrainConfig) -> str:
+    """What a rank is told that another launcher has started."""
+    with pytest.raises(StrettoError) as caught:
+        run_job(config, quiet=True)
+    return str(caught.value)
+
+
+def test_all_ranks_are_refused_as_rank_0_is(tmp_path: Path) -> None:
+    config = job(tmp_path, "layout.dp=2")
+    with lease(config.run.folder):
+        first, second = run_ranks(2, refusal, config)
+    assert first == second
+    assert f"{config.run.folder} is in use by a job on host" in first
+    assert "hint: wait until it has ended, or give another run.name" in first
 
 
 def lose_the_lease(session: Session) -> None:

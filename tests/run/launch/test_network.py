@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import TCPStore
 
 from ranks import on_ranks
 from stretto.engine.parallel import control
@@ -16,11 +18,21 @@ from stretto.engine.parallel.control import CollectiveError, gather_json
 from stretto.engine.parallel.signed import KEY, is_genuine, signature
 from stretto.errors import StrettoError
 from stretto.run.config.check import check
-from stretto.run.launch.network import check_interfaces, describe, local_environment, loopback, stay_inside
+from stretto.run.launch import rendezvous
+from stretto.run.launch.arrivals import RANK_0
+from stretto.run.launch.network import (
+    check_interfaces,
+    describe,
+    local_environment,
+    loopback,
+    loopback_listener,
+    stay_inside,
+)
 from tiny_job import job
 from train_runs import at_step, train
 
 _LISTEN = "0A"
+INSIDE = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 
 
 def listening(pids: list[int]) -> set[str]:
@@ -68,8 +80,38 @@ def test_no_port_listens_beyond_the_loopback_interface(tmp_path: Path, monkeypat
     addresses = {one for text in [*found, *ranks] for one in text.split()}
     assert all(ranks)
     assert found[0]
-    inside = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
-    assert addresses <= inside
+    assert addresses <= INSIDE
+
+
+def store_by_hand(host: str) -> tuple[set[str], str]:
+    """Where a rank listens that was started with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT by hand, and
+    what another process reads there.
+    """
+    listener = loopback_listener(host, 0)
+    assert listener is not None
+    port = listener.getsockname()[1]
+    listener.close()
+    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
+    attempt = rendezvous.attempt_store(20, timedelta(seconds=20))
+    attempt.ended.set()
+    before = listening([os.getpid()])
+    client = TCPStore(host, port, timeout=timedelta(seconds=20), wait_for_workers=False)
+    return before, client.get(RANK_0).decode()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's tables of sockets")
+def test_a_store_of_ranks_started_by_hand_stays_inside_too(host: str) -> None:
+    ((addresses, first),) = on_ranks(1, store_by_hand, host)
+    assert '"rank": 0' in first
+    assert addresses
+    assert addresses <= INSIDE
+
+
+@pytest.mark.parametrize("host", ["node-1", "10.0.0.1", "fe80::1", "", "127.0.0.1.example"])
+def test_other_addresses_are_reached_from_elsewhere(host: str) -> None:
+    assert loopback_listener(host, 0) is None
 
 
 def key_and_interface() -> tuple[str | None, str | None]:

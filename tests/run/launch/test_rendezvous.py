@@ -7,19 +7,21 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from stretto.errors import StrettoError
 from stretto.run.launch import arrivals, rendezvous
 from stretto.run.launch.arrivals import Clock, Member
 from stretto.run.launch.failure import RanksMissing
 from stretto.run.launch.local import RankFailed, _listen, run_ranks
+from stretto.run.launch.stop import Stopped
 
 LONG_S, SHORT_S = 60.0, 1.0
 
@@ -162,6 +164,47 @@ def test_an_environment_that_describes_no_job_is_refused(changes: dict[str, str]
     environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     with pytest.raises(StrettoError, match=said):
         rendezvous.Meeting.of(environment | changes)
+
+
+def attempt(rank: int, store: Any) -> rendezvous.Attempt:
+    return rendezvous.Attempt(store=store, rank=rank, world=2, ended=threading.Event())
+
+
+@pytest.mark.parametrize(
+    "error", [StrettoError("no such file", hint="give another"), Stopped("by a signal"), None]
+)
+def test_ranks_wait_until_rank_0_has_prepared_the_job(error: Exception | None) -> None:
+    store, ends = HashStore(), list[Exception | None]()
+
+    def wait() -> None:
+        try:
+            rendezvous.await_start(attempt(1, store), LONG_S, lambda: None)
+            ends.append(None)
+        except (StrettoError, Stopped) as end:
+            ends.append(end)
+
+    other = Thread(target=wait)
+    other.start()
+    with nullcontext() if error is None else pytest.raises(type(error)):  # noqa: SIM117
+        with rendezvous.reported_start(attempt(0, store)):
+            assert not ends
+            if error is not None:
+                raise error
+    other.join()
+    assert [type(end) for end in ends] == [type(error)]
+    if isinstance(error, StrettoError):
+        assert str(ends[0]) == "no such file\nhint: give another"
+
+
+def test_a_rank_0_that_prepares_for_too_long_or_is_gone_is_named() -> None:
+    with pytest.raises(RanksMissing, match="rank 0 has not prepared the job within"):
+        rendezvous.await_start(attempt(1, HashStore()), 0.1, lambda: None)
+    timeout = timedelta(seconds=5)
+    server = TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, timeout=timeout, wait_for_workers=False)
+    del server
+    with pytest.raises(RanksMissing, match="rank 0 has ended before the job began"):
+        rendezvous.await_start(attempt(1, client), LONG_S, lambda: None)
 
 
 # ---------------------------------------------------------------------- without torchrun, on real processes

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from stretto.errors import StrettoError
 from stretto.run.launch.failure import Failure, first_cause
-from stretto.run.launch.network import local_environment
+from stretto.run.launch.network import local_environment, loopback_listener
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -404,16 +404,13 @@ def _answer(link: Connection) -> None:
 
 def _listen(port: int) -> socket.socket:
     """A socket on the loopback interface only, since all ranks of the rendezvous are on this machine."""
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(("127.0.0.1", port))
-        listener.listen(1024)
+        listener = loopback_listener("127.0.0.1", port)
     except (OSError, OverflowError) as error:
-        listener.close()
         why = error.strerror if isinstance(error, OSError) else str(error)
         hint = "give another --port, or 0 for any free one"
         raise StrettoError(f"port {port} cannot be used: {why}", hint=hint) from None
+    assert listener is not None, "127.0.0.1 is an address of the loopback interface"
     return listener
 
 

@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 from collections.abc import Collection, Mapping, MutableMapping
+from ipaddress import ip_address
 
 from stretto.engine.parallel.signed import KEY
 from stretto.errors import StrettoError, nearest
@@ -21,6 +22,33 @@ INTERFACE = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
 def loopback() -> str:
     """The name of this machine's loopback interface."""
     return "lo" if "lo" in interfaces() else "lo0"
+
+
+def loopback_listener(host: str, port: int) -> socket.socket | None:
+    """A socket that listens on the loopback interface alone; None: `host` is not an address of it.
+
+    Args:
+        host: 127.0.0.1, localhost, ::1 or another such address. Names of hosts are not looked up: many
+            systems give their own name a loopback address that others could not reach.
+
+    Raises:
+        OSError, OverflowError: the port cannot be used.
+    """
+    try:
+        address = ip_address("127.0.0.1" if host == "localhost" else host)
+    except ValueError:
+        return None
+    if not address.is_loopback:
+        return None
+    listener = socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((str(address), port))
+        listener.listen(1024)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def interfaces() -> list[str]:

@@ -8,11 +8,13 @@ count of restarts is no such name: it stays the same where nodes come or go.
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -28,12 +30,16 @@ from stretto.run.launch.arrivals import (
     started_twice,
     to_stderr,
 )
+from stretto.run.launch.network import loopback_listener
+from stretto.run.launch.stop import Stopped
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
 _PROBE_S, _CONNECT_S = 2.0, 10.0  # for a connection to whatever is there, and to a store
 _AGAIN_S = 0.2  # from one to the next
+_READY, _READ = "stretto/ready", "stretto/ready/read"  # rank 0 has prepared the job, or why it has not
+_POLL_S, _READ_S = 0.05, 3.0  # for the others to read it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +89,52 @@ def attempt_store(start_s: float, timeout: timedelta) -> Attempt:
     global _joined
     attempt, _joined = _joined, None
     return attempt or _join(start_s, timeout, lambda: None)
+
+
+@contextlib.contextmanager
+def reported_start(attempt: Attempt) -> Generator[None]:
+    """On rank 0, around what it does before the others join it: they wait, and end with its error if it has
+    one, or if it was asked to stop.
+    """
+    try:
+        yield
+    except (StrettoError, Stopped) as error:
+        bad = isinstance(error, StrettoError)
+        facts = {"error": error.message if bad else None, "hint": error.hint if bad else None}
+        attempt.store.set(_READY, json.dumps(facts))
+        end = time.monotonic() + _READ_S  # with this process the store may end
+        while attempt.store.add(_READ, 0) < attempt.world - 1 and time.monotonic() < end:
+            time.sleep(_POLL_S)
+        raise
+    attempt.store.set(_READY, "{}")
+
+
+def await_start(attempt: Attempt, limit_s: float, check: Callable[[], None]) -> None:
+    """On the other ranks, wait for the end of rank 0's `reported_start`. The store's own wait would let no
+    signal through to Python.
+
+    Args:
+        check: called while it waits; raises where the job was asked to stop.
+
+    Raises:
+        StrettoError: rank 0 has raised it, is gone, or has not come to the end within `limit_s`.
+        Stopped: rank 0 was asked to stop.
+    """
+    from torch.distributed import DistError
+
+    end = time.monotonic() + limit_s
+    try:
+        while not attempt.store.check([_READY]):
+            check()
+            if time.monotonic() > end:
+                raise missing_ranks(f"rank 0 has not prepared the job within {limit_s:g} s (train.timeout_s)")
+            time.sleep(_POLL_S)
+        facts = json.loads(attempt.store.get(_READY))
+        attempt.store.add(_READ, 1)
+    except DistError:
+        raise missing_ranks("rank 0 has ended before the job began") from None
+    if facts:
+        raise Stopped if facts["error"] is None else StrettoError(facts["error"], hint=facts["hint"])
 
 
 def _join(start_s: float, timeout: timedelta, check: Callable[[], None]) -> Attempt:
@@ -149,10 +201,13 @@ def _number(environment: Mapping[str, str], name: str, least: int, most: int) ->
 
 
 def _host(meeting: Meeting, me: Member, start_s: float) -> TCPStore:
-    """Open the store on this host."""
+    """Open the store on this host: where MASTER_ADDR is a loopback address, on that interface alone; torch
+    itself would listen on all.
+    """
     from torch.distributed import DistNetworkError, TCPStore
 
     try:
+        listener = loopback_listener(meeting.host, meeting.port)
         return TCPStore(
             meeting.host,
             meeting.port,
@@ -160,9 +215,11 @@ def _host(meeting: Meeting, me: Member, start_s: float) -> TCPStore:
             timeout=timedelta(seconds=start_s),  # of its own connection to MASTER_ADDR
             wait_for_workers=False,
             multi_tenant=True,
+            master_listen_fd=None if listener is None else listener.detach(),
         )
-    except DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
+    except (DistNetworkError, OSError) as error:
+        taken = getattr(error, "errno", None) == errno.EADDRINUSE or "EADDRINUSE" in str(error)
+        if not taken:
             raise StrettoError(
                 f"rank 0 on {me.place} cannot open the rendezvous store at {meeting.address}: "
                 f"{str(error).partition('Exception raised')[0].strip()}",

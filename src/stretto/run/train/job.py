@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from abc import ABC, abstractmethod
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +25,7 @@ from stretto.run.data.prepare import check_samples, check_vocabulary, describe_s
 from stretto.run.launch.lease import lease
 from stretto.run.launch.local import RanksStopped, check_port, check_ranks, prepare, run_ranks
 from stretto.run.launch.network import check_interfaces, describe, local_environment, stay_inside
-from stretto.run.launch.rendezvous import Meeting, join_early
+from stretto.run.launch.rendezvous import Meeting, await_start, join_early, reported_start
 from stretto.run.launch.restart import Progress, supervise
 from stretto.run.launch.slurm import SAVED
 from stretto.run.launch.stop import Stopped, StopRequest
@@ -181,11 +181,15 @@ def _join(kind: Kind[C], config: C, quiet: bool) -> Result:
     with stopping as stop, cause_first(stop):
         try:
             train = config.train
-            join_early(train.start_s, timedelta(seconds=train.timeout_s), stop.check)
-            with lease(kind.writes_to(config) if first else None):
-                if first:
-                    kind.say(config, kind.prepare(config, stop), quiet)
-                    _say_network(kind, config, quiet)
+            attempt = join_early(train.start_s, timedelta(seconds=train.timeout_s), stop.check)
+            with ExitStack() as cleanup:
+                if not first:
+                    await_start(attempt, train.timeout_s, stop.check)
+                else:
+                    with reported_start(attempt):
+                        cleanup.enter_context(lease(kind.writes_to(config)))
+                        kind.say(config, kind.prepare(config, stop), quiet)
+                        _say_network(kind, config, quiet)
                 return Result(kind.join(config, stop, quiet), stop.signal)
         except Stopped:
             return Result(None, stop.signal)
