@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pickle
 
-from stretto.errors import LONGEST, Problem, StrettoError
+import pytest
+
+from stretto.cli.output import print_error
+from stretto.errors import LONGEST, Problem, StrettoError, joined
 
 
 def test_a_message_of_megabytes_keeps_its_ends() -> None:
@@ -25,3 +28,14 @@ def test_a_message_is_cut_once() -> None:
     again = pickle.loads(pickle.dumps(problem))
     assert (str(again), again.field) == (str(problem), "field")
     assert len(problem.within("section").message) <= LONGEST
+
+
+def test_problems_of_one_input_are_printed_each_once(capsys: pytest.CaptureFixture[str]) -> None:
+    problems = [StrettoError(f"field {number} is wrong", hint="mend it") for number in (*range(8), 3)]
+    error = pickle.loads(pickle.dumps(joined(problems)))
+    print_error(error.message, error.hint, error.others)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:12] == [
+        line for number in range(6) for line in (f"error: field {number} is wrong", "hint: mend it")
+    ]
+    assert lines[12:] == ["2 more problems after these"]

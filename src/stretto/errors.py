@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -14,11 +14,15 @@ class StrettoError(ValueError):
     """Bad input: what is wrong in one line, and the nearest fix as a hint.
 
     Commands print it as `error: ...` with the hint below and leave with exit code 2.
+
+    Attributes:
+        others: further problems of the same input, which are printed after it.
     """
 
-    def __init__(self, message: str, *, hint: str | None = None) -> None:
+    def __init__(self, message: str, *, hint: str | None = None, others: Sequence[StrettoError] = ()) -> None:
         self.message = _short(message)
         self.hint = None if hint is None else _short(hint)
+        self.others = tuple(others)
         super().__init__(self.message)
 
     def within(self, section: str) -> Problem:
@@ -26,10 +30,11 @@ class StrettoError(ValueError):
         return Problem(section, None, self.message, self.hint)
 
     def __str__(self) -> str:
-        return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
+        text = f"{self.message}\nhint: {self.hint}" if self.hint else self.message
+        return "\n".join([text, *map(str, self.others)])
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.message, self.hint)
+        return _rebuild, (type(self), self.message, self.hint, self.others)
 
 
 LONGEST = 2000  # characters of a message, and of a hint
@@ -84,14 +89,36 @@ class TorchMissing(StrettoError, ImportError):
         return (error.name or "").partition(".")[0] == "torch"
 
 
-def _rebuild(kind: type[StrettoError], message: str, hint: str | None) -> StrettoError:
-    return kind(message, hint=hint)
+def _rebuild(
+    kind: type[StrettoError], message: str, hint: str | None, others: Sequence[StrettoError]
+) -> StrettoError:
+    error = kind(message, hint=hint)
+    error.others = tuple(others)
+    return error
 
 
-def nearest(name: str, allowed: Iterable[str]) -> str | None:
-    """The allowed name that looks most like `name`, if any comes close."""
-    closest = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
+def joined(problems: Sequence[StrettoError]) -> StrettoError:
+    """The problems of one input as one error: the first, with the others after it, each of them once."""
+    first, *others = {problem.message: problem for problem in problems}.values()
+    return StrettoError(first.message, hint=first.hint, others=others)
+
+
+def nearest(name: str, allowed: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The allowed name that looks most like `name`, if any comes as close as `cutoff`, which is 1 for the
+    same name.
+    """
+    closest = difflib.get_close_matches(name, list(allowed), n=1, cutoff=cutoff)
     return closest[0] if closest else None
+
+
+def nearest_file(name: str, files: Iterable[str]) -> str | None:
+    """As `nearest`, of files in a folder, some of which are always a little alike; else the one whose name
+    without its kind comes close.
+    """
+    names = sorted(files, reverse=True)
+    stems = {Path(file).stem: file for file in names}
+    stem = nearest(Path(name).stem, stems, cutoff=0.7)
+    return nearest(name, names, cutoff=0.7) or (stem and stems[stem])
 
 
 def read_text(path: Path) -> str:

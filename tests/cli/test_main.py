@@ -68,6 +68,12 @@ def test_every_command_has_a_summary_of_one_line_and_an_example(words: str) -> N
         (["layout", "--world", "6", "--pp", "4"], "world=6", "nearest legal world is"),
         (["launch", "slrum"], "'slrum'", "did you mean 'slurm'?"),
         (["--verison"], "--verison", "did you mean '--version'?"),
+        (
+            ["train", "a.yaml", "--layout.tp", "2"],
+            "--layout.tp",
+            "fields are set without dashes: layout.tp=2",
+        ),
+        (["train", "a.yaml", "--layout.tp=2"], "--layout.tp", "fields are set without dashes: layout.tp=2"),
     ],
 )
 def test_bad_input_is_one_error_line_and_a_hint(
@@ -162,3 +168,16 @@ def test_help_breaks_lines_at_the_width_of_the_terminal_only(capsys: pytest.Capt
     lines = [line.strip() for line in capsys.readouterr().out.partition("Arguments")[0].splitlines()]
     # at 80 columns, where the docstring has its line breaks at 110
     assert "predicts samples per second. --fix then takes split=row,data, place=device," in lines
+
+
+def test_config_prints_what_is_set_or_all(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+    assert main.run(["config", path, "optim.clip=null"]) == 0
+    short = capsys.readouterr().out
+    assert short.startswith("model:\n  family: gpt\n  layers: 4\n")
+    assert short.count("null") == 1
+    assert short.endswith("# all other fields have their defaults: --all prints them too\n")
+    assert main.run(["config", path, "optim.clip=null", "--all"]) == 0
+    everything = capsys.readouterr().out
+    assert "\n  eps: " in everything
+    assert "# all other fields" not in everything

@@ -162,6 +162,7 @@ def _candidate(path: str, name: str, one: Combination, total: int | None) -> Can
         job = _checked(config, here=total is not None)
     except StrettoError as error:
         reason = error.message + (f" ({error.hint})" if error.hint else "")
+        reason += f", and {more} more problem{'s' * (more > 1)}" if (more := len(error.others)) else ""
         return Candidate(waiting=replace(waiting, error=reason))
     if total is not None:
         check_required(config)

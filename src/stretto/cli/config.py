@@ -21,12 +21,15 @@ def config(
         list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="Fields to override.")
     ] = None,
     reference: Annotated[bool, typer.Option(help="Print the reference of every field (Markdown).")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Print every field, also those that have their defaults.")
+    ] = False,
     check: Annotated[bool, typer.Option(help="Check fields against each other and this machine.")] = True,
     emit: Emit = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Check CONFIG and print it with every field filled in, or as another framework takes it."""
+    """Check CONFIG and print what it sets, or every field, or the job as another framework takes it."""
     target = framework_named(emit, {"output": output})
     if reference:
         from stretto.cli.jobs import reference as text
@@ -49,4 +52,7 @@ def config(
             print_emitted(text, output)
         report({"emitted": text}, as_json, lambda _: None)
         return
-    report(plain_values(job), as_json, lambda _: print(dump(job), end=""))
+    report(plain_values(job), as_json, lambda _: print(dump(job, defaults=every), end="" if every else _ALL))
+
+
+_ALL = "# all other fields have their defaults: --all prints them too\n"

@@ -134,7 +134,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         result = get_command(app).main(words, prog_name="stretto", standalone_mode=False)
         sys.stdout.flush()
     except StrettoError as error:
-        print_error(error.message, error.hint)
+        print_error(error.message, error.hint, error.others)
         return BAD_INPUT
     except ModuleNotFoundError as error:
         if not TorchMissing.is_cause(error):
@@ -176,6 +176,8 @@ def _usage(error: Any, words: list[str]) -> tuple[str, str]:
     hint = f"see {path} --help"
     wrong = getattr(error, "option_name", None)
     if context is not None and isinstance(wrong, str):
+        if _takes_fields(context) and (field := _as_override(wrong, words)):
+            return cast(str, error.message), f"fields are set without dashes: {field}"
         options = [name for parameter in context.command.params for name in parameter.opts]
         near = nearest(wrong, [*options, "--help"])
         hint = f"did you mean {near!r}? {hint}" if near and near != wrong else hint
@@ -187,6 +189,21 @@ def _usage(error: Any, words: list[str]) -> tuple[str, str]:
         message = f"No such command {wrong!r}."
         hint = f"did you mean {near!r}? {hint}" if near else hint
     return message, hint
+
+
+def _takes_fields(context: Any) -> bool:
+    """Whether the command takes overrides of a config's fields."""
+    return any(parameter.name == "overrides" for parameter in context.command.params)
+
+
+def _as_override(option: str, words: list[str]) -> str | None:
+    """An option that is named like a field of a config, such as --layout.tp 2, as an override of it."""
+    if not re.fullmatch(r"--?\w+(\.\w+)+", option):
+        return None
+    at = next((at for at, word in enumerate(words) if word.partition("=")[0] == option), len(words))
+    word, following = [*words[at : at + 2], "", ""][:2]
+    value = word.partition("=")[2] or following
+    return f"{option.lstrip('-')}={value}"
 
 
 if __name__ == "__main__":

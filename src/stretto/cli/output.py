@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 LONGEST_MESSAGE = 2000  # characters of an error or a hint
+MOST_OTHERS = 5  # problems of one input that are printed after the first
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
@@ -117,11 +118,15 @@ def _cannot_write(path: Path, why: str | None) -> StrettoError:
     return StrettoError(f"cannot write {path}: {why}", hint="name a file in a folder that exists")
 
 
-def print_error(message: str, hint: str | None) -> None:
-    """One `error:` line and one `hint:` line on stderr."""
+def print_error(message: str, hint: str | None, others: Sequence[StrettoError] = ()) -> None:
+    """One `error:` line and one `hint:` line on stderr; the same for further problems of the same input."""
     print(f"error: {_line(message)}", file=sys.stderr)
     if hint:
         print(f"hint: {_line(hint)}", file=sys.stderr)
+    for other in others[:MOST_OTHERS]:
+        print_error(other.message, other.hint)
+    if (left := len(others) - MOST_OTHERS) > 0:
+        print(f"{left} more problem{'s' * (left > 1)} after these", file=sys.stderr)
 
 
 def _line(text: str) -> str:

@@ -86,7 +86,7 @@ def test_tables_have_their_names_their_width_and_what_was_said() -> None:
 def test_rows_are_those_of_the_model_else_the_presets_else_the_datas() -> None:
     plain = ["model.tables=null"]
     assert [t.rows for t in config(*plain, "model.rows=[5, 6]").table_specs()] == [5, 6]
-    few = config("model.preset=dlrm-dcnv2", "model.tables=null", "model.max_rows=1000").table_specs()
+    few = config("model={preset: dlrm-dcnv2, max_rows: 1000}").table_specs()
     assert (len(few), few[0].rows, few[5].rows) == (26, 1000, 3)
     assert few[20].hot == 100
     drawn = config(*plain, "data.synthetic={features: 3, rows: [10, 1000], hot: 2}").table_specs()

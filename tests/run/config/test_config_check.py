@@ -50,7 +50,7 @@ def test_a_legal_job_passes() -> None:
         ("layout.order=tp-xp", "order 'tp-xp' names unknown axis 'xp'", None),
         ("layout.dp=3", "batch.global_size is 32: it must be a multiple of", "36 or 24"),
         (
-            "model.preset=olmo2-7b",
+            'model={"preset":"olmo2-7b"}',
             "model.preset is olmo2-7b: the model has one norm of queries and keys over all heads",
             "model.preset=llama3-8b",
         ),
@@ -100,7 +100,7 @@ def test_one_thing_wrong(overrides: str, message: str, hint: str | None) -> None
     error = fails(*overrides.split(" "))
     assert message in error.message
     assert hint is None or (error.hint is not None and hint in error.hint)
-    assert "after this one" not in str(error)
+    assert not error.others
 
 
 def test_a_missing_tokenizer_is_not_taken_for_a_hidden_folder_or_a_text() -> None:
@@ -124,10 +124,31 @@ def test_data_of_other_kinds() -> None:
         assert error.hint == "copy a.idx there"
 
 
-def test_the_first_with_the_number_of_others() -> None:
+def test_the_first_problem_with_all_others_after_it() -> None:
     error = fails("layout.tp=8", "optim.momentum=0.5", "data.source=nowhere")
     assert error.message.startswith("layout.tp is 8")
-    assert error.hint == "nearest: layout.tp=4; 2 more problems after this one"
+    assert error.hint == "nearest: layout.tp=4"
+    momentum, source = error.others
+    assert momentum.message.startswith("optim.momentum is 0.5")
+    assert source.message.startswith("data.source is nowhere")
+    assert source.hint
+
+
+def test_a_file_that_is_not_there_is_not_said_to_be_one_that_is_hardly_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("opt").touch()
+    Path("corpus.txt").touch()
+    assert fails("data.source=nope").hint == (
+        "nothing in . has such a name; python-stdlib is on every machine"
+    )
+    assert fails("data.source=corpus.tx").hint == "did you mean corpus.txt?"
+
+
+@pytest.mark.parametrize(("word", "meant"), [("latest", "auto"), ("Newest", "auto"), ("none", "never")])
+def test_other_words_for_where_to_resume(word: str, meant: str) -> None:
+    assert fails(f"checkpoint.resume={word}").hint == f"did you mean {meant}?"
 
 
 def test_processes_and_devices() -> None:

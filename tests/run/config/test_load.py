@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
+from stretto.recommender.config.load import load_config, parse_config
 from stretto.run.config.load import dump, load, parse
 from stretto.run.config.schema import TrainConfig
 from stretto.run.config.source import DEEPEST
@@ -94,7 +95,11 @@ def test_vocab_and_positions_of_the_model_win() -> None:
         (MODEL + "optim: {lr: -1}\n", "optim.lr is -1, must be a number above 0", None),
         (MODEL + "optim: {lr: .inf}\n", "optim.lr is inf, must be finite", None),
         (MODEL + "optim: {lr: .nan}\n", "optim.lr is nan, must be", None),
-        (MODEL + "optim: {clip: off}\n", "optim.clip is 'off', must be a number above 0, or null", "true or"),
+        (
+            MODEL + "optim: {clip: off}\n",
+            "optim.clip is 'off', must be a number above 0, or null",
+            "write null",
+        ),
         (
             MODEL + "optim: {name: adam}\n",
             "optim.name is 'adam', must be one of",
@@ -143,13 +148,61 @@ def test_errors_name_the_field_and_the_rule(text: str, message: str, hint: str |
     assert hint is None or (error.hint is not None and hint in error.hint)
 
 
-def test_the_first_problem_of_the_file_with_the_number_of_others() -> None:
+def test_every_problem_of_a_file_once_with_its_line() -> None:
     error = fails("train: {steps: no}\nbatch: {micro_sizes: 1}\nmodel: {family: bert}\n")
     assert error.message.startswith("job.yaml:1: train.steps is 'no'")
-    assert error.hint is not None
-    assert "2 more problems after this one" in error.hint
+    batch, model = error.others
+    assert batch.message == "job.yaml:2: there is no field batch.micro_sizes"
+    assert batch.hint == "did you mean batch.micro_size?"
+    assert model.message.startswith("job.yaml:3: model.family is 'bert'")
     error = fails(MODEL + "data: {source: {a: b}}\n")
-    assert "after this one" not in str(error), "a value that fits no member of a union is one problem"
+    assert not error.others, "a value that fits no member of a union is one problem"
+    wrong = fails(MODEL, "optim.lrr=1", "layout.tp", "layout.pp=2")
+    assert wrong.message.startswith("override 'optim.lrr=1'")
+    assert [other.message.partition(" is ")[0] for other in wrong.others] == ["override 'layout.tp'"]
+
+
+def test_a_preset_from_the_command_line_is_not_changed_by_the_file() -> None:
+    error = fails(MODEL, "model.preset=gpt2")
+    assert error.message.startswith("override 'model.preset=gpt2': job.yaml sets model.")
+    assert error.hint is not None
+    assert error.hint.startswith("'model={preset: gpt2}' takes the preset alone")
+    assert parse(MODEL, overrides=["model={preset: gpt2}"]).shape().layers == 12
+    beside = parse("model: {preset: gpt2, dropout: 0.0}", overrides=["model.preset=gpt2-medium"])
+    assert beside.shape().layers == 24
+    changed = "model: {preset: gpt2, attention: {window: 8}}"
+    assert "sets model.attention.window," in fails(changed, "model.preset=gpt2-medium").message
+    both = ["model.preset=gpt2-medium", "model.attention.window=4"]  # the command line says both
+    assert parse(changed, overrides=both).shape().attention.window == 4
+
+
+def test_a_config_that_is_not_there_is_looked_for_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("configs").mkdir()
+    Path("configs/quickstart.yaml").touch()
+    Path(".pre-commit-config.yaml").touch()
+    for name, hint in (
+        ("quickstart", "did you mean configs/quickstart.yaml?"),
+        ("configs/quickstrt.yaml", "did you mean configs/quickstart.yaml?"),
+        ("mine.yaml", "there is configs/quickstart.yaml"),
+    ):
+        with pytest.raises(StrettoError) as caught:
+            load(name)
+        assert caught.value.hint == hint
+
+
+def test_what_a_config_sets_reads_back_equal() -> None:
+    configs = [*(Path(__file__).parents[3] / "configs").glob("*.yaml")]
+    assert configs
+    for path in configs:
+        config = load_config(path)
+        short = dump(config, defaults=False)
+        assert parse_config(short) == config
+        assert len(short.splitlines()) < len(dump(config).splitlines()) / 2
+    unlimited = parse(MODEL + "optim: {clip: null}\n")
+    assert "clip: null" in dump(unlimited, defaults=False)  # which is not its default
 
 
 def test_aliases_do_not_blow_up() -> None:

@@ -82,7 +82,8 @@ def test_what_the_framework_lacks_is_refused_by_name_with_the_nearest_it_has() -
     with pytest.raises(StrettoError) as caught:
         emit(TINY, job)
     assert caught.value.message == "dp.mode is zero2: Tiny shards states, and nothing else"
-    assert caught.value.hint == "nearest: dp.mode=zero1; 1 more problem after this one"
+    assert caught.value.hint == "nearest: dp.mode=zero1"
+    assert [other.message.partition(":")[0] for other in caught.value.others] == ["optim.name is lamb"]
 
 
 def test_a_choice_without_a_rule_is_known() -> None:

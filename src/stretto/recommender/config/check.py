@@ -25,7 +25,7 @@ from stretto.spec.optimiser import optimiser_problems
 
 
 def check(config: RecommenderConfig, *, world: int | None = None, devices: int | None = None) -> None:
-    """Raise an error for the first problem of the job, with the number of further problems.
+    """Raise an error for the first problem of the job, with all others after it.
 
     Args:
         world: number of processes, if a launcher such as torchrun has started them.

@@ -41,7 +41,7 @@ from stretto.spec.rules import problems
 
 
 def check(config: TrainConfig, *, world: int | None = None, devices: int | None = None) -> None:
-    """Raise for the first thing that is wrong with the job, and tell how many more there are.
+    """Raise for the first thing that is wrong with the job, with all others after it.
 
     `world` is the number of processes where others start them (torchrun), `devices` the number of GPUs of all
     machines where the job runs on GPUs.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from stretto.errors import StrettoError, nearest
+from stretto.errors import StrettoError, joined, nearest_file
 from stretto.run.config.model import ModelConfig
 from stretto.run.config.override import apply
 from stretto.run.config.required import lay_marks, take_marks
@@ -21,6 +21,9 @@ from stretto.run.config.source import LARGEST_FILE, CoreDumper, Source
 from stretto.run.config.validation import complain
 from stretto.run.config.written import model_section
 from stretto.spec.presets import is_name
+
+# fields of `model` that leave the model of a preset as it is
+_BESIDE_PRESET = ("preset", "vocab", "positions", "dropout", "init_std", "scaled_init")
 
 C = TypeVar("C", bound=JobSection)
 
@@ -32,8 +35,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     machine.
 
     Raises:
-        StrettoError: no such file, not YAML, an unknown field, or a value that a field does not take; it
-            tells file and line (or the override), what is allowed, and how many more problems there are.
+        StrettoError: no such file, not YAML, an unknown field, or a value that a field does not take; each
+            such field is a problem of its own, with file and line (or the override) and what is allowed.
     """
     path = Path(path)
     return parse(read_config(path), str(path), overrides, name=run_name(path))
@@ -72,8 +75,15 @@ def parse_as(schema: type[C], values: dict[str, Any], read: Source, overrides: S
     Raises:
         StrettoError: as `load`.
     """
+    wrong = list[StrettoError]()
     for override in overrides:
-        apply(override, values, read, schema)
+        try:
+            apply(override, values, read, schema)
+        except StrettoError as error:
+            wrong.append(error)
+    if wrong:
+        raise joined(wrong)
+    _check_preset(values, read)
     run = values.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("name", name)
@@ -83,6 +93,36 @@ def parse_as(schema: type[C], values: dict[str, Any], read: Source, overrides: S
     except ValidationError as error:
         raise complain(error, values, read, schema) from None
     return config.model_copy(update={"model": sizes}) if (sizes := _sizes_of_file(config)) else config
+
+
+def _check_preset(values: dict[str, Any], read: Source) -> None:
+    """Refuse a preset from an override where the file sets fields of the model, which would change it."""
+    model: Any = values.get("model")
+    preset, place = model.get("preset") if isinstance(model, dict) else None, read.place(("model", "preset"))
+    if preset is None or place.source == read.name:
+        return
+    same = (*_BESIDE_PRESET, *(["family"] if model.get("family") == "dlrm" else []))  # its only one
+    changed = [
+        ".".join(path)
+        for path in _values_at(model, ("model",))
+        if path[1] not in same and read.place(path).source == read.name
+    ]
+    if changed:
+        few = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
+        raise StrettoError(
+            f"{place}: {read.name} sets {few}, which would change the preset",
+            hint=f"'model={{preset: {preset}}}' takes the preset alone; a preset with changes is "
+            "written into the file",
+        )
+
+
+def _values_at(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """The path of every field within, null left out."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _values_at(inner, (*path, name))
+    elif value is not None:
+        yield path
 
 
 def _sizes_of_file(config: JobSection) -> ModelConfig | None:
@@ -97,14 +137,22 @@ def _sizes_of_file(config: JobSection) -> ModelConfig | None:
     return ModelConfig.model_validate(section | asdict(config.model.initial()))
 
 
-def dump(config: JobConfig) -> str:
-    """The resolved config, every field of it, as YAML that `load` reads back equal."""
-    return yaml.dump(plain_values(config), Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=100)
+def dump(config: JobConfig, *, defaults: bool = True) -> str:
+    """The resolved config as YAML that `load` reads back equal.
+
+    Args:
+        defaults: every field; false: those that differ from their defaults.
+    """
+    values = plain_values(config, defaults=defaults)
+    return yaml.dump(values, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def plain_values(config: JobConfig) -> dict[str, Any]:
-    """Every field of the resolved config, section by section, as JSON and YAML hold it."""
-    return lay_marks(config.model_dump(mode="json"), config.required)
+def plain_values(config: JobConfig, *, defaults: bool = True) -> dict[str, Any]:
+    """The fields of the resolved config, section by section, as JSON and YAML hold them; `defaults` as of
+    `dump`.
+    """
+    values = config.model_dump(mode="json", exclude_defaults=not defaults)
+    return lay_marks({name: section for name, section in values.items() if section}, config.required)
 
 
 def read_config(path: Path) -> str:
@@ -128,15 +176,21 @@ def read_config(path: Path) -> str:
 
 
 def _neighbours(path: Path) -> str | None:
+    """A hint to a config beside a missing one, or in the folder `configs` there."""
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
-    here = sorted(p.name for pattern in ("*.yaml", "*.yml") for p in path.parent.glob(pattern))
-    if near := nearest(path.stem, (Path(name).stem for name in here)):
-        near = next(name for name in here if Path(name).stem == near)
-        return f"did you mean {path.parent / near}?"
-    more = f" and {len(here) - 8} more" if len(here) > 8 else ""
-    shown = ", ".join(str(path.parent / name) for name in here[:8])
-    return f"there is {shown}{more}" if here else f"no config in {path.parent}"
+    there = [*_configs(path.parent), *_configs(path.parent / "configs")]
+    if near := nearest_file(path.stem, (one.stem for one in there)):
+        return f"did you mean {next(one for one in there if one.stem == near)}?"
+    more = f" and {len(there) - 8} more" if len(there) > 8 else ""
+    shown = ", ".join(map(str, there[:8]))
+    return f"there is {shown}{more}" if there else f"no config in {path.parent}"
+
+
+def _configs(folder: Path) -> list[Path]:
+    """The YAML files in a folder, those that are hidden left out."""
+    files = (one for pattern in ("*.yaml", "*.yml") for one in folder.glob(pattern))
+    return sorted(one for one in files if not one.name.startswith("."))
 
 
 def run_name(path: Path) -> str:

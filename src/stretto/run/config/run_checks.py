@@ -9,17 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from stretto.errors import Problem, StrettoError, nearest
+from stretto.errors import Problem, joined, nearest, nearest_file
 from stretto.run.config.schema import JobConfig
 from stretto.run.config.sources import is_url, megatron_prefix, protocol_problem
 
 
 def raise_first(problems: Sequence[Problem]) -> None:
-    """Raise StrettoError for the first problem, if there is any, and tell how many more there are."""
+    """Raise StrettoError for the first problem, if there is any, with the others after it."""
     if problems:
-        first, others = problems[0], len(problems) - 1
-        more = f"{others} more problem{'s' * (others > 1)} after this one" if others else None
-        raise StrettoError(first.message, hint="; ".join(filter(None, (first.fix, more))) or None)
+        raise joined(problems)
 
 
 def rate_notes(config: JobConfig) -> list[str]:
@@ -36,11 +34,19 @@ def rate_notes(config: JobConfig) -> list[str]:
     return []
 
 
+# other words for the values of checkpoint.resume that name no folder
+_OTHER_WORDS = {
+    "auto": ("latest", "last", "newest", "true", "yes", "on"),
+    "never": ("none", "no", "false", "off", "fresh", "scratch"),
+}
+
+
 def resume(config: JobConfig) -> Iterator[Problem]:
     """A folder to go on from that is not there."""
     wanted = config.checkpoint.resume
     if wanted not in ("never", "auto") and not os.path.isdir(os.path.expanduser(wanted)):
-        near = nearest(wanted, ("never", "auto"))
+        meant = (value for value, words in _OTHER_WORDS.items() if wanted.lower() in words)
+        near = next(meant, None) or nearest(wanted, _OTHER_WORDS)
         fix = f"did you mean {near}?" if near else "never, auto, or a checkpoint's folder"
         yield Problem("checkpoint.resume", wanted, "there is no such folder", fix)
 
@@ -101,6 +107,7 @@ def missing_sources(sources: Sequence[str], builtin: Sequence[str]) -> Iterator[
         if not glob.has_magic(name):
             near = nearest(name, builtin)
             fix = f"did you mean {near}?" if near else beside(path)
+            fix = fix or f"nothing in {path.parent} has such a name; {builtin[0]} is on every machine"
             yield Problem("data.source", name, "there is no such file or folder", fix)
         elif not any(True for _ in glob.iglob(str(path), recursive=True)):
             yield Problem("data.source", name, "the pattern matches no file", "check the folder before it")
@@ -127,6 +134,8 @@ def beside(path: Path, usable: Callable[[Path], bool] = lambda _: True) -> str |
     """A hint to the `usable` entry most like a missing path beside it; hidden entries do not count."""
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
+    if not os.access(path.parent, os.R_OK):
+        return None
     entries = [e for e in path.parent.iterdir() if path.name.startswith(".") or not e.name.startswith(".")]
-    near = nearest(path.name, (entry.name for entry in entries if usable(entry)))
+    near = nearest_file(path.name, (entry.name for entry in entries if usable(entry)))
     return f"did you mean {path.parent / near}?" if near else None

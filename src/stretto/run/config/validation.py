@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 import sys
+from types import NoneType
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from stretto.errors import StrettoError, nearest
+from stretto.errors import StrettoError, joined, nearest
 from stretto.run.config.describe import allowed, choices, takes_only_text
 from stretto.run.config.override import suggest
 from stretto.run.config.schema import TrainConfig
-from stretto.run.config.section import Section, find
+from stretto.run.config.section import Section, find, kinds_of
 from stretto.run.config.source import Source
 
 Path = tuple[Any, ...]
@@ -56,7 +57,7 @@ _SYNONYMS: dict[str, tuple[str, ...]] = {
 def complain(
     error: ValidationError, values: dict[str, Any], source: Source, schema: type[Section] = TrainConfig
 ) -> StrettoError:
-    """The first problem in the order of the file, with the number of the others.
+    """All problems in the order of the file, each with its place.
 
     `values` is what was read from `source`, whole.
     """
@@ -65,12 +66,11 @@ def complain(
         by_field.setdefault(_field(problem, schema), dict(problem))
     # lines of the file in their order, then what has none, such as overrides
     ordered = sorted(by_field.items(), key=lambda item: source.place(item[0]).line or sys.maxsize)
-    (path, problem), others = ordered[0], len(ordered) - 1
-    message, hint = _words(path, problem, values, schema)
-    more = f"{others} more problem{'s' * (others > 1)} after this one" if others else None
-    return StrettoError(
-        f"{source.place(path)}: {message}", hint="; ".join(filter(None, (hint, more))) or None
-    )
+    problems = list[StrettoError]()
+    for path, problem in ordered:
+        message, hint = _words(path, problem, values, schema)
+        problems.append(StrettoError(f"{source.place(path)}: {message}", hint=hint))
+    return joined(problems)
 
 
 def _field(problem: Any, schema: type[Section]) -> Path:
@@ -117,7 +117,10 @@ def _fix(field: FieldInfo, value: Any) -> str | None:
     if takes_only_text(field) and isinstance(value, int | float):
         return f"write it in quotes: '{value}'"
     if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off"):
-        return "write true or false"
+        if bool in kinds_of(field):
+            return "write true or false"
+        if value.lower() in ("no", "off") and NoneType in kinds_of(field):
+            return "write null"
     if isinstance(value, str) and re.fullmatch(r"[0-9]+(_[0-9]+)+", value):
         return f"write {value.replace('_', '')}"
     if isinstance(value, float) and value.is_integer() and "whole number" in allowed(field):
