@@ -46,6 +46,12 @@ def migrate(
     devices: Annotated[
         int | None, typer.Option(min=1, help="Processes, in place of what the script says.")
     ] = None,
+    program: Annotated[
+        str | None,
+        typer.Option(
+            help="gpt: the script's program, whose name is not known, trains as pretrain_gpt.py does."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Turn a script of Megatron-LM into a config, and tell of each of its arguments what became of it.
@@ -58,9 +64,13 @@ def migrate(
     from stretto.run.frameworks.migrate import migrate as migrated
     from stretto.run.frameworks.registry import framework
 
+    if program not in (None, "gpt"):
+        raise StrettoError(f"--program is {program!r}", hint="gpt is read; leave it out for pretrain_gpt.py")
     request = _request(words)
     known = framework("megatron")
-    start = Start(devices=devices, wins=True, words=request.words, variables=request.variables)
+    start = Start(
+        devices=devices, wins=True, words=request.words, variables=request.variables, program=program
+    )
     name = run_name(request.path if out is None else out)
     made = migrated(known, request.text, request.source, start, request.overrides, name=name)
     if out is not None:

@@ -416,7 +416,9 @@ def test_a_json_that_the_script_writes_itself_is_read() -> None:
     script = f"BATCH=8\nDS=./ds.json\ncat <<EOT > $DS\n{written}\nEOT\n"
     made = moved(f"{script}deepspeed --num_gpus 8 pretrain_gpt.py {arguments} --global-batch-size $BATCH")
     assert (made.lost, config_of(made).dp.mode) == ({}, "zero2")
-    made = moved(f"DS=ds.json\ncat <<EOT > $DS\n{written}\nEOT\ndeepspeed --num_gpus 8 p.py {arguments}")
+    made = moved(
+        f"DS=ds.json\ncat <<EOT > $DS\n{written}\nEOT\ndeepspeed --num_gpus 8 pretrain_gpt.py {arguments}"
+    )
     assert "nothing tells what BATCH is in ds.json" in made.lost["deepspeed_config"]
 
 
@@ -475,6 +477,80 @@ def test_indexed_datasets_and_their_mixture_are_written_and_come_back(tmp_path: 
         config = base.model_copy(update={"data": base.data.model_copy(update={"source": source})})
         text = emit(MEGATRON, job_of(config), config)
         assert config_of(moved(text)).data.source == source
+
+
+@pytest.mark.parametrize(
+    ("program", "trained"),
+    [
+        ("pretrain_bert.py", "BERT"),
+        ("pretrain_t5.py", "T5"),
+        ("/opt/Megatron-LM/pretrain_mamba.py", "Mamba"),
+        ("pretrain_hybrid.py", "hybrids"),
+        ("$MEGATRON/pretrain_vision_classify.py", "models of images"),
+        ("pretrain_retro.py", "Retro"),
+        ("pretrain_vlm.py", "models of text and images"),
+        ("examples/multimodal/train.py", "models of text and images"),
+        ("train_rl.py", "models by rewards"),
+    ],
+)
+def test_programs_that_train_something_else_are_refused_by_name(program: str, trained: str) -> None:
+    script = f"torchrun --nproc-per-node 8 {program} {SIZES} {RUN} {NONE}"
+    for said in (None, "gpt"):
+        with pytest.raises(StrettoError, match=f"trains {trained}.*only scripts of pretrain_gpt.py are read"):
+            migrate(MEGATRON, script, "run.sh", Start(program=said))
+
+
+def test_a_program_of_another_name_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"torchrun --nproc-per-node 8 train_mine.py {SIZES} {RUN} {NONE}")
+    assert run(["migrate", str(script)]) == 2
+    assert "nothing tells what train_mine.py trains" in (error := capsys.readouterr().err)
+    assert "--program gpt" in error
+    assert run(["migrate", str(script), "--program", "gpt", "--out", str(tmp_path / "mine.yaml")]) == 0
+    assert run(["migrate", str(script), "--program", "bert"]) == 2
+
+
+LAUNCH = f"torchrun --nproc-per-node 8 pretrain_gpt.py {SIZES} {RUN} {NONE}\n"
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        "for log in logs/*; do ARGS+=(--bf16); done",
+        "case $X in a) ARGS=(--bf16) ;; esac",
+        "while read line; do ARGS+=(--bf16); done < log",
+        "echo 'never ended",
+    ],
+)
+def test_what_stands_behind_the_launch_is_passed_over_with_a_note(behind: str) -> None:
+    made = moved(f"{LAUNCH}{behind}\n")
+    assert (made.lost, config_of(made).model.layers) == ({}, 4)
+    assert "run.sh:2: " in made.notes[0]
+    assert "behind the launch, and is passed over" in made.notes[0]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        f"for lr in 1 2; do\n{LAUNCH}done",
+        f"{LAUNCH}for lr in 1 2; do\n{LAUNCH}done",
+        f"{LAUNCH}for lr in 1 2; do torchrun $PROGRAM; done",
+    ],
+)
+def test_a_loop_around_a_launch_is_refused(script: str) -> None:
+    with pytest.raises(StrettoError, match="for is not read"):
+        moved(script)
+
+
+def test_of_two_launches_the_last_is_read_with_a_note() -> None:
+    made = moved(LAUNCH + LAUNCH.replace("--num-layers 4", "--num-layers 6"))
+    assert config_of(made).model.layers == 6
+    assert made.notes == ["run.sh starts 2 trainings: the last is read"]
+
+
+def test_without_a_length_of_samples_no_script_is_read() -> None:
+    with pytest.raises(StrettoError, match=r"run\.sh lacks --seq-length"):
+        moved(LAUNCH.replace("--seq-length 32", ""))
 
 
 def test_a_job_that_is_not_legal_is_an_error() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from stretto.errors import StrettoError
-from stretto.run.frameworks.shell import commands, parameters, unknown_in
+from stretto.run.frameworks.shell import commands, parameters
+from stretto.run.frameworks.shell_values import unknown_in
 
 
 def said(text: str, *words: str, **variables: str) -> list[str]:
@@ -129,3 +130,86 @@ def test_arguments_that_may_be_there_or_not_are_an_error(text: str, message: str
     with pytest.raises(StrettoError) as caught:
         said(text)
     assert message.replace("`if ", "`") in caught.value.message.replace("`if ", "`")
+
+
+TRAIN = 'train() {\n  local EXTRA=--x\n  torchrun pretrain_gpt.py "$@" $1 $EXTRA\n}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "out"),
+    [
+        (f"{TRAIN}train --lr '1 e'", "torchrun pretrain_gpt.py --lr 1 e --lr --x"),
+        (f"EXTRA=--y\n{TRAIN}train --lr\necho $EXTRA $1", "echo --y mine"),
+        ("function f { echo $1; }; f a", "echo a"),
+        ("f () { A=$1; return; A=5; }\nf 3\necho $A", "echo 3"),
+        ('f() { if [ "$1" = a ]; then\n{ A=1; }\nfi; }\nf a\necho $A', "echo 1"),
+        ("f() { A=5; }\nA=1\necho $A", "echo 1"),
+        ("A=1; [ 1 -eq 2 ] && { echo no; A=5; }\necho $A", "echo 1"),
+        ("A=1; [ 1 -eq 2 ] || { echo no; A=5; }\necho $A", "echo 5"),
+        ("A=1; if [ $A = 1 ]; then [ $A = 1 ] && [ $A = 2 ] && A=3; A=4; fi\necho $A", "echo 4"),
+        ("set -- a b; shift; echo $@", "echo b"),
+        ("set -ex; echo $@", "echo mine"),
+        ('eval "A=3"; echo $A', "echo 3"),
+        (": ${A:=4}; echo $A", "echo 4"),
+        ("echo $((-7 / 2)) $((-7 % 3))", "echo -3 -1"),
+        ('A="x\\"y"; cat <<EOF > f\n\\"$A\nEOF\necho $A', 'echo x"y'),
+    ],
+)
+def test_functions_and_builtins_do_what_they_do_in_bash(text: str, out: str) -> None:
+    assert said(text, "mine")[-1] == out
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'for B in a b; do [ -z "$B" ] && A=1; done',
+        'A=$(nvidia-smi -L | wc -l); if [ -z "$A" ]; then A=8; fi',
+        "A=3; [[ $X == y* ]] && A=1",
+        "A=3; read A",
+        "A=3; let A=A+1",
+        "A=3; A[1]=4",
+        "A=3; unset A",
+        "f() { A=4; }; A=3; if [ -d /x ]; then f; fi",
+    ],
+)
+def test_what_is_set_where_nothing_tells_is_unknown(text: str) -> None:
+    assert unknown_in(said(f"{text}\necho $A")[-1]) is not None
+
+
+def test_a_command_with_blanks_is_one_unknown() -> None:
+    words = list(commands("N=$(nvidia-smi -L | wc -l)\ntorchrun --n $N", "run.sh"))[-1].words
+    assert (len(words), unknown_in(words[2])) == (3, "$(nvidia-smi -L | wc -l)")
+
+
+def test_what_a_script_leaves_to_others_is_noted() -> None:
+    notes = list[str]()
+    list(commands('source env.sh\n[ -z "$A" ] && exit 1\necho on', "run.sh", notes=notes))
+    assert notes == [
+        "run.sh:1: env.sh is not read: what it sets is not known",
+        "run.sh:2: the script ends there as it is started, and is read on: exit 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('echo "a ` b"', "run.sh:1: a quote ` that does not end"),
+        ("echo on\necho a\0b", "run.sh:2: a NUL byte"),
+        ("echo ${A:-'x}", "run.sh:1: a quote ' that does not end"),
+        ("x" * (1 << 20) + "x", "run.sh has 1,048,577 characters"),
+        ("A=xxxxxxxx\n" + "A=$A$A$A$A$A$A$A$A$A\n" * 9, "more than 4,194,304 characters"),
+        ("A=(x)\n" + 'A+=("${A[@]}" "${A[@]}")\n' * 40, "more than 4,194,304 characters"),
+        ("echo " + "${A:-" * 3000 + "}" * 3000, "in each other, over 40 deep"),
+        ("f() { f; }\nf", "in each other, over 40 deep"),
+        ('A=\'eval "$A"\'\neval "$A"', "in each other, over 40 deep"),
+        ("\n".join(f"f{i}() {{ f{i - 1}; f{i - 1}; }}" for i in range(1, 35)) + "\nf34", "characters"),
+        ("A=$((" + "9*" * 400 + "9))", "is not read"),
+        ("f() {\necho", "the function f does not end"),
+        ("f() ( echo )", "a function without { ... } is not read"),
+    ],
+)
+def test_a_script_that_is_none_is_one_error(text: str, message: str) -> None:
+    with pytest.raises(StrettoError) as caught:
+        said(text)
+    assert message in caught.value.message
+    assert len(str(caught.value)) < 4300

@@ -63,6 +63,13 @@ class Former:
 
 
 @dataclass(frozen=True)
+class Remark:
+    """No setting: what of the text is not as it may look, in a sentence."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class NamedFile:
     """A setting that names a file of another framework's.
 
@@ -118,12 +125,14 @@ class Start:
         wins: `devices` is right whatever the text says.
         words: behind the script's name.
         variables: of the environment.
+        program: what it trains, "gpt", where its program's name does not tell.
     """
 
     devices: int | None = None
     wins: bool = False
     words: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict[str, str])
+    program: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -497,7 +506,7 @@ def read(
         if isinstance(value, NamedFile):
             hint = "`stretto migrate` reads it; predict takes the config that this makes"
             raise StrettoError(f"{source}: --{name} {value.path} is a file that is not priced", hint=hint)
-        if name in known or name.startswith("$") or isinstance(value, Former):
+        if name in known or name.startswith("$") or isinstance(value, Former | Remark):
             continue
         if (why := framework.why_unread(name)) is not None:
             raise StrettoError(f"{source}: {name} is {shown(value)}: {why}", hint=f"leave {name} out")
@@ -507,7 +516,9 @@ def read(
             hint = f"did you mean {near}?" if near else None
             raise StrettoError(f"{source}: {framework.title} has no {name}", hint=hint)
         ignored.setdefault(why, []).append(name)
-    settings = {name: value for name, value in parsed.items() if not isinstance(value, Former | Unread)}
+    settings = {
+        name: value for name, value in parsed.items() if not isinstance(value, Former | Unread | Remark)
+    }
     values = dict[str, Any]()
     for rule in framework.rules:
         if rule.read is not None:
@@ -526,6 +537,7 @@ def read(
         assumptions=framework.assumptions_of(settings),
         ignored={why: tuple(names) for why, names in ignored.items()},
         remarks=(
+            *(value.text for value in parsed.values() if isinstance(value, Remark)),
             *framework.remarks(settings),
             *(
                 f"nothing tells what {name} holds: it is taken to be empty"

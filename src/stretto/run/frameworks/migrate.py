@@ -20,7 +20,7 @@ from stretto.run.config.section import find
 from stretto.run.config.source import CoreDumper
 from stretto.run.config.written import model_section
 from stretto.run.frameworks.choices import RUN_DEFAULTS, job_from
-from stretto.run.frameworks.mapping import Former, Framework, NamedFile, Settings, Start, Unread
+from stretto.run.frameworks.mapping import Former, Framework, NamedFile, Remark, Settings, Start, Unread
 from stretto.spec.initial import Initial
 from stretto.spec.rules import problems
 
@@ -95,7 +95,9 @@ def migrate(
             made.needless.setdefault(f"read as {value.instead}", []).append(setting)
         elif isinstance(value, Unread):
             made.lost[setting] = f"{value.error.message.removeprefix(f'{source}: ')}{_hint(value.error)}"
-    other = Former | Unread | NamedFile
+        elif isinstance(value, Remark):
+            made.notes.append(value.text)
+    other = Former | Unread | NamedFile | Remark
     settings = {key: value for key, value in parsed.items() if not isinstance(value, other)}
     values = _read(framework, settings, made)
     for setting, value in parsed.items():

@@ -2,29 +2,30 @@
 
 Understood is what scripts that start training are made of: assignments, arrays, quotes, continued lines,
 `$NAME`, `${NAME}`, `${NAME:-default}`, `"${NAME[@]}"`, `$((arithmetic))` on whole numbers, `&&`, `||` and
-`if` with simple tests, documents (`<<EOF`) and texts (`bash -c`) that hold commands. Nothing is executed:
-what a command would print stays unknown, and so does what is assigned where nothing tells whether it is, as
-in a loop.
+`if` with simple tests, functions, documents (`<<EOF`) and texts (`bash -c`) that hold commands. Nothing is
+executed: what a command would print stays unknown, and so does what is assigned where nothing tells whether
+it is, as in a loop.
 """
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 
 from stretto.errors import StrettoError
+from stretto.run.frameworks.shell_expansion import Expansion, Value
 from stretto.run.frameworks.shell_options import written_out
+from stretto.run.frameworks.shell_values import MARK, decided, unknown
 from stretto.run.frameworks.shell_words import ASSIGNED, HINT, Document, Statement, statements
 
-_NAME = re.compile(r"[A-Za-z_]\w*")
 _DECLARING = ("export", "declare", "local", "readonly", "typeset")
 _LOOPS = ("for", "while", "until", "case", "select")
+# builtins that give variables values which nothing here tells
+_FILLING = ("let", "read", "mapfile", "readarray", "unset", "printf", "getopts")
 _SHELLS = ("bash", "sh", "zsh", "/bin/bash", "/bin/sh", "sbatch")
-Value = str | list[str]
+_LAUNCH = re.compile(r"pretrain\w*\.py|\btorchrun\b|\btorch\.distributed\b")
+_LONGEST = 1 << 20  # characters of a script
 
 
 @dataclass(frozen=True)
@@ -42,32 +43,54 @@ class Command:
     document: str | None = None
 
 
-def unknown_in(word: str) -> str | None:
-    """What is unknown in an expanded word: the name of a variable, or a command."""
-    start = word.find(_MARK)
-    return None if start < 0 else word[start + 1 : word.index(_MARK, start + 1)]
+_CLOSING = ("then", "else", "fi", "elif", "do", "done", "esac", "{", "}")
 
 
-_CLOSING = ("then", "else", "fi", "elif", "do", "done", "esac")
-_MARK = "\x00"  # around what is unknown, inside of words
-
-
-def commands(text: str, source: str, known: Mapping[str, Value] | None = None) -> Iterator[Command]:
+def commands(
+    text: str,
+    source: str,
+    known: Mapping[str, Value] | None = None,
+    launches: Callable[[Command], bool] = lambda _: False,
+    notes: list[str] | None = None,
+) -> Iterator[Command]:
     """All commands of a script, in order, but those in branches that are not taken.
 
     Args:
         known: variables that the script is started with, its positional parameters ("1", "@") among them.
+        launches: whether a command is what the script is read for: statements behind it that are not
+            understood are passed over, unless they launch something themselves.
+        notes: takes what is passed over, in sentences.
 
     Raises:
         StrettoError: quotes or brackets that do not end, or arguments that are put together where nothing
-            tells whether they are: in a loop, or after a test that cannot be decided.
+            tells whether they are: in a loop, or after a test that cannot be decided; or a script that is too
+            long, or makes too much of itself.
     """
-    run = _Run(source, {**batch_variables(text), "0": source, "BASH_SOURCE": [source]})
+    if len(text) > _LONGEST:
+        raise StrettoError(f"{source} has {len(text):,} characters: {_LONGEST:,} are read", hint=HINT)
+    if MARK in text:
+        line = text.count("\n", 0, text.index(MARK)) + 1
+        raise StrettoError(f"{source}:{line}: a NUL byte", hint="give a script of bash, which is text")
+    run = _Run(source=source, variables={**batch_variables(text), "0": source, "BASH_SOURCE": [source]})
+    run.notes = run.notes if notes is None else notes
     run.variables |= parameters(()) if known is None else known
     words = run.variables.get("@", [])
     text = written_out(text, source, words if isinstance(words, list) else [words])
-    for statement in statements(text, source):
-        yield from run.step(statement)
+    left, launched = statements(text, source), False
+    while True:
+        statement = None
+        try:
+            if (statement := next(left, None)) is None:
+                break
+            for command in run.step(statement):
+                launched = launched or launches(command)
+                yield command
+        except StrettoError as error:
+            if not launched or (statement is not None and _LAUNCH.search(str(statement.words))):
+                raise
+            run.note(f"{error.message}: it stands behind the launch, and is passed over")
+    if run.defining is not None:
+        raise StrettoError(f"{source}: the function {run.defining} does not end", hint=HINT)
 
 
 def parameters(words: Sequence[str]) -> dict[str, Value]:
@@ -96,58 +119,64 @@ def batch_variables(text: str) -> dict[str, Value]:
 # ------------------------------------------------------------------ values
 
 
-class _Fields:
-    """The words that one word of a script becomes."""
-
-    def __init__(self) -> None:
-        self.words = list[str]()
-
-    def add(self, text: str) -> None:
-        """Lengthen the last word."""
-        self.words[-1:] = [(self.words[-1] if self.words else "") + text]
-
-    def add_each(self, texts: list[str]) -> None:
-        """Lengthen the last word by the first text; the others are words of their own."""
-        if texts:
-            self.add(texts[0])
-            self.words += texts[1:]
-
-
 @dataclass
 class _Branch:
-    """A branch of `if`, or a loop.
+    """A branch of `if`, a loop, or a group in braces.
 
     Attributes:
         taken: now; None: nothing tells.
         any: whether one of the branches so far was taken.
         why: nothing tells, as an error.
+        tested: the test is over.
     """
 
     taken: bool | None
     any: bool
     why: StrettoError | None = None
+    tested: bool = False
 
 
-@dataclass
-class _Run:
-    """Variables so far, and which branches of `if` are taken."""
+@dataclass(kw_only=True)
+class _Run(Expansion):
+    """Which branches of `if` are taken, and which functions there are."""
 
-    source: str
-    variables: dict[str, Value]
     branches: list[_Branch] = field(default_factory=list[_Branch])
     last: bool | None = True  # the outcome of the statement before
+    functions: dict[str, list[Statement]] = field(default_factory=dict[str, list[Statement]])
+    defining: str | None = None  # the function whose statements come
+    braces: int = 0  # of it that are open
+    returned: bool = False  # from the function that is run
+    local: set[str] = field(default_factory=set[str])  # its variables
+    notes: list[str] = field(default_factory=list[str])
+
+    def note(self, text: str) -> None:
+        """Add a sentence, once."""
+        if text not in self.notes:
+            self.notes.append(text)
 
     def step(self, statement: Statement) -> Iterator[Command]:
         """The commands of one statement."""
         words, line = statement.words, statement.line
+        self.spend(1 + sum(map(len, words)), line)
+        if self.defining is not None:
+            self._define(self.defining, statement)
+            return
+        if self.returned:
+            return
         while words and isinstance(words[0], str) and words[0] in _CLOSING:
-            words = self._branch(words, line)
+            if words[0] == "{":
+                self.branches.append(self._group(statement))
+                statement, words = replace(statement, join=""), words[1:]
+            else:
+                words = self._branch(words, line)
         if not words:
             return
         first = words[0]
-        if first == "if" or first in _LOOPS:
+        if first == "function" or "()" in words[1:2]:
+            self._begin(words, statement)
+        elif first == "if" or first in _LOOPS:
             self._open(words, line)
-        elif statement.join and self.branches and self.branches[-1].why is None and first in ("[", "[["):
+        elif statement.join and first in ("[", "[[") and self._further():
             self._joined(words, statement)
         elif any(branch.taken is False for branch in self.branches):
             return
@@ -155,6 +184,52 @@ class _Run:
             self._perhaps(words, why)
         elif not statement.join or (self.last if statement.join == "&&" else not self.last):
             yield from self._run(words, statement)
+
+    def _begin(self, words: tuple[str | list[str], ...], statement: Statement) -> None:
+        """Begin a function."""
+        name, *body = [word for word in words if word not in ("function", "()")]
+        if not isinstance(name, str) or (body and body[0] != "{"):
+            what = f"{self.source}:{statement.line}: a function without {{ ... }} is not read"
+            raise StrettoError(what, hint=HINT)
+        if (why := next((branch.why for branch in self.branches if branch.taken is None), None)) is not None:
+            raise why
+        self.defining, self.braces = name, 0
+        if all(branch.taken for branch in self.branches):
+            self.functions[name] = []
+        if body:
+            self._define(name, replace(statement, words=tuple(body)))
+
+    def _define(self, name: str, statement: Statement) -> None:
+        """Take a statement into a function, up to the brace that ends it."""
+        words = statement.words
+        if self.braces == 0 and words[0] != "{":
+            what = f"{self.source}:{statement.line}: a function without {{ ... }} is not read"
+            raise StrettoError(what, hint=HINT)
+        first = self.braces == 0
+        self.braces += words.count("{") - words.count("}")
+        words = words[1:] if first else words
+        if self.braces <= 0:
+            self.defining = None
+            words = words[: words.index("}")] if "}" in words else words
+        if words and all(branch.taken for branch in self.branches):
+            self.functions[name].append(replace(statement, words=words))
+
+    def _call(self, words: Sequence[str], line: int) -> Iterator[Command]:
+        """The commands of a function, with parameters and local variables of its own."""
+        before, outer = dict(self.variables), (self.local, self.branches)
+        self.spend(len(before), line)
+        self.local, self.branches = set(), []
+        self._position(words[1:])
+        yield from self._nested(self.functions[words[0]], line)
+        again = [name for name in self.variables if name.isdecimal()] + [*"@*#", *self.local]
+        self.variables = {name: value for name, value in self.variables.items() if name not in again}
+        self.variables |= {name: before[name] for name in before if name in again or name.isdecimal()}
+        (self.local, self.branches), self.returned = outer, False
+
+    def _nested(self, inside: Iterable[Statement], line: int) -> Iterator[Command]:
+        with self.deeper(line):
+            for statement in inside:
+                yield from self.step(statement)
 
     def _run(self, words: tuple[str | list[str], ...], statement: Statement) -> Iterator[Command]:
         """A statement that is carried out: a test has an outcome, anything else succeeds."""
@@ -192,7 +267,7 @@ class _Run:
         if words[0] == "while":
             self._decide(branch, words[1:], line)
         elif words[0] in ("for", "select") and isinstance(words[1], str):
-            self.variables[words[1]] = _unknown(words[1])
+            self.variables[words[1]] = unknown(words[1])
         if branch.taken is not False:
             why = StrettoError(f"{self.source}:{line}: {words[0]} is not read", hint=HINT)
             branch = _Branch(None, True, why)
@@ -205,6 +280,20 @@ class _Run:
             branch.taken, branch.why = None, error
         branch.any = branch.any or branch.taken is not False
 
+    def _group(self, statement: Statement) -> _Branch:
+        """A group in braces, which may stand behind && or ||."""
+        if not all(branch.taken for branch in self.branches):
+            return replace(
+                next(branch for branch in self.branches if not branch.taken), any=True, tested=True
+            )
+        why = self._undecided(statement)
+        taken = None if why else not statement.join or self.last is (statement.join == "&&")
+        return _Branch(taken, True, why, tested=True)
+
+    def _further(self) -> bool:
+        """Whether the test of an `if` is not over."""
+        return bool(self.branches) and self.branches[-1].why is None and not self.branches[-1].tested
+
     def _joined(self, words: tuple[str | list[str], ...], statement: Statement) -> None:
         """A further test of the `if` before, behind && or ||."""
         branch = self.branches[-1]
@@ -214,7 +303,10 @@ class _Run:
 
     def _perhaps(self, words: tuple[str | list[str], ...], why: StrettoError) -> None:
         """What may be carried out or not: a variable is unknown from there, and arguments are an error."""
-        if words and words[0] in ("echo", "printf"):
+        if words and words[0] == "echo":
+            return
+        if words and isinstance(words[0], str) and (words[0] in _FILLING or words[0] in self.functions):
+            self._fill(words, why)
             return
         for word in words:
             if isinstance(word, list):
@@ -223,25 +315,40 @@ class _Run:
             if match is not None:
                 if "--" in word or isinstance(self.variables.get(match[1]), list):
                     raise why
-                self.variables[match[1]] = _unknown(match[1])
-            elif re.search(r"pretrain\w*\.py", word):
+                self.variables[match[1]] = unknown(match[1])
+            elif _LAUNCH.search(word):
                 raise why
+
+    def _fill(self, words: Sequence[str | list[str]], why: StrettoError) -> None:
+        """Forget what a builtin, or a function that may be run or not, gives values to."""
+        if words[0] in self.functions:
+            with self.deeper(0):
+                for statement in self.functions[str(words[0])]:
+                    self.spend(1 + len(statement.words), statement.line)
+                    self._perhaps(statement.words, why)
+        elif words[0] != "printf" or words[1:2] == ("-v",):
+            for word in words[1:]:
+                match = re.match(r"[\"']?([A-Za-z_]\w*)", str(word))
+                if match is not None:
+                    self.variables[match[1]] = unknown(match[1])
 
     def _branch(self, words: tuple[str | list[str], ...], line: int) -> tuple[str | list[str], ...]:
         word, rest = words[0], words[1:]
         if word in ("then", "do"):
+            if self.branches:
+                self.branches[-1].tested = True
             return rest
         if not self.branches:
             raise StrettoError(f"{self.source}:{line}: {word} without if", hint=HINT)
         last = self.branches[-1]
-        if word in ("fi", "done", "esac"):
+        if word in ("fi", "done", "esac", "}"):
             self.branches.pop()
         elif last.why is not None:
             return () if word == "elif" else rest
         elif word == "else":
             last.taken, last.any = not last.any, True
         else:
-            last.taken = False
+            last.taken = last.tested = False
             if not last.any and all(branch.taken for branch in self.branches[:-1]):
                 self._decide(last, rest, line)
             return ()
@@ -252,18 +359,23 @@ class _Run:
     ) -> Iterator[Command]:
         """Assignments change variables; any other command is handed on."""
         rest = list(words)
+        local = rest[0] == "local"
         while rest and (isinstance(rest[0], list) or rest[0] in _DECLARING or ASSIGNED.match(rest[0])):
             word = rest.pop(0)
             if isinstance(word, list):
-                self._assign_array(word, line)
+                self._assign_array(word, line, local)
             elif word not in _DECLARING:
-                self._assign(word, line)
+                self._assign(word, line, local)
         plain = _unredirected([word for word in rest if isinstance(word, str)])
         if not plain:
             return
-        expanded = self._expanded(plain, line)
-        if expanded and expanded[0] == "shift":
-            self._shift(expanded[1:])
+        expanded = self.expanded(plain, line)
+        if not expanded:
+            return
+        if self._built_in(expanded, line):
+            return
+        if expanded[0] in self.functions:
+            yield from self._call(expanded, line)
             return
         inside = self._inside(expanded, document, line)
         if inside is None:
@@ -272,24 +384,43 @@ class _Run:
             yield Command(tuple(expanded), line, to, text)
             return
         outer = () if document is not None and expanded[0] == "cat" else tuple(expanded)
-        for statement in statements(inside, self.source):
-            for command in self.step(statement):
-                yield Command((*outer, *command.words), line)
+        for command in self._nested(statements(inside, self.source), line):
+            yield Command((*outer, *command.words), line)
 
-    def _shift(self, words: Sequence[str]) -> None:
-        """Leave out the first words that the script was started with."""
-        count = int(words[0]) if words and words[0].isdecimal() else 1
-        left = self.variables.get("@", [])
-        kept = (left if isinstance(left, list) else [left])[count:]
+    def _built_in(self, words: Sequence[str], line: int) -> bool:
+        """Whether it is a builtin; does what that does to variables, or notes that nothing tells."""
+        first, at = words[0], f"{self.source}:{line}"
+        if first == "shift":
+            count = int(words[1]) if words[1:] and words[1].isdecimal() else 1
+            left = self.variables.get("@", [])
+            self._position((left if isinstance(left, list) else [left])[count:])
+        elif first == "set" and words[1:] and ("--" in words or not words[1].startswith(("-", "+"))):
+            self._position(words[words.index("--") + 1 :] if "--" in words else words[1:])
+        elif first == "return":
+            self.returned = self.depth > 0
+        elif first == "exit":
+            self.note(f"{at}: the script ends there as it is started, and is read on: {' '.join(words)}")
+        elif first in ("source", "."):
+            self.note(f"{at}: {' '.join(words[1:2])} is not read: what it sets is not known")
+        elif first in _FILLING:
+            self._fill(words, StrettoError(f"{at}: {first} is not read", hint=HINT))
+        elif (match := re.match(r"([A-Za-z_]\w*)\[[^]]*\]\+?=", first)) is not None:  # an element of an array
+            self.variables[match[1]] = unknown(match[1])
+        else:
+            return False
+        return True
+
+    def _position(self, words: Sequence[str]) -> None:
+        """Make these the positional parameters."""
         for name in [name for name in self.variables if name.isdecimal() and name != "0"]:
             del self.variables[name]
-        self.variables |= parameters(kept)
+        self.variables |= parameters(words)
 
     def _text(self, document: Document, line: int) -> str:
         """The lines of a document, with the variables that it puts in."""
         if document.plain:
             return document.text
-        value, _ = self._double(document.text.replace('"', '\\"') + '"', 0, line)
+        value, _ = self.double(document.text, 0, line, "")
         return " ".join(value) if isinstance(value, list) else value
 
     def _written_to(self, words: Sequence[str | list[str]], line: int) -> str | None:
@@ -298,15 +429,19 @@ class _Run:
         for at, word in enumerate(plain):
             if word.startswith(">") and not word.startswith(">&"):
                 name = word.lstrip(">") or "".join(plain[at + 1 : at + 2])
-                return "".join(self._fields(name, line, split=False)) or None
+                return "".join(self.fields(name, line, split=False)) or None
         return None
 
     def _inside(self, words: list[str], document: Document | None, line: int) -> str | None:
         """The commands that a command is given as a text (`bash -c TEXT`) or as a document."""
         if document is not None:
             text = self._text(document, line)
-            holds = re.search(r"\bpretrain\w*\.py\b|\btorchrun\b", text) is not None
+            holds = _LAUNCH.search(text) is not None
             return text if holds or any(word in _SHELLS for word in words) else None
+        if words[0] == "eval":
+            inside = " ".join(words[1:])
+            del words[:]
+            return inside
         shell = next((at for at, word in enumerate(words) if word in _SHELLS), None)
         if shell is None or "-c" not in words[shell:-1]:
             return None
@@ -314,134 +449,32 @@ class _Run:
         del words[shell:]
         return inside
 
-    def _assign(self, word: str, line: int) -> None:
+    def _assign(self, word: str, line: int, local: bool) -> None:
         match = ASSIGNED.match(word)
         assert match
-        value = "".join(self._fields(word[match.end() :], line, split=False))
+        self.local |= {match[1]} if local else set()
+        value = "".join(self.fields(word[match.end() :], line, split=False))
         before = self.variables.get(match[1], "")
         if match[2]:
             value = (" ".join(before) if isinstance(before, list) else before) + value
+            self.spend(len(value), line)
         self.variables[match[1]] = value
 
-    def _assign_array(self, words: list[str], line: int) -> None:
+    def _assign_array(self, words: list[str], line: int, local: bool) -> None:
         match = ASSIGNED.match(words[0])
         assert match
+        self.local |= {match[1]} if local else set()
         before = self.variables.get(match[1], []) if match[2] else []
         start = before if isinstance(before, list) else [before]
-        self.variables[match[1]] = [*start, *self._expanded(words[1:], line)]
-
-    def _expanded(self, words: list[str], line: int) -> list[str]:
-        return [field for word in words for field in self._fields(word, line)]
-
-    def _fields(self, word: str, line: int, split: bool = True) -> list[str]:
-        """The words that one becomes: quotes removed, variables put in, unquoted values split at blanks."""
-        made, at = _Fields(), 0
-        while at < len(word):
-            letter = word[at]
-            if letter == "'":
-                end = word.index("'", at + 1)
-                made.add(word[at + 1 : end])
-                at = end + 1
-            elif letter == '"':
-                text, at = self._double(word, at + 1, line)
-                if isinstance(text, list):  # "${ARRAY[@]}": one word for each item
-                    made.add_each(text)
-                else:
-                    made.add(text)
-            elif letter == "\\":
-                made.add(word[at + 1 : at + 2].strip("\n"))
-                at += 2
-            elif letter in "$`":
-                value, at = self._value(word, at, line)
-                text = " ".join(value) if isinstance(value, list) else value
-                made.add_each(text.split() if split else [text])
-            else:
-                made.add(letter)
-                at += 1
-        return made.words
-
-    def _double(self, word: str, at: int, line: int) -> tuple[Value, int]:
-        """The inside of double quotes, from behind the first one, and the place behind the last."""
-        text = ""
-        while word[at] != '"':
-            if word[at] == "\\":
-                following = word[at + 1]
-                text += "" if following == "\n" else following if following in '"\\$`' else f"\\{following}"
-                at += 2
-            elif word[at] in "$`":
-                value, at = self._value(word, at, line)
-                if isinstance(value, list):
-                    if not text and word[at] == '"':
-                        return value, at + 1
-                    value = " ".join(value)
-                text += value
-            else:
-                text += word[at]
-                at += 1
-        return text, at + 1
-
-    def _value(self, word: str, at: int, line: int) -> tuple[Value, int]:
-        """What begins with $ or `, and the place behind it."""
-        if word[at] == "`":
-            end = word.index("`", at + 1)
-            return _unknown(word[at : end + 1]), end + 1
-        if word.startswith("$((", at) and "))" in word[at:]:
-            end = word.index("))", at)
-            return self._arithmetic(word[at + 3 : end], line), end + 2
-        if word.startswith(("${", "$("), at):
-            end = _closing(word, at + 1)
-            inside = word[at + 2 : end]
-            if word[at + 1] == "(":
-                return _unknown(f"$({inside})"), end + 1
-            return self._parameter(inside, line), end + 1
-        match = _NAME.match(word, at + 1)
-        if match:
-            return self.variables.get(match[0], _unknown(match[0])), match.end()
-        if word[at + 1 : at + 2] and word[at + 1] in "0123456789@*#?$!-":
-            return self.variables.get(word[at + 1], _unknown(f"${word[at + 1]}")), at + 2
-        return "$", at + 1
-
-    def _parameter(self, inside: str, line: int) -> Value:
-        """`${...}`: a variable, an array, or a default."""
-        cut = re.fullmatch(r"([A-Za-z_]\w*|\d+)(##?|%%?)(.+)", inside, re.DOTALL)
-        if cut is not None and isinstance(whole := self.variables.get(cut[1]), str):
-            return _cut(whole, cut[2], "".join(self._fields(cut[3], line, split=False)))
-        match = re.fullmatch(r"([A-Za-z_]\w*|\d+)(\[(?:[@*]|\d+)\])?(?:(:?[-=?+])(.*))?", inside, re.DOTALL)
-        if match is None:
-            return _unknown(f"${{{inside}}}")
-        value = self.variables.get(match[1])
-        place = (match[2] or "").strip("[]")
-        if place.isdecimal() and isinstance(value, list):
-            value = value[int(place)] if int(place) < len(value) else None
-        operation = match[3] or ""
-        if operation.endswith(("-", "=")) and (value is None or (operation[0] == ":" and not value)):
-            return " ".join(self._fields(match[4], line, split=False))
-        if operation.endswith("+"):
-            return " ".join(self._fields(match[4], line, split=False)) if value else ""
-        if value is None:
-            return [] if place in ("@", "*") else _unknown(match[1])
-        return value
-
-    def _arithmetic(self, text: str, line: int) -> str:
-        """The value of `$((...))`."""
-        names = _NAME.findall(text)
-        for name in names:
-            value = self.variables.get(name)
-            if not isinstance(value, str) or not re.fullmatch(r"-?\d+", value.strip()):
-                return _unknown(name)
-        plain = _NAME.sub(lambda name: str(self.variables[name[0]]), text.replace("$", "").strip("{} "))
-        plain = plain.replace("{", "").replace("}", "")
-        try:
-            return str(_calculated(ast.parse(plain.strip(), mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError):
-            raise StrettoError(f"{self.source}:{line}: $(({text})) is not read", hint=HINT) from None
+        self.spend(len(start), line)
+        self.variables[match[1]] = [*start, *self.expanded(words[1:], line)]
 
     def _test(self, words: tuple[str | list[str], ...], line: int) -> bool:
         """The outcome of `[ ... ]` or `[[ ... ]]`."""
         plain = [word for word in words if isinstance(word, str)]
         if plain and plain[0] in ("[", "[[") and plain[-1] in ("]", "]]"):
-            inside = [" ".join(self._fields(word, line, split=False)) for word in plain[1:-1]]
-            if (outcome := _decided(inside)) is not None:
+            inside = [" ".join(self.fields(word, line, split=False)) for word in plain[1:-1]]
+            if (outcome := decided(inside, self.variables)) is not None:
                 return outcome
         raise self._untold(line, f"`if {' '.join(plain)}`")
 
@@ -460,91 +493,3 @@ def _unredirected(words: list[str]) -> list[str]:
         else:
             skip = match.end() == len(word) and not match[3]
     return kept
-
-
-def _cut(text: str, where: str, pattern: str) -> str:
-    """`${NAME#PATTERN}` and its kind: a text without what matches at its begin or end, short or long."""
-    sizes = range(len(text) + 1) if len(where) == 1 else range(len(text), -1, -1)
-    for size in sizes:
-        part, kept = (
-            (text[:size], text[size:]) if where[0] == "#" else (text[-size:], text[: len(text) - size])
-        )
-        if fnmatchcase(part if size else "", pattern):
-            return kept
-    return text
-
-
-def _unknown(what: str) -> str:
-    return f"{_MARK}{what}{_MARK}"
-
-
-def _closing(word: str, at: int) -> int:
-    """The place of the bracket that closes the one at `at`."""
-    opening = word[at]
-    closing, depth = {"(": ")", "{": "}"}[opening], 0
-    for place in range(at, len(word)):
-        depth += (word[place] == opening) - (word[place] == closing)
-        if depth == 0:
-            return place
-    return len(word) - 1
-
-
-_OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-_COMPARED: Mapping[str, Callable[[int, int], bool]] = {
-    "-eq": operator.eq,
-    "-ne": operator.ne,
-    "-gt": operator.gt,
-    "-ge": operator.ge,
-    "-lt": operator.lt,
-    "-le": operator.le,
-}
-
-
-def _calculated(node: ast.expr) -> int:
-    match node:
-        case ast.Constant(value=int() as value):
-            return value
-        case ast.UnaryOp(op=ast.USub(), operand=inner):
-            return -_calculated(inner)
-        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
-            return _OPERATORS[type(sign)](_calculated(left), _calculated(right))
-        case _:
-            raise ValueError(node)
-
-
-def _decided(words: list[str]) -> bool | None:
-    """The outcome of a test of few words; None: not known."""
-    for sign in ("||", "&&"):
-        if sign in words:
-            at = words.index(sign)
-            left, right = _decided(words[:at]), _decided(words[at + 1 :])
-            if sign == "&&" and False in (left, right):
-                return False
-            if sign == "||" and True in (left, right):
-                return True
-            return None if None in (left, right) else sign == "&&"
-    if words[:1] == ["!"]:
-        inner = _decided(words[1:])
-        return None if inner is None else not inner
-    empty = [not word or unknown_in(word) is not None for word in words]  # unset is empty to a test
-    match words:
-        case ["-n", _]:
-            return not empty[1]
-        case ["-z", _]:
-            return empty[1]
-        case [left, "=" | "==", right]:
-            return None if unknown_in(left + right) else left == right
-        case [left, "!=", right]:
-            return None if unknown_in(left + right) else left != right
-        case [left, sign, right] if sign in _COMPARED:
-            numbers = [word for word in (left, right) if re.fullmatch(r"-?\d+", word)]
-            return _COMPARED[sign](int(left), int(right)) if len(numbers) == 2 else None
-        case _:
-            return None

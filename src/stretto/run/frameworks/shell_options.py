@@ -7,7 +7,7 @@ the same with `getopts`. Each turn becomes the commands of its clause; any other
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from stretto.errors import StrettoError
@@ -15,11 +15,10 @@ from stretto.errors import StrettoError
 _LOOP = re.compile(
     r"^[ \t]*while[ \t]+(?:getopts[ \t]+(?P<letters>\S+)[ \t]+(?P<name>\w+)|"
     r"\[\[?[ \t]+(?:\"?\$\{?#\}?\"?[ \t]+(?:-gt|-ne|!=|>)[ \t]+0|(?:-n[ \t]+)?\"?\$\{?1\}?\"?)[ \t]+\]\]?|"
-    r"\(\([ \t]*\$#[ \t]*(?:>[ \t]*0[ \t]*)?\)\))[ \t]*(?:;|\n)\s*do\b(?P<before>[^;]*?)"
-    r"\bcase\s+\S+\s+in\b(?P<clauses>.*?)\besac\b(?P<after>.*?)\bdone\b",
-    re.DOTALL | re.MULTILINE,
+    r"\(\([ \t]*\$#[ \t]*(?:>[ \t]*0[ \t]*)?\)\))[ \t]*(?:;|\n)\s*do\b",
+    re.MULTILINE,
 )
-_CLAUSE = re.compile(r"\s*\(?\s*(?P<patterns>[^()\n;]+?)\s*\)(?P<body>.*?)(?:;;|\Z)", re.DOTALL)
+_PARTS = tuple(re.compile(part) for part in (r"\bcase\s+\S+\s+in\b", r"\besac\b", r"\bdone\b"))
 _SHIFT = re.compile(r"\bshift\b[ \t]*(\d*)")
 _COMMENT = re.compile(r"(?:^|(?<=\s))#.*$", re.MULTILINE)
 
@@ -34,17 +33,44 @@ def written_out(text: str, source: str, words: Sequence[str]) -> str:
         StrettoError: a word that the script refuses.
     """
 
-    def turns(match: re.Match[str]) -> str:
-        plain = _COMMENT.sub("", match["clauses"])
-        clauses = [(c["patterns"].split("|"), c["body"]) for c in _CLAUSE.finditer(plain)]
-        line = f"{source}:{text.count(chr(10), 0, match.start()) + 1}"
-        if match["letters"]:
-            made = _by_letters(match["letters"].strip("'\""), match["name"], words, clauses, line)
+    made = list[str]()
+    at, line = 0, 1
+    while (match := _LOOP.search(text, at)) is not None and (parts := _parts(text, match.end())) is not None:
+        line += text.count("\n", at, match.start())
+        before, inside, after = (text[start:end] for start, end in parts)
+        end = parts[-1][1] + len("done")
+        clauses = list(_clauses(_COMMENT.sub("", inside)))
+        where = f"{source}:{line}"
+        if ";" in before:
+            turns = None
+        elif match["letters"]:
+            turns = _by_letters(match["letters"].strip("'\""), match["name"], words, clauses, where)
         else:
-            made = _by_words(match["before"], match["after"], words, clauses, line)
-        return match[0] if made is None else made + "\n" * match[0].count("\n")
+            turns = _by_words(before, after, words, clauses, where)
+        whole = text[match.start() : end]
+        made += [text[at : match.start()], whole if turns is None else turns + "\n" * whole.count("\n")]
+        line, at = line + whole.count("\n"), end
+    return "".join([*made, text[at:]])
 
-    return _LOOP.sub(turns, text)
+
+def _parts(text: str, at: int) -> list[tuple[int, int]] | None:
+    """Where a loop's commands before, inside and behind its `case` stand; None: it has none."""
+    made = list[tuple[int, int]]()
+    for part in _PARTS:
+        match = part.search(text, at)
+        if match is None:
+            return None
+        made.append((at, match.start()))
+        at = match.end()
+    return made
+
+
+def _clauses(text: str) -> Iterator[tuple[list[str], str]]:
+    """The patterns and the commands of each clause of a `case`."""
+    for clause in text.split(";;"):
+        patterns, bracket, body = clause.partition(")")
+        if bracket:
+            yield patterns.strip().removeprefix("(").split("|"), body
 
 
 _Clauses = Sequence[tuple[Sequence[str], str]]

@@ -11,6 +11,7 @@ from stretto.errors import StrettoError
 
 ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 HINT = 'have the script print its arguments, and give those: echo "${ARGS[@]}"'
+_BRACKETS = re.compile(r"\([ \t]*\)")  # of a function
 Join = Literal["", "&&", "||"]
 
 
@@ -58,13 +59,14 @@ class _Reader:
     words: list[str | list[str]] = field(default_factory=list[str | list[str]])
     begun: int = 1
     join: Join = ""
+    testing: bool = False  # inside of `[[`, where && and || are words
 
     def statements(self) -> Iterator[Statement]:
         while self.at < len(self.text):
             letter = self.text[self.at]
             if self._continued():
                 self._skip(2)
-            elif letter in "&|" and self._testing():
+            elif letter in "&|" and self.testing:
                 self.words.append(self.text[self.at : self.at + 2])
                 self._skip(2)
             elif letter == "\n" or (letter in ";&|" and not self._redirected()):
@@ -89,7 +91,7 @@ class _Reader:
             self.join = two
         elif words:
             self.join = ""
-        self.words = []
+        self.words, self.testing = [], False
 
     def _document(self) -> Document | None:
         """The lines behind the one that ends here, where it has `<<WORD`."""
@@ -106,10 +108,6 @@ class _Reader:
         self._skip(match.end() - self.at)
         return Document(text=text, plain=mark != word)
 
-    def _testing(self) -> bool:
-        """Whether `[[` has not ended yet, inside of which && and || are words."""
-        return "[[" in self.words and "]]" not in self.words
-
     def _redirected(self) -> bool:
         """Whether & belongs to a redirection, as in 2>&1."""
         return self.text[self.at] == "&" and (
@@ -124,7 +122,11 @@ class _Reader:
             self.words.append([word, *self._array()])
         elif word:
             self.words.append(word)
-        else:  # a bracket of a group or a function
+            self.testing = word == "[[" or (self.testing and word != "]]")
+        elif len(self.words) <= 2 and (brackets := _BRACKETS.match(self.text, self.at)):
+            self.words += ["()"] if self.words else []
+            self._skip(len(brackets[0]))
+        else:  # a bracket of a group
             self._skip(1)
 
     def _array(self) -> list[str]:
@@ -166,9 +168,11 @@ class _Reader:
         return self.text[start : self.at]
 
     def _quoted(self, quote: str) -> None:
+        begun = self.line
         self._skip(1)
         while self.text[self.at : self.at + 1] != quote:
             if self.at >= len(self.text):
+                self.line = begun
                 raise self._error(f"a quote {quote} that does not end")
             if (
                 quote == '"'

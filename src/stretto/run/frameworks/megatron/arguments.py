@@ -15,7 +15,7 @@ from typing import Any
 
 from stretto.errors import StrettoError, nearest
 from stretto.run.frameworks.mapping import Former, NamedFile, Unread
-from stretto.run.frameworks.shell import unknown_in
+from stretto.run.frameworks.shell_values import unknown_in
 
 VERSION = "core_v0.19.0"
 

@@ -14,7 +14,7 @@ from stretto.errors import StrettoError, read_text
 from stretto.run.frameworks.choices import RUN_DEFAULTS
 from stretto.run.frameworks.deepspeed import DEEPSPEED
 from stretto.run.frameworks.mapping import Beside, NamedFile, Start, shown
-from stretto.run.frameworks.shell import unknown_in
+from stretto.run.frameworks.shell_values import unknown_in
 
 NAME = "deepspeed_config"
 _TAKEN = ("batch.", "dp.", "precision.", "train.dtype", "train.bucket_mib", "optim.clip", "optim.rate.")

@@ -5,15 +5,34 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from stretto.errors import StrettoError
-from stretto.run.frameworks.mapping import NamedFile, Open, Settings, Start, Unread
+from stretto.run.frameworks.mapping import NamedFile, Open, Remark, Settings, Start, Unread
 from stretto.run.frameworks.megatron.arguments import VERSION, arguments, read_arguments
 from stretto.run.frameworks.shell import Command, batch_variables, commands, parameters
+from stretto.run.frameworks.shell_values import MARK
 
 _NODE = 8  # devices of a node, unless GPUS_PER_NODE says otherwise
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+_GPT = "pretrain_gpt.py"
+# other programs of Megatron-LM's, by patterns of their paths, and what they train
+_PROGRAMS = {
+    "*pretrain_bert.py": "BERT, an encoder of masked words",
+    "*pretrain_t5.py": "T5, an encoder and a decoder of masked spans",
+    "*pretrain_mamba.py": "Mamba, layers of state spaces",
+    "*pretrain_hybrid.py": "hybrids of attention and Mamba",
+    "*pretrain_retro.py": "Retro, which reads retrieved text",
+    "*pretrain_vision_*.py": "models of images",
+    "*pretrain_vlm.py": "models of text and images",
+    "*multimodal/*.py": "models of text and images",
+    "*mimo/*.py": "models of text and images",
+    "*pretrain_ict.py": "encoders for retrieval",
+    "*pretrain_biencoder.py": "encoders for retrieval",
+    "*train_rl.py": "models by rewards",
+}
+_TALKING = ("echo", "printf", "cat", "cp", "ls", "test", "grep", "sed")  # commands that start no program
 _HINT = "give the script that starts pretrain_gpt.py, or its arguments alone: --num-layers 32 ..."
 
 
@@ -68,7 +87,9 @@ def parse(text: str, source: str, start: Start, priced: Mapping[str, object]) ->
     Raises:
         StrettoError: no such script, or an argument that is none of Megatron-LM's.
     """
-    every = list(commands(text, source, {**parameters(start.words), **start.variables}))
+    notes = list[str]()
+    variables = {**parameters(start.words), **start.variables}
+    every = list(commands(text, source, variables, lambda one: _program(one) is not None, notes))
     begun = _start(every)
     if begun is None:
         words = [word for command in every for word in command.words]
@@ -78,6 +99,7 @@ def parse(text: str, source: str, start: Start, priced: Mapping[str, object]) ->
         world = None
     else:
         command, script = begun
+        _check_program(command.words[script], start.program, f"{source}:{command.line}")
         settings = read_arguments(command.words[script + 1 :], f"{source}:{command.line}", priced)
         slurm = {name: str(value) for name, value in batch_variables(text).items()}
         world = _world(command.words[:script], slurm)
@@ -86,7 +108,7 @@ def parse(text: str, source: str, start: Start, priced: Mapping[str, object]) ->
         if isinstance(value, NamedFile) and value.path in written:
             settings[name] = NamedFile(value.path, written[value.path])
     size = start.devices if world is None or (start.wins and start.devices is not None) else world
-    sizes = ("num-layers", "hidden-size", "num-attention-heads")
+    sizes = ("num-layers", "hidden-size", "num-attention-heads", "seq-length")
     wrong = next((value for name in sizes if isinstance(value := settings.get(name), Unread)), None)
     if wrong is not None:
         raise wrong.error
@@ -96,21 +118,45 @@ def parse(text: str, source: str, start: Start, priced: Mapping[str, object]) ->
             f"{source} lacks --{', --'.join(missing)}",
             hint="arguments from a checkpoint or a YAML file are not read: give them",
         )
+    if (count := sum(_program(command) is not None for command in every)) > 1:
+        notes.append(f"{source} starts {count} trainings: the last is read")
+    settings |= {f"note {at}": Remark(note) for at, note in enumerate(notes, 1)}
     return settings if size is None else {**settings, "world-size": size}
 
 
 def _start(every: Sequence[Command]) -> tuple[Command, int] | None:
     """The command that starts training, and the place of the script among its words."""
-    for command in reversed(every):
-        for at, word in enumerate(command.words):
-            if re.search(r"pretrain\w*\.py$", word):
-                return command, at
-    for command in reversed(every):  # a script of another name, with arguments of Megatron-LM behind it
-        for at, word in enumerate(command.words):
-            behind = [one[2:] for one in command.words[at + 1 :] if one.startswith("--")]
-            if word.endswith(".py") and sum(one in arguments() for one in behind) > 5:
-                return command, at
+    begun = [(command, at) for command in every if (at := _program(command)) is not None]
+    named = [one for one in begun if re.search(r"pretrain\w*\.py$", one[0].words[one[1]])]
+    return next(reversed(named or begun), None)
+
+
+def _program(command: Command) -> int | None:
+    """The place of the program that a command starts, if that has a name or arguments as Megatron-LM's."""
+    words = command.words
+    if words[0] in _TALKING:
+        return None
+    for at, word in enumerate(words):
+        if re.search(r"pretrain\w*\.py$", word):
+            return at
+    for at, word in enumerate(words):
+        if word.endswith(".py"):
+            behind = [one[2:] for one in words[at + 1 :] if one.startswith("--")]
+            return at if sum(one in arguments() for one in behind) > 5 else None
     return None
+
+
+def _check_program(path: str, program: str | None, where: str) -> None:
+    """Raise StrettoError for a program that trains something else than a GPT, or perhaps."""
+    for pattern, trained in _PROGRAMS.items():
+        if fnmatchcase(f"/{path}", pattern):
+            what = f"{where}: {path.rpartition('/')[2]} trains {trained}: only scripts of {_GPT} are read"
+            raise StrettoError(what, hint=f"give a script that starts {_GPT}")
+    if path.rpartition("/")[2] != _GPT and program != "gpt":
+        raise StrettoError(
+            f"{where}: nothing tells what {path.replace(MARK, '')} trains: {_GPT} is known",
+            hint=f"`stretto migrate ... --program gpt` if it trains a GPT, as {_GPT} does",
+        )
 
 
 def _world(words: Sequence[str], batch: Mapping[str, str]) -> int | None:
