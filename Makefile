@@ -53,7 +53,7 @@ clean:
 
 $(VENV)/.train: pyproject.toml $(VENV)/.made
 	@echo "== install Stretto and PyTorch into $(VENV) (once; the download takes a while)"
-	@$(PIP) --editable '.[fast,tensorboard]'
+	@$(PIP) --editable '.[fast]'
 	@touch $@
 
 $(VENV)/.test: pyproject.toml $(VENV)/.made

@@ -17,7 +17,8 @@ from stretto import __version__
 from tiny_job import write_text
 
 SECTIONS = sections("CONTRIBUTING.md")
-ADD_MODEL, ADD_OPTIMISER, ADD_STYLE = "Add a model", "Add an optimiser", "Add a layer style"
+ADD_SCHEDULE, ADD_MODEL = "Add a schedule", "Add a model"
+ADD_OPTIMISER, ADD_STYLE = "Add an optimiser", "Add a layer style"
 
 pytestmark = [pytest.mark.apart, pytest.mark.timeout(600)]
 
@@ -70,12 +71,24 @@ def losses(root: Path, name: str) -> list[float]:
     return [json.loads(line)["loss"] for line in lines]
 
 
-def test_the_new_schedule_is_complete_and_free_of_deadlock(tmp_path: Path) -> None:
-    (code,) = blocks(SECTIONS["Add a schedule"], "python")
-    printed = run([sys.executable, "-c", code], tmp_path)
-    rate = re.search(r"rate=([\d.]+)", printed)
-    assert rate is not None
-    assert float(rate[1]) == pytest.approx(3 / 11)  # of gpipe: the order of backwards costs nothing
+def test_the_new_schedule_is_drawn_and_checked(tmp_path: Path) -> None:
+    change(ADD_SCHEDULE, tmp_path)
+    drawn, checked, *_ = (command.words for command in commands(SECTIONS[ADD_SCHEDULE]))
+    printed = run(drawn, tmp_path, source=tmp_path / "src")
+    assert "lifo: 4 ranks, 8 microbatches" in printed
+    assert "bubble 27.3%" in printed  # of gpipe: the order of backwards costs nothing
+    run(checked, tmp_path, source=tmp_path / "src")
+
+
+@pytest.mark.slow
+def test_the_new_schedule_trains_and_equals_one_process(tmp_path: Path) -> None:
+    words = [command.words for command in commands(SECTIONS[ADD_SCHEDULE])]
+    change(ADD_SCHEDULE, tmp_path)
+    lines = [shortened(line) for line in words if line[0] == "stretto"]
+    _, _, verified = run_in_turn(lines, tmp_path, tmp_path / "src")
+    assert "lifo" in verified
+    assert "equal to one process" in verified
+    assert len(losses(tmp_path, "lifo")) >= 1
 
 
 @pytest.mark.parametrize("heading", [ADD_MODEL, ADD_OPTIMISER])

@@ -119,6 +119,22 @@ def test_errors_in_a_file_are_named(
     assert said in capsys.readouterr().err
 
 
+def test_the_memory_of_the_device_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["partition", "--model", "llama3-8b", "--ranks", "4", "--microbatches", "8"]
+    words = [*model, "--cluster", "dgx-a100-80gb", "--sequence", "8192"]
+    limited = answer(capsys, *words[1:])
+    assert max(limited["memory_bytes"]) < limited["memory_limit_bytes"] < 80 * 2**30
+    free = answer(capsys, *words[1:], "--memory-gib", "200")
+    assert max(free["memory_bytes"]) > 80 * 2**30
+    assert limited["step_s"] > free["step_s"]
+    assert main.run(words) == 0
+    assert "MiB of a100-80gb-sxm, without what the allocator" in capsys.readouterr().out
+    assert main.run([*model, "--cluster", "dgx-a100-80gb", "--sequence", "32768"]) == 2
+    error = capsys.readouterr().err
+    assert "every cut needs" in error
+    assert "shorter samples" in error
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_a_known_model_s_head_weighs(schedule: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--model", "llama3-8b", "--cluster", "a100-80gb-sxm", "--ranks", "4", "--microbatches", "16")

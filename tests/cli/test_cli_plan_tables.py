@@ -49,7 +49,7 @@ def test_text_shows_the_time_breakdown_and_unknown_costs(capsys: pytest.CaptureF
     assert "samples/s" in text
     assert "update" in text
     assert "C26" in text
-    assert "no popularity of ids is known for 26 tables" in text
+    assert text.index("no popularity of ids is known for 26 tables") < text.index(" samples/s, ")
 
 
 def test_choices_that_are_made(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from pages import ROOT
 from recommender_job import job_file
 from stretto.cli.main import run
 
@@ -24,8 +26,8 @@ def test_training_prints_quality_and_next_commands(folder: Path, capsys: pytest.
     assert run(["train", str(folder / "tiny.yaml"), "tables.placement=auto"]) == 0
     text = capsys.readouterr().out
     assert "dlrm of" in text
-    assert text.count("rank  load") == 2  # before it starts, and at its end
-    end = text[text.rindex("rank  load") :]
+    assert text.count("rank  load") == 1  # before it starts
+    end = text[text.index("speed: ") :]
     assert "samples/s" in end
     assert "on 66 held-out samples: AUC " in end
     assert "best possible" in end
@@ -57,6 +59,21 @@ def test_json_is_one_object_and_a_taken_name_gets_a_number(
     assert (facts["steps"], facts["run_dir"]) == (5, str(folder / "runs" / "twice"))
     lines = (folder / "runs" / "twice" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]
+
+
+def test_the_criteo_config_is_refused_on_cpus_until_it_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(ROOT / "configs" / "dlrm-criteo.yaml")
+    monkeypatch.chdir(tmp_path)
+    if not torch.cuda.is_available():
+        assert run(["train", path, "data.source=synthetic", "data.split=share"]) == 2
+        assert "hint: use train.device=auto or cpu" in capsys.readouterr().err
+    small = ["data.source=synthetic", "data.split=share", "train.device=cpu", "tables.place=device"]
+    assert run(["train", path, *small, "tables.device_gib=1"]) == 2
+    error = capsys.readouterr().err
+    assert "does not fit: all 26 tables take" in error
+    assert "fewer rows (model.max_rows)" in error
 
 
 def test_without_evaluation_there_is_no_quality(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,7 +77,7 @@ _CUTS = {
 }
 
 
-def show(to: Console, result: Partition, written: Path | None = None) -> None:
+def show(to: Console, result: Partition, limit: str, written: Path | None = None) -> None:
     """Print the result, and how to train the config that was written."""
     from stretto.cli.output import side_table, train_command
     from stretto.planner.cutting.profile import names
@@ -102,6 +102,7 @@ def show(to: Console, result: Partition, written: Path | None = None) -> None:
     for rank, (busy, held) in enumerate(zip(result.timeline.work, result.memory, strict=True)):
         ranks.add_row(str(rank), f"{1e3 * busy:.3f}", f"{held / MIB:.1f}")
     to.print(ranks, soft_wrap=True)
+    to.print(f"memory of states and activations, {limit}", soft_wrap=True)
     proof = "no cut is better" if result.proved else f"no cut is below {1e3 * result.bound:.3f} ms"
     timeline = result.timeline
     to.print(
@@ -145,7 +146,10 @@ def partition(
     ] = None,
     memory_gib: Annotated[
         float | None,
-        typer.Option(help="Memory limit of a rank for states and activations; leave room for the rest."),
+        typer.Option(
+            help="Memory limit of a rank for states and activations; leave room for the rest. Default with "
+            "--cluster: what tensors may take of the device; else none."
+        ),
     ] = None,
     states: Annotated[
         float | None,
@@ -199,10 +203,11 @@ def partition(
     )
     if save_profile is not None:
         write_text(save_profile, json.dumps(profile_json(layers_of.profile), indent=1) + "\n")
+    memory = layers_of.memory if memory_gib is None else memory_gib * 2**30
     answer = cut_best(
         layers_of.profile,
         program,
-        memory=None if memory_gib is None else memory_gib * 2**30,
+        memory=memory,
         states=layers_of.states if states is None else states,
         hop=layers_of.hop if hop_us is None else hop_us / 1e6,
         bandwidth=layers_of.bandwidth if bandwidth_gb is None else bandwidth_gb * 1e9,
@@ -211,10 +216,15 @@ def partition(
     if write is not None:
         assert layers_of.job is not None, "--write goes with --model"
         _write_config(write, layers_of.job, answer)
-    record = facts(answer)
+    record = {**facts(answer), "memory_limit_bytes": memory}
     if out is not None:
         write_text(out, json.dumps(record, indent=1) + "\n")
-    report(record, as_json, lambda to: show(to, answer, write))
+    if memory is None:
+        limit = "no memory limit: --memory-gib sets one"
+    else:
+        limit = f"at most {memory / MIB:.1f} MiB a rank"
+        limit += "" if memory_gib is not None else f": {layers_of.limit}; --memory-gib sets another"
+    report(record, as_json, lambda to: show(to, answer, limit, write))
 
 
 def _write_config(path: Path, job: Job, cut: Partition) -> None:
@@ -277,6 +287,7 @@ class Source:
     """Layers with the settings that their source implies.
 
     Attributes:
+        memory, limit: bytes of tensors that a rank's device has room for, and why so many.
         others: further cuts to compare with.
         job: of a known model.
     """
@@ -285,6 +296,8 @@ class Source:
     states: float = 4.0
     hop: float = 0.0
     bandwidth: float = inf
+    memory: float | None = None
+    limit: str = ""
     others: Mapping[str, Sequence[range]] = field(default_factory=dict[str, Sequence[range]])
     job: Job | None = None
 
@@ -356,6 +369,7 @@ def predicted(
     from stretto.planner.assumptions import Assumptions
     from stretto.planner.cutting.layer_times import predicted_profile
     from stretto.planner.machines.catalogue import find_cluster
+    from stretto.planner.memory.fits import tensor_bytes
     from stretto.planner.time.step import hop_link
     from stretto.spec.data_parallel import Precision
     from stretto.spec.job import VOCAB_MULTIPLE, Job
@@ -385,6 +399,9 @@ def predicted(
         states=states,
         hop=link.latency,
         bandwidth=link.bandwidth,
+        memory=None if machine.device.memory == inf else tensor_bytes(machine.device),
+        limit=f"of the {machine.device.memory / MIB:.0f} MiB of {machine.device.name}, without what the "
+        "allocator and libraries take",
         others={"training": training},
         job=job,
     )

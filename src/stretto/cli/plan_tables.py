@@ -92,6 +92,9 @@ def show(to: Console, model: str, plan: TablePlan, written: Path | None) -> None
     job, work = plan.job, plan.job.work
     device = f"{work.ranks} x {work.cluster.device.name} ({work.cluster.name})"
     to.print(f"{model} on {device}, {work.batch:,} samples a step, {job.precision}, tables: {work.optimizer}")
+    uniform = sum(popularity.source == "uniform" for popularity in job.popularity)
+    if uniform:
+        to.print(f"no popularity of ids is known for {uniform} tables: taken as uniform")
     to.print(f"\n{plan.samples_per_s:,.0f} samples/s, {1e3 * plan.seconds:.3g} ms a step:")
     parts = sorted(plan.step.parts.items(), key=lambda part: -part[1])
     for name, seconds in parts:
@@ -121,9 +124,6 @@ def show(to: Console, model: str, plan: TablePlan, written: Path | None) -> None
         markup=False,
         soft_wrap=True,
     )
-    uniform = sum(popularity.source == "uniform" for popularity in job.popularity)
-    if uniform:
-        to.print(f"\nno popularity of ids is known for {uniform} tables: taken as uniform")
     for line in plan.over:
         to.print(f"\ndoes not fit: {line}")
     if written is not None:

@@ -43,12 +43,11 @@ def _recommender_facts(config: RecommenderConfig, outcome: dict[str, Any]) -> di
 
 
 def _report_recommender(config: RecommenderConfig, outcome: dict[str, Any], run: str, out: TextIO) -> None:
-    """Print speed, quality, the table of placements, the run's folder, and commands to try next."""
+    """Print speed, quality, the run's folder, and commands to try next."""
     from stretto.recommender.train.report import ClickEval, quality_text
 
     speed, quality = outcome.get("samples_per_s"), outcome.get("quality")
     print(file=out)
-    print(f"{outcome['placement_text']}\n", file=out)
     if speed is not None:
         print(f"speed: {speed:,.0f} samples/s (median of the last steps)", file=out)
     if quality is not None:

@@ -181,6 +181,15 @@ def test_files_named_valid_are_never_trained_on(tmp_path: Path) -> None:
     assert "held out: valid.csv" in banner(config, data, place(config, data))
 
 
+def test_tables_with_fewer_rows_than_ids_are_listed(tmp_path: Path) -> None:
+    source = folder_of(tmp_path / "clicks")
+    names = ["model.tables=null", f"data.source={source}", "model.dense=3"]
+    (note,) = prepare_clicks(config_of(tmp_path, *names)).notes
+    assert note == "held out: the last 0.1 of the log (data.valid): no file is held out by its name"
+    _, note = prepare_clicks(config_of(tmp_path, *names, "model.max_rows=20")).notes
+    assert note == "tables with fewer rows than ids, which share rows modulo: user 20 for 50"
+
+
 def test_what_changes_the_samples_of_a_resumed_run_is_named(tmp_path: Path) -> None:
     names = [csv_log(tmp_path / "log", train="abcd", valid="ab"), f"data.cache={tmp_path / 'cache'}"]
     names += ["data.threshold=1", "model.tables=null", "model.dense=1"]

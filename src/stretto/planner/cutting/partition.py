@@ -203,7 +203,7 @@ def _least_memory(sums: StageSums, starts: Iterable[Cut], memory: float, budget:
         raise StrettoError(
             f"memory is {memory / GIB:.4g} GiB: {'the best cut found' if short else 'every cut'} needs "
             f"{needs:.4g} GiB or more, on rank {fullest} with the best one",
-            hint=f"give it {1.01 * needs:.3g} GiB, smaller microbatches, more ranks, or recompute",
+            hint=f"smaller microbatches, shorter samples, more ranks, or {1.01 * needs:.3g} GiB",
         )
     return search.cut
 

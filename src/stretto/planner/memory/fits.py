@@ -66,6 +66,12 @@ class Fit:
         return self.capacity - self.device.mid
 
 
+def tensor_bytes(device: Device) -> float:
+    """The most bytes of tensors that are more likely to fit a device than not, as `Fit.likely` has it."""
+    beside = PROCESS if device.name.startswith("cpu") else RESERVE
+    return (device.memory - beside[1]) / FULL
+
+
 def fit(ranks: Sequence[RankMemory], device: Device, reserve: float | None = None) -> Fit:
     """Whether the fullest of these ranks fits.
 

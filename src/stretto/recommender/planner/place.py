@@ -236,7 +236,8 @@ def _does_not_fit(job: TableJob, stuck: int) -> DoesNotFit:
     return DoesNotFit(
         f"table {table.name} ({size}) does not fit: all {len(job.tables)} tables take {whole / GIB:.4g} GiB, "
         f"and each of {ranks} ranks has {there} for tables",
-        hint=f"{_ranks_needed(job, whole)} ranks, fewer rows, a smaller optimiser state, or more memory",
+        hint=f"{_ranks_needed(job, whole)} ranks, fewer rows (model.max_rows), a smaller optimiser state, or "
+        "more memory",
     )
 
 

@@ -19,6 +19,7 @@ from stretto.run.launch.stop import StopRequest
 if TYPE_CHECKING:
     from stretto.recommender.clicks.batch import ClickSource
     from stretto.recommender.clicks.folder import ClickFolder
+    from stretto.recommender.clicks.index import Feature as ClickFeature
     from stretto.recommender.clicks.index import Popularity
     from stretto.recommender.clicks.samples import Held
     from stretto.recommender.clicks.synthetic.log import SyntheticSpec
@@ -98,7 +99,11 @@ def prepare_clicks(
         held_out=folder.samples - trained,
         popularity=_by_table(popular, folder.features, tables),
         same=same,
-        notes=(_held_out_text(config, folder), *folder.notes()),
+        notes=(
+            _held_out_text(config, folder),
+            *folder.notes(),
+            *_shared_rows(folder.features, tables),
+        ),
     )
 
 
@@ -214,6 +219,19 @@ def _held_out_text(config: RecommenderConfig, folder: ClickFolder) -> str:
         )
     why = "" if config.data.split == "share" else ": no file is held out by its name"
     return f"held out: the last {held:.3g} of the log (data.valid){why}"
+
+
+def _shared_rows(features: Sequence[ClickFeature], tables: Sequence[TableSpec]) -> list[str]:
+    """A line on the tables that have fewer rows than there are ids of their feature."""
+    short = [
+        f"{table.name} {table.rows:,} for {each.rows:,}"
+        for each, table in zip(features, tables, strict=True)
+        if each.rows is not None and each.rows > table.rows and table.ids == "modulo"
+    ]
+    if not short:
+        return []
+    more = f" and {len(short) - 4} more" if len(short) > 4 else ""
+    return [f"tables with fewer rows than ids, which share rows modulo: {', '.join(short[:4])}{more}"]
 
 
 def _by_table(

@@ -33,14 +33,9 @@ def banner(config: RecommenderConfig, data: ClickData, placements: Placements) -
             f"clicks: {source}, {_short(data.samples)} samples, {_short(data.held_out)} of them held out",
             *data.notes,
             f"results in {config.run.folder} (metrics.jsonl, eval.jsonl, placement.yaml, checkpoints/)",
-            placement_table(data, placements, layout.ranks),
+            placement_text(physical_tables(data.tables), placements, layout.ranks),
         ]
     )
-
-
-def placement_table(data: ClickData, placements: Placements, ranks: int) -> str:
-    """A line for each table, and what each rank reads and stores of them."""
-    return placement_text(physical_tables(data.tables), placements, ranks)
 
 
 def _short(number: int) -> str:

@@ -25,7 +25,7 @@ from stretto.recommender.train.evaluate import Evaluation
 from stretto.recommender.train.held import held_by, updated_by
 from stretto.recommender.train.placement import to_json
 from stretto.recommender.train.position import ClickPosition, resume_from, save_run
-from stretto.recommender.train.report import ClickEval, ClickStep, placement_table
+from stretto.recommender.train.report import ClickEval, ClickStep
 from stretto.recommender.train.step import TrainingStep
 from stretto.run.launch.failure import TrainingFailed
 from stretto.run.launch.stop import StopRequest
@@ -43,7 +43,6 @@ class ClickOutcome(Outcome):
     samples_per_s: float | None  # median; None where this session has made no step
     quality: dict[str, Any] | None  # of the last evaluation in this session
     placement: dict[str, dict[str, Any]]  # of each stored table
-    placement_text: str
 
 
 class Session(TrainingLoop[RecommenderConfig, ClickPosition]):
@@ -97,7 +96,6 @@ class Session(TrainingLoop[RecommenderConfig, ClickPosition]):
             checkpoint=None if self.saved is None else str(self.saved),
             quality=None if self._quality is None else asdict(self._quality),
             placement=to_json(self._placements),
-            placement_text=placement_table(self._data, self._placements, self.config.layout.ranks),
         )
 
     def _step(self, stop: StopRequest) -> bool:
