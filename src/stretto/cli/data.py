@@ -53,6 +53,20 @@ def build(
             metavar="FILE|DIR", help="Use this tokenizer.json, or a model's folder, instead of training one."
         ),
     ] = None,
+    end_of_text: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKEN",
+            help="The token that ends each document, by text or id.  [default: what its model's files name]",
+        ),
+    ] = None,
+    begin_of_text: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKEN",
+            help="The token that begins each, or '' for none.  [default: what its model's files name]",
+        ),
+    ] = None,
     text_field: Annotated[
         str,
         typer.Option(
@@ -140,6 +154,8 @@ def build(
                 vocab=size,
                 tokenizer=tokenizer,
                 reading=reading,
+                end_of_text=end_of_text,
+                begin_of_text=begin_of_text,
                 replace=force,
                 progress=progress,
             )
@@ -152,6 +168,8 @@ def build(
                 reading=reading,
                 chat=chat,
                 chat_template=chat_template,
+                end_of_text=end_of_text,
+                begin_of_text=begin_of_text,
                 replace=force,
                 progress=progress,
             )
@@ -214,6 +232,7 @@ def _folder_facts(folder: TokenFolder) -> dict[str, Any]:
         "blank": index.blank,
         "bad_rows": 0 if index.bad_rows is None else sum(index.bad_rows["skipped"].values()),
         "tokenizer": index.tokenizer,
+        "boundaries": folder.describe_boundaries(),
     }
 
 
@@ -228,6 +247,7 @@ def _dataset_facts(dataset: MegatronDataset) -> dict[str, Any]:
         "dtype": dataset.dtype.name,
         "bytes": dataset.size * dataset.dtype.itemsize,
         "tokenizer": dataset.fingerprint,
+        "boundaries": dataset.describe_boundaries(),
     }
 
 

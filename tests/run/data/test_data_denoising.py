@@ -25,6 +25,7 @@ from stretto.run.config.data import DataConfig
 from stretto.run.config.denoising import Corruption, Denoising, denoising
 from stretto.run.config.load import parse
 from stretto.run.config.schema import TrainConfig
+from stretto.run.data.boundaries import Boundaries
 from stretto.run.data.dataset import Batch, Samples, WholeSplit
 from stretto.run.data.denoising import Denoised, DenoisedSplit, corrupt
 from stretto.run.data.marks import Marks, marks_of, vocabulary
@@ -266,7 +267,7 @@ def with_special(path: Path, names: Sequence[str]) -> TokenFolder:
     table = {"</s>": 0, **{f"w{i}": i for i in range(1, 10)}}
     inner = tokenizers.Tokenizer(models.WordLevel(table, unk_token="w1"))
     inner.add_special_tokens([*names])
-    with TokenWriter(path, Tokenizer(inner), key="", source=["s"]) as writer:
+    with TokenWriter(path, Tokenizer(inner, Boundaries(0)), key="", source=["s"]) as writer:
         writer.add([1, 2, 3] * 20, ends=True)
         writer.commit()
     return TokenFolder(path)

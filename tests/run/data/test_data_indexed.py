@@ -17,6 +17,7 @@ from tokenizers import models
 
 from stretto.errors import StrettoError
 from stretto.run.data import token_folder as indexed
+from stretto.run.data.boundaries import Boundaries
 from stretto.run.data.checksum import FileSums
 from stretto.run.data.token_folder import Index, TokenFolder, TokenWriter, _crc32, parse_index
 from stretto.run.data.tokenizer import END_OF_TEXT, Tokenizer
@@ -25,7 +26,7 @@ from stretto.run.data.tokenizer import END_OF_TEXT, Tokenizer
 def words(vocab: int) -> Tokenizer:
     """A tokenizer of `vocab` ids; the end of text is id 0."""
     table = {END_OF_TEXT: 0, **{f"w{i}": i for i in range(1, vocab)}}
-    return Tokenizer(tokenizers.Tokenizer(models.WordLevel(table, unk_token="w1")))
+    return Tokenizer(tokenizers.Tokenizer(models.WordLevel(table, unk_token="w1")), Boundaries(0))
 
 
 def make(

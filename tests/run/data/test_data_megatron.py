@@ -256,7 +256,7 @@ def test_what_is_written_is_megatrons_byte_by_byte(tmp_path: Path, tokenizer: Pa
     assert (dataset.fingerprint, dataset.vocab) == (loaded.fingerprint, 300)
     assert dataset.text_bytes(range(dataset.size)) == len("".join(t for t in TEXTS if t.strip()).encode())
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith("out")) == [
-        *("out.bin", "out.idx", "out.tokenizer.json"),
+        *("out.bin", "out.idx", "out.tokenizer.json", "out.tokenizer_config.json"),
     ]
 
 

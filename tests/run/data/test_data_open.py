@@ -62,4 +62,4 @@ def test_a_rank_opens_the_files_itself(tmp_path: Path, text: Path) -> None:
     sent = pickle.dumps(source)
     assert len(sent) < 1000  # the tokens are not in it
     assert same(pickle.loads(sent), source)
-    assert set(source.companions()) == {"tokenizer.json"}
+    assert set(source.companions()) == {"tokenizer.json", "tokenizer_config.json"}

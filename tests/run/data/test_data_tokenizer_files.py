@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import json
 import random
@@ -20,7 +21,7 @@ from transformers import GPT2Tokenizer
 
 from stretto.errors import StrettoError
 from stretto.run.config.sources import tokenizer_at
-from stretto.run.data import sentencepiece_model, tokenizer_files
+from stretto.run.data import rank_files, sentencepiece_model
 from stretto.run.data.build import build
 from stretto.run.data.sentencepiece_model import is_sentencepiece
 from stretto.run.data.tokenizer import Tokenizer
@@ -122,7 +123,7 @@ def train_ranks(pattern: str) -> dict[bytes, int]:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
     inner.train_from_iterator([*LINES, *FOREIGN], trainer)
-    byte_of = {character: byte for byte, character in enumerate(tokenizer_files._alphabet())}
+    byte_of = {character: byte for byte, character in enumerate(rank_files._alphabet())}
     return {bytes(byte_of[c] for c in token): rank for token, rank in inner.get_vocab().items()}
 
 
@@ -136,7 +137,7 @@ def write_ranks(path: Path, ranks: dict[bytes, int]) -> Path:
 
 @pytest.mark.parametrize("pattern", ["_GPT2", "_CL100K", "_O200K"])
 def test_ranks_of_tiktoken(tmp_path: Path, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expression = getattr(tokenizer_files, pattern)
+    expression = getattr(rank_files, pattern)
     ranks = train_ranks(expression)
     end = len(ranks)
     theirs = tiktoken.Encoding(
@@ -144,18 +145,24 @@ def test_ranks_of_tiktoken(tmp_path: Path, pattern: str, monkeypatch: pytest.Mon
     )
     path = write_ranks(tmp_path / "small.tiktoken", ranks)
     (tmp_path / "pattern.txt").write_text(expression + "\n")
-    ours = Tokenizer.load([path, tmp_path / "pattern.txt"])
+    pair = [str(path), str(tmp_path / "pattern.txt")]
+    with pytest.raises(StrettoError, match="has no end-of-text token") as caught:  # none is made up
+        _ = Tokenizer.load(pair).endoftext
+    assert "data.end_of_text=TOKEN" in str(caught.value.hint)
+    ours = Tokenizer.load(pair, end=str(end))
     assert (ours.endoftext, ours.vocab_size) == (end, end + 1)
     for text in texts():
         ids = ours.encode(text)
         assert ids == theirs.encode(text, disallowed_special=())
         assert ours.decode(ids) == text
-    with pytest.raises(StrettoError, match=f"{end} ranks, as no published encoding has"):
+    with pytest.raises(StrettoError, match=f"{end} ranks of no published encoding"):
         Tokenizer.load(path)
-    # one that is known by its size
+    # one that is known by its content
     special = {end + 1: "<|endoftext|>", end + 3: "<|eot_id|>"}
-    known = tokenizer_files._Encoding(expression, special)
-    monkeypatch.setitem(tokenizer_files._ENCODINGS, end, known)
+    known = rank_files._Encoding("small", expression, special)
+    monkeypatch.setitem(rank_files._ENCODINGS, hashlib.sha256(path.read_bytes()).hexdigest(), known)
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"\r\n".join(lines[::-1]))  # the same, written otherwise
     ours = Tokenizer.load(path)
     assert (ours.endoftext, ours.vocab_size, ours.special("<|eot_id|>")) == (end + 1, end + 4, end + 3)
     assert ours.encode("the ") == theirs.encode("the ")
@@ -163,13 +170,14 @@ def test_ranks_of_tiktoken(tmp_path: Path, pattern: str, monkeypatch: pytest.Mon
 
 def test_a_gap_within_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As p50k_base has one, for the end of text."""
-    ranks = {token: rank + (rank >= 300) for token, rank in train_ranks(tokenizer_files._GPT2).items()}
-    known = tokenizer_files._Encoding(tokenizer_files._GPT2, {300: "<|endoftext|>"})
-    monkeypatch.setitem(tokenizer_files._ENCODINGS, len(ranks), known)
-    ours = Tokenizer.load(write_ranks(tmp_path / "gap.tiktoken", ranks))
+    ranks = {token: rank + (rank >= 300) for token, rank in train_ranks(rank_files._GPT2).items()}
+    known = rank_files._Encoding("gap", rank_files._GPT2, {300: "<|endoftext|>"})
+    path = write_ranks(tmp_path / "gap.tiktoken", ranks)
+    monkeypatch.setitem(rank_files._ENCODINGS, hashlib.sha256(path.read_bytes()).hexdigest(), known)
+    ours = Tokenizer.load(path)
     assert (ours.endoftext, ours.vocab_size) == (300, len(ranks) + 1)
     theirs = tiktoken.Encoding(
-        "gap", pat_str=tokenizer_files._GPT2, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 300}
+        "gap", pat_str=rank_files._GPT2, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 300}
     )
     for text in texts(200):
         assert ours.encode(text) == theirs.encode(text, disallowed_special=())

@@ -60,6 +60,16 @@ class DataConfig(Section):
     vocab: int = Field(
         default=4096, ge=257, description="Entries of the tokenizer that is trained when none is given."
     )
+    end_of_text: str | int | None = Field(
+        default=None,
+        description="The token that ends each document, by its text or id; null: the one that the files of "
+        "the tokenizer's model name (`tokenizer_config.json`, `generation_config.json`, ...).",
+    )
+    begin_of_text: str | int | None = Field(
+        default=None,
+        description="The token that begins each document, by its text or id, or an empty text for none; "
+        "null: the one that the tokenizer's model begins texts with, if it does.",
+    )
     text_field: str = Field(
         default="text",
         min_length=1,

@@ -66,11 +66,12 @@ def megatron_prefix(name: str) -> Path | None:
 
 def tokenizer_at(path: Path) -> list[Path]:
     """The files of the tokenizer that a path names, in a folder or by itself: a `tokenizer.json`, a
-    vocabulary with the merges that lie beside it, a SentencePiece model or the ranks of tiktoken; none where
-    there is no tokenizer.
+    vocabulary with the merges that lie beside it, a SentencePiece model, or ranks of tiktoken or tekken; none
+    where there is no tokenizer.
     """
     if path.is_dir():
-        singles = [path / "tokenizer.json", path / "vocab.json", *_models(path)]
+        named = ("tokenizer.json", "vocab.json", "tekken.json")
+        singles = [*(path / name for name in named), *_models(path)]
         return next((files for one in singles if (files := tokenizer_at(one))), [])
     if not path.is_file():
         return []

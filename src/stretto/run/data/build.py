@@ -20,6 +20,7 @@ from stretto.errors import StrettoError
 from stretto.run.config.data import ReadOptions
 from stretto.run.config.sources import megatron_prefix
 from stretto.run.data.block_cache import cache_dir
+from stretto.run.data.boundaries import Boundary
 from stretto.run.data.chat import Conversations
 from stretto.run.data.conversation import TrainOn
 from stretto.run.data.corpus import Corpus, Source, find_corpus
@@ -68,6 +69,8 @@ def build(
     reading: ReadOptions | None = None,
     chat: TrainOn | None = None,
     chat_template: str | None = None,
+    end_of_text: Boundary | None = None,
+    begin_of_text: Boundary | None = None,
     replace: bool = False,
     progress: Report | None = None,
 ) -> TokenFolder:
@@ -79,6 +82,9 @@ def build(
     `replace`, tokens of another source at `out` are overwritten. Several processes may build the same folder
     at once.
 
+    Every document of text ends, and in some families begins, with a token that the files of the tokenizer's
+    model name; `end_of_text` and `begin_of_text` name others.
+
     With `chat` the rows of the source are conversations, and the folder has a mask of the tokens to train on:
     those of the assistant, or all. They are rendered by the tokenizer's chat template; `chat_template` names
     a file with another, or one of several (see `ChatTemplate.find`).
@@ -89,10 +95,12 @@ def build(
     """
     sources = [source] if isinstance(source, str | os.PathLike) else list(source)
     check_vocab(vocab)
-    ready = Tokenizer.load(tokenizer) if tokenizer is not None else None
+    ready = None
+    if tokenizer is not None:
+        ready = Tokenizer.load(tokenizer, chat=chat is not None, end=end_of_text, begin=begin_of_text)
     conversations = Conversations.load(tokenizer, chat, chat_template)
     corpus = find_corpus(sources, reading)
-    key = _key(corpus, ready.fingerprint if ready else f"bpe {vocab}", conversations)
+    key = _key(corpus, _tokens_key(ready, vocab, end_of_text, begin_of_text), conversations)
     target = (
         Path(out).expanduser()
         if out is not None
@@ -105,7 +113,7 @@ def build(
     if out is not None and not replace:
         _check_source(target, [str(s) for s in sources])
     report = progress or (lambda _: None)
-    chosen = ready or _train(corpus, vocab, report)
+    chosen = ready or _train(corpus, vocab, report).with_boundaries(end_of_text, begin_of_text)
     with (
         _writing(target),
         TokenWriter(
@@ -114,7 +122,7 @@ def build(
             key=key,
             source=[str(s) for s in sources],
             masked=conversations is not None,
-            config=None if conversations is None else conversations.config_bytes(),
+            config=None if conversations is None else json.loads(conversations.config_bytes() or b"{}"),
         ) as writer,
     ):
         if conversations is None:
@@ -134,6 +142,8 @@ def build_megatron(
     vocab: int = DEFAULT_VOCAB,
     tokenizer: TokenizerPath | None = None,
     reading: ReadOptions | None = None,
+    end_of_text: Boundary | None = None,
+    begin_of_text: Boundary | None = None,
     replace: bool = False,
     progress: Report | None = None,
 ) -> MegatronDataset:
@@ -144,7 +154,9 @@ def build_megatron(
     """
     sources = [source] if isinstance(source, str | os.PathLike) else list(source)
     check_vocab(vocab)
-    ready = Tokenizer.load(tokenizer) if tokenizer is not None else None
+    ready = None if tokenizer is None else Tokenizer.load(tokenizer, end=end_of_text, begin=begin_of_text)
+    if ready is not None:
+        _ = ready.boundaries
     corpus = find_corpus(sources, reading)
     if not replace and (there := megatron_prefix(str(prefix))) is not None:
         raise StrettoError(
@@ -152,7 +164,7 @@ def build_megatron(
             hint="name another --out, or replace it with --force",
         )
     report = progress or (lambda _: None)
-    chosen = ready or _train(corpus, vocab, report)
+    chosen = ready or _train(corpus, vocab, report).with_boundaries(end_of_text, begin_of_text)
     with _writing(prefix), MegatronWriter(prefix, chosen) as writer:
         _encode(corpus, chosen, writer, report)
         writer.commit()
@@ -208,6 +220,17 @@ def shared_tokenizer(
         tokenizer.save(beside)
         beside.replace(path)
     return path
+
+
+def _tokens_key(tokenizer: Tokenizer | None, vocab: int, end: Boundary | None, begin: Boundary | None) -> str:
+    """The part of the key of tokenizer and boundaries.
+
+    Raises:
+        StrettoError: the files of its model do not name them.
+    """
+    if tokenizer is not None:
+        return f"{tokenizer.fingerprint} {tokenizer.boundaries}"
+    return f"bpe {vocab}" + (f" {end!r} {begin!r}" if (end, begin) != (None, None) else "")
 
 
 def _key(corpus: Corpus, tokenizer: str, conversations: Conversations | None) -> str:

@@ -78,9 +78,8 @@ class Conversations:
         Raises:
             StrettoError: a row that is no conversation, or that the template refuses.
         """
-        special = {} if self.template is None else self.template.special_tokens
         begin = "".join(tokenizer.text_of(token) for token in tokenizer.begin)
-        end = special.get("eos_token") or tokenizer.text_of(tokenizer.endoftext)
+        end = tokenizer.text_of(tokenizer.endoftext)
         for batch in in_batches(self._rendered(corpus, begin, end), lambda one: len(one.text)):
             tokens = tokenizer.encode_templated([one.text for one in batch])
             yield [

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import StrettoError
-from stretto.run.data.token_source import Array, RemoteElements, TokenSource
+from stretto.run.data.token_source import Array, RemoteElements, TokenSource, check_boundaries
 from stretto.run.data.tokenizer import Tokenizer
 
 
@@ -93,7 +93,9 @@ class JoinedSource(TokenSource):
         """
         first = sources[0]
         for other in sources[1:]:
-            if (other.fingerprint, other.endoftext) != (first.fingerprint, first.endoftext):
+            if other.fingerprint == first.fingerprint:
+                check_boundaries(first, other)
+            else:
                 raise StrettoError(
                     f"{first.name} and {other.name}: their tokens are not of one tokenizer",
                     hint="build both with the same --tokenizer",
@@ -106,7 +108,8 @@ class JoinedSource(TokenSource):
         self.sources = list(sources)
         self.name = ", ".join(source.name for source in sources)
         self.vocab = max(source.vocab for source in sources)
-        self.endoftext, self.fingerprint = first.endoftext, first.fingerprint
+        self.endoftext, self.begin_of_text = first.endoftext, first.begin_of_text
+        self.fingerprint = first.fingerprint
         sizes = [source.size for source in sources]
         starts, none = [0, *accumulate(sizes)][:-1], [0] * len(sources)
         self.tokens = JoinedArray([source.tokens for source in sources], sizes, none)

@@ -50,8 +50,8 @@ def marks_of(source: TokenData, data: DataConfig, lengths: Denoising, rows: int)
     corruption, spans = lengths.corruption, lengths.spans
     if source.endoftext is None:
         raise StrettoError(
-            f"{source.name}: no tokenizer is known, and samples of {corruption} end with its end of text",
-            hint="name it with data.tokenizer=FILE",
+            f"{source.name}: no end of text is known, and samples of {corruption} end with it",
+            hint="name the tokenizer with data.tokenizer=FILE, or the token with data.end_of_text=TOKEN",
         )
     first, needed = data.first_sentinel, 1 if corruption == "infilling" else spans
     known = None if first is not None else _known(source, corruption, needed)

@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 
 from stretto.errors import StrettoError
 from stretto.run.config.sources import BIN, IDX, missing_half
+from stretto.run.data.boundaries import Boundary, token_number
 from stretto.run.data.checksum import SummedFile
 from stretto.run.data.commit import PartialFolder
 from stretto.run.data.remote import Place, RemotePath, load_tokenizer, mapped, read_head
 from stretto.run.data.token_source import Array, TokenSource
-from stretto.run.data.tokenizer import TOKENIZER, Tokenizer
+from stretto.run.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG, Tokenizer
 from stretto.run.data.tokenizer_files import TokenizerPath
 
 MAGIC = b"MMIDIDX\0\0"
@@ -40,7 +41,7 @@ _UINT16_BELOW = 65_500
 """Vocabularies that Megatron's builder writes as uint16; larger ones as int32."""
 _CHUNK = 1 << 24  # ids or entries that are checked at a time
 _FETCHED = 1 << 20  # the same, where they are at a URL
-_BESIDE = ".tokenizer.json"
+_BESIDE, _CONFIG = ".tokenizer.json", ".tokenizer_config.json"
 
 
 P = TypeVar("P", bound=Place)
@@ -67,31 +68,52 @@ class Vocabulary:
     Attributes:
         size: ids are below it.
         tokenizer: its file or folder; None: not known.
-        endoftext: the id that ends a document; None without a tokenizer.
+        endoftext: the id that ends a document; None without a tokenizer, or if its files do not name it.
+        begin_of_text: the id that begins one, if one does.
         fingerprint: of the tokenizer.
     """
 
     size: int
     tokenizer: TokenizerPath | RemotePath | None = None
     endoftext: int | None = None
+    begin_of_text: int | None = None
     fingerprint: str | None = None
 
     @classmethod
-    def of(cls, prefix: Place, tokenizer: TokenizerPath | None, size: int | None = None) -> Vocabulary:
+    def of(
+        cls,
+        prefix: Place,
+        tokenizer: TokenizerPath | None,
+        size: int | None = None,
+        *,
+        end: Boundary | None = None,
+        begin: Boundary | None = None,
+    ) -> Vocabulary:
         """That of a tokenizer: the one named, else the one that `stretto data build` left beside the dataset;
         without either, `size` ids.
 
+        Args:
+            end: the token that ends a document; None: the tokenizer's.
+            begin: likewise.
+
         Raises:
-            StrettoError: none of the three, or not a tokenizer.
+            StrettoError: none of the three, or not a tokenizer, or one without a token that is named.
         """
         kept = beside(prefix, _BESIDE)
         path = kept if tokenizer is None and kept.is_file() else tokenizer
         if path is not None:
-            loaded = load_tokenizer(path)
+            loaded = load_tokenizer(path, end, begin)
+            try:
+                boundaries = loaded.boundaries
+            except StrettoError:
+                if (end, begin) != (None, None):
+                    raise
+                boundaries = None  # the documents are cut already: only spans need them, and ask
             return cls(
                 size=loaded.vocab_size,
                 tokenizer=path,
-                endoftext=loaded.endoftext,
+                endoftext=None if boundaries is None else boundaries.end,
+                begin_of_text=None if boundaries is None else boundaries.begin,
                 fingerprint=loaded.fingerprint,
             )
         if size is None:
@@ -100,7 +122,13 @@ class Vocabulary:
                 f"{prefix}: a Megatron dataset does not say what vocabulary its ids are of",
                 hint="name its tokenizer with data.tokenizer, or only the number of ids with model.vocab=N",
             )
-        return cls(size=size)
+        ids = [None if one is None else token_number(one) for one in (end, begin)]
+        if any(id_ is None and one for id_, one in zip(ids, (end, begin), strict=True)):
+            raise StrettoError(
+                f"{prefix}: its tokenizer is not known, so the tokens around a text are named by their ids",
+                hint="such as data.end_of_text=0, or name the tokenizer with data.tokenizer",
+            )
+        return cls(size=size, endoftext=ids[0], begin_of_text=ids[1])
 
 
 class MegatronDataset(TokenSource):
@@ -120,6 +148,7 @@ class MegatronDataset(TokenSource):
         self.path, self._vocabulary = prefix, vocabulary
         self.name = str(prefix)
         self.vocab, self.endoftext = vocabulary.size, vocabulary.endoftext
+        self.begin_of_text = vocabulary.begin_of_text
         self.fingerprint = vocabulary.fingerprint
         self.mask = self.trained = None
         self._index = _Index(beside(prefix, IDX))
@@ -150,11 +179,18 @@ class MegatronDataset(TokenSource):
                 f"{self.path}: the tokenizer that made these ids is not known",
                 hint="name it with data.tokenizer in a config, or with --tokenizer",
             )
-        return load_tokenizer(self._vocabulary.tokenizer)
+        begin = "" if self.begin_of_text is None else self.begin_of_text
+        if self.endoftext is None:
+            return load_tokenizer(self._vocabulary.tokenizer)
+        return load_tokenizer(self._vocabulary.tokenizer, self.endoftext, begin)
 
     def companions(self) -> dict[str, bytes]:
         """As `TokenSource.companions`; nothing where no tokenizer is known."""
-        return {} if self.fingerprint is None else {TOKENIZER: self.tokenizer().to_bytes()}
+        if self.fingerprint is None:
+            return {}
+        tokenizer = self.tokenizer()
+        config = {} if self.endoftext is None else {TOKENIZER_CONFIG: tokenizer.config_bytes({})}
+        return {TOKENIZER: tokenizer.to_bytes(), **config}
 
     def _check_ids(self, start: int, count: int = _CHUNK) -> None:
         ids = self._ids[start : start + count]
@@ -308,6 +344,7 @@ class MegatronWriter:
         self._partial = PartialFolder(prefix)
         self._lengths = array("i")
         self._length = 0
+        self._within = False
 
     def __enter__(self) -> MegatronWriter:
         with ExitStack() as stack:
@@ -322,9 +359,13 @@ class MegatronWriter:
         self._stack.close()
 
     def add(self, ids: Sequence[int] | NDArray[np.integer], ends: bool) -> None:
-        """Append ids to the current document; `ends` closes it with the end of text."""
-        data = np.append(ids, self._tokenizer.endoftext) if ends else np.asarray(ids)
-        data = data.astype(self._dtype)
+        """Append ids to the current document, after the begin of text if it is a new one and texts begin with
+        one; `ends` closes it with the end of text.
+        """
+        begin = [] if self._within else self._tokenizer.begin
+        end = [self._tokenizer.endoftext] if ends else []
+        self._within = not ends
+        data = np.concatenate([begin, np.asarray(ids), end]).astype(self._dtype)
         self._bin.write(data.tobytes())
         self.tokens += len(data)
         self._length += len(data)
@@ -355,5 +396,6 @@ class MegatronWriter:
             )
             index.close()
         self._tokenizer.save(self._partial.path / _BESIDE)
-        for suffix in (_BESIDE, BIN, IDX):
+        (self._partial.path / _CONFIG).write_bytes(self._tokenizer.config_bytes({}))
+        for suffix in (_BESIDE, _CONFIG, BIN, IDX):
             (self._partial.path / suffix).replace(beside(self._prefix, suffix))

@@ -30,7 +30,7 @@ from stretto.run.data.denoising import Denoised, DenoisedSplit
 from stretto.run.data.marks import Marks, marks_of, vocabulary
 from stretto.run.data.mixture_order import MixtureOrder, Phase
 from stretto.run.data.order import Runs
-from stretto.run.data.token_source import TokenData, TokenSource
+from stretto.run.data.token_source import TokenData, TokenSource, check_boundaries
 from stretto.run.data.tokenizer import Tokenizer
 
 
@@ -57,9 +57,11 @@ class Mixture(TokenData):
                     f"{known[0].name} and of {other.name}",
                     hint="build them with the same --tokenizer, or name the texts themselves",
                 )
+            check_boundaries(known[0], other)
         self._first = (known or every)[0]
         self.vocab = max(one.vocab for one in every)
-        self.endoftext, self.fingerprint = self._first.endoftext, self._first.fingerprint
+        self.endoftext, self.begin_of_text = self._first.endoftext, self._first.begin_of_text
+        self.fingerprint = self._first.fingerprint
         masked = any(one.trained is not None for one in every)
         self.trained = (
             sum(one.size if one.trained is None else one.trained for one in every) if masked else None

@@ -8,6 +8,7 @@ from stretto.errors import StrettoError
 from stretto.run.config.data import DataConfig
 from stretto.run.config.sources import BIN, IDX, INDEX, holds_tokens, is_url, megatron_prefix, token_folder
 from stretto.run.data.block_cache import BlockCache, block_cache
+from stretto.run.data.boundaries import Boundary
 from stretto.run.data.build import Report, build, shared_tokenizer
 from stretto.run.data.joined import JoinedSource
 from stretto.run.data.megatron import MegatronDataset, Vocabulary, beside
@@ -36,13 +37,17 @@ def open_source(data: DataConfig, vocab: int | None = None, report: Report | Non
     alone = {name: data.model_copy(update={"source": name, "phases": []}) for name in data.weights}
     streams = {name: _stream(one, vocab, report) for name, one in alone.items() if holds_tokens([name])}
     texts = [name for name in alone if name not in streams]
-    tokenizer = data.tokenizer
+    tokenizer, boundaries = data.tokenizer, dict[str, object]()
     if texts and tokenizer is None:
         known = next((one for one in streams.values() if one.fingerprint is not None), None)
+        shared = None if known is None else known.tokenizer()
+        if shared is not None:
+            begin = shared.begin[0] if shared.begin else ""
+            boundaries = {"end_of_text": shared.endoftext, "begin_of_text": begin}
         tokenizer = str(
             shared_tokenizer(
                 texts,
-                None if known is None else known.tokenizer(),
+                shared,
                 cache=data.cache,
                 vocab=data.vocab,
                 reading=data.reading,
@@ -50,14 +55,18 @@ def open_source(data: DataConfig, vocab: int | None = None, report: Report | Non
             )
         )
     for name in texts:
-        streams[name] = _stream(alone[name].model_copy(update={"tokenizer": tokenizer}), vocab, report)
+        one = alone[name].model_copy(update={"tokenizer": tokenizer, **boundaries})
+        streams[name] = _stream(one, vocab, report)
     return Mixture({name: streams[name] for name in alone}, data.weights)
 
 
 def _stream(data: DataConfig, vocab: int | None, report: Report | None) -> TokenSource:
     """The tokens of a source that is no mixture; arguments and errors as of `open_source`."""
     if holds_tokens(data.sources):
-        sources = [open_tokens(name, data.tokenizer, vocab, block_cache(data)) for name in data.sources]
+        chosen = {"end": data.end_of_text, "begin": data.begin_of_text}
+        sources = [
+            open_tokens(name, data.tokenizer, vocab, block_cache(data), **chosen) for name in data.sources
+        ]
         return sources[0] if len(sources) == 1 else JoinedSource(sources)
     return build(
         data.sources,
@@ -67,6 +76,8 @@ def _stream(data: DataConfig, vocab: int | None, report: Report | None) -> Token
         reading=data.reading,
         chat=data.chat,
         chat_template=data.chat_template,
+        end_of_text=data.end_of_text,
+        begin_of_text=data.begin_of_text,
         progress=report,
     )
 
@@ -76,6 +87,9 @@ def open_tokens(
     tokenizer: TokenizerPath | None = None,
     vocab: int | None = None,
     cache: BlockCache | None = None,
+    *,
+    end: Boundary | None = None,
+    begin: Boundary | None = None,
 ) -> TokenFolder | MegatronDataset:
     """The token folder or Megatron dataset at a path or URL.
 
@@ -83,6 +97,9 @@ def open_tokens(
         tokenizer: of a Megatron dataset, unless it lies beside it.
         vocab: as `open_source`.
         cache: of blocks of what is at a URL; None: the user's, of the usual size.
+        end: the token that documents of a Megatron dataset end with, and those of a token folder have to;
+            None: as it lies there.
+        begin: likewise.
 
     Raises:
         StrettoError: neither of them, or an unusable one.
@@ -94,8 +111,17 @@ def open_tokens(
         place = token_folder(name) or Path(name).expanduser()
         prefix = megatron_prefix(name)
     if prefix is not None:
-        return MegatronDataset(prefix, Vocabulary.of(prefix, tokenizer, vocab))
-    return TokenFolder(place)
+        return MegatronDataset(prefix, Vocabulary.of(prefix, tokenizer, vocab, end=end, begin=begin))
+    folder = TokenFolder(place)
+    if (end, begin) != (None, None):
+        wanted = folder.tokenizer().with_boundaries(end, begin)
+        if wanted.boundaries != folder.tokenizer().boundaries:
+            raise StrettoError(
+                f"{name}: its {folder.describe_boundaries()}, and the config says that"
+                f" {wanted.describe_boundaries()}",
+                hint="build the folder again, or leave data.end_of_text and data.begin_of_text out",
+            )
+    return folder
 
 
 def _remote_prefix(place: RemotePath) -> RemotePath | None:

@@ -25,6 +25,7 @@ from numpy.typing import DTypeLike, NDArray
 from stretto.errors import StrettoError
 from stretto.run.config.sources import is_url, protocol_problem
 from stretto.run.data.block_cache import BlockCache
+from stretto.run.data.boundaries import Boundary
 from stretto.run.data.checksum import FileSums
 from stretto.run.data.token_source import Array
 from stretto.run.data.tokenizer import Tokenizer
@@ -372,11 +373,13 @@ def read_head(place: Place, length: int) -> bytes:
         return file.read(length)
 
 
-def load_tokenizer(place: TokenizerPath | RemotePath) -> Tokenizer:
-    """The tokenizer in a file, or in a `tokenizer.json` at a URL; raises as `Tokenizer.load`."""
+def load_tokenizer(
+    place: TokenizerPath | RemotePath, end: Boundary | None = None, begin: Boundary | None = None
+) -> Tokenizer:
+    """The tokenizer in a file, or in a `tokenizer.json` at a URL; as `Tokenizer.load`."""
     if isinstance(place, RemotePath):
-        return Tokenizer.parse(str(place), place.read_bytes())
-    return Tokenizer.load(place)
+        return Tokenizer.parse(str(place), place.read_bytes(), end=end, begin=begin)
+    return Tokenizer.load(place, end=end, begin=begin)
 
 
 class _Workers:

@@ -54,6 +54,15 @@ class _Model:
     trim: bool = True
     """Whether spaces at the ends and repeated ones are removed."""
     escape: bool = True
+    ending: str = "</s>"
+
+    @property
+    def end(self) -> int | None:
+        """The piece that ends a text."""
+        ends = (
+            i for i, piece in enumerate(self.pieces) if (piece.text, piece.kind) == (self.ending, _CONTROL)
+        )
+        return next(ends, None)
 
     @property
     def symbols(self) -> list[str]:
@@ -70,8 +79,8 @@ def is_sentencepiece(data: bytes) -> bool:
         return False
 
 
-def read_sentencepiece(path: Path, data: bytes) -> tokenizers.Tokenizer:
-    """The tokenizer in the content of a `.model`.
+def read_sentencepiece(path: Path, data: bytes) -> tuple[tokenizers.Tokenizer, int | None]:
+    """The tokenizer in the content of a `.model`, and the id of its end of text, if it has one.
 
     Raises:
         StrettoError: damaged, or of a kind whose ids would differ.
@@ -97,7 +106,7 @@ def read_sentencepiece(path: Path, data: bytes) -> tokenizers.Tokenizer:
     inner.add_special_tokens([p.text for p in model.pieces if p.kind in (_CONTROL, _UNKNOWN)])
     if model.kind == _BPE:  # cut out before anything is merged; of unigrams the score decides
         inner.add_tokens([AddedToken(text, normalized=True, special=False) for text in model.symbols])
-    return inner
+    return inner, model.end
 
 
 def _different(model: _Model, rules: Mapping[str, str]) -> str | None:
@@ -189,6 +198,7 @@ def _parse(data: bytes) -> _Model:
             model.kind = _int(trainer.get(3, _UNIGRAM))
             model.suffix = bool(trainer.get(24, 0))
             model.byte_fallback = bool(trainer.get(35, 0))
+            model.ending = _bytes(trainer.get(47, b"</s>")).decode()
         elif number == 3:
             normalizer = dict(_fields(_bytes(value)))
             model.charsmap = _bytes(normalizer.get(2, b""))

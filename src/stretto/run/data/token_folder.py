@@ -4,7 +4,7 @@ tokens.bin             ids, little endian, uint16 where the vocabulary has at mo
 documents.bin          int64, little endian: the first token of each document, then the number of tokens
 mask.bin               uint8, only of conversations: 1 where the loss counts the token, else 0
 tokenizer.json         the tokenizer that made them
-tokenizer_config.json  the chat template that rendered them, if one did, and its special tokens
+tokenizer_config.json  its special tokens, and the chat template that rendered the tokens, if one did
 index.json             counts, sizes, checksums (see Index)
 """
 
@@ -48,11 +48,12 @@ class Index:
     """The metadata of a token folder.
 
     `dtype` is uint16 or uint32, `tokens` and `documents` are counts, all ids are below `vocab`, `endoftext`
-    is the id that ends each document, `tokenizer` the fingerprint of the tokenizer, `key` the fingerprint of
-    source and settings, `source` as the user named it, `skipped` the number of skipped files, `blank` the
-    number of documents left out because they were blank, or conversations with nothing to train on; `files`
-    has the checksums of each file per `chunk` bytes. `trained` counts the tokens that the mask selects; None:
-    there is no mask, all count. `bad_rows` tells of rows that could not be read (`RowErrors.facts`).
+    is the id that ends each document, `begin_of_text` the one that begins it, if any does, `tokenizer` the
+    fingerprint of the tokenizer, `key` the fingerprint of source and settings, `source` as the user named it,
+    `skipped` the number of skipped files, `blank` the number of documents left out because they were blank,
+    or conversations with nothing to train on; `files` has the checksums of each file per `chunk` bytes.
+    `trained` counts the tokens that the mask selects; None: there is no mask, all count. `bad_rows` tells of
+    rows that could not be read (`RowErrors.facts`).
     """
 
     dtype: str
@@ -67,6 +68,7 @@ class Index:
     chunk: int
     files: dict[str, FileSums]
     blank: int = 0
+    begin_of_text: int | None = None
     trained: int | None = None
     bad_rows: dict[str, Any] | None = None
 
@@ -74,9 +76,7 @@ class Index:
         """The file's content; `crc32` covers all other fields."""
         version = VERSION if self.trained is None else MASKED_VERSION
         body: dict[str, Any] = {"format": FORMAT, "version": version, **asdict(self)}
-        for name in ("trained", "bad_rows"):
-            if body[name] is None:
-                del body[name]
+        body = {name: value for name, value in body.items() if value is not None}
         return (json.dumps({**body, "crc32": _crc32(body)}, indent=1) + "\n").encode()
 
 
@@ -157,10 +157,18 @@ def _from_body(body: Mapping[str, Any], path: Place) -> Index:
         name: take(name, int) for name in ("tokens", "documents", "vocab", "endoftext", "skipped", "chunk")
     }
     blank = take("blank", int) if "blank" in body else 0  # folders of earlier versions lack it
+    begin = take("begin_of_text", int) if "begin_of_text" in body else None
     trained = take("trained", int) if body["version"] == MASKED_VERSION else None
     bad_rows = _bad_rows(body["bad_rows"], path) if "bad_rows" in body else None
     return Index(
-        **text, **counts, source=source, files=files, blank=blank, trained=trained, bad_rows=bad_rows
+        **text,
+        **counts,
+        source=source,
+        files=files,
+        blank=blank,
+        begin_of_text=begin,
+        trained=trained,
+        bad_rows=bad_rows,
     )
 
 
@@ -184,6 +192,7 @@ def _check(index: Index, path: Place) -> None:
         raise StrettoError(f"{path}: vocab {index.vocab} does not fit {index.dtype}", hint=_REBUILD)
     rules = {
         "endoftext": 0 <= index.endoftext < index.vocab,
+        "begin_of_text": index.begin_of_text is None or 0 <= index.begin_of_text < index.vocab,
         "tokens": index.tokens > 0,
         "documents": 0 < index.documents <= index.tokens,
         "chunk": 0 < index.chunk <= _BIGGEST_CHUNK and index.chunk % 8 == 0,
@@ -226,6 +235,7 @@ class TokenFolder(TokenSource):
         self.index: Index = read_index(self.path)
         self.name = str(self.path)
         self.vocab, self.endoftext = self.index.vocab, self.index.endoftext
+        self.begin_of_text = self.index.begin_of_text
         self.fingerprint, self.trained = self.index.tokenizer, self.index.trained
         for name, sums in self.index.files.items():
             check_size(self.path / name, sums)
@@ -278,7 +288,8 @@ class TokenFolder(TokenSource):
             raise StrettoError(
                 f"{self.path}: has no {TOKENIZER}", hint="put the one that made the tokens there"
             )
-        tokenizer = load_tokenizer(self.path / TOKENIZER)
+        begin = "" if self.begin_of_text is None else self.begin_of_text
+        tokenizer = load_tokenizer(self.path / TOKENIZER, self.index.endoftext, begin)
         if tokenizer.fingerprint != self.index.tokenizer:
             raise StrettoError(
                 f"{self.path / TOKENIZER}: not the tokenizer that made the tokens",
@@ -362,9 +373,9 @@ class TokenWriter:
         source: Sequence[str] = (),
         chunk: int = BLOCK,
         masked: bool = False,
-        config: bytes | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write at `path`; `masked`: with a mask; `config`: the content of `tokenizer_config.json`."""
+        """Write at `path`; `masked`: with a mask; `config`: the chat template's, if any."""
         self.tokens = 0
         self.trained = 0
         self.documents = 0
@@ -399,15 +410,17 @@ class TokenWriter:
         self._stack.close()
 
     def add(self, ids: Sequence[int] | NDArray[np.integer], ends: bool) -> None:
-        """Append token ids to the current document; `ends` closes it with the end-of-text token.
+        """Append token ids to the current document, after the begin-of-text token if it is a new one and
+        texts begin with one; `ends` closes it with the end-of-text token.
 
         Raises:
             StrettoError: an id outside the tokenizer's vocabulary.
         """
+        begin = [] if self._within else self._tokenizer.begin
         self._start_document()
         self._within = not ends
-        array = np.asarray(ids, dtype=np.int64)
-        self._write(np.append(array, self._tokenizer.endoftext) if ends else array)
+        end = [self._tokenizer.endoftext] if ends else []
+        self._write(np.concatenate([begin, np.asarray(ids), end]).astype(np.int64))
 
     def add_masked(self, ids: Sequence[int], mask: Sequence[bool]) -> None:
         """Append a whole document with the mask of its tokens, as they are.
@@ -453,14 +466,16 @@ class TokenWriter:
         if self._mask is not None:
             files[MASK] = self._mask.close()
         files[TOKENIZER] = self._save(TOKENIZER, self._tokenizer.to_bytes())
-        if self._config is not None:
-            files[TOKENIZER_CONFIG] = self._save(TOKENIZER_CONFIG, self._config)
+        files[TOKENIZER_CONFIG] = self._save(
+            TOKENIZER_CONFIG, self._tokenizer.config_bytes(self._config or {})
+        )
         index = Index(
             dtype=self._dtype.name,
             tokens=self.tokens,
             documents=self.documents,
             vocab=self._tokenizer.vocab_size,
             endoftext=self._tokenizer.endoftext,
+            begin_of_text=self._tokenizer.boundaries.begin,
             tokenizer=self._tokenizer.fingerprint,
             key=self._key,
             source=self._source,

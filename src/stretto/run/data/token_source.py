@@ -9,6 +9,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
+from stretto.errors import StrettoError
+from stretto.run.data.boundaries import Boundaries
 from stretto.run.data.tokenizer import Tokenizer
 
 _COUNTED = 1 << 22  # tokens whose bytes are counted at a time
@@ -59,6 +61,7 @@ class TokenData(ABC):
         name: as messages call it, such as a path.
         vocab: size of the vocabulary; all ids are below it.
         endoftext: the id that ends a document; None where no tokenizer is known.
+        begin_of_text: the id that begins a document, if one does.
         fingerprint: of the tokenizer; None where it is not known.
         trained: how many tokens the loss counts; None: all.
     """
@@ -66,6 +69,7 @@ class TokenData(ABC):
     name: str
     vocab: int
     endoftext: int | None
+    begin_of_text: int | None
     fingerprint: str | None
     trained: int | None
 
@@ -96,11 +100,35 @@ class TokenData(ABC):
             StrettoError: there is none, or another one.
         """
 
+    def describe_boundaries(self) -> str | None:
+        """How texts end and begin, in words; None if no tokenizer is known."""
+        if self.endoftext is None:
+            return None
+        ids, texts = Boundaries(self.endoftext, self.begin_of_text), dict[int, str]()
+        try:
+            tokenizer = self.tokenizer()
+        except StrettoError:  # their ids suffice: training needs no tokenizer
+            return ids.describe()
+        for token in (ids.end, ids.begin):
+            texts |= {} if token is None else {token: tokenizer.text_of(token)}
+        return ids.describe(texts)
+
     @abstractmethod
     def companions(self) -> Mapping[str, bytes]:
         """Content of the files that generation and export need, by name: `tokenizer.json`, and
-        `tokenizer_config.json` where a chat template rendered the tokens.
+        `tokenizer_config.json` with its special tokens, and the chat template that rendered the tokens.
         """
+
+
+def check_boundaries(source: TokenData, other: TokenData) -> None:
+    """Raise StrettoError if the documents of both are known to end or begin with other tokens."""
+    first, second = ((one.endoftext, one.begin_of_text) for one in (source, other))
+    if None not in (first[0], second[0]) and first != second:
+        raise StrettoError(
+            f"{source.name} and {other.name}: documents of one have other ends or beginnings:"
+            f" {source.describe_boundaries()}, and {other.describe_boundaries()}",
+            hint="build both with the same --tokenizer, --end-of-text and --begin-of-text",
+        )
 
 
 class TokenSource(TokenData):

@@ -10,10 +10,11 @@ import hashlib
 import json
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import tokenizers
@@ -21,73 +22,142 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from stretto.errors import StrettoError
-from stretto.run.data.tokenizer_files import END_OF_TEXT, TokenizerPath, parse_tokenizer, read_tokenizer
+from stretto.run.data.boundaries import (
+    END,
+    Boundaries,
+    Boundary,
+    ModelFiles,
+    find_boundaries,
+    find_token,
+    token_number,
+    tokenizer_config,
+)
+from stretto.run.data.rank_files import END_OF_TEXT
+from stretto.run.data.tokenizer_files import TokenizerPath, library_errors, parse_tokenizer, read_tokenizer
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _BATCH_CHARACTERS = 2 << 20
 SMALLEST_VOCAB = 257
 """256 bytes and the end of text."""
-# Names of the token between documents in other families, best known first.
-_ENDS = (
-    END_OF_TEXT,
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<|eos|>",
-    "<｜end▁of▁sentence｜>",
-    "[EOS]",
-    "<|im_end|>",
-    "[SEP]",
-)
-
 
 T = TypeVar("T")
 
 
 class Tokenizer:
-    """A tokenizer with an end-of-text token.
+    """A tokenizer, and the tokens that end and begin a text.
 
-    `endoftext` is that token's id, `vocab_size` one more than the largest id, `fingerprint` a digest of
-    everything that decides how text becomes tokens.
+    `vocab_size` is one more than the largest id, `fingerprint` a digest of everything that decides how text
+    becomes tokens.
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer, name: str = "tokenizer") -> None:
+    def __init__(
+        self,
+        inner: tokenizers.Tokenizer,
+        boundaries: Boundaries | Callable[[tokenizers.Tokenizer], Boundaries] | None = None,
+        name: str = "tokenizer",
+    ) -> None:
+        """With the boundaries of its texts, or what finds them when they are first asked for; None: those
+        that the tokenizer itself names.
+        """
         inner.no_truncation()
         inner.no_padding()
         # Text that spells a special token is text: only this code puts one into the stream.
         inner.encode_special_tokens = True
-        vocab = inner.get_vocab(with_added_tokens=True)
-        ends = [vocab[token] for token in _ENDS if token in vocab]
-        if not ends:
-            raise StrettoError(
-                f"{name}: has no end-of-text token",
-                hint=f"add one of {', '.join(_ENDS)} to its special tokens",
-            )
-        self._inner = inner
+        self._inner, self._boundaries, self.name = inner, boundaries, name
         self._text = inner.to_str(pretty=True)
-        self.endoftext: int = ends[0]
-        self.vocab_size: int = max(vocab.values()) + 1
+        self.vocab_size: int = max(inner.get_vocab(with_added_tokens=True).values()) + 1
         self.fingerprint: str = hashlib.blake2b(self._text.encode(), digest_size=16).hexdigest()
 
     @classmethod
-    def load(cls, path: TokenizerPath) -> Tokenizer:
+    def load(
+        cls,
+        path: TokenizerPath,
+        *,
+        chat: bool = False,
+        end: Boundary | None = None,
+        begin: Boundary | None = None,
+    ) -> Tokenizer:
         """Read a tokenizer of any kind that `read_tokenizer` knows.
 
+        Args:
+            chat: as `find_boundaries` takes it, as are end and begin.
+
         Raises:
-            StrettoError: no such file, not a tokenizer, no end-of-text token.
+            StrettoError: no such file, not a tokenizer.
         """
         files = [path] if isinstance(path, str | os.PathLike) else path
-        return cls(read_tokenizer(path), f"tokenizer {', '.join(map(str, files))}")
+        places = [Path(file).expanduser() for file in files]
+        name = f"tokenizer {', '.join(map(str, files))}"
+        ids = [token_number(one) for one in (end, begin) if one is not None]
+        inner, stated = read_tokenizer(path, [one for one in ids if one is not None])
+
+        def find(inner: tokenizers.Tokenizer) -> Boundaries:
+            said = ModelFiles.find(places[0])
+            return find_boundaries(inner, name, said, stated=stated, chat=chat, end=end, begin=begin)
+
+        return cls(inner, find, name)
 
     @classmethod
-    def parse(cls, where: str, data: bytes) -> Tokenizer:
-        """The tokenizer in the content of a `tokenizer.json`; `where` it came from, for messages.
+    def parse(
+        cls, where: str, data: bytes, *, end: Boundary | None = None, begin: Boundary | None = None
+    ) -> Tokenizer:
+        """The tokenizer in the content of a `tokenizer.json`; `where` it came from, for messages. Boundaries
+        that are not given are those that this file names.
 
         Raises:
-            StrettoError: not a tokenizer, no end-of-text token.
+            StrettoError: not a tokenizer.
         """
-        return cls(parse_tokenizer(where, data), f"tokenizer {where}")
+        name, inner = f"tokenizer {where}", parse_tokenizer(where, data)
+        return cls(inner, find_boundaries(inner, name, ModelFiles(), end=end, begin=begin), name)
+
+    @cached_property
+    def boundaries(self) -> Boundaries:
+        """The tokens that end and begin a text.
+
+        Raises:
+            StrettoError: the files of its model do not name them.
+        """
+        if self._boundaries is None:
+            return find_boundaries(self._inner, self.name, ModelFiles())
+        return self._boundaries if isinstance(self._boundaries, Boundaries) else self._boundaries(self._inner)
+
+    def with_boundaries(self, end: Boundary | None, begin: Boundary | None) -> Tokenizer:
+        """The same tokenizer, whose texts end and begin with the tokens that are given.
+
+        Raises:
+            StrettoError: it does not have them.
+        """
+        if (end, begin) == (None, None):
+            return self
+        others = find_boundaries(
+            self._inner,
+            self.name,
+            ModelFiles(),
+            end=self.endoftext if end is None else end,
+            begin=(self.begin or [""])[0] if begin is None else begin,
+        )
+        return Tokenizer(self._inner, others, self.name)
+
+    @property
+    def endoftext(self) -> int:
+        """The id of the token that ends a text; raises as `boundaries`."""
+        return self.boundaries.end
+
+    def describe_boundaries(self) -> str:
+        """How texts end and begin, in words; raises as `boundaries`."""
+        ids = [self.boundaries.end, *self.begin]
+        return self.boundaries.describe({id_: self.text_of(id_) for id_ in ids})
+
+    def config_bytes(self, config: Mapping[str, Any]) -> bytes:
+        """A `tokenizer_config.json` with the boundaries, and with what the model's own says."""
+        begin = self.text_of(self.begin[0]) if self.begin else None
+        return tokenizer_config(self.text_of(self.endoftext), begin, config)
+
+    @property
+    def begin(self) -> list[int]:
+        """What a text begins with: one token, or none; raises as `boundaries`."""
+        return [] if self.boundaries.begin is None else [self.boundaries.begin]
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab: int) -> Tokenizer:
@@ -108,7 +178,7 @@ class Tokenizer:
             show_progress=False,
         )
         inner.train_from_iterator(texts, trainer)
-        return cls(inner)
+        return cls(inner, Boundaries(find_token(inner, "tokenizer", END, END_OF_TEXT)))
 
     def to_bytes(self) -> bytes:
         """The content of a `tokenizer.json`."""
@@ -118,13 +188,22 @@ class Tokenizer:
         """Write a `tokenizer.json`."""
         Path(path).write_bytes(self.to_bytes())
 
+    @contextmanager
+    def _encoding(self) -> Generator[None]:
+        """What goes wrong while the library encodes or decodes becomes a StrettoError."""
+        hint = "copy the file again, or name another tokenizer"
+        with library_errors(lambda why: StrettoError(f"{self.name}: fails on the text: {why}", hint=hint)):
+            yield
+
     def encode(self, text: str) -> list[int]:
         """Token ids of one text, without any special token."""
-        return self._inner.encode(text, add_special_tokens=False).ids
+        with self._encoding():
+            return self._inner.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """Token ids of each text, on the library's threads (one, where TOKENIZERS_PARALLELISM is false)."""
-        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        with self._encoding():
+            encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         # from a list, array is far quicker than numpy
         return [np.frombuffer(array("I", encoding.ids), np.uint32) for encoding in encodings]
 
@@ -134,17 +213,11 @@ class Tokenizer:
         """
         self._inner.encode_special_tokens = False
         try:
-            encodings = self._inner.encode_batch(list(texts), add_special_tokens=False)
+            with self._encoding():
+                encodings = self._inner.encode_batch(list(texts), add_special_tokens=False)
         finally:
             self._inner.encode_special_tokens = True
         return [(encoding.ids, encoding.offsets) for encoding in encodings]
-
-    @cached_property
-    def begin(self) -> list[int]:
-        """What the tokenizer itself puts before a text, such as Llama's begin of text; often nothing."""
-        plain, whole = self.encode("a"), self._inner.encode("a", add_special_tokens=True).ids
-        at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
-        return whole[:at]
 
     def special(self, text: str) -> int | None:
         """The id of the special token that texts spell so; None where there is none."""
@@ -167,7 +240,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """Text of token ids; special tokens are left out unless `special`."""
-        return self._inner.decode([int(i) for i in ids], skip_special_tokens=not special)
+        with self._encoding():
+            return self._inner.decode([int(i) for i in ids], skip_special_tokens=not special)
 
     @cached_property
     def token_bytes(self) -> NDArray[np.int64] | None:

@@ -1,85 +1,46 @@
 """Tokenizers in the files of other programs, as objects of the `tokenizers` library that give the same ids.
 
-GPT-2's `vocab.json` and `merges.txt` (Radford et al. 2019), rank files of tiktoken and Llama 3 (each line a
-token in base64 and its rank), and models of SentencePiece (`run/data/sentencepiece_model.py`).
+GPT-2's `vocab.json` and `merges.txt` (Radford et al. 2019), files of ranks (`run/data/rank_files.py`), and
+models of SentencePiece (`run/data/sentencepiece_model.py`).
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import tokenizers
-from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import models
 
 from stretto.errors import StrettoError
 from stretto.run.config.sources import tokenizer_at
+from stretto.run.data.rank_files import (
+    END_OF_TEXT,
+    KINDS,
+    Read,
+    byte_level,
+    check_ids,
+    from_ranks,
+    from_tekken,
+    from_tiktoken_json,
+    not_a_tokenizer,
+)
 from stretto.run.data.sentencepiece_model import is_sentencepiece, read_sentencepiece
 
 TokenizerPath = str | os.PathLike[str] | Sequence[str]
-END_OF_TEXT = "<|endoftext|>"
-_MOST_IDS = 1 << 24
-"""Ids of a tokenizer that are believed; the largest published vocabularies have 2^18."""
-_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CL100K = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_O200K = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
-@dataclass(frozen=True)
-class _Encoding:
-    """What a rank file leaves out: the expression that cuts text into words, and the special tokens by id."""
-
-    pattern: str
-    special: dict[int, str]
-
-
-# published encodings, by the number of their ranks
-_ENCODINGS = {
-    50_256: _Encoding(_GPT2, {50_256: END_OF_TEXT}),  # gpt2, r50k_base
-    50_280: _Encoding(_GPT2, {50_256: END_OF_TEXT}),  # p50k_base, which has a gap there
-    100_256: _Encoding(
-        _CL100K,
-        {
-            100_257: END_OF_TEXT,
-            100_258: "<|fim_prefix|>",
-            100_259: "<|fim_middle|>",
-            100_260: "<|fim_suffix|>",
-            100_276: "<|endofprompt|>",
-        },
-    ),  # cl100k_base
-    199_998: _Encoding(_O200K, {199_999: END_OF_TEXT, 200_018: "<|endofprompt|>"}),  # o200k_base
-    128_000: _Encoding(
-        _CL100K,
-        {
-            128_000: "<|begin_of_text|>",
-            128_001: "<|end_of_text|>",
-            128_006: "<|start_header_id|>",
-            128_007: "<|end_header_id|>",
-            128_009: "<|eot_id|>",
-            128_255: "<|reserved_special_token_250|>",
-        },
-    ),  # Llama 3
-}
-
-
-def read_tokenizer(path: TokenizerPath) -> tokenizers.Tokenizer:
+def read_tokenizer(path: TokenizerPath, ids: Sequence[int] = ()) -> Read:
     """The tokenizer in a file of any of these kinds, in a folder that holds one, or in two files: a
-    vocabulary and its merges, or ranks and the regular expression that cuts text into words.
+    vocabulary and its merges, or ranks and the regular expression that cuts text into words. With it, the
+    end of text that the format itself names, if it does.
+
+    Args:
+        ids: of special tokens that the user names, for formats that do not.
 
     Raises:
         StrettoError: no such file, or not a tokenizer.
@@ -91,9 +52,9 @@ def read_tokenizer(path: TokenizerPath) -> tokenizers.Tokenizer:
         files = tokenizer_at(files[0]) or files
     for file in files:
         if not file.is_file():
-            raise StrettoError(f"tokenizer {file}: no such file", hint=_KINDS)
+            raise StrettoError(f"tokenizer {file}: no such file", hint=KINDS)
     with _reading(where):
-        return _read(files)
+        return _read(files, ids)
 
 
 def parse_tokenizer(where: str, data: bytes) -> tokenizers.Tokenizer:
@@ -103,46 +64,46 @@ def parse_tokenizer(where: str, data: bytes) -> tokenizers.Tokenizer:
         StrettoError: not a tokenizer.
     """
     with _reading(where):
-        return _from_json(where, data)
+        return _from_json(where, data)[0]
 
 
 @contextmanager
 def _reading(where: str) -> Generator[None]:
     """What goes wrong while a tokenizer is read becomes a StrettoError."""
     try:
-        yield
-    except StrettoError:
-        raise
+        with library_errors(lambda why: not_a_tokenizer(where, why)):
+            yield
     except OSError as error:
         raise StrettoError(
             f"tokenizer {where}: cannot be read: {error.strerror}", hint="check its permissions"
         ) from None
-    except BaseException as error:  # the library raises bare Exception, and where it panics a BaseException
-        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError | GeneratorExit):
-            raise
-        raise _not_one(where, str(error)) from None
 
 
-_KINDS = (
-    "name a tokenizer.json, GPT-2's vocab.json with its merges.txt, a SentencePiece .model, a .tiktoken file,"
-    " or a folder that holds one"
-)
+@contextmanager
+def library_errors(named: Callable[[str], StrettoError]) -> Generator[None]:
+    """Errors of the library as a StrettoError. It raises bare Exception, and if it panics a BaseException.
+
+    Args:
+        named: the error with this reason.
+    """
+    try:
+        yield
+    except (StrettoError, OSError, KeyboardInterrupt, SystemExit, MemoryError, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise named(str(error)) from None
 
 
-def _not_one(where: object, why: str) -> StrettoError:
-    return StrettoError(f"tokenizer {where}: not a tokenizer file ({why})", hint=_KINDS)
-
-
-def _read(files: Sequence[Path]) -> tokenizers.Tokenizer:
+def _read(files: Sequence[Path], ids: Sequence[int]) -> Read:
     if len(files) > 2:
-        raise _not_one(", ".join(map(str, files)), f"{len(files)} files")
+        raise not_a_tokenizer(", ".join(map(str, files)), f"{len(files)} files")
     data = files[0].read_bytes()
     if len(files) == 2:
         if data.lstrip()[:1] == b"{":
             return _from_merges(files[0], files[1])
         if files[1].read_bytes().lstrip()[:1] == b"{":
             return _from_merges(files[1], files[0])
-        return _from_ranks(files[0], data, files[1].read_text(encoding="utf-8").strip("\n"))
+        return from_ranks(files[0], data, files[1].read_text(encoding="utf-8").strip("\n"), ids)
     if data.lstrip()[:1] == b"{":
         return _from_json(files[0], data)
     if is_sentencepiece(data):
@@ -160,51 +121,38 @@ def _read(files: Sequence[Path]) -> tokenizers.Tokenizer:
             " neither the special tokens before them nor the expression that cuts text into words",
             hint="name the PREFIX of text that Megatron has tokenised as data.source, with model.vocab=N",
         )
-    return _from_ranks(files[0], data)
+    return from_ranks(files[0], data)
 
 
-def _from_json(path: Path | str, data: bytes) -> tokenizers.Tokenizer:
+def _from_json(path: Path | str, data: bytes) -> Read:
     body: Any = json.loads(data)
+    if "bpe_ranks" in body:
+        return from_tiktoken_json(path, data, body)
+    if isinstance(body.get("vocab"), list) and "default_num_special_tokens" in body.get("config", {}):
+        return from_tekken(path, body)
     if len(body) >= 256 and all(type(value) is int for value in body.values()):
         raise StrettoError(
             f"tokenizer {path}: the vocabulary of a BPE without its merges",
             hint=f"put its merges.txt beside it, or name both: data.tokenizer=[{Path(path).name}, MERGES]",
         )
     if not isinstance(body.get("model"), dict):
-        raise _not_one(path, "a JSON object without a model")
+        raise not_a_tokenizer(path, "a JSON object without a model")
     # before the library allocates room for them
     model, added = body["model"], body.get("added_tokens") or []
     vocab: Any = model.get("vocab") or {}
     ids = [*(vocab.values() if isinstance(vocab, dict) else ()), *(token["id"] for token in added)]
-    _check_ids(path, cast(list[Any], ids))
-    return tokenizers.Tokenizer.from_str(data.decode())
-
-
-def _check_ids(path: object, ids: Sequence[Any]) -> None:
-    wrong = next((i for i in ids if type(i) is not int or not 0 <= i < _MOST_IDS), None)
-    if wrong is not None:
+    check_ids(path, cast(list[Any], ids))
+    unknown = model.get("unk_token")
+    if isinstance(vocab, dict) and isinstance(unknown, str) and unknown not in vocab:
         raise StrettoError(
-            f"tokenizer {path}: a token has the id {wrong!r:.80}; ids are integers from 0 to {_MOST_IDS - 1}",
-            hint="copy the file again, or name another",
+            f"tokenizer {path}: its unk_token {unknown!r} is not in its vocabulary, so text that it does not"
+            " know has no tokens",
+            hint="copy the file again, or take an unk_token of its vocabulary",
         )
+    return tokenizers.Tokenizer.from_str(data.decode()), None
 
 
-def _byte_level(model: models.BPE, pattern: str | None = None) -> tokenizers.Tokenizer:
-    inner = tokenizers.Tokenizer(model)
-    if pattern is None:
-        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    else:
-        inner.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(pattern), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-    inner.decoder = decoders.ByteLevel()
-    return inner
-
-
-def _from_merges(vocab: Path, merges: Path) -> tokenizers.Tokenizer:
+def _from_merges(vocab: Path, merges: Path) -> Read:
     """GPT-2's files; those of its kind whose text is cut into words in another way are refused."""
     config = vocab.parent / "tokenizer_config.json"
     if config.is_file():
@@ -216,70 +164,8 @@ def _from_merges(vocab: Path, merges: Path) -> tokenizers.Tokenizer:
                 ".save_pretrained(DIR)",
             )
     ids: Any = json.loads(vocab.read_bytes())
-    _check_ids(vocab, list(ids.values()))
-    inner = _byte_level(models.BPE.from_file(str(vocab), str(merges)))
+    check_ids(vocab, list(ids.values()))
+    inner = byte_level(models.BPE.from_file(str(vocab), str(merges)))
     special = [token for token in (END_OF_TEXT, "</s>", "<s>", "<pad>", "<unk>", "<mask>") if token in ids]
     inner.add_special_tokens(special)
-    return inner
-
-
-def _from_ranks(path: Path, data: bytes, pattern: str | None = None) -> tokenizers.Tokenizer:
-    """tiktoken's ranks; every way of cutting a token in two known ones is a merge of its rank."""
-    ranks = _ranks(path, data)
-    known = _ENCODINGS.get(len(ranks))
-    if known is None or pattern is not None:
-        if pattern is None:
-            raise StrettoError(
-                f"tokenizer {path}: {len(ranks)} ranks, as no published encoding has; the expression that"
-                " cuts text into words is not in the file",
-                hint="write it into a file, and name both: "
-                f"data.tokenizer=[{path.name}, PATTERN.txt]; known are files of "
-                + ", ".join(map(str, _ENCODINGS)),
-            )
-        end = max(ranks.values()) + 1
-        known = _Encoding(pattern, {end: END_OF_TEXT})
-    alphabet = _alphabet()
-    spelt = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
-    merges = list[tuple[str, str]]()
-    for token in sorted(ranks, key=ranks.__getitem__):
-        cuts = [(token[:i], token[i:]) for i in range(1, len(token))]
-        halves = [(a, b) for a, b in cuts if a in ranks and b in ranks]
-        merges += [(spelt[a], spelt[b]) for a, b in sorted(halves, key=lambda h: (ranks[h[0]], ranks[h[1]]))]
-    vocab = {spelt[token]: rank for token, rank in ranks.items()}
-    taken, top = set(ranks.values()), max(ranks.values())
-    # ids that are neither rank nor special token have a name too: the library numbers without gaps
-    others = {
-        i: known.special.get(i, f"<|reserved_{i}|>")
-        for i in range(max(top, *known.special) + 1)
-        if i not in taken
-    }
-    vocab |= {name: i for i, name in others.items() if i < top}
-    inner = _byte_level(models.BPE(vocab, merges, ignore_merges=True), known.pattern)
-    inner.add_special_tokens(list(others.values()))
-    return inner
-
-
-def _ranks(path: Path, data: bytes) -> dict[bytes, int]:
-    ranks = dict[bytes, int]()
-    for number, line in enumerate(data.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except (ValueError, binascii.Error):
-            raise _not_one(path, f"line {number} is not a token in base64 and its rank") from None
-    if len({token for token in ranks if len(token) == 1}) != 256:
-        raise _not_one(path, "not all 256 bytes have a rank")
-    _check_ids(path, list(ranks.values()))
-    if len(set(ranks.values())) != len(ranks):
-        raise _not_one(path, "two tokens have one rank")
-    return ranks
-
-
-def _alphabet() -> list[str]:
-    """The character that stands for each byte in byte-level vocabularies (GPT-2's `bytes_to_unicode`)."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    shown = {byte: chr(byte) for byte in plain} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-    return [shown[byte] for byte in range(256)]
+    return inner, ids.get(END_OF_TEXT)

@@ -25,6 +25,7 @@ from stretto.engine.parallel.parallelize import Plan, materialise, parallelize
 from stretto.engine.parallel.styles import Replicate, Vocabulary
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
+from stretto.run.data.boundaries import boundaries_of
 from stretto.run.data.chat_template import ChatTemplate
 from stretto.run.data.tokenizer import Tokenizer
 from stretto.run.train.companions import GENERATION, run_folder
@@ -93,7 +94,11 @@ def load_tokenizer(checkpoint: Path) -> Tokenizer:
     """
     for folder in (checkpoint, *checkpoint.parents[:2]):
         if (folder / "tokenizer.json").is_file():
-            return Tokenizer.load(folder / "tokenizer.json")
+            trained = boundaries_of(read_manifest(checkpoint).meta)
+            if trained is None:
+                return Tokenizer.load(folder / "tokenizer.json", chat=True)
+            begin = "" if trained.begin is None else trained.begin
+            return Tokenizer.load(folder / "tokenizer.json", end=trained.end, begin=begin)
     raise StrettoError(
         f"no tokenizer.json beside checkpoint {checkpoint}",
         hint="keep it in the run's folder, as training does",

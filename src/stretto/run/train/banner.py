@@ -29,12 +29,17 @@ def banner(config: TrainConfig, job: Job, source: TokenData) -> str:
             f"steps of {job.global_batch} x {job.sequence} tokens in {micro} of {job.micro_batch}"
             + (f", {_count(updates, 'update')} of the weights a step" if updates else ""),
             f"text: {', '.join(config.data.sources)}, {_short(source.size)} tokens{_trained(source)}, "
-            f"vocabulary {source.vocab}; "
+            f"vocabulary {source.vocab}{_boundaries(source)}; "
             f"results in {config.run.folder} (metrics.jsonl, checkpoints/)",
             _splits(config, job, source),
             _stages(job, program),
         ]
     )
+
+
+def _boundaries(source: TokenData) -> str:
+    described = source.describe_boundaries()
+    return "" if described is None else f", {described}"
 
 
 def _trainable(job: Job) -> str:

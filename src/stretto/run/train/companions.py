@@ -64,8 +64,11 @@ def special_ids(run: Path, decoder: bool = False) -> dict[str, Any]:
         generation = read_json(run, GENERATION)
         known = (*_IDS, _START) if _START in generation else _IDS
         return {name: generation.get(name) for name in known}
-    end = Tokenizer.load(run / TOKENIZER).endoftext if (run / TOKENIZER).is_file() else None
-    ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+    end, begin = None, None
+    if (run / TOKENIZER).is_file():
+        boundaries = Tokenizer.load(run / TOKENIZER, chat=True).boundaries
+        end, begin = boundaries.end, boundaries.begin
+    ids = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": None}
     known = decoder and end is not None
     return {**ids, _START: end, "pad_token_id": end} if known else ids
 
@@ -98,6 +101,6 @@ def export_companions(run: Path, out: Path, positions: int, decoder: bool = Fals
 
 def _end_of_text(path: Path) -> str | None:
     """How texts spell the tokenizer's end of text."""
-    end = Tokenizer.load(path).endoftext
+    end = Tokenizer.load(path, chat=True).endoftext
     added: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")).get("added_tokens") or []
     return next((token["content"] for token in added if token["id"] == end), None)

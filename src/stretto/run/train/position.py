@@ -66,6 +66,8 @@ def save_run(
         "layout": replica.mesh.layout.describe(),
         "schedule": replica.pipeline.program.name,
         "tokenizer": source.fingerprint,
+        "end_of_text": source.endoftext,
+        "begin_of_text": source.begin_of_text,
         "text": _text(config, source, position.samples),
         "config": config.model_dump(mode="json"),
     }

@@ -13,6 +13,7 @@ from stretto.engine.checkpoint.index import OPTIM
 from stretto.engine.checkpoint.manifest import quick_problems, read_manifest, read_tensors
 from stretto.errors import StrettoError, nearest
 from stretto.run.config.schema import JobConfig, TrainConfig
+from stretto.run.data.boundaries import Boundaries, boundaries_of
 from stretto.run.data.token_source import TokenData
 from stretto.run.launch.restart import restart_count
 from stretto.spec.huggingface import config_names, differences
@@ -257,4 +258,16 @@ def _check_tokenizer(path: Path, meta: Mapping[str, Any], source: TokenData) -> 
         raise StrettoError(
             f"checkpoint {path} was trained with another tokenizer",
             hint="train on its text with its data.vocab, or give its run's tokenizer.json as data.tokenizer",
+        )
+    there = boundaries_of(meta)
+    was_text = not meta.get("config", {}).get("data", {}).get("chat")
+    if there is None or source.endoftext is None or not was_text or source.trained is not None:
+        return  # conversations end with their turns
+    here = Boundaries(source.endoftext, source.begin_of_text)
+    if there != here:
+        begin = "" if there.begin is None else there.begin
+        raise StrettoError(
+            f"checkpoint {path} was trained on other boundaries of texts: {there.describe()} there, and here"
+            f" {here.describe()}",
+            hint=f"data.end_of_text={there.end} data.begin_of_text={begin!r}",
         )

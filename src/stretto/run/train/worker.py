@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -96,12 +97,16 @@ def _keep_companions(source: TokenData, saved: Path | None, run: Path) -> None:
 
     Files are written beside, then renamed: an interrupted run leaves the old one or the new.
     """
-    files = source.companions()
+    files = dict(source.companions())
+    start = None if saved is None else run_folder(saved)
+    described = "chat_template" in json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
+    if start is not None and not described and (start / TOKENIZER_CONFIG).is_file():
+        files.pop(TOKENIZER_CONFIG, None)  # the model's own says more
     for name, data in files.items():
         beside = run / f"{name}.new"
         beside.write_bytes(data)
         beside.replace(run / name)
-    if saved is not None and (start := run_folder(saved)).resolve() != run.resolve():
+    if start is not None and start.resolve() != run.resolve():
         copy_companions(start, run)
-    if TOKENIZER_CONFIG in files:
+    if described:
         (run / CHAT_TEMPLATE).unlink(missing_ok=True)  # it would come before the one in the config
