@@ -142,7 +142,7 @@ def test_a_begin_of_text_that_is_denied_or_several_is_asked_for(tmp_path: Path) 
 def test_no_other_token_than_the_files_name_ends_a_text(
     ids: list[int], named: str | None, turns: bool
 ) -> None:
-    """Whatever they name: the end is one of these, and without a template the only one; else it is an error."""
+    """Whatever they name: the end is one of these, and the only one but for the turn; else it is an error."""
     inner = words(*SPECIAL[:3])
     config = {} if named is None else {"eos_token": named}
     files = ModelFiles(config, {"eos_token_id": ids}, "<turn>" if turns else "")
