@@ -159,7 +159,7 @@ def test_ranks_of_tiktoken(tmp_path: Path, pattern: str, monkeypatch: pytest.Mon
         Tokenizer.load(path)
     # one that is known by its content
     special = {end + 1: "<|endoftext|>", end + 3: "<|eot_id|>"}
-    known = rank_files._Encoding("small", expression, special)
+    known = rank_files._Encoding(name="small", pattern=expression, special=special)
     monkeypatch.setitem(rank_files._ENCODINGS, hashlib.sha256(path.read_bytes()).hexdigest(), known)
     lines = path.read_bytes().splitlines()
     path.write_bytes(b"\r\n".join(lines[::-1]))  # the same, written otherwise
@@ -171,7 +171,7 @@ def test_ranks_of_tiktoken(tmp_path: Path, pattern: str, monkeypatch: pytest.Mon
 def test_a_gap_within_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As p50k_base has one, for the end of text."""
     ranks = {token: rank + (rank >= 300) for token, rank in train_ranks(rank_files._GPT2).items()}
-    known = rank_files._Encoding("gap", rank_files._GPT2, {300: "<|endoftext|>"})
+    known = rank_files._Encoding(name="gap", pattern=rank_files._GPT2, special={300: "<|endoftext|>"})
     path = write_ranks(tmp_path / "gap.tiktoken", ranks)
     monkeypatch.setitem(rank_files._ENCODINGS, hashlib.sha256(path.read_bytes()).hexdigest(), known)
     ours = Tokenizer.load(path)

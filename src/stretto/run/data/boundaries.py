@@ -159,9 +159,9 @@ def find_token(inner: tokenizers.Tokenizer, name: str, setting: str, token: Boun
             return number
         rule = f"{name} has {inner.get_vocab_size(with_added_tokens=True)} tokens and none with this id"
     else:
-        found = inner.token_to_id(str(token))
-        if found is not None:
-            return found
+        id_ = inner.token_to_id(str(token))
+        if id_ is not None:
+            return id_
         rule = f"{name} has no such token"
     special = _special(inner)
     near = nearest(str(token), special.values())
@@ -227,10 +227,10 @@ class _Tokens:
         named = self._token("bos_token")
         if add or (add is None and kind in _ADD_BEGIN):
             listed = [id_ for id_ in self.files.ids("bos_token_id") if id_ in _special(self.inner)]
-            found = listed if named is None else [named]
-            if len(found) != 1 and add:
+            candidates = listed if named is None else [named]
+            if len(candidates) != 1 and add:
                 raise self._unknown(BEGIN, listed)
-            return found[0] if len(found) == 1 else None
+            return candidates[0] if len(candidates) == 1 else None
         written = add is None and "bos_token" in self.files.template
         return named if written and named != self._token("eos_token") else None
 

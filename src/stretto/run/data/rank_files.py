@@ -12,7 +12,7 @@ import base64
 import binascii
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from stretto.errors import StrettoError
 
 END_OF_TEXT = "<|endoftext|>"
+_FIM = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
 _BEGIN, _END = "<|begin_of_text|>", "<|end_of_text|>"  # of Llama 3 and 4
 _MOST_IDS = 1 << 24
 """Ids of a tokenizer that are believed; the largest published vocabularies have 2^18."""
@@ -38,7 +39,7 @@ _O200K = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Encoding:
     """What a rank file leaves out: the expression that cuts text into words, the special tokens by id, and
     which of them ends a text, and begins one.
@@ -55,46 +56,47 @@ def _reserved(family: str, numbers: Iterable[int]) -> list[str]:
     return [f"<|{family}reserved_special_token_{number}|>" for number in numbers]
 
 
-_LLAMA_4_NAMED = [
-    *(_BEGIN, _END, "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
-    *("<|header_start|>", "<|header_end|>", "<|eom|>", "<|eot|>", "<|step|>"),
-    *_reserved("text_post_train_", range(6)),
-    *("<|python_start|>", "<|python_end|>", "<|finetune_right_pad|>"),
-    *_reserved("text_post_train_", range(8, 69)),
-    *("<|image_start|>", "<|image_end|>", *_reserved("vision_", range(2)), "<|tile_x_separator|>"),
-    *("<|tile_y_separator|>", *_reserved("vision_", range(2, 6)), "<|image|>"),
-    *(*_reserved("vision_", (6,)), "<|patch|>", *_reserved("vision_", range(7, 1048))),
-    *(*_reserved("reasoning_", range(8)), "<|reasoning_thinking_start|>", "<|reasoning_thinking_end|>"),
-]
+def _llama_4() -> dict[int, str]:
+    vision = _reserved("vision_", range(1048))
+    names = [_BEGIN, _END, *_FIM, "<|header_start|>", "<|header_end|>", "<|eom|>", "<|eot|>", "<|step|>"]
+    names += _reserved("text_post_train_", range(6))
+    names += ["<|python_start|>", "<|python_end|>", "<|finetune_right_pad|>"]
+    names += _reserved("text_post_train_", range(8, 69))
+    names += ["<|image_start|>", "<|image_end|>", *vision[:2], "<|tile_x_separator|>", "<|tile_y_separator|>"]
+    names += [*vision[2:6], "<|image|>", vision[6], "<|patch|>", *vision[7:]]
+    names += _reserved("reasoning_", range(8))
+    names += ["<|reasoning_thinking_start|>", "<|reasoning_thinking_end|>"]
+    return dict(enumerate([*names, *_reserved("", range(2048 - len(names)))], 200_000))
+
+
 _CLAUDE = "58dad83d85e9cd57be209172449ebfbc395df2b455c11fe8b7e5b661e6f462ad"
-_FIM = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
 
 # published rank files, by their SHA-256
 _ENCODINGS = {
     "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930": _Encoding(
-        "gpt2 (r50k_base)", _GPT2, {50_256: END_OF_TEXT}
+        name="gpt2 (r50k_base)", pattern=_GPT2, special={50_256: END_OF_TEXT}
     ),
     "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069": _Encoding(
-        "p50k_base", _GPT2, {50_256: END_OF_TEXT}
+        name="p50k_base", pattern=_GPT2, special={50_256: END_OF_TEXT}
     ),
     "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7": _Encoding(
-        "cl100k_base",
-        _CL100K,
-        {100_257: END_OF_TEXT, **dict(enumerate(_FIM, 100_258)), 100_276: "<|endofprompt|>"},
+        name="cl100k_base",
+        pattern=_CL100K,
+        special={100_257: END_OF_TEXT, **dict(enumerate(_FIM, 100_258)), 100_276: "<|endofprompt|>"},
     ),
     "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d": _Encoding(
-        "o200k_base", _O200K, {199_999: END_OF_TEXT, 200_018: "<|endofprompt|>"}
+        name="o200k_base", pattern=_O200K, special={199_999: END_OF_TEXT, 200_018: "<|endofprompt|>"}
     ),
     "b34b360dbb493e781e479794586d661700670d65564001f23024971d1f2fa126": _Encoding(
         # those after them depend on the number of languages
-        "Whisper's multilingual",
-        _GPT2,
-        {50_257: END_OF_TEXT, 50_258: "<|startoftranscript|>"},
+        name="Whisper's multilingual",
+        pattern=_GPT2,
+        special={50_257: END_OF_TEXT, 50_258: "<|startoftranscript|>"},
     ),
     "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55": _Encoding(
-        "Llama 3",
-        _CL100K,
-        {
+        name="Llama 3",
+        pattern=_CL100K,
+        special={
             128_000: _BEGIN,
             128_001: _END,
             128_006: "<|start_header_id|>",
@@ -102,15 +104,15 @@ _ENCODINGS = {
             128_009: "<|eot_id|>",
             128_255: "<|reserved_special_token_250|>",
         },
-        _END,
-        _BEGIN,
+        end=_END,
+        begin=_BEGIN,
     ),
     "d0bdbaf59b0762c8c807617e2d8ea51420eb1b1de266df2495be755c8e0ed6ed": _Encoding(
-        "Llama 4",
-        _O200K,
-        dict(enumerate([*_LLAMA_4_NAMED, *_reserved("", range(2048 - len(_LLAMA_4_NAMED)))], 200_000)),
-        _END,
-        _BEGIN,
+        name="Llama 4",
+        pattern=_O200K,
+        special=_llama_4(),
+        end=_END,
+        begin=_BEGIN,
     ),
 }
 
@@ -145,8 +147,8 @@ def from_ranks(path: Path, data: bytes, pattern: str | None = None, ids: Sequenc
         check_ids(path, ids)
         taken = set(ranks.values())
         special = {id_: f"<|special_{id_}|>" for id_ in ids if id_ not in taken}
-        encoding = _Encoding(path.name, "", special, end=None)
-    return _built(path, ranks, encoding, pattern or encoding.pattern)
+        encoding = _Encoding(name=path.name, pattern="", special=special, end=None)
+    return _built(path, ranks, encoding if pattern is None else replace(encoding, pattern=pattern))
 
 
 def from_tiktoken_json(path: Path | str, data: bytes, body: Mapping[str, Any]) -> Read:
@@ -170,17 +172,35 @@ def from_tiktoken_json(path: Path | str, data: bytes, body: Mapping[str, Any]) -
     if total is not None and total != len(ranks) + len(special):
         raise not_a_tokenizer(path, f"{len(ranks)} ranks and {len(special)} special tokens, not {total}")
     _check_ranks(path, ranks)
-    inner, _ = _built(path, ranks, _Encoding("", "", special, end=None), str(body["pat_str"]))
+    unnamed = _Encoding(name="", pattern=str(body["pat_str"]), special=special, end=None)
+    inner, _ = _built(path, ranks, unnamed)
     if hashlib.sha256(data).hexdigest() == _CLAUDE:  # its package does this before
         inner.normalizer = normalizers.NFKC()
     return inner, None
 
 
-_TEKKEN = [
-    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
-    *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]"),
-    *("[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
-]
+_TEKKEN = (
+    "<unk>",
+    "<s>",
+    "</s>",
+    "[INST]",
+    "[/INST]",
+    "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+    "[TOOL_CALLS]",
+    "[IMG]",
+    "<pad>",
+    "[IMG_BREAK]",
+    "[IMG_END]",
+    "[PREFIX]",
+    "[MIDDLE]",
+    "[SUFFIX]",
+    "[SYSTEM_PROMPT]",
+    "[/SYSTEM_PROMPT]",
+    "[TOOL_CONTENT]",
+)
 """Special tokens of files that do not list them."""
 
 
@@ -209,10 +229,12 @@ def from_tekken(path: Path | str, body: Mapping[str, Any]) -> Read:
     _check_ranks(path, ranks)
     names = special.values()
     end, begin = ("</s>" if "</s>" in names else None), ("<s>" if "<s>" in names else None)
-    return _built(path, ranks, _Encoding("tekken", "", special, end, begin), str(config["pattern"]))
+    pattern = str(config["pattern"])
+    encoding = _Encoding(name="tekken", pattern=pattern, special=special, end=end, begin=begin)
+    return _built(path, ranks, encoding)
 
 
-def _built(path: Path | str, ranks: Mapping[bytes, int], encoding: _Encoding, pattern: str) -> Read:
+def _built(path: Path | str, ranks: Mapping[bytes, int], encoding: _Encoding) -> Read:
     """Every way of cutting a token in two tokens is a merge of its rank."""
     ranks = {token: rank for token, rank in ranks.items() if token}  # no text has Whisper's empty token
     alphabet = _alphabet()
@@ -233,7 +255,7 @@ def _built(path: Path | str, ranks: Mapping[bytes, int], encoding: _Encoding, pa
     if (twice := next((name for name in others.values() if name in vocab), None)) is not None:
         raise not_a_tokenizer(path, f"{twice!r} is a special token and text")
     vocab |= {name: id_ for id_, name in others.items() if id_ < top}
-    inner = byte_level(models.BPE(vocab, merges, ignore_merges=True), pattern)
+    inner = byte_level(models.BPE(vocab, merges, ignore_merges=True), encoding.pattern)
     inner.add_special_tokens(list(others.values()))
     if encoding.begin is not None:
         begin = (encoding.begin, inner.token_to_id(encoding.begin))

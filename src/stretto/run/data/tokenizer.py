@@ -64,7 +64,8 @@ class Tokenizer:
         inner.no_padding()
         # Text that spells a special token is text: only this code puts one into the stream.
         inner.encode_special_tokens = True
-        self._inner, self._boundaries, self.name = inner, boundaries, name
+        self._inner, self.name = inner, name
+        self._boundaries = boundaries
         self._text = inner.to_str(pretty=True)
         self.vocab_size: int = max(inner.get_vocab(with_added_tokens=True).values()) + 1
         self.fingerprint: str = hashlib.blake2b(self._text.encode(), digest_size=16).hexdigest()
