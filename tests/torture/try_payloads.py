@@ -23,6 +23,7 @@ from parsers import PARSERS
 
 from stretto.engine.parallel.control import CollectiveError
 from stretto.errors import StrettoError
+from stretto.run.data import template_renderer
 
 RUNS = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "subprocess.Popen")
 RUNS += ("pickle.find_class", "socket.connect", "webbrowser.open", "urllib.Request")
@@ -34,7 +35,7 @@ def audit(outside: str, inside: str) -> Callable[[str, tuple[Any, ...]], None]:
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if not armed:
             return
-        if event in RUNS:
+        if event in RUNS and not renders_templates(event, arguments):
             seen.append(f"ran: {event} {str(arguments)[:80]}")
         elif event == "exec" and str(getattr(arguments[0], "co_filename", "")).startswith(inside):
             seen.append(f"ran: code of {arguments[0].co_filename}")
@@ -47,6 +48,11 @@ def audit(outside: str, inside: str) -> Callable[[str, tuple[Any, ...]], None]:
 
 
 armed = False
+
+
+def renders_templates(event: str, arguments: tuple[Any, ...]) -> bool:
+    """Whether what starts is the process that renders chat templates, which opens and runs nothing itself."""
+    return event == "subprocess.Popen" and arguments[1][1:3] == ["-I", template_renderer.__file__]
 
 
 def tries(folder: Path, canary: Path, secret: Path) -> Iterator[Try]:

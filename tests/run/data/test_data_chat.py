@@ -85,8 +85,8 @@ def test_tools_system_and_arguments_equal_transformers(tmp_path: Path):
 def test_prefixes_tell_what_the_blocks_of_a_template_tell(tmp_path: Path, style: str):
     marked = tokenizer_folder(tmp_path / "marked", style)
     plain = tokenizer_folder(tmp_path / "plain", style, unmarked(TEMPLATES[style]))
-    assert ChatTemplate.load(marked).marks
-    assert not ChatTemplate.load(plain).marks
+    assert "generation" in ChatTemplate.load(marked).source
+    assert "generation %}" not in ChatTemplate.load(plain).source
     rows = [{"messages": one} for one in CHATS.values()]
     for one, other in zip(
         documents(built(tmp_path, rows, marked)), documents(built(tmp_path, rows, plain)), strict=True
@@ -167,14 +167,54 @@ def test_bad_rows_are_named(tmp_path: Path, row: dict[str, Any], error: str, hin
     assert hint in (caught.value.hint or "")
 
 
-def test_a_template_that_rewrites_the_past_is_refused_without_blocks(tmp_path: Path):
-    forgetful = """{% for m in messages %}{% if m.role == 'assistant' and loop.last %}<think>{% endif %}
-{{ m.content }}{% endfor %}"""
+def test_turns_that_a_template_renders_otherwise_later_are_samples_of_their_own(tmp_path: Path):
+    forgetful = """{% for m in messages %}<|im_start|>{{ m.role }}:
+{%- if m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}<|im_end|>{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant:{% endif %}"""
     place = tokenizer_folder(tmp_path / "t", "chatml", forgetful)
-    with pytest.raises(StrettoError, match=r"line 1: .*messages\[:2\] otherwise") as caught:
-        built(tmp_path, [{"messages": chat(2)}], place)
-    assert "generation" in (caught.value.hint or "")
+    folder = built(tmp_path, [{"messages": chat(2)}, {"messages": chat(1)}], place)
+    tokenizer = folder.tokenizer()
+    texts = [
+        (
+            tokenizer.decode(ids, special=True),
+            tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m], True),
+        )
+        for ids, mask in documents(folder)
+    ]
+    answers = [f"<think></think>{chat(2)[i]['content']}<|im_end|>" for i in (1, 3)]
+    assert [said for _, said in texts] == [answers[0], answers[1], answers[0]]
+    assert texts[0] == texts[2]
+    assert texts[1][0].count("<think>") == 1
     built(tmp_path, [{"messages": chat(2)}], place, chat="all")
+
+
+ENDED = "{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "error"),
+    [
+        (ENDED + "{{ messages | length }}", chat(1), "what message 2 adds cannot be told"),
+        (ENDED.replace("<|im_end|>", ""), chat(1), "nothing tells the model to end message 2"),
+        (ENDED, [user("a"), assistant("b", reasoning_content="c!")], "message 2 says 'c!', which"),
+        (ENDED, [user("a"), assistant("b", tool_calls=[{"name": "add"}])], "message 2 says 'add', which"),
+        (ENDED.replace("m.content", "m.content[:3]"), chat(1), "message 2 says 'answer 0 .*, which"),
+        (
+            "<|im_start|>{% generation %}a{% endgeneration %}",
+            chat(2),
+            "2 messages of the assistant, 2 .* marks 1 blocks",
+        ),
+        ("<|im_start|>{% generation %}a{% endgeneration %}", chat(1), "message 2 says 'answer 0"),
+    ],
+)
+def test_what_cannot_be_aligned_is_refused_with_its_turn(
+    tmp_path: Path, template: str, messages: list[dict[str, Any]], error: str
+):
+    place = tokenizer_folder(tmp_path / "t", "chatml", template)
+    with pytest.raises(StrettoError, match=f"line 1: .*{error}") as caught:
+        built(tmp_path, [{"messages": messages}], place)
+    assert "generation" in (caught.value.hint or "")
+    built(tmp_path, [{"messages": messages}], place, chat="all")
 
 
 def test_conversations_without_an_answer_are_counted(tmp_path: Path):

@@ -1,34 +1,88 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from chats import TEMPLATES, chat, tokenizer_folder
+from chats import chat, tokenizer_folder
 from stretto.errors import StrettoError
-from stretto.run.data import chat_template
-from stretto.run.data.chat_template import ChatTemplate
+from stretto.run.data import template_process
+from stretto.run.data.chat_template import ChatTemplate, template_request
 
 
 def render(source: str) -> str:
     return ChatTemplate(source=source).render([{"role": "user", "content": "hi"}]).text
 
 
+def rounds(step: str, start: str = "'ab'", count: int = 60) -> str:
+    loop = f"{{% for i in range({count}) %}}{step}{{% endfor %}}"
+    return f"{{% set n = namespace(x={start}) %}}{loop}{{{{ n.x }}}}"
+
+
+BOMBS = {
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "thirty loops": "".join(f"{{% for i{k} in range(9) %}}" for k in range(30)) + "{% endfor %}" * 30,
+    "parentheses": "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+    "lists": "{{ " + "[" * 3000 + "1" + "]" * 3000 + " }}",
+    "blocks": "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
+    "doubled by ~": rounds("{% set n.x = n.x ~ n.x %}"),
+    "doubled by +": rounds("{% set n.x = n.x + n.x %}"),
+    "doubled list": rounds("{% set n.x = n.x + n.x %}", "[1]"),
+    "doubled by join": rounds("{% set n.x = [n.x, n.x] | join %}"),
+    "doubled by replace": rounds("{% set n.x = n.x | replace('a', 'aa') %}", "'aa'"),
+    "doubled blocks": "{% set x %}abcdefgh{% endset %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 40,
+    "repeated": "{{ 'a' * 9999999999 }}",
+    "power": "{{ (messages | length + 9) ** (10 ** 10) }}",
+    "center": "{{ 'a' | center(3000000000) }}",
+    "ljust": "{{ messages[0].content.ljust(3000000000) }}",
+    "zfill": "{{ messages[0].content.zfill(3000000000) }}",
+    "percent": "{{ '%3000000000d' % 1 }}",
+    "format": "{{ '{:>3000000000}'.format(1) }}",
+    "format filter": "{{ '%3000000000s' | format(messages[0].content) }}",
+    "indent": "{{ ('a\n' * 1000000) | indent(3000) }}",
+    "tojson": "{{ [[1]] | tojson(indent=3000000000) }}",
+    "batch": "{{ [1] | batch(3000000000, 'x') | list }}",
+    "slice": "{{ [1] | slice(3000000000) | list }}",
+    "round": "{{ (10 ** 9999) | round(-99999999, 'floor') }}",
+    "wordwrap": "{{ ('a ' * 10000000) | wordwrap(1) }}",
+    "title": "{{ ('a ' * 100000000) | title }}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "two recursions": "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(60) }}",
+    "recursive loop": "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
+    "output": "{% for i in range(99999) %}{{ 'a' * 99999 }}{% endfor %}",
+    "answer": "{% for i in range(99) %}{{ 'a' * 999999 }}{% endfor %}",
+    "message": "{{ raise_exception('x' * 90000000) }}",
+}
+
+
+def test_bombs_end_in_one_error_within_seconds_and_little_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(template_process, "SECONDS", 0)  # up to one: the kernel counts whole seconds
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def outcome(source: str) -> str | None:
+        try:
+            return render(source)[:20]
+        except StrettoError as error:
+            return None if len(str(error)) < 1000 else str(error)
+
+    with ThreadPoolExecutor(3) as threads:
+        came = dict(zip(BOMBS, threads.map(outcome, BOMBS.values()), strict=True))
+    assert {name: text for name, text in came.items() if text is not None} == {}
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
+
+
 @pytest.mark.parametrize(
     ("source", "error"),
     [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "rounds of loops"),
-        (
-            "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-            "characters",
-        ),
-        (
-            "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
-            "characters",
-        ),
-        ("{{ 'a' * 9999999999 }}", "may not be used"),
-        ("{{ 10 ** 10 ** 10 }}", "may not be used"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 0 s"),
+        ("{{ messages[0].content * 9999999999 }}", "more than 1,024 MiB"),
+        ("{% for i in range(99) %}{{ 'a' * 999999 }}{% endfor %}", "longer than 64 MiB"),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "not a valid template: it nests too deeply"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recurses"),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ cycler.__init__.__globals__ }}", "unsafe"),
@@ -36,13 +90,90 @@ def render(source: str) -> str:
         ("{{ raise_exception('not so') }}", "not so"),
         ("{{ messages[5].role }}", "no element 5"),
         ("{{ lipsum(9999) }}", "lipsum"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+        ("{{ '\\ud800' }}", "surrogate"),
     ],
 )
 def test_runaway_and_prying_templates_are_stopped(source: str, error: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(chat_template, "MOST_STEPS", 10_000)
-    monkeypatch.setattr(chat_template, "MOST_CHARACTERS", 1 << 16)
+    monkeypatch.setattr(template_process, "SECONDS", 0)
     with pytest.raises(StrettoError, match=error):
         render(source)
+
+
+def test_limits_hold_in_the_process(monkeypatch: pytest.MonkeyPatch):
+    template = ChatTemplate(source="{{ messages[0].content }}")
+    assert template.render(chat(1)).text == chat(1)[0]["content"]
+    (process,) = template._idle
+    place = Path(f"/proc/{process._process.pid}")
+    limits = {
+        line[:26].strip(): line[26:].split()[:2] for line in (place / "limits").read_text().splitlines()
+    }
+    assert limits["Max open files"] == limits["Max file size"] == limits["Max processes"] == ["0", "0"]
+    assert limits["Max address space"] == [str(1 << 30)] * 2
+    assert int(limits["Max cpu time"][0]) <= 7
+    files = [os.readlink(file) for file in (place / "fd").iterdir()]
+    assert [file.partition(":")[0] for file in files] == ["socket"] * 2
+    assert b"HOME" not in (place / "environ").read_bytes()
+
+
+def test_a_conversation_that_kills_its_process_costs_no_other(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(template_process, "SECONDS", 0)
+    template = ChatTemplate(source="{{ 'a' * (messages[0].content | int) }}")
+    counts = [3, 5, 1 << 40, 7, 1 << 40, 2]
+    answers = list(template.answers([template_request([{"content": str(n)}]) for n in counts]))
+    assert [len(one[0].text) if isinstance(one, list) else -1 for one in answers] == [3, 5, -1, 7, -1, 2]
+
+
+def test_a_process_that_stops_or_dies_is_replaced(monkeypatch: pytest.MonkeyPatch):
+    template = ChatTemplate(source="{{ messages[0].content }}")
+    message = [{"role": "user", "content": "hi"}]
+    template.render(message)
+    (process,) = template._idle
+    monkeypatch.setattr(template_process, "PATIENCE_S", 0.3)
+    process._socket.settimeout(0.3)
+    process._process.send_signal(signal.SIGSTOP)
+    with pytest.raises(StrettoError, match=r"does not end within 0 s"):
+        template.render(message)
+    assert process._process.returncode == -signal.SIGKILL
+    monkeypatch.undo()
+    assert template.render(message).text == "hi"
+    (process,) = template._idle
+    process._process.kill()
+    process._process.wait()
+    with pytest.raises(StrettoError, match="ended with SIGKILL"):
+        template.render(message)
+    assert template.render(message).text == "hi"
+
+
+def test_answers_that_nobody_waits_for_are_not_taken_for_others():
+    template = ChatTemplate(source="{{ messages[0].content }}")
+    requests = [template_request([{"role": "user", "content": str(n)}]) for n in range(100)]
+    for answer in template.answers(requests):
+        assert not isinstance(answer, StrettoError)
+        assert answer[0].text == "0"
+        assert template.render([{"content": "within"}]).text == "within"
+        break
+    assert template.render([{"content": "after"}]).text == "after"
+    with ThreadPoolExecutor(4) as threads:
+        wanted = [str(n) for n in range(40)]
+        assert list(threads.map(lambda n: template.render([{"content": n}]).text, wanted)) == wanted
+
+
+def test_a_fork_and_the_end_leave_no_process_behind():
+    template = ChatTemplate(source="{{ messages[0].content }}")
+    template.render(chat(1))
+    (process,) = template._idle
+    child = os.fork()
+    if child == 0:  # its own process, and the end of this one's is not its
+        text = template.render([{"content": "in a fork"}]).text
+        template._idle.clear()
+        os._exit(0 if text == "in a fork" else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert template.render([{"content": "here"}]).text == "here"
+    assert template._idle == [process]
+    del template
+    process.stop()
+    assert process._process.returncode == -signal.SIGKILL
 
 
 def test_checks_change_nothing_of_what_is_rendered():
@@ -91,7 +222,7 @@ def test_where_templates_come_from(tmp_path: Path):
         ChatTemplate.load(place, "rga")
     (place / "bad.jinja").write_text("{% for x in y %}")
     with pytest.raises(StrettoError, match=r"bad\.jinja: not a valid template: line 1"):
-        ChatTemplate.load(place, str(place / "bad.jinja"))
+        ChatTemplate.load(place, str(place / "bad.jinja")).render([])
     (tmp_path / "nowhere").mkdir()
     assert ChatTemplate.find(tmp_path / "nowhere") is None
     with pytest.raises(StrettoError, match="has no chat template"):
@@ -101,4 +232,3 @@ def test_where_templates_come_from(tmp_path: Path):
 def test_templates_that_ask_for_the_date_are_fingerprinted_by_day():
     assert ChatTemplate(source="{{ strftime_now('%Y') }}").facts != ChatTemplate(source="x").facts
     assert len(render("{{ strftime_now('%Y') }}")) == 4
-    assert ChatTemplate(source=TEMPLATES["gemma"]).marks

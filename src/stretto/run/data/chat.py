@@ -11,11 +11,16 @@ import numpy as np
 
 from stretto.errors import StrettoError
 from stretto.run.data.chat_template import ChatTemplate, Rendered
-from stretto.run.data.conversation import Completion, TrainOn, complete, mark, parse_row
+from stretto.run.data.conversation import Completion, Conversation, Row, TrainOn, complete, mark, parse_row
 from stretto.run.data.corpus import Corpus
 from stretto.run.data.readers import read_rows
+from stretto.run.data.remote import Place
+from stretto.run.data.row_errors import RowError
 from stretto.run.data.tokenizer import Tokenizer, in_batches
 from stretto.run.data.tokenizer_files import TokenizerPath
+
+_RECIPE = 2
+"""Incremented when the same conversations would give other tokens or masks than before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,7 @@ class Conversations:
     @property
     def facts(self) -> list[str]:
         """All that decides tokens and masks, beside tokenizer and files."""
-        return ["chat", self.train_on, "" if self.template is None else self.template.facts]
+        return [f"chat {_RECIPE}", self.train_on, "" if self.template is None else self.template.facts]
 
     def config_bytes(self) -> bytes | None:
         """The `tokenizer_config.json` to keep with the tokens."""
@@ -90,12 +95,36 @@ class Conversations:
     def _rendered(self, corpus: Corpus, begin: str, end: str) -> Iterator[Rendered]:
         corpus.begin()
         for file in corpus.files:
-            for where, content in read_rows(file.path, corpus.reading, corpus.errors):
-                row = parse_row(content, where)
-                if isinstance(row, Completion):
-                    yield complete(row, self.train_on, begin, end)
-                else:
-                    yield mark(row, self.template or ChatTemplate.load(self.place), self.train_on)
+            for batch in in_batches(_parsed(file.path, corpus), _characters):
+                chats = [row for row in batch if isinstance(row, Conversation)]
+                template = self.template or (ChatTemplate.load(self.place) if chats else None)
+                marked = iter(()) if template is None else mark(chats, template, self.train_on)
+                for row in batch:
+                    if isinstance(row, Completion):
+                        yield complete(row, self.train_on, begin, end)
+                    elif isinstance(answer := next(marked), RowError):
+                        corpus.errors.skip(answer)
+                    else:
+                        yield from answer
+            corpus.errors.end_file()
+
+
+def _parsed(path: Place, corpus: Corpus) -> Iterator[Row]:
+    """The conversations and completions of a file."""
+    for where, content in read_rows(path, corpus.reading, corpus.errors):
+        try:
+            row = parse_row(content, where)
+        except StrettoError as error:
+            corpus.errors.skip(RowError("no conversation", error.message, hint=error.hint))
+        else:
+            yield row
+
+
+def _characters(row: Row) -> int:
+    """About how long the text of a row is."""
+    if isinstance(row, Completion):
+        return len(row.prompt) + len(row.completion)
+    return sum(len(message["content"] or "") for message in row.messages)
 
 
 def _trained(spans: Sequence[tuple[int, int]], rendered: Rendered) -> list[bool]:

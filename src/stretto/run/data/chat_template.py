@@ -1,42 +1,32 @@
 """A tokenizer's chat template: Jinja that turns a conversation into the text a chat model was trained on.
 
-Templates come with downloaded models, so they run in jinja2's sandbox, with the extensions and functions that
-`transformers` gives them, and with limits on their steps and on the length of what they build.
+Templates come with downloaded models, so processes of their own render them, in jinja2's sandbox, with the
+extensions and functions that `transformers` gives them (`template_renderer.py`).
 """
 
 from __future__ import annotations
 
 import json
-import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Never, cast
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
-
 from stretto.errors import StrettoError, nearest
+from stretto.run.data.row_errors import RowError
+from stretto.run.data.template_process import ProcessDied, TemplateProcess
 from stretto.run.data.tokenizer import TOKENIZER_CONFIG
 
 _TEMPLATE_FILE = "chat_template.jinja"
-MOST_STEPS = 1_000_000
-"""Rounds of all loops of one rendering."""
-MOST_CHARACTERS = 1 << 26
-"""Length of any text that a template builds."""
 
 Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A rendered conversation, and the spans of characters inside `{% generation %}` blocks."""
+    """A rendered conversation, and the spans of characters that the model is to write."""
 
     text: str
     spans: tuple[tuple[int, int], ...] = ()
@@ -51,12 +41,15 @@ class ChatTemplate:
         config: the `tokenizer_config.json` that it came with; its special tokens are variables of templates.
         origin: where the template was read, for messages.
         tool_source: the template for conversations with tools, where there is a separate one.
+        now: the time that templates see.
     """
 
     source: str
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     origin: str = "chat template"
     tool_source: str | None = None
+    now: datetime = field(default_factory=datetime.now)
+    _idle: list[TemplateProcess] = field(default_factory=list[TemplateProcess], repr=False, compare=False)
 
     @classmethod
     def find(cls, place: Path, choice: str | None = None) -> ChatTemplate | None:
@@ -68,16 +61,14 @@ class ChatTemplate:
                 `chat_template.jinja` or `chat_template` in `tokenizer_config.json`.
 
         Raises:
-            StrettoError: the choice is not there, cannot be read, or is not valid Jinja.
+            StrettoError: the choice is not there, or cannot be read.
         """
         folder = place if place.is_dir() else place.parent
         config = _read_config(folder / TOKENIZER_CONFIG)
         chosen = _choose(folder, config, choice)
         if chosen is None:
             return None
-        template = cls(**chosen, config=config)
-        _ = template._compiled
-        return template
+        return cls(**chosen, config=config)
 
     @classmethod
     def load(cls, place: Path, choice: str | None = None) -> ChatTemplate:
@@ -98,18 +89,13 @@ class ChatTemplate:
                 tokens[name] = text
         return tokens
 
-    @cached_property
-    def marks(self) -> bool:
-        """Whether the template says by `{% generation %}` what the model writes."""
-        return any(_Generation.mark_in(_environment().parse(source)) for source in self._sources)
-
     @property
     def facts(self) -> str:
         """All that decides what it renders, for fingerprints. A template that asks for today's date renders
         other tokens tomorrow.
         """
         dated = any("strftime_now" in source for source in self._sources)
-        today = datetime.now().strftime("%Y-%m-%d") if dated else ""
+        today = self.now.strftime("%Y-%m-%d") if dated else ""
         return json.dumps([self.source, self.tool_source, self.special_tokens, today], sort_keys=True)
 
     def config_bytes(self) -> bytes:
@@ -126,16 +112,6 @@ class ChatTemplate:
     def _sources(self) -> list[str]:
         return [self.source, *([] if self.tool_source is None else [self.tool_source])]
 
-    @cached_property
-    def _compiled(self) -> list[jinja2.Template]:
-        try:
-            return [_compile(source) for source in self._sources]
-        except jinja2.TemplateSyntaxError as error:
-            raise StrettoError(
-                f"{self.origin}: not a valid template: line {error.lineno}: {error.message}",
-                hint="name a file with Jinja text",
-            ) from None
-
     def render(
         self,
         messages: Sequence[Message],
@@ -144,7 +120,7 @@ class ChatTemplate:
         prompt: bool = False,
         arguments: Mapping[str, Any] | None = None,
     ) -> Rendered:
-        """The text of a conversation.
+        """The text of a conversation, and the spans of characters inside `{% generation %}` blocks.
 
         Args:
             messages: mappings with `role` and `content`, and what else the template knows.
@@ -155,34 +131,93 @@ class ChatTemplate:
         Raises:
             StrettoError: the template refuses the messages, fails, or exceeds its limits.
         """
-        template = self._compiled[-1 if tools else 0]
-        marker = f"\ufdd0{secrets.token_hex(4)}"  # a noncharacter: no text has it
-        variables: dict[str, Any] = {
-            **self.special_tokens,
-            **(arguments or {}),
-            "messages": list(messages),
-            "tools": list(tools) if tools else None,
-            "documents": None,
-            "add_generation_prompt": prompt,
-            _MARKER: marker,
-            _BUDGET: _Budget(),
-        }
-        try:
-            return _unmarked(template.render(variables), marker)
-        except RecursionError:
-            raise self._failed("it recurses without end") from None
-        except MemoryError:
-            raise self._failed("it runs out of memory") from None
-        except jinja2.TemplateError as error:
-            raise self._failed(str(error.message or error)) from None
-        except Exception as error:  # whatever the template's expressions raise
-            raise self._failed(f"{type(error).__name__}: {error}") from None
+        request = template_request(messages, tools=tools, prompt=prompt, arguments=arguments)
+        (answer,) = self.answers([request])
+        if isinstance(answer, RowError):
+            raise answer
+        return answer[0]
 
-    def _failed(self, why: str) -> StrettoError:
-        return StrettoError(
+    def answers(self, requests: Sequence[bytes]) -> Iterator[list[Rendered] | RowError]:
+        """What each of some conversations (see `template_request`) becomes, or why it does not.
+
+        Raises:
+            StrettoError: the template is not valid.
+        """
+        count, alone = 0, False
+        while count < len(requests):
+            process = self._process()
+            finished = False
+            asked = requests[count : count + 1 if alone else None]
+            try:
+                for answer in process.ask(asked):
+                    count += 1
+                    yield self._parsed(answer)
+                finished = True
+            except ProcessDied as error:
+                if alone := len(asked) > 1:  # one of them is to blame: which, single requests show
+                    continue
+                count += 1
+                yield self._failed(str(error))
+            finally:
+                if finished:
+                    self._idle.append(process)
+                else:  # its next answer would be to a request that nobody waits for
+                    process.stop()
+
+    def _process(self) -> TemplateProcess:
+        """One that is idle and not a fork's parent's, or a new one."""
+        while self._idle:
+            if (process := self._idle.pop()).owner == os.getpid():
+                return process
+        opening = {"sources": self._sources, "variables": self.special_tokens, "now": self.now.isoformat()}
+        try:
+            process = TemplateProcess(opening)
+        except ProcessDied as error:
+            raise StrettoError(
+                f"{self.origin}: cannot be compiled: {error}", hint="name another template"
+            ) from None
+        if (why := process.opened.get("invalid")) is not None:
+            raise StrettoError(
+                f"{self.origin}: not a valid template: {why}", hint="name a file with Jinja text"
+            )
+        return process
+
+    def _parsed(self, answer: Mapping[str, Any]) -> list[Rendered] | RowError:
+        if (why := answer.get("unaligned")) is not None:
+            return RowError(
+                "not aligned with the template",
+                f"{self.origin}: {why}",
+                hint="give that message weight 0, or use a template with {% generation %} around what the"
+                " assistant writes, or train on all tokens",
+            )
+        if (why := answer.get("error")) is not None:
+            return self._failed(why)
+        return [Rendered(text, tuple((a, b) for a, b in spans)) for text, spans in answer["samples"]]
+
+    def _failed(self, why: str) -> RowError:
+        return RowError(
+            "not rendered by the template",
             f"{self.origin}: cannot render the conversation: {why[:300]}",
             hint="look at the roles and their order, or name another template",
         )
+
+
+def template_request(
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Any] | None = None,
+    prompt: bool = False,
+    arguments: Mapping[str, Any] | None = None,
+    trained: Sequence[bool] | None = None,
+) -> bytes:
+    """A conversation as `ChatTemplate.answers` takes it; arguments as `ChatTemplate.render`.
+
+    Args:
+        trained: whether the model is to write each message; None: only the text is asked for.
+    """
+    fields = {"messages": messages, "tools": tools, "prompt": prompt, "arguments": arguments or {}}
+    # values of Parquet such as times are rendered as texts
+    return json.dumps({**fields, "trained": trained}, default=str).encode()
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -241,148 +276,3 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise StrettoError(f"{path}: cannot be read: {error}", hint="name a UTF-8 text file") from None
-
-
-# ---------------------------------------------------------------------- the sandbox
-
-_BUDGET, _MARKER = "stretto_budget", "stretto_marker"
-
-
-class _Budget:
-    """What one rendering may still do."""
-
-    def __init__(self) -> None:
-        self._steps = MOST_STEPS
-
-    def counted(self, items: Iterable[Any]) -> Iterator[Any]:
-        """The items of a loop."""
-        for item in items:
-            self._steps -= 1
-            if self._steps < 0:
-                raise jinja2.TemplateRuntimeError(f"more than {MOST_STEPS} rounds of loops")
-            yield item
-
-    @staticmethod
-    def bounded(text: Any) -> Any:
-        """A text that an expression has built."""
-        if isinstance(text, str | list | tuple) and len(cast("Sequence[Any]", text)) > MOST_CHARACTERS:
-            raise jinja2.TemplateRuntimeError(f"a text of more than {MOST_CHARACTERS} characters")
-        return text
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox; it also checks the size of what operators build."""
-
-    intercepted_binops = frozenset({"+", "*", "%", "**"})
-
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        """The operator's result.
-
-        Raises:
-            jinja2.TemplateRuntimeError: it is too large.
-        """
-        if operator == "**" or (operator == "*" and not _small_product(left, right)):
-            raise jinja2.TemplateRuntimeError(f"the operator {operator} may not be used that way")
-        return _Budget.bounded(super().call_binop(context, operator, left, right))
-
-
-def _small_product(left: Any, right: Any) -> bool:
-    """Whether a product is of numbers, or repeats a text not too often."""
-    sizes = [x if isinstance(x, int | float) else len(x) for x in (left, right)]
-    return abs(sizes[0] * sizes[1]) <= MOST_CHARACTERS
-
-
-class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`: its text appears between two marks."""
-
-    tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """The block as a call that marks its text."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("marked", [nodes.Name(_MARKER, "load")])
-        return nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-    def marked(self, marker: str, caller: Callable[[], str]) -> str:
-        """The text of the block between marks."""
-        return f"{marker}<{caller()}{marker}>"
-
-    @staticmethod
-    def mark_in(tree: nodes.Template) -> bool:
-        """Whether a template has such a block."""
-        calls = tree.find_all(nodes.ExtensionAttribute)
-        return any(call.identifier == _Generation.identifier for call in calls)
-
-
-def _environment() -> _Environment:
-    environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _tojson
-    functions: dict[str, Any] = {"raise_exception": _raise, "strftime_now": _strftime_now}
-    environment.globals.update(functions)
-    del environment.globals["lipsum"]
-    return environment
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON without the escapes of HTML that Jinja's own filter adds."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _compile(source: str) -> jinja2.Template:
-    """The template, with every loop counted and every concatenation bounded."""
-    environment = _environment()
-    tree = environment.parse(source)
-    for loop in tree.find_all(nodes.For):
-        loop.iter = _checked("counted", loop.iter)
-    code = environment.compile(_Concatenations().visit(tree))
-    return jinja2.Template.from_code(environment, code, environment.make_globals(None))
-
-
-class _Concatenations(NodeTransformer):
-    """Bounds the result of each `~`."""
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802 (jinja2 finds it by this name)
-        """The node within a check."""
-        return _checked("bounded", self.generic_visit(node))
-
-
-def _checked(method: str, value: nodes.Node) -> nodes.Call:
-    function = nodes.Getattr(nodes.Name(_BUDGET, "load"), method, "load")
-    call = nodes.Call(function, [cast(nodes.Expr, value)], [], None, None)
-    return cast(nodes.Call, call.set_lineno(value.lineno))
-
-
-def _unmarked(text: str, marker: str) -> Rendered:
-    """The text without marks, and what they enclose."""
-    parts, starts = list[str](), list[int]()
-    spans = list[tuple[int, int]]()
-    length = 0
-    for number, piece in enumerate(text.split(marker)):
-        if number:
-            sign, piece = piece[0], piece[1:]
-            if sign == "<":
-                starts.append(length)
-            else:
-                spans.append((starts.pop(), length))
-        parts.append(piece)
-        length += len(piece)
-    return Rendered("".join(parts), tuple(spans))

@@ -7,13 +7,13 @@ messages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, cast
 
 from stretto.errors import StrettoError, nearest
-from stretto.run.data.chat_template import ChatTemplate, Rendered
+from stretto.run.data.chat_template import ChatTemplate, Rendered, template_request
+from stretto.run.data.row_errors import RowError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TrainOn = Literal["assistant", "all"]
@@ -125,7 +125,9 @@ def _message(value: object, where: str) -> dict[str, Any]:
         raise StrettoError(
             f"{where}: 'function_call' is no longer in use", hint="write it as one of 'tool_calls'"
         )
-    message["content"] = _content(message, where)
+    # null is what some templates want of a message that only calls tools, and no text what others want
+    null = "content" in value and "content" not in message and message.get("tool_calls")
+    message["content"] = None if null else _content(message, where)
     if message.get("weight", 1) not in (0, 1):
         raise StrettoError(f"{where}: weight {message['weight']}", hint="0 (not trained on) or 1")
     return message
@@ -158,65 +160,28 @@ def complete(row: Completion, train_on: TrainOn, begin: str, end: str) -> Render
     return Rendered(text, ((start, len(text)),))
 
 
-def mark(row: Conversation, template: ChatTemplate, train_on: TrainOn) -> Rendered:
-    """The text of a conversation and the spans of characters that are trained on.
+def mark(
+    rows: Sequence[Conversation], template: ChatTemplate, train_on: TrainOn
+) -> Iterator[list[Rendered] | RowError]:
+    """The samples that each conversation makes, with the spans of characters that are trained on; or why it
+    makes none: the template fails, or it cannot be told what the assistant writes.
 
     Raises:
-        StrettoError: the template fails, or does not tell what the assistant writes.
+        StrettoError: the template is not valid.
     """
-    try:
-        whole = template.render(row.messages, tools=row.tools, arguments=row.arguments)
-        if train_on == "all":
-            return Rendered(whole.text, ((0, len(whole.text)),))
-        return _by_blocks(row, whole) if template.marks else _by_prefixes(row, whole, template)
-    except StrettoError as error:
-        raise StrettoError(f"{row.where}: {error.message}", hint=error.hint) from None
-
-
-def _by_blocks(row: Conversation, whole: Rendered) -> Rendered:
-    """By the template's `{% generation %}` blocks."""
-    written = [
-        trained
-        for message, trained in zip(row.messages, row.trained, strict=True)
-        if message["role"] == "assistant"
-    ]
-    if all(written):
-        return whole
-    if len(whole.spans) != len(written):
-        raise StrettoError(
-            f"{len(written)} assistant messages, not all of them trained on, but the template marks"
-            f" {len(whole.spans)} blocks",
-            hint="give all of the assistant's messages weight 1, or use a template with a block for each",
+    requests = [
+        template_request(
+            row.messages,
+            tools=row.tools,
+            arguments=row.arguments,
+            trained=None if train_on == "all" else row.trained,
         )
-    return Rendered(whole.text, tuple(s for s, keep in zip(whole.spans, written, strict=True) if keep))
-
-
-def _by_prefixes(row: Conversation, whole: Rendered, template: ChatTemplate) -> Rendered:
-    """By rendering the messages up to each one that is trained on.
-
-    What a message adds to the text, after the words that a template opens the assistant's turn with, is what
-    the model is to write.
-    """
-    spans = list[tuple[int, int]]()
-    for i, trained in enumerate(row.trained):
-        if not trained:
-            continue
-        render = partial(template.render, tools=row.tools, arguments=row.arguments)
-        through = render(row.messages[: i + 1]).text
-        if not whole.text.startswith(through):
-            raise _not_a_prefix(i + 1)
-        before = render(row.messages[:i], prompt=True).text
-        if not through.startswith(before):
-            before = render(row.messages[:i]).text
-        if not through.startswith(before):
-            raise _not_a_prefix(i)
-        spans.append((len(before), len(through)))
-    return Rendered(whole.text, tuple(spans))
-
-
-def _not_a_prefix(messages: int) -> StrettoError:
-    return StrettoError(
-        f"the template renders messages[:{messages}] otherwise than as the beginning of the whole, so what"
-        f" message {messages} adds cannot be told",
-        hint="use a template with {% generation %} around what the assistant writes, or train on all tokens",
-    )
+        for row in rows
+    ]
+    for row, answer in zip(rows, template.answers(requests), strict=True):
+        if isinstance(answer, RowError):
+            yield RowError(answer.kind, f"{row.where}: {answer.message}", hint=answer.hint)
+        elif train_on == "all":
+            yield [Rendered(one.text, ((0, len(one.text)),)) for one in answer]
+        else:
+            yield answer
