@@ -74,7 +74,7 @@ class TemplateProcess:
             self._socket.sendall(LENGTH.pack(len(batch)) + batch)
             left = len(requests)
             while left:
-                lines = self._read().split(b"\n")
+                lines = self._read().splitlines()
                 left -= len(lines)
                 yield from map(json.loads, lines)
         except (OSError, EOFError, ValueError) as error:

@@ -75,15 +75,15 @@ def main() -> None:
     except (RecursionError, SyntaxError) as error:  # of what Jinja's compiler made
         return _write(outgoing, _line({"invalid": f"it nests too deeply ({type(error).__name__})"}))
     while batch := _read(incoming):
-        lines, size, began = list[bytes](), 0, time.process_time()
+        answers = bytearray()
+        began = time.process_time()
         for request in batch.split(b"\n"):
-            lines.append(_line(renderer.answer(request)))
-            size += len(lines[-1])
-            if size > ANSWERS or time.process_time() > began + 0.1:
-                _write(outgoing, b"\n".join(lines))
-                lines, size, began = list[bytes](), 0, time.process_time()
-        if lines:
-            _write(outgoing, b"\n".join(lines))
+            answers += _line(renderer.answer(request)) + b"\n"
+            if len(answers) > ANSWERS or time.process_time() > began + 0.1:
+                _write(outgoing, answers)
+                answers, began = bytearray(), time.process_time()
+        if answers:
+            _write(outgoing, answers)
     return None
 
 
@@ -133,7 +133,7 @@ def _line(answer: Mapping[str, Any]) -> bytes:
     return body
 
 
-def _write(stream: FileIO, body: bytes) -> None:
+def _write(stream: FileIO, body: bytes | bytearray) -> None:
     rest = memoryview(LENGTH.pack(len(body)) + body)
     while rest:
         rest = rest[stream.write(rest) :]
