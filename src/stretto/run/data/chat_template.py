@@ -147,14 +147,14 @@ class ChatTemplate:
         while count < len(requests):
             process = self._process()
             finished = False
-            asked = requests[count : count + 1 if alone else None]
+            batch = requests[count : count + 1 if alone else None]
             try:
-                for answer in process.ask(asked):
+                for answer in process.ask(batch):
                     count += 1
                     yield self._parsed(answer)
                 finished = True
             except ProcessDied as error:
-                if alone := len(asked) > 1:  # one of them is to blame: which, single requests show
+                if alone := len(batch) > 1:  # one of them is to blame: which, single requests show
                     continue
                 count += 1
                 yield self._failed(str(error))
@@ -213,7 +213,7 @@ def template_request(
     """A conversation as `ChatTemplate.answers` takes it; arguments as `ChatTemplate.render`.
 
     Args:
-        trained: whether the model is to write each message; None: only the text is asked for.
+        trained: whether the model is to write each message; None: only the text is batch for.
     """
     fields = {"messages": messages, "tools": tools, "prompt": prompt, "arguments": arguments or {}}
     # values of Parquet such as times are rendered as texts

@@ -265,14 +265,14 @@ def _turn_start(
 ) -> int:
     """Where the text of the last message begins, after the words that open its turn."""
     *earlier, _ = messages
-    asked = render(earlier, True)
-    if through.startswith(asked):
-        return len(asked)
+    prompt = render(earlier, True)
+    if through.startswith(prompt):
+        return len(prompt)
     # The template opens the turn in other words if it asks for an answer, such as with "<think>".
     before = render(earlier, False)
     other = render([*earlier, {"role": "assistant", "content": "\ufdd1"}], False)
-    if all(text.startswith(before) for text in (asked, other)):
-        opening = os.path.commonprefix([asked[len(before) :], other[len(before) :]])  # noqa: RUF071 (no paths)
+    if all(text.startswith(before) for text in (prompt, other)):
+        opening = os.path.commonprefix([prompt[len(before) :], other[len(before) :]])  # noqa: RUF071 (no paths)
         if through.startswith(before + opening):
             return len(before + opening)
     raise Unaligned(
