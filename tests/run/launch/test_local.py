@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -124,3 +127,36 @@ def leaves() -> None:
 def test_a_rank_that_leaves_without_a_word_has_failed():
     with pytest.raises(RankFailed, match=r"exit code 7"):
         run_ranks(1, leaves)
+
+
+LAUNCHER = """
+import time
+from multiprocessing import forkserver
+from stretto.run.launch.local import prepare
+prepare(["takes_long"])
+print(forkserver._forkserver._forkserver_pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it ends when its imports are done")
+def test_the_fork_server_ends_with_its_launcher_while_it_imports(tmp_path: Path) -> None:
+    (tmp_path / "takes_long.py").write_text("import time\ntime.sleep(60)\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert launcher.stdout is not None
+    server = Path("/proc", launcher.stdout.readline().strip())
+    assert server.exists()
+    launcher.kill()
+    launcher.wait()
+    launcher.stdout.close()
+    end = time.monotonic() + 20
+    with suppress(OSError):  # it is gone
+        while "\nState:\tZ" not in (server / "status").read_text():
+            assert time.monotonic() < end, "the server is still there"
+            time.sleep(0.02)

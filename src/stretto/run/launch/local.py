@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from stretto.errors import StrettoError
 from stretto.run.launch.failure import Failure, first_cause
+from stretto.run.launch.follow import LAUNCHER, signal_on_parents_death
 from stretto.run.launch.network import local_environment, loopback_listener
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 
 Look = Callable[[Mapping[int, int], Mapping[int, Failure]], Failure | None]
-_ON_DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 ACKNOWLEDGED = "read"  # the launcher's answer to a result
 ABANDONED = 70  # exit code when the launcher is gone (EX_SOFTWARE)
 
@@ -114,10 +114,7 @@ def _follow_parent() -> None:
     if (alive := server._forkserver_alive_fd) is not None:  # as long as it is open, the server stays
         os.close(alive)
         server._forkserver_alive_fd = None
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(_ON_DEATH_OF_PARENT, signal.SIGCONT)
+    signal_on_parents_death(signal.SIGCONT)
 
 
 def _leave() -> None:
@@ -133,7 +130,13 @@ WAIT_FOR_CAUSE_S = 3.0  # after a first failure, time for the other ranks to rep
 POLL_S = 0.5  # longest wait before deadlines are checked
 RANKS_PER_CORE = 16  # more are taken as a mistake in the layout
 FORCE = 3  # this many Ctrl-C kill the ranks
-PRELOAD = ("torch", "torch.distributed", "stretto.run.launch.local", "stretto.engine.parallel.mesh")
+PRELOAD = (
+    "stretto.run.launch.follow",
+    "torch",
+    "torch.distributed",
+    "stretto.run.launch.local",
+    "stretto.engine.parallel.mesh",
+)
 
 
 class RankFailed(RuntimeError):
@@ -220,12 +223,15 @@ def prepare(preload: Sequence[str] = ()) -> None:
     set_forkserver_preload([*PRELOAD, *preload, *_main_package()])
     threads = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"  # no pool of threads may run in a process that forks
+    if threading.current_thread() is threading.main_thread():  # others may end before the process does
+        os.environ[LAUNCHER] = str(os.getpid())
     resource_tracker.ensure_running()  # here, since it unblocks signals when it is done
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.environ.pop(LAUNCHER, None)
         if threads is None:
             del os.environ["OMP_NUM_THREADS"]
         else:
