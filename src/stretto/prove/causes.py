@@ -34,7 +34,7 @@ class Case:
     gradients, weights, states, buffers: relative errors by name.
     ours, expected: whole gradients, this rank's and the plain model's.
     share_gradients: computes the plain model's gradients of this rank's share of the batch.
-    clips: whether torch's clipping was used, so that gradients are those that it was handed.
+    clip: the largest gradient norm of the plain model's step; None: it does not clip.
     modules: the plain model's, by path.
     initial: the plain model's values before the first step, by name.
     outputs, expected_outputs: of modules in the first forward, this rank's and the plain model's.
@@ -58,7 +58,7 @@ class Case:
     ours: Mapping[str, Sequence[Tensor]]
     expected: Mapping[str, Tensor]
     share_gradients: Callable[[], Mapping[str, Tensor]] | None
-    clips: bool
+    clip: float | None
     modules: Mapping[str, nn.Module]
     initial: Mapping[str, Tensor]
     outputs: Outputs
@@ -218,7 +218,12 @@ def _gradients(case: Case, wrong: list[str]) -> str:
     where = "every gradient" if every else f"the gradient of {listing(wrong)}"
     ratio = case.gradients.factor(wrong, case.close)
     if ratio is not None:
-        return f"{where} is {times(ratio)} the reference: {_scale(case, ratio)}"
+        scale, norm = _scale(case, ratio), case.reference_norm
+        if every and ratio < 1.0 and case.clip is None:
+            scale += f" (or clipping by code of the step's own: then give clip={ratio * norm:.4g})"
+        elif every and case.clip is not None and abs(ratio * case.clip / norm - 1.0) < _CLIPPING:
+            scale = f"as if the step did not clip to a norm of {case.clip:g}"
+        return f"{where} is {times(ratio)} the reference: {scale}"
     name = max(wrong, key=lambda one: case.gradients.errors[one])
     if missing := _missing(case, name):
         label, what = missing
@@ -292,13 +297,14 @@ def _scale(case: Case, ratio: float) -> str:
     if label := case.axes.of_size(1.0 / ratio, case.close):
         return f"wrong gradient scale, as if averaged over {label} where the sum is due, or averaged twice"
     if scale := _loss_scale(ratio):
-        used = "clipped" if case.clips else "used"
+        used = "clipped" if case.clip is not None else "used"
         return f"as if gradients were {used} before the loss scale of {scale:g} was undone"
     if scale := _loss_scale(1.0 / ratio):
         return f"as if gradients were clipped before the loss scale of {scale:g} was undone"
     return "wrong gradient scale"
 
 
+_CLIPPING = 1e-4  # above what torch's clipping adds to a norm
 _LEAST_SCALE = 2.0**6  # a smaller power of two may be a number of ranks
 
 

@@ -26,6 +26,7 @@ from stretto.prove.holdings import Holdings, Names, Plain, Rule, modules_in
 from stretto.prove.outputs import Outputs, recorded
 from stretto.prove.plain import Loss, PlainRun, Snapshot, converted, held, tensors_beside, without_dropout
 from stretto.prove.report import Quantity, Report
+from stretto.prove.waits import bounded_waits
 from stretto.prove.watch import Seen, Step, watch
 
 Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -75,7 +76,8 @@ def prove(
         loss: `loss(model, batch)`, the mean loss of the plain model over the global batch. None: the plain
             model is trained by `step` too.
         optimizer: builds an optimizer of a list of parameters; None: AdamW with a rate of 1e-3.
-        clip: the largest gradient norm of the plain model's step; None: as in torch's clipping in `step`.
+        clip: the largest gradient norm of the plain model's step, for a `step` that clips by code of its own;
+            None: as in torch's clipping in `step`.
         share: `share(batch, rank)`, what of the batch `step` is handed; None: the whole.
         steps: training steps; two, so that the optimizer's states and the emptied gradients are used too.
         dtype: of both models. With one below float64, an error may be MULTIPLE times that of the plain model
@@ -89,27 +91,29 @@ def prove(
         names: names of parameters in the plain model by their names in the parallel one, with `*` for any
             text on both sides, or a function of the name; needed where a model of other names was built.
         initial: "check" that the parallel model begins with the plain one's values, or "load" them into it.
-        timeout: seconds after which a collective that not all ranks take part in is an error.
+        timeout: seconds after which a collective that not all ranks take part in is an error, and a message
+            from rank to rank that does not come.
 
     Raises:
         StrettoError: on every rank: a parameter that nothing names or makes whole, or other bad arguments.
     """
-    return _Proof(
-        plain=plain,
-        parallel=parallel,
-        step=step,
-        loss=loss,
-        optimizer=optimizer or _adamw,
-        clip=clip,
-        share=share,
-        dtype=dtype,
-        reduction=reduction,
-        mesh=mesh,
-        gather=gather or {},
-        names=names,
-        initial=initial,
-        timeout=timeout,
-    ).run(batch, steps)
+    with bounded_waits(timeout):
+        return _Proof(
+            plain=plain,
+            parallel=parallel,
+            step=step,
+            loss=loss,
+            optimizer=optimizer or _adamw,
+            clip=clip,
+            share=share,
+            dtype=dtype,
+            reduction=reduction,
+            mesh=mesh,
+            gather=gather or {},
+            names=names,
+            initial=initial,
+            timeout=timeout,
+        ).run(batch, steps)
 
 
 def _adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -194,6 +198,10 @@ class _Proof:
 
     def run(self, batch: Any, steps: int) -> Report:
         """The steps, until one differs."""
+        if steps < 1:
+            raise StrettoError(
+                f"steps is {steps}, must be at least 1", hint="2, which use optimizer states too"
+            )
         tally, done = _Tally(), 0
         cause = self._begin()
         while cause is None and done < steps:
@@ -240,8 +248,15 @@ class _Proof:
         if self.rounded is not None:
             rounded = self.rounded.run(self._cast(batch, self.dtype), clip)
         losses, norms = gather_json(seen.loss), gather_json(seen.norm)
-        if self.notes[-1:] != [_NO_LOSS] and _first(losses) is None:
+        if first and _first(losses) is None:
             self.notes.append(_NO_LOSS)
+        if not any(bool(gradient.any()) for gradient in expected.gradients.values()):
+            raise StrettoError(
+                f"no gradient of the plain model differs from 0 in step {number + 1}, so none is compared",
+                hint="see whether loss() depends on the parameters, and step() calls backward",
+            )
+        if first and self._is_repeated(outputs, expected_outputs):
+            self.notes.append(_REPEATED)
         gradients = self._gradients(seen, expected, clip)
         whole = self._whole({entry.key: entry.tensor for entry in self.holdings.parameters})
         buffers: Whole = {}
@@ -266,13 +281,24 @@ class _Proof:
             ours=gradients,
             expected=expected.gradients,
             share_gradients=shares,
-            clips=seen.clip is not None,
+            clip=clip,
             modules=self.modules,
             initial=self.weights,
             outputs=_on_cpu(outputs, list(expected_outputs)),
             expected_outputs={name: held(output) for name, output in expected_outputs.items()},
             close=SAME if self.dtype == torch.float64 else _close(bounds["gradients"]),
         )
+
+    def _is_repeated(self, outputs: Outputs, expected: Outputs) -> bool:
+        """Whether each of several ranks computes the whole batch with all parameters. Collective."""
+        alone = not any(entry.is_shared for entry in self.holdings.parameters)
+        alone &= {entry.name for entry in self.holdings.parameters} >= set(self.names.parameters)
+        alone &= bool(outputs) and all(
+            torch.equal(held(output), held(expected[name]))
+            for name, output in outputs.items()
+            if name in expected
+        )
+        return world_size() > 1 and all(gather_json(alone))
 
     def _cast(self, batch: Any, dtype: torch.dtype = torch.float64) -> Any:
         return converted(batch, _device(), dtype)
@@ -290,8 +316,9 @@ class _Proof:
         )
         due = {name for rank in has for name, there in rank.items() if there} | expected.gradients.keys()
         factor = 1.0
-        if self.loss is not None and clip is not None and seen.clip is None and seen.norm is not None:
-            factor = max(1.0, (seen.norm + _CLIP_EPS) / clip)  # clipped by code of the user's
+        if self.loss is not None and clip is not None and seen.clip is None:  # clipped by code of the user's
+            norm = expected.norm if seen.norm is None else seen.norm
+            factor = max(1.0, (norm + _CLIP_EPS) / clip)
         local = dict[int, Tensor]()
         for entry in self.holdings.parameters:
             if entry.name in due:
@@ -335,6 +362,10 @@ class _Proof:
 
 WHOLE = "the whole model"
 _NO_LOSS = "step() returned no loss, so it was not compared"
+_REPEATED = (
+    "every rank computes the whole batch with the whole model, so a missing reduction would not show: "
+    "give share= if ranks are to have parts of the batch"
+)
 _CLIP_EPS = 1e-6  # that torch's clipping adds to a norm
 
 

@@ -92,10 +92,15 @@ class Report:
         lines += [f"note: {note}" for note in self.notes]
         verdict = "all equal to one process" if self.equal else "DIFFERS from one process"
         lines.append(f"{self.ranks} rank{'s' * (self.ranks > 1)} in {self.seconds:.1f} s, {verdict}")
-        lines.append(UNSEEN)
+        compared = [one.name for one in self.quantities if one.error is not None]
+        # a model without buffers lacks nothing
+        missing = [one.name for one in self.quantities if one.error is None and one.name != "buffers"]
+        lines += [
+            f"compared with the plain model in one process: {', '.join(compared)}",
+            "shared with it: code of its layers, initial values, batches, and the optimizer's rule",
+            "not seen by this proof: " + ", ".join([*(f"the {name}" for name in missing), *UNSEEN]),
+        ]
         return "\n".join(lines)
 
 
-UNSEEN = (
-    "not seen by this proof: mistakes of the plain model itself, of dropout's masks, and of steps after these"
-)
+UNSEEN = ("mistakes of what is shared", "dropout's masks", "steps after these")
