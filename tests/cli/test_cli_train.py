@@ -182,7 +182,8 @@ def test_json_is_one_object_and_a_second_run_takes_a_new_name(
     banner = err.splitlines()
     first = next(i for i, line in enumerate(banner) if line.startswith("gpt of 35"))
     assert "on 4 ranks (tp2 pp2), 1f1b; 6 steps of 4 x 16 tokens in 4 microbatches of 1" in banner[first]
-    assert "vocabulary 300; results in" in banner[first + 1]
+    ends = "vocabulary 300, texts end with <|endoftext|> (0); results in"
+    assert ends in banner[first + 1]
     train, valid, test = banner[first + 2].split(", ")
     assert train.startswith("splits: train 7.1")
     assert valid.startswith("valid 377 tokens (evaluations read the first 64; ")
@@ -195,7 +196,7 @@ def test_json_is_one_object_and_a_second_run_takes_a_new_name(
     assert prediction["measured_s"] > 0
     left = {path.name for path in (runs / "tiny").iterdir()}
     files = {"config.yaml", "metrics.jsonl", "eval.jsonl", "tokenizer.json", "prediction.json"}
-    assert left == files | {"checkpoints"}
+    assert left == files | {"checkpoints", "tokenizer_config.json"}
     assert run([*arguments, "sample.tokens=0"]) == 0
     assert json.loads(capfd.readouterr().out)["run_dir"] == str(runs / "tiny-2")
     assert run(["train", str(runs / "tiny" / "config.yaml"), "--resume", "auto", "--json"]) == 0

@@ -8,7 +8,7 @@ import io
 import json
 import random
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +258,7 @@ def test_pieces_of_bpe(tmp_path: Path, more: dict[str, Any]) -> None:
     [
         {"byte_fallback": True, "remove_extra_whitespaces": False},
         {"normalization_rule_name": "nmt_nfkc", **SYMBOLS},
+        {"sentence_iterator": iter(["no signs at all"] * 9)},  # whose special pieces have some
         pytest.param(
             {"normalization_rule_name": "nfkc", "byte_fallback": True, "add_dummy_prefix": False},
             marks=pytest.mark.slow,
@@ -289,7 +290,6 @@ def test_pieces_of_unigrams(tmp_path: Path, more: dict[str, object]) -> None:
         ),
         ("bpe", {"treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix"),
         ("char", {}, "of kind CHAR"),
-        ("unigram", {"sentence_iterator": iter(["no signs at all"] * 9)}, "without the character"),
     ],
 )
 def test_models_whose_ids_would_differ_are_refused(
@@ -353,6 +353,46 @@ def test_impossible_ids_are_refused_before_there_is_room_for_them(
     (tmp_path / "tokenizer.json").write_text(json.dumps(body))
     with pytest.raises(StrettoError, match=error):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["WordLevel", "WordPiece", "BPE"])
+def test_an_unknown_token_that_is_not_in_the_vocabulary(tmp_path: Path, kind: str) -> None:
+    model: dict[str, object] = {"type": kind, "vocab": {"a": 0, "b": 1}, "unk_token": "<unk>"}
+    model |= {"WordPiece": {"continuing_subword_prefix": "##", "max_input_chars_per_word": 9}}.get(kind, {})
+    body = {"version": "1.0", "added_tokens": [], "model": {**model, "merges": []}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(body))
+    with pytest.raises(StrettoError, match="its unk_token '<unk>' is not in its vocabulary"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("use", ["encode", "encode_batch", "encode_templated", "build"])
+def test_what_the_library_raises_of_a_text_is_one_error(tmp_path: Path, use: str) -> None:
+    """Such as a word that it does not know, and has no token for."""
+    body = {
+        "version": "1.0",
+        "added_tokens": [
+            {
+                "id": 1,
+                "content": "<|endoftext|>",
+                "special": True,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+            }
+        ],
+        "model": {"type": "Unigram", "unk_id": None, "vocab": [["a", -1.0], ["<|endoftext|>", -2.0]]},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(body))
+    (tmp_path / "text.txt").write_text("a z")
+    loaded = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert loaded.encode("a") == [0]
+    if use == "build":
+        act = partial(build, tmp_path / "text.txt", tmp_path / "out", tokenizer=tmp_path / "tokenizer.json")
+    else:
+        act = partial(getattr(loaded, use), "a z" if use == "encode" else ["a z"])
+    with pytest.raises(StrettoError, match=r"tokenizer\.json: fails on the text: "):
+        act()
 
 
 def test_what_makes_the_library_panic_is_one_error(tmp_path: Path) -> None:

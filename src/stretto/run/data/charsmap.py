@@ -99,7 +99,7 @@ def rewriting(
     several = [text for text in rules if len(text) > 1]
     follow = {c for text in several for c in text[1:]}
     follow |= {c for c, made in rules.items() if len(c) == 1 and made[:1] in follow}
-    joins = f"[{_JOINS}{_ranges(follow)}]"
+    joins = f"[{_JOINS}{character_class(follow)}]"
     symbols = "".join(f"{re.escape(text)}|" for text in sorted(kept, key=len, reverse=True))
     keys = f"(?:{_matching(several)}|(?m:.))" if several else "(?m:.)"
     removed = [text for text, made in rules.items() if len(text) == 1 and not made]
@@ -107,7 +107,7 @@ def rewriting(
         normalizers.Replace(_ESCAPE, _ITSELF),
         normalizers.Replace(Regex(rf"(?:{symbols}(?=(?m:.){joins}){keys})\K"), _CUT),
         # Precompiled panics where it removes what a text begins with
-        *([normalizers.Replace(Regex(f"[{_ranges(removed)}]"), "")] if removed else []),
+        *([normalizers.Replace(Regex(f"[{character_class(removed)}]"), "")] if removed else []),
         normalizers.Replace(Regex(rf"(?!\A)(?={joins})|(?<=\r)(?=\n)"), _ALONE),
         normalizers.Precompiled(charsmap),
         normalizers.Replace(_ALONE, ""),
@@ -125,7 +125,7 @@ def _matching(texts: Iterable[str]) -> str:
     alike = dict[frozenset[str], list[str]]()
     for first, rest in tails.items():
         alike.setdefault(frozenset(rest), []).append(first)
-    return "|".join(f"[{_ranges(firsts)}]{_behind(rest)}" for rest, firsts in alike.items())
+    return "|".join(f"[{character_class(firsts)}]{_behind(rest)}" for rest, firsts in alike.items())
 
 
 def _behind(rest: frozenset[str]) -> str:
@@ -133,7 +133,7 @@ def _behind(rest: frozenset[str]) -> str:
     return f"(?:{_matching(sorted(more))})" + "?" * ("" in rest) if more else ""
 
 
-def _ranges(characters: Iterable[str]) -> str:
+def character_class(characters: Iterable[str]) -> str:
     """The inside of a class of characters."""
     return "".join(
         rf"\x{{{first:X}}}" + (rf"-\x{{{last:X}}}" if last > first else "")

@@ -168,9 +168,6 @@ def from_tiktoken_json(path: Path | str, data: bytes, body: Mapping[str, Any]) -
         except (ValueError, binascii.Error):
             raise not_a_tokenizer(path, f"line {number} of bpe_ranks is not a rank and tokens") from None
     special = {int(id_): str(text) for text, id_ in dict(body["special_tokens"]).items()}
-    total = body.get("explicit_n_vocab")
-    if total is not None and total != len(ranks) + len(special):
-        raise not_a_tokenizer(path, f"{len(ranks)} ranks and {len(special)} special tokens, not {total}")
     _check_ranks(path, ranks)
     unnamed = _Encoding(name="", pattern=str(body["pat_str"]), special=special, end=None)
     inner, _ = _built(path, ranks, unnamed)

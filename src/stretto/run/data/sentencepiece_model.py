@@ -18,7 +18,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from stretto.errors import StrettoError
-from stretto.run.data.charsmap import rewriting, rules_of, unequal
+from stretto.run.data.charsmap import character_class, rewriting, rules_of, unequal
 
 SPACE = "▁"  # U+2581, which stands for a space
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
@@ -65,6 +65,18 @@ class _Model:
         return next(ends, None)
 
     @property
+    def alphabet(self) -> set[str]:
+        """The characters that pieces of text consist of."""
+        return {letter for piece in self.pieces if piece.kind in (_NORMAL, _USER) for letter in piece.text}
+
+    @property
+    def spelling(self) -> set[str]:
+        """The characters that special pieces are spelt with."""
+        return {
+            letter for piece in self.pieces if piece.kind not in (_NORMAL, _USER) for letter in piece.text
+        }
+
+    @property
     def symbols(self) -> list[str]:
         """What is always a token where text spells it."""
         return [piece.text for piece in self.pieces if piece.kind == _USER]
@@ -96,9 +108,17 @@ def read_sentencepiece(path: Path, data: bytes) -> tuple[tokenizers.Tokenizer, i
         raise StrettoError(f"tokenizer {path}: a SentencePiece model {why}", hint=_INSTEAD)
     inner = tokenizers.Tokenizer(_unigram(model) if model.kind == _UNIGRAM else _bpe(model))
     inner.normalizer = normalizers.Sequence(_normalizers(model, rules))
+    cuts = list[str]()
     if not any(re.search(f"[^{SPACE}]{SPACE}", p.text) for p in model.pieces if p.kind in (_NORMAL, _USER)):
         # nothing is merged across the beginning of a word, and words are looked up once
-        inner.pre_tokenizer = pre_tokenizers.Split(Regex(f"{SPACE}*[^{SPACE}]+|{SPACE}+"), "isolated")
+        cuts.append(f"{SPACE}*[^{SPACE}]+|{SPACE}+")
+    if model.kind == _UNIGRAM and model.spelling - model.alphabet:
+        # text that spells `</s>` is no piece: a slash that pieces of text lack is cut out before
+        cuts.append(f"[^{character_class(model.alphabet)}]+")
+    splits = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in cuts]
+    inner.pre_tokenizer = (
+        pre_tokenizers.Sequence(splits) if len(splits) > 1 else splits[0] if splits else None
+    )
     strip = [decoders.Strip(" ", 1, 0)] if model.prefix or model.trim else []
     inner.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
@@ -130,11 +150,9 @@ def _different(model: _Model, rules: Mapping[str, str]) -> str | None:
     if not any(piece.kind == _UNKNOWN for piece in model.pieces):
         return "without an unknown piece"
     normal = {piece.text for piece in model.pieces if piece.kind == _NORMAL}
-    others = {
-        letter for piece in model.pieces if piece.kind not in (_NORMAL, _USER) for letter in piece.text
-    } - normal
+    others = (model.spelling & model.alphabet) - normal
     if model.kind == _UNIGRAM and others:
-        return f"of kind UNIGRAM without the character {min(others)!r}, which special pieces are spelt with"
+        return f"of kind UNIGRAM with the character {min(others)!r} of special pieces only inside of others"
     return None
 
 
