@@ -124,46 +124,25 @@ def emitted_row(framework: Framework, plan: Plan, row: int | None, base: TrainCo
     """A layout of a plan as the framework takes it.
 
     Args:
-        row: of the ranking, from 1; None: the first that the framework has.
+        row: of the ranking, from 1; None: the first.
         base: the config that was planned.
 
     Raises:
-        StrettoError: there is no such row, or the framework does not have one of its choices.
+        StrettoError: there is no such row.
     """
     count = len(plan.ranking)
     if row is not None and row > count:
         raise StrettoError(f"--row is {row}: the plan has {count} rows", hint=f"nearest: --row {count}")
-    first: StrettoError | None = None
-    for place in range(1, count + 1) if row is None else [row]:
-        beyond = f"row {place} of the plan; row 1 has what it lacks: {first.message}" if first else ""
-        try:
-            return _emitted(framework, plan.ranking[place - 1], base, beyond)
-        except StrettoError as error:
-            first = first or error
-    assert first is not None
-    raise StrettoError(f"row {row or 1}: {first.message}", hint=first.hint)
-
-
-def _emitted(framework: Framework, one: Ranked, base: TrainConfig | None, beyond: str = "") -> str:
-    """As `emitted_row`, with what a plan knows as comments, and `beyond` behind it."""
     from stretto.run.frameworks.mapping import emit
 
+    one = plan.ranking[(row or 1) - 1]
     made = one.estimate
     about = (
         f"{one.words}\n"
         f"predicted on {made.job.layout.world} x {made.cluster.device.name}: {made.seconds:.4g} s a step "
-        f"({made.low:.4g} to {made.high:.4g})\n{beyond}"
+        f"({made.low:.4g} to {made.high:.4g})"
     )
     return emit(framework, made.job, base, about)
-
-
-def _has(framework: Framework, one: Ranked) -> bool:
-    """Whether the framework has all choices of a layout."""
-    try:
-        _emitted(framework, one, None)
-    except StrettoError:
-        return False
-    return True
 
 
 # ------------------------------------------------------------------ predict
@@ -189,9 +168,7 @@ class Priced:
         from stretto.planner.search.ranking import TIE
 
         least = self.today.seconds * (1 - TIE)
-        return [
-            one for one in self.plan.ranking if one.estimate.seconds < least and _has(self.framework, one)
-        ][:_ROWS]
+        return [one for one in self.plan.ranking if one.estimate.seconds < least][:_ROWS]
 
 
 def priced(

@@ -126,9 +126,7 @@ def plan(
     emit: Emit = None,
     row: Annotated[
         int | None,
-        typer.Option(
-            min=1, metavar="N", help="With --emit: the N-th layout; default: the first that it has."
-        ),
+        typer.Option(min=1, metavar="N", help="With --emit: the N-th layout; default: the first."),
     ] = None,
     output: Output = None,
     placement: Annotated[
@@ -197,7 +195,7 @@ def plan(
     if target is not None:
         from stretto.run.frameworks.prices import task_for
 
-        task = task_for(target, task, fix or [])
+        task = task_for(target, task, fix or [], base)
     if write is not None:
         _check_writable(task.job, base)
     check_writable(html)

@@ -44,7 +44,6 @@ from stretto.planner.search.savings import SavingLadder
 from stretto.planner.search.space import Space
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
 from stretto.program import entry as entry_of
-from stretto.spec.data_parallel import DataParallel
 
 # Shares of a pass's time by which layouts are estimated, listed with their microbatches, searched for
 # something better than what is known, and searched for a proof; after that the pass dives again.
@@ -122,7 +121,7 @@ class BranchAndBound:
         self._dives = self.only_dives or self.task.seconds is not None
         self._number = count()
         self._unlisted: list[tuple[float, Layout, int | None]] = []  # estimate of the cost, layout, expert_tp
-        self._legal: dict[tuple[Parallelism, ScheduleChoice, DataParallel], bool] = {}
+        self._legal: dict[object, bool] = {}
         self._added: set[Candidate] = set()
         self._accepted: set[Candidate] = set()
         self._costs: list[float] = []  # of the best of each family
@@ -483,8 +482,11 @@ class BranchAndBound:
         return is_safe(fit, self.task.room)
 
     def _is_legal(self, candidate: Candidate) -> bool:
-        """By the rules, which are checked once for each parallelism, schedule and way to share states."""
-        key = candidate.parallelism, candidate.schedule, candidate.dp
+        """By the rules, checked once for each parallelism, schedule and way to share states; by what a
+        framework has, for each saving too.
+        """
+        parts = candidate.parallelism, candidate.schedule, candidate.dp
+        key = parts if self.task.refusals is None else candidate
         if key not in self._legal:
             self._legal[key] = not self.space.illegal(candidate.job(self.task), str(candidate))
         return self._legal[key]

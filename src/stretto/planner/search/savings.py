@@ -45,6 +45,8 @@ class SavingLadder:
             # sharded over all copies there is least, and with the highest mode
             whole = [dp for dp in sharings if not any(dp.shards.values())] or sharings
             highest = [dp for dp in whole if dp.mode == max((one.mode for one in whole), key=MODES.index)]
+            if self.task.refusals is not None:  # which may keep off the device what is sharded less
+                highest = whole
             choices = list[tuple[int, int, DataParallel, Saving]]()
             for at, dp in enumerate(highest):
                 saving = self.space.ladder(self.space.first_saving(), 1, dp)[-1][-1]

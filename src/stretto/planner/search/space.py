@@ -16,13 +16,13 @@ from typing import Any
 from stretto.errors import Problem, StrettoError
 from stretto.layout.layout import Layout
 from stretto.planner.machines.cluster import group_of
-from stretto.planner.search.task import Parallelism, Saving, ScheduleChoice, Task
+from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
 from stretto.program import PLAIN, entry, names, schedule
 from stretto.program import options as options_of
 from stretto.program.program import Program
 from stretto.program.schedules.traits import is_searched, sweeps, trains, updates_within
 from stretto.spec.attention import ContextKind
-from stretto.spec.data_parallel import DataParallel
+from stretto.spec.data_parallel import DataParallel, Mode
 from stretto.spec.job import Job, Recompute
 from stretto.spec.rules import problems
 
@@ -40,6 +40,7 @@ class Space:
         self._known: dict[object, bool] = {}
         self._listed: dict[tuple[int, int], list[ScheduleChoice]] = {}
         self._shared: dict[Layout, Sequence[DataParallel]] = {}
+        self._had: dict[tuple[Mode, Saving], bool] = {}
 
     def chosen(self, name: str, usual: Iterable[Any]) -> tuple[Any, ...]:
         """The fixed values of a choice, else the usual ones; of these, what the pass is narrowed to."""
@@ -157,8 +158,10 @@ class Space:
         self.rejected[field] = (count + 1, first)
 
     def illegal(self, job: Job, what: str) -> list[Problem]:
-        """What is wrong with a whole job; counted."""
+        """What is wrong with a whole job, here or for the framework that the plan is for; counted."""
         wrong = problems(job)
+        if not wrong and self.task.refusals is not None:
+            wrong = list(self.task.refusals(job))
         if wrong:
             self.refuse(wrong[0].field, f"{what}: {wrong[0].message}")
         return wrong
@@ -258,7 +261,8 @@ class Space:
 
     def first_saving(self) -> Saving:
         """The first rung of a ladder of savings."""
-        mode = self.chosen("recompute", ("none",))[0]
+        modes = self.chosen("recompute", ("none",))
+        mode = min(modes, key=("none", "selective", "full", "auto").index)
         blocks = self.chosen("blocks", (None,))[0]
         memory_budget = self.chosen("memory_gib", (None,))[0]
         offload = self.chosen("offload", ("none",))[0]
@@ -282,17 +286,40 @@ class Space:
         if free and dp.mode == "zero3" and places[-1][0] == "cpu" and self.task.wide:
             places.append(("cpu", "cpu"))
         again = list(self._recomputations(saving.recompute, blocks))
-        return [[Saving(one, *parallelism) for one in again] for parallelism in places]
+        rows = [[Saving(one, *parallelism) for one in again] for parallelism in places]
+        if self.task.refusals is None:
+            return rows
+        kept = [[one for one in row if self._is_had(one, dp.mode)] for row in rows]
+        return list(filter(None, kept)) or [[saving]]  # which is refused as a whole job, with the reason
+
+    def _is_had(self, saving: Saving, mode: Mode) -> bool:
+        """Whether the framework that the plan is for saves memory so, whatever the layout."""
+        key = mode, saving
+        if self.task.refusals is not None and key not in self._had:
+            devices = self.task.devices
+            parallelism = Parallelism(
+                layout=Layout(dp=devices),
+                expert_tp=None,
+                micro_batch=1,
+                sequence_parallel=False,
+                context="ring",
+            )
+            candidate = Candidate(parallelism, ScheduleChoice(PLAIN), DataParallel(mode=mode), saving)
+            wrong = self.task.refusals(replace(candidate.job(self.task), global_batch=devices))
+            self._had[key] = not any(one.field.startswith(("recompute", "dp.offload")) for one in wrong)
+        return self._had[key]
 
     def _recomputations(self, now: Recompute, blocks: int) -> Iterator[Recompute]:
         """Recomputation from `now` on, less to more."""
         yield now
-        if "recompute" in self.task.fixed or now.mode not in ("none", "selective", "full"):
+        modes = self.chosen("recompute", ("none", "selective", "full"))
+        if now.mode not in ("none", "selective", "full"):
             return
         explicit = self.task.job.attention == "explicit" or self.task.shape.dropout > 0
-        if now.mode == "none" and explicit:
+        if now.mode == "none" and explicit and "selective" in modes:
             yield Recompute("selective")
-        if now.mode == "full" and now.blocks is None:
+        ended = now.mode == "full" and (now.blocks is None or "blocks" in self.task.fixed)
+        if ended or "full" not in modes:
             return
         for more in range((now.blocks or 0) + 1, blocks):
             yield Recompute("full", more)

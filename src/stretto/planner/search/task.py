@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from stretto.errors import Problem
 from stretto.layout.layout import Layout
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.machines.cluster import Cluster
@@ -29,6 +30,7 @@ class Task:
         fixed: choices that the user has made, by their names in `planner.search.fixed`.
         narrowed: values to which one pass of a search is restricted, by the same names; of choices that are
             not listed all values are considered.
+        refusals: what a framework that the plan is for does not have of a job; None: the plan is for none.
         smaller: whether fewer devices are considered too: every divisor of their number.
         asynchronous: whether schedules are considered that update within the step, which changes the result.
         searched: whether the schedule `auto` is considered.
@@ -47,6 +49,7 @@ class Task:
     assumptions: Assumptions = field(default_factory=Assumptions)
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
     narrowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
+    refusals: Callable[[Job], Sequence[Problem]] | None = None
     objective: Objective = "time"
     smaller: bool = False
     asynchronous: bool = False

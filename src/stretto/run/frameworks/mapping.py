@@ -464,6 +464,25 @@ def settings_of(framework: Framework, choices: Choices) -> tuple[dict[str, Any],
     Raises:
         StrettoError: as `emit`.
     """
+    settings, notes, wrong = _written(framework, choices)
+    raise_first(wrong)
+    return settings, notes
+
+
+def refusals(framework: Framework, job: Job, config: TrainConfig | None = None) -> list[Problem]:
+    """The choices of a job that the framework does not have.
+
+    Args:
+        config: as in `emit`.
+    """
+    try:
+        return _written(framework, choices_of(job, config))[2]
+    except StrettoError as error:  # of no single choice
+        return [error if isinstance(error, Problem) else error.within("layout")]
+
+
+def _written(framework: Framework, choices: Choices) -> tuple[dict[str, Any], list[str], list[Problem]]:
+    """Settings and notes of `settings_of`, and the choices that the framework does not have."""
     settings: dict[str, Any] = {}
     notes, wrong = list[str](), list[Problem]()
     for rule in framework.rules:
@@ -474,8 +493,7 @@ def settings_of(framework: Framework, choices: Choices) -> tuple[dict[str, Any],
         except Problem as problem:
             wrong.append(problem)
         notes += rule.notes(choices)
-    raise_first(wrong)
-    return settings, notes
+    return settings, notes, wrong
 
 
 def read(

@@ -9,18 +9,40 @@ from stretto.planner.estimate import Estimate, estimate
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.search.fixed import fixed
 from stretto.planner.search.task import Task, unplanned
-from stretto.run.frameworks.mapping import Framework, Reading
+from stretto.run.config.run_checks import raise_first
+from stretto.run.config.schema import TrainConfig
+from stretto.run.frameworks.mapping import Framework, Reading, refusals
+from stretto.spec.data_parallel import MODES, DataParallel
+
+# sections of choices that a search makes
+_SEARCHED = ("batch.", "dp.", "layout.", "recompute.", "schedule.")
 
 
-def task_for(framework: Framework, task: Task, fix: Sequence[str] = ()) -> Task:
+def task_for(
+    framework: Framework, task: Task, fix: Sequence[str] = (), config: TrainConfig | None = None
+) -> Task:
     """A search among the layouts that the framework has, at the cost that they have there.
 
     Args:
         fix: choices that the user has made, as `--fix` takes them; these come first.
+        config: that is planned, if any: of choices of the run around the job.
+
+    Raises:
+        StrettoError: the framework does not have the model, or another choice that no layout changes.
     """
     choices = {**fixed(framework.plans), **fixed(fix)}
     job = framework.as_run(task.job, {})
-    return replace(task, job=job, assumptions=framework.assumptions, fixed=choices)
+    jobs = [replace(job, dp=DataParallel(mode=mode)) for mode in MODES if mode != "server"]
+    wrong, *others = ({one.field: one for one in refusals(framework, each, config)} for each in jobs)
+    always = [one for name, one in wrong.items() if all(name in other for other in others)]
+    raise_first([one for one in always if not one.field.startswith(_SEARCHED)])
+    return replace(
+        task,
+        job=job,
+        assumptions=framework.assumptions,
+        fixed=choices,
+        refusals=lambda one: refusals(framework, one, config),
+    )
 
 
 def price(reading: Reading, cluster: Cluster, *, memory: bool = True) -> Estimate:
@@ -48,6 +70,7 @@ def better(framework: Framework, reading: Reading, cluster: Cluster, seconds: fl
         cluster=cluster,
         assumptions=replace(reading.assumptions, overlap=framework.assumptions.overlap),
         fixed=fixed(framework.plans),
+        refusals=lambda one: refusals(framework, one),
         seconds=seconds,
         top=top,
     )
