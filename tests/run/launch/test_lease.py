@@ -6,13 +6,15 @@ import errno
 import fcntl
 import json
 import os
-import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from pages import ROOT, run_here
 from stretto.errors import StrettoError
 from stretto.run.config.schema import TrainConfig
 from stretto.run.launch import lease as module
-from stretto.run.launch.lease import LEASE, check_lease, lease, share
+from stretto.run.launch.lease import LEASE, RunFolderLost, check_lease, lease, share
 from stretto.run.launch.local import run_ranks
 from stretto.run.train.imported import import_model
 from stretto.run.train.job import run_job
@@ -121,21 +123,95 @@ def test_ranks_that_outlive_their_launcher_are_waited_for(
         pass
 
 
-def test_a_job_of_another_machine_ends_with_its_signs_of_life(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@contextmanager
+def renewing(folder: Path, clock_s: float) -> Generator[None]:
+    """Another machine, whose clock is so far ahead of this one's, renews its lease every 50 ms."""
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(0.05):
+            now = time.time() + clock_s
+            os.utime(folder / LEASE, (now, now))
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+CLOCKS = [0, 3 * 3600, -3 * 3600]
+
+
+@pytest.mark.parametrize("clock_s", CLOCKS)
+def test_a_job_of_another_machine_is_watched_by_no_clock_but_one_s_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock_s: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(module, "STALE_S", 1.5)
+    monkeypatch.setattr(module, "_SETTLE_S", 0.05)
     record(tmp_path)
-    message = refused(tmp_path)
-    assert re.search(r"host elsewhere, process 7, since today; its last sign of life was \d s ago", message)
-    assert "the folder is free 30 s after its last sign of life" in message
+    with renewing(tmp_path, clock_s):
+        message = refused(tmp_path)
+    assert "in use by a job on host elsewhere, process 7, since today; it has just renewed" in message
+    assert " ago" not in message
     assert json.loads((tmp_path / LEASE).read_bytes())["token"] == "theirs"
-    earlier = time.time() - 31
-    os.utime(tmp_path / LEASE, (earlier, earlier))
-    with lease(tmp_path):
+    began = time.monotonic()
+    with lease(tmp_path):  # its last sign of life is of 3 hours ago, or ahead
+        assert 1.5 <= time.monotonic() - began < 15
         assert json.loads((tmp_path / LEASE).read_bytes())["process"] == os.getpid()
         monkeypatch.setenv("STRETTO_LEASE", "theirs")  # the other comes back
         with pytest.raises(StrettoError, match="was taken over by a job on host"):
             check_lease(tmp_path)
+        monkeypatch.undo()
+    assert "in use by a job on host elsewhere" in capsys.readouterr().err
+
+
+def test_of_two_machines_that_take_a_lease_over_at_once_one_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STALE_S", 0.3)
+    record(tmp_path)
+    monkeypatch.setattr(os, "fsync", lambda _: record(tmp_path, token="a third", machine="third/1"))
+    assert "in use by a job on host third" in refused(tmp_path)
+
+
+def test_a_lease_that_cannot_be_read_for_a_moment_is_renewed_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BEAT_S", 0.02)
+    inner, answers = module._read, iter([None, None])
+    with lease(tmp_path):
+        monkeypatch.setattr(module, "_read", lambda folder: next(answers, inner(folder)))
+        time.sleep(0.2)
+        os.utime(tmp_path / LEASE, (0, 0))
+        time.sleep(0.2)
+        assert (tmp_path / LEASE).stat().st_mtime
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced", "lease"])
+def test_a_folder_that_is_gone_is_not_held(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_RETRY_S", 0.1)
+    folder = tmp_path / "run"
+    says = {
+        "removed": "run was removed",
+        "replaced": "run was replaced by another",
+        "lease": "lease.json, by",
+    }
+
+    def lose() -> None:
+        (folder / "config.yaml").touch()
+        check_lease(folder)
+        if how == "lease":
+            (folder / LEASE).unlink()
+        else:
+            folder.rename(tmp_path / "moved")
+        if how == "replaced":
+            shutil.copytree(tmp_path / "moved", folder)
+
+    with pytest.raises(RunFolderLost, match=says[how]), lease(folder):
+        lose()
 
 
 @pytest.mark.parametrize(
@@ -163,7 +239,8 @@ def test_a_job_that_is_started_again_elsewhere_goes_on_at_once(
         with lease(tmp_path):
             check_lease(tmp_path)
     else:
-        assert "host elsewhere" in refused(tmp_path)
+        with renewing(tmp_path, 0):
+            assert "host elsewhere" in refused(tmp_path)
 
 
 def test_without_locks_the_process_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

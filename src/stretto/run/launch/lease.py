@@ -2,9 +2,11 @@
 
 `lease.json` names the job that holds the folder. On one machine that job also holds a lock on this file, and
 each of its ranks one on the folder, which the system takes back however they end. Other machines may not see
-locks: they go by the file's time of modification, which the holder renews every few seconds.
+locks: they go by the file's time of modification, which the holder renews every few seconds. No two clocks
+are compared: who wants the folder watches for the time to change, for so long by its own clock.
 
-A job whose lease was taken over, since it had given no sign of life, writes no more checkpoints.
+A job whose lease was taken over, since it had given no sign of life, writes no more checkpoints; nor does one
+whose folder or lease was removed.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ from stretto.errors import StrettoError
 
 LEASE = "lease.json"
 BEAT_S = 5.0  # between two signs of life
-STALE_S = 30.0  # after this long without one, a job of another machine has ended
+STALE_S = 30.0  # a job of another machine that is watched for so long without one has ended
 _PATIENCE_S = 0.5  # for a job that is just ending
-_TOKEN = "STRETTO_LEASE"  # names the lease to this job's ranks
+_SETTLE_S = 1.0  # for another machine that takes the same lease over in the same moment
+_RETRY_S = 2.0  # for a lease that is being written, or a file server that does not answer
+_TOKEN = "STRETTO_LEASE"  # names the lease to this job's ranks, and the folder's device and inode
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EBADF, errno.EINVAL)
 
@@ -76,6 +80,7 @@ def lease(folder: Path | None) -> Generator[None]:
 
     Raises:
         StrettoError: another job holds it, or it cannot be written to.
+        RunFolderLost: at the end it is no longer there.
     """
     if folder is None:
         yield
@@ -86,12 +91,13 @@ def lease(folder: Path | None) -> Generator[None]:
         mine = _myself()
         descriptor = _take(folder, mine)
         before = os.environ.get(_TOKEN)
-        os.environ[_TOKEN] = mine.token
+        os.environ[_TOKEN] = f"{mine.token} {_identity(folder)}"
         ended = threading.Event()
         beats = threading.Thread(target=_beat, args=(folder, mine, ended), name="lease", daemon=True)
         beats.start()
         try:
             yield
+            check_folder(folder)
         finally:
             ended.set()
             beats.join()
@@ -128,13 +134,59 @@ def share(folder: Path) -> Generator[None]:
 
 
 def check_lease(folder: Path) -> None:
-    """Raise StrettoError where another job has taken this job's lease over."""
-    token, holder = os.environ.get(_TOKEN), _read(folder)
-    if token is not None and holder is not None and holder.token != token:
+    """Raise StrettoError if another job has taken this job's lease over, or as `check_folder`."""
+    check_folder(folder)
+    token, holder = os.environ.get(_TOKEN, "").partition(" ")[0], _read(folder)
+    if token and holder is not None and holder.token != token:
         raise StrettoError(
             f"{folder} was taken over by {holder.text}: this job gave no sign of life for {STALE_S:.0f} s",
             hint="nothing more is written there; that job goes on from the last checkpoint",
         )
+
+
+def check_folder(folder: Path) -> None:
+    """Raise RunFolderLost if the folder or its lease is not there any more."""
+    if (lost := lost_folder(folder)) is not None:
+        raise RunFolderLost(lost, hint="start it again, and remove no folder that a job writes to")
+
+
+class RunFolderLost(StrettoError):
+    """The run's folder was removed, or replaced by another, while a job wrote to it."""
+
+
+def lost_folder(folder: Path) -> str | None:
+    """Why the folder that this job has leased is not its own any more; None: it is, or none was leased."""
+    token, _, identity = os.environ.get(_TOKEN, "").partition(" ")
+    if not token:
+        return None
+    end = time.monotonic() + _RETRY_S
+    while True:
+        now = _identity(folder)
+        if now == "":
+            lost = f"run folder {folder} was removed while the job wrote to it"
+        elif identity not in ("", now):
+            lost = f"run folder {folder} was replaced by another while the job wrote to it"
+        elif _read(folder) is None:
+            lost = f"{folder / LEASE}, by which the job holds its run's folder, was removed or cannot be read"
+        else:
+            return None
+        if time.monotonic() > end or now == "":
+            return lost
+        time.sleep(0.05)
+
+
+def leave_folder() -> None:
+    """Hold no folder from now on: `check_lease` has nothing to check."""
+    os.environ.pop(_TOKEN, None)
+
+
+def _identity(folder: Path) -> str:
+    """The folder's device and inode; "" where there is none."""
+    try:
+        status = folder.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    return f"{status.st_dev}:{status.st_ino}"
 
 
 def _make(folder: Path) -> list[Path]:
@@ -150,6 +202,7 @@ def _make(folder: Path) -> list[Path]:
 def _take(folder: Path, mine: Holder) -> int:
     """Take the lease; returns the descriptor that holds its lock."""
     began, said = time.monotonic(), False
+    watched, since = "", began  # the last sign of life from another machine, and when it was first seen
     while True:
         try:
             descriptor = os.open(folder / LEASE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -159,27 +212,45 @@ def _take(folder: Path, mine: Holder) -> int:
             os.close(descriptor)
             raise StrettoError(f"{folder / LEASE} is not a plain file", hint="remove it")
         try:
-            problem = _obstacle(folder, descriptor, mine)
+            stale = watched if time.monotonic() - since > STALE_S else ""
+            problem = _obstacle(folder, descriptor, mine, stale)
             if problem is None:
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, json.dumps(asdict(mine)).encode(), 0)
                 os.fsync(descriptor)
+                if stale:
+                    time.sleep(_SETTLE_S)
+                if stale and (holder := _read(folder)) != mine:
+                    raise _in_use(folder, holder)
                 return descriptor
-        except OSError as error:
+        except BaseException as error:
             os.close(descriptor)
-            raise _unusable(folder, error) from None
+            if isinstance(error, OSError):
+                raise _unusable(folder, error) from None
+            raise
         os.close(descriptor)
-        waited, ending = time.monotonic() - began, isinstance(problem, _Ending)
-        if waited > (STALE_S if ending else _PATIENCE_S):
-            raise problem
-        if ending and waited > 1 and not said:
-            print(f"{problem.message}: waiting until they have ended", file=sys.stderr, flush=True)
+        now = time.monotonic()
+        if isinstance(problem, _Elsewhere):
+            if watched and problem.sign != watched:
+                raise StrettoError(f"{problem.message}; it has just renewed its lease", hint=problem.hint)
+            watched, since = problem.sign, since if watched else now
+            note = f"watching for {STALE_S:.0f} s whether it still renews its lease"
+        else:
+            note = "waiting until they have ended"
+            if now - began > (STALE_S if isinstance(problem, _Ending) else _PATIENCE_S):
+                raise problem
+        if now - began > 1 and not said:
+            print(f"{problem.message}: {note}", file=sys.stderr, flush=True)
             said = True
         time.sleep(0.05)
 
 
-def _obstacle(folder: Path, descriptor: int, mine: Holder) -> StrettoError | None:
-    """Why the lease, whose file is open, cannot be taken; the lock on it is held if it can."""
+def _obstacle(folder: Path, descriptor: int, mine: Holder, stale: str) -> StrettoError | None:
+    """Why the lease, whose file is open, cannot be taken; the lock on it is held if it can.
+
+    Args:
+        stale: the last sign of life of a job of another machine, which has given no other for long enough.
+    """
     locks = _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     holder = _read(folder)
     if locks is False:
@@ -204,21 +275,25 @@ def _obstacle(folder: Path, descriptor: int, mine: Holder) -> StrettoError | Non
     if holder.machine == mine.machine:
         gone = locks is True or not is_running(holder.process)
         return None if gone else _in_use(folder, holder)
-    silent = time.time() - there.st_mtime
-    return None if silent > STALE_S else _in_use(folder, holder, silent)
+    sign = f"{holder.token} {there.st_mtime_ns}"
+    return None if sign == stale else _Elsewhere(_in_use(folder, holder), sign)
 
 
 class _Ending(StrettoError):
     """Only ranks are left of the job that held the folder: they save, and end."""
 
 
-def _in_use(folder: Path, holder: Holder | None, silent: float | None = None) -> StrettoError:
+class _Elsewhere(StrettoError):
+    """A job of another machine holds the folder, if it has not ended; `sign` changes when it renews that."""
+
+    def __init__(self, refusal: StrettoError, sign: str) -> None:
+        super().__init__(refusal.message, hint=refusal.hint)
+        self.sign = sign
+
+
+def _in_use(folder: Path, holder: Holder | None) -> StrettoError:
     who = "another job" if holder is None else holder.text
     hint = "wait until it has ended, or give another run.name"
-    if silent is not None:
-        who += f"; its last sign of life was {max(silent, 0):.0f} s ago"
-        free = f"{STALE_S:.0f} s after its last sign of life"
-        hint = f"if it has ended, the folder is free {free}; else {hint}"
     return StrettoError(f"{folder} is in use by {who}", hint=hint)
 
 
@@ -260,8 +335,10 @@ def _is_holder(record: Any) -> bool:
 
 
 def _beat(folder: Path, mine: Holder, ended: threading.Event) -> None:
-    """Renew the file's time until the job ends, or the lease is another's."""
-    while not ended.wait(BEAT_S) and _read(folder) == mine:
+    """Renew the file's time until the job ends, or the lease is another's. A lease that cannot be read for a
+    moment is no other's.
+    """
+    while not ended.wait(BEAT_S) and _read(folder) in (mine, None):
         with contextlib.suppress(OSError):
             os.utime(folder / LEASE)
 

@@ -127,7 +127,7 @@ def await_start(attempt: Attempt, limit_s: float, check: Callable[[], None]) -> 
         while not attempt.store.check([_READY]):
             check()
             if time.monotonic() > end:
-                raise missing_ranks(f"rank 0 has not prepared the job within {limit_s:g} s (train.timeout_s)")
+                raise missing_ranks(f"rank 0 has not prepared the job within {limit_s:g} s")
             time.sleep(_POLL_S)
         facts = json.loads(attempt.store.get(_READY))
         attempt.store.add(_READ, 1)

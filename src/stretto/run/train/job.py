@@ -22,7 +22,7 @@ from stretto.run.config.required import check_required
 from stretto.run.config.schema import JobConfig, LoopConfig, TrainConfig
 from stretto.run.data.marks import vocabulary
 from stretto.run.data.prepare import check_samples, check_vocabulary, describe_samples, prepare_data
-from stretto.run.launch.lease import lease
+from stretto.run.launch.lease import STALE_S, lease
 from stretto.run.launch.local import RanksStopped, check_port, check_ranks, prepare, run_ranks
 from stretto.run.launch.network import check_interfaces, describe, local_environment, stay_inside
 from stretto.run.launch.rendezvous import Meeting, await_start, join_early, reported_start
@@ -184,7 +184,7 @@ def _join(kind: Kind[C], config: C, quiet: bool) -> Result:
             attempt = join_early(train.start_s, timedelta(seconds=train.timeout_s), stop.check)
             with ExitStack() as cleanup:
                 if not first:
-                    await_start(attempt, train.timeout_s, stop.check)
+                    await_start(attempt, train.timeout_s + STALE_S, stop.check)
                 else:
                     with reported_start(attempt):
                         cleanup.enter_context(lease(kind.writes_to(config)))
