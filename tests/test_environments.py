@@ -1,0 +1,237 @@
+"""The commands of every page, typed where only that is installed which the page installs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from environments import PROJECT, Environment, distributions, installed, installs, linked
+from pages import _IN_TURN, ROOT, Command, blocks, commands, sections, shortened, text_of
+
+pytestmark = pytest.mark.apart
+
+README = sections("README.md")
+BASE = installs(README["Two commands"])
+PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"]
+PAGES += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+
+# ---------------------------------------------------------------- without a registry, in seconds
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What of a clone the commands read, a text, and the files that README has the reader write."""
+    folder = tmp_path_factory.mktemp("clone")
+    for shipped in ("configs", "examples", "benchmarks"):
+        shutil.copytree(ROOT / shipped, folder / shipped)
+    (folder / "text").mkdir()
+    for name in ("argparse.py", "typing.py"):
+        shutil.copy(Path(os.__file__).with_name(name), folder / "text" / name)
+    for name, code in zip(("load", "proof", "loop"), blocks(text_of("README.md"), "python"), strict=True):
+        (folder / f"my_{name}.py").write_text(code, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """An environment with what README's first section installs."""
+    return linked(tmp_path_factory.mktemp("bare") / "venv", BASE)
+
+
+def test_what_readme_installs() -> None:
+    assert BASE == [".[fast]"]
+    names = set(distributions(BASE))
+    assert {"torch", "numba", "typer"} <= names
+    assert not names & {"tensorboard", "pyarrow", "transformers", "pytest", "hypothesis"}
+
+
+def test_what_is_not_installed_is_not_there(bare: Environment, clone: Path) -> None:
+    code = (
+        "from importlib.util import find_spec as f; print([f(n) is not None for n in ('numba', 'pyarrow')])"
+    )
+    assert bare.type(["python", "-c", code], clone) == "[True, False]\n"
+
+
+def test_the_first_training_command_of_readme_works(bare: Environment, clone: Path) -> None:
+    assert "train configs/quickstart.yaml" in README["Two commands"]
+    words = [
+        word for word in shortened(["stretto", "train", "configs/quickstart.yaml"]) if "board" not in word
+    ]
+    assert "saved runs/quickstart/checkpoints" in bare.type(words, clone)
+
+
+NO_TORCH = ("config", "layout", "schedule", "plan", "predict", "figure", "partition", "catalogue", "launch")
+
+
+def test_commands_that_only_compute_work(bare: Environment, clone: Path) -> None:
+    """All of README's that take no ranks, and every shipped config checked: in one process."""
+    lines = [command.words for text in README.values() for command in commands(text) if not refused(command)]
+    lines = [words for words in lines if words[:1] == ["stretto"] and words[1] in NO_TORCH]
+    lines = [words[: words.index(">")] if ">" in words else words for words in lines]
+    lines = [words for words in lines if "auto" not in words]  # searches for seconds
+    assert len(lines) > 10
+    (clone / "tokenizer.json").touch()  # which configs of published models take from the reader
+    lines += [
+        ["stretto", "config", f"configs/{path.name}", "data.source=text/"]
+        for path in sorted((clone / "configs").glob("*.yaml"))
+    ]
+    bare.type(["python", "-c", _IN_TURN, json.dumps(lines)], clone)
+
+
+def refused(command: Command) -> bool:
+    """Whether the page shows that it is an error."""
+    return any(line.startswith("error: ") for line in command.shown)
+
+
+# ---------------------------------------------------------------- installed by pip, command by command
+
+Reason = str
+# beginnings of commands that are not typed, by page
+NOT_TYPED: dict[str, dict[str, Reason]] = {
+    "README.md": {
+        "make test": "it installs `.[test]` into an environment of its own: what runs this file",
+        "make train": "typed by itself below, in a copy of the repository",
+        "torchrun --nnodes 2": "takes two machines",
+    },
+    "CONTRIBUTING.md": {
+        "make": "installs into an environment of its own",
+        ".ci/run": "is `make lint` and `make test` of a clean clone",
+        "stretto": "reads changes of the package: tests/test_contributing.py makes them",
+        "python -c": "reads changes of the package: tests/test_contributing.py makes them",
+    },
+    "benchmarks/README.md": {"python benchmarks/gpu/campaign.py --": "takes a GPU, or the results of one"},
+    "docs/gpu.md": {"python": "takes a GPU"},
+    "docs/bring-your-run.md": {"stretto": "tests/test_bring_your_run.py makes the files that it takes over"},
+    "docs/dlrm.md": {
+        "stretto data clicks day_0.gz": "takes Criteo's files",
+        "stretto data clicks logs/": "takes files of the reader's",
+        "stretto data clicks train.txt": "takes files of the reader's",
+    },
+    "docs/frameworks.md": {
+        "stretto predict --from": "takes a file of the reader's",
+        "stretto migrate": "tests/test_bring_your_run.py makes the files that it takes over",
+        "stretto config gpt.yaml": "the same",
+        "stretto checkpoint": "takes a checkpoint of another framework's",
+        "torchrun": "takes torchtitan and 8 GPUs",
+    },
+    "docs/graphs.md": {"stretto train my.yaml": "takes a GPU"},
+    "docs/hangs.md": {"stretto diagnose": "takes dumps of a hung job: tests/run/diagnose make some"},
+    "docs/models.md": {
+        "stretto checkpoint": "takes a model of 16 GB: README's section has a tiny one",
+        "stretto train runs/llama": "the same",
+        "stretto plan --model Llama-3.1-8B/config.json": "the same",
+    },
+    "docs/compile.md": {"stretto": "compiles for minutes: tests/engine/test_compiler.py"},
+    "docs/planning.md": {
+        "stretto partition --profile": "takes a file of the reader's",
+        "stretto split mine.py": "takes a file of the reader's",
+    },
+    "docs/program-format.md": {
+        "stretto verify configs/quickstart.yaml layout.pp=4": "on four ranks: tests/test_readme.py has two"
+    },
+    "docs/reliability.md": {
+        "torchrun --standalone --nproc-per-node 4": "takes a config of the reader's",
+        "pytest": "is in what `.[test]` installs",
+    },
+    "docs/proof.md": {
+        "stretto verify configs/quickstart.yaml --layouts all --ranks 4": "README has it with two ranks"
+    },
+}
+
+
+def not_typed(page: str, command: Command) -> Reason | None:
+    reasons = NOT_TYPED.get(page, {})
+    return next((why for begins, why in reasons.items() if command.line.startswith(begins)), None)
+
+
+def test_what_is_not_typed_is_on_its_page() -> None:
+    assert set(NOT_TYPED) <= set(PAGES)
+    for page, reasons in NOT_TYPED.items():
+        lines = [command.line for command in commands(text_of(page))]
+        unused = [begins for begins in reasons if not any(line.startswith(begins) for line in lines)]
+        assert not unused, f"{page} has no command that begins so"
+
+
+def typed(page: str) -> list[tuple[str, list[Command]]]:
+    """The sections of a page, each with the commands that are typed."""
+    parts = [(text, list(commands(text))) for text in sections(page).values()]
+    parts = [(text, [one for one in found if not_typed(page, one) is None]) for text, found in parts]
+    return [(text, found) for text, found in parts if found]
+
+
+TYPED = [page for page in PAGES if typed(page)]
+
+
+@pytest.fixture(scope="session")
+def by_pip(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], Environment]:
+    """Environments by what is installed into them, each made once."""
+    made = dict[tuple[str, ...], Environment]()
+
+    def environment(requirements: list[str]) -> Environment:
+        key = tuple(dict.fromkeys(requirements))
+        if key not in made:
+            made[key] = installed(tmp_path_factory.mktemp("pip") / "venv", key, ROOT)
+        return made[key]
+
+    return environment
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("page", TYPED)
+def test_the_commands_of_a_page_work_where_only_that_is_installed_which_it_installs(
+    page: str, clone: Path, by_pip: Callable[[list[str]], Environment]
+) -> None:
+    needed = list(BASE)
+    for text, found in typed(page):
+        needed += installs(text)
+        environment = by_pip(needed)
+        for command in found:
+            words = command.words if refused(command) else shortened(command.words)
+            if "pip" in words:
+                continue
+            words = ["sh", "-c", command.line] if ">" in words else words
+            environment.type(words, clone, code=2 if refused(command) else 0, timeout=1200)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_first_command_of_readme_works_in_a_clone(tmp_path: Path) -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in listed.stdout.split("\0")[:-1]:
+        if name.partition("/")[0] not in ("tests", "docs", "benchmarks") and (ROOT / name).is_file():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / name)
+    environ = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL"))
+    }
+    done = subprocess.run(
+        ["make", "train", "ARGS=train.steps=2"],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not done.returncode, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "saved runs/quickstart/checkpoints/step-00000002" in done.stdout
+
+
+def test_every_extra_that_a_message_or_page_names_is_there() -> None:
+    named = set[str]()
+    for path in [*(ROOT / page for page in PAGES), *(ROOT / "src").rglob("*.py")]:
+        for line in installs_named(path.read_text(encoding="utf-8")):
+            named |= set(line.split(","))
+    assert {"tensorboard", "parquet", "png"} <= named <= set(PROJECT["optional-dependencies"])
+
+
+def installs_named(text: str) -> list[str]:
+    """The extras of `stretto[...]` and `.[...]` in a text."""
+    return re.findall(r"pip\s+install\s+(?:-e\s+)?'(?:stretto|\.)\[([a-z0-9,]+)\]'", text)
