@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
@@ -115,35 +115,6 @@ def test_jsonl_and_gzip(tmp_path: Path):
 def test_a_byte_order_mark_is_no_text(tmp_path: Path):
     write(tmp_path, {"a.txt": b"\xef\xbb\xbfa", "b.jsonl": b'\xef\xbb\xbf{"text": "b"}'})
     assert texts(find_corpus(tmp_path)) == {"a.txt": "a", "b.jsonl:1": "b"}
-
-
-@given(
-    st.lists(st.sampled_from(["word", " ", "\n", "\r\n", "é", "語", "\t", "!"]), max_size=300),
-    st.integers(4, 40),
-    st.integers(1, 8),
-)
-@example(parts=[" "] * 5, piece=4, blocks=1)
-@example(parts=["\n", "word", "\n"] * 9, piece=4, blocks=3)
-def test_pieces_make_up_the_text(parts: list[str], piece: int, blocks: int):
-    text = "".join(parts)
-    size = len(text) // blocks + 1
-    cut = [text[i : i + size] for i in range(0, len(text), size)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readers, "PIECE", piece)
-        pieces = list(readers._pieces("n", cut))
-    assert "".join(p.text for p in pieces) == (text if text.strip() or len(text) > piece else "")
-    assert [p.ends for p in pieces] == [False] * (len(pieces) - 1) + [True] * bool(pieces)
-    assert all(len(p.text) <= piece for p in pieces)
-
-
-def test_a_long_text_is_read_in_pieces_cut_at_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(readers, "PIECE", 1000)
-    text = "".join(f"line {i} with übergröße\n" for i in range(500))
-    write(tmp_path, {"a.txt": text})
-    pieces = list(find_corpus(tmp_path).pieces())
-    assert "".join(p.text for p in pieces) == text
-    assert len(pieces) > 10
-    assert all(p.text.startswith("\n") for p in pieces[1:])
 
 
 def test_the_training_sample_reaches_all_parts_of_the_corpus(tmp_path: Path):

@@ -25,7 +25,7 @@ from stretto.run.data.chat import Conversations
 from stretto.run.data.conversation import TrainOn
 from stretto.run.data.corpus import Corpus, Source, find_corpus
 from stretto.run.data.megatron import MegatronDataset, MegatronWriter, Vocabulary
-from stretto.run.data.readers import Piece, whole_documents
+from stretto.run.data.readers import Piece, cut_pieces
 from stretto.run.data.row_errors import describe_skipped
 from stretto.run.data.token_folder import (
     FILES,
@@ -296,7 +296,7 @@ def _encode(
 ) -> None:
     """Encode all documents into `writer`."""
     characters = 0
-    pieces = corpus.pieces() if tokenizer.cut_at_lines else whole_documents(corpus.pieces())
+    pieces = cut_pieces(corpus.pieces(), lambda: tokenizer.cuts)
     for batch, encoded in _encoded(pieces, tokenizer):
         for piece, ids in zip(batch, encoded, strict=True):
             writer.add(ids, piece.ends)

@@ -26,8 +26,9 @@ from stretto.run.config.sources import (
     token_folder,
 )
 from stretto.run.data.block_cache import block_cache
+from stretto.run.data.cuts import trained_cuts
 from stretto.run.data.file_format import EncodingError, is_binary, is_named_text
-from stretto.run.data.readers import Piece, opened, read_documents, unreadable
+from stretto.run.data.readers import Piece, cut_pieces, opened, read_documents, unreadable
 from stretto.run.data.remote import Place, RemotePath
 from stretto.run.data.row_errors import RowErrors
 
@@ -113,7 +114,7 @@ class Corpus:
         left, size = characters, max(1, self.size)
         for file in self.files:
             share = min(left, max(1 << 14, characters * file.size // size))
-            for piece in self.read(file):
+            for piece in cut_pieces(self.read(file), trained_cuts):
                 yield piece.text[:share]
                 left -= len(piece.text[:share])
                 share -= len(piece.text[:share])

@@ -1,9 +1,7 @@
 """Read one file as documents: plain text, JSON, CSV or Parquet, in constant memory.
 
-A document comes as one or more pieces of up to 262,144 characters, so that a text of any length fits in
-memory and a long one is still encoded on all cores. Pieces are cut between a word and the line end after it:
-GPT-2's word pattern never reaches across that place, so its byte-level BPE gives the same tokens for the
-pieces as for the whole. Other tokenizers get a document as a whole (`whole_documents`).
+A plain text comes as pieces of up to 262,144 characters, so that one of any length fits in memory. They are
+cut anywhere; `run/data/cuts.py` cuts them where their tokens stay the same.
 """
 
 from __future__ import annotations
@@ -11,14 +9,14 @@ from __future__ import annotations
 import codecs
 import csv
 import json
-import re
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, Any, cast
 
 from stretto.errors import StrettoError, nearest
 from stretto.run.config.data import InputFormat, ReadOptions
+from stretto.run.data.cuts import ExactCuts
 from stretto.run.data.file_format import HEAD, detect_format, not_text, undecodable
 from stretto.run.data.json_array import array_elements
 from stretto.run.data.remote import Place
@@ -28,9 +26,7 @@ from stretto.run.data.unpacking import is_damage, packing_of, unpacked
 Row = tuple[int, dict[str, Any] | RowError | None]
 """The number of a row, and its fields, what is wrong with it, or nothing but white space."""
 PIECE = 1 << 18
-_TAIL = 1 << 14
-_LINE_END = re.compile(r"\S(?=\r?\n)")
-_WORD_END = re.compile(r"\S(?=\s)")
+_REACH = 1 << 14  # characters in which a place to cut is looked for
 _LONGEST_FIRST_LINE = 1 << 24  # bytes, to see whether it is JSON
 _LONGEST_CELL = 1 << 30  # characters; the library's own limit is 131,072
 
@@ -196,46 +192,43 @@ def _decoded(path: Place, file: IO[bytes]) -> Iterator[str]:
         head = False
 
 
-def _cut(text: str) -> int:
-    """Where to cut a long text: before the last line end in reach, else the last space, else at its end."""
-    tail = max(0, len(text) - _TAIL)
-    for pattern in (_LINE_END, _WORD_END):
-        ends = [match.end() for match in pattern.finditer(text, tail)]
-        if ends:
-            return ends[-1]
-    return len(text)
-
-
 def _pieces(name: str, blocks: Iterable[str]) -> Iterator[Piece]:
     """One document's blocks of text as pieces."""
-    held, begun = "", False
+    waiting, begun = "", False
     for block in blocks:
-        held += block
-        start = 0
-        while len(held) - start > PIECE:
-            text = held[start : start + PIECE]
-            text = text[: _cut(text)]
-            yield Piece(name, text, ends=False)
-            start += len(text)
-            begun = True
-        held = held[start:]
-    if begun or held.strip():
-        yield Piece(name, held, ends=True)
-    else:
-        yield Piece(name, "", ends=True, blank=True)
+        if waiting and block:
+            yield Piece(name, waiting, ends=False)
+            waiting, begun = "", True
+        waiting += block
+    blank = not begun and not waiting.strip()
+    yield Piece(name, "" if blank else waiting, ends=True, blank=blank)
 
 
-def whole_documents(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """The same documents, each as one piece."""
-    parts = list[str]()
+def cut_pieces(pieces: Iterable[Piece], cuts_of: Callable[[], ExactCuts | None]) -> Iterator[Piece]:
+    """The same documents, in pieces of about `PIECE` characters whose tokens are those of the whole; where no
+    text may be cut, each in one piece.
+
+    Args:
+        cuts_of: called when a document is long.
+    """
+    cuts, waiting = None, ""
+    searched = 0
     for piece in pieces:
-        if piece.ends and not parts:
-            yield piece
-            continue
-        parts.append(piece.text)
+        waiting += piece.text
+        start = 0
+        cuts = cuts_of() if len(waiting) > PIECE else cuts
+        while cuts is not None and len(waiting) - start > PIECE and searched < len(waiting) - 1:
+            first = start + PIECE
+            stop = min(first if searched < first else searched + _REACH, len(waiting) - 1)
+            at = cuts.last(waiting, max(start + 1, searched + 1, stop - _REACH), stop)
+            searched = stop
+            if at is not None:
+                yield Piece(piece.name, waiting[start:at], ends=False)
+                start = searched = at
+        waiting, searched = waiting[start:], searched - start
         if piece.ends:
-            yield Piece(piece.name, "".join(parts), ends=True)
-            parts = []
+            yield replace(piece, text=waiting)
+            waiting, searched = "", 0
 
 
 def _rows(path: Place, kind: InputFormat, field: str) -> Iterator[Row]:

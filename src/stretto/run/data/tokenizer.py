@@ -7,7 +7,6 @@ text can be written and nothing is unknown.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from stretto.run.data.boundaries import (
     token_number,
     tokenizer_config,
 )
+from stretto.run.data.cuts import ExactCuts
 from stretto.run.data.rank_files import END_OF_TEXT
 from stretto.run.data.tokenizer_files import TokenizerPath, library_errors, parse_tokenizer, read_tokenizer
 
@@ -230,14 +230,9 @@ class Tokenizer:
         return self._inner.id_to_token(token) or ""
 
     @cached_property
-    def cut_at_lines(self) -> bool:
-        """Whether text that is cut between a word and the end of its line has the tokens of the whole: so it
-        is where GPT-2's expression, which never reaches across that place, cuts it into words.
-        """
-        body = json.loads(self._text)
-        words = body["pre_tokenizer"] or {}
-        by_gpt2 = words.get("type") == "ByteLevel" and words.get("use_regex", True)
-        return by_gpt2 and body["normalizer"] is None
+    def cuts(self) -> ExactCuts | None:
+        """Where a text may be cut that has the tokens of its parts; None: nowhere."""
+        return ExactCuts.of(self._inner)
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """Text of token ids; special tokens are left out unless `special`."""
