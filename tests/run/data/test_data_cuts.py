@@ -71,7 +71,7 @@ TEXTS = st.lists(st.sampled_from(ALPHABET) | st.text(max_size=2), max_size=60).m
 
 @cache
 def tokenizer(name: str) -> tokenizers.Tokenizer:
-    inner = read_tokenizer(published(name))
+    inner, _ = read_tokenizer(published(name))
     inner.encode_special_tokens = True
     return inner
 
