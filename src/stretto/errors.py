@@ -31,13 +31,16 @@ class StrettoError(ValueError):
 
     def __str__(self) -> str:
         text = f"{self.message}\nhint: {self.hint}" if self.hint else self.message
-        return "\n".join([text, *map(str, self.others)])
+        left = len(self.others) - MOST_OTHERS
+        more = [f"{left} more problem{'s' * (left > 1)} after these"] if left > 0 else []
+        return "\n".join([text, *map(str, self.others[:MOST_OTHERS]), *more])
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.message, self.hint, self.others)
 
 
 LONGEST = 2000  # characters of a message, and of a hint
+MOST_OTHERS = 5  # problems of one input that are printed after the first
 
 
 def _short(text: str) -> str:

@@ -231,7 +231,8 @@ def _checkpoint(folder: Path) -> Path:
 
     value = torch.arange(6.0).view(2, 3)
     tensors = {name: (value, Placed.whole(name, (2, 3))) for name in ("model.a", "optim.exp_avg.a")}
-    return save(folder, 3, tensors, {"step": 3, "samples": 12, "model": {"family": "gpt"}, "loss": 1.5})
+    sizes = {"family": "dlrm", "bottom": [4, 2], "tables": {"C1": {"rows": 3}}}
+    return save(folder, 3, tensors, {"step": 3, "samples": 12, "model": sizes, "loss": 1.5})
 
 
 def _replaced(path: Path, checkpoint: Path, name: str) -> None:
@@ -276,6 +277,31 @@ def manifest(folder: Path) -> Parser:
         return read_meta(checkpoint, ("step", "samples"))
 
     return Parser(make, read, "m.json", valid)
+
+
+@parser
+def run_metadata(folder: Path) -> Parser:
+    from run_checkpoints import META, forge, run_checkpoint
+    from stretto.engine.checkpoint.manifest import problems, read_manifest
+    from stretto.engine.checkpoint.read import shape_of
+    from stretto.errors import StrettoError
+    from stretto.run.train.position import counted_from
+    from stretto.run.train.resume import read_meta
+
+    checkpoint = run_checkpoint(folder)
+
+    def read(path: Path) -> object:
+        try:
+            meta = json.loads(path.read_bytes())
+            forge(checkpoint, meta=meta)
+        except (ValueError, RecursionError) as error:  # no manifest can hold it
+            raise StrettoError(str(error)) from None
+        if wrong := problems(checkpoint):
+            raise StrettoError(wrong[0])
+        read_again = read_meta(checkpoint, ("step", "samples", "tokens"))
+        return shape_of(checkpoint, read_manifest(checkpoint).meta), counted_from(read_again, 4)
+
+    return _json(META, read)
 
 
 @parser

@@ -21,7 +21,7 @@ from parsers import PARSERS, Parser
 from stretto.errors import StrettoError
 
 MEMORY = 1 << 30
-LONGEST = 2 * 2100  # characters of a message with its hint
+LONGEST = 6 * 2 * 2100  # characters of a message with its hint, and of five others
 
 
 def outcome(parser: Parser, path: Path, data: bytes) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.errors import StrettoError
+from stretto.errors import MOST_OTHERS, StrettoError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 LONGEST_MESSAGE = 2000  # characters of an error or a hint
-MOST_OTHERS = 5  # problems of one input that are printed after the first
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 

@@ -122,7 +122,13 @@ class ExpertShape:
         return ceil(self.capacity * tokens * self.top_k / self.experts)
 
 
+_MOST = {"ffn": 1 << 24, "shared_ffn": 1 << 24}  # widths, as of a model's MLP
+_MOST_EXPERTS = 1 << 16  # and all that is counted beside them
+
+
 def _whole(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         rule = f"it must be a whole number of at least {least}"
         raise Problem(name, value, rule, f"set {name} to {least} or more")
+    if value > (most := _MOST.get(name, _MOST_EXPERTS)):
+        raise Problem(name, value, f"it must be at most {most}", "is it a typing error?")

@@ -25,7 +25,17 @@ BLOCK_NORMS: tuple[BlockNorms, ...] = ("pre", "sandwich", "post")
 PositionEmbedding = Literal["learned", "rotary", "relative"]
 POSITION_EMBEDDINGS: tuple[PositionEmbedding, ...] = ("learned", "rotary", "relative")
 
-_SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "sequence")
+# the largest value of each size, far above those of any model: what is counted layer by layer ends soon
+LARGEST_SIZES = {
+    "layers": 10_000,
+    "hidden": 1 << 22,
+    "heads": 1 << 14,
+    "kv_heads": 1 << 14,
+    "head_dim": 1 << 20,
+    "ffn": 1 << 24,
+    "vocab": 1 << 32,
+    "sequence": 1 << 40,
+}
 
 
 @dataclass(frozen=True, init=False, kw_only=True)
@@ -178,7 +188,7 @@ class ModelShape:
             filled["encoder_layers"] = layers if USUAL[family].encoder else 0
         for name, value in filled.items():
             object.__setattr__(self, name, value)
-        for name in _SIZES:
+        for name in LARGEST_SIZES:
             _check_size(name, filled[name])
         _check(self)
 
@@ -415,6 +425,8 @@ def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
 def _check_size(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise Problem(name, value, "it must be a whole number above 0", f"set {name} to 1 or more")
+    if value > (most := LARGEST_SIZES[name]):
+        raise Problem(name, value, f"it must be at most {most}", "is it a typing error?")
 
 
 def _check(shape: ModelShape) -> None:
@@ -435,8 +447,8 @@ def _check(shape: ModelShape) -> None:
         raise Problem("embedding_scale", shape.embedding_scale, "it must be above 0", "1.0 changes nothing")
     if not 0.0 < shape.logit_scale < float("inf"):
         raise Problem("logit_scale", shape.logit_scale, "it must be above 0", "1.0 changes nothing")
-    if shape.encoder_layers < 0:
-        rule = "it must be a whole number, 0 or more"
+    if not 0 <= shape.encoder_layers <= (most := LARGEST_SIZES["layers"]):
+        rule = f"it must be a whole number from 0 to {most}"
         raise Problem("encoder_layers", shape.encoder_layers, rule, "0: a decoder alone")
     if not 0.0 <= shape.logit_softcap < float("inf"):
         raise Problem("logit_softcap", shape.logit_softcap, "it must be 0 or more", "0.0: none")

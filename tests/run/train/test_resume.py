@@ -12,6 +12,8 @@ from zlib import crc32
 import pytest
 import torch
 
+from run_checkpoints import forge
+from stretto.engine.checkpoint.manifest import load_manifest
 from stretto.engine.checkpoint.read import read_whole
 from stretto.errors import StrettoError
 from stretto.run.config import TrainConfig
@@ -205,6 +207,29 @@ def test_no_sample_is_repeated_or_lost(folder: Path, tmp_path: Path) -> None:
     assert {step: sorted(samples) for step, samples in by_step.items()} == {
         step: list(range(4 * (step - 1), 4 * step)) for step in range(1, 7)
     }
+
+
+def test_samples_are_counted_from_where_the_batch_has_changed(folder: Path, tmp_path: Path) -> None:
+    first = job(folder, "run.name=counted", "train.steps=2")
+    train(first)
+    more = job(folder, "run.name=counted", "batch.global_size=8", "checkpoint.resume=auto")
+    train(more)
+    last = more.run.folder / "checkpoints/step-00000006"
+    meta = load_manifest(last).meta
+    assert (meta["samples"], meta["counted_from"]) == (2 * 4 + 4 * 8, {"step": 2, "samples": 8})
+    forge(last, meta=meta | {"samples": 7})
+    notes = tmp_path / "notes"
+    train(more, keep_notes(str(notes)))  # goes on from step 2
+    assert (
+        "checkpoint step-00000006 is damaged: file manifest.json: samples is 7 at step 6" in notes.read_text()
+    )
+    forge(last, meta=meta | {"samples": 7})
+    with pytest.raises(StrettoError, match="samples is 7 at step 6, and steps of 8 from 8 at step 2 make 40"):
+        run_job(more.model_copy(update={"checkpoint": resume_at(more, last)}))
+
+
+def resume_at(config: TrainConfig, path: Path) -> Any:
+    return config.checkpoint.model_copy(update={"resume": str(path)})
 
 
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(folder: Path, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from stretto.engine.checkpoint.folder import checkpoints, step_of
 from stretto.engine.checkpoint.index import Index, SavedTensor
-from stretto.engine.checkpoint.manifest import PER_RANK, Manifest, problems, read_manifest, read_tensors
+from stretto.engine.checkpoint.manifest import Manifest, problems, read_manifest, read_tensors
+from stretto.engine.checkpoint.metadata import PER_RANK
 from stretto.engine.checkpoint.save import rank_name
 from stretto.engine.checkpoint.shards import Shards, ShardsLoadPlanner, Tensors, shards
 from stretto.engine.checkpoint.storage import Reader, run_collective

@@ -24,12 +24,12 @@ from stretto.engine.checkpoint.files import (
     write_file,
 )
 from stretto.engine.checkpoint.index import DTYPES, INDEX, Index, read_index
+from stretto.engine.checkpoint.metadata import PER_RANK, index_problem, metadata_problem
 from stretto.errors import StrettoError
 
 MANIFEST = "manifest.json"
 FORMAT = "stretto-checkpoint"
 VERSION = 1
-PER_RANK = "per_rank"  # first part of the names of tensors that belong to one rank alone
 MAX_WORLD = 1 << 24  # ranks
 MAX_TEXT = 200  # characters of a time or a version
 STEP_FOLDER = re.compile(r"step-(\d{8,18})")
@@ -140,6 +140,8 @@ def manifest_index(folder: Path, manifest: Manifest) -> Index:
     tensors, dtypes = tally(index)
     if (manifest.tensors, manifest.dtypes) != (tensors, dtypes):
         raise _bad(f"it counts {manifest.tensors} tensors of {manifest.dtypes}, not {tensors} of {dtypes}")
+    if problem := index_problem(manifest.meta, manifest.world, index):
+        raise _bad(problem)
     return index
 
 
@@ -198,6 +200,8 @@ def _checked(body: dict[str, Any]) -> Manifest:
     files = {name: _entry(name, value) for name, value in body["files"].items()}
     if INDEX not in files:
         raise _bad(f"it does not list {INDEX}")
+    if problem := metadata_problem(body["meta"], body["step"], body["world"]):
+        raise _bad(problem)
     return Manifest(**cast("dict[str, Any]", {**body, "files": files}))
 
 

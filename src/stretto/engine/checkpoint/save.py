@@ -19,7 +19,8 @@ from stretto.engine.checkpoint import folder as folders
 from stretto.engine.checkpoint.files import FileEntry, remove
 from stretto.engine.checkpoint.folder import Retention
 from stretto.engine.checkpoint.index import DTYPES, INDEX, Index, write_index
-from stretto.engine.checkpoint.manifest import PER_RANK, Manifest, tally, write_manifest
+from stretto.engine.checkpoint.manifest import Manifest, tally, write_manifest
+from stretto.engine.checkpoint.metadata import PER_RANK, metadata_problem
 from stretto.engine.checkpoint.shards import Saved, ShardsSavePlanner, State, Streamed, shards
 from stretto.engine.checkpoint.storage import (
     Entry,
@@ -269,6 +270,8 @@ def _state(
     if type(step) is not int or not 0 <= step < 10**18:
         raise StrettoError(f"step is {step!r}", hint="a whole number of at least 0")
     check_meta(meta)
+    if problem := metadata_problem(meta, step, world_size()):  # no reader would take it
+        raise StrettoError(f"metadata of the checkpoint: {problem}")
     mine = {rank_name(this_rank(), name): value for name, value in (per_rank or {}).items()}
     state = {name: (value, Placed.whole(name, tuple(value.shape))) for name, value in mine.items()}
     streamed = {name: each for name, each in tensors.items() if isinstance(each, Streamed)}

@@ -21,9 +21,8 @@ from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.placement import to_json
 from stretto.recommender.train.resume import changed_clicks, check_fits, model_facts
 from stretto.run.launch.lease import check_lease
-from stretto.run.train.guard import read_history, read_skipped
 from stretto.run.train.loop import Position, Save
-from stretto.run.train.position import report_resumed, retention
+from stretto.run.train.position import counted_from, report_resumed, retention
 from stretto.run.train.resume import place_of
 
 
@@ -128,12 +127,13 @@ def resume_from(
     check = is_checkpoint(place_of(config)) if check is None else check
     passed_over = meta.get("passed_over", 0)
     load_into(recommender, path, meta["step"], check=check, passed_over=passed_over)
-    report_resumed(config, path, meta, report, changed_clicks(meta["clicks"], data.same))
+    report_resumed(config, path, meta, report, changed_clicks(meta.get("clicks", {}), data.same))
     return ClickPosition(
         step=meta["step"],
         samples=meta["samples"],
+        counted_from=counted_from(meta, config.batch.global_size),
         loss=meta.get("loss"),
-        skipped=read_skipped(path, meta),
-        history=read_history(path, meta),
+        skipped=[(first, last) for first, last in meta.get("skipped", [])],
+        history=[(loss, norm) for loss, norm in meta.get("history", [])],
         passed_over=passed_over,
     )

@@ -56,7 +56,7 @@ def check_fits(
     Raises:
         StrettoError: it is not.
     """
-    meta = read_meta(path, ("step", "samples"), ("passed_over",))
+    meta = read_meta(path, ("step", "samples"))
     theirs, ours = _mapping(meta.get("model")), model_facts(config, tables)
     if theirs.get("family") != "dlrm":
         raise another_model(path, "family", theirs.get("family"), "dlrm")
@@ -93,8 +93,8 @@ def _check_tables(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]
         raise another_model(path, "tables", there, here)
     for table, facts in ours.items():
         for name, value in facts.items():
-            if theirs[table].get(name) != value:
-                raise another_model(path, f"{name} of table {table}", theirs[table].get(name), value)
+            if (there := _mapping(theirs[table]).get(name)) != value:
+                raise another_model(path, f"{name} of table {table}", there, value)
 
 
 def _check_optimizers(path: Path, meta: Mapping[str, Any], config: RecommenderConfig) -> None:

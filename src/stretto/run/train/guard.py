@@ -8,13 +8,12 @@ and standard deviation, for a spike in the window must not raise the bar for the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite, log
 from statistics import median
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from stretto.errors import StrettoError
 from stretto.run.config.guard import GuardConfig
 from stretto.run.launch.failure import TrainingFailed
 
@@ -178,48 +177,3 @@ def with_range(ranges: Iterable[tuple[int, int]], added: range) -> list[tuple[in
     elif len(added):
         joined.append((added.start, added.stop))
     return joined
-
-
-def read_skipped(path: object, meta: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """The ranges of samples that a checkpoint says were passed over.
-
-    Raises:
-        StrettoError: they are no such ranges.
-    """
-    ranges = _pairs(path, meta, "skipped")
-    if not all(type(n) is int and 0 <= n < 2**63 for one in ranges for n in one):
-        raise _unreadable(path, "skipped")
-    return [(int(one[0]), int(one[1])) for one in ranges]
-
-
-def read_history(path: object, meta: Mapping[str, Any]) -> list[Judged]:
-    """The window of losses and norms in a checkpoint.
-
-    Raises:
-        StrettoError: it is no such window.
-    """
-    history = list[Judged]()
-    for loss, norm in _pairs(path, meta, "history"):
-        if type(loss) not in (int, float) or type(norm) not in (int, float, type(None)):
-            raise _unreadable(path, "history")
-        history.append((loss, norm))
-    return history
-
-
-def _pairs(path: object, meta: Mapping[str, Any], name: str) -> list[list[Any]]:
-    there: object = meta.get(name, [])
-    pairs = cast("list[object]", there) if isinstance(there, list) else None
-    if pairs is None or len(pairs) > 1_000_000:
-        raise _unreadable(path, name)
-    read = list[list[Any]]()
-    for pair in pairs:
-        if not isinstance(pair, list) or len(cast("list[Any]", pair)) != 2:
-            raise _unreadable(path, name)
-        read.append(cast("list[Any]", pair))
-    return read
-
-
-def _unreadable(path: object, name: str) -> StrettoError:
-    return StrettoError(
-        f"checkpoint {path} does not say, as pairs of numbers, its {name}", hint="use another checkpoint"
-    )

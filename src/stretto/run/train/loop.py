@@ -54,6 +54,8 @@ class Position:
 
     step: int = 0  # steps made, those included whose update was skipped
     samples: int = 0  # up to which the run has come in their order
+    counted_from: dict[str, int] = field(default_factory=lambda: {"step": 0, "samples": 0})
+    """The step and the samples since which every step has taken a batch of the config's size."""
     loss: float | None = None  # of the last step that had one
     held_out_loss: float | None = None  # of an evaluation after the last step
     skipped: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -345,6 +347,7 @@ class TrainingLoop(ABC, Generic[C, P]):
         if len(bad.samples):  # else the samples are not to blame
             position.skipped = with_range(position.skipped, range(position.samples, bad.samples.stop))
             position.samples = bad.samples.stop
+            position.counted_from = {"step": position.step, "samples": position.samples}
         self.guard.history = position.history
         self.saved = path
         self._saved_at = self._compared_at = position.step

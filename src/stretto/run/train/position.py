@@ -12,6 +12,7 @@ import torch
 
 from stretto.engine.checkpoint.folder import HELD_OUT_LOSS, Retention, checkpoints, clean, is_checkpoint
 from stretto.engine.checkpoint.load import latest, load
+from stretto.engine.checkpoint.metadata import COUNTED_FROM
 from stretto.engine.device import random_states, set_random_states
 from stretto.engine.parallel.control import run_on_first
 from stretto.errors import StrettoError
@@ -20,7 +21,6 @@ from stretto.run.data.dataset import shuffled_within
 from stretto.run.data.token_source import TokenData
 from stretto.run.launch.lease import check_lease
 from stretto.run.launch.restart import restart_count
-from stretto.run.train.guard import read_history, read_skipped
 from stretto.run.train.loop import Position, Save
 from stretto.run.train.replica import (
     MODEL,
@@ -53,6 +53,7 @@ def save_run(
     meta: dict[str, Any] = {
         "step": position.step,
         "samples": position.samples,
+        COUNTED_FROM: position.counted_from,
         "tokens": position.tokens,
         "targets": position.targets,
         "loss": position.loss,
@@ -189,13 +190,22 @@ def go_on(
     return TextPosition(
         step=meta["step"],
         samples=meta["samples"],
+        counted_from=counted_from(meta, config.batch.global_size),
         tokens=meta["tokens"],
         targets=meta.get("targets", meta["tokens"]),  # older checkpoints are of text without a mask
         loss=meta.get("loss"),
         weight_updates=weight_updates,
-        skipped=read_skipped(path, meta),
-        history=read_history(path, meta),
+        skipped=[(first, last) for first, last in meta.get("skipped", [])],
+        history=[(loss, norm) for loss, norm in meta.get("history", [])],
     )
+
+
+def counted_from(meta: Mapping[str, Any], batch: int) -> dict[str, int]:
+    """Since when every step of a run that resumes with this batch takes it: as before, or from here on."""
+    before = meta.get("config", {}).get("batch", {}).get("global_size")
+    if COUNTED_FROM in meta and before == batch:
+        return {**meta[COUNTED_FROM]}
+    return {"step": meta["step"], "samples": meta["samples"]}
 
 
 def load_weights(replica: Replica, path: Path, check: bool = True, adapters: bool = True) -> None:

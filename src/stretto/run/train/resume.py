@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import NoneType
 from typing import Any, cast
 
 from stretto.engine.checkpoint.folder import checkpoints, is_checkpoint, resolve
 from stretto.engine.checkpoint.index import OPTIM
 from stretto.engine.checkpoint.manifest import quick_problems, read_manifest, read_tensors
+from stretto.engine.checkpoint.metadata import is_of_run
 from stretto.errors import StrettoError, nearest
 from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.data.boundaries import Boundaries, boundaries_of
@@ -103,30 +103,23 @@ def is_base(meta: Mapping[str, Any], shape: ModelShape) -> bool:
     return shape.lora is not None and (meta.get("model") or {}).get("lora") is None
 
 
-def read_meta(path: Path, counts: Sequence[str], may_lack: Sequence[str] = ()) -> dict[str, Any]:
+def read_meta(path: Path, counts: Sequence[str]) -> dict[str, Any]:
     """The facts of a checkpoint, with all that a run needs to go on if there are states to go on with.
 
     Args:
-        counts: how many there were before, by name.
-        may_lack: counts that older checkpoints lack.
+        counts: fields that no checkpoint of a run lacks.
 
     Raises:
-        StrettoError: it lacks some, or they make no sense.
+        StrettoError: it lacks some, or they make no sense (`engine.checkpoint.metadata`).
     """
     manifest = read_manifest(path)
     meta = manifest.meta
     if "step" not in meta and not any(name.startswith(OPTIM) for name in read_tensors(path, manifest)):
         return meta
-    if not isinstance(meta.get("model"), dict):
+    if not is_of_run(meta):
         raise StrettoError(f"checkpoint {path} does not say what model it is of", hint=_OTHER)
-    for name in (*counts, *(name for name in may_lack if name in meta)):
-        if type(count := meta.get(name)) is not int or not 0 <= count < 2**63:
-            raise StrettoError(f"checkpoint {path} does not say, as a number, its {name}", hint=_OTHER)
-    if meta["step"] != manifest.step:
-        two = f"{manifest.step} and {meta['step']}"
-        raise StrettoError(f"checkpoint {path} is of two steps, {two}", hint=_OTHER)
-    if type(meta.get("loss", 0.0)) not in (float, int, NoneType):
-        raise StrettoError(f"checkpoint {path} has a loss that is no number", hint=_OTHER)
+    if missing := [name for name in counts if name not in meta]:
+        raise StrettoError(f"checkpoint {path} does not say its {missing[0]}", hint=_OTHER)
     return meta
 
 
@@ -141,7 +134,7 @@ def check_model(
     Raises:
         StrettoError: it is not.
     """
-    meta = read_meta(path, ("step", "samples", "tokens"), ("targets", "updates"))
+    meta = read_meta(path, ("step", "samples", "tokens"))
     _check_tokenizer(path, meta, source)
     _check_model(path, meta.get("model"), shape, may_differ)
     return meta
@@ -243,10 +236,10 @@ def _check_optimizer(path: Path, meta: Mapping[str, Any], config: TrainConfig) -
     theirs, ours = meta.get("config", {}).get("optim"), config.optim
     if theirs is None:
         return
-    same = theirs["name"] == ours.name
-    if not same or (ours.name == "sgd" and bool(theirs["momentum"]) != bool(ours.momentum)):
+    same = theirs.get("name") == ours.name
+    if not same or (ours.name == "sgd" and bool(theirs.get("momentum")) != bool(ours.momentum)):
         field = "momentum" if same else "name"
-        raise another_optimiser(path, f"optim.{field}", theirs[field], getattr(ours, field))
+        raise another_optimiser(path, f"optim.{field}", theirs.get(field), getattr(ours, field))
     frozen = meta["config"].get("finetune", {}).get("freeze", [])
     if "step" in meta and frozen != config.finetune.freeze:
         raise another_optimiser(path, "finetune.freeze", frozen, config.finetune.freeze)

@@ -195,6 +195,8 @@ def saved_optimiser(
     elif any(each not in stored.saved for each in wanted):
         notes.append("the optimiser's states are left out: parameters that were not trained have none")
     else:
+        if not section:
+            notes.append("no config of the run is in it: settings of AdamW are the usual ones")
         known = {field.name for field in fields(Optimiser)}
         values = {key: value for key, value in section.items() if key in known}
         rate = RateSchedule(**values.pop("rate", {}))

@@ -1,0 +1,217 @@
+"""What a run records in a checkpoint beside its tensors: types, bounds, and counts that fit one another.
+
+Metadata without a model's family is not of a run, and may be anything: `save` takes it as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from math import prod
+from typing import Annotated, Any, cast, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from stretto.engine.checkpoint.files import dump_json
+from stretto.engine.checkpoint.index import MAX_SIZE, MODEL, Index
+from stretto.errors import StrettoError
+from stretto.spec.families import FAMILIES
+from stretto.spec.parameters import parameter_shapes
+from stretto.spec.shape import ModelShape, shape_from_record
+
+PER_RANK = "per_rank"  # first part of the names of tensors that belong to one rank alone
+COUNTED_FROM = "counted_from"  # the step and the samples since which every step has taken a whole batch
+_MOST_PAIRS = 1_000_000
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
+_NO_OTHERS = ConfigDict(strict=True, allow_inf_nan=False, frozen=True, extra="forbid")
+_SHARD = re.compile(r"shard-(\d+)[.]")
+_OF_RANK = re.compile(rf"{PER_RANK}[.](\d+)[.](.*)", re.DOTALL)
+_AXES = ("tp", "cp", "dp", "pp")  # experts share the ranks of these
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class _CountedFrom(BaseModel):
+    model_config = _NO_OTHERS
+
+    step: Count
+    samples: Count
+
+
+class _LossScale(BaseModel):
+    model_config = _STRICT
+
+    value: Annotated[float, Field(gt=0)]
+    good: Count
+    skipped: Count
+
+
+class _Text(BaseModel):
+    model_config = _STRICT
+
+    mixture: list[dict[str, Any]] = []
+
+
+class RunMetadata(BaseModel):
+    """The fields of a run that are read again; older checkpoints and imported ones lack some."""
+
+    model_config = _STRICT
+
+    step: Count = 0
+    samples: Count = 0
+    counted_from: _CountedFrom = _CountedFrom(step=0, samples=0)
+    tokens: Count = 0
+    targets: Count = 0
+    updates: Count = 0
+    passed_over: Count = 0
+    loss: float | None = None
+    held_out_loss: float | None = None
+    skipped: Annotated[list[tuple[Count, Count]], Field(max_length=_MOST_PAIRS)] = []
+    history: Annotated[list[tuple[float, float | None]], Field(max_length=_MOST_PAIRS)] = []
+    seed: Count = 0
+    loss_scale: _LossScale | None = None
+    tokenizer: str | None = None
+    imported: str = ""
+    layout: str = ""
+    schedule: str = ""
+    text: _Text = _Text()
+    clicks: dict[str, Any] = {}
+    config: dict[str, dict[str, Any]] = {}
+
+
+def metadata_problem(meta: Mapping[str, Any], step: int, world: int) -> str | None:
+    """What is wrong with a run's metadata in a checkpoint of this step by so many ranks; None: nothing, or it
+    is not of a run.
+    """
+    if not is_of_run(meta):
+        return None
+    try:
+        run = RunMetadata.model_validate_json(
+            dump_json({name: meta[name] for name in RunMetadata.model_fields if name in meta})
+        )
+        model_shape(meta)
+    except ValidationError as error:
+        return _described(error)
+    except (TypeError, StrettoError) as error:
+        return f"model.{str(error).splitlines()[0]}"
+    return _misfit(run, step, world)
+
+
+def is_of_run(meta: Mapping[str, Any]) -> bool:
+    """Whether it is the metadata of a run, which names the model's family."""
+    model = meta.get("model")
+    return isinstance(model, dict) and isinstance(cast("dict[str, Any]", model).get("family"), str)
+
+
+def model_shape(meta: Mapping[str, Any]) -> ModelShape | None:
+    """The shape of a run's language model; None of any other.
+
+    Raises:
+        ValidationError, TypeError, StrettoError: it is no shape, or one that no model has.
+    """
+    model: dict[str, Any] = meta["model"]
+    if model["family"] not in FAMILIES and "layers" not in model:
+        _check_bounds(model)
+        return None
+    _record().model_validate_json(dump_json(model))
+    return shape_from_record(model)
+
+
+@cache
+def _record() -> type[BaseModel]:
+    """The fields of `shape_to_record`, by the types of `ModelShape`; those that are left out are usual."""
+    fields: dict[str, Any] = {name: (kind, None) for name, kind in get_type_hints(ModelShape).items()}
+    return create_model("model", __config__=_NO_OTHERS, **fields)
+
+
+def _check_bounds(value: object, name: str = "") -> None:
+    """Refuse numbers in the sizes of any other model that no tensor has."""
+    if isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else enumerate(cast("list[object]", value))
+        for key, inner in cast("Any", pairs):
+            _check_bounds(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, int) and not 0 <= value <= MAX_SIZE:
+        raise StrettoError(f"{name} is {value}, and no tensor has such a size")
+
+
+def _described(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_context=False)[0]
+    title = [error.title] if error.title == "model" else []
+    shown = repr(first["input"])
+    return f"{'.'.join(map(str, (*title, *first['loc'])))} is {shown[:80]}: {first['msg'].splitlines()[0]}"
+
+
+def _misfit(run: RunMetadata, step: int, world: int) -> str | None:
+    """Counts that do not fit one another."""
+    present = run.model_fields_set
+    if "step" in present and run.step != step:
+        return f"it is of two steps, {step} and {run.step}"
+    limits = {"passed_over": step}
+    if (size := _number(run, "batch", "global_size")) is not None:
+        limits["updates"] = step * size  # at most one for each sample
+    if "tokens" in present:
+        limits["targets"] = run.tokens
+    for name, most in limits.items():
+        if name in present and (count := getattr(run, name)) > most:
+            return f"{name} is {count}, and at step {step} there are at most {most}"
+    ranks, seed = _ranks(run), _number(run, "train", "seed")
+    if ranks is not None and ranks != world:
+        return f"its layout has {ranks} ranks, and {world} have written it"
+    if "seed" in present and seed is not None and run.seed != seed:
+        return f"its seed is {run.seed}, and in its config {seed}"
+    return _miscounted(run, step) if "samples" in present else None
+
+
+def _miscounted(run: RunMetadata, step: int) -> str | None:
+    """Samples that are not those of the steps since the batch last changed, or ranges of others."""
+    size, since = _number(run, "batch", "global_size"), run.counted_from
+    if COUNTED_FROM in run.model_fields_set and size is not None:
+        samples = since.samples + (step - since.step) * size
+        if since.step > step or run.samples != samples:
+            return (
+                f"samples is {run.samples} at step {step}, and steps of {size} from {since.samples} at step "
+                f"{since.step} make {samples}"
+            )
+    end = 0
+    for first, last in run.skipped:
+        if not end <= first < last <= run.samples:
+            return f"samples {first} to {last} are skipped, of {run.samples} in all"
+        end = last
+    return None
+
+
+def _number(run: RunMetadata, section: str, name: str) -> int | None:
+    value = run.config.get(section, {}).get(name)
+    return value if type(value) is int else None
+
+
+def _ranks(run: RunMetadata) -> int | None:
+    """The ranks of the config's layout; None where it has none."""
+    if (ranks := _number(run, "layout", "ranks")) is not None:
+        return ranks
+    sizes = [_number(run, "layout", axis) for axis in _AXES]
+    return None if None in sizes else prod(cast("list[int]", sizes))
+
+
+def index_problem(meta: Mapping[str, Any], world: int, index: Index) -> str | None:
+    """What of the tensors is not what the metadata says: files and tensors of ranks that there were not,
+    ranks without them, or other parameters than the model's; None: nothing.
+    """
+    ranks: dict[str, set[int]] = {}
+    for name, saved in index.items():
+        if match := _OF_RANK.fullmatch(name):
+            ranks.setdefault(match[2], set()).add(int(match[1]))
+        files = (_SHARD.match(piece.file) for piece in saved.pieces)
+        if any(file and int(file[1]) >= world for file in files):
+            return f"{name} is in the file of a rank that is none of {world}"
+    for name, those in ranks.items():
+        if those != set(range(world)):
+            return f"{name} is there of ranks {sorted(those)[:8]}, and {world} have written it"
+    shape = model_shape(meta) if is_of_run(meta) else None
+    for name, sizes in ({} if shape is None else parameter_shapes(shape)).items():
+        saved = index.get(MODEL + name)
+        if saved is None or saved.shape != tuple(sizes):
+            there = "is missing" if saved is None else f"has shape {list(saved.shape)}"
+            return f"{MODEL}{name} {there}, and the model has it in shape {list(sizes)}"
+    return None
