@@ -213,7 +213,7 @@ def template_request(
     """A conversation as `ChatTemplate.answers` takes it; arguments as `ChatTemplate.render`.
 
     Args:
-        trained: whether the model is to write each message; None: only the text is batch for.
+        trained: whether the model is to write each message; None: only the text is asked for.
     """
     fields = {"messages": messages, "tools": tools, "prompt": prompt, "arguments": arguments or {}}
     # values of Parquet such as times are rendered as texts

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from stretto.run.data import template_renderer
-from stretto.run.data.template_renderer import ANSWERS, LENGTH, LONGEST_ANSWER, MEMORY, OUT_OF_MEMORY
+from stretto.run.data.template_renderer import LENGTH, LONGEST_ANSWER, MEMORY, OUT_OF_MEMORY
 
 SECONDS = 5
 """Of the processor, for one conversation of up to 100 messages."""
@@ -74,9 +74,15 @@ class TemplateProcess:
             self._socket.sendall(LENGTH.pack(len(batch)) + batch)
             left = len(requests)
             while left:
-                lines = self._read().splitlines()
-                left -= len(lines)
-                yield from map(json.loads, lines)
+                lines, _, texts = self._read().partition(b"\0")
+                at = 0
+                for line in lines.splitlines():
+                    answer = json.loads(line)
+                    for sample in answer["samples"]:
+                        at, length = at + sample[0], sample[0]
+                        sample[0] = texts[at - length : at].decode()
+                    left -= 1
+                    yield answer
         except (OSError, EOFError, ValueError) as error:
             self.stop()
             raise ProcessDied(self._cause(error)) from None
@@ -86,7 +92,7 @@ class TemplateProcess:
         if len(head) < LENGTH.size:
             raise EOFError
         (length,) = LENGTH.unpack(head)
-        if length > LONGEST_ANSWER + 2 * ANSWERS:
+        if length > LONGEST_ANSWER + (1 << 24):
             raise ValueError("too long an answer")
         if len(body := self._answers.read(length)) < length:
             raise EOFError

@@ -45,8 +45,8 @@ MEMORY = 1 << 30
 """Bytes of address space."""
 LONGEST_ANSWER = 1 << 26
 """Bytes."""
-ANSWERS = 1 << 16
-"""Bytes of answers that wait for more of them."""
+TOGETHER = 1 << 16
+"""Characters of answers that are sent together."""
 OUT_OF_MEMORY = 3
 """Exit code."""
 LENGTH = struct.Struct("!Q")
@@ -54,6 +54,7 @@ LENGTH = struct.Struct("!Q")
 
 Span = tuple[int, int]
 Sample = tuple[str, list[Span]]
+Answer = dict[str, Any]
 Message = Mapping[str, Any]
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
@@ -69,19 +70,21 @@ def main() -> None:
         opening: dict[str, Any] = json.loads(_read(incoming))
         _allow_seconds(opening["seconds"])
         renderer = Renderer(opening)
-        _write(outgoing, _line({"ready": True}))
+        _write(outgoing, [{"ready": True}])
     except jinja2.TemplateSyntaxError as error:
-        return _write(outgoing, _line({"invalid": f"line {error.lineno}: {error.message}"}))
+        return _write(outgoing, [{"invalid": f"line {error.lineno}: {error.message}"}])
     except (RecursionError, SyntaxError) as error:  # of what Jinja's compiler made
-        return _write(outgoing, _line({"invalid": f"it nests too deeply ({type(error).__name__})"}))
+        return _write(outgoing, [{"invalid": f"it nests too deeply ({type(error).__name__})"}])
     while batch := _read(incoming):
-        answers = bytearray()
+        answers, size = list[Answer](), 0
         began = time.process_time()
         for request in batch.split(b"\n"):
-            answers += _line(renderer.answer(request)) + b"\n"
-            if len(answers) > ANSWERS or time.process_time() > began + 0.1:
+            answers.append(renderer.answer(request))
+            size += 256 + sum(len(text) for text, _ in answers[-1].get("samples", ()))
+            if size > TOGETHER or time.process_time() > began + 0.1:
                 _write(outgoing, answers)
-                answers, began = bytearray(), time.process_time()
+                answers, size = list[Answer](), 0
+                began = time.process_time()
         if answers:
             _write(outgoing, answers)
     return None
@@ -123,20 +126,28 @@ def _exactly(stream: FileIO, length: int) -> bytes:
     return bytes(data)
 
 
-def _line(answer: Mapping[str, Any]) -> bytes:
-    try:
-        body = _encode(answer).encode()
-    except UnicodeEncodeError:
-        body = _encode({"error": "there is half a surrogate pair in it, which is no character"}).encode()
-    if len(body) > LONGEST_ANSWER:
-        body = _encode({"error": f"what it renders is longer than {LONGEST_ANSWER >> 20} MiB"}).encode()
-    return body
-
-
-def _write(stream: FileIO, body: bytes | bytearray) -> None:
+def _write(stream: FileIO, answers: Sequence[Answer]) -> None:
+    """Send a line of JSON for each answer, then NUL and the texts of all, whose lengths the lines have."""
+    lines, texts = zip(*map(_packed, answers), strict=True)
+    body = b"\n".join(lines) + b"\0" + b"".join(texts)
     rest = memoryview(LENGTH.pack(len(body)) + body)
     while rest:
         rest = rest[stream.write(rest) :]
+
+
+def _packed(answer: Answer) -> tuple[bytes, bytes]:
+    """The line of an answer, and its texts."""
+    try:
+        texts = [text.encode() for text, _ in answer.get("samples", ())]
+        sizes = [
+            (len(text), spans) for text, (_, spans) in zip(texts, answer.get("samples", ()), strict=True)
+        ]
+        line = _encode({**answer, "samples": sizes}).encode()
+    except UnicodeEncodeError:
+        return _packed({"error": "there is half a surrogate pair in it, which is no character"})
+    if len(line) + sum(map(len, texts)) > LONGEST_ANSWER:
+        return _packed({"error": f"what it renders is longer than {LONGEST_ANSWER >> 20} MiB"})
+    return line, b"".join(texts)
 
 
 class Unaligned(Exception):
@@ -161,7 +172,7 @@ class Renderer:
         self._variables: dict[str, Any] = opening["variables"]
         self._seconds: int = opening["seconds"]
 
-    def answer(self, line: bytes) -> dict[str, Any]:
+    def answer(self, line: bytes) -> Answer:
         """The samples that a conversation makes, or the error."""
         try:
             request: dict[str, Any] = json.loads(line)
