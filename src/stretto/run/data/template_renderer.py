@@ -56,6 +56,8 @@ Span = tuple[int, int]
 Sample = tuple[str, list[Span]]
 Answer = dict[str, Any]
 Message = Mapping[str, Any]
+_PROBE = "\ufdd1"
+"""Content that no message has: a noncharacter."""
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -259,10 +261,7 @@ def by_prefixes(
         through = samples[0][0] if i + 1 == len(messages) else render(messages[: i + 1], False)
         start = _turn_start(render, messages[: i + 1], through)
         _check_written(messages, i, through[start:])
-        if (content := (messages[i].get("content") or "").strip()) and through.endswith(content):
-            raise Unaligned(
-                f"nothing tells the model to end message {i + 1}: the template ends with its text"
-            )
+        through += _end_of_turn(render, messages[: i + 1], through)
         if not samples[-1][0].startswith(through):
             samples.append((through, []))
         samples[-1][1].append((start, len(through)))
@@ -281,15 +280,51 @@ def _turn_start(
         return len(prompt)
     # The template opens the turn in other words if it asks for an answer, such as with "<think>".
     before = render(earlier, False)
-    other = render([*earlier, {"role": "assistant", "content": "\ufdd1"}], False)
+    other = render([*earlier, _probe("assistant")], False)
     if all(text.startswith(before) for text in (prompt, other)):
         opening = os.path.commonprefix([prompt[len(before) :], other[len(before) :]])  # noqa: RUF071 (no paths)
+        opening = re.sub(r"[<\[][^>\]]*$", "", opening)  # not a part of a special token
         if through.startswith(before + opening):
             return len(before + opening)
     raise Unaligned(
         f"what message {len(messages)} adds cannot be told, since the template renders the {len(earlier)}"
         " before it otherwise with it than when it asks for it"
     )
+
+
+def _end_of_turn(
+    render: Callable[[Sequence[Message], bool], str], messages: Sequence[Message], through: str
+) -> str:
+    """What the model is to end the last message with, if the template writes it only once another follows."""
+    *earlier, last = messages
+    content = (last.get("content") or "").rpartition("</think>")[2].strip()
+    calls = last.get("tool_calls")
+    if not calls and not (content and through.endswith(content)):
+        return ""
+    if calls and not render([*earlier, _probe("assistant")], False).endswith(_PROBE):
+        return ""
+    answered = render([*earlier, _probe("assistant"), {"role": "user", "content": ""}], False)
+    end = _token(answered.rpartition(_PROBE)[2])
+    if calls and end and not through.rstrip().endswith(end):
+        following = render([*messages, _probe("tool")], False)
+        end = _token(following[len(through) :]) if following.startswith(through) else ""
+    elif calls:
+        return ""
+    if not end:
+        raise Unaligned(
+            f"nothing tells the model to end message {len(messages)}: the template does not end its turn"
+        )
+    return end
+
+
+def _token(text: str) -> str:
+    """The special token that a text begins with."""
+    found = re.match(r"<[^<>]+>|\[[^\[\]]+\]", text)
+    return found.group() if found and _PROBE not in found.group() else ""
+
+
+def _probe(role: str) -> Message:
+    return {"role": role, "content": _PROBE}
 
 
 def _check_written(messages: Sequence[Message], i: int, written: str) -> None:
