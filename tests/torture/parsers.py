@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -221,6 +222,72 @@ def tokenizer(_: Path) -> Parser:
         return loaded.vocab_size, loaded.encode("abc"), loaded.endoftext
 
     return _json(_tokenizer(), read, "tokenizer.json")
+
+
+@parser
+def chat_template(folder: Path) -> Parser:
+    from chats import SPECIAL, TEMPLATES, chat
+    from stretto.errors import StrettoError
+    from stretto.run.data import template_process
+    from stretto.run.data.chat_template import ChatTemplate
+    from stretto.run.data.conversation import Conversation, mark, parse_row
+
+    template_process.SECONDS = 1
+    row = {"messages": chat(2), "tools": [{"type": "function"}], "chat_template_kwargs": {"a": 1}}
+    named = [
+        {"name": "default", "template": TEMPLATES["llama3"]},
+        {"name": "tool_use", "template": "{{ tools }}"},
+    ]
+    token = {"__type": "AddedToken", "content": SPECIAL["llama3"][4]}
+    document = {"chat_template": named, "bos_token": SPECIAL["llama3"][0], "eos_token": token, "row": row}
+    pieces = re.split(r"({[{%].*?[%}]})", TEMPLATES["llama3"], flags=re.DOTALL)
+    hostile = [
+        "{% for a in range(99999) %}",
+        "{% endfor %}",
+        "{% set messages = messages + messages %}",
+        "{{ loop }}",
+    ]
+    hostile += [
+        "{{ ('a' * 999) | center(3000000000) }}",
+        "{{ messages }}",
+        "{% generation %}",
+        "{{ '%9999999999d' % 1 }}",
+    ]
+    hostile += [
+        "{% macro f() %}",
+        "{% endmacro %}",
+        "{{ f() }}",
+        "{{ ''.__class__ }}",
+        "{{ " + "(" * 3000,
+        "{#",
+        "\0\ud800",
+    ]
+
+    def make(draw: random.Random) -> bytes:
+        if draw.random() < 0.4:
+            return as_json(document, draw)
+        text = list(pieces)
+        for _ in range(draw.randint(1, 4)):
+            text.insert(draw.randrange(len(text)), draw.choice(hostile + pieces))
+            del text[draw.randrange(len(text))]
+        return json.dumps({**document, "chat_template": "".join(text)}).encode()
+
+    def read(path: Path) -> object:
+        template = ChatTemplate.load(path)
+        rows = parse_row(json.loads(path.read_bytes()).get("row") or {}, "row")
+        if isinstance(rows, Conversation):
+            for train_on in ("assistant", "all"):
+                (answer,) = mark([rows], template, train_on)
+                if isinstance(answer, StrettoError):
+                    raise answer
+        return template
+
+    return Parser(
+        make,
+        read,
+        "tokenizer_config.json",
+        json.dumps({**document, "chat_template": TEMPLATES["llama3"]}).encode(),
+    )
 
 
 def _checkpoint(folder: Path) -> Path:

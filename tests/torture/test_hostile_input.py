@@ -23,8 +23,9 @@ PATIENCE_S = 60.0  # of a loaded machine, for one input
 LONGEST_S = 5.0  # of the processor, for one input
 PARSERS = (
     *("config", "recommender config", "overrides", "program as json", "program as csv", "model config"),
-    *("cluster", "profile", "token index", "megatron index", "tokenizer", "manifest", "run metadata"),
-    *("checkpoint index", "safetensors", "prediction table", "click log", "rows of text", "packed rows"),
+    *("cluster", "profile", "token index", "megatron index", "tokenizer", "chat template", "manifest"),
+    *("run metadata", "checkpoint index", "safetensors", "prediction table", "click log", "rows of text"),
+    "packed rows",
 )
 
 

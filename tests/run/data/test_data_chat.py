@@ -195,7 +195,11 @@ ENDED = "{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_end
     ("template", "messages", "error"),
     [
         (ENDED + "{{ messages | length }}", chat(1), "what message 2 adds cannot be told"),
-        ("{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}", chat(1), "nothing tells the model to end message 2"),
+        (
+            "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}",
+            chat(1),
+            "nothing tells the model to end message 2",
+        ),
         (ENDED, [user("a"), assistant("b", reasoning_content="c!")], "message 2 says 'c!', which"),
         (ENDED, [user("a"), assistant("b", tool_calls=[{"name": "add"}])], "message 2 says 'add', which"),
         (ENDED.replace("m.content", "m.content[:3]"), chat(1), "message 2 says 'answer 0 .*, which"),

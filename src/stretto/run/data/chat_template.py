@@ -216,8 +216,10 @@ def template_request(
         trained: whether the model is to write each message; None: only the text is asked for.
     """
     fields = {"messages": messages, "tools": tools, "prompt": prompt, "arguments": arguments or {}}
-    # values of Parquet such as times are rendered as texts
-    return json.dumps({**fields, "trained": trained}, default=str).encode()
+    try:  # values of Parquet such as times are rendered as texts
+        return json.dumps({**fields, "trained": trained}, default=str).encode()
+    except (RecursionError, ValueError) as error:
+        raise StrettoError(f"a conversation cannot be written as JSON: {error}") from None
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -267,8 +269,17 @@ def _named(value: object) -> dict[str, str]:
     """The templates in `chat_template`: one text, or a list of {"name", "template"}."""
     if isinstance(value, str):
         return {"default": value}
-    entries = cast(list[Any], value) if isinstance(value, list) else []
-    return {entry["name"]: entry["template"] for entry in entries if {"name", "template"} <= set(entry)}
+    named = dict[str, str]()
+    for entry in cast(list[Any], value) if isinstance(value, list) else []:
+        match entry:
+            case {"name": str(name), "template": str(template)}:
+                named[name] = template
+            case _:
+                raise StrettoError(
+                    f"chat_template in {TOKENIZER_CONFIG} has an entry that is no named template",
+                    hint='a text, or [{"name": "default", "template": "..."}]',
+                )
+    return named
 
 
 def _text(path: Path) -> str:

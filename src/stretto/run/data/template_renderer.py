@@ -77,6 +77,8 @@ def main() -> None:
         return _write(outgoing, [{"invalid": f"line {error.lineno}: {error.message}"}])
     except (RecursionError, SyntaxError) as error:  # of what Jinja's compiler made
         return _write(outgoing, [{"invalid": f"it nests too deeply ({type(error).__name__})"}])
+    except (ValueError, TypeError, OverflowError) as error:  # of constants
+        return _write(outgoing, [{"invalid": f"{type(error).__name__}: {error}"[:1000]}])
     while batch := _read(incoming):
         answers, size = list[Answer](), 0
         began = time.process_time()
