@@ -321,8 +321,8 @@ def _end_of_turn(
 
 def _token(text: str) -> str:
     """The special token that a text begins with."""
-    found = re.match(r"<[^<>]+>|\[[^\[\]]+\]", text)
-    return found.group() if found and _PROBE not in found.group() else ""
+    match = re.match(r"<[^<>]+>|\[[^\[\]]+\]", text)
+    return match.group() if match and _PROBE not in match.group() else ""
 
 
 def _probe(role: str) -> Message:
