@@ -16,6 +16,7 @@ from tokenizers import models, pre_tokenizers, processors
 from published_files import published
 from stretto.errors import StrettoError
 from stretto.run.config.data import DataConfig
+from stretto.run.data import readers
 from stretto.run.data.boundaries import Boundaries, ModelFiles, find_boundaries
 from stretto.run.data.build import build, build_megatron
 from stretto.run.data.open import open_source, open_tokens
@@ -199,6 +200,21 @@ def test_documents_begin_and_end_and_folders_keep_both(tmp_path: Path) -> None:
         StrettoError, match=r"texts end with <turn> \(6\), and the config says .* <eos> \(5\)"
     ):
         open_source(data.model_copy(update={"end_of_text": "<eos>"}))
+
+
+@pytest.mark.parametrize("form", ["folder", "megatron"])
+def test_a_long_document_begins_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """It comes in pieces."""
+    monkeypatch.setattr(readers, "PIECE", 700)
+    text = tmp_path / "text.txt"
+    text.write_text("some words\n" * 500)
+    Tokenizer.train(["some words\n" * 9], 300).save(tmp_path / "tokenizer.json")
+    trained = Tokenizer.load(tmp_path / "tokenizer.json")
+    begin = trained.encode("a")[0]
+    how: dict[str, Any] = {"tokenizer": tmp_path / "tokenizer.json", "begin_of_text": begin}
+    source = (build if form == "folder" else build_megatron)(text, tmp_path / "out", **how)
+    ids = source.tokens[0 : source.size].tolist()
+    assert ids == [begin, *trained.encode(text.read_text()), trained.endoftext]
 
 
 def test_a_mixture_tokenises_its_text_as_its_tokens_are(tmp_path: Path) -> None:

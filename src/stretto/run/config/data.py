@@ -53,9 +53,9 @@ class DataConfig(Section):
     tokenizer: str | list[str] | None = Field(
         default=None,
         description="A `tokenizer.json`, GPT-2's `vocab.json` with its `merges.txt` beside it, a "
-        "SentencePiece `.model`, a `.tiktoken` file, or a folder that holds one of these; or two files: "
-        "vocabulary and merges, or ranks of tiktoken and a file with the regular expression that cuts words. "
-        "null: a byte-level BPE is trained on the source once and kept.",
+        "SentencePiece `.model`, a `.tiktoken` file, a `tekken.json`, or a folder that holds one of these; or "
+        "two files: vocabulary and merges, or ranks of tiktoken and a file with the regular expression that "
+        "cuts words. null: a byte-level BPE is trained on the source once and kept.",
     )
     vocab: int = Field(
         default=4096, ge=257, description="Entries of the tokenizer that is trained when none is given."

@@ -8,11 +8,13 @@ import time
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from stretto.errors import Problem
+from stretto.run.config.data import DataConfig
 from stretto.run.config.schema import TrainConfig
 from stretto.run.config.sources import vocabulary_is_known
 from stretto.run.data.open import open_source
 from stretto.run.data.part_names import mixed_text
 from stretto.run.data.token_source import TokenData
+from stretto.run.data.tokenizer import Tokenizer
 from stretto.run.launch.stop import StopRequest
 
 
@@ -52,9 +54,12 @@ def check_vocabulary(config: TrainConfig, source: TokenData | None = None) -> No
         source: the data; None: they have not been prepared yet.
 
     Raises:
-        Problem: the tokenizer has more entries than the embedding has rows, or far fewer.
+        Problem: the tokenizer has more entries than the embedding has rows, or far fewer; it is not the one
+            that made the tokens.
     """
     data, rows = config.data, config.model.vocab
+    if source is not None and vocabulary_is_known(data):
+        _check_tokenizer(data, source)
     ready = data.tokenizer is not None or vocabulary_is_known(data)
     if rows is None or ready != (source is not None):
         return
@@ -69,6 +74,16 @@ def check_vocabulary(config: TrainConfig, source: TokenData | None = None) -> No
         fix = f"data.tokenizer=FILE names another tokenizer.json, or {follow}"
         fix = fix if ready else f"data.vocab={rows}, {fix}"
         raise Problem("model.vocab", rows, f"{rule}the head would never be used", fix)
+
+
+def _check_tokenizer(data: DataConfig, source: TokenData) -> None:
+    """Raise Problem if `data.tokenizer` is not the one that made the tokens."""
+    if data.tokenizer is None or source.fingerprint is None:
+        return
+    if Tokenizer.load(data.tokenizer).fingerprint != source.fingerprint:
+        rule = f"the tokens of {source.name} are of another tokenizer"
+        fix = "leave it out, or build the tokens again with --tokenizer"
+        raise Problem("data.tokenizer", ", ".join(data.tokenizer_files), rule, fix)
 
 
 def check_samples(config: TrainConfig, source: TokenData) -> None:

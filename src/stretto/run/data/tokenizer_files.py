@@ -166,6 +166,9 @@ def _from_merges(vocab: Path, merges: Path) -> Read:
     ids: Any = json.loads(vocab.read_bytes())
     check_ids(vocab, list(ids.values()))
     inner = byte_level(models.BPE.from_file(str(vocab), str(merges)))
-    special = [token for token in (END_OF_TEXT, "</s>", "<s>", "<pad>", "<unk>", "<mask>") if token in ids]
+    # what is neither a byte nor merged is in no text
+    lines = merges.read_text(encoding="utf-8").splitlines()
+    merged = {"".join(line.split(" ")) for line in lines if not line.startswith("#version")}
+    special = [token for token in sorted(ids, key=ids.__getitem__) if len(token) > 1 and token not in merged]
     inner.add_special_tokens(special)
     return inner, ids.get(END_OF_TEXT)

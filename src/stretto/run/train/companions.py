@@ -4,7 +4,6 @@ settings. They lie in the folder of a run, go along into a run that starts from 
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -87,20 +86,8 @@ def export_companions(run: Path, out: Path, positions: int, decoder: bool = Fals
     files = [out / TOKENIZER, *copy_companions(run, out)]
     files += write_generation(out, special_ids(run, decoder))
     if not (out / TOKENIZER_CONFIG).exists():
-        end = _end_of_text(run / TOKENIZER)
-        described = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": end,
-            "model_max_length": positions,
-            "clean_up_tokenization_spaces": False,
-        }
-        write_json(out / TOKENIZER_CONFIG, described)
+        described = {"model_max_length": positions, "clean_up_tokenization_spaces": False}
+        tokenizer = Tokenizer.load(run / TOKENIZER, chat=True)
+        (out / TOKENIZER_CONFIG).write_bytes(tokenizer.config_bytes(described))
         files.append(out / TOKENIZER_CONFIG)
     return files
-
-
-def _end_of_text(path: Path) -> str | None:
-    """How texts spell the tokenizer's end of text."""
-    end = Tokenizer.load(path, chat=True).endoftext
-    added: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")).get("added_tokens") or []
-    return next((token["content"] for token in added if token["id"] == end), None)
