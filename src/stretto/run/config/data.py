@@ -53,7 +53,7 @@ class DataConfig(Section):
     tokenizer: str | list[str] | None = Field(
         default=None,
         description="A `tokenizer.json`, GPT-2's `vocab.json` with its `merges.txt` beside it, a "
-        "SentencePiece `.model`, a `.tiktoken` file, a `tekken.json`, or a folder that holds one of these; or "
+        "SentencePiece `.model`, a `.tiktoken` file, a `tekken.json`, or a folder that has one of these; or "
         "two files: vocabulary and merges, or ranks of tiktoken and a file with the regular expression that "
         "cuts words. null: a byte-level BPE is trained on the source once and kept.",
     )
