@@ -74,6 +74,9 @@ def clicks(
             "...; or share, a share of the log, whatever its files are named.",
         ),
     ] = "named",
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the clicks of another source in DIR.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Read a click log (Criteo, Parquet, CSV) into a folder that a recommender trains on.
@@ -88,7 +91,7 @@ def clicks(
     named = Named(label, _split(numbers), _split(features))
     try:
         with stage_progress(as_json, _described) as progress:
-            folder = build(sources, out, settings, form=form, named=named, progress=progress)
+            folder = build(sources, out, settings, form=form, named=named, replace=force, progress=progress)
     except KeyboardInterrupt:
         print("stopped: the same command continues where it was", file=sys.stderr)
         raise

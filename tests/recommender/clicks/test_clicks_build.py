@@ -22,6 +22,8 @@ from stretto.recommender.clicks.build import Progress, Settings, build
 from stretto.recommender.clicks.folder import ClickFolder
 from stretto.recommender.clicks.index import _crc32
 from stretto.recommender.clicks.samples import ClickSamples
+from stretto.recommender.clicks.synthetic.files import write
+from stretto.recommender.clicks.synthetic.spec import ClickFeature, SyntheticSpec
 from stretto.recommender.clicks.tabular import Named, ParquetReader
 
 
@@ -212,10 +214,10 @@ def test_it_is_kept_until_something_changes(days: list[Path], tmp_path: Path):
     assert build(days, tmp_path / "out", progress=seen.append).index.key == first
     assert not seen
     keys = {first, build(days, tmp_path / "out", Settings(threshold=3)).index.key}
-    keys.add(build(days[:2], tmp_path / "out").index.key)
+    keys.add(build(days[:2], tmp_path / "out", replace=True).index.key)
     time.sleep(0.01)
     os.utime(days[0])
-    keys.add(build(days, tmp_path / "out").index.key)
+    keys.add(build(days, tmp_path / "out", replace=True).index.key)
     assert len(keys) == 4
 
 
@@ -318,3 +320,24 @@ def test_a_folder_from_before_named_parts_is_read(days: list[Path], tmp_path: Pa
     del body["crc32"], body["held_parts"]
     (tmp_path / "out" / "index.json").write_text(json.dumps({**body, "crc32": _crc32(body)}))
     assert ClickFolder(tmp_path / "out").index == index
+
+
+def test_the_clicks_of_another_source_are_replaced_only_if_asked_for(days: list[Path], tmp_path: Path):
+    first = build(days[:1], tmp_path / "out", Settings(kind="raw")).index.key
+    with pytest.raises(StrettoError, match=r"out: holds the clicks of .*day_2") as caught:
+        build(days[1:], tmp_path / "out", Settings(kind="raw"))
+    assert "--force" in str(caught.value.hint)
+    with pytest.raises(StrettoError, match="holds the clicks of"):
+        write(SyntheticSpec(features=(ClickFeature(name="C1", rows=5),), samples=10), tmp_path / "out")
+    assert ClickFolder(tmp_path / "out").index.key == first
+    other = build(days[1:], tmp_path / "out", Settings(kind="raw"), replace=True)
+    assert other.index.key != first
+
+
+def test_a_folder_stands_for_all_files_below_it(tmp_path: Path):
+    for name in ("valid/part_0", "train/part_10", "train/part_9", ".old/part_0"):
+        (tmp_path / "log" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "log" / name).write_text("\n".join(log_lines(3)))
+    index = build(tmp_path / "log", tmp_path / "out", Settings(kind="raw")).index
+    assert index.parts == [("part_9", 3), ("part_10", 3), ("part_0", 3)]
+    assert index.held_parts == 1

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from recommender_job import folder_of
 from stretto.cli.jobs import load_language, reference
 from stretto.errors import StrettoError
 from stretto.recommender.config.check import find_problems
@@ -173,6 +174,11 @@ def test_a_job_without_fault_has_no_problem() -> None:
         (["checkpoint.resume=atuo"], "checkpoint.resume is atuo: there is no such folder"),
         (["model.tables=[{rows: 3, ids: hash, evict: age}]"], "max_age of table C1"),
         (["tables.folder=job.yaml/there"], "job.yaml is a file"),
+        (
+            ["data.threshold=5"],
+            "data.threshold is 5: it is for files of a log, and data.source=synthetic",
+        ),
+        (["data.source=made", "data.hash_rows=9"], "data.source=made is a click folder, which was made with"),
     ],
 )
 def test_what_cannot_be_is_known_before_ranks_start(
@@ -180,6 +186,7 @@ def test_what_cannot_be_is_known_before_ranks_start(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.yaml").write_text("")
+    folder_of(tmp_path / "made", 3)
     assert any(says in problem for problem in problems(*overrides)), problems(*overrides)
 
 

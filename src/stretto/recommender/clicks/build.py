@@ -18,11 +18,12 @@ from stretto.errors import StrettoError
 from stretto.recommender.clicks.counting import Counter, popularity, remove_runs
 from stretto.recommender.clicks.files import LogFile, Source, find_files, held_out_last, reader_of
 from stretto.recommender.clicks.folder import ClickFolder, open_if_current
-from stretto.recommender.clicks.index import NAMES, VERSION, Popularity, popularity_from
+from stretto.recommender.clicks.index import NAMES, VERSION, Popularity, popularity_from, read_index
 from stretto.recommender.clicks.raw import Parsed, Piece, Reader
 from stretto.recommender.clicks.tabular import Named
 from stretto.recommender.clicks.transform import ClickTransform, Kind, Vocabulary
 from stretto.recommender.clicks.writer import ClickWriter, WorkFolder
+from stretto.run.config.sources import is_click_folder
 
 OnError = Literal["skip", "fatal"]
 Split = Literal["named", "share"]
@@ -110,6 +111,7 @@ def build(
     *,
     form: str | None = None,
     named: Named | None = None,
+    replace: bool = False,
     progress: Report | None = None,
 ) -> ClickFolder:
     """The click folder of a log at `out`, built unless it exists already.
@@ -118,9 +120,11 @@ def build(
         sources: files, directories and globs, in the order of time (see find_files).
         form: criteo, parquet or csv; None: by the files' names.
         named: columns of Parquet and CSV.
+        replace: overwrite the clicks of another source at `out`.
 
     Raises:
-        StrettoError: bad source, settings, or lines; `out` holds other files.
+        StrettoError: bad source, settings, or lines; `out` holds other files, or the clicks of another source
+            without `replace`.
     """
     settings = settings or Settings()
     files, held_parts = find_files(sources), 0
@@ -140,6 +144,9 @@ def build(
     if (folder := open_if_current(target, key)) is not None:
         return folder
     paths = [sources] if isinstance(sources, str) or not isinstance(sources, Sequence) else sources
+    source = [str(each) for each in paths]
+    if not replace:
+        check_source(target, source, "name another --out, or replace them with --force")
     job = _Build(
         files=files,
         held_parts=held_parts,
@@ -147,7 +154,7 @@ def build(
         settings=settings,
         target=target,
         key=key,
-        source=[str(each) for each in paths],
+        source=source,
         progress=progress,
     )
     try:
@@ -326,3 +333,15 @@ def _check_target(target: Path) -> None:
             f"{target}: holds other files ({min(others)}), which a build would remove",
             hint="name a new directory",
         )
+
+
+def check_source(target: Path, source: list[str], hint: str) -> None:
+    """Checks that a click folder at `target`, which would be replaced, is of the same source."""
+    if not is_click_folder(target):
+        return
+    try:
+        there = read_index(target).source
+    except StrettoError:  # damaged, or of another version
+        return
+    if there != source:
+        raise StrettoError(f"{target}: holds the clicks of {' '.join(there)}", hint=hint)

@@ -30,8 +30,8 @@ class LogFile:
 
 
 def find_files(sources: Source | Sequence[Source]) -> list[LogFile]:
-    """The files of sources, in order; within a directory or glob by name, with day_2 before day_10. A file
-    that several sources name counts once.
+    """The files of sources, in order; within a directory, of which all below count that are not hidden, or a
+    glob by name, with day_2 before day_10. A file that several sources name counts once.
 
     Raises:
         StrettoError: a source that does not exist, an empty file, no file.
@@ -127,8 +127,9 @@ def _expanded(source: str) -> list[Path]:
             hint="name a click folder (stretto data clicks), or the files of a click log",
         )
     if path.is_dir():
-        inside = [each for each in path.iterdir() if each.is_file() and not each.name.startswith(".")]
-        return sorted(inside, key=_natural)
+        below = [each for each in path.rglob("*") if each.is_file()]
+        plain = [each for each in below if not any(n.startswith(".") for n in each.relative_to(path).parts)]
+        return sorted(plain, key=_natural)
     if glob.has_magic(source):
         return sorted(
             (p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file()), key=_natural

@@ -21,6 +21,7 @@ from stretto.run.config.run_checks import (
     tensorboard,
     writable,
 )
+from stretto.run.config.sources import is_click_folder
 from stretto.spec.optimiser import optimiser_problems
 
 
@@ -178,8 +179,21 @@ def _held_out(config: RecommenderConfig) -> Iterator[Problem]:
         yield Problem("data.raw", True, rule, "data.raw=false, or data.hash_rows=null")
 
 
+_OF_FILES = ("format", "threshold", "hash_rows", "raw", "missing_flags", "columns", "on_error")
+
+
 def _sources(config: RecommenderConfig) -> Iterator[Problem]:
-    yield from missing_sources(config.data.sources, (SYNTHETIC,))
+    data = config.data
+    yield from missing_sources(data.sources, (SYNTHETIC,))
+    ready = len(data.sources) == 1 and is_click_folder(Path(data.sources[0]).expanduser())
+    if not (ready or data.is_synthetic):
+        return
+    usual = type(data)()
+    for name in _OF_FILES:
+        if (value := getattr(data, name)) != getattr(usual, name):
+            kind = "is a click folder, which was made with settings of its own" if ready else "has no files"
+            rule = f"it is for files of a log, and data.source={data.sources[0]} {kind}"
+            yield Problem(f"data.{name}", value, rule, "leave it out, or name the files of the log")
 
 
 def _table_folder(config: RecommenderConfig) -> Iterator[Problem]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from stretto.errors import StrettoError
@@ -15,7 +16,7 @@ from stretto.recommender.clicks.folder import ClickFolder
 from stretto.recommender.clicks.index import TRANSFORM
 from stretto.recommender.clicks.transform import ClickTransform
 from stretto.recommender.config.check import check
-from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.config.schema import ClickDataConfig, RecommenderConfig
 from stretto.recommender.placement import Placements, TableSpec
 from stretto.recommender.serve.log import OnError, open_log
 from stretto.recommender.serve.output import discard_partial
@@ -27,6 +28,7 @@ from stretto.run.config.checkpoint import CheckpointConfig
 from stretto.run.config.guard import GuardConfig
 from stretto.run.config.results import ReportConfig, RunConfig
 from stretto.run.config.schema import EvalConfig
+from stretto.run.config.sources import is_click_folder
 from stretto.run.evaluate.trained import Trained
 from stretto.run.launch.stop import Stopped, StopRequest
 from stretto.run.train.job import Kind, Result, run_kind
@@ -84,7 +86,11 @@ def serving_config(config: RecommenderConfig, request: Request) -> RecommenderCo
         "run": RunConfig(dir=str(folder.parent), name=folder.name),
     }
     if request.log is not None:
-        update["data"] = config.data.model_copy(update={"source": list(request.log)})
+        source = list(request.log)
+        if len(source) == 1 and is_click_folder(Path(source[0]).expanduser()):
+            update["data"] = ClickDataConfig(source=source)
+        else:
+            update["data"] = config.data.model_copy(update={"source": source})
     return config.model_copy(update=update).marking(())
 
 
@@ -198,8 +204,9 @@ def _transform_of(config: RecommenderConfig, trained: Trained) -> ClickTransform
         return ClickTransform.load(trained.folder)
     if config.data.is_synthetic:
         return None
-    path = prepare_clicks(config, quiet=True).path
-    return None if path is None else ClickFolder(path).transform
+    data = prepare_clicks(config, quiet=True)
+    check_fits(trained.checkpoint, config, data.tables, data.same)
+    return None if data.path is None else ClickFolder(data.path).transform
 
 
 def local_rank(config: RecommenderConfig, request: Request, ready: Ready, quiet: bool) -> dict[str, Any]:

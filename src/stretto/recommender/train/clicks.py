@@ -274,5 +274,11 @@ def _folder_of(config: RecommenderConfig, stop: StopRequest | None, quiet: bool)
             bar.show(at.stage, at.bytes, at.total, f"{at.total / 2**20:.1f} MiB")
 
         return build(
-            data_config.sources, root / named, settings, form=data_config.format, named=columns, progress=show
+            data_config.sources,
+            root / named,
+            settings,
+            form=data_config.format,
+            named=columns,
+            replace=True,
+            progress=show,
         ).path

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import StrettoError, nearest
+from stretto.recommender.clicks.build import check_source
 from stretto.recommender.clicks.criteo import FEATURES, NUMBERS
 from stretto.recommender.clicks.folder import ClickFolder, open_if_current
 from stretto.recommender.clicks.index import Feature
@@ -95,6 +96,7 @@ FACTS = ".synthetic.json"  # metadata of a text log; hidden, so that only log fi
 SAVED = 1 << 22
 """Samples between durable saves of a click folder."""
 _RECIPE = 2  # increment whenever the same spec would produce different files
+_SOURCE = "synthetic"  # in the index of a click folder
 _SPLITS: tuple[Split, ...] = ("train", "valid")
 
 Report = Callable[[int, int], None]
@@ -152,11 +154,12 @@ def _folder(spec: SyntheticSpec, path: Path, report: Report | None) -> Written:
     if (there := open_if_current(path, key)) is not None:
         return _written(there, kept=True)
     _check_free(path, is_click_folder(path))
+    check_source(path, [_SOURCE], "name another --out")
     log = SyntheticLog(spec)
     features = [Feature(f.name, f.rows, None if f.varying else f.most) for f in spec.features]
     numbers = [f"I{i + 1}" for i in range(spec.dense)]
     best = dict[str, dict[str, Any]]()
-    with ClickWriter(path, features, numbers, key=key, source=["synthetic"], resume=True) as writer:
+    with ClickWriter(path, features, numbers, key=key, source=[_SOURCE], resume=True) as writer:
         done = saved = writer.samples  # above 0 when resuming an interrupted write
         for split in _parts(log):
             tally, (first, last) = BestTally(), log.span(split)
