@@ -32,7 +32,7 @@ TINY = (
         "eval.every=null",
         "sample.tokens=0",
     ),
-    *("metrics.tensorboard=false", "data.vocab=300"),
+    "data.vocab=300",
 )
 
 # and any recommender's
