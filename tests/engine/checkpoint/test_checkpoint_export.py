@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from stretto.engine.checkpoint.dcp.exporting import export_dcp
 from stretto.engine.checkpoint.huggingface.exporting import export_huggingface
 from stretto.engine.checkpoint.huggingface.importing import import_huggingface
 from stretto.engine.checkpoint.read import read_whole, shape_of
@@ -86,6 +87,17 @@ def test_exports_and_imports_do_not_overwrite(tmp_path: Path) -> None:
     import_huggingface(tmp_path / "out", tmp_path / "new")
     with pytest.raises(StrettoError, match="already holds checkpoints"):
         import_huggingface(tmp_path / "out", tmp_path / "new")
+
+
+def test_a_recommender_is_told_what_it_can_be_exported_to(tmp_path: Path) -> None:
+    dense = {"model.w": (torch.ones(2), Placed.whole("model.w", (2,)))}
+    path = save(tmp_path / "run", 1, dense, {"model": {"family": "dlrm", "tables": {"C3": {}, "C4": {}}}})
+    for export in (export_huggingface, export_dcp):
+        with pytest.raises(StrettoError, match="is of a recommender, and other libraries") as caught:
+            export(path, tmp_path / "out")
+        assert caught.value.hint is not None
+        assert f"stretto checkpoint export {path} --table C3 --out C3.npy" in caught.value.hint
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_users_own_model_cannot_be_exported(tmp_path: Path) -> None:

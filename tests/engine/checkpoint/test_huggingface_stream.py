@@ -199,6 +199,42 @@ class TestHostileFolders:
         self.change(source, num_hidden_layers=9000)
         self.refused(source, r"says 9000 layers, and the files hold \d+ tensors")
 
+    @pytest.mark.parametrize(
+        "name", ["config.json", "tokenizer.json", "notes.txt", "more/a.jinja", "model.safetensors"]
+    )
+    def test_links_out_of_the_folder(self, source: Path, name: str) -> None:
+        (source / "more").mkdir()
+        outside = source.parent / "outside"
+        outside.write_bytes((source / name).read_bytes() if (source / name).exists() else b"{}")
+        for target in (outside, Path("../../outside"), source.parent / "missing", source / name):
+            (source / name).unlink(missing_ok=True)
+            (source / name).symlink_to(target)
+            self.refused(source, rf"{name} is a link to .*, out of the folder")
+
+    def test_a_folder_that_is_linked_in(self, source: Path) -> None:
+        (source.parent / "elsewhere").mkdir()
+        (source / "additional_chat_templates").symlink_to(source.parent / "elsewhere")
+        self.refused(source, "additional_chat_templates is a link to .*elsewhere, out of the folder")
+
+    def test_the_links_of_the_hub_cache(self, source: Path, tmp_path: Path) -> None:
+        """As huggingface_hub lays it out: a snapshot links to blobs, which are named by their hashes."""
+        model = tmp_path / "models--org--name"
+        snapshot, blobs = model / "snapshots" / "0123abcd", model / "blobs"
+        snapshot.mkdir(parents=True)
+        blobs.mkdir()
+        for number, file in enumerate(sorted(source.iterdir())):
+            file.rename(blobs / f"{number:040x}")
+            (snapshot / file.name).symlink_to(f"../../blobs/{number:040x}")
+        (snapshot / "again.json").symlink_to("config.json")  # and inside of it
+        with Importing(snapshot) as opened:
+            assert opened.shape.layers == LLAMA.layers
+        (tmp_path / "outside").write_text("{}")
+        (blobs / "escape").symlink_to(tmp_path / "outside")
+        for target in ("../../blobs/escape", "../../../outside", "../../blobs/../../outside"):
+            (snapshot / "notes.json").unlink(missing_ok=True)
+            (snapshot / "notes.json").symlink_to(target)
+            self.refused(snapshot, "notes.json is a link to")
+
     def test_a_name_without_place(self, source: Path) -> None:
         self.add(source, {"model.layers.0.self_attn.q_proj.bias": torch.ones(16)})
         self.refused(source, r"q_proj.bias' has no place in the model")

@@ -116,9 +116,16 @@ def shape_of(path: str | Path, meta: dict[str, Any]) -> ModelShape:
     """The shape in a checkpoint's `meta["model"]`.
 
     Raises:
-        StrettoError: there is none.
+        StrettoError: there is none, or the model is a recommender.
     """
     sizes = meta.get("model")
+    if isinstance(sizes, dict) and isinstance(tables := sizes.get("tables"), dict):
+        table = next(iter(tables), "NAME")
+        raise StrettoError(
+            f"checkpoint {path} is of a recommender, and other libraries have no model of it to load",
+            hint=f"each of its {len(tables)} tables is a file of its own: stretto checkpoint export {path} "
+            f"--table {table} --out {table}.npy; `stretto score` applies the model to new logs",
+        )
     try:
         if isinstance(sizes, dict):
             return shape_from_record(sizes)

@@ -46,7 +46,7 @@ def shape_of(checkpoint: Path) -> ModelShape:
     if record.get("family") not in FAMILIES:
         raise StrettoError(
             f"checkpoint {checkpoint} is of family {record.get('family')!r}, which writes no text",
-            hint=f"name one of {' or '.join(FAMILIES)}; `stretto checkpoint export` takes any model",
+            hint=f"name one of {' or '.join(FAMILIES)}",
         )
     return shape_from_record(record)
 

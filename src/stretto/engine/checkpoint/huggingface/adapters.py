@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stretto.engine.checkpoint.huggingface.folder import read_json, write_json
+from stretto.engine.checkpoint.huggingface.folder import check_links, read_json, write_json
 from stretto.engine.checkpoint.read import StoredTensors, shape_of
 from stretto.engine.models.peft import from_peft, to_peft
 from stretto.errors import StrettoError
@@ -56,6 +56,7 @@ def read_adapters(folder: Path, base: ModelShape) -> tuple[LoraShape, dict[str, 
     Raises:
         StrettoError: not such a folder, damaged files, or adapters of another model than `base`.
     """
+    check_links(folder)
     config = read_json(folder, ADAPTER_CONFIG)
     try:
         tensors = load_file(folder / ADAPTER_WEIGHTS)

@@ -106,6 +106,29 @@ class PublishedWeights:
             raise StrettoError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
+def check_links(folder: Path) -> None:
+    """Check that no link in the folder of a published model, or in a folder of it, leads out of it: but for
+    the cache of Hugging Face, whose `snapshots` link to the files of `blobs` beside them.
+
+    Raises:
+        StrettoError: one does.
+    """
+    inside = folder.resolve()
+    blobs = inside.parent.parent / "blobs" if inside.parent.name == "snapshots" else inside
+    for path in (path for pattern in ("*", "*/*") for path in sorted(folder.glob(pattern))):
+        if not path.is_symlink():
+            continue
+        try:
+            target = path.resolve()
+        except (OSError, RuntimeError):  # links in a circle
+            target = Path("/")
+        if not target.is_relative_to(inside) and target.parent != blobs:
+            raise StrettoError(
+                f"{path} is a link to {path.readlink()}, out of the folder",
+                hint=f"put the file itself there, as `hf download MODEL --local-dir {folder.name}` does",
+            )
+
+
 def _damaged(path: Path, error: Exception) -> StrettoError:
     return StrettoError(f"{path} is damaged: {error}", hint="fetch it again")
 

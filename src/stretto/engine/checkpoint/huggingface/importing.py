@@ -15,7 +15,7 @@ from stretto.engine.checkpoint.files import check_room
 from stretto.engine.checkpoint.folder import checkpoints
 from stretto.engine.checkpoint.huggingface.adapters import read_adapters
 from stretto.engine.checkpoint.huggingface.blocks import PlainWeights
-from stretto.engine.checkpoint.huggingface.folder import CONFIG, PublishedWeights, read_json
+from stretto.engine.checkpoint.huggingface.folder import CONFIG, PublishedWeights, check_links, read_json
 from stretto.engine.checkpoint.index import MODEL
 from stretto.engine.checkpoint.save import save
 from stretto.engine.checkpoint.shards import Streamed
@@ -68,6 +68,7 @@ class Importing:
             adapters: a folder of `peft`'s, with adapters of this model.
         """
         self.source = source
+        check_links(source)
         self._adapters = dict[str, Tensor]()
         self.config = read_json(source, CONFIG)
         reading = read_file(source)
