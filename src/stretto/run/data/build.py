@@ -130,7 +130,7 @@ def build(
         else:
             _encode_conversations(conversations, corpus, chosen, writer, report)
         writer.commit()
-    folder = TokenFolder(target)
+    folder = TokenFolder(target, chosen)
     _report_bad_rows(target, folder.index.bad_rows)
     return folder
 

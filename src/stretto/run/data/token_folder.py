@@ -225,14 +225,20 @@ class TokenFolder(TokenSource):
     conversation as its template has it.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | RemotePath) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str] | RemotePath, tokenizer: Tokenizer | None = None
+    ) -> None:
         """Open and check; of a folder at a URL the ends of the files, each block being checked as it comes.
+
+        Args:
+            tokenizer: the folder's, where it is loaded already: large ones take seconds.
 
         Raises:
             StrettoError: not a token folder, another version, truncated, corrupt, ids outside the vocabulary.
         """
         self.path: Place = path if isinstance(path, RemotePath) else Path(path)
         self.index: Index = read_index(self.path)
+        self._tokenizer = tokenizer
         self.name = str(self.path)
         self.vocab, self.endoftext = self.index.vocab, self.index.endoftext
         self.begin_of_text = self.index.begin_of_text
@@ -288,8 +294,10 @@ class TokenFolder(TokenSource):
             raise StrettoError(
                 f"{self.path}: has no {TOKENIZER}", hint="put the one that made the tokens there"
             )
-        begin = "" if self.begin_of_text is None else self.begin_of_text
-        tokenizer = load_tokenizer(self.path / TOKENIZER, self.index.endoftext, begin)
+        if self._tokenizer is None:
+            begin = "" if self.begin_of_text is None else self.begin_of_text
+            self._tokenizer = load_tokenizer(self.path / TOKENIZER, self.index.endoftext, begin)
+        tokenizer = self._tokenizer
         if tokenizer.fingerprint != self.index.tokenizer:
             raise StrettoError(
                 f"{self.path / TOKENIZER}: not the tokenizer that made the tokens",
