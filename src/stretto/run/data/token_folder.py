@@ -225,9 +225,7 @@ class TokenFolder(TokenSource):
     conversation as its template has it.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str] | RemotePath, tokenizer: Tokenizer | None = None
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str] | RemotePath, tokenizer: Tokenizer | None = None) -> None:
         """Open and check; of a folder at a URL the ends of the files, each block being checked as it comes.
 
         Args:
