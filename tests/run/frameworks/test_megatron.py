@@ -95,6 +95,13 @@ JOBS: dict[str, Job] = {
         precision=BFLOAT16,
         dp=DataParallel(mode="zero3"),
     ),
+    "gpt-oss": Job(
+        shape=replace(preset("gpt-oss-20b"), family="llama"),
+        layout=Layout(dp=8, ep=8),
+        global_batch=16,
+        precision=BFLOAT16,
+        dp=DataParallel(mode="zero1"),
+    ),
     "norms": Job(
         shape=replace(preset("qwen3-8b"), family="llama"),
         layout=Layout(dp=2),

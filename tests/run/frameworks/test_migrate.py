@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import yaml
+from migrated import NONE, ROTARY, RUN, SIZES, arguments_of, config_of, moved
 
 from stretto.cli.main import run
 from stretto.errors import StrettoError
 from stretto.run.config import load
 from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
-from stretto.run.frameworks.mapping import Start, emit
+from stretto.run.frameworks.mapping import emit
 from stretto.run.frameworks.megatron.arguments import arguments, lost, needless
 from stretto.run.frameworks.megatron.framework import MEGATRON
-from stretto.run.frameworks.migrate import Migration, migrate
 
 GPT = """#!/bin/bash
 # 48 layers on one node, tensor parallel over 2, a pipeline of 4.
@@ -142,25 +142,6 @@ run_cmd="python -u /opt/megatron/pretrain_gpt.py ${options}"
 DATETIME=`date +'%y-%m-%d'`
 srun -l --container-image "nvcr.io/pytorch" --output=logs/%x_%j_$DATETIME.log sh -c "${run_cmd}"
 """
-SIZES = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
-RUN = "--vocab-size 500 --lr 1e-3 --train-iters 100 --data-path t --micro-batch-size 1 --global-batch-size 8"
-ROTARY = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
-NONE = "--hidden-dropout 0 --attention-dropout 0"
-
-
-def moved(text: str, *words: str, devices: int | None = None, overrides: tuple[str, ...] = ()) -> Migration:
-    start = Start(words=words, devices=devices, wins=True, variables={"HOME": "/home/me"})
-    return migrate(MEGATRON, text, "run.sh", start, overrides, name="moved")
-
-
-def arguments_of(more: str) -> Migration:
-    return moved(f"{SIZES} {RUN} {NONE} {more}", devices=8)
-
-
-def config_of(made: Migration) -> TrainConfig:
-    """The config, which is also what its text says."""
-    assert made.config is not None
-    return made.config
 
 
 def test_a_script_of_48_layers_converts_whole(tmp_path: Path) -> None:
@@ -330,6 +311,7 @@ def test_the_text_is_the_config_with_what_is_said_beside_it() -> None:
         ("--zero-stage 5", "zero-stage", "has no --zero-stage"),
         ("--lr-decay-style sine", "lr-decay-style", "--lr-decay-style is sine"),
         ("--window-size 5,3", "window-size", "such windows are not priced"),
+        ("--softmax-type off-by-one", "softmax-type", "such a softmax is not built here"),
         ("--tokenizer-type BertWordPieceLowerCase", "tokenizer-type", "does not say how text is cleaned"),
         ("--tokenizer-type TikTokenizer", "tokenizer-type", "neither the special tokens"),
         ("--tokenizer-type MultimodalTokenizer", "tokenizer-type", "it is for text with images"),
@@ -477,80 +459,6 @@ def test_indexed_datasets_and_their_mixture_are_written_and_come_back(tmp_path: 
         config = base.model_copy(update={"data": base.data.model_copy(update={"source": source})})
         text = emit(MEGATRON, job_of(config), config)
         assert config_of(moved(text)).data.source == source
-
-
-@pytest.mark.parametrize(
-    ("program", "trained"),
-    [
-        ("pretrain_bert.py", "BERT"),
-        ("pretrain_t5.py", "T5"),
-        ("/opt/Megatron-LM/pretrain_mamba.py", "Mamba"),
-        ("pretrain_hybrid.py", "hybrids"),
-        ("$MEGATRON/pretrain_vision_classify.py", "models of images"),
-        ("pretrain_retro.py", "Retro"),
-        ("pretrain_vlm.py", "models of text and images"),
-        ("examples/multimodal/train.py", "models of text and images"),
-        ("train_rl.py", "models by rewards"),
-    ],
-)
-def test_programs_that_train_something_else_are_refused_by_name(program: str, trained: str) -> None:
-    script = f"torchrun --nproc-per-node 8 {program} {SIZES} {RUN} {NONE}"
-    for said in (None, "gpt"):
-        with pytest.raises(StrettoError, match=f"trains {trained}.*only scripts of pretrain_gpt.py are read"):
-            migrate(MEGATRON, script, "run.sh", Start(program=said))
-
-
-def test_a_program_of_another_name_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text(f"torchrun --nproc-per-node 8 train_mine.py {SIZES} {RUN} {NONE}")
-    assert run(["migrate", str(script)]) == 2
-    assert "nothing tells what train_mine.py trains" in (error := capsys.readouterr().err)
-    assert "--program gpt" in error
-    assert run(["migrate", str(script), "--program", "gpt", "--out", str(tmp_path / "mine.yaml")]) == 0
-    assert run(["migrate", str(script), "--program", "bert"]) == 2
-
-
-LAUNCH = f"torchrun --nproc-per-node 8 pretrain_gpt.py {SIZES} {RUN} {NONE}\n"
-
-
-@pytest.mark.parametrize(
-    "behind",
-    [
-        "for log in logs/*; do ARGS+=(--bf16); done",
-        "case $X in a) ARGS=(--bf16) ;; esac",
-        "while read line; do ARGS+=(--bf16); done < log",
-        "echo 'never ended",
-    ],
-)
-def test_what_stands_behind_the_launch_is_passed_over_with_a_note(behind: str) -> None:
-    made = moved(f"{LAUNCH}{behind}\n")
-    assert (made.lost, config_of(made).model.layers) == ({}, 4)
-    assert "run.sh:2: " in made.notes[0]
-    assert "behind the launch, and is passed over" in made.notes[0]
-
-
-@pytest.mark.parametrize(
-    "script",
-    [
-        f"for lr in 1 2; do\n{LAUNCH}done",
-        f"{LAUNCH}for lr in 1 2; do\n{LAUNCH}done",
-        f"{LAUNCH}for lr in 1 2; do torchrun $PROGRAM; done",
-    ],
-)
-def test_a_loop_around_a_launch_is_refused(script: str) -> None:
-    with pytest.raises(StrettoError, match="for is not read"):
-        moved(script)
-
-
-def test_of_two_launches_the_last_is_read_with_a_note() -> None:
-    made = moved(LAUNCH + LAUNCH.replace("--num-layers 4", "--num-layers 6"))
-    assert config_of(made).model.layers == 6
-    assert made.notes == ["run.sh starts 2 trainings: the last is read"]
-
-
-def test_without_a_length_of_samples_no_script_is_read() -> None:
-    with pytest.raises(StrettoError, match=r"run\.sh lacks --seq-length"):
-        moved(LAUNCH.replace("--seq-length 32", ""))
 
 
 def test_a_job_that_is_not_legal_is_an_error() -> None:

@@ -435,8 +435,8 @@ RULES = (
         "the training script's",
         *under(
             "data",
-            "source phases tokenizer vocab text_field format on_error split shuffle shuffle_window cache "
-            "cache_gib chat chat_template packing too_long",
+            "source phases tokenizer vocab end_of_text begin_of_text text_field format on_error split "
+            "shuffle shuffle_window cache cache_gib chat chat_template packing too_long",
         ),
         *under("train", "seed device backend threads timeout_s start_s hang_s restarts grace_s"),
         *under("eval", "every batches"),

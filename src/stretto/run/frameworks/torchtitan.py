@@ -388,8 +388,8 @@ def _write_checkpoint(choices: Choices) -> Settings:
 _AROUND = (
     *under(
         "data",
-        "tokenizer vocab text_field format on_error split shuffle shuffle_window cache cache_gib "
-        "chat_template too_long",
+        "tokenizer vocab end_of_text begin_of_text text_field format on_error split shuffle "
+        "shuffle_window cache cache_gib chat_template too_long",
     ),
     *under("train", "device backend threads timeout_s start_s hang_s restarts grace_s"),
     *under("eval", "every batches"),

@@ -15,6 +15,7 @@ import megatron_models as megatron
 from stretto.engine.checkpoint.megatron.common import find_iteration, read_common
 from stretto.engine.checkpoint.megatron.exporting import export_megatron
 from stretto.engine.checkpoint.megatron.importing import MegatronImport
+from stretto.engine.checkpoint.megatron.names import rules
 from stretto.engine.checkpoint.read import read_whole
 from stretto.engine.checkpoint.save import save
 from stretto.engine.models.build import build
@@ -24,6 +25,7 @@ from stretto.errors import StrettoError
 from stretto.run.frameworks.megatron.saved import read_saved, saved_arguments
 from stretto.spec.experts import ExpertShape
 from stretto.spec.parameters import parameter_shapes
+from stretto.spec.presets import preset
 from stretto.spec.shape import ModelShape, shape_to_record
 
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 16, "heads": 4, "vocab": 32, "sequence": 12}
@@ -171,3 +173,14 @@ def test_what_cannot_be_exported(tmp_path: Path) -> None:
     with pytest.raises(StrettoError, match=r"model.logit_softcap is 30\.0"):
         exported(scaled, tmp_path / "more")
     assert not (tmp_path / "more").exists()
+
+
+def test_gpt_oss_is_refused_for_its_sinks_and_its_arguments_are_written() -> None:
+    """The arguments of a saved run say the model, from which they come."""
+    shape = preset("gpt-oss-20b")
+    with pytest.raises(
+        StrettoError, match=r"attention\.sinks is true: .*softmax_offset.* has not been tried"
+    ):
+        list(rules(shape))
+    saved = read_saved(saved_arguments(shape), "common.pt").shape
+    assert saved == replace(shape, family="llama")

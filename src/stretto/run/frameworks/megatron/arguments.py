@@ -218,6 +218,8 @@ _HINTS = {
     "train-tokens": "--train-samples, tokens divided by --seq-length",
     "lr-decay-tokens": "--lr-decay-samples, tokens divided by --seq-length",
     "lr-warmup-tokens": "--lr-warmup-samples, tokens divided by --seq-length",
+    "enable-gpt-oss": "its positions are --position-embedding-type yarn --rotary-scaling-factor 32 "
+    "--no-yarn-correction-range-round-to-int",
 }
 
 

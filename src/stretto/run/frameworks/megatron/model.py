@@ -46,10 +46,12 @@ _UNREAD = {
     "SFTTokenizer": "its chat templates are Megatron-LM's own; data.chat takes that of a tokenizer.json",
 }
 _PAIR = ("vocab.json", "merges.txt")
-_POSITIONS = {"rope": "rotary", "learned_absolute": "learned"}
+_POSITIONS = {"rope": "rotary", "yarn": "rotary", "learned_absolute": "learned"}
 _FAMILIES = {"rotary": "llama", "learned": "gpt"}
 _ROPE = "model.rope"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_positions": 8192}
+_QUICK = {"glu-linear-offset": 1.0, "activation-func-clamp-value": 7.0}  # of gpt-oss's gate, as ours
+_ROUND = "yarn-correction-range-round-to-int"
 
 
 # ------------------------------------------------------------------ family: positions, MLP, norm, biases
@@ -62,7 +64,9 @@ def _family_notes(choices: Choices) -> Iterable[str]:
 def _write_positions(choices: Choices) -> Settings:
     rotary = choices["model.position_embedding"] == "rotary"
     base = {"rotary-base": int(choices["model.rope_theta"])} if rotary else {}
-    return {"position-embedding-type": "rope" if rotary else "learned_absolute", **base}
+    yarn = choices[f"{_ROPE}.type"] == "yarn" and choices[f"{_LATENT}.kv_rank"] is None
+    kind = "yarn" if yarn else "rope"
+    return {"position-embedding-type": kind if rotary else "learned_absolute", **base}
 
 
 def _read_positions(settings: Settings) -> Mapping[str, Any]:
@@ -75,18 +79,20 @@ def _read_positions(settings: Settings) -> Mapping[str, Any]:
 
 
 def _write_rope(choices: Choices) -> Settings:
-    """Scaled rotary positions: Llama 3.1's with its usual bounds, and yarn of latent attention."""
+    """Scaled rotary positions: Llama 3.1's with its usual bounds, and yarn's, of latent attention too."""
     kind = choices[f"{_ROPE}.type"]
     if kind is None:
         return {}
-    instead = "Megatron-LM scales rotary positions as Llama 3.1, and those of latent attention by yarn"
+    instead = "Megatron-LM scales rotary positions as Llama 3.1, or by yarn"
     if kind == "llama3":
         for name, usual in _LLAMA3.items():
             if choices[f"{_ROPE}.{name}"] != usual:
                 raise refused(f"{_ROPE}.{name}", choices[f"{_ROPE}.{name}"], instead, (usual,))
         return {"use-rope-scaling": True, "rope-scaling-factor": choices[f"{_ROPE}.factor"]}
-    if kind != "yarn" or choices[f"{_LATENT}.kv_rank"] is None:
-        raise refused(f"{_ROPE}.type", kind, instead, ("llama3",))
+    if kind != "yarn":
+        raise refused(f"{_ROPE}.type", kind, instead, ("llama3", "yarn"))
+    if choices[f"{_LATENT}.kv_rank"] is None:
+        return _write_yarn(choices)
     fixed = {
         "original_positions": 4096,
         "beta_fast": 32.0,
@@ -105,6 +111,42 @@ def _write_rope(choices: Choices) -> Settings:
     }
 
 
+def _write_yarn(choices: Choices) -> Settings:
+    """Yarn's bounds and factors, of attention whose keys are not latent."""
+    if choices[f"{_ROPE}.attention_factor"] is not None:
+        instead = "Megatron-LM's yarn multiplies by 0.1 ln(factor) + 1, or as --mscale says"
+        raise refused(f"{_ROPE}.attention_factor", choices[f"{_ROPE}.attention_factor"], instead, (None,))
+    scales = choices[f"{_ROPE}.mscale"], choices[f"{_ROPE}.mscale_all_dim"]
+    return {
+        "rotary-scaling-factor": choices[f"{_ROPE}.factor"],
+        "yarn-original-max-position-embeddings": choices[f"{_ROPE}.original_positions"],
+        "yarn-beta-fast": choices[f"{_ROPE}.beta_fast"],
+        "yarn-beta-slow": choices[f"{_ROPE}.beta_slow"],
+        _ROUND if choices[f"{_ROPE}.truncate"] else f"no-{_ROUND}": True,
+        **({"mscale": scales[0], "mscale-all-dim": scales[1]} if all(scales) else {}),
+    }
+
+
+def _read_yarn(settings: Settings) -> Mapping[str, Any]:
+    if _ROUND in settings and f"no-{_ROUND}" in settings:
+        raise StrettoError(f"--{_ROUND} is said and denied", hint="leave out one of them")
+    scales = settings.get("mscale", 1.0), settings.get("mscale-all-dim", 0.0)
+    if scales != (1.0, 0.0) and not all(scales):
+        raise StrettoError(
+            f"--mscale {scales[0]} with --mscale-all-dim {scales[1]}: such a factor is not modelled here",
+            hint="what is: neither of them, or both above 0",
+        )
+    return {
+        "type": "yarn",
+        "factor": settings.get("rotary-scaling-factor", 1.0),
+        "original_positions": settings.get("yarn-original-max-position-embeddings", 4096),
+        "beta_fast": settings.get("yarn-beta-fast", 32.0),
+        "beta_slow": settings.get("yarn-beta-slow", 1.0),
+        "truncate": f"no-{_ROUND}" not in settings,
+        **({"mscale": scales[0], "mscale_all_dim": scales[1]} if all(scales) else {}),
+    }
+
+
 def _read_rope(settings: Settings) -> Mapping[str, Any]:
     if "use-rope-scaling" in settings:
         values = {"type": "llama3", "factor": settings.get("rope-scaling-factor", 8.0), **_LLAMA3}
@@ -119,6 +161,8 @@ def _read_rope(settings: Settings) -> Mapping[str, Any]:
             "mscale": settings.get("mscale", 1.0),
             "mscale_all_dim": settings.get("mscale-all-dim", 0.0),
         }
+    elif settings.get("position-embedding-type") == "yarn" and settings.get("rotary-scaling-factor", 1) != 1:
+        values = _read_yarn(settings)
     else:
         return {}
     return {f"{_ROPE}.{name}": value for name, value in values.items()}
@@ -145,6 +189,7 @@ def _write_mlp(choices: Choices) -> Settings:
         "swiglu": {"swiglu": True},
         "relu2": {"squared-relu": True},
         "gelu": {},
+        "swiglu_clamped": {"quick-geglu": True, **_QUICK},
     }
     kind = choices["model.mlp"]
     if kind not in kinds:
@@ -153,9 +198,15 @@ def _write_mlp(choices: Choices) -> Settings:
 
 
 def _read_mlp(settings: Settings) -> Mapping[str, Any]:
-    return {
-        "model.mlp": "swiglu" if "swiglu" in settings else "relu2" if "squared-relu" in settings else "gelu"
-    }
+    offset, bound = settings.get("glu-linear-offset", 0.0), settings.get("activation-func-clamp-value")
+    quick = "quick-geglu" in settings
+    if (offset, bound) != (tuple(_QUICK.values()) if quick else (0.0, None)):
+        raise StrettoError(
+            f"--glu-linear-offset {offset}, --activation-func-clamp-value {bound}: no such gate is here",
+            hint="what is: --swiglu without them, or gpt-oss's, --quick-geglu with 1.0 and 7.0",
+        )
+    kinds = {"swiglu_clamped": quick, "swiglu": "swiglu" in settings, "relu2": "squared-relu" in settings}
+    return {"model.mlp": next((kind for kind, there in kinds.items() if there), "gelu")}
 
 
 def _write_ffn(choices: Choices) -> Settings:
@@ -366,6 +417,9 @@ def _write_sinks(choices: Choices) -> Settings:
 
 
 def _read_sinks(settings: Settings) -> Mapping[str, Any]:
+    if settings.get("softmax-type") == "off-by-one":
+        hint = "what is: vanilla, or learnable as gpt-oss's sinks"
+        raise StrettoError("--softmax-type is off-by-one: such a softmax is not built here", hint=hint)
     return {"model.attention.sinks": settings.get("softmax-type") == "learnable"}
 
 
@@ -422,7 +476,7 @@ MODEL: tuple[Rule, ...] = (
         _read_latent,
     ),
     rule(("model.ffn",), ("ffn-hidden-size",), _write_ffn, _read_ffn),
-    rule(("model.mlp",), ("swiglu", "squared-relu"), _write_mlp, _read_mlp),
+    rule(("model.mlp",), ("swiglu", "squared-relu", "quick-geglu", *_QUICK), _write_mlp, _read_mlp),
     rule(("model.vocab",), ("vocab-size", "padded-vocab-size"), _write_vocabulary, _read_vocabulary),
     rule(
         ("data.tokenizer",),
@@ -452,6 +506,11 @@ MODEL: tuple[Rule, ...] = (
             "rotary-scaling-factor",
             "mscale",
             "mscale-all-dim",
+            "yarn-original-max-position-embeddings",
+            "yarn-beta-fast",
+            "yarn-beta-slow",
+            _ROUND,
+            f"no-{_ROUND}",
         ),
         _write_rope,
         _read_rope,

@@ -17,7 +17,11 @@ from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
 # attributes that say the opposite of their argument
-_OPPOSITE = {"disable-bias-linear": "add_bias_linear", "no-position-embedding": "add_position_embedding"}
+_OPPOSITE = {
+    "disable-bias-linear": "add_bias_linear",
+    "no-position-embedding": "add_position_embedding",
+    "no-yarn-correction-range-round-to-int": "yarn_correction_range_round_to_int",
+}
 # arguments that no price depends on and the model's outputs do, and the only value that is the same here
 _SAME = {
     "rotary_percent": (1.0, "the whole head is rotated"),

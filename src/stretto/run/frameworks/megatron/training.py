@@ -396,10 +396,7 @@ TRAINING: tuple[Rule, ...] = (
     aside("Megatron-LM limits no cache of its data", "data.cache_gib"),
     aside(
         "Megatron-LM reads its own indexed files",
-        "data.vocab",
-        "data.text_field",
-        "data.format",
-        "data.on_error",
+        *under("data", "vocab text_field end_of_text begin_of_text format on_error"),
     ),
     aside("set OMP_NUM_THREADS", "train.threads"),
     aside("Megatron-LM leaves it to nvidia-resiliency-ext, --enable-ft-package", "train.hang_s"),
