@@ -161,6 +161,22 @@ def test_a_chat_is_answered_by_the_runs_own_template(
     assert written(capsys, talker, "--prompts", rows, *options)["text"] == said["text"]
     assert run(["generate", str(talker), "--prompts", str(rows)]) == 2
     assert "--chat answers them" in capsys.readouterr().err
+    assert run(["generate", str(talker), "--prompt", "a", "--chat-template", "default"]) == 2
+    assert "add --chat" in capsys.readouterr().err
+
+
+def test_a_chats_row_gives_its_template_tools_and_variables(
+    talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = tmp_path / "named.jinja"
+    template.write_text("{{ tools[0].name }} {{ style }}: {{ messages[0].content }}")
+    more = {"tools": [{"name": "add"}], "chat_template_kwargs": {"style": "brief"}}
+    rows = [{name: [user("hello")], **more} for name in ("messages", "prompt")]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--chat", "--chat-template", template, "--prompts", path, "--tokens", 1]
+    outputs = written(capsys, talker, *options)["outputs"]
+    assert [one["prompt"] for one in outputs] == ["add brief: hello"] * 2
 
 
 def test_texts_and_tokens_end_a_text(talker: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,8 @@ def generate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A prompt a line; in a .jsonl file rows with prompt, or messages (and tools) to answer.",
+            help="A prompt a line; in a .jsonl file rows with prompt, or messages to answer (with tools and "
+            "chat_template_kwargs).",
         ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 100,
@@ -103,6 +104,8 @@ def generate(
     from stretto.run.generate.text import Sampling, Wording
 
     check_device(device, "--device")
+    if chat_template is not None and not chat:
+        raise StrettoError(f"--chat-template {chat_template}: renders messages", hint="add --chat")
     where = find_trained(path, checkpoint).checkpoint
     ranks = tp or int(os.environ.get("WORLD_SIZE", 1))
     stops = stop or []
@@ -174,12 +177,12 @@ def _from_file(wording: Wording, path: Path, chat: bool) -> list[Prompt]:
         if isinstance(text, str):
             starts.append(_prompt(wording, text, chat))
             continue
-        one = parse_row(row if "messages" in row else {"messages": text}, where)
+        one = parse_row(row if "messages" in row else {**row, "messages": text}, where)
         assert isinstance(one, Conversation)
         if not chat:
             raise StrettoError(f"{where}: has messages", hint="--chat answers them")
         messages = list(one.messages)
         while len(messages) > 1 and messages[-1]["role"] == "assistant":  # an answer that data has already
             messages.pop()
-        starts.append(wording.chat(messages, one.tools))
+        starts.append(wording.chat(messages, one.tools, one.arguments))
     return starts

@@ -21,7 +21,7 @@ from chats import (
 )
 from stretto.engine.models.language import IGNORED
 from stretto.errors import StrettoError
-from stretto.run.config.data import DataConfig, Packing
+from stretto.run.config.data import DataConfig, Packing, ReadOptions
 from stretto.run.data.build import build
 from stretto.run.data.chat_template import ChatTemplate
 from stretto.run.data.dataset import Documents, Samples, samples_of, whole_split_of
@@ -219,6 +219,20 @@ def test_what_cannot_be_aligned_is_refused_with_its_turn(
         built(tmp_path, [{"messages": messages}], place)
     assert "generation" in (caught.value.hint or "")
     built(tmp_path, [{"messages": messages}], place, chat="all")
+
+
+def test_rows_that_cannot_be_marked_are_left_out_and_counted_if_asked(tmp_path: Path):
+    place = tokenizer_folder(tmp_path / "t", "chatml", ENDED)
+    good = [{"messages": chat(1 + i % 3)} for i in range(40)]
+    bad = [{"messages": [user("a"), assistant("b", thinking="hm")]}, {"messages": []}]
+    rows = [*good[:20], bad[0], *good[20:], bad[1]]
+    folder = built(tmp_path, rows, place, reading=ReadOptions(on_error="skip"))
+    assert folder.index.documents == 40
+    assert folder.index.bad_rows is not None
+    assert folder.index.bad_rows["skipped"] == {"not aligned with the template": 1, "no conversation": 1}
+    assert "line 21: " in folder.index.bad_rows["examples"][0]
+    with pytest.raises(StrettoError, match="more than 10%"):
+        built(tmp_path, [*good[:5], *bad], place, reading=ReadOptions(on_error="skip"))
 
 
 def test_conversations_without_an_answer_are_counted(tmp_path: Path):

@@ -229,6 +229,18 @@ def test_where_templates_come_from(tmp_path: Path):
         ChatTemplate.load(tmp_path / "nowhere")
 
 
+def test_special_tokens_that_are_not_there_are_asked_for():
+    source = "{% set unk_token = 'u' %}{{ unk_token }}{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    message = [{"content": "a"}]
+    full = ChatTemplate(source=source, config={"bos_token": None, "eos_token": {"content": "</s>"}})
+    assert full.render(message).text == "ua</s>"
+    with pytest.raises(StrettoError, match="names eos_token, which"):
+        ChatTemplate(source=source, config={"bos_token": None}).render(message)
+    assert (
+        ChatTemplate(source="{% if eos_token is defined %}{{ eos_token }}{% endif %}a").render([]).text == "a"
+    )
+
+
 def test_templates_that_ask_for_the_date_are_fingerprinted_by_day():
     assert ChatTemplate(source="{{ strftime_now('%Y') }}").facts != ChatTemplate(source="x").facts
     assert len(render("{{ strftime_now('%Y') }}")) == 4

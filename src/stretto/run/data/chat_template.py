@@ -180,6 +180,12 @@ class ChatTemplate:
             raise StrettoError(
                 f"{self.origin}: not a valid template: {why}", hint="name a file with Jinja text"
             )
+        for name in process.opened["tokens"]:  # Jinja would write nothing in its place
+            if name not in self.config and f"{name} is defined" not in "".join(self._sources):
+                raise StrettoError(
+                    f"{self.origin}: names {name}, which {TOKENIZER_CONFIG} does not have",
+                    hint=f"copy {TOKENIZER_CONFIG} from the model, or write into it what {name} is (or null)",
+                )
         return process
 
     def _parsed(self, answer: Mapping[str, Any]) -> list[Rendered] | RowError:

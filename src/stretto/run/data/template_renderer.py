@@ -37,6 +37,7 @@ import jinja2
 import jinja2.debug
 from jinja2 import nodes
 from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -72,7 +73,7 @@ def main() -> None:
         opening: dict[str, Any] = json.loads(_read(incoming))
         _allow_seconds(opening["seconds"])
         renderer = Renderer(opening)
-        _write(outgoing, [{"ready": True}])
+        _write(outgoing, [{"tokens": renderer.tokens}])
     except jinja2.TemplateSyntaxError as error:
         return _write(outgoing, [{"invalid": f"line {error.lineno}: {error.message}"}])
     except (RecursionError, SyntaxError) as error:  # of what Jinja's compiler made
@@ -163,6 +164,7 @@ class Renderer:
 
     Attributes:
         marks: whether each says by `{% generation %}` what the model writes.
+        tokens: the special tokens that they name, such as `eos_token`.
     """
 
     def __init__(self, opening: Mapping[str, Any]) -> None:
@@ -173,6 +175,8 @@ class Renderer:
             jinja2.Template.from_code(environment, environment.compile(tree), environment.make_globals(None))
             for tree in trees
         ]
+        names = set[str]().union(*map(find_undeclared_variables, trees))
+        self.tokens = sorted(name for name in names if name.endswith("_token"))
         self._variables: dict[str, Any] = opening["variables"]
         self._seconds: int = opening["seconds"]
 

@@ -194,8 +194,13 @@ class Wording:
         ids = [*self.tokenizer.begin, *self.tokenizer.encode(text)]
         return Prompt(text=text, ids=ids or [self.tokenizer.endoftext])
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> Prompt:
-        """A conversation to answer.
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """A conversation to answer; arguments as `ChatTemplate.render`.
 
         Raises:
             StrettoError: there is no chat template, or it refuses the messages.
@@ -205,7 +210,7 @@ class Wording:
                 "the run's tokenizer has no chat template",
                 hint="name one with --chat-template FILE, or leave --chat out",
             )
-        text = self.template.render(messages, tools=tools, prompt=True).text
+        text = self.template.render(messages, tools=tools, prompt=True, arguments=arguments).text
         ((ids, _),) = self.tokenizer.encode_templated([text])
         return Prompt(text=text, ids=ids)
 
