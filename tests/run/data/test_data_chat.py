@@ -230,7 +230,7 @@ def test_rows_that_cannot_be_marked_are_left_out_and_counted_if_asked(tmp_path: 
     assert folder.index.documents == 40
     assert folder.index.bad_rows is not None
     assert folder.index.bad_rows["skipped"] == {"not aligned with the template": 1, "no conversation": 1}
-    assert "line 21: " in folder.index.bad_rows["examples"][0]
+    assert any("line 21: " in example for example in folder.index.bad_rows["examples"])
     with pytest.raises(StrettoError, match="more than 10%"):
         built(tmp_path, [*good[:5], *bad], place, reading=ReadOptions(on_error="skip"))
 

@@ -147,7 +147,9 @@ def test_a_process_that_stops_or_dies_is_replaced(monkeypatch: pytest.MonkeyPatc
 
 def test_answers_that_nobody_waits_for_are_not_taken_for_others():
     template = ChatTemplate(source="{{ messages[0].content }}")
-    requests = [template_request([{"role": "user", "content": str(n)}]) for n in range(100)]
+    requests = [
+        template_request([{"role": "user", "content": str(n)}]) for n in range(1000)
+    ]  # more than one message of the process
     for answer in template.answers(requests):
         assert not isinstance(answer, StrettoError)
         assert answer[0].text == "0"
