@@ -163,6 +163,7 @@ def test_no_other_token_than_the_files_name_ends_a_text(
         ("99", "9 tokens and none with this id"),
         (-1, "none with this id"),
         ("", "no such token"),
+        ("\ud800", "no such token"),
     ],
 )
 def test_a_token_that_is_not_there(tmp_path: Path, token: str | int, error: str) -> None:
@@ -191,6 +192,9 @@ def test_documents_begin_and_end_and_folders_keep_both(tmp_path: Path) -> None:
             (tmp_path / name).write_bytes(content)
         assert Tokenizer.load(tmp_path / "tokenizer.json").boundaries == Boundaries(5, 4)
     assert json.loads((tmp_path / "tokens" / "index.json").read_text())["begin_of_text"] == 4
+    # a dataset at a URL has its tokenizer beside it too
+    data = DataConfig(source=(tmp_path / "dataset").as_uri(), cache=str(tmp_path / "cache"))
+    assert open_source(data).describe_boundaries() == tokens.describe_boundaries()
     # another choice is other tokens, and is compared with those of a folder
     other = build(text, tmp_path / "tokens", tokenizer=folder, end_of_text=6, begin_of_text="")
     assert other.tokens[:].tolist() == [1, 2, 6, 2, 6]

@@ -23,6 +23,7 @@ from stretto.run.data import rank_files
 from stretto.run.data.boundaries import Boundaries
 from stretto.run.data.tokenizer import Tokenizer
 
+EVERY_BYTE = " ".join(base64.b64encode(bytes([byte])).decode() for byte in range(256))
 LINES = Path(__file__).read_text().splitlines(keepends=True)
 BITS = [
     *(
@@ -216,6 +217,10 @@ def test_models_that_ship_with_sentencepiece(name: str) -> None:
         ({"bpe_ranks": "! 0 YQ==", "special_tokens": {}, "pat_str": "."}, "not all 256 bytes have a rank"),
         ({"bpe_ranks": "! 0 YQ==", "pat_str": "."}, "special_tokens"),
         (
+            {"bpe_ranks": f"! 1 {EVERY_BYTE}", "special_tokens": {"a": 0}, "pat_str": "."},
+            "'a' is a special token",
+        ),
+        (
             {"config": {"default_num_special_tokens": 9, "default_vocab_size": 3}, "vocab": []},
             "9 special tokens of 3",
         ),
@@ -228,10 +233,8 @@ def test_damaged_files_are_one_error(tmp_path: Path, body: dict[str, object], er
         Tokenizer.load(tmp_path / "x.json")
 
 
-def test_a_special_token_that_is_text_too_is_refused(tmp_path: Path) -> None:
-    """Its id would be that of the text."""
-    every = " ".join(base64.b64encode(bytes([byte])).decode() for byte in range(256))
-    body = {"bpe_ranks": f"! 1 {every}", "special_tokens": {"a": 0}, "pat_str": "."}
+def test_impossible_ids_of_special_tokens_are_refused_before_there_is_room_for_them(tmp_path: Path) -> None:
+    body = {"bpe_ranks": f"! 1 {EVERY_BYTE}", "special_tokens": {"<a>": 10**9}, "pat_str": "."}
     (tmp_path / "x.json").write_text(json.dumps(body))
-    with pytest.raises(StrettoError, match="'a' is a special token and text"):
+    with pytest.raises(StrettoError, match="has the id 1000000000"):
         Tokenizer.load(tmp_path / "x.json")

@@ -8,7 +8,7 @@ vocabulary. Nothing is taken from a list of names: `</s>` ends Llama 2's texts, 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -93,6 +93,15 @@ class ModelFiles:
             "\n".join(texts),
         )
 
+    @classmethod
+    def parse(cls, where: str, config: bytes) -> ModelFiles:
+        """With the content of a `tokenizer_config.json` alone, which came from beside `where`.
+
+        Raises:
+            StrettoError: it is no JSON object.
+        """
+        return cls(_object(f"{_CONFIG} of {where}", lambda: config))
+
     def text(self, name: str) -> str | None:
         """The text of a token of the tokenizer's config, such as `eos_token`."""
         value: object = self.config.get(name)
@@ -107,8 +116,12 @@ class ModelFiles:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    return _object(path, path.read_bytes)
+
+
+def _object(path: Path | str, read: Callable[[], bytes]) -> dict[str, Any]:
     try:
-        body: object = json.loads(path.read_text(encoding="utf-8"))
+        body: object = json.loads(read())
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, RecursionError) as error:
@@ -159,7 +172,7 @@ def find_token(inner: tokenizers.Tokenizer, name: str, setting: str, token: Boun
             return number
         rule = f"{name} has {inner.get_vocab_size(with_added_tokens=True)} tokens and none with this id"
     else:
-        id_ = inner.token_to_id(str(token))
+        id_ = _id_of(inner, str(token))
         if id_ is not None:
             return id_
         rule = f"{name} has no such token"
@@ -175,6 +188,13 @@ def token_number(token: Boundary) -> int | None:
     if isinstance(token, int):
         return token
     return int(token) if token.isascii() and token.isdigit() else None
+
+
+def _id_of(inner: tokenizers.Tokenizer, text: str) -> int | None:
+    try:
+        return inner.token_to_id(text)
+    except UnicodeEncodeError:  # half of a surrogate pair, which no token has
+        return None
 
 
 def _special(inner: tokenizers.Tokenizer) -> dict[int, str]:
@@ -241,7 +261,7 @@ class _Tokens:
             StrettoError: the tokenizer does not have it.
         """
         text = self.files.text(key)
-        id_ = None if text is None else self.inner.token_to_id(text)
+        id_ = None if text is None else _id_of(self.inner, text)
         if text is not None and id_ is None:
             setting = BEGIN if key == "bos_token" else END
             raise StrettoError(

@@ -169,6 +169,7 @@ def from_tiktoken_json(path: Path | str, data: bytes, body: Mapping[str, Any]) -
             raise not_a_tokenizer(path, f"line {number} of bpe_ranks is not a rank and tokens") from None
     special = {int(id_): str(text) for text, id_ in dict(body["special_tokens"]).items()}
     _check_ranks(path, ranks)
+    check_ids(path, list(special))
     unnamed = _Encoding(name="", pattern=str(body["pat_str"]), special=special, end=None)
     inner, _ = _built(path, ranks, unnamed)
     if hashlib.sha256(data).hexdigest() == _CLAUDE:  # its package does this before

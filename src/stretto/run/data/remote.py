@@ -28,7 +28,7 @@ from stretto.run.data.block_cache import BlockCache
 from stretto.run.data.boundaries import Boundary
 from stretto.run.data.checksum import FileSums
 from stretto.run.data.token_source import Array
-from stretto.run.data.tokenizer import Tokenizer
+from stretto.run.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG, Tokenizer
 from stretto.run.data.tokenizer_files import TokenizerPath
 
 BLOCK = 1 << 22
@@ -378,7 +378,10 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer in a file, or in a `tokenizer.json` at a URL; as `Tokenizer.load`."""
     if isinstance(place, RemotePath):
-        return Tokenizer.parse(str(place), place.read_bytes(), end=end, begin=begin)
+        config = place.with_name(place.name.replace(TOKENIZER, TOKENIZER_CONFIG))
+        # a token folder's index has both
+        said = config.read_bytes() if None in (end, begin) and config.is_file() else b"{}"
+        return Tokenizer.parse(str(place), place.read_bytes(), said, end=end, begin=begin)
     return Tokenizer.load(place, end=end, begin=begin)
 
 

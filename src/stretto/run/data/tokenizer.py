@@ -101,16 +101,26 @@ class Tokenizer:
 
     @classmethod
     def parse(
-        cls, where: str, data: bytes, *, end: Boundary | None = None, begin: Boundary | None = None
+        cls,
+        where: str,
+        data: bytes,
+        config: bytes,
+        *,
+        end: Boundary | None = None,
+        begin: Boundary | None = None,
     ) -> Tokenizer:
-        """The tokenizer in the content of a `tokenizer.json`; `where` it came from, for messages. Boundaries
-        that are not given are those that this file names.
+        """The tokenizer in the content of a `tokenizer.json` and the `tokenizer_config.json` beside it;
+        `where` it came from, for messages.
 
         Raises:
             StrettoError: not a tokenizer.
         """
-        name, inner = f"tokenizer {where}", parse_tokenizer(where, data)
-        return cls(inner, find_boundaries(inner, name, ModelFiles(), end=end, begin=begin), name)
+        name = f"tokenizer {where}"
+
+        def find(inner: tokenizers.Tokenizer) -> Boundaries:
+            return find_boundaries(inner, name, ModelFiles.parse(where, config), end=end, begin=begin)
+
+        return cls(parse_tokenizer(where, data), find, name)
 
     @cached_property
     def boundaries(self) -> Boundaries:
