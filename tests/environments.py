@@ -22,11 +22,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 
 def installs(text: str) -> list[str]:
-    """What the `pip install` commands of a text install, in order: requirements, `.` being this project."""
+    """What the `pip install` commands of a text install, in order; `.` for this project."""
     inline = re.findall(r"`pip\s+install\s+([^`]+)`", text)
     lines = re.findall(r"^pip install (.+)$", text, flags=re.MULTILINE)
     words = [word for line in (*inline, *lines) for word in shlex.split(line)]
-    return [word for word in words if not word.startswith("-")]
+    return [re.sub(r"^stretto(?=\[|$)", ".", word) for word in words if not word.startswith("-")]
 
 
 def _project(extras: Iterable[str]) -> Iterator[Requirement]:
@@ -42,7 +42,7 @@ def distributions(requirements: Iterable[str]) -> dict[str, Distribution]:
     needed = dict[str, Distribution]()
     waiting = list[Requirement]()
     for one in requirements:
-        own = re.fullmatch(r"(?:\.|stretto)(?:\[(.*)\])?", one)
+        own = re.fullmatch(r"\.(?:\[(.*)\])?", one)
         waiting += _project((own[1] or "").split(",") if own[1] else ()) if own else [Requirement(one)]
     while waiting:
         need = waiting.pop()
@@ -109,7 +109,9 @@ def linked(folder: Path, requirements: Iterable[str]) -> Environment:
 def installed(folder: Path, requirements: Iterable[str], project: Path) -> Environment:
     """An environment in which pip has installed the requirements, `.` being the project's folder."""
     venv.EnvBuilder(symlinks=True, with_pip=True).create(folder)
-    words = [word for one in requirements for word in (("-e", one) if one.startswith(".") else (one,))]
+    own = [re.findall(r"[a-z0-9]+", one) for one in requirements if one.startswith(".")]
+    words = ["-e", f".[{','.join(extra for extras in own for extra in extras)}]"]
+    words += [one for one in requirements if not one.startswith(".")]
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
     done = subprocess.run([*pip, *words], cwd=project, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr[-3000:]

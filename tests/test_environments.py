@@ -31,6 +31,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clone")
     for shipped in ("configs", "examples", "benchmarks"):
         shutil.copytree(ROOT / shipped, folder / shipped)
+    shutil.copy(ROOT / "pyproject.toml", folder)
     (folder / "text").mkdir()
     for name in ("argparse.py", "typing.py"):
         shutil.copy(Path(os.__file__).with_name(name), folder / "text" / name)
@@ -49,6 +50,10 @@ def test_what_readme_installs() -> None:
     assert BASE == [".[fast]"]
     names = set(distributions(BASE))
     assert {"torch", "numba", "typer"} <= names
+    assert installs("`pip install 'stretto[bill]'`, `pip\ninstall -e '.[a,b]'`\npip install c d>=2\n") == [
+        *(".[bill]", ".[a,b]"),
+        *("c", "d>=2"),
+    ]
     assert not names & {"tensorboard", "pyarrow", "transformers", "pytest", "hypothesis"}
 
 
