@@ -130,6 +130,16 @@ def test_a_damaged_folder_is_built_again(source: Path):
         assert folder.tokens[:].tolist() == tokens
 
 
+def test_tokens_of_an_unknown_source_are_not_replaced(source: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    build(source, out, vocab=300)
+    (out / "index.json").write_bytes(b"{")
+    with pytest.raises(StrettoError, match=r"whose tokens .* is not known") as caught:
+        build(source, out, vocab=300)
+    assert "--force" in str(caught.value.hint)
+    assert build(source, out, vocab=300, replace=True).index.documents == 6
+
+
 def test_other_files_are_never_removed(source: Path, tmp_path: Path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").touch()

@@ -81,6 +81,16 @@ def test_a_directory_leaves_out_hidden_binary_and_empty_files_and_token_folders(
     assert corpus.skipped == 1
 
 
+def test_links_of_a_directory_are_followed(tmp_path: Path):
+    write(tmp_path, {"a/a.txt": "a", "elsewhere/b.txt": "b", "elsewhere/c/c.txt": "c"})
+    (tmp_path / "a" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "c" / "back").symlink_to(tmp_path / "a")
+    assert sorted(names(find_corpus(tmp_path / "a"))) == ["a.txt", "linked/b.txt", "linked/c/c.txt"]
+    (tmp_path / "a" / "lost.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(StrettoError, match=r"lost\.txt: a link to .*nowhere, which is not there"):
+        find_corpus(tmp_path / "a")
+
+
 def test_a_folder_of_binary_files_says_so(tmp_path: Path):
     write(tmp_path, {"a": b"\0\1" * 50, "b.png": b"\x89PNG\0\0"})
     with pytest.raises(StrettoError, match="holds no text: 2 files look binary"):

@@ -22,7 +22,7 @@ from stretto.errors import StrettoError
 from stretto.run.config.data import DataConfig
 from stretto.run.config.load import parse
 from stretto.run.config.schema import TrainConfig
-from stretto.run.data import remote
+from stretto.run.data import corpus, remote
 from stretto.run.data.block_cache import BlockCache
 from stretto.run.data.build import build
 from stretto.run.data.dataset import Samples, samples_of
@@ -405,3 +405,17 @@ def test_text_is_read_from_urls(tmp_path: Path) -> None:
     assert one.index.source == ["memory://b/texts/c.txt"]
     with pytest.raises(StrettoError, match=r"memory://b/texts/\*.md: no such file"):
         build("memory://b/texts/*.md", tmp_path / "none")
+
+
+def test_text_that_was_written_again_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Though its storage gives the time as text; one that gives none is warned of."""
+    path = RemotePath("memory://versions/a.txt", BlockCache(tmp_path, 1 << 20))
+    versions = list[str]()
+    for moment in ({"updated": "2026-11-01T00:00:00Z"}, {"updated": "2026-11-02T00:00:00Z"}, {}):
+        facts = remote._facts({"size": 3, "type": "file", **moment})
+        monkeypatch.setattr(RemotePath, "stat", lambda _, facts=facts: facts)
+        versions.append(corpus._file(path, "a.txt").version)
+    assert len(set(versions)) == 3
+    assert capsys.readouterr().err.count("does not say when it changed") == 1

@@ -234,8 +234,8 @@ def _tokens_key(tokenizer: Tokenizer | None, vocab: int, end: Boundary | None, b
 
 
 def _key(corpus: Corpus, tokenizer: str, conversations: Conversations | None) -> str:
-    """Fingerprint of the files (path, size, modification time) and of the settings."""
-    files = [(str(file.path.resolve()), file.name, file.size, file.mtime_ns) for file in corpus.files]
+    """Fingerprint of the files (path, size, version) and of the settings."""
+    files = [(str(file.path.resolve()), file.name, file.size, file.version) for file in corpus.files]
     more = [] if conversations is None else [conversations.facts]
     facts = json.dumps(
         [VERSION, _RECIPE, tokenizer, asdict(corpus.reading), TRAINING_CHARACTERS, files, *more]
@@ -261,8 +261,13 @@ def _check_source(target: Path, sources: list[str]) -> None:
     """Check that a token folder at `target`, which a build would replace, is of the same source."""
     try:
         index = read_index(target)
-    except StrettoError:
-        return
+    except StrettoError as error:
+        if not any((target / name).exists() for name in FILES):
+            return
+        raise StrettoError(
+            f"{error.message}: whose tokens {target} holds is not known",
+            hint="name another --out, or replace them with --force",
+        ) from None
     if index.source != sources:
         raise StrettoError(
             f"{target}: holds the tokens of {' '.join(index.source)}",

@@ -10,6 +10,7 @@ import glob
 import hashlib
 import os
 import re
+import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from stretto.run.data.block_cache import block_cache
 from stretto.run.data.cuts import trained_cuts
 from stretto.run.data.file_format import EncodingError, is_binary, is_named_text
 from stretto.run.data.readers import Piece, cut_pieces, opened, read_documents, unreadable
-from stretto.run.data.remote import Place, RemotePath
+from stretto.run.data.remote import Facts, Place, RemotePath
 from stretto.run.data.row_errors import RowErrors
 
 Source = str | os.PathLike[str]
@@ -44,12 +45,14 @@ _PLAIN = ReadOptions(input_format="text")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusFile:
-    """One file: `name` is its path relative to its source; `lenient`: skipped when it is not UTF-8."""
+    """One file: `name` is its path relative to its source, `version` changes when it is written to;
+    `lenient`: skipped when it is not UTF-8.
+    """
 
     path: Place
     name: str
     size: int
-    mtime_ns: int
+    version: str
     lenient: bool = False
 
 
@@ -215,25 +218,46 @@ def _missing_hint(path: Path) -> str:
 
 def _file(path: Place, name: str, lenient: bool = False) -> CorpusFile:
     facts = path.stat()
-    return CorpusFile(path=path, name=name, size=facts.st_size, mtime_ns=facts.st_mtime_ns, lenient=lenient)
+    version = str(facts.st_mtime_ns)
+    if isinstance(facts, Facts):
+        version = facts.version
+        if not facts.marked:
+            print(
+                f"warning: {path}: its storage does not say when it changed: tokens that were made of a file"
+                " of its size before are taken for its own",
+                file=sys.stderr,
+                flush=True,
+            )
+    return CorpusFile(path=path, name=name, size=facts.st_size, version=version, lenient=lenient)
 
 
 def _walk(root: Path, hidden: bool, skip: Iterable[str] = ()) -> Iterator[Path]:
-    """All regular files below `root`, except in token folders and directories named in `skip`."""
+    """All regular files below `root`, except in token folders and directories named in `skip`. Links to
+    directories are followed, unless `hidden`.
+    """
     skip = {*skip, "__pycache__"}
 
     def refuse(error: OSError) -> None:
         raise error
 
-    for folder, folders, names in os.walk(root, onerror=refuse):
-        if {"index.json", "tokens.bin"} <= set(names):
+    visited = set[str]()
+    for folder, folders, names in os.walk(root, onerror=refuse, followlinks=not hidden):
+        real = os.path.realpath(folder)
+        if {"index.json", "tokens.bin"} <= set(names) or real in visited:  # a link may lead back
             folders.clear()
             continue
-        folders[:] = [f for f in folders if f not in skip and (hidden or not f.startswith("."))]
-        for name in names:
+        visited.add(real)
+        folders[:] = [f for f in sorted(folders) if f not in skip and (hidden or not f.startswith("."))]
+        for name in sorted(names):
             path = Path(folder, name)
-            if (hidden or not name.startswith(".")) and path.is_file():
+            if not hidden and name.startswith("."):
+                continue
+            if path.is_file():
                 yield path
+            elif not hidden and path.is_symlink() and not path.exists():
+                raise StrettoError(
+                    f"{path}: a link to {path.readlink()}, which is not there", hint="mend or remove it"
+                )
 
 
 def _texts(paths: Iterable[P], root: P, corpus: Corpus) -> list[CorpusFile]:

@@ -44,11 +44,14 @@ T = TypeVar("T")
 
 
 class Facts(NamedTuple):
-    """Size and time of a file, as `os.stat` names them; its version, as far as the file system tells."""
+    """Size and time of a file, as `os.stat` names them; its version, as far as the file system tells, and
+    whether that is more than the size.
+    """
 
     st_size: int
     st_mtime_ns: int
     version: str
+    marked: bool
 
 
 class RemotePath:
@@ -448,7 +451,7 @@ def _facts(info: dict[str, Any]) -> Facts:
     moment = next((info[name] for name in _TIMES if info.get(name) is not None), 0)
     seconds = moment.timestamp() if isinstance(moment, datetime) else moment
     changed = int(seconds * 1e9) if isinstance(seconds, int | float) else 0  # some give it as text
-    return Facts(info["size"], changed, f"{info['size']} bytes, {mark}")
+    return Facts(info["size"], changed, f"{info['size']} bytes, {mark}", bool(mark))
 
 
 def _final(url: str, done: str, error: Exception) -> StrettoError | None:
