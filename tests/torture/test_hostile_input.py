@@ -26,6 +26,7 @@ PARSERS = (
     *("cluster", "profile", "token index", "megatron index", "tokenizer", "chat template", "manifest"),
     *("run metadata", "checkpoint index", "safetensors", "prediction table", "click log", "rows of text"),
     "packed rows",
+    *("megatron script", "deepspeed json", "torchtitan toml", "torchtitan module"),
 )
 
 

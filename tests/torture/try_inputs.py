@@ -16,7 +16,8 @@ import time
 import traceback
 from pathlib import Path
 
-from parsers import PARSERS, Parser
+from framework_parsers import PARSERS
+from parsers import Parser
 
 from stretto.errors import StrettoError
 

@@ -117,3 +117,22 @@ def test_the_run_around_a_job_is_listed_where_it_is_not_the_usual() -> None:
     values = {**choices_of(JOB).values, "run.name": "mine"}
     changed = Choices(values)
     assert settings_of(TINY, changed)[1] == ["left out: run.name=mine (it is for people)"]
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "text", "message"),
+    [
+        ("deepspeed", "ds.json", '{"optimizer": ' + '{"a":' * 3000 + "1" + "}" * 3001, "too deep to be read"),
+        (
+            "deepspeed",
+            "ds.json",
+            '{"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": "x"}}}',
+            "no such value",
+        ),
+        ("torchtitan", "run.toml", "[model]\nconverters = 3", "no such value"),
+        ("torchtitan", "run.py", "def f() -> Trainer.Config:\n    return " + "-" * 9000 + "1", "too deep"),
+    ],
+)
+def test_values_of_other_kinds_are_one_error(name: str, source: str, text: str, message: str) -> None:
+    with pytest.raises(StrettoError, match=message):
+        read(framework(name), text, source, 8, {"model.family": "llama"})

@@ -6,11 +6,13 @@ either is a choice that no framework maps yet, which a test reports.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.program.program import Program
 from stretto.run.config.required import FIELDS
@@ -193,3 +195,17 @@ def job_from(values: Mapping[str, Any]) -> Job:
             tree.setdefault(path[:-1], {})[path[-1]] = whole
     made["options"] = {name: v for name, v in tree.get(("options",), {}).items() if v is not None}
     return Job(**made)
+
+
+@contextmanager
+def reading(what: str) -> Generator[None]:
+    """Raise StrettoError for values of kinds that a setting does not take, wherever that comes to light."""
+    try:
+        yield
+    except StrettoError:
+        raise
+    except (MemoryError, RecursionError) as error:
+        raise StrettoError(f"{what}: values in each other, too deep to be read") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        hint = "look at numbers, lists and names there"
+        raise StrettoError(f"{what}: no such value is taken ({error})", hint=hint) from error

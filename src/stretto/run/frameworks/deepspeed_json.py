@@ -80,11 +80,12 @@ def _is_off(section: object) -> bool:
 
 def _loaded(text: str, source: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise StrettoError(f"{source}: {twice} is there twice", hint="DeepSpeed refuses that too")
-        return dict(pairs)
+        tree = dict[str, Any]()
+        for name, value in pairs:
+            if name in tree:
+                raise StrettoError(f"{source}: {name} is there twice", hint="DeepSpeed refuses that too")
+            tree[name] = value
+        return tree
 
     try:
         tree = json.loads(text, object_pairs_hook=unique)

@@ -16,7 +16,7 @@ from stretto.errors import Problem, StrettoError, nearest
 from stretto.planner.assumptions import Assumptions, software_profile
 from stretto.run.config.run_checks import raise_first
 from stretto.run.config.schema import TrainConfig
-from stretto.run.frameworks.choices import NAMES, PRICED, RUN_DEFAULTS, Choices, choices_of, job_from
+from stretto.run.frameworks.choices import NAMES, PRICED, RUN_DEFAULTS, Choices, choices_of, job_from, reading
 from stretto.spec.attention import AttentionShape
 from stretto.spec.job import Job
 from stretto.spec.presets import PRESETS, preset
@@ -496,6 +496,18 @@ def _written(framework: Framework, choices: Choices) -> tuple[dict[str, Any], li
     return settings, notes, wrong
 
 
+def read_rule(rule: Rule, settings: Settings) -> Mapping[str, Any]:
+    """The choices of a rule.
+
+    Raises:
+        StrettoError: a value that is not modelled, or of a kind that the setting does not take.
+    """
+    assert rule.read is not None
+    there = [f"{name} is {shown(settings[name])}" for name in rule.settings if name in settings]
+    with reading(", ".join(there) or ", ".join(rule.settings)):
+        return rule.read(settings)
+
+
 def read(
     framework: Framework,
     text: str,
@@ -516,7 +528,8 @@ def read(
     """
     if framework.parse is None:
         raise StrettoError(f"what {framework.title} runs cannot be read", hint="it can be written: --emit")
-    parsed = framework.parse(text, source, Start(devices=devices))
+    with reading(source):
+        parsed = framework.parse(text, source, Start(devices=devices))
     known, ignored = framework.settings, dict[str, list[str]]()
     for name, value in parsed.items():
         if isinstance(value, Unread) and value.matters:
@@ -541,30 +554,31 @@ def read(
     for rule in framework.rules:
         if rule.read is not None:
             try:
-                values |= rule.read(settings)
+                values |= read_rule(rule, settings)
             except StrettoError:
                 if PRICED & set(rule.choices) or not all(name.startswith("data.") for name in rule.choices):
                     raise
     values |= beside or {}
     if values.get("model.family") is None:
         raise StrettoError(f"{source} does not say which model it is", hint="say it with --model")
-    job = job_from(values)
-    raise_first(problems(job))
-    return Reading(
-        job=framework.as_run(job, settings),
-        assumptions=framework.assumptions_of(settings),
-        ignored={why: tuple(names) for why, names in ignored.items()},
-        remarks=(
-            *(value.text for value in parsed.values() if isinstance(value, Remark)),
-            *framework.remarks(settings),
-            *(
-                f"nothing tells what {name} holds: it is taken to be empty"
-                for name in parsed
-                if name[0] == "$"
+    with reading(f"{source}: its settings together"):
+        job = job_from(values)
+        raise_first(problems(job))
+        return Reading(
+            job=framework.as_run(job, settings),
+            assumptions=framework.assumptions_of(settings),
+            ignored={why: tuple(names) for why, names in ignored.items()},
+            remarks=(
+                *(value.text for value in parsed.values() if isinstance(value, Remark)),
+                *framework.remarks(settings),
+                *(
+                    f"nothing tells what {name} holds: it is taken to be empty"
+                    for name in parsed
+                    if name[0] == "$"
+                ),
             ),
-        ),
-        settings=settings,
-    )
+            settings=settings,
+        )
 
 
 def _matching(patterns: Mapping[str, str], name: str) -> str | None:

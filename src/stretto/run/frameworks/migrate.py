@@ -19,8 +19,17 @@ from stretto.run.config.schema import TrainConfig
 from stretto.run.config.section import find
 from stretto.run.config.source import CoreDumper
 from stretto.run.config.written import model_section
-from stretto.run.frameworks.choices import RUN_DEFAULTS, job_from
-from stretto.run.frameworks.mapping import Former, Framework, NamedFile, Remark, Settings, Start, Unread
+from stretto.run.frameworks.choices import RUN_DEFAULTS, job_from, reading
+from stretto.run.frameworks.mapping import (
+    Former,
+    Framework,
+    NamedFile,
+    Remark,
+    Settings,
+    Start,
+    Unread,
+    read_rule,
+)
 from stretto.spec.initial import Initial
 from stretto.spec.rules import problems
 
@@ -88,7 +97,8 @@ def migrate(
         StrettoError: no such text, sizes that make no model, or a job that is not legal.
     """
     assert framework.parse is not None
-    parsed = framework.parse(text, source, start or Start())
+    with reading(source):
+        parsed = framework.parse(text, source, start or Start())
     made = Migration()
     for setting, value in parsed.items():
         if isinstance(value, Former):
@@ -146,7 +156,7 @@ def _read(framework: Framework, settings: Settings, made: Migration) -> dict[str
             made.lost |= dict.fromkeys(there, "it is written here, and not read")
             continue
         try:
-            choices = rule.read(settings)
+            choices = read_rule(rule, settings)
         except StrettoError as error:
             if "world-size" in there:
                 raise
@@ -190,7 +200,8 @@ def _sections(values: Mapping[str, Any], made: Migration, name: str) -> dict[str
     """The sections of the config; of what the text leaves out, those values that are not usual here."""
     said = {field for one in made.mapped for field in one.fields}
     vocab = values.get(_SIZE)
-    job = job_from({**values, _SIZE: vocab or _TRAINED})
+    with reading("its arguments together"):
+        job = job_from({**values, _SIZE: vocab or _TRAINED})
     model = model_section(job.shape)
     if vocab is None:
         del model["vocab"]

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import StrettoError, read_text
-from stretto.run.frameworks.choices import RUN_DEFAULTS
+from stretto.run.frameworks.choices import RUN_DEFAULTS, reading
 from stretto.run.frameworks.deepspeed import DEEPSPEED
-from stretto.run.frameworks.mapping import Beside, NamedFile, Start, shown
+from stretto.run.frameworks.mapping import Beside, NamedFile, Start, read_rule, shown
 from stretto.run.frameworks.shell_values import unknown_in
 
 NAME = "deepspeed_config"
@@ -36,7 +36,8 @@ def read_json(file: NamedFile, values: Mapping[str, Any], mapped: Collection[str
         if (name := unknown_in(text)) is not None:
             raise StrettoError(f"nothing tells what {name} is in {file.path}, which the script writes")
         assert DEEPSPEED.parse is not None
-        settings = DEEPSPEED.parse(text, file.path, Start(devices=values["layout.dp"]))
+        with reading(file.path):
+            settings = DEEPSPEED.parse(text, file.path, Start(devices=values["layout.dp"]))
     except StrettoError as error:
         made.lost[NAME] = error.message
         return made
@@ -47,7 +48,7 @@ def read_json(file: NamedFile, values: Mapping[str, Any], mapped: Collection[str
             continue
         read |= set(there)
         try:
-            choices = rule.read(settings)
+            choices = read_rule(rule, settings)
         except StrettoError as error:
             made.lost[f"{NAME} {there[0]}"] = error.message
             continue

@@ -108,7 +108,7 @@ def parse(text: str, source: str, start: Start, priced: Mapping[str, object]) ->
         if isinstance(value, NamedFile) and value.path in written:
             settings[name] = NamedFile(value.path, written[value.path])
     size = start.devices if world is None or (start.wins and start.devices is not None) else world
-    sizes = ("num-layers", "hidden-size", "num-attention-heads", "seq-length")
+    sizes = ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "max-position-embeddings")
     wrong = next((value for name in sizes if isinstance(value := settings.get(name), Unread)), None)
     if wrong is not None:
         raise wrong.error
