@@ -365,6 +365,15 @@ def test_an_unknown_token_that_is_not_in_the_vocabulary(tmp_path: Path, kind: st
         Tokenizer.load(tmp_path)
 
 
+def test_a_tokenizer_that_would_leave_text_out(tmp_path: Path) -> None:
+    """A BPE of characters without a token for the others."""
+    inner = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "<|endoftext|>": 2}, []))
+    assert inner.encode("abz").ids == [0, 1]
+    inner.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(StrettoError, match="leaves out of a text what it does not know"):
+        Tokenizer.load(tmp_path)
+
+
 @pytest.mark.parametrize("use", ["encode", "encode_batch", "encode_templated", "build"])
 def test_what_the_library_raises_of_a_text_is_one_error(tmp_path: Path, use: str) -> None:
     """Such as a word that it does not know, and has no token for."""
