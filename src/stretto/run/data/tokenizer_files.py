@@ -153,8 +153,8 @@ def _from_json(path: Path | str, data: bytes) -> Read:
     by_bytes = "ByteLevel" in steps or model.get("byte_fallback")
     if model.get("type") == "BPE" and unknown is None and not by_bytes:
         raise StrettoError(
-            f"tokenizer {path}: a BPE of characters without unk_token, which leaves out of a text what it does"
-            " not know, without a sign",
+            f"tokenizer {path}: a BPE of characters without unk_token, which leaves out of a text what it"
+            " does not know, without a sign",
             hint="give it an unk_token of its vocabulary, or byte_fallback",
         )
     return tokenizers.Tokenizer.from_str(data.decode()), None
