@@ -107,8 +107,8 @@ def train(
 ) -> None:
     """Train a language model or a recommender, on local ranks that it starts or as one rank under torchrun.
 
-    Ctrl-C, SIGTERM, SIGUSR1 and SIGUSR2 finish the step and save; the exit code is then 130 or 75, and the
-    same command with --resume auto continues. A third Ctrl-C ends it at once.
+    Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 finish the step and save; the exit code is then 130 or 75,
+    and the same command with --resume auto continues. A third Ctrl-C ends it at once.
     """
     with _ending_early():
         words = [*(overrides or []), *(["metrics.trace=3"] if trace else [])]

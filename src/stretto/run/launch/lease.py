@@ -38,6 +38,7 @@ _SETTLE_S = 1.0  # for another machine that takes the same lease over in the sam
 _RETRY_S = 2.0  # for a lease that is being written, or a file server that does not answer
 _TOKEN = "STRETTO_LEASE"  # names the lease to this job's ranks, and the folder's device and inode
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
+LOST = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENOTCONN)  # what a folder that is gone answers
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EBADF, errno.EINVAL)
 
 
@@ -91,7 +92,7 @@ def lease(folder: Path | None) -> Generator[None]:
         mine = _myself()
         descriptor = _take(folder, mine)
         before = os.environ.get(_TOKEN)
-        os.environ[_TOKEN] = f"{mine.token} {_identity(folder)}"
+        os.environ[_TOKEN] = f"{mine.token} {identity(folder)}"
         ended = threading.Event()
         beats = threading.Thread(target=_beat, args=(folder, mine, ended), name="lease", daemon=True)
         beats.start()
@@ -154,24 +155,24 @@ class RunFolderLost(StrettoError):
     """The run's folder was removed, or replaced by another, while a job wrote to it."""
 
 
-def lost_folder(folder: Path) -> str | None:
-    """Why the folder that this job has leased is not its own any more; None: it is, or none was leased."""
-    token, _, identity = os.environ.get(_TOKEN, "").partition(" ")
-    if not token:
-        return None
+def lost_folder(folder: Path, before: str = "") -> str | None:
+    """Why the folder that this job has leased is not its own any more; None: it is, or none was leased.
+
+    Args:
+        before: the folder's `identity` when it was first written to, for a job without a lease.
+    """
+    token, _, leased = os.environ.get(_TOKEN, "").partition(" ")
     end = time.monotonic() + _RETRY_S
     while True:
-        now = _identity(folder)
-        if now == "":
-            lost = f"run folder {folder} was removed while the job wrote to it"
-        elif identity not in ("", now):
-            lost = f"run folder {folder} was replaced by another while the job wrote to it"
-        elif _read(folder) is None:
-            lost = f"{folder / LEASE}, by which the job holds its run's folder, was removed or cannot be read"
-        else:
+        now = identity(folder)
+        if now == "" and (token or before):
+            return f"run folder {folder} was removed while the job wrote to it"
+        if now != (leased or now) or now != (before or now):
+            return f"run folder {folder} was replaced by another while the job wrote to it"
+        if not token or _read(folder) is not None:
             return None
-        if time.monotonic() > end or now == "":
-            return lost
+        if time.monotonic() > end:
+            return f"{folder / LEASE}, by which the job holds its run's folder, was removed or cannot be read"
         time.sleep(0.05)
 
 
@@ -180,11 +181,13 @@ def leave_folder() -> None:
     os.environ.pop(_TOKEN, None)
 
 
-def _identity(folder: Path) -> str:
+def identity(folder: Path) -> str:
     """The folder's device and inode; "" where there is none."""
     try:
         status = folder.stat()
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError as error:
+        if error.errno not in LOST:
+            raise
         return ""
     return f"{status.st_dev}:{status.st_ino}"
 

@@ -1,5 +1,6 @@
-"""Ask a run to stop: Ctrl-C, SIGTERM, and what batch systems send before the time is over (SIGUSR1, SIGUSR2)
-finish the step, save, and end.
+"""Ask a run to stop: Ctrl-C, SIGTERM, what batch systems send before the time is over (SIGUSR1, SIGUSR2), and
+what a terminal sends that is closed (SIGHUP, unless it is ignored, as under nohup) finish the step, save, and
+end.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import time
 from collections.abc import Iterable
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Stopped(Exception):
@@ -34,6 +35,8 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers on no other thread
             for number in SIGNALS:
+                if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                    continue
                 self._before[number] = signal.signal(number, self._on_signal)
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return self
@@ -48,6 +51,10 @@ class StopRequest:
         if self.signal is not None:
             raise Stopped(f"stopped by signal {self.signal}")
 
-    def _on_signal(self, number: int, _: FrameType | None) -> None:
+    def ask(self, number: int = signal.SIGTERM) -> None:
+        """Ask to stop, as if the signal had come."""
         if self.signal is None:
             self.signal, self.since = number, time.monotonic()
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self.ask(number)

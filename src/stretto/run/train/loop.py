@@ -15,7 +15,7 @@ from datetime import timedelta
 from itertools import islice
 from math import isfinite
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from stretto.engine.checkpoint.background import BackgroundSave
 from stretto.engine.checkpoint.load import latest
 from stretto.engine.checkpoint.save import save
 from stretto.engine.device import backend_for, rank_device
-from stretto.engine.parallel.control import gather_json, this_rank
+from stretto.engine.parallel.control import CollectiveError, gather_json, run_on_first, this_rank
 from stretto.engine.parallel.copies import Copies, Held, report
 from stretto.engine.parallel.memory_check import MemoryCheck
 from stretto.engine.progress import PROGRESS
@@ -34,7 +34,14 @@ from stretto.run.config import dump
 from stretto.run.config.run_checks import rate_notes
 from stretto.run.config.schema import JobConfig, LoopConfig
 from stretto.run.launch.failure import TrainingFailed, doing
-from stretto.run.launch.lease import check_lease, share
+from stretto.run.launch.lease import (
+    RunFolderLost,
+    check_folder,
+    check_lease,
+    leave_folder,
+    lost_folder,
+    share,
+)
 from stretto.run.launch.rendezvous import attempt_store
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.guard import BadStep, Guard, Judged, with_range
@@ -230,6 +237,8 @@ class TrainingLoop(ABC, Generic[C, P]):
         Returns:
             Whether it was stopped before the last step.
         """
+        if self.metrics is not None:
+            self.metrics.on_loss = stop.ask  # all ranks end, and save elsewhere
         try:
             return self._train(stop)
         finally:
@@ -259,6 +268,7 @@ class TrainingLoop(ABC, Generic[C, P]):
                     self._roll_back(self._bad)
                 stopped = False  # a rank that was asked to stop says so again in the next step
             elif stopped:
+                self._check_folder()
                 if not self._can_save(stop):
                     self.finish_save()
                     return True
@@ -337,12 +347,17 @@ class TrainingLoop(ABC, Generic[C, P]):
         Raises:
             TrainingFailed: there is none.
         """
-        self._bad = None
+        self._bad, position = None, self.position
+        if (lost := self._lost_folder()) is not None:
+            if len(bad.samples):
+                position.skipped = with_range(position.skipped, bad.samples)
+            self._rescue(lost, weights=len(bad.samples) > 0)  # where copies differ, some are wrong
         self.finish_save()
-        path = latest(self.config.run.folder / "checkpoints", self.note, bad.before)
-        if path is None:
-            raise TrainingFailed(f"{bad}; there is no whole checkpoint to go back to")
-        position, restored = self.position, self._restore(path)
+        with self._rescuing(weights=False):
+            path = latest(self.config.run.folder / "checkpoints", self.note, bad.before)
+            if path is None:
+                raise TrainingFailed(f"{bad}; there is no whole checkpoint to go back to")
+            restored = self._restore(path)
         vars(position).update(vars(restored))
         if len(bad.samples):  # else the samples are not to blame
             position.skipped = with_range(position.skipped, range(position.samples, bad.samples.stop))
@@ -379,9 +394,10 @@ class TrainingLoop(ABC, Generic[C, P]):
             self.note(f"step {self.position.step}: no checkpoint, the last one is still being written")
             return
         self.finish_save()
+        self._check_folder()
         check_lease(self.config.run.folder)
         self._save_began = time.monotonic()
-        with PROGRESS.long("saving a checkpoint"):
+        with PROGRESS.long("saving a checkpoint"), self._rescuing():
             path = self._write_checkpoint(self.background.start if background else save)
         self._saved_at = self.position.step
         if not background:
@@ -391,13 +407,17 @@ class TrainingLoop(ABC, Generic[C, P]):
         """Go on with the checkpoint that is saved in the background, where all ranks have agreed that it can
         (`StepAgreement.save_ready`). Only between two steps of all ranks.
         """
-        if ready and (path := self.background.advance()) is not None:
+        if not ready:
+            return
+        with self._rescuing():
+            path = self.background.advance()
+        if path is not None:
             self._note_saved(path)
 
     def finish_save(self) -> None:
         """Wait for the checkpoint that is saved in the background."""
         if self.background.busy:
-            with PROGRESS.long("waiting for a checkpoint to be written"):
+            with PROGRESS.long("waiting for a checkpoint to be written"), self._rescuing():
                 path = self.background.finish()
             self._note_saved(path)
 
@@ -405,6 +425,67 @@ class TrainingLoop(ABC, Generic[C, P]):
         self._longest_save_s = max(self._longest_save_s or 0.0, time.monotonic() - self._save_began)
         self.saved = path
         self.note(f"saved {path}")
+
+    def _lost_folder(self) -> str | None:
+        """Why the run's folder is not its own any more; None: it is. Collective."""
+        metrics, folder = self.metrics, self.config.run.folder
+        return run_on_first(lambda: lost_folder(folder) if metrics is None else metrics.check_folder())
+
+    def _check_folder(self) -> None:
+        """Rescue the run and raise RunFolderLost if its folder is not its own any more. Collective."""
+        if (lost := self._lost_folder()) is not None:
+            self._rescue(lost)
+
+    @contextmanager
+    def _rescuing(self, weights: bool = True) -> Generator[None]:
+        """Rescue the run if the block fails since its folder is gone. Its errors are those of all ranks."""
+        try:
+            yield
+        except RunFolderLost:
+            raise
+        except (StrettoError, CollectiveError, TrainingFailed):
+            if (lost := self._lost_folder()) is not None:
+                self._rescue(lost, weights)
+            raise
+
+    def _rescue(self, lost: str, weights: bool = True) -> NoReturn:
+        """Write what this job holds to a new folder beside the run's, and end it. Collective.
+
+        Args:
+            lost: what has become of the run's folder.
+            weights: they are right; else config and records are all that is written.
+
+        Raises:
+            RunFolderLost: always; it names the new folder.
+        """
+        leave_folder()
+        run = self.config.run
+        try:
+            name, cut = run_on_first(self._write_records)
+        except (StrettoError, CollectiveError) as error:
+            raise RunFolderLost(f"{lost}; nothing could be written elsewhere: {error}") from None
+        self.config = self.config.model_copy(update={"run": run.model_copy(update={"name": name})})
+        text = f"{lost}; its config and records are now in {self.config.run.folder}"
+        text += f" (of {', '.join(cut)} only the newest lines are left)" if cut else ""
+        if not weights:
+            raise RunFolderLost(f"{text}, without weights, for those of some ranks were wrong")
+        try:
+            path = self._write_checkpoint(save)
+        except (StrettoError, CollectiveError, TrainingFailed) as error:
+            raise RunFolderLost(f"{text}; its weights could not be saved: {error}") from None
+        raise RunFolderLost(f"{text}, with {path.name}", hint=f"go on with run.name={name} --resume auto")
+
+    def _write_records(self) -> tuple[str, list[str]]:
+        """On rank 0, a new folder with config and records; its name, and which records are not complete."""
+        run, number = self.config.run, 1
+        renamed = run.model_copy(update={"name": f"{run.name}-rescued"})
+        while renamed.folder.exists():
+            number += 1
+            renamed = run.model_copy(update={"name": f"{run.name}-rescued-{number}"})
+        renamed.folder.mkdir(parents=True, mode=0o700 if run.private else 0o777)
+        config = self.config.model_copy(update={"run": renamed})
+        (renamed.folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+        return renamed.name, [] if self.metrics is None else self.metrics.rescue(renamed.folder)
 
     def _can_save(self, stop: StopRequest) -> bool:
         """Whether the time since the signal leaves enough of `train.grace_s` for the longest save so far, on
@@ -480,6 +561,7 @@ def start_run(
     cleanup.enter_context(share(run))
     if dist.get_rank() != 0:
         return None
+    check_folder(run)
     try:
         run.mkdir(parents=True, exist_ok=True)
         if config.run.private:
@@ -494,6 +576,7 @@ def start_run(
             board=config.metrics.board(run),
             out=sys.stderr if quiet else None,
             words=words,
+            keep=keep,
         )
     except OSError as error:
         raise StrettoError(

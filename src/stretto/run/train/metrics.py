@@ -6,9 +6,12 @@ the numbers are those of the whole job.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import exp, isfinite, isnan, log
@@ -17,12 +20,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO, cast
 
 from stretto.errors import StrettoError
+from stretto.run.launch.lease import LOST, identity, lost_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-STEPS, EVALUATIONS = "metrics.jsonl", "eval.jsonl"
+STEPS, EVALUATIONS, EVENTS = "metrics.jsonl", "eval.jsonl", "guard.jsonl"
+_RECENT = 10_000  # lines that stay in memory, if the file itself cannot be read any more
 _TAIL = 1 << 16  # bytes that hold the last record
 
 
@@ -155,7 +160,68 @@ def _plain(value: Any) -> Any:
     return value
 
 
-class StepLines:
+class RecordFile:
+    """Appends JSON lines to `path`, which others may remove or replace while it is open."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: io.BufferedRandom | None = None
+        self._recent = deque[bytes](maxlen=_RECENT)
+        self._has_older = False  # lines that are in the file only
+
+    def open(self) -> None:
+        """Open the file, which a first `write` does too."""
+        self._file = self.path.open("ab+")
+        self._has_older = self._has_older or (not self._recent and self._file.tell() > 0)
+
+    def write(self, facts: Mapping[str, Any]) -> bool:
+        """Append one line and flush it, so that a reader of the file sees it at once.
+
+        Returns:
+            Whether the line is in the file at this path; if not, `copy_to` has it.
+        """
+        line = json_line(facts).encode() + b"\n"
+        self._has_older = self._has_older or len(self._recent) == _RECENT
+        self._recent.append(line)
+        try:
+            if self._file is None:
+                self.open()
+            assert self._file is not None
+            self._file.write(line)
+            self._file.flush()
+            return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
+        except OSError as error:
+            if error.errno in LOST:
+                return False
+            raise
+
+    def copy_to(self, path: Path) -> bool:
+        """Write all lines to another file; returns whether none is missing. A file that was removed can still
+        be read while it is open, unless another machine has removed it.
+        """
+        lines, data = b"".join(self._recent), b""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                data = os.pread(self._file.fileno(), os.fstat(self._file.fileno()).st_size, 0)
+        complete = data.endswith(lines)
+        if data or lines:
+            path.write_bytes(data if complete else lines)
+        return complete or not self._has_older
+
+    def restore(self) -> None:
+        """Write all lines to the path anew."""
+        self.copy_to(self.path)
+        self.close()
+        self.open()
+
+    def close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # `write` has flushed every line, or said that it could not
+                self._file.close()
+        self._file = None
+
+
+class StepLines(RecordFile):
     """Appends JSON lines to `path`, after dropping its lines of steps after `start`.
 
     A run that died after its last checkpoint has written steps that the resumed run repeats, and perhaps half
@@ -163,18 +229,11 @@ class StepLines:
     """
 
     def __init__(self, path: Path, start: int = 0) -> None:
+        super().__init__(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             _keep(path, start)
-        self._file = path.open("a", encoding="utf-8")
-
-    def write(self, facts: Mapping[str, Any]) -> None:
-        """Append one line and flush it, so that a reader of the file sees it at once."""
-        self._file.write(json_line(facts) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+        self.open()
 
 
 def cut_records(run: Path, step: int) -> None:
@@ -407,7 +466,11 @@ class Metrics:
 
     `folder` is the run's, `steps` are the whole run's, `start` are those a resumed run has behind it: what
     the files hold of later ones is dropped. `out` is stdout unless given (`--json` leaves stdout alone);
-    `words` say how records are told.
+    `words` say how records are told. `keep` writes into a folder what else belongs to the run.
+
+    If the run's folder is removed or replaced, `lost` says so from the next record on, `on_loss` is called
+    once, and `rescue` writes all records elsewhere.
+
     Use it in a `with`, so that the terminal is left as it was whatever happens.
 
     Raises:
@@ -424,12 +487,18 @@ class Metrics:
         board: Path | None = None,
         out: TextIO | None = None,
         words: Words = TOKENS,
+        keep: Callable[[Path], object] = lambda _: None,
     ) -> None:
         self._words = words
+        self._keep = keep
+        self.lost: str | None = None
+        self.on_loss: Callable[[], object] = lambda: None
         self._steps = steps
         self._every = every
         self._folder, self._place = folder, board
+        self._events = RecordFile(folder / EVENTS)
         self._open(start)
+        self._identity = identity(folder)
         self._display = display(steps, start, sys.stdout if out is None else out, words)
 
     def _open(self, start: int) -> None:
@@ -437,6 +506,8 @@ class Metrics:
         self._board = None if self._place is None else Board(self._place, start)
         self._train = StepLines(self._folder / STEPS, start)
         self._eval = StepLines(self._folder / EVALUATIONS, start)
+        if self._events.path.exists():
+            self._events.open()
 
     def rewind(self, start: int) -> None:
         """Go on behind step `start`: what the files hold of later ones is dropped."""
@@ -447,12 +518,11 @@ class Metrics:
         """Append a line to `guard.jsonl`, the record of steps that were not applied; nothing is ever dropped
         from it.
         """
-        with (self._folder / "guard.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json_line(facts) + "\n")
+        self._write(self._events, facts)
 
     def step(self, record: AnyStep) -> None:
         """Report a training step."""
-        self._train.write(record.facts())
+        self._write(self._train, record.facts())
         shown = record.step % self._every == 0 or record.step in (self._first, self._steps)
         self._display.step(record, shown)
         if self._board is not None and shown:
@@ -460,11 +530,33 @@ class Metrics:
 
     def evaluation(self, record: AnyEval) -> None:
         """Report an evaluation."""
-        self._eval.write(record.facts())
+        self._write(self._eval, record.facts())
         self._display.line(self._words.evaluation(record, self._steps))
         if self._board is not None:
             self._board.evaluation(record)
             self._board.flush()
+
+    def _write(self, file: RecordFile, facts: Mapping[str, Any]) -> None:
+        if file.write(facts) or self.lost is not None:
+            return
+        if self.check_folder() is None:
+            file.restore()
+            self.note(f"warning: {file.path} was removed or replaced; it is written anew")
+        else:
+            self.on_loss()
+
+    def check_folder(self) -> str | None:
+        """Why the run's folder is not its own any more; None: it is."""
+        self.lost = self.lost or lost_folder(self._folder, self._identity)
+        return self.lost
+
+    def rescue(self, folder: Path) -> list[str]:
+        """Write all records, and what else belongs to the run, into another folder; returns the names of
+        those of which only the newest lines are left.
+        """
+        self._keep(folder)
+        files = (self._train, self._eval, self._events)
+        return [file.path.name for file in files if not file.copy_to(folder / file.path.name)]
 
     def note(self, text: str) -> None:
         """Show a line between records, such as that a checkpoint was saved."""
@@ -476,8 +568,8 @@ class Metrics:
         self._close_files()
 
     def _close_files(self) -> None:
-        self._train.close()
-        self._eval.close()
+        for file in (self._train, self._eval, self._events):
+            file.close()
         if self._board is not None:
             self._board.close()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from stretto.engine.checkpoint.folder import checkpoints, step_of
 from stretto.engine.checkpoint.manifest import quick_problems
+from stretto.run.launch.lease import check_folder
 from stretto.run.launch.restart import Progress, Restart
 from stretto.run.train.metrics import cut_records, json_line, recorded_steps
 
@@ -43,6 +44,7 @@ class Restarts:
         print(restart.text, file=sys.stderr if self._quiet else sys.stdout, flush=True)
         if self.folder is None:
             return
+        check_folder(self.folder)
         self.count = restart.number
         cut_records(self.folder, restart.saved)
         facts = {

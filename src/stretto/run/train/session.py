@@ -217,7 +217,8 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
     def _trace(self, recorder: Recorder) -> None:
         """Bring together what all ranks recorded, and report it beside the replay."""
         pipelines = trace.gather(recorder, self.mesh)
-        if pipelines is not None:
+        lost = self.metrics is not None and self.metrics.check_folder() is not None
+        if pipelines is not None and not lost:
             program = self.replica.pipeline.program
             forecast = self._forecast
             job, host = self.replica.job, platform.node()

@@ -188,7 +188,7 @@ def write(
         OSError: the folder cannot be written to.
     """
     place = folder / "trace"
-    place.mkdir(parents=True, exist_ok=True)
+    place.mkdir(exist_ok=True)
     for at, events in enumerate(pipelines):
         path = place / (f"step-{step}.json" if at == 0 else f"step-{step}.pipeline-{at}.json")
         path.write_text(write_trace(Trace(tuple(events), program.name, "measured")), encoding="utf-8")

@@ -180,7 +180,7 @@ def failure(seen: Mapping[int, Seen], verdict: Verdict, folder: Path) -> Failure
     first = verdict.culprits[0]
     stack = main_stack(_text_of(folder / STACK.format(rank=first)))
     with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)  # in the run's, which is not made anew
         facts = _facts(seen, verdict)
         (folder / SUMMARY).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     one = seen[first]

@@ -190,7 +190,7 @@ class Watch:
             while time.monotonic() < end and len(self.board.read_stacks(0)) == before:
                 time.sleep(0.02)
             time.sleep(0.05)  # the rest of it
-            self.board.folder.mkdir(parents=True, exist_ok=True)
+            self.board.folder.mkdir(exist_ok=True)  # in the run's, which is not made anew
             path = self.board.folder / STACK.format(rank=rank)
             path.write_text(self.board.read_stacks(before), encoding="utf-8")
 

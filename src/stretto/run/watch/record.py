@@ -51,7 +51,7 @@ def write_now(folder: Path, rank: int) -> None:
     beside the main one. What cannot be written is left out.
     """
     with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)  # in the run's, which is not made anew
         with (folder / STACK.format(rank=rank)).open("w", encoding="utf-8") as file:
             faulthandler.dump_traceback(file, all_threads=True)
     with contextlib.suppress(Exception):  # torch's recorder may be in any state
@@ -93,7 +93,7 @@ def _write(folder: Path, awaited: Awaited | None) -> None:
                 "retired": False,
             }
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)  # in the run's, which is not made anew
     path = folder / RECORD.format(rank=rank)
     beside = path.with_name(f"{path.name}.new")
     beside.write_text(json.dumps(record), encoding="utf-8")
