@@ -165,6 +165,14 @@ def test_a_free_port_is_used(config: str, folder: Path, capfd: pytest.CaptureFix
 # ---------------------------------------------------------------------- a whole run
 
 
+def test_a_rise_of_the_loss_is_the_last_line(config: str, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["train.steps=20", "optim.lr=3", "optim.rate.schedule=constant", "optim.rate.warmup=10"]
+    assert run(["train", config, *words, "run.name=rises", "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert err.splitlines()[-1].startswith("warning: the loss has risen: ")
+    assert json.loads(out)["warning"] in err
+
+
 def test_json_is_one_object_and_a_second_run_takes_a_new_name(
     config: str, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,6 +187,7 @@ def test_json_is_one_object_and_a_second_run_takes_a_new_name(
     assert (facts["run_dir"], facts["layout"]) == (str(runs / "tiny"), "tp2 pp2")
     assert facts["checkpoint"] == str(runs / "tiny" / "checkpoints" / "step-00000006")
     assert facts["stopped"] is False
+    assert facts["warning"] is None
     banner = err.splitlines()
     first = next(i for i, line in enumerate(banner) if line.startswith("gpt of 35"))
     assert "on 4 ranks (tp2 pp2), 1f1b; 6 steps of 4 x 16 tokens in 4 microbatches of 1" in banner[first]

@@ -250,8 +250,11 @@ def _report(config: AnyConfig, result: Result, again: str, command: str, as_json
             "stopped": result.stopped,
             "checkpoint": _newest(config, outcome),
             "restarts": result.restarts,
+            "warning": outcome.get("warning"),
         }
         print(json.dumps({**facts, **common}))
+    if outcome.get("warning") is not None:  # last, so that it is not overlooked
+        print(f"warning: {outcome['warning']}", file=out)
 
 
 def _newest(config: AnyConfig, outcome: dict[str, Any]) -> str | None:

@@ -94,6 +94,7 @@ class Session(TrainingLoop[RecommenderConfig, ClickPosition]):
             samples_per_s=median(self._speeds) if self._speeds else None,
             stopped=stopped,
             checkpoint=None if self.saved is None else str(self.saved),
+            warning=self.trend.warning,
             quality=None if self._quality is None else asdict(self._quality),
             placement=to_json(self._placements),
         )

@@ -46,6 +46,7 @@ from stretto.run.launch.rendezvous import attempt_store
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.guard import BadStep, Guard, Judged, with_range
 from stretto.run.train.metrics import TOKENS, Metrics, Words
+from stretto.run.train.trend import LossTrend
 from stretto.run.watch.limit import StepLimit
 from stretto.run.watch.slow import SlowRanks, news
 
@@ -79,6 +80,7 @@ class Outcome:
     loss: float | None  # of the last step; None where the run has made none
     stopped: bool  # by a signal, before the last step
     checkpoint: str | None  # the newest; None where it was stopped before there was one
+    warning: str | None = None  # what is wrong with the run, though it came to its end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +198,7 @@ class TrainingLoop(ABC, Generic[C, P]):
         self._slow: SlowRanks | None = None  # on rank 0
         self._hosts: list[str] = []
         self.background = BackgroundSave(rank_device(config.train.device))
+        self.trend = LossTrend()
         self._save_began = 0.0
         self._longest_save_s: float | None = None  # of this session
 
@@ -263,6 +266,7 @@ class TrainingLoop(ABC, Generic[C, P]):
                 stopped = self._step(stop) and position.step < steps
                 self._compare_copies(stopped)
                 self._check_memory()
+            self.trend.add(position.loss)
             if self._bad is not None:
                 with doing(f"going back before step {position.step}"):
                     self._roll_back(self._bad)

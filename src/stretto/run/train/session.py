@@ -98,6 +98,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
             tokens_per_s=self._speed.median,
             stopped=stopped,
             checkpoint=None if self.saved is None else str(self.saved),
+            warning=self.trend.warning,
         )
 
     def _step(self, stop: StopRequest) -> bool:
