@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-STEPS, EVALUATIONS, EVENTS = "metrics.jsonl", "eval.jsonl", "guard.jsonl"
+STEPS, EVALUATIONS = "metrics.jsonl", "eval.jsonl"
+EVENTS = "guard.jsonl"
 _RECENT = 10_000  # lines that stay in memory, if the file itself cannot be read any more
 _TAIL = 1 << 16  # bytes that hold the last record
 
