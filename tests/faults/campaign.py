@@ -1,7 +1,8 @@
 """Plants faults in a copy of the sources, one at a time, and runs what must see each.
 
-    python tests/faults/campaign.py [-j N] [--again] [WORD ...]
+    python tests/faults/campaign.py [-j N] [--again] [--check] [WORD ...]
 
+--check: run nothing; see in a second whether each quoted line still stands once in its module.
 WORD: only faults with one of the words in their room, name, module or test. Results are kept in
 `results.json`, so that a campaign that was interrupted goes on where it was; a result is out of date when
 the fault, its module, or what must see it has changed. At the end the table of docs/proof.md is written.
@@ -28,7 +29,7 @@ from typing import Any
 
 import yaml
 
-from faults import FAULTS, ROOT, Fault
+from faults import FAULTS, ROOT, Fault, misquotations
 
 sys.path.insert(0, str(ROOT / "tests"))  # as pytest has it
 from jobs import write_job
@@ -246,13 +247,19 @@ def main() -> int:
     parser.add_argument("words", nargs="*", metavar="WORD")
     parser.add_argument("-j", dest="workers", type=int, default=1, metavar="N", help="faults at a time")
     parser.add_argument("--again", action="store_true", help="also those whose results are up to date")
+    parser.add_argument("--check", action="store_true", help="only whether each quoted line stands once")
     options = parser.parse_args()
 
     def chosen(fault: Fault) -> bool:
         text = f"{fault.room} {fault.name} {fault.module} {fault.seen_by}"
         return not options.words or any(word in text for word in options.words)
 
-    return 1 if campaign([fault for fault in FAULTS if chosen(fault)], options.workers, options.again) else 0
+    faults = [fault for fault in FAULTS if chosen(fault)]
+    if options.check:
+        wrong = [said for fault in faults for said in misquotations(fault)]
+        print("\n".join([*wrong, f"{len(faults)} faults, {len(wrong)} problems"]))
+        return 1 if wrong else 0
+    return 1 if campaign(faults, options.workers, options.again) else 0
 
 
 if __name__ == "__main__":

@@ -85,15 +85,22 @@ def read_faults() -> list[Fault]:
 FAULTS = read_faults()
 
 
-def problems(fault: Fault) -> list[str]:
-    """Why the fault cannot be planted or its test cannot be run, such as a module that no longer exists."""
-    reasons, path = list[str](), ROOT / "src" / fault.source
+def misquotations(fault: Fault) -> list[str]:
+    """What is wrong with the quoted text and the test's name, read from the files alone."""
+    path = ROOT / "src" / fault.source
     if not path.exists():
         return [f"{fault.name}: there is no module {fault.module}"]
-    text = path.read_text(encoding="utf-8")
-    if (count := text.count(fault.old)) != 1:
-        reasons.append(f"{fault.module} has {count} times, not once: {fault.old}")
-    else:
+    reasons = _without_test(fault.test)
+    if (count := path.read_text(encoding="utf-8").count(fault.old)) != 1:
+        reasons.append(f"{fault.name}: {fault.module} has {count} times, not once: {fault.old}")
+    return reasons
+
+
+def problems(fault: Fault) -> list[str]:
+    """Why the fault cannot be planted or its test cannot be run, such as a module that no longer exists."""
+    reasons, path = misquotations(fault), ROOT / "src" / fault.source
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    if text.count(fault.old) == 1:
         try:
             planted = ast.parse(fault.planted(text))
         except SyntaxError as error:
@@ -105,7 +112,7 @@ def problems(fault: Fault) -> list[str]:
                 reasons.append(f"{fault.module} has no {', '.join(sorted(missing))} for: {fault.new}")
     if (fault.test is None) == (fault.verify is None):
         reasons.append(f"{fault.name}: a test or a line to verify, one of them")
-    return [*reasons, *_without_test(fault.test)]
+    return reasons
 
 
 def _without_test(test: str | None) -> list[str]:

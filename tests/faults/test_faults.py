@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+
+import campaign
 import pytest
 from anchor import merge, quote
 from campaign import BEGIN, END, PAGE, Results, equal_without, run, table
@@ -19,6 +23,22 @@ def test_no_fault_has_lost_its_place_or_its_test() -> None:
     assert len(set(NAMES)) == len(NAMES) >= 100
     assert [problem for fault in FAULTS for problem in problems(fault)] == []
     assert {fault.job for fault in FAULTS} == set(JOBS)
+
+
+def test_check_names_what_is_quoted_wrongly_and_runs_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost = replace(FAULTS[0], name="lost", old="text that stands nowhere")
+    untested = replace(FAULTS[1], name="untested", verify=None, test="faults/test_faults.py::test_of_nothing")
+    monkeypatch.setattr(sys, "argv", ["campaign.py", "--check"])
+    monkeypatch.setattr(campaign, "campaign", None)
+    assert campaign.main() == 0
+    assert capsys.readouterr().out == f"{len(FAULTS)} faults, 0 problems\n"
+    monkeypatch.setattr(campaign, "FAULTS", [lost, untested])
+    assert campaign.main() == 1
+    said = capsys.readouterr().out
+    assert "has 0 times, not once: text that stands nowhere" in said
+    assert "tests/faults/test_faults.py has no test test_of_nothing" in said
 
 
 def test_the_table_of_the_page_is_that_of_the_results() -> None:
