@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import stretto.run.train.job as job_module
+from planted_numbers import plant
 from stretto.engine.checkpoint.folder import checkpoints
 from stretto.engine.checkpoint.load import verify
 from stretto.run.config import TrainConfig
@@ -21,7 +22,7 @@ from stretto.run.diagnose.dump import read_dumps
 from stretto.run.diagnose.hang import diagnose
 from stretto.run.launch.local import RankFailed, RanksStopped
 from stretto.run.train.job import exit_code, run_job
-from tiny_job import job
+from tiny_job import MOE, job
 from train_runs import at_step, fail, linger, losses, send_self, spoil_a_weight, train
 
 PP2_DP2 = ("layout.pp=2", "layout.dp=2")
@@ -117,6 +118,54 @@ def test_a_gradient_that_is_not_finite_names_its_parameter(folder: Path) -> None
     assert error.failure.name == "TrainingFailed"
     says = "step 2: the gradient norm is nan; first bad gradient: blocks.1.mlp.up.weight on rank 1"
     assert error.failure.message == says
+
+
+ASYNCHRONOUS = ("layout.pp=2", "layout.dp=2", "optim.clip=null", "schedule.name=pipedream")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rank"),
+    [
+        (("layout.dp=2",), 1),
+        (("layout.dp=2", "dp.mode=zero1", "dp.offload=cpu"), 1),
+        (("layout.dp=2", "dp.mode=zero2", "dp.reduce=microbatch"), 1),
+        (("layout.dp=2", "dp.mode=zero3"), 1),
+        pytest.param(("layout.dp=2", "dp.mode=server"), 1, marks=pytest.mark.slow),
+        (("layout.tp=2", "layout.dp=2"), 3),  # in a copy that the norm does not count
+        (("layout.pp=2", "layout.dp=2", "batch.global_size=8"), 3),
+        ((*ASYNCHRONOUS, "model.tied=false", "batch.global_size=8"), 3),
+    ],
+)
+def test_a_gradient_that_is_not_finite_is_blamed_on_the_rank_where_it_arose(
+    folder: Path, overrides: tuple[str, ...], rank: int
+) -> None:
+    """Of several ranks that sum their gradients, and of stages that it has spread to."""
+    error = failure_of(job(folder, *overrides), plant(2, rank, "gradient"))
+    layer = "blocks.1" if "layout.pp=2" in overrides else "blocks.0"
+    assert f"first bad gradient: {layer}.norm1.bias on rank {rank}" in error.failure.message.replace(
+        "gradients of an update are not finite, and it was not made; first:", "first bad gradient:"
+    )
+
+
+def test_a_gradient_of_experts_is_blamed_on_the_rank_where_it_arose(folder: Path) -> None:
+    config = job(folder, "layout.dp=4", "layout.ep=2", model=MOE)
+    error = failure_of(config, at_step(2, 3, spoil_an_expert))
+    assert "first bad gradient: blocks.1.mlp.experts.down on rank 3" in error.failure.message
+
+
+def spoil_an_expert(session: Any) -> None:
+    weight = session.replica.parameters["blocks.1.mlp.experts.down"]
+    every = [
+        gradient for buffer in session.replica.pipeline.buffers.values() for gradient in buffer.gradients
+    ]
+    gradient = next(one for one in every if any(p is weight for p in one.unit.parameters))
+    reduce = gradient.reduce
+
+    def spoiled() -> Any:
+        weight.grad.view(-1)[0] = float("nan")
+        return reduce()
+
+    gradient.reduce = spoiled
 
 
 def spoil_a_gradient(session: Any) -> None:

@@ -18,7 +18,8 @@ class GradientNorm:
     """The 2-norm over all ranks: each element of the plain model counts once.
 
     Args:
-        fragments: of this rank; pieces that another rank owns are left out.
+        fragments: of this rank; pieces that another rank owns are left out, unless they are not finite, which
+            makes the norm NaN.
         groups: for each `Placed.over` in the model, the ranks that together hold one copy of those
             parameters, or None if this rank holds all of them: for dense parameters, split over "tp", the
             ranks of tp and pp; for experts those of expert_tp, ep and pp; each times the ranks that share
@@ -28,12 +29,15 @@ class GradientNorm:
     def __init__(self, fragments: Iterable[Fragment], groups: Mapping[str, ProcessGroup | None]) -> None:
         self.groups = dict(groups)
         self._parts: dict[str, list[tuple[Fragment, Placed | None]]] = {over: [] for over in groups}
+        self._copies: dict[str, list[tuple[Fragment, Placed | None]]] = {over: [] for over in groups}
         for fragment in fragments:
             placed = fragment.counted
             if all(p.owned for p in placed.pieces):  # the gradient of padding is zero: take the whole tensor
                 self._parts[placed.over].append((fragment, None))
-            elif any(p.owned for p in placed.pieces):
+                continue
+            if any(p.owned for p in placed.pieces):
                 self._parts[placed.over].append((fragment, placed))
+            self._copies[placed.over].append((fragment, None))
 
     @torch.no_grad()
     def __call__(self, scale: float = 1.0) -> Tensor:
@@ -46,6 +50,8 @@ class GradientNorm:
         for over, group in self.groups.items():
             # float64 on all ranks: a rank without gradients could not know the others' dtype
             square = _square(self._parts[over])
+            if self._copies[over]:
+                square = square + 0.0 * _square(self._copies[over])
             if group is not None:
                 square = all_sum(sendable(square, group), group)
             total = square if total is None else square + moved(total, square.device)

@@ -36,6 +36,8 @@ from stretto.recommender.tables.pools import LocalShard
 from stretto.recommender.tables.sharded import ShardedTables, TableBatch
 from stretto.spec.optimiser import Optimiser
 
+SUMMED = ", once summed over ranks"  # of a gradient that was finite on this rank
+
 
 class _Bucket:
     """Gradients that are all-reduced together: with several ranks, views of one flat tensor."""
@@ -43,6 +45,7 @@ class _Bucket:
     def __init__(self, parameters: Sequence[nn.Parameter], group: ProcessGroup | None) -> None:
         self.parameters, self._group = parameters, group
         self._work: Work | None = None
+        self._own = torch.empty(0)  # the norm of each gradient before the sum
         self._flat = torch.empty(0)
         if group is not None:
             first = parameters[0]
@@ -65,7 +68,17 @@ class _Bucket:
     def reduce(self) -> None:
         """Starts the sum over ranks."""
         if self._group is not None:
+            with torch.no_grad():
+                self._own = torch.stack(
+                    torch._foreach_norm([p.grad for p in self.parameters if p.grad is not None])
+                )
             self._work = self._group.allreduce([self._flat], AllreduceOptions())
+
+    def own_bad(self) -> list[nn.Parameter]:
+        """The parameters whose gradient was not finite on this rank before the sum."""
+        if self._group is None:
+            return [p for p in self.parameters if p.grad is not None and not finite([p.grad])]
+        return [p for p, good in zip(self.parameters, self._own.isfinite().tolist(), strict=True) if not good]
 
     def wait(self) -> None:
         if self._work is not None:
@@ -319,10 +332,15 @@ class Recommender:
         arrived = [each.gradient for each in batch.lookups if each.gradient is not None]
         if self.config.tables.wire == "float16" and not finite(arrived):
             return "of the rows stored"
-        named = [(name, p.grad) for name, p in self.net.named_parameters() if p.grad is not None]
-        if finite([gradient for _, gradient in named]):
+        named = {name: p for name, p in self.net.named_parameters() if p.grad is not None}
+        if finite([p.grad for p in named.values() if p.grad is not None]):
             return None
-        return next((f"of {name}" for name, gradient in named if not finite([gradient])), None)
+        own = {id(p) for bucket in (self.dense.above, self.dense.bottom) for p in bucket.own_bad()}
+        if bad := [name for name, p in named.items() if id(p) in own]:
+            return f"of {bad[-1]}"  # where the backward begins
+        return next(
+            (f"of {n}{SUMMED}" for n, p in named.items() if p.grad is not None and not finite([p.grad])), None
+        )
 
     def _update(self, batch: TableBatch, loss: Tensor, permit: Permit) -> StepResult:
         clip, rate = self.config.optim.clip, self.config.optim.tables.lr * self.factor

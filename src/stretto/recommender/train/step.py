@@ -20,7 +20,7 @@ from stretto.engine.progress import PROGRESS, label
 from stretto.recommender.clicks.batch import ClickBatch, ClickSource
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.train.clicks import rank_slice
-from stretto.recommender.train.engine import Recommender, StepResult
+from stretto.recommender.train.engine import SUMMED, Recommender, StepResult
 from stretto.run.config.guard import GuardConfig
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.guard import BadStep, Guard
@@ -162,7 +162,9 @@ class TrainingStep:
             reason = f"the loss on rank {next(iter(agreed.bad_microbatches))} is not finite"
         elif agreed.overflow or not (result.norm is None or isfinite(result.norm)):
             named = gather_json(result.bad_gradient)
-            first = next((f"{name}, on rank {rank}" for rank, name in enumerate(named) if name), "on no rank")
+            bad = [(rank, name) for rank, name in enumerate(named) if name]
+            bad.sort(key=lambda one: one[1].endswith(SUMMED))  # where it arose, if a rank knows
+            first = f"{bad[0][1]}, on rank {bad[0][0]}" if bad else "on no rank"
             reason = f"a gradient is not finite, first that {first}"
         else:
             reason = self._guard.spike(agreed.loss, result.norm)

@@ -19,7 +19,9 @@ from stretto.engine.parallel.data.unit import Unit
 from stretto.engine.parallel.fragment import Fragment
 from stretto.program.action import Kind
 from stretto.program.program import Program
+from stretto.spec.flops import layer_names
 from stretto.spec.job import Job
+from stretto.spec.shape import ModelShape
 
 
 def update_numbers(program: Program) -> list[int]:
@@ -56,6 +58,30 @@ def scales(numbers: Sequence[int], tokens: Tensor) -> Tensor:
     return 1.0 / torch.where(total > 0, total, 1.0)
 
 
+BadGradient = tuple[int, str]
+"""The name of a gradient that is not finite, and how near its layer is to the loss."""
+
+
+def bad_gradient(states: ShardedStates, shape: ModelShape, stages: Iterable[int]) -> BadGradient | None:
+    """Of the gradients of some stages that were not finite as this rank computed them the one nearest to the
+    loss, where the backward begins; 0 stands for one that is not finite since it was summed with others'.
+    """
+    name_of, layers = {id(p): name for name, p in states.parameters.items()}, layer_names(shape)
+
+    def depth(name: str) -> int:
+        return next((at for at, layer in enumerate(layers, 1) if name.startswith(f"{layer}.")), 1)
+
+    own = [name_of[id(p)] for s in stages if s in states.buffers for p in states.buffers[s].own_bad()]
+    if own:
+        order = {name: at for at, name in enumerate(states.parameters)}
+        name = max(own, key=lambda name: (depth(name), order[name]))
+        return depth(name), name
+    units = {unit.number for s in stages for unit in states.units[s]}
+    reduced = ((f.name, f.gradient) for f in states.fragments if f.unit in units)
+    bad = next((name for name, g in reduced if g is not None and not bool(g.isfinite().all())), None)
+    return None if bad is None else (0, f"{bad}, once summed over ranks,")
+
+
 Values = Callable[[str, tuple[int, ...]], Tensor]
 _ALL_STAGES = -1
 
@@ -66,8 +92,7 @@ class ReplicaOptimizer:
     Attributes:
         eager: units are updated beside the backward, as soon as their gradients are reduced.
         overflowed: within the step an update was skipped here, for its gradients were not finite.
-        refused: of such an update, the first gradient of this rank that was not finite; with float16 it is
-            not looked for.
+        refused: of such an update, what `bad_gradient` names; with float16 it is not looked for.
 
     Args:
         together: where gradients are not finite on one rank, none updates: no update begins before all ranks
@@ -84,7 +109,7 @@ class ReplicaOptimizer:
         self._holders: ProcessGroup | None = None  # of the stages here
         self._stage_of = dict[int, int]()  # by number of a unit
         self.overflowed = False
-        self.refused: str | None = None
+        self.refused: BadGradient | None = None
         self._together = together or job.precision.dtype == "float16"
         # an update that needs only its unit's gradients: neither clipping nor the search for overflows
         independent = job.optimiser.clip is None and not self._together
@@ -195,9 +220,7 @@ class ReplicaOptimizer:
         if self._overflows(stage):
             self.overflowed = True
             if self._scale is None and self.refused is None:
-                ours = (f for f in self.states.fragments if self._stage_of[f.unit] == stage)
-                bad = (f.name for f in ours if f.gradient is not None and not f.gradient.isfinite().all())
-                self.refused = next(bad, None)
+                self.refused = bad_gradient(self.states, self.job.shape, [stage])
             if stage in self._of:
                 self._of[stage].skip()
         elif stage in self._of:

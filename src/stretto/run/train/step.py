@@ -30,7 +30,7 @@ from stretto.run.train import trace
 from stretto.run.train.batches import Batches, SampleSource
 from stretto.run.train.guard import BadStep, Guard
 from stretto.run.train.loop import Agreement, StepAgreement, StepReport, agree
-from stretto.run.train.optimizer import scales, update_numbers
+from stretto.run.train.optimizer import BadGradient, bad_gradient, scales, update_numbers
 from stretto.run.train.replica import Replica
 from stretto.run.train.speed import ExpertReport, expert_facts
 from stretto.run.watch.slow import BUSY
@@ -96,8 +96,8 @@ class _Window:
         until: the number of the step after its last.
         counted: of each step under way, the tokens that the loss counts, of each microbatch.
         agreements: on the steps that have come to an end on this rank, in order.
-        spoiled: of these, the first gradient of this rank that was not finite, and whose update was therefore
-            not made, or the first weight that was not finite then.
+        spoiled: of these, a gradient of this rank that was not finite, and whose update was therefore not
+            made (`bad_gradient`), or the first weight that was not finite then.
         factors: the loss scale at its start, and after each step that has been reported.
     """
 
@@ -106,7 +106,7 @@ class _Window:
     until: int
     counted: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     agreements: deque[tuple[int, Agreement]] = field(default_factory=deque[tuple[int, Agreement]])
-    spoiled: dict[int, str | None] = field(default_factory=dict[int, "str | None"])
+    spoiled: dict[int, BadGradient | None] = field(default_factory=dict[int, "BadGradient | None"])
     factors: list[float] = field(default_factory=list[float])
 
 
@@ -252,7 +252,7 @@ class TrainingStep:
         losses = replica.advance(enter, window.until - window.first, scaled, recorder)
         # no gradient norm follows that would show it
         spoiled = self._spoiled()
-        window.spoiled[step] = replica.optimizer.refused or spoiled
+        window.spoiled[step] = replica.optimizer.refused or (None if spoiled is None else (0, spoiled))
         report = self._report(losses, stop, spoiled is not None, replica.optimizer.overflowed)
         known = [window.counted.pop(step).sum()[None], *self._expert_facts()]
         window.agreements.append((step, Agreement(report, self.mesh.device, known)))
@@ -295,14 +295,14 @@ class TrainingStep:
         *,
         loss: float,
         norm: float | None,
-        spoiled: str | None = None,
+        spoiled: BadGradient | None = None,
     ) -> BadStep | None:
         """Why the update of a step is not to be applied, or, of an asynchronous schedule, was not applied as
         a whole; None: it is. Collective, and the same on every rank.
 
         Args:
             norm: of the gradients; None for an asynchronous schedule.
-            spoiled: with that, the first gradient or weight of this rank that is not finite.
+            spoiled: with that, a gradient or the first weight of this rank that is not finite.
 
         Raises:
             TrainingFailed: the guard stops here, or weights are not finite already.
@@ -312,7 +312,8 @@ class TrainingStep:
         scale, spike = self.replica.loss_scale, False
         reason = None
         if agreed.memory_changed:
-            place = self._first_named(self._memory.first())
+            changed = self._memory.first()
+            place = self._first_named(None if changed is None else (0, changed))
             return self._guard.changed(step, place, seen)
         if agreed.bad_microbatches:
             reason = bad_loss(agreed)
@@ -327,7 +328,8 @@ class TrainingStep:
             reason = f"gradients of an update are not finite, and it was not made; first: {place}"
         elif norm is not None and not isfinite(norm) and (scale is None or scale.value <= SMALLEST):
             smallest = "" if scale is None else " at the smallest loss scale"
-            place = self._first_named(_not_finite({f.name: f.gradient for f in self.replica.fragments}))
+            states = self.replica.states
+            place = self._first_named(bad_gradient(states, self.replica.shape, states.buffers))
             reason = f"the gradient norm is {norm}{smallest}; first bad gradient: {place or 'on no rank'}"
         elif norm is None or isfinite(norm):
             reason = self._guard.spike(loss, norm)
@@ -464,7 +466,7 @@ class TrainingStep:
             write_failed=self._saving is not None and self._saving.failed,
         )
 
-    def _check(self, agreed: StepAgreement, where: str, spoiled: str | None = None) -> None:
+    def _check(self, agreed: StepAgreement, where: str, spoiled: BadGradient | None = None) -> None:
         """Raise TrainingFailed, on all ranks, where a loss or a weight is not finite.
 
         Args:
@@ -490,7 +492,8 @@ class TrainingStep:
     def bad_weight(self) -> str | None:
         """Rank and name of the first weight in memory that is not finite. Collective."""
         self.replica.states.ready()  # of what is still being gathered nothing is known
-        return self._first_named(self._spoiled())
+        spoiled = self._spoiled()
+        return self._first_named(None if spoiled is None else (0, spoiled))
 
     @torch.no_grad()
     def _spoiled(self) -> str | None:
@@ -500,23 +503,25 @@ class TrainingStep:
             return None
         return _not_finite(here) or "a weight"  # whose norm alone is too large
 
-    def _first_named(self, name: str | None) -> str | None:
-        """Rank and name of the first tensor that ranks name; None where none does. Collective: every rank
-        calls it, for they have decided on the same norm or the same agreement.
+    def _first_named(self, named: BadGradient | None) -> str | None:
+        """Name and rank of the tensor nearest to the loss that ranks name, of several the first rank's; None
+        where none names one. Collective: every rank calls it, for they have decided on the same norm or the
+        same agreement.
         """
-        names = torch.zeros(self.mesh.layout.world, _LONGEST_NAME, dtype=torch.int32)  # UTF-8, one row a rank
-        if name is not None:
-            encoded = name.encode()[:_LONGEST_NAME]
-            names[self.mesh.rank, : len(encoded)] = torch.tensor(list(encoded))
+        # one row a rank: nearness and a name in UTF-8
+        names = torch.zeros(self.mesh.layout.world, 1 + _LONGEST_NAME, dtype=torch.int32)
+        if named is not None:
+            encoded = named[1].encode()[:_LONGEST_NAME]
+            names[self.mesh.rank, : 1 + len(encoded)] = torch.tensor([named[0], *encoded])
         if len(names) > 1:
             names = names.to(self.mesh.device)
             dist.all_reduce(names)
             names = names.cpu()
-        for rank, row in enumerate(names.tolist()):
-            if row[0]:
-                known = bytes(row).rstrip(b"\0").decode()
-                return f"{known} on rank {rank}"
-        return None
+        rows: list[tuple[int, list[int]]] = [(rank, row) for rank, row in enumerate(names.tolist()) if row[1]]
+        if not rows:
+            return None
+        rank, row = max(rows, key=lambda one: one[1][0])
+        return f"{bytes(row[1:]).rstrip(bytes(1)).decode()} on rank {rank}"
 
 
 def bad_loss(agreed: StepAgreement) -> str:

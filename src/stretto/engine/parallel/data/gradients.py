@@ -29,6 +29,8 @@ class UnitGradient:
         kept: this rank's part, where it has separate memory.
         part: the reduced gradient of what this rank's optimiser updates. Empty on ranks without states.
         parts: views of it, for each parameter in the shape of its `Fragment.parameter`.
+    norms: of each parameter's gradient as this rank alone has computed it, before a reduction overwrites it;
+        None where no other rank shares the parameters.
     """
 
     def __init__(self, unit: Unit, dtype: torch.dtype, each: bool, lasting: bool) -> None:
@@ -45,6 +47,7 @@ class UnitGradient:
         self.frees = shared and not self.each and not lasting
         self.flat = None if self.each else self._new(unit.size)
         low, high = groups.span(unit.size, 2)
+        self.norms: Tensor | None = None
         self.kept = self._new(high - low) if shared and (self.each or self.frees) else None
         start, stop = groups.span(unit.size, 3)
         self._whole = self.flat[start:stop] if self.kept is None and self.flat is not None else None
@@ -81,6 +84,7 @@ class UnitGradient:
 
     def zero(self) -> None:
         """Start a step."""
+        self.norms = None
         if self.frees:
             _free(self.kept)
         else:
@@ -98,8 +102,11 @@ class UnitGradient:
     def reduce(self) -> Reduction:
         """Start summing the gradient over the ranks that hold copies of the parameters."""
         unit, groups = self.unit, self.unit.groups
+        flat = self._packed() if self.each else self.flat
+        assert flat is not None
+        self._measure(flat)
         if self.each:
-            return Reduction(reduce_to(self._packed(), groups, 0, 2))
+            return Reduction(reduce_to(flat, groups, 0, 2))
         assert self.flat is not None
         if unit.server and groups.copied is not None:
             return Reduction(reduce_to_first(self.flat, groups.copied))
@@ -107,6 +114,21 @@ class UnitGradient:
             _allocate(self.kept)
             return Reduction(reduce_to(self.flat, groups, 0, 2, self.kept))
         return Reduction(reduce_to(self.flat, groups, 0, 4, self._whole))
+
+    @torch.no_grad()
+    def _measure(self, flat: Tensor) -> None:
+        """Take the norms of this rank's gradients, at the speed of memory; nothing waits for them."""
+        sizes = [parameter.numel() for parameter in self.unit.parameters]
+        wide = torch.promote_types(self.dtype, torch.float32)
+        norms = torch.stack(torch._foreach_norm(flat[: sum(sizes)].split(sizes), 2, wide))
+        self.norms = norms if self.norms is None else self.norms + norms  # of every microbatch
+
+    def own_bad(self) -> list[nn.Parameter]:
+        """The parameters whose gradient was not finite on this rank before it was reduced with others'."""
+        if self.norms is None:
+            return [p for p, g in self.views if g is not None and not bool(g.isfinite().all())]
+        good = self.norms.isfinite().tolist()
+        return [p for p, finite in zip(self.unit.parameters, good, strict=True) if not finite]
 
     def complete(self) -> Reduction | None:
         """After the step's reductions: start the one that comes once a step, where ranks share gradients."""
@@ -264,6 +286,12 @@ class GradientBuffer:
     def flats(self) -> list[Tensor]:
         """The reduced gradients of this rank, as few flat tensors."""
         return [gradient.last for gradient in self.gradients]
+
+    def own_bad(self) -> list[nn.Parameter]:
+        """The parameters whose gradient was not finite on this rank before it was reduced with others'. The
+        host waits for it.
+        """
+        return [parameter for gradient in self.gradients for parameter in gradient.own_bad()]
 
     @property
     def frees(self) -> bool:
