@@ -45,7 +45,7 @@ class _Bucket:
     def __init__(self, parameters: Sequence[nn.Parameter], group: ProcessGroup | None) -> None:
         self.parameters, self._group = parameters, group
         self._work: Work | None = None
-        self._own = torch.empty(0)  # the norm of each gradient before the sum
+        self._norms = torch.empty(0)  # the norm of each gradient before the sum
         self._flat = torch.empty(0)
         if group is not None:
             first = parameters[0]
@@ -69,7 +69,7 @@ class _Bucket:
         """Starts the sum over ranks."""
         if self._group is not None:
             with torch.no_grad():
-                self._own = torch.stack(
+                self._norms = torch.stack(
                     torch._foreach_norm([p.grad for p in self.parameters if p.grad is not None])
                 )
             self._work = self._group.allreduce([self._flat], AllreduceOptions())
@@ -78,7 +78,9 @@ class _Bucket:
         """The parameters whose gradient was not finite on this rank before the sum."""
         if self._group is None:
             return [p for p in self.parameters if p.grad is not None and not finite([p.grad])]
-        return [p for p, good in zip(self.parameters, self._own.isfinite().tolist(), strict=True) if not good]
+        return [
+            p for p, good in zip(self.parameters, self._norms.isfinite().tolist(), strict=True) if not good
+        ]
 
     def wait(self) -> None:
         if self._work is not None:
@@ -335,8 +337,8 @@ class Recommender:
         named = {name: p for name, p in self.net.named_parameters() if p.grad is not None}
         if finite([p.grad for p in named.values() if p.grad is not None]):
             return None
-        own = {id(p) for bucket in (self.dense.above, self.dense.bottom) for p in bucket.own_bad()}
-        if bad := [name for name, p in named.items() if id(p) in own]:
+        spoiled = {id(p) for bucket in (self.dense.above, self.dense.bottom) for p in bucket.own_bad()}
+        if bad := [name for name, p in named.items() if id(p) in spoiled]:
             return f"of {bad[-1]}"  # where the backward begins
         return next(
             (f"of {n}{SUMMED}" for n, p in named.items() if p.grad is not None and not finite([p.grad])), None

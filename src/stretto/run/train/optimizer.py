@@ -71,10 +71,10 @@ def bad_gradient(states: ShardedStates, shape: ModelShape, stages: Iterable[int]
     def depth(name: str) -> int:
         return next((at for at, layer in enumerate(layers, 1) if name.startswith(f"{layer}.")), 1)
 
-    own = [name_of[id(p)] for s in stages if s in states.buffers for p in states.buffers[s].own_bad()]
-    if own:
+    computed = [name_of[id(p)] for s in stages if s in states.buffers for p in states.buffers[s].own_bad()]
+    if computed:
         order = {name: at for at, name in enumerate(states.parameters)}
-        name = max(own, key=lambda name: (depth(name), order[name]))
+        name = max(computed, key=lambda name: (depth(name), order[name]))
         return depth(name), name
     units = {unit.number for s in stages for unit in states.units[s]}
     reduced = ((f.name, f.gradient) for f in states.fragments if f.unit in units)
