@@ -167,12 +167,15 @@ def test_bad_rows_are_named(tmp_path: Path, row: dict[str, Any], error: str, hin
     assert hint in (caught.value.hint or "")
 
 
-def test_turns_that_a_template_renders_otherwise_later_are_samples_of_their_own(tmp_path: Path):
+def test_turns_that_a_template_renders_otherwise_later_are_samples_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     forgetful = """{% for m in messages %}<|im_start|>{{ m.role }}:
 {%- if m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}<|im_end|>{% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant:{% endif %}"""
     place = tokenizer_folder(tmp_path / "t", "chatml", forgetful)
     folder = built(tmp_path, [{"messages": chat(2)}, {"messages": chat(1)}], place)
+    assert "note: 1 conversations are 2 samples" in capsys.readouterr().err
     tokenizer = folder.tokenizer()
     texts = [
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,7 @@ class Conversations:
 
     def _rendered(self, corpus: Corpus, begin: str, end: str) -> Iterator[Rendered]:
         corpus.begin()
+        split = samples = 0
         for file in corpus.files:
             for batch in in_batches(_parsed(file.path, corpus), _characters):
                 chats = [row for row in batch if isinstance(row, Conversation)]
@@ -105,8 +107,17 @@ class Conversations:
                     elif isinstance(answer := next(marked), RowError):
                         corpus.errors.skip(answer)
                     else:
+                        if len(answer) > 1:
+                            split, samples = split + 1, samples + len(answer)
                         yield from answer
             corpus.errors.end_file()
+        if split:
+            print(
+                f"note: {split:,} conversations are {samples:,} samples: the template renders earlier turns"
+                " otherwise than the last one",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _parsed(path: Place, corpus: Corpus) -> Iterator[Row]:
