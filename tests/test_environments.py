@@ -27,8 +27,11 @@ PAGES += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cloned(tmp_path_factory.mktemp("clone"))
+
+
+def cloned(folder: Path) -> Path:
     """What of a clone the commands read, a text, and the files that README has the reader write."""
-    folder = tmp_path_factory.mktemp("clone")
     for shipped in ("configs", "examples", "benchmarks"):
         shutil.copytree(ROOT / shipped, folder / shipped)
     shutil.copy(ROOT / "pyproject.toml", folder)
@@ -116,6 +119,7 @@ NOT_TYPED: dict[str, dict[str, Reason]] = {
         "stretto data clicks day_0.gz": "takes Criteo's files",
         "stretto data clicks logs/": "takes files of the reader's",
         "stretto data clicks train.txt": "takes files of the reader's",
+        "stretto data info clicks": "reads what these make",
     },
     "docs/frameworks.md": {
         "stretto predict --from": "takes a file of the reader's",
@@ -190,9 +194,9 @@ def by_pip(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], En
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("page", TYPED)
 def test_the_commands_of_a_page_work_where_only_that_is_installed_which_it_installs(
-    page: str, clone: Path, by_pip: Callable[[list[str]], Environment]
+    page: str, tmp_path: Path, by_pip: Callable[[list[str]], Environment]
 ) -> None:
-    needed = list(BASE)
+    needed, clone = list(BASE), cloned(tmp_path)
     for text, found in typed(page):
         needed += installs(text)
         environment = by_pip(needed)
