@@ -193,3 +193,23 @@ def test_texts_and_tokens_end_a_text(talker: Path, capsys: pytest.CaptureFixture
 def test_a_run_without_a_template_answers_no_chat(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["generate", str(folder / "runs" / "single"), "--chat", "--prompt", "a"]) == 2
     assert "has no chat template" in capsys.readouterr().err
+
+
+def test_prompts_are_read_by_their_format(tmp_path: Path) -> None:
+    from stretto.cli.generate import _from_file
+    from stretto.errors import StrettoError
+
+    class Wording:
+        def prompt(self, text: str) -> str:
+            return text
+
+    for name, content in (
+        ("a.json", '{"prompt": "one"}\n{"prompt": "two"}\n'),
+        ("b.json", '[{"prompt": "one"}, {"prompt": "two"}]'),
+        ("c.txt", "one\n\ntwo\n"),
+    ):
+        (tmp_path / name).write_text(content)
+        assert _from_file(Wording(), tmp_path / name, chat=False) == ["one", "two"]  # pyright: ignore
+    (tmp_path / "d.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(StrettoError, match="not UTF-8"):
+        _from_file(Wording(), tmp_path / "d.txt", chat=False)  # pyright: ignore

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from stretto.cli.output import Json, command_app
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, read_text
 from stretto.spec.devices import METAVAR, check_device
 
 if TYPE_CHECKING:
@@ -163,13 +163,14 @@ def _from_file(wording: Wording, path: Path, chat: bool) -> list[Prompt]:
     """The prompts of a file."""
     from stretto.run.config.data import ReadOptions
     from stretto.run.data.conversation import Conversation, parse_row
+    from stretto.run.data.file_format import suffix_of
     from stretto.run.data.readers import read_rows
     from stretto.run.data.row_errors import RowErrors
 
     if not path.is_file():
         raise StrettoError(f"{path}: no such file", hint="name a file with a prompt on each line")
-    if ".jsonl" not in path.suffixes:
-        lines = path.read_text(encoding="utf-8").splitlines()
+    if suffix_of(path.name) not in (".jsonl", ".ndjson", ".json", ".parquet"):
+        lines = read_text(path).splitlines()
         return [_prompt(wording, line, chat) for line in lines if line.strip()]
     starts: list[Prompt] = []
     for where, row in read_rows(path, ReadOptions(), RowErrors()):
