@@ -15,10 +15,12 @@ from typing import Any, cast
 
 from stretto.engine.checkpoint.dcp.archive import read_saved
 from stretto.engine.checkpoint.dcp.index import METADATA
+from stretto.engine.checkpoint.files import DamageError, open_plain
 from stretto.engine.checkpoint.plain_pickle import Record
 from stretto.errors import StrettoError
 from stretto.spec.optimiser import Optimiser
 
+_LONGEST = 1 << 16  # bytes of the small text files
 LATEST = "latest_checkpointed_iteration.txt"
 COMMON = "common.pt"
 KIND = "metadata.json"
@@ -67,7 +69,7 @@ def find_iteration(path: Path) -> Path:
     """
     folder = path
     if (path / LATEST).is_file():
-        text = (path / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+        text = _short_text(path, LATEST)
         if not (text == "release" or (text.isascii() and text.isdecimal())):
             raise StrettoError(f"{path / LATEST} is {text[:40]!r}, no number of an iteration")
         folder = path / (text if text == "release" else f"iter_{int(text):07d}")
@@ -78,6 +80,18 @@ def find_iteration(path: Path) -> Path:
             )
     _check_kind(folder)
     return folder
+
+
+def _short_text(folder: Path, name: str) -> str:
+    """The text of a small file of the checkpoint, which must be there itself and no link."""
+    try:
+        with open_plain(folder, name) as file:
+            text = file.read(_LONGEST + 1)
+    except DamageError as error:
+        raise StrettoError(f"{folder / name} cannot be read: {error}", hint="is the copy complete?") from None
+    if len(text) > _LONGEST:
+        raise StrettoError(f"{folder / name} has more than {_LONGEST} bytes", hint="is the copy complete?")
+    return text.decode("utf-8", errors="replace").strip()
 
 
 def _check_kind(folder: Path) -> None:
@@ -96,8 +110,10 @@ def _check_kind(folder: Path) -> None:
             "to Hugging Face's format with Megatron-Bridge",
         )
     try:
-        kind: Any = json.loads((folder / KIND).read_text(encoding="utf-8"))
-    except ValueError:
+        kind: Any = json.loads(_short_text(folder, KIND))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, StrettoError):
+            raise
         kind = None
     backend: Any = cast("dict[str, Any]", kind).get("sharded_backend") if isinstance(kind, dict) else None
     if backend != BACKEND:
@@ -207,6 +223,12 @@ def optimiser_of(common: Common, groups: Sequence[Mapping[str, Any]], notes: lis
     if len(pair) != 2 or not all(isinstance(beta, float) and 0 <= beta < 1 for beta in pair):
         raise StrettoError(f"common.pt: betas of the optimiser are {betas!r}, no pair of numbers below 1")
     clip = _number(common.args, "clip_grad", 1.0)
+    beside = {"lr": (common.args, *groups), "weight_decay": (common.args, first), "eps": (first,)}
+    unknown = [name for name, places in beside.items() if not any(name in place for place in places)]
+    if "lr" in unknown and any("max_lr" in group for group in groups):
+        unknown.remove("lr")
+    if unknown:
+        notes.append(f"the optimiser's {', '.join(unknown)} are not in it: optim has the usual values")
     return Optimiser(
         lr=rate,
         betas=(pair[0], pair[1]),

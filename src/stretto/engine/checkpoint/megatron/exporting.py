@@ -95,6 +95,9 @@ def export_megatron(
                 notes.append(f"Adam's states are laid out for --expert-model-parallel-size {ranks}")
             common["optimizer"] = _optimiser_state(optimiser, updates, steps_of(meta), spread=spread)
             common["opt_param_scheduler"] = _scheduler(optimiser, updates, meta)
+            if "global_size" not in _section(meta, "batch"):
+                rule = "the learning rate's course counts each update as one sample"
+                notes.append(f"the batch is not known, so {rule}: --override-opt-param-scheduler sets it")
             common["content_metadata"] = {"distrib_optim_sharding_type": _FORM}
         common["args"] = Namespace(**{**args, **_run(meta, step, half)})
         common.setdefault("content_metadata", {})

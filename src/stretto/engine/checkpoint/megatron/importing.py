@@ -114,8 +114,10 @@ class MegatronImport(OpenImport):
         self._check_unused(self._used)
         self.updates, self.optimiser = 0, None
         self.step = common.iteration
-        counted = common.args.get("consumed_train_samples", 0)
-        self.samples = counted if isinstance(counted, int) and counted >= 0 else 0
+        counted = common.args.get("consumed_train_samples")
+        self.samples = counted if type(counted) is int and 0 <= counted < 2**48 else 0
+        if states and self.samples != counted:
+            self.notes.append("how many samples were seen is not in it: training begins with the first")
         sequence = common.args.get("seq_length", 0)
         self.tokens = self.samples * (sequence if isinstance(sequence, int) else 0)
         trained = [rule for rule in mapping if is_trained(rule.ours)] if states else []
