@@ -101,7 +101,7 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_error(capfd: pytest.CaptureFixture[str], says: str) -> None:
-    """Nothing on stdout, and on stderr a line for each error, perhaps with a hint, after lines of progress."""
+    """Nothing on stdout; on stderr lines of errors, perhaps with hints, after those of progress."""
     captured = capfd.readouterr()
     assert captured.out == ""
     lines = [line for line in captured.err.splitlines() if not line.startswith("data")]
