@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from stretto.engine.offload.scratch import OffloadError
 from stretto.engine.offload.tensor_files import at_hand, is_away
+from stretto.engine.optim import sharded_optimizer
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.sharded_optimizer import ShardedOptimizer
 from stretto.engine.optim.states import state_tensors
@@ -201,3 +202,26 @@ def test_an_error_in_the_update_thread_is_raised(eager: bool, tmp_path: Path):
         sharded.step(0.01)
     sharded.close()
     assert not os.listdir(tmp_path)
+
+
+def test_copies_to_the_device_have_ended_before_states_go_back_to_their_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another unit gets the memory that the stream still reads, and the file what is half written."""
+    every, calls = fragments(), list[str]()
+
+    class Stream:
+        def synchronize(self) -> None:
+            calls.append("synchronize")
+
+    sharded = ShardedOptimizer(
+        every, builder(CONFIGS[0]), where="nvme", path=tmp_path, copy=lambda unit: calls.append("copy")
+    )
+    sharded._device = torch.device("cpu")
+    monkeypatch.setattr(sharded_optimizer, "current_stream", lambda device: Stream())
+    put = sharded.files.put
+    monkeypatch.setattr(sharded.files, "put", lambda unit: (calls.append("put"), put(unit))[1])
+    give_gradients(every, 1, torch.float32)
+    sharded.step()
+    sharded.close()
+    assert calls == ["copy", "synchronize", "put"] * 5

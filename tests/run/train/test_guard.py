@@ -206,3 +206,16 @@ def test_rules_that_the_job_does_not_allow_are_refused(
 def test_stop_names_the_step_and_no_checkpoint_has_its_update(folder: Path) -> None:
     with pytest.raises(TrainingFailed, match="step 7: x"):
         Guard(GuardConfig(), []).refuse(7, "x", spike=False, samples=range(4), suspects=[range(4)])
+
+
+def test_steps_that_a_rollback_repeats_do_not_end_a_row_of_bad_ones() -> None:
+    """Else a run that fails at the same step again and again would go back for ever."""
+    guard = Guard(GuardConfig(on_nonfinite="rollback", max_skips=2), [])
+    for _ in range(2):
+        guard.refuse(5, "x", spike=False, samples=range(4), suspects=[range(4)])
+        guard.good(3, 1.0, 1.0)
+        guard.good(4, 1.0, 1.0)
+    with pytest.raises(TrainingFailed, match="these are 3 bad steps in a row"):
+        guard.refuse(5, "x", spike=False, samples=range(4), suspects=[range(4)])
+    guard.good(6, 1.0, 1.0)
+    guard.refuse(7, "x", spike=False, samples=range(4), suspects=[range(4)])

@@ -130,6 +130,25 @@ def test_all_ranks_take_what_the_first_has_planned() -> None:
     assert "there is no layout of 2 ranks: nothing fits" in error[0]
 
 
+PLANNED = (
+    *("layout={tp: 2}", "dp={mode: zero1}", "recompute.mode=full", "schedule.name=gpipe"),
+    "batch={global_size: 12, micro_size: 6}",
+)
+
+
+def taken_of_plan() -> dict[str, Any]:
+    """What a rank takes where rank 0's plan changes every section that a plan may change."""
+    replan.for_ranks = lambda *_: tiny(*PLANNED)  # pyright: ignore[reportAttributeAccessIssue]
+    return join_for_ranks(tiny(), print).model_dump(mode="json")
+
+
+def test_every_planned_section_reaches_all_ranks() -> None:
+    planned, given = (tiny(*overrides).model_dump(mode="json") for overrides in (PLANNED, ()))
+    sections = {"layout", "dp", "recompute", "schedule", "batch"}
+    assert {name for name in planned if planned[name] != given[name]} == sections
+    assert run_ranks(2, taken_of_plan) == [planned, planned]
+
+
 def stop_while_waiting(folder: str) -> bool:
     """Whether a signal reaches rank 1 while it waits for rank 0's plan, as both see it."""
     stopped = Path(folder) / "stopped"

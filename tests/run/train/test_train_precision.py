@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from stretto.engine.checkpoint.read import read_whole
 from stretto.engine.models.weights import initial_values
 from stretto.run.train.metrics import read_lines
 from tiny_job import EIGHT, job
-from train_runs import keep_notes, same, tensors, train
+from train_runs import at_step, keep_notes, same, tensors, train
 
 SCALE = 2.0**24  # too much for any model's first steps
 HALF = ("layout.dp=2", "dp.mode=zero2", "checkpoint.every=3", "checkpoint.keep=9")
@@ -81,3 +83,28 @@ def test_float16_clips_the_gradients_without_their_loss_scale(tmp_path: Path):
         moved += float((weight - first).square().sum())
     longest = clip * sum(float(row["lr"]) for row in rows)
     assert 0.7 * longest < moved**0.5 < 1.001 * longest
+
+
+def see_what_is_summed(session: Any) -> None:
+    """Raise where gradients that are to be summed in float32 are sent in the weights' type."""
+    from stretto.engine.parallel.data import reduction
+
+    for name in ("start_sum", "start_scatter_sum"):
+        inner = getattr(reduction, name)
+
+        def summed(x: Any, *rest: Any, inner: Any = inner) -> Any:
+            assert x.dtype == torch.float32, f"summed in {x.dtype}"
+            session.summed = True
+            return inner(x, *rest)
+
+        setattr(reduction, name, summed)
+
+
+def see_that_some_was(session: Any) -> None:
+    assert session.summed
+
+
+@pytest.mark.parametrize("mode", ["ddp", "zero3"])
+def test_gradients_of_16_bits_are_summed_over_ranks_in_float32(tmp_path: Path, mode: str) -> None:
+    config = job(tmp_path, "layout.dp=2", f"dp.mode={mode}", "train.dtype=bfloat16", "train.steps=3")
+    train(config, at_step(2, 1, see_what_is_summed), at_step(3, 1, see_that_some_was))
