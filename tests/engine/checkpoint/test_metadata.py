@@ -91,6 +91,10 @@ FORGED: dict[str, tuple[dict[str, Any], str]] = {
         "model.layers is 1000000000: it must",
     ),
     "other layers": ({"model": {**META["model"], "layers": 3}}, "model.blocks.2.norm1.weight is missing"),
+    "fewer layers": (
+        {"model": {**META["model"], "layers": 1}},
+        "it holds more blocks than model.layers=1",
+    ),
     "another width": ({"model": {**META["model"], "ffn": 16}}, "and the model has it in shape"),
     "an unknown size": ({"model": {**META["model"], "depth": 2}}, "model.depth is 2"),
     "another kind of size": ({"model": {**META["model"], "tied": 0}}, "model.tied is 0"),
@@ -114,7 +118,7 @@ def test_forged_metadata_is_refused_at_once(
     assert not (tmp_path / "out").exists()
     with pytest.raises(StrettoError):
         StoredTensors(checkpoint)
-    if not about.startswith(("and the", "model.blocks")):  # which compare tensors
+    if not about.startswith(("and the", "model.blocks", "it holds")):  # which compare tensors
         assert quick_problems(checkpoint)
         with pytest.raises(StrettoError, match=r"is damaged: file manifest\.json: "):
             read_meta(checkpoint, COUNTS)

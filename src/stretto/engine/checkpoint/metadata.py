@@ -27,6 +27,7 @@ _STRICT = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
 _NO_OTHERS = ConfigDict(strict=True, allow_inf_nan=False, frozen=True, extra="forbid")
 _SHARD = re.compile(r"shard-(\d+)[.]")
 _OF_RANK = re.compile(rf"{PER_RANK}[.](\d+)[.](.*)", re.DOTALL)
+_BLOCK = re.compile(rf"{re.escape(MODEL)}blocks[.](\d+)[.]")
 _AXES = ("tp", "cp", "dp", "pp")  # experts share the ranks of these
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -209,6 +210,11 @@ def index_problem(meta: Mapping[str, Any], world: int, index: Index) -> str | No
         if those != set(range(world)):
             return f"{name} is there of ranks {sorted(those)[:8]}, and {world} have written it"
     shape = model_shape(meta) if is_of_run(meta) else None
+    blocks = (_BLOCK.match(name) for name in index)
+    if shape is not None and any(block and int(block[1]) >= shape.layers for block in blocks):
+        return f"it holds more blocks than model.layers={shape.layers}"
+    if shape is not None and shape.tied and f"{MODEL}head.out.weight" in index:
+        return "it holds a head of its own, and model.tied is true"
     for name, sizes in ({} if shape is None else parameter_shapes(shape)).items():
         saved = index.get(MODEL + name)
         if saved is None or saved.shape != tuple(sizes):
