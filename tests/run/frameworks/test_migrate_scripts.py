@@ -11,7 +11,7 @@ from migrated import NONE, ROTARY, RUN, SIZES, arguments_of, config_of, moved
 from stretto.cli.main import run
 from stretto.errors import StrettoError
 from stretto.run.config.job import job_of
-from stretto.run.frameworks.mapping import Start
+from stretto.run.frameworks.mapping import Start, read
 from stretto.run.frameworks.megatron.framework import MEGATRON
 from stretto.run.frameworks.migrate import migrate
 from stretto.spec.presets import preset
@@ -131,3 +131,11 @@ def test_bounds_of_another_gate_are_no_part_of_a_model_here() -> None:
     made = arguments_of(f"{ROTARY} --activation-func-clamp-value 10")
     assert {"swiglu", "activation-func-clamp-value"} == set(made.lost)
     assert "no such gate is here" in made.lost["swiglu"]
+
+
+def test_what_predict_leaves_unread_of_the_data_is_a_remark() -> None:
+    reading = read(MEGATRON, f"{SIZES} {RUN} {NONE} --per-split-data-args-path gone.json", "run.sh", 8)
+    assert not any("not read" in remark for remark in reading.remarks)  # --data-path comes first
+    words = RUN.replace("--data-path t", "--per-split-data-args-path gone.json")
+    reading = read(MEGATRON, f"{SIZES} {words} {NONE}", "run.sh", 8)
+    assert any("no part of the price: cannot read gone.json" in remark for remark in reading.remarks)

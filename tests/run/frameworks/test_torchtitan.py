@@ -379,3 +379,11 @@ def test_flavours_have_the_sizes_of_their_presets() -> None:
         assert (last.moe is None) == (shape.moe is None)
         if last.moe is None:
             assert last.feed_forward.w1.out_features == shape.ffn
+
+
+@pytest.mark.parametrize("more", ["**BASE", "steps={**BASE}"])
+def test_values_that_a_star_brings_are_not_dropped(more: str) -> None:
+    text = emit(TORCHTITAN, JOB).replace("training=TrainingConfig(", f"training=TrainingConfig({more},", 1)
+    assert more in text
+    with pytest.raises(StrettoError, match=r"\*\* in it, which cannot be read"):
+        read(TORCHTITAN, text, "run.py", 8)

@@ -550,14 +550,15 @@ def read(
     settings = {
         name: value for name, value in parsed.items() if not isinstance(value, Former | Unread | Remark)
     }
-    values = dict[str, Any]()
+    values, unread = dict[str, Any](), list[str]()
     for rule in framework.rules:
         if rule.read is not None:
             try:
                 values |= read_rule(rule, settings)
-            except StrettoError:
+            except StrettoError as error:
                 if PRICED & set(rule.choices) or not all(name.startswith("data.") for name in rule.choices):
                     raise
+                unread.append(f"not read, and no part of the price: {error.message}")
     values |= beside or {}
     if values.get("model.family") is None:
         raise StrettoError(f"{source} does not say which model it is", hint="say it with --model")
@@ -570,6 +571,7 @@ def read(
             ignored={why: tuple(names) for why, names in ignored.items()},
             remarks=(
                 *(value.text for value in parsed.values() if isinstance(value, Remark)),
+                *unread,
                 *framework.remarks(settings),
                 *(
                     f"nothing tells what {name} holds: it is taken to be empty"

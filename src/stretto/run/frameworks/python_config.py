@@ -156,10 +156,12 @@ class _Reader:
             items = [self._value(one, names) for one in node.elts]
             return tuple(items) if isinstance(node, ast.Tuple) else items
         if isinstance(node, ast.Dict):
+            if None in node.keys:
+                raise self._cannot(node, "a dict with ** in it")
             return {
                 self._value(key, names): self._value(value, names)
                 for key, value in zip(node.keys, node.values, strict=True)
-                if key is not None
+                if key is not None  # for types
             }
         if isinstance(node, ast.Attribute):
             inside = self._value(node.value, names)
@@ -184,6 +186,8 @@ class _Reader:
             return Unset()
         if name == "schedule_file" and "SCHEDULE" in self._constants:
             return self._constants["SCHEDULE"]
+        if any(one.arg is None for one in node.keywords):
+            raise self._cannot(node, f"{name} with ** in it")
         arguments = [self._value(one, names) for one in node.args]
         keywords = {one.arg: self._value(one.value, names) for one in node.keywords if one.arg is not None}
         if name == "float" and arguments == ["inf"]:

@@ -213,7 +213,14 @@ def optimiser_of(common: Common, groups: Sequence[Mapping[str, Any]], notes: lis
     decaying = [group for group in groups if _number(group, "wd_mult", 1.0) > 0.0] or list(groups)
     first = decaying[0]
     rates = {_number(group, "max_lr", _number(group, "lr", 0.0)) for group in groups}
-    rate = _number(common.args, "lr", 0.0) or max(rates) or Optimiser.lr
+    rate = _number(common.args, "lr", 0.0) or max(rates)
+    if not rate:
+        rate = Optimiser.lr
+        notes.append(f"it does not say its learning rate: here it is {rate}")
+    if "clip_grad" not in common.args:
+        notes.append(
+            "it does not say how gradients were clipped: here they are to a norm of 1.0, as is usual"
+        )
     if len(rates) > 1:
         notes.append(
             f"the learning rate differed among parameters: {sorted(rates)}; here it is {rate} for all"

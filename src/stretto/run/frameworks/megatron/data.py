@@ -68,8 +68,9 @@ def _words(settings: Settings) -> Sequence[str]:
         return read_text(Path(path).expanduser()).split()
     if (path := settings.get("per-split-data-args-path")) is None:
         return ()
+    text = read_text(Path(path).expanduser())
     try:
-        words = json.loads(read_text(Path(path).expanduser()))["train"]
+        words = json.loads(text)["train"]
     except (ValueError, KeyError, TypeError):
         what = f"--per-split-data-args-path: {path} has no list `train`"
         raise StrettoError(
