@@ -32,6 +32,7 @@ STATES = {
     "sum": StateSpec(True, torch.float32),
     "momentum": StateSpec(False, torch.float64),
     "updates": StateSpec(True, torch.int64),
+    "low": StateSpec(False, torch.int16),  # of split SGD, a part of the weight
 }
 
 
