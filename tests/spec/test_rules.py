@@ -127,6 +127,7 @@ def test_what_is_legal(changes: dict[str, Any]) -> None:
             "16 or 20",
         ),
         ({"global_batch": 3}, "batch.global_size", "multiple of", "batch.global_size=4"),
+        ({"global_batch": 4 * 10**17}, "batch.global_size", "at most 65,536", "batch.global_size=262144"),
         ({"layout": Layout(pp=9)}, "layout.pp", "9 stages (pp x 1 chunks) for 8 layers", "layout.pp=8"),
         (
             {"schedule": "interleaved", "options": {"chunks": 5}},

@@ -35,6 +35,7 @@ from stretto.spec.shape import ModelShape
 VOCAB_MULTIPLE = 64  # of each rank's share of the vocabulary in training, so that products have even sizes
 
 UNDRAINED = 100.0  # steps between two drains of an asynchronous schedule, where no config says them
+MOST_MICROBATCHES = 1 << 16  # of a replica and step: a program has a Python object for each action
 
 RecomputeMode = Literal["none", "selective", "full", "auto"]
 Compile = Literal["off", "blocks"]
@@ -253,10 +254,17 @@ Rule = Callable[[Job], Iterator[Problem]]
 
 
 def batch_problem(job: Job) -> Problem | None:
-    """A batch that does not divide into microbatches, if it does not."""
+    """A batch that does not divide into microbatches, or into more than a program is built for, if so."""
+    unit = job.layout.dp * job.micro_batch
+    if (job.microbatches or 0) > MOST_MICROBATCHES:
+        return Problem(
+            "batch.global_size",
+            job.global_batch,
+            f"each replica has {job.microbatches:,} microbatches a step, of at most {MOST_MICROBATCHES:,}",
+            f"batch.global_size={MOST_MICROBATCHES * unit} or less, or a larger batch.micro_size",
+        )
     if job.microbatches:
         return None
-    unit = job.layout.dp * job.micro_batch
     below = job.global_batch // unit * unit
     legal = [n for n in (below, below + unit) if n]
     return Problem(

@@ -196,8 +196,8 @@ def _batch(job: Job) -> Iterator[Problem]:
 
 
 def _pipeline(job: Job) -> Iterator[Problem]:
-    if not job.microbatches:
-        return  # the batch is wrong already, and which schedules fit depends on it
+    if batch_problem(job) is not None:
+        return  # which schedules fit depends on the batch
     pp, custom = job.layout.pp, job.custom_program
     if custom is not None and custom.steps > 1:
         yield Problem(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from stretto.errors import Problem, StrettoError
 from stretto.program.checks.in_turn import in_turn
-from stretto.spec.job import Job
+from stretto.spec.job import Job, batch_problem
 from stretto.spec.reduction import reduction
 
 
@@ -27,7 +27,7 @@ def _obstacles(job: Job) -> Iterator[tuple[str, str]]:
             f"layout.pp={layout.pp} has several microbatches in flight, and a graph is of one",
             "layout.pp=1",
         )
-    elif job.microbatches:
+    elif batch_problem(job) is None:
         yield from _program(job)
     if layout.cp > 1:
         yield (
