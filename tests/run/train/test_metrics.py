@@ -90,6 +90,18 @@ def test_resume_drops_later_lines_and_a_partial_one(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["eval.jsonl", "metrics.jsonl"]
 
 
+def test_records_behind_a_broken_line_stay(tmp_path: Path) -> None:
+    with Metrics(tmp_path, steps=3, every=100, out=io.StringIO()) as metrics:
+        for step in (1, 2, 3):
+            metrics.step(record(step))
+    path = tmp_path / "metrics.jsonl"
+    first, second, third = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + second[:20] + b"\0" * 8 + b"\n" + third)
+    with Metrics(tmp_path, steps=3, start=3, out=io.StringIO()):
+        pass
+    assert [row["step"] for row in lines(path)] == [1, 3]
+
+
 def test_resume_keeps_the_numbers_that_json_has_not(tmp_path: Path) -> None:
     with Metrics(tmp_path, steps=9, out=io.StringIO()) as metrics:
         metrics.step(record(1, loss=math.nan))

@@ -261,16 +261,15 @@ def recorded_steps(run: Path) -> int:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole objects of the file, in its order; a broken line ends it."""
+    """The complete objects of the file, in its order; lines that a crash has broken are left out."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 facts = json.loads(line)
             except json.JSONDecodeError:
-                return
-            if not isinstance(facts, dict) or not line.endswith("\n"):
-                return
-            yield facts
+                continue
+            if isinstance(facts, dict) and line.endswith("\n"):
+                yield facts
 
 
 def _keep(path: Path, last: int) -> None:
