@@ -29,7 +29,7 @@ RULES: Mapping[str, str] = {
     "lamb": "LAMB's formula",
     "muon": "Muon's formula and torch.optim.AdamW",
 }
-"""By what a reference updates instead of each optimiser."""
+"""The independent implementation that updates the reference, by the job's optimiser."""
 
 
 class ReferenceOptimizer:
@@ -108,7 +108,7 @@ def _torch(parts: list[nn.Parameter], decay: float, how: Optimiser) -> torch.opt
 
 
 def _formula(how: Optimiser) -> Rule | None:
-    """None: torch has the rule."""
+    """The written-out update rule; None if torch.optim has it."""
     if how.name == "lamb":
         return partial(_lamb, how)
     return partial(_muon, how) if how.name == "muon" else None

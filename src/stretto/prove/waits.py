@@ -26,7 +26,7 @@ _GRACE = 2.0  # seconds for the other ranks to reach their limit too
 
 @contextmanager
 def bounded_waits(seconds: float) -> Generator[None]:
-    """Within the context, a wait for a message of the host's memory that takes longer raises StrettoError."""
+    """Raise StrettoError for any wait within the context, on a message in host memory, that takes longer."""
     replaced = {name: vars(ProcessGroup)[name] for name in _METHODS if name in vars(ProcessGroup)}
     for name in replaced:
         setattr(ProcessGroup, name, _bounded(getattr(ProcessGroup, name), name, seconds))
@@ -67,14 +67,14 @@ def _described(name: str, group: ProcessGroup, peer: int | None) -> str:
 
 
 class _BoundedWork:
-    """A message on its way, in place of torch's `Work`."""
+    """A pending message: wraps torch's `Work`."""
 
     def __init__(self, work: Any, call: str, seconds: float) -> None:
         self._work, self._call = work, call
         self._seconds = seconds
 
     def wait(self, *arguments: Any, **named: Any) -> Any:
-        """As torch's, with a limit if none is given."""
+        """Like torch's `Work.wait`, with a default timeout."""
         if arguments or named:
             return self._work.wait(*arguments, **named)
         started = time.monotonic()
@@ -95,7 +95,7 @@ def _store() -> Any:
 
 
 def _deadlock(seconds: float, least: int = 1) -> StrettoError | None:
-    """What ranks have waited for by now; None if fewer than `least` wait for a message."""
+    """The calls that ranks are waiting in; None if fewer than `least` ranks wait for a message."""
     if not dist.is_initialized():
         return None
     time.sleep(_GRACE)

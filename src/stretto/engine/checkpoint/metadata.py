@@ -144,7 +144,7 @@ def _described(error: ValidationError) -> str:
 
 
 def _misfit(run: RunMetadata, step: int, world: int) -> str | None:
-    """Counts that do not fit one another."""
+    """Return the first contradiction between counts, if any."""
     present = run.model_fields_set
     if "step" in present and run.step != step:
         return f"it is of two steps, {step} and {run.step}"
@@ -165,7 +165,7 @@ def _misfit(run: RunMetadata, step: int, world: int) -> str | None:
 
 
 def _miscounted(run: RunMetadata, step: int) -> str | None:
-    """Samples that are not those of the steps since the batch last changed, or ranges of others."""
+    """Return why the counted samples do not fit the steps, or a skipped range is invalid; None if they do."""
     size, since = _number(run, "batch", "global_size"), run.counted_from
     if COUNTED_FROM in run.model_fields_set and size is not None:
         samples = since.samples + (step - since.step) * size

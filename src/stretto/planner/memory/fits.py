@@ -67,7 +67,7 @@ class Fit:
 
 
 def tensor_bytes(device: Device) -> float:
-    """The most bytes of tensors that are more likely to fit a device than not, as `Fit.likely` has it."""
+    """Largest size of tensors, in bytes, that probably fits a device (`Fit.likely`)."""
     beside = PROCESS if device.name.startswith("cpu") else RESERVE
     return (device.memory - beside[1]) / FULL
 

@@ -168,7 +168,7 @@ class ClickFolder:
         return {feature.name: feature.rows for feature in self.features}
 
     def notes(self) -> list[str]:
-        """Lines and columns of the log that are not in the folder, a line of text for each kind."""
+        """Lines of text about rows and columns of the log that the folder leaves out."""
         lines, unread = self.index.lines, self.index.extra.get("unread", ())
         notes = list[str]()
         if bad := lines.get("malformed", 0):

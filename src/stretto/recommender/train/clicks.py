@@ -202,14 +202,14 @@ def _as_json(spec: SyntheticSpec) -> dict[str, Any]:
 
 
 def _held_out(config: RecommenderConfig, folder: ClickFolder) -> Held:
-    """What of a click folder is held out."""
+    """The held-out part of a click folder."""
     if config.data.split == "last-part":
         return "last-part"
     return "named" if config.data.split == "named" and folder.index.held_parts else config.data.valid
 
 
 def _held_out_text(config: RecommenderConfig, folder: ClickFolder) -> str:
-    """What of a click folder is held out, and why, for the user."""
+    """The held-out part of a click folder and the rule that chose it, as printed."""
     held = _held_out(config, folder)
     if isinstance(held, str):
         last = 1 if held == "last-part" else folder.index.held_parts
@@ -222,7 +222,7 @@ def _held_out_text(config: RecommenderConfig, folder: ClickFolder) -> str:
 
 
 def _shared_rows(features: Sequence[ClickFeature], tables: Sequence[TableSpec]) -> list[str]:
-    """A line on the tables that have fewer rows than there are ids of their feature."""
+    """A line that lists tables with fewer rows than their feature has ids."""
     short = [
         f"{table.name} {table.rows:,} for {each.rows:,}"
         for each, table in zip(features, tables, strict=True)

@@ -36,13 +36,13 @@ class Boundaries:
     begin: int | None = None
 
     def describe(self, text_of: Mapping[int, str] | None = None) -> str:
-        """In words, such as `<bos> (2) ... <eos> (1)`; `text_of` gives the texts of the ids, if known."""
+        """As text, such as `texts end with <eos> (1)`; `text_of` maps ids to their texts."""
         end = f"texts end with {_named(self.end, text_of)}"
         return f"{end} and begin with {_named(self.begin, text_of)}" if self.begin is not None else end
 
 
 def boundaries_of(meta: Mapping[str, Any]) -> Boundaries | None:
-    """Those of the text that a checkpoint was trained on; None: it does not say."""
+    """The boundaries recorded in a checkpoint; None if it has none."""
     end, begin = meta.get(END), meta.get(BEGIN)
     if type(end) is not int or type(begin) not in (int, type(None)):
         return None
@@ -69,7 +69,7 @@ class ModelFiles:
 
     @classmethod
     def find(cls, place: Path) -> ModelFiles:
-        """Those in the folder of a tokenizer's file; of `PREFIX.tokenizer.json`, its own config alone.
+        """Read the files beside a tokenizer's; beside `PREFIX.tokenizer.json`, its own config alone.
 
         Raises:
             StrettoError: a file cannot be read.

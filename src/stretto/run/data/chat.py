@@ -132,7 +132,7 @@ def _parsed(path: Place, corpus: Corpus) -> Iterator[Row]:
 
 
 def _characters(row: Row) -> int:
-    """About how long the text of a row is."""
+    """Approximate length of a row's text, in characters."""
     if isinstance(row, Completion):
         return len(row.prompt) + len(row.completion)
     return sum(len(message["content"] or "") for message in row.messages)

@@ -165,7 +165,7 @@ class ChatTemplate:
                     process.stop()
 
     def _process(self) -> TemplateProcess:
-        """One that is idle and not a fork's parent's, or a new one."""
+        """An idle process that this process started (not its parent before a fork), or a new one."""
         while self._idle:
             if (process := self._idle.pop()).owner == os.getpid():
                 return process

@@ -95,7 +95,7 @@ class Corpus:
                 self.skipped += 1
 
     def begin(self) -> None:
-        """Count from nothing: the files are read from the start."""
+        """Reset the counts, since the files are read from the start."""
         self.blank, self.errors = 0, RowErrors(on_error=self.reading.on_error)
 
     def pieces(self) -> Iterator[Piece]:

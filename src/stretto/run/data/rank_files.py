@@ -199,7 +199,7 @@ _TEKKEN = (
     "[/SYSTEM_PROMPT]",
     "[TOOL_CONTENT]",
 )
-"""Special tokens of files that do not list them."""
+"""The special tokens of rank files that do not list them."""
 
 
 def from_tekken(path: Path | str, body: Mapping[str, Any]) -> Read:
@@ -233,7 +233,7 @@ def from_tekken(path: Path | str, body: Mapping[str, Any]) -> Read:
 
 
 def _built(path: Path | str, ranks: Mapping[bytes, int], encoding: _Encoding) -> Read:
-    """Every way of cutting a token in two tokens is a merge of its rank."""
+    """Build the tokenizer: each pair of tokens that makes up a token is a merge, in the order of its rank."""
     ranks = {token: rank for token, rank in ranks.items() if token}  # no text has Whisper's empty token
     alphabet = _alphabet()
     spelt = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
@@ -290,7 +290,7 @@ def check_ids(path: object, ids: Sequence[Any]) -> None:
 
 
 def not_a_tokenizer(path: object, why: str) -> StrettoError:
-    """The error of a file that is none."""
+    """The error for a file that is not a rank file."""
     return StrettoError(f"tokenizer {path}: not a tokenizer file ({why})", hint=KINDS)
 
 

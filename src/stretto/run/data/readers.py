@@ -334,7 +334,7 @@ def _checked_object(row: object, where: str, field: str) -> dict[str, Any] | Row
 
 
 def _text_in(row: dict[str, Any] | RowError, field: str, where: str) -> str | RowError:
-    """The text of a row."""
+    """The text in a row's field."""
     if isinstance(row, RowError):
         return row
     value = row.get(field)
@@ -344,7 +344,7 @@ def _text_in(row: dict[str, Any] | RowError, field: str, where: str) -> str | Ro
 
 
 def _invalid_unicode(text: str, description: str) -> RowError | None:
-    """The error for text from JSON, whose escapes can spell what is no text; None where it is text."""
+    """The error for text from JSON whose escapes spell half a surrogate pair; None if it is valid."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -379,7 +379,7 @@ def read_head(place: Place, length: int) -> bytes:
 def load_tokenizer(
     place: TokenizerPath | RemotePath, end: Boundary | None = None, begin: Boundary | None = None
 ) -> Tokenizer:
-    """The tokenizer in a file, or in a `tokenizer.json` at a URL; as `Tokenizer.load`."""
+    """Load a tokenizer from a file, or from a `tokenizer.json` at a URL, like `Tokenizer.load`."""
     if isinstance(place, RemotePath):
         config = place.with_name(place.name.replace(TOKENIZER, TOKENIZER_CONFIG))
         # a token folder's index has both

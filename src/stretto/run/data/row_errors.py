@@ -53,7 +53,7 @@ class RowErrors:
     _skipped_before: int = 0
 
     def begin_file(self) -> None:
-        """What follows is another file."""
+        """Begin to count the rows of the next file."""
         self._rows_before, self._skipped_before = self.rows, self.counts.total()
 
     def skip(self, error: RowError) -> None:
@@ -86,14 +86,14 @@ class RowErrors:
             )
 
     def facts(self) -> dict[str, Any] | None:
-        """As the metadata of a folder of tokens keep it; None: no row was left out."""
+        """The counts as stored in a token folder's metadata; None if no row was left out."""
         if not self.counts:
             return None
         return {"rows": self.rows, "skipped": dict(self.counts), "examples": self.examples}
 
 
 def describe_skipped(facts: Mapping[str, Any]) -> str:
-    """What `RowErrors.facts` holds, in words."""
+    """The counts of `RowErrors.facts` as text."""
     total, first = sum(facts["skipped"].values()), "; ".join(facts["examples"])
     return f"{total:,} of {facts['rows']:,} rows left out ({_list(facts['skipped'])}); the first: {first}"
 

@@ -58,7 +58,7 @@ class _Model:
 
     @property
     def end(self) -> int | None:
-        """The piece that ends a text."""
+        """The piece that ends a text (`eos`)."""
         ends = (
             i for i, piece in enumerate(self.pieces) if (piece.text, piece.kind) == (self.ending, _CONTROL)
         )

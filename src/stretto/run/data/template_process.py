@@ -16,18 +16,18 @@ from stretto.run.data import template_renderer
 from stretto.run.data.template_renderer import LENGTH, LONGEST_ANSWER, MEMORY, OUT_OF_MEMORY
 
 SECONDS = 5
-"""Of the processor, for one conversation of up to 100 messages."""
+"""CPU time for one conversation of up to 100 messages."""
 PATIENCE_S = 60.0
-"""Until an answer is there, on a machine with other work."""
+"""Longest wait for an answer, generous because the machine may be busy."""
 _ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 
 
 class ProcessDied(Exception):
-    """The process ended instead of answering; says why."""
+    """The process ended instead of answering, with the reason."""
 
 
 class TemplateProcess:
-    """A process that has compiled some templates. It ends with this object, and with this process."""
+    """A child process that has compiled some templates; ends with this object or this process."""
 
     def __init__(self, opening: Mapping[str, Any]) -> None:
         """Start it.

@@ -83,7 +83,7 @@ def find_iteration(path: Path) -> Path:
 
 
 def _short_text(folder: Path, name: str) -> str:
-    """The text of a small file of the checkpoint, which must be there itself and no link."""
+    """Read a small text file of the checkpoint; refuses links."""
     try:
         with open_plain(folder, name) as file:
             text = file.read(_LONGEST + 1)
