@@ -21,9 +21,7 @@ def config(
         list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="Fields to override.")
     ] = None,
     reference: Annotated[bool, typer.Option(help="Print the reference of every field (Markdown).")] = False,
-    every: Annotated[
-        bool, typer.Option("--all", help="Print every field, also those that have their defaults.")
-    ] = False,
+    every: Annotated[bool, typer.Option("--all", help="Print every field, defaults included.")] = False,
     check: Annotated[bool, typer.Option(help="Check fields against each other and this machine.")] = True,
     emit: Emit = None,
     output: Output = None,

@@ -135,14 +135,14 @@ def emitted_row(framework: Framework, plan: Plan, row: int | None, base: TrainCo
         raise StrettoError(f"--row is {row}: the plan has {count} rows", hint=f"nearest: --row {count}")
     from stretto.run.frameworks.mapping import emit
 
-    one = plan.ranking[(row or 1) - 1]
-    made = one.estimate
+    ranked = plan.ranking[(row or 1) - 1]
+    estimate = ranked.estimate
     about = (
-        f"{one.words}\n"
-        f"predicted on {made.job.layout.world} x {made.cluster.device.name}: {made.seconds:.4g} s a step "
-        f"({made.low:.4g} to {made.high:.4g})"
+        f"{ranked.words}\n"
+        f"predicted on {estimate.job.layout.world} x {estimate.cluster.device.name}: "
+        f"{estimate.seconds:.4g} s a step ({estimate.low:.4g} to {estimate.high:.4g})"
     )
-    return emit(framework, made.job, base, about)
+    return emit(framework, estimate.job, base, about)
 
 
 # ------------------------------------------------------------------ predict

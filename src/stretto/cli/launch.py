@@ -49,7 +49,7 @@ def slurm(
         typer.Option(min=1, help="Save this long before the limit; default: train.grace_s, else 120."),
     ] = None,
     requeues: Annotated[
-        int, typer.Option(min=0, help="Requeue the job at most so often; submitting it again counts anew.")
+        int, typer.Option(min=0, help="Most times that the job is requeued; a new submission starts at 0.")
     ] = 100,
     port: Annotated[int, typer.Option(help="Port of the rendezvous on the first node.")] = 29400,
     sbatch: Annotated[

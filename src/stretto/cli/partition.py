@@ -287,7 +287,8 @@ class Source:
     """Layers with the settings that their source implies.
 
     Attributes:
-        memory, limit: bytes of tensors that a rank's device has room for, and why so many.
+        memory: bytes of tensors that fit a rank's device.
+        limit: what sets that number, for messages.
         others: further cuts to compare with.
         job: of a known model.
     """

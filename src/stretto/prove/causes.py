@@ -34,7 +34,7 @@ class Case:
     gradients, weights, states, buffers: relative errors by name.
     ours, expected: whole gradients, this rank's and the plain model's.
     share_gradients: computes the plain model's gradients of this rank's share of the batch.
-    clip: the largest gradient norm of the plain model's step; None: it does not clip.
+    clip: largest gradient norm in the plain model's step; None: no clipping.
     modules: the plain model's, by path.
     initial: the plain model's values before the first step, by name.
     outputs, expected_outputs: of modules in the first forward, this rank's and the plain model's.

@@ -76,8 +76,8 @@ def prove(
         loss: `loss(model, batch)`, the mean loss of the plain model over the global batch. None: the plain
             model is trained by `step` too.
         optimizer: builds an optimizer of a list of parameters; None: AdamW with a rate of 1e-3.
-        clip: the largest gradient norm of the plain model's step, for a `step` that clips by code of its own;
-            None: as in torch's clipping in `step`.
+        clip: largest gradient norm in the plain model's step, for a `step` that clips by code of its own;
+            None: the bound of torch's `clip_grad_norm_` in `step`, if it is called.
         share: `share(batch, rank)`, what of the batch `step` is handed; None: the whole.
         steps: training steps; two, so that the optimizer's states and the emptied gradients are used too.
         dtype: of both models. With one below float64, an error may be MULTIPLE times that of the plain model

@@ -8,7 +8,7 @@ import gzip
 import io
 import json
 import lzma
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +196,17 @@ def test_arrays_are_read_by_element(rows: list[Any], size: int, indent: int | st
     for bad in (text[:-2], text + "1", text.replace("]", ",]")):
         with pytest.raises(StrettoError):
             list(array_elements("x", [bad]))
+
+
+def test_a_mistake_in_an_array_is_reported_before_the_rest_is_read() -> None:
+    def blocks() -> Iterator[str]:
+        yield '[{"text": oops}, '
+        for number in range(1000):
+            assert number < 10, "a large file would be read into memory"
+            yield '{"text": "x"}, ' * 1000
+
+    with pytest.raises(StrettoError, match="element 1: not JSON"):
+        list(array_elements("x", blocks()))
 
 
 BAD = {

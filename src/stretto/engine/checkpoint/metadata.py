@@ -82,8 +82,9 @@ class RunMetadata(BaseModel):
 
 
 def metadata_problem(meta: Mapping[str, Any], step: int, world: int) -> str | None:
-    """What is wrong with a run's metadata in a checkpoint of this step by so many ranks; None: nothing, or it
-    is not of a run.
+    """Return what is wrong with a run's metadata in a checkpoint of this step, written by `world` ranks.
+
+    None: nothing is wrong, or the metadata is not that of a run.
     """
     if not is_of_run(meta):
         return None

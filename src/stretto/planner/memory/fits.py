@@ -68,8 +68,8 @@ class Fit:
 
 def tensor_bytes(device: Device) -> float:
     """Largest size of tensors, in bytes, that probably fits a device (`Fit.likely`)."""
-    beside = PROCESS if device.name.startswith("cpu") else RESERVE
-    return (device.memory - beside[1]) / FULL
+    overhead = PROCESS if device.name.startswith("cpu") else RESERVE
+    return (device.memory - overhead[1]) / FULL
 
 
 def fit(ranks: Sequence[RankMemory], device: Device, reserve: float | None = None) -> Fit:

@@ -40,7 +40,7 @@ class Space:
         self._known: dict[object, bool] = {}
         self._listed: dict[tuple[int, int], list[ScheduleChoice]] = {}
         self._shared: dict[Layout, Sequence[DataParallel]] = {}
-        self._had: dict[tuple[Mode, Saving], bool] = {}
+        self._supported: dict[tuple[Mode, Saving], bool] = {}
 
     def chosen(self, name: str, usual: Iterable[Any]) -> tuple[Any, ...]:
         """The fixed values of a choice, else the usual ones; of these, what the pass is narrowed to."""
@@ -289,13 +289,13 @@ class Space:
         rows = [[Saving(one, *parallelism) for one in again] for parallelism in places]
         if self.task.refusals is None:
             return rows
-        kept = [[one for one in row if self._is_had(one, dp.mode)] for row in rows]
-        return list(filter(None, kept)) or [[saving]]  # which is refused as a whole job, with the reason
+        supported = [[s for s in row if self._is_supported(s, dp.mode)] for row in rows]
+        return list(filter(None, supported)) or [[saving]]  # which is refused as a whole job, with the reason
 
-    def _is_had(self, saving: Saving, mode: Mode) -> bool:
-        """Whether the framework that the plan is for saves memory so, whatever the layout."""
+    def _is_supported(self, saving: Saving, mode: Mode) -> bool:
+        """Whether the framework that the plan is for can save memory this way in any layout."""
         key = mode, saving
-        if self.task.refusals is not None and key not in self._had:
+        if self.task.refusals is not None and key not in self._supported:
             devices = self.task.devices
             parallelism = Parallelism(
                 layout=Layout(dp=devices),
@@ -306,8 +306,8 @@ class Space:
             )
             candidate = Candidate(parallelism, ScheduleChoice(PLAIN), DataParallel(mode=mode), saving)
             wrong = self.task.refusals(replace(candidate.job(self.task), global_batch=devices))
-            self._had[key] = not any(one.field.startswith(("recompute", "dp.offload")) for one in wrong)
-        return self._had[key]
+            self._supported[key] = not any(one.field.startswith(("recompute", "dp.offload")) for one in wrong)
+        return self._supported[key]
 
     def _recomputations(self, now: Recompute, blocks: int) -> Iterator[Recompute]:
         """Recomputation from `now` on, less to more."""

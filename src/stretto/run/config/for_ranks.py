@@ -23,8 +23,9 @@ def rank_choices(config: TrainConfig) -> list[int]:
 
 
 def for_ranks(config: TrainConfig, ranks: int) -> TrainConfig:
-    """The job with its listed layout for so many ranks, whichever of them it has now: what a layout leaves
-    out is as in the config. The config's own layout is then one of `elastic.layouts`.
+    """The job with its layout for `ranks` ranks; fields that the layout leaves out come from the config.
+
+    The config's own layout becomes one of `elastic.layouts`.
 
     Raises:
         StrettoError: it has none.

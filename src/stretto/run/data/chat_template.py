@@ -161,7 +161,7 @@ class ChatTemplate:
             finally:
                 if finished:
                     self._idle.append(process)
-                else:  # its next answer would be to a request that nobody waits for
+                else:  # its next answer would belong to an abandoned request
                     process.stop()
 
     def _process(self) -> TemplateProcess:

@@ -9,7 +9,18 @@ from typing import Any
 
 from stretto.errors import StrettoError
 
+_LONGEST_TOKEN = 16  # characters of -Infinity, of a pair of escapes
 _SPACE = re.compile(r"[ \t\r\n]*")
+
+
+def _may_be_cut_off(error: Exception, length: int) -> bool:
+    """Whether more text could mend the error: it is at the end, or in a string that has not ended.
+
+    Without this a mistake in the first element would read all of a large file into memory.
+    """
+    if not isinstance(error, json.JSONDecodeError):
+        return False
+    return error.pos > length - _LONGEST_TOKEN or error.msg.startswith("Unterminated string")
 
 
 def array_elements(path: object, blocks: Iterable[str]) -> Iterator[Any]:
@@ -58,7 +69,7 @@ def array_elements(path: object, blocks: Iterable[str]) -> Iterator[Any]:
                 try:
                     element, end = decoder.raw_decode(text, at)
                 except (ValueError, RecursionError) as error:
-                    if not isinstance(error, RecursionError) and more():
+                    if _may_be_cut_off(error, len(text)) and more():
                         continue
                     raise broken(str(error)) from None
                 if end < len(text) or not more():  # a number may go on in the next block

@@ -97,8 +97,8 @@ def open_tokens(
         tokenizer: of a Megatron dataset, unless it lies beside it.
         vocab: as `open_source`.
         cache: of blocks of what is at a URL; None: the user's, of the usual size.
-        end: the token that documents of a Megatron dataset end with, and those of a token folder have to;
-            None: as it lies there.
+        end: the token that ends documents; a token folder must have been built with it. None: the
+            recorded one.
         begin: likewise.
 
     Raises:
