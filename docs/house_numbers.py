@@ -1,40 +1,63 @@
-"""The sizes of a checkout, for the table at the end of design.md.
+"""The sizes of a checkout and what its style costs a reader.
 
     python docs/house_numbers.py [CHECKOUT ...]     # several: one column each
+    python docs/house_numbers.py --rooms            # the same by room
+    python docs/house_numbers.py --list run.train   # where: fillers, helpers called once, long bodies, ...
 
 Only the standard library, and only the text of the files: an old checkout needs no installation.
+`tests/test_house.py` limits these numbers.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
-import sys
-from collections.abc import Iterator, Mapping
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from statistics import median, quantiles
 
 MOST_POSITIONAL = 5
 MOST_ASSIGNED = 2
+# names that say nothing: a value is called by what it is
+FILLERS = frozenset(
+    re.findall(
+        r"\w+",
+        "one ones known kept held made here there rest said whole usual ours theirs mine what why how where "
+        "facts words beside apart near least most seen same some such thing things found told given own "
+        "asked",
+    )
+)
+# a whole config, not a section of it
+CONFIGS = frozenset({"TrainConfig", "RecommenderConfig", "AnyConfig", "JobConfig", "LoopConfig", "Config"})
 
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 Graph = Mapping[str, set[str]]
 
 
 class Checkout:
-    """The package's modules as syntax trees."""
+    """The modules of all packages below `src` as syntax trees."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.source = root / "src" / "stretto"
-        self.lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in self.files("src")}
+        self.source = root / "src"
+        self.lines = {path: _line_count(path) for path in self.files("src")}
         self.trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in self.lines}
 
     def files(self, folder: str) -> list[Path]:
         return sorted((self.root / folder).rglob("*.py"))
 
     def module(self, path: Path) -> str:
-        parts = ("stretto", *path.relative_to(self.source).with_suffix("").parts)
-        return ".".join(parts).removesuffix(".__init__")
+        return ".".join(path.relative_to(self.source).with_suffix("").parts).removesuffix(".__init__")
+
+    def room(self, path: Path) -> str:
+        """`program`, or `run.train` in the folders that are divided; other packages by their own name."""
+        package, *inner = path.relative_to(self.source).with_suffix("").parts
+        if package != "stretto":
+            return package
+        return ".".join(inner[:2] if inner[0] in ("run", "engine", "recommender") else inner[:1])
 
     @cached_property
     def imports(self) -> Graph:
@@ -62,20 +85,19 @@ class Checkout:
                 counts[target] += 1
         return counts
 
-    @property
-    def functions(self) -> list[int]:
-        """Lines of every function and method, from `def` to its end."""
-        return [
-            (node.end_lineno or node.lineno) - node.lineno + 1
-            for tree in self.trees.values()
-            for node in ast.walk(tree)
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        ]
+    def duplicate_classes(self, paths: Sequence[Path] | None = None) -> dict[str, list[Path]]:
+        """Public classes of `paths`, or of all files, whose name another public class has, with the files."""
+        homes = dict[str, list[Path]]()
+        for path, tree in self.trees.items():
+            for node in tree.body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    homes.setdefault(node.name, []).append(path)
+        chosen = self.trees.keys() if paths is None else set(paths)
+        return {name: files for name, files in homes.items() if len(files) > 1 and chosen & {*files}}
 
-    def count(self, kind: type[ast.AST]) -> int:
-        """Calls with more than five positional arguments, or assignments of three values and more at once."""
-        nodes = (node for tree in self.trees.values() for node in ast.walk(tree) if isinstance(node, kind))
-        return sum(_positional(node) or _packed(node) for node in nodes)
+
+def _line_count(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
 
 
 def _statements(tree: ast.AST) -> Iterator[ast.AST]:
@@ -86,8 +108,69 @@ def _statements(tree: ast.AST) -> Iterator[ast.AST]:
         yield from _statements(child)
 
 
-def _positional(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and len(node.args) > MOST_POSITIONAL
+def bound_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Parameters, variables, attributes, functions and classes: each name with the line that binds it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, node.lineno
+        elif isinstance(node, Function | ast.ClassDef):
+            yield node.name, node.lineno
+
+
+def is_filler(name: str) -> bool:
+    return name.strip("_").lower() in FILLERS
+
+
+def functions(tree: ast.AST) -> Iterator[Function]:
+    return (node for node in ast.walk(tree) if isinstance(node, Function))
+
+
+def length(function: Function) -> int:
+    """Lines from `def` to the end: declarations count."""
+    return (function.end_lineno or function.lineno) - function.lineno + 1
+
+
+def helpers_called_once(tree: ast.AST) -> Iterator[Function]:
+    """Private functions and methods that their file mentions once: in the one call of them."""
+    calls, mentions = Counter[str](), Counter[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            calls[_last_name(node.func)] += 1
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
+            mentions[_last_name(node)] += 1
+    for function in functions(tree):
+        name = function.name
+        if name.startswith("_") and not name.startswith("__") and calls[name] == mentions[name] == 1:
+            yield function
+
+
+def _last_name(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def takes_config(function: Function) -> bool:
+    """Whether a parameter is a whole config."""
+    arguments = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+    annotations = [ast.unparse(argument.annotation) for argument in arguments if argument.annotation]
+    return any(CONFIGS & {*re.findall(r"\w+", annotation)} for annotation in annotations)
+
+
+def dataclasses(tree: ast.AST) -> Iterator[ast.ClassDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            decorators = (ast.unparse(decorator) for decorator in node.decorator_list)
+            if any(name.startswith(("dataclass", "dataclasses.dataclass")) for name in decorators):
+                yield node
+
+
+def positional_calls(tree: ast.AST) -> Iterator[ast.Call]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and len(node.args) > MOST_POSITIONAL:
+            yield node
 
 
 def _packed(node: ast.AST) -> bool:
@@ -117,7 +200,6 @@ def circles(graph: Graph) -> list[list[str]]:
             if len(members) > 1:
                 components.append(sorted(members))
 
-    sys.setrecursionlimit(10_000)
     for node in graph:
         if node not in index:
             visit(node)
@@ -125,40 +207,122 @@ def circles(graph: Graph) -> list[list[str]]:
 
 
 def numbers(root: Path) -> dict[str, str]:
-    """The rows of the table that can be counted."""
+    """The rows of the table of whole checkouts."""
     house = Checkout(root)
+    trees = list(house.trees.values())
     sizes = list(house.lines.values())
-    percentile, longest_function = quantiles(house.functions, n=20)[-1], max(house.functions)
+    folders = {folder: [_line_count(p) for p in house.files(folder)] for folder in ("tests", "benchmarks")}
+    all_functions = [function for tree in trees for function in functions(tree)]
+    lengths = [length(function) for function in all_functions]
+    names = [name for tree in trees for name, _ in bound_names(tree)]
+    fillers = sum(map(is_filler, names))
     longest = max(house.lines, key=lambda path: house.lines[path])
-    folders = {
-        folder: [len(p.read_text(encoding="utf-8").splitlines()) for p in house.files(folder)]
-        for folder in ("tests", "benchmarks")
-    }
-    return {
-        "source files (`src`)": f"{len(sizes):,}",
-        "source lines (`src`)": f"{sum(sizes):,}",
-        **{f"files, lines in `{name}`": f"{len(n):,}, {sum(n):,}" for name, n in folders.items()},
-        "median file, lines": f"{median(sizes):.0f}",
+    helpers = [helper for tree in trees for helper in helpers_called_once(tree)]
+    rows = {
+        "source files, lines (`src`)": (len(sizes), sum(sizes)),
+        **{f"files, lines in `{name}`": (len(counts), sum(counts)) for name, counts in folders.items()},
+        "median file, lines": round(median(sizes)),
         "largest file, lines": f"{max(sizes)} (`{longest.relative_to(house.source).with_suffix('')}`)",
-        "files under 80 lines": f"{sum(size < 80 for size in sizes)}",
-        "functions: 95th percentile, longest, lines": f"{percentile:.0f}, {longest_function}",
-        "modules with one importer": f"{sum(n == 1 for n in house.importers.values())}",
-        "import circles": f"{len(circles(house.imports))}",
-        "calls with more than five positional arguments": f"{house.count(ast.Call)}",
-        "assignments of three or more values at once": f"{house.count(ast.Assign)}",
+        "files under 80 lines": sum(size < 80 for size in sizes),
+        "functions": len(lengths),
+        "lines of a function: 95th percentile, longest": (round(quantiles(lengths, n=20)[-1]), max(lengths)),
+        "private helpers that are called once, their lines": (len(helpers), sum(map(length, helpers))),
+        "dataclasses": sum(1 for tree in trees for _ in dataclasses(tree)),
+        "filler names, share of bound names": f"{fillers:,}, {fillers / len(names):.2%}",
+        "public class names that several classes have": len(house.duplicate_classes()),
+        "functions that take a config": sum(map(takes_config, all_functions)),
+        "modules with one importer": sum(n == 1 for n in house.importers.values()),
+        "import circles": len(circles(house.imports)),
+        "calls with more than five positional arguments": sum(1 for t in trees for _ in positional_calls(t)),
+        "assignments of three or more values at once": sum(_packed(n) for t in trees for n in ast.walk(t)),
     }
+    return {title: _cell(value) for title, value in rows.items()}
 
 
-def main(roots: list[Path]) -> None:
-    columns = [numbers(root) for root in roots]
-    print("| | " + " | ".join(str(root) for root in roots) + " |")
-    print("|---" * (len(roots) + 1) + "|")
+def _cell(value: str | int | tuple[int, ...]) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(f"{number:,}" for number in value)
+    return f"{value:,}" if isinstance(value, int) else value
+
+
+def rooms(root: Path) -> Iterator[str]:
+    """A table with a row for each room."""
+    house = Checkout(root)
+    importers = house.importers
+    header = (
+        "files lines p95 longest helpers dataclasses fillers share configs duplicates 1-importer positional"
+    )
+    yield f"{'room':<24}" + "".join(f"{title:>12}" for title in header.split())
+    by_room = dict[str, list[Path]]()
+    for path in house.trees:
+        by_room.setdefault(house.room(path), []).append(path)
+    for room, paths in sorted(by_room.items()):
+        trees = [house.trees[path] for path in paths]
+        lengths = [length(function) for tree in trees for function in functions(tree)] or [0]
+        names = [name for tree in trees for name, _ in bound_names(tree)]
+        fillers = sum(map(is_filler, names))
+        cells = (
+            len(paths),
+            sum(house.lines[path] for path in paths),
+            round(quantiles([*lengths, 0], n=20)[-1]),
+            max(lengths),
+            sum(1 for tree in trees for _ in helpers_called_once(tree)),
+            sum(1 for tree in trees for _ in dataclasses(tree)),
+            fillers,
+            f"{fillers / max(len(names), 1):.2%}",
+            sum(takes_config(function) for tree in trees for function in functions(tree)),
+            len(house.duplicate_classes(paths)),
+            sum(importers.get(house.module(path)) == 1 for path in paths),
+            sum(1 for tree in trees for _ in positional_calls(tree)),
+        )
+        yield f"{room:<24}" + "".join(f"{cell:>12}" for cell in cells)
+
+
+def places(root: Path, room: str) -> Iterator[str]:
+    """Every filler, helper that is called once, long function, config and duplicate class name of a room."""
+    house = Checkout(root)
+    paths = [path for path in house.trees if f"{house.room(path)}.".startswith(f"{room}.")]
+    for path in paths:
+        file, tree = path.relative_to(root), house.trees[path]
+        fillers = dict[str, list[str]]()
+        for name, line in bound_names(tree):
+            if is_filler(name):
+                fillers.setdefault(name, []).append(str(line))
+        for name, lines in fillers.items():
+            yield f"{file}:{','.join(lines)}: filler {name}"
+        for helper in helpers_called_once(tree):
+            yield f"{file}:{helper.lineno}: {helper.name}, {length(helper)} lines, is called once"
+        for function in functions(tree):
+            if length(function) > 100:
+                yield f"{file}:{function.lineno}: {function.name} has {length(function)} lines"
+            if takes_config(function):
+                yield f"{file}:{function.lineno}: {function.name} takes a config"
+        for call in positional_calls(tree):
+            yield f"{file}:{call.lineno}: {len(call.args)} positional arguments"
+        if house.importers.get(house.module(path)) == 1:
+            yield f"{file}: one module imports it"
+    for name, files in house.duplicate_classes(paths).items():
+        yield f"class {name}: {', '.join(str(file.relative_to(root)) for file in files)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkouts", nargs="*", type=Path, default=[Path(__file__).parents[1]])
+    parser.add_argument("--rooms", action="store_true", help="a row for each room")
+    parser.add_argument("--list", metavar="ROOM", help="files and lines of what the table counts in a room")
+    arguments = parser.parse_args()
+    if arguments.rooms or arguments.list:
+        root = arguments.checkouts[0]
+        print("\n".join(rooms(root) if arguments.rooms else places(root, arguments.list)))
+        return
+    columns = [numbers(root) for root in arguments.checkouts]
+    print("| | " + " | ".join(str(root) for root in arguments.checkouts) + " |")
+    print("|---" * (len(columns) + 1) + "|")
     for row in columns[0]:
         print(f"| {row} | " + " | ".join(column[row] for column in columns) + " |")
-    for root in roots:
-        for circle in circles(Checkout(root).imports):
-            print(f"circle in {root}: {' '.join(circle)}", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    main([Path(argument) for argument in sys.argv[1:]] or [Path(__file__).parents[1]])
+    main()

@@ -43,7 +43,7 @@ TORCH_FREE = (
 
 HEAVY = {"torch", "numpy", "safetensors", "tokenizers", "pyarrow", "tensorboard"}
 RUNS_CODE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-LONGEST_FILE, LONGEST_FUNCTION = 600, 80
+LONGEST_FILE, LONGEST_FUNCTION = 800, 80
 
 FILES = sorted(SOURCE.rglob("*.py"))
 
