@@ -21,7 +21,7 @@ from stretto.cli.jobs import load_language
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor.chunked_loss import ChunkedCrossEntropy
 from stretto.engine.parallel.tensor.linear import ParallelLinear
-from stretto.engine.parallel.tensor.vocabulary import VocabCrossEntropy
+from stretto.engine.parallel.tensor.vocabulary import VocabParallelCrossEntropy
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import one_rank
 from stretto.run.config.job import job_of
@@ -39,7 +39,7 @@ MIB = 2**20
 def step(chunk: int) -> Tensor:
     """Forward and backward of head and loss, with the weight's gradient accumulated; returns the loss."""
     weight, x, targets = HEAD
-    out, part = ParallelLinear(weight, None), VocabCrossEntropy(0, VOCAB, None)
+    out, part = ParallelLinear(weight, None), VocabParallelCrossEntropy(0, VOCAB, None)
     x.grad = None
     if chunk:
         loss = ChunkedCrossEntropy(out, part, chunk)

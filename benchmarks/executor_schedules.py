@@ -26,7 +26,7 @@ from stretto.engine.parallel.tensor.linear import ParallelLinear
 from stretto.engine.pipeline import Boundary, Pipeline
 from stretto.layout import Layout
 from stretto.program import Program, schedule
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 
 WIDTH, SAMPLES, MICROBATCHES = 8, 4, 64
 
@@ -136,13 +136,13 @@ class ByHand:
         self.rest: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
         for stage, kind, i in self.order:
             assert i is not None
-            if kind is Kind.F:
+            if kind is ActionKind.F:
                 self.forward(stage, i)
-            elif kind is Kind.W:
+            elif kind is ActionKind.W:
                 y, dy = self.rest.pop((stage, i))
                 torch.autograd.backward(y, dy, inputs=list(self.layers[stage].parameters()))
             else:
-                self.backward(stage, i, split=kind is Kind.I)
+                self.backward(stage, i, split=kind is ActionKind.I)
         for work, _ in self.sends:
             work.wait()
         for layer in self.layers.values():

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import stretto
-from stretto import Batch, Column, GatherBatch, Row
+from stretto import BatchParallel, ColumnParallel, GatherBatch, RowParallel
 from stretto.prove import prove
 
 RANKS, WAYS = 2, ("all", "turns", "shares", "data parallel")
@@ -32,10 +32,10 @@ def build() -> nn.Module:
 
 def plan(way: str) -> dict:
     if way == "data parallel":
-        return {"features": Batch(), "classifier": Batch()}
+        return {"features": BatchParallel(), "classifier": BatchParallel()}
     # the classifier's last layer has no style of its own: it is replicated
-    whole = {"classifier": GatherBatch(way), "classifier.0": Column(), "classifier.2": Row()}
-    return {"features": Batch(), **whole}
+    whole = {"classifier": GatherBatch(way), "classifier.0": ColumnParallel(), "classifier.2": RowParallel()}
+    return {"features": BatchParallel(), **whole}
 
 
 def loss(model, batch):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto import Column, Layout, Mesh, Row, parallelize, run_ranks
+from stretto import ColumnParallel, Layout, Mesh, RowParallel, parallelize, run_ranks
 
 RANKS = 2
 
@@ -25,7 +25,7 @@ class MLP(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
-PLAN = {"up": Column(), "down": Row()}  # each rank holds half of the inner features
+PLAN = {"up": ColumnParallel(), "down": RowParallel()}  # each rank holds half of the inner features
 
 
 def build() -> tuple[MLP, Tensor]:

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from stretto.engine.parallel.parallelize import parallelize
     from stretto.engine.parallel.plan_module import plan_module
     from stretto.engine.parallel.styles import (
-        Batch,
-        Column,
+        BatchParallel,
+        ColumnParallel,
         GatherBatch,
-        Part,
+        ParallelStyle,
+        ParameterShard,
         Replicate,
-        Row,
-        Run,
-        Style,
-        Vocabulary,
+        RowParallel,
+        ShardRange,
+        VocabParallel,
     )
     from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
     from stretto.engine.parallel.traffic import traffic
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from stretto.errors import StrettoError
     from stretto.layout import Layout, place
     from stretto.planner.cutting.partition import partition
-    from stretto.program import Action, Kind, Program, ScheduleError, check, lower, schedule
+    from stretto.program import Action, ActionKind, Program, ScheduleError, check, lower, schedule
     from stretto.program.replay import Costs, simulate
     from stretto.program.schedules.registry import register
     from stretto.recommender.clicks.batch import ClickBatch
@@ -49,17 +49,18 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Action",
-    "Batch",
+    "ActionKind",
+    "BatchParallel",
     "ClickBatch",
-    "Column",
+    "ColumnParallel",
     "Costs",
     "DropoutKeys",
     "GatherBatch",
     "Jagged",
-    "Kind",
     "Layout",
     "Mesh",
-    "Part",
+    "ParallelStyle",
+    "ParameterShard",
     "Pipeline",
     "Program",
     "RankFailed",
@@ -67,13 +68,12 @@ __all__ = [
     "RecommenderConfig",
     "Replicate",
     "ReplicatedWeights",
-    "Row",
-    "Run",
+    "RowParallel",
     "ScheduleError",
+    "ShardRange",
     "Skip",
     "StrettoError",
-    "Style",
-    "Vocabulary",
+    "VocabParallel",
     "__version__",
     "check",
     "configured_placements",
@@ -104,15 +104,15 @@ _MODULES = {
     "stretto.engine.parallel.parallelize": ("parallelize",),
     "stretto.engine.parallel.plan_module": ("plan_module",),
     "stretto.engine.parallel.styles": (
-        "Batch",
-        "Column",
+        "BatchParallel",
+        "ColumnParallel",
         "GatherBatch",
-        "Part",
+        "ParameterShard",
         "Replicate",
-        "Row",
-        "Run",
-        "Style",
-        "Vocabulary",
+        "RowParallel",
+        "ShardRange",
+        "ParallelStyle",
+        "VocabParallel",
     ),
     "stretto.engine.parallel.tensor.dropout": ("DropoutKeys", "key_dropout"),
     "stretto.engine.parallel.traffic": ("traffic",),
@@ -120,7 +120,7 @@ _MODULES = {
     "stretto.errors": ("StrettoError",),
     "stretto.layout": ("Layout", "place"),
     "stretto.planner.cutting.partition": ("partition",),
-    "stretto.program": ("Action", "Kind", "Program", "ScheduleError", "check", "lower", "schedule"),
+    "stretto.program": ("Action", "ActionKind", "Program", "ScheduleError", "check", "lower", "schedule"),
     "stretto.program.replay": ("Costs", "simulate"),
     "stretto.program.schedules.registry": ("register",),
     "stretto.recommender.clicks.batch": ("ClickBatch",),

@@ -274,7 +274,7 @@ def test_for_torch_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 OWN = """
-from stretto import Action, Kind, Program, register
+from stretto import Action, ActionKind, Program, register
 
 
 @register("lifo", "gpipe, the newest microbatch first")
@@ -282,8 +282,8 @@ def lifo(ranks: int, microbatches: int) -> Program:
     forward = range(microbatches)
     orders = tuple(
         (
-            *(Action(rank, Kind.F, i) for i in forward),
-            *(Action(rank, Kind.B, i) for i in reversed(forward)),
+            *(Action(rank, ActionKind.F, i) for i in forward),
+            *(Action(rank, ActionKind.B, i) for i in reversed(forward)),
         )
         for rank in range(ranks)
     )

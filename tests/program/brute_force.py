@@ -11,7 +11,7 @@ from random import Random
 
 from networks import NETWORKS, Network, WrongError
 
-from stretto.program import Action, Kind, Program
+from stretto.program import Action, ActionKind, Program
 
 _PLAIN = ["F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD"]  # all that a forward-only program has
 _ONCE = ["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "RECOMPUTE", "OFFLOAD", "RELOAD"]
@@ -222,8 +222,8 @@ class Machine:
         if kind in ("B", "I") and (s, i) == mine:
             del self.repeating[rank]
             return
-        backward = [Action(mine[0], k, mine[1]) for k in (Kind.B, Kind.I)]
-        if not any((Action(s, Kind(kind), i), b) in self.program.pairs for b in backward):
+        backward = [Action(mine[0], k, mine[1]) for k in (ActionKind.B, ActionKind.I)]
+        if not any((Action(s, ActionKind(kind), i), b) in self.program.pairs for b in backward):
             raise WrongError
 
     def keep(self, rank: int, s: int, kind: str, i: int) -> bool:

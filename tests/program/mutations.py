@@ -7,7 +7,7 @@ from itertools import pairwise
 from random import Random
 
 from stretto.errors import StrettoError
-from stretto.program import Action, Kind, Program, ScheduleError, check, lower, names, schedule
+from stretto.program import Action, ActionKind, Program, ScheduleError, check, lower, names, schedule
 from stretto.program.text import parse_action
 from stretto.program.transforms.activations import offload, recompute
 from stretto.program.transforms.sharding import gather
@@ -36,9 +36,9 @@ def split(program: Program) -> Program:
         out: list[Action] = []
         late: list[Action] = []
         for action in order:
-            if action.kind is Kind.B:
-                out.append(action._replace(kind=Kind.I))
-                late.append(action._replace(kind=Kind.W))
+            if action.kind is ActionKind.B:
+                out.append(action._replace(kind=ActionKind.I))
+                late.append(action._replace(kind=ActionKind.W))
             else:
                 out.append(action)
             if len(late) > 2:
@@ -53,11 +53,11 @@ def pipedream(ranks: int, microbatches: int) -> Program:
     versions: list[tuple[int, ...]] = []
     for r in range(ranks):
         start = min(ranks - r, microbatches)
-        order, row = [Action(r, Kind.F, i) for i in range(start)], [0] * start
+        order, row = [Action(r, ActionKind.F, i) for i in range(start)], [0] * start
         for b in range(microbatches):
-            order += [Action(r, Kind.B, b), Action(r, Kind.UPDATE, b)]
+            order += [Action(r, ActionKind.B, b), Action(r, ActionKind.UPDATE, b)]
             if len(row) < microbatches:
-                order.append(Action(r, Kind.F, len(row)))
+                order.append(Action(r, ActionKind.F, len(row)))
                 row.append(b + 1)
         orders.append(tuple(order))
         versions.append(tuple(row))
@@ -77,8 +77,10 @@ def two_ways(microbatches: int = 2) -> Program:
     for r in range(2):
         # stage s of copy 0 is s on rank s, of copy 1 is 2 + s on rank 1 - s
         lines = [(r, down), (3 - r, up)]
-        first = [Action(s, kind, i) for s, line in lines[:: 1 - 2 * r] for kind in (Kind.F,) for i in line]
-        back = [Action(s, Kind.B, i) for s, line in lines[:: 2 * r - 1] for i in line]
+        first = [
+            Action(s, kind, i) for s, line in lines[:: 1 - 2 * r] for kind in (ActionKind.F,) for i in line
+        ]
+        back = [Action(s, ActionKind.B, i) for s, line in lines[:: 2 * r - 1] for i in line]
         orders.append((*first, *back))
     return Program(
         name="two-ways", placement=(0, 1, 1, 0), microbatches=microbatches, orders=tuple(orders), copies=2
@@ -148,7 +150,9 @@ def transformed(plain: list[Program]) -> list[Program]:
     """With repeated forwards, offloading and gathering, where they can be."""
     programs: list[Program] = []
     for program in plain:
-        if program.trains and not any(a.kind is Kind.RECOMPUTE for order in program.orders for a in order):
+        if program.trains and not any(
+            a.kind is ActionKind.RECOMPUTE for order in program.orders for a in order
+        ):
             programs.append(offload(recompute(program, range(0, program.stages, 2)), ahead=0))
             if not program.versions:
                 programs.append(gather(recompute(program), limit=2))
@@ -209,8 +213,8 @@ def mutate(program: Program, random: Random) -> Program:
             row[at] = row[at]._replace(stage=random.choice(mine))
         case _:
             stage, kind, i = row[at]
-            if kind is Kind.B:
-                row[at : at + 1] = [Action(stage, Kind.I, i), Action(stage, Kind.W, i)]
+            if kind is ActionKind.B:
+                row[at : at + 1] = [Action(stage, ActionKind.I, i), Action(stage, ActionKind.W, i)]
             else:
                 row[at] = Action(stage, kind, None if i is None else random.randrange(program.microbatches))
     return replace(program, orders=tuple(map(tuple, orders)))
@@ -227,7 +231,9 @@ def _mutate_facts(program: Program, fact: str, random: Random) -> Program:
     if fact == "pairs":
         order = [a for a in random.choice(program.orders) if a.kind.is_compute]
         neighbours = list(pairwise(order))
-        likely = [(a, b) for a, b in neighbours if a.kind is Kind.F and b.kind in (Kind.B, Kind.I)]
+        likely = [
+            (a, b) for a, b in neighbours if a.kind is ActionKind.F and b.kind in (ActionKind.B, ActionKind.I)
+        ]
         if random.random() < 0.2:
             likely = [(a, b) for a in order for b in order]
         return replace(program, pairs=program.pairs ^ {random.choice(likely or neighbours)})

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from stretto.layout.placement import linear, vee
-from stretto.program import Action, Kind, Program, check, schedule
+from stretto.program import Action, ActionKind, Program, check, schedule
 from stretto.program.memory import peak_held
 from stretto.program.replay import Costs, simulate
 from stretto.program.schedules.list_scheduling import greedy, replay, tighten
@@ -15,11 +15,11 @@ from stretto.program.schedules.list_scheduling import greedy, replay, tighten
 
 def one_after_the_other(placement: tuple[int, ...], m: int, split: bool) -> list[list[Action]]:
     """All of microbatch 0, then all of 1: runs on any placement, and holds one microbatch."""
-    backs = (Kind.I, Kind.W) if split else (Kind.B,)
+    backs = (ActionKind.I, ActionKind.W) if split else (ActionKind.B,)
     orders: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
     for i in range(m):
         for stage, rank in enumerate(placement):
-            orders[rank].append(Action(stage, Kind.F, i))
+            orders[rank].append(Action(stage, ActionKind.F, i))
         for stage, rank in reversed(list(enumerate(placement))):
             orders[rank] += [Action(stage, kind, i) for kind in backs]
     return orders
@@ -65,7 +65,7 @@ def test_a_replay_changes_nothing_and_takes_the_time_of_the_simulation():
 def test_greedy_lets_no_more_in_than_allowed():
     placement = vee(3)
     wishes = [
-        [Action(s, kind, i) for kind in (Kind.B, Kind.F) for i in range(7) for s in (r, 5 - r)]
+        [Action(s, kind, i) for kind in (ActionKind.B, ActionKind.F) for i in range(7) for s in (r, 5 - r)]
         for r in range(3)
     ]
     for in_flight in (1, 2, 5):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from stretto.errors import StrettoError
-from stretto.program import Action, Kind, Program, ScheduleError, check, lower, schedule, send_releases
+from stretto.program import Action, ActionKind, Program, ScheduleError, check, lower, schedule, send_releases
 from stretto.program.messages import channel_of, needed_by, receive_of, sent_by
 from stretto.program.text import parse_action
 
@@ -33,7 +33,10 @@ def vee(ranks: int, microbatches: int) -> Program:
     orders = [
         tuple(
             Action(stage, kind, i)
-            for kind, stages in ((Kind.F, (r, 2 * ranks - 1 - r)), (Kind.B, (2 * ranks - 1 - r, r)))
+            for kind, stages in (
+                (ActionKind.F, (r, 2 * ranks - 1 - r)),
+                (ActionKind.B, (2 * ranks - 1 - r, r)),
+            )
             for stage in stages
             for i in range(microbatches)
         )
@@ -67,14 +70,14 @@ def test_lowering_adds_the_messages_that_the_placement_needs(
             if send := sent_by(program, action):
                 assert order[at + 1] == send
                 sends[channel_of(program, send)].append(receive_of(send))
-            if action.kind in (Kind.RECV_F, Kind.RECV_B):
+            if action.kind in (ActionKind.RECV_F, ActionKind.RECV_B):
                 posts[channel_of(program, action)].append(action)
         for stage in program.stages_of(rank):
-            reduce = order.index(Action(stage, Kind.REDUCE_GRAD))
-            mine = [a for a in order[:reduce] if a.stage == stage and a.kind is Kind.B]
+            reduce = order.index(Action(stage, ActionKind.REDUCE_GRAD))
+            mine = [a for a in order[:reduce] if a.stage == stage and a.kind is ActionKind.B]
             assert len(mine) == program.microbatches
             assert order[reduce - 1].stage == stage
-            assert order[reduce - 1].kind in (Kind.B, Kind.SEND_B)
+            assert order[reduce - 1].kind in (ActionKind.B, ActionKind.SEND_B)
     assert sends == posts
 
 
@@ -120,7 +123,7 @@ def test_tied_stages_reduce_last_and_in_one_order():
     program = schedule("interleaved", 2, 2, chunks=2)
     lowered = lower(program, tied=((3, 0), (1, 3), (0, 2)))
     assert lowered.tied == ((0, 3), (1, 3), (0, 2))
-    ends = [[str(a) for a in order if a.kind is Kind.REDUCE_TIED] for order in lowered.orders]
+    ends = [[str(a) for a in order if a.kind is ActionKind.REDUCE_TIED] for order in lowered.orders]
     assert ends == [
         ["0REDUCE_TIED", "0REDUCE_TIED", "2REDUCE_TIED"],
         ["3REDUCE_TIED", "1REDUCE_TIED", "3REDUCE_TIED"],
@@ -196,7 +199,7 @@ def before(lowered: Program, program: Program) -> dict[Action, set[Action]]:
             if at:
                 known |= of(order[at - 1])
             if needed_by(program, action):
-                source = action.stage + (-1 if action.kind is Kind.F else 1)
+                source = action.stage + (-1 if action.kind is ActionKind.F else 1)
                 known |= of(Action(source, action.kind, action.microbatch))
             past[action] = known
         return past[action]
@@ -216,7 +219,7 @@ def test_releases_are_the_first_actions_that_prove_the_message_consumed(
     past = before(lowered, program)
     for rank in range(program.ranks):
         releases = send_releases(lowered, rank)
-        sends = [a for a in lowered.orders[rank] if a.kind in (Kind.SEND_F, Kind.SEND_B)]
+        sends = [a for a in lowered.orders[rank] if a.kind in (ActionKind.SEND_F, ActionKind.SEND_B)]
         assert list(releases) == sends
         for send in sends:
             receive = receive_of(send)
@@ -234,10 +237,10 @@ def test_releases_are_the_first_actions_that_prove_the_message_consumed(
             replies = {receive_of(s) for a in late if (s := sent_by(program, a))}
             proofs = (a for a in program.orders[rank] if needed_by(program, a) in replies)
             assert release == next(proofs, None)
-            if send.kind is Kind.SEND_F:
+            if send.kind is ActionKind.SEND_F:
                 # at the latest its own gradient tells
                 order = program.orders[rank]
-                backward = Action(send.stage, Kind.B, send.microbatch)
+                backward = Action(send.stage, ActionKind.B, send.microbatch)
                 assert release is not None
                 assert order.index(release) <= order.index(backward)
 

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
-from stretto.program import Action, Kind, Program, ScheduleError, check, schedule
+from stretto.program import Action, ActionKind, Program, ScheduleError, check, schedule
 from stretto.program.replay import Costs, simulate
 
 
 def updates_before(program: Program, action: Action) -> int:
     """Updates of its stage that come before the action."""
     order = program.orders[program.placement[action.stage]]
-    return sum(a.kind is Kind.UPDATE and a.stage == action.stage for a in order[: order.index(action)])
+    return sum(a.kind is ActionKind.UPDATE and a.stage == action.stage for a in order[: order.index(action)])
 
 
 def test_small_orders_written_out():
@@ -53,7 +53,7 @@ def test_pipedream_uses_the_newest_weights_of_each_rank(p: int):
         program = schedule("pipedream", p, m)
         for rank in range(p):
             for i in range(m):
-                newest = updates_before(program, Action(rank, Kind.F, i))
+                newest = updates_before(program, Action(rank, ActionKind.F, i))
                 assert program.versions[rank][i] == newest == max(0, i - (p - 1 - rank))
         assert list(check(program).peak_held) == [min(m, p - r) for r in range(p)]
 
@@ -64,10 +64,12 @@ def test_vertical_sync_takes_the_version_of_the_first_rank_everywhere(p: int):
         program = schedule("pipedream", p, m, vertical_sync=True)
         assert program.orders == schedule("pipedream", p, m).orders
         for rank in range(p):
-            entered = [updates_before(program, Action(0, Kind.F, i)) for i in range(m)]
+            entered = [updates_before(program, Action(0, ActionKind.F, i)) for i in range(m)]
             assert list(program.versions[rank]) == entered
             # it is not newer than what the rank has
-            assert all(v <= updates_before(program, Action(rank, Kind.F, i)) for i, v in enumerate(entered))
+            assert all(
+                v <= updates_before(program, Action(rank, ActionKind.F, i)) for i, v in enumerate(entered)
+            )
 
 
 @pytest.mark.parametrize("p", range(1, 9))
@@ -79,13 +81,13 @@ def test_2bw_is_late_by_exactly_one_and_keeps_two_versions(p: int):
             assert size == (group or min(p, m))
             batches = [range(at, min(at + size, m)) for at in range(0, m, size)]
             for rank, order in enumerate(program.orders):
-                updates = [a.microbatch for a in order if a.kind is Kind.UPDATE]
+                updates = [a.microbatch for a in order if a.kind is ActionKind.UPDATE]
                 assert updates == [batch[-1] for batch in batches]
                 for t, batch in enumerate(batches):
                     for i in batch:
                         assert program.versions[rank][i] == max(0, t - 1)
                         # the version is there, and no older one is asked for after the next but one
-                        assert max(0, t - 1) <= updates_before(program, Action(rank, Kind.F, i)) <= t
+                        assert max(0, t - 1) <= updates_before(program, Action(rank, ActionKind.F, i)) <= t
 
 
 def test_an_update_takes_in_whole_batches():
@@ -93,9 +95,9 @@ def test_an_update_takes_in_whole_batches():
     for order in program.orders:
         done: list[int | None] = []
         for before, action in pairwise(order):
-            if before.kind is Kind.B:
+            if before.kind is ActionKind.B:
                 done.append(before.microbatch)
-            if action.kind is Kind.UPDATE:
+            if action.kind is ActionKind.UPDATE:
                 assert done[-1] == action.microbatch
                 assert done == list(range(len(done)))
 
@@ -132,7 +134,7 @@ def test_a_window_of_2bw_is_late_by_one_across_steps(p: int, m: int, k: int, gro
     report = check(program)
     a_step = -(-m // group)  # updates
     for order in program.orders:
-        updates = [a.microbatch for a in order if a.kind is Kind.UPDATE]
+        updates = [a.microbatch for a in order if a.kind is ActionKind.UPDATE]
         # the groups of every step are the same
         assert updates == [n * m + min(m, at + group) - 1 for n in range(k) for at in range(0, m, group)]
     batch = [i // m * a_step + i % m // group for i in range(k * m)]

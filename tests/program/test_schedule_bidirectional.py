@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 from torch_orders import multi
 
-from stretto.program import Action, Kind, check, lower, schedule
+from stretto.program import Action, ActionKind, check, lower, schedule
 from stretto.program.replay import Costs, simulate
 
 
@@ -79,7 +79,7 @@ def test_few_microbatches_split_the_backwards_that_lost_their_pair():
     for name, p in (("dualpipe-v", 4), ("dualpipe", 4)):
         program = schedule(name, p, 5)
         paired = {b for _, b in program.pairs}
-        assert {a for order in program.orders for a in order if a.kind is Kind.B} == paired
+        assert {a for order in program.orders for a in order if a.kind is ActionKind.B} == paired
         alone = schedule(name, p, 1)
         assert not alone.pairs
         # F, I through the ranks and the last W: nothing waits that need not

@@ -8,7 +8,7 @@ import pytest
 from mutations import pair, pipedream, program, split, two_ways
 
 from stretto.errors import StrettoError
-from stretto.program import Action, Kind, Program, ScheduleError, check, lower, schedule
+from stretto.program import Action, ActionKind, Program, ScheduleError, check, lower, schedule
 
 
 def fault(program: Program, transport: str = "rendezvous") -> str:
@@ -37,7 +37,7 @@ def test_a_circle_does_not_name_ranks_that_only_wait_for_it():
 def test_reductions_of_tied_parameters_in_two_orders():
     good = lower(program((0, 1), 1, "0F0 0B0", "1F0 1B0"))
     first, second = good.orders
-    ties = [Action(0, Kind.REDUCE_TIED)], [Action(1, Kind.REDUCE_TIED)]
+    ties = [Action(0, ActionKind.REDUCE_TIED)], [Action(1, ActionKind.REDUCE_TIED)]
     tied = replace(good, orders=((*first, *ties[0]), (*second, *ties[1])), tied=((0, 1),))
     check(tied)
     assert "1REDUCE_TIED 0 times, must be 1" in fault(replace(tied, orders=((*first, *ties[0]), second)))
@@ -192,10 +192,10 @@ def test_invalid_pairs(pairs: tuple[str, ...], says: str):
 def test_only_transfers_and_offloads_stand_within_a_pair():
     program = lower(PAIRED, lookahead=0)
     assert "0F2 0SEND_F2 0RECV_B0 0B0" in " ".join(map(str, program.orders[0]))
-    at = program.orders[0].index(Action(0, Kind.B, 0))
-    tied = (*program.orders[0][:at], Action(0, Kind.UNSHARD), *program.orders[0][at:])
+    at = program.orders[0].index(Action(0, ActionKind.B, 0))
+    tied = (*program.orders[0][:at], Action(0, ActionKind.UNSHARD), *program.orders[0][at:])
     assert "0UNSHARD, but" not in fault(replace(program, orders=(tied, program.orders[1])))
-    reduce = (*program.orders[0][:at], Action(0, Kind.REDUCE_GRAD), *program.orders[0][at:-1])
+    reduce = (*program.orders[0][:at], Action(0, ActionKind.REDUCE_GRAD), *program.orders[0][at:-1])
     assert fault(replace(program, orders=(reduce, program.orders[1]))) == (
         "rank 0 has 0REDUCE_GRAD within the pair of 0F2 and 0B0"
     )
@@ -319,7 +319,7 @@ def test_versions_that_are_not_there(faulty: Program, says: str):
 )
 def test_activations_and_parameters_that_are_not_there(order: str, says: str):
     rows = tuple(
-        Action(0, Kind.OFFLOAD) if text == "0OFFLOAD" else program((0,), 2, text).orders[0][0]
+        Action(0, ActionKind.OFFLOAD) if text == "0OFFLOAD" else program((0,), 2, text).orders[0][0]
         for text in order.split()
     )
     assert says in fault(Program(name="test", placement=(0,), microbatches=2, orders=(rows,)))
@@ -327,7 +327,7 @@ def test_activations_and_parameters_that_are_not_there(order: str, says: str):
 
 def test_versions_are_not_sharded():
     program = pipedream(1, 1)
-    order = (Action(0, Kind.UNSHARD), *program.orders[0], Action(0, Kind.RESHARD))
+    order = (Action(0, ActionKind.UNSHARD), *program.orders[0], Action(0, ActionKind.RESHARD))
     assert "parameters with versions are not sharded" in fault(replace(program, orders=(order,)))
 
 

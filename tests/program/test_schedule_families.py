@@ -108,15 +108,15 @@ def test_the_textbook_order_with_a_short_last_group_is_a_deadlock():
     """Why the last group is written whole; should this pass one day, that can go."""
     from dataclasses import replace
 
-    from stretto.program import Kind, ScheduleError
+    from stretto.program import ActionKind, ScheduleError
     from stretto.program.schedules.one_f_one_b import alternate
 
     p, m, v, size = 4, 5, 3, 4
     program = schedule("interleaved", p, m, chunks=v)
     textbook = tuple(
         alternate(
-            [a for a in order if a.kind is Kind.F],
-            [a for a in order if a.kind is Kind.B],
+            [a for a in order if a.kind is ActionKind.F],
+            [a for a in order if a.kind is ActionKind.B],
             2 * (p - 1 - r) + (v - 1) * size,
         )
         for r, order in enumerate(program.orders)

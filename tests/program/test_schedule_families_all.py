@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
-from stretto.program import Kind, Program, check, lower, names, options, schedule
+from stretto.program import ActionKind, Program, check, lower, names, options, schedule
 
 FIXED = [name for name in names() if name != "auto"]
 EVEN = ("dualpipe", "chimera")
@@ -84,7 +84,7 @@ def test_pairs_are_neighbours_in_the_order(name: str):
         program = schedule(name, 4, m)
         beside = {pair for order in program.orders for pair in pairwise(order)}
         assert program.pairs <= beside
-        assert all(f.kind is Kind.F and b.kind is Kind.B for f, b in program.pairs)
+        assert all(f.kind is ActionKind.F and b.kind is ActionKind.B for f, b in program.pairs)
         assert all(f.microbatch != b.microbatch for f, b in program.pairs)
 
 

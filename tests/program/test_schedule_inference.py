@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.program import Kind, check, lower, schedule
+from stretto.program import ActionKind, check, lower, schedule
 from stretto.program.replay import simulate
 
 
@@ -14,7 +14,7 @@ def test_no_rank_waits_once_it_has_begun(chunks: int):
         for m in (1, 2, 3, 4, 5, 7, 8, 9, 11, 15, 16, 20):
             program = schedule("forward-only", p, m, chunks=chunks)
             assert not program.trains
-            assert {a.kind for order in program.orders for a in order} == {Kind.F}
+            assert {a.kind for order in program.orders for a in order} == {ActionKind.F}
             assert check(lower(program)).transfers == ((chunks * p - 1) * m if p > 1 else 0)
             timeline = simulate(program)
             if m >= p:

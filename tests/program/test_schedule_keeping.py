@@ -9,23 +9,24 @@ import pytest
 from mutations import pair, program, seeds
 
 from stretto.errors import StrettoError
-from stretto.program import Action, Kind, Program, check, lower, schedule
+from stretto.program import Action, ActionKind, Program, check, lower, schedule
 from stretto.program.transforms.activations import offload, recompute
 from stretto.program.transforms.sharding import gather
 
 BARE = [
     p
     for p in seeds()[0]
-    if p.trains and not any(a.kind in (Kind.RECOMPUTE, Kind.OFFLOAD) for order in p.orders for a in order)
+    if p.trains
+    and not any(a.kind in (ActionKind.RECOMPUTE, ActionKind.OFFLOAD) for order in p.orders for a in order)
 ]
-ADDED = {Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD, Kind.UNSHARD, Kind.RESHARD}
+ADDED = {ActionKind.RECOMPUTE, ActionKind.OFFLOAD, ActionKind.RELOAD, ActionKind.UNSHARD, ActionKind.RESHARD}
 
 
 def text(program: Program, rank: int = 0) -> str:
     return " ".join(map(str, program.orders[rank]))
 
 
-def without(program: Program, kinds: set[Kind]) -> tuple[tuple[Action, ...], ...]:
+def without(program: Program, kinds: set[ActionKind]) -> tuple[tuple[Action, ...], ...]:
     return tuple(tuple(a for a in order if a.kind not in kinds) for order in program.orders)
 
 
@@ -33,9 +34,16 @@ def without(program: Program, kinds: set[Kind]) -> tuple[tuple[Action, ...], ...
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_the_work_stays_and_lowering_leaves_the_rest_in_place(program: Program, ahead: int):
     kept = offload(recompute(program), stages=range(0, program.stages, 2), ahead=ahead)
-    assert without(kept, {Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD}) == program.orders
+    assert without(kept, {ActionKind.RECOMPUTE, ActionKind.OFFLOAD, ActionKind.RELOAD}) == program.orders
     check(kept)
-    placed = {Kind.REDUCE_GRAD, Kind.REDUCE_TIED, Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B}
+    placed = {
+        ActionKind.REDUCE_GRAD,
+        ActionKind.REDUCE_TIED,
+        ActionKind.SEND_F,
+        ActionKind.SEND_B,
+        ActionKind.RECV_F,
+        ActionKind.RECV_B,
+    }
     lowered = lower(kept)
     assert without(lowered, placed) == without(kept, placed)
     check(lowered)
@@ -78,21 +86,21 @@ def test_reloads_are_so_many_actions_ahead():
 @pytest.mark.parametrize("program", [p for p in BARE if not p.versions], ids=lambda p: p.name)
 @pytest.mark.parametrize("limit", [2, 3, 100])
 def test_gathering_keeps_to_its_limit(program: Program, limit: int):
-    if any(a.kind is Kind.UNSHARD for order in program.orders for a in order):
+    if any(a.kind is ActionKind.UNSHARD for order in program.orders for a in order):
         return
     gathered = gather(program, limit)
-    assert without(gathered, {Kind.UNSHARD, Kind.RESHARD}) == program.orders
+    assert without(gathered, {ActionKind.UNSHARD, ActionKind.RESHARD}) == program.orders
     check(gathered)
     check(lower(gathered))
     for order in gathered.orders:
         there: set[int] = set()
         for stage, kind, _ in order:
-            if kind is Kind.UNSHARD:
+            if kind is ActionKind.UNSHARD:
                 there.add(stage)
-            elif kind is Kind.RESHARD:
+            elif kind is ActionKind.RESHARD:
                 there.remove(stage)
             assert len(there) <= limit
-        gathers = [a for a in order if a.kind is Kind.UNSHARD]
+        gathers = [a for a in order if a.kind is ActionKind.UNSHARD]
         stages = {a.stage for a in order}
         if limit >= len(stages):
             assert len(gathers) == len(stages)
@@ -121,7 +129,7 @@ def test_the_next_stage_is_gathered_before_the_current_is_released(name: str, li
         for run, coming in pairwise(starts):
             there: set[int] = set()
             for stage, kind, _ in order[:run]:
-                (there.add if kind is Kind.UNSHARD else there.discard)(stage) if kind in ADDED else None
+                (there.add if kind is ActionKind.UNSHARD else there.discard)(stage) if kind in ADDED else None
             assert order[coming].stage in there
 
 

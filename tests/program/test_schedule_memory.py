@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from mutations import program, seeds
 
-from stretto.program import Kind, Program, check, lower, schedule
+from stretto.program import ActionKind, Program, check, lower, schedule
 from stretto.program.memory import holdings, peak_activations, peak_held, peak_inputs
 from stretto.program.transforms.activations import offload, recompute
 
@@ -71,4 +71,4 @@ def test_a_rank_unit_is_a_microbatch_through_all_its_stages():
 def test_recomputation_is_counted_from_its_place_in_the_order():
     example = program((0,), 2, "0F0 0F1 0RECOMPUTE0 0I0 0RECOMPUTE1 0I1 0W0 0W1")
     assert holdings(example, 0) == [(0, 1), (0, 2), (1, 1), (1, 1), (2, 0), (2, 0), (1, 0), (0, 0)]
-    assert example.orders[0][2].kind is Kind.RECOMPUTE
+    assert example.orders[0][2].kind is ActionKind.RECOMPUTE

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
-from stretto.program import Action, Kind, Program, ScheduleError, check, lower, schedule
+from stretto.program import Action, ActionKind, Program, ScheduleError, check, lower, schedule
 from stretto.program.pairing import as_blocks
 from stretto.program.text import from_csv, from_json, parse_action, to_csv, to_json
 from stretto.program.transforms.activations import offload, recompute
@@ -40,12 +40,12 @@ LOWERED = [
 
 def actions() -> st.SearchStrategy[Action]:
     stage, microbatch = st.integers(0, 10**6), st.integers(0, 10**6)
-    with_microbatch = [kind for kind in Kind if kind.has_microbatch]
-    without = [kind for kind in Kind if kind not in with_microbatch]
+    with_microbatch = [kind for kind in ActionKind if kind.has_microbatch]
+    without = [kind for kind in ActionKind if kind not in with_microbatch]
     return st.one_of(
         st.builds(Action, stage, st.sampled_from(with_microbatch), microbatch),
         st.builds(Action, stage, st.sampled_from(without), st.none()),
-        st.builds(Action, stage, st.just(Kind.UPDATE), microbatch),
+        st.builds(Action, stage, st.just(ActionKind.UPDATE), microbatch),
     )
 
 
@@ -242,7 +242,7 @@ def test_the_documented_example_is_what_is_written():
 def test_every_kind_and_field_is_documented():
     rows = [line.split("|")[1] for line in DOCUMENT.splitlines() if line.startswith("|")]
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert named >= {str(kind) for kind in Kind} | set(json.loads(to_json(PROGRAMS[0])))
+    assert named >= {str(kind) for kind in ActionKind} | set(json.loads(to_json(PROGRAMS[0])))
 
 
 def programs_of_noise() -> st.SearchStrategy[str]:
@@ -251,7 +251,7 @@ def programs_of_noise() -> st.SearchStrategy[str]:
     action = st.builds(
         lambda stage, kind, i: f"{stage}{kind}{i if kind.has_microbatch else ''}",
         st.integers(0, 2),
-        st.sampled_from(list(Kind)),
+        st.sampled_from(list(ActionKind)),
         st.integers(0, 2),
     )
     lists = st.lists(st.lists(number, max_size=3), max_size=3)

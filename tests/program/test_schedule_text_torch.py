@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch_orders import dump, multi, single, stages
 
-from stretto.program import Kind, Program, ScheduleError, check, lower, schedule
+from stretto.program import ActionKind, Program, ScheduleError, check, lower, schedule
 from stretto.program.checks.transport import TRANSPORTS
 from stretto.program.text import from_csv, to_csv
 from stretto.program.transforms.one_order import one_order
@@ -90,7 +90,7 @@ def test_torchs_own_programs_are_read_and_pass(kind: type, chunks: int):
 )
 def test_torchs_lowered_programs_complete_under_every_transport(kind: type):
     comms = from_csv(dump(multi(kind, 2, 2, 4).pipeline_order_with_comms))
-    assert any(action.kind is Kind.UNSHARD for order in comms.orders for action in order)
+    assert any(action.kind is ActionKind.UNSHARD for order in comms.orders for action in order)
     for transport in TRANSPORTS:
         check(comms, transport)
 

@@ -11,11 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ranks import on_ranks
-from stretto import Batch, Column, GatherBatch, Layout, Mesh, Row, parallelize, sum_gradients
+from stretto import (
+    BatchParallel,
+    ColumnParallel,
+    GatherBatch,
+    Layout,
+    Mesh,
+    RowParallel,
+    parallelize,
+    sum_gradients,
+)
 from stretto.engine.parallel import parallelize as parallelize_module
 from stretto.engine.parallel import splits
 from stretto.engine.parallel.collectives import local_part
-from stretto.engine.parallel.styles import Style
+from stretto.engine.parallel.styles import ParallelStyle
 from stretto.prove import Report, prove
 
 
@@ -26,7 +35,12 @@ def plain() -> nn.Module:
     return nn.Sequential(features, classifier)
 
 
-PLAN: dict[str, Style] = {"0": Batch(), "1": GatherBatch("shares"), "1.0": Column(), "1.2": Row()}
+PLAN: dict[str, ParallelStyle] = {
+    "0": BatchParallel(),
+    "1": GatherBatch("shares"),
+    "1.0": ColumnParallel(),
+    "1.2": RowParallel(),
+}
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -34,7 +48,7 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(x), y)
 
 
-def checked(plan: dict[str, Style], sums: bool = True, steps: int = 2, **how: Any) -> Report:
+def checked(plan: dict[str, ParallelStyle], sums: bool = True, steps: int = 2, **how: Any) -> Report:
     """A proof of the plan."""
 
     def parallel(model: nn.Module) -> nn.Module:
@@ -56,7 +70,12 @@ def checked(plan: dict[str, Style], sums: bool = True, steps: int = 2, **how: An
 
 
 def _right() -> list[Report]:
-    by_layer: dict[str, Style] = {"0": Batch(), "1.0": Row(), "1.2": Column(), "1.3": Batch()}
+    by_layer: dict[str, ParallelStyle] = {
+        "0": BatchParallel(),
+        "1.0": RowParallel(),
+        "1.2": ColumnParallel(),
+        "1.3": BatchParallel(),
+    }
     return [checked(PLAN), checked(by_layer), checked(PLAN, steps=1, initial="load")]
 
 
@@ -88,7 +107,7 @@ def _summed_twice(patch: pytest.MonkeyPatch) -> Report:
     """The backward of a gather sums what is whole on every rank."""
     changed = {("batch", "whole"): splits._CONVERSIONS["batch", "assembled"]}
     patch.setattr(splits, "_CONVERSIONS", {**splits._CONVERSIONS, **changed})
-    return checked({"0": Batch(), "1": Batch()})
+    return checked({"0": BatchParallel(), "1": BatchParallel()})
 
 
 FAULTS: tuple[tuple[Callable[[pytest.MonkeyPatch], Report], str], ...] = (

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from stretto.program import check, lower
-from stretto.program.action import Kind
+from stretto.program.action import ActionKind
 from stretto.spec.flops import attention_flops, block_flops
 from stretto.spec.program import ProgramKey, SearchedFor, build_program, stage_times, stages_of
 from stretto.spec.shape import ModelShape
 
 SHAPE = ModelShape(family="gpt", layers=4, hidden=32, heads=4, vocab=64, sequence=128)
-MOVES = {Kind.UNSHARD, Kind.RESHARD}
+MOVES = {ActionKind.UNSHARD, ActionKind.RESHARD}
 
 
 def test_what_is_recomputed_makes_the_input_gradients_of_blocks_longer() -> None:
@@ -53,7 +53,7 @@ def test_sharded_parameters_of_stages_are_gathered_before_use_and_released(name:
     for rank, order in enumerate(made.orders):
         there = most = 0
         for action in order:
-            there += {Kind.UNSHARD: 1, Kind.RESHARD: -1}.get(action.kind, 0)
+            there += {ActionKind.UNSHARD: 1, ActionKind.RESHARD: -1}.get(action.kind, 0)
             most = max(most, there)
         at_work = 2 if any(a.stage != b.stage for a, b in made.pairs) else 1
         assert 1 <= most <= min(at_work + 1, len(made.stages_of(rank)))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from stretto.program import schedule
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.lower import lower
 from stretto.spec.reduction import choose, most_open, reduction
 
@@ -33,10 +33,10 @@ def test_stages_whose_gradients_are_open_at_once(name: str, options: dict[str, i
 
 
 def test_w_after_i_keeps_a_stage_open() -> None:
-    i, w = Kind.I, Kind.W
+    i, w = ActionKind.I, ActionKind.W
     late = tuple(Action(stage, kind, 0) for stage, kind in ((1, i), (0, i), (1, w), (0, w)))
     soon = tuple(Action(stage, kind, 0) for stage, kind in ((1, i), (1, w), (0, i), (0, w)))
-    forward = tuple(Action(stage, Kind.F, 0) for stage in (0, 1))
+    forward = tuple(Action(stage, ActionKind.F, 0) for stage in (0, 1))
     program = schedule("gpipe", 1, 1)
     for order, opened in ((late, 2), (soon, 1)):
         made = replace(program, name="hand-made", placement=(0, 0), orders=(forward + order,))

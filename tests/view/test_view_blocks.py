@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto import schedule, simulate
-from stretto.program import Action, Kind, names
+from stretto.program import Action, ActionKind, names
 from stretto.program.memory import peak_held
 from stretto.program.replay import Costs
 from stretto.program.transforms.activations import offload, recompute
@@ -19,7 +19,7 @@ NAMES = [name for name in names() if name != "auto"]
 
 
 def block(row: int, start: float, end: float) -> Block:
-    return Block(row=row, start=start, end=end, action=Action(0, Kind.F, 0))
+    return Block(row=row, start=start, end=end, action=Action(0, ActionKind.F, 0))
 
 
 @given(
@@ -63,7 +63,7 @@ def test_updates_are_shown_with_and_without_time() -> None:
     program = schedule("pipedream", 2, 3)
     assert sum(b.is_mark for b in blocks(simulate(program))) == 6
     timed = blocks(simulate(program, Costs(update=0.5)))
-    assert sum(b.kind is Kind.UPDATE and not b.is_mark for b in timed) == 6
+    assert sum(b.kind is ActionKind.UPDATE and not b.is_mark for b in timed) == 6
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from stretto.program import Kind
+from stretto.program import ActionKind
 from stretto.view import colours, kind_colours
 from stretto.view.colours import Rgb
 
@@ -32,7 +32,7 @@ SEEN: dict[str, Matrix] = {
         (0.004733, 0.691367, 0.303900),
     ),
 }
-DRAWN = [kind for kind in kind_colours.KINDS if kind is not Kind.UPDATE]
+DRAWN = [kind for kind in kind_colours.KINDS if kind is not ActionKind.UPDATE]
 
 
 def lab(colour: Rgb, seen: str = "normal") -> tuple[float, float, float]:
@@ -53,7 +53,7 @@ def distance(one: Rgb, other: Rgb, seen: str) -> float:
     return sum((a - b) ** 2 for a, b in zip(lab(one, seen), lab(other, seen), strict=True)) ** 0.5
 
 
-def shades(kind: Kind, chunks: int = 5) -> list[Rgb]:
+def shades(kind: ActionKind, chunks: int = 5) -> list[Rgb]:
     return [kind_colours.of_kind(kind, chunk, chunks) for chunk in range(chunks)]
 
 
@@ -68,14 +68,20 @@ def test_the_colour_distance_of_the_test_is_sound() -> None:
 
 @pytest.mark.parametrize("seen", SEEN)
 @pytest.mark.parametrize(("one", "other"), list(combinations(kind_colours.KINDS, 2)))
-def test_kinds_part_for_every_eye(one: Kind, other: Kind, seen: str) -> None:
+def test_kinds_part_for_every_eye(one: ActionKind, other: ActionKind, seen: str) -> None:
     assert min(distance(a, b, seen) for a in shades(one) for b in shades(other)) >= 9
 
 
 @pytest.mark.parametrize(
-    ("one", "other"), [(Kind.F, Kind.B), (Kind.F, Kind.I), (Kind.F, Kind.W), (Kind.I, Kind.W)]
+    ("one", "other"),
+    [
+        (ActionKind.F, ActionKind.B),
+        (ActionKind.F, ActionKind.I),
+        (ActionKind.F, ActionKind.W),
+        (ActionKind.I, ActionKind.W),
+    ],
 )
-def test_kinds_of_one_schedule_part_widely(one: Kind, other: Kind) -> None:
+def test_kinds_of_one_schedule_part_widely(one: ActionKind, other: ActionKind) -> None:
     for seen in SEEN:
         assert min(distance(a, b, seen) for a in shades(one) for b in shades(other)) >= 30
 
@@ -87,13 +93,16 @@ def test_kinds_have_bands_of_lightness_of_their_own() -> None:
     for (_, below), (above, _) in pairwise(bands):
         assert above - below >= 2
     # those that stand side by side most are furthest apart
-    f, b, i, w = (lab(kind_colours.of_kind(kind))[0] for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
+    f, b, i, w = (
+        lab(kind_colours.of_kind(kind))[0]
+        for kind in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
+    )
     assert b - f > 40
     assert w - i > 20
 
 
 @pytest.mark.parametrize("kind", DRAWN)
-def test_chunks_go_from_dark_to_light_and_can_be_told_apart(kind: Kind) -> None:
+def test_chunks_go_from_dark_to_light_and_can_be_told_apart(kind: ActionKind) -> None:
     lights = [lab(colour)[0] for colour in shades(kind)]
     assert lights == sorted(lights)
     for seen in SEEN:
@@ -101,7 +110,7 @@ def test_chunks_go_from_dark_to_light_and_can_be_told_apart(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", kind_colours.KINDS)
-def test_numbers_read_on_every_shade(kind: Kind) -> None:
+def test_numbers_read_on_every_shade(kind: ActionKind) -> None:
     """Contrast of at least 4.5 (WCAG 2, level AA)."""
     for shade in shades(kind):
         light = colours.luminance(shade)

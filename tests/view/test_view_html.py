@@ -10,7 +10,7 @@ import pytest
 from browser import Browser
 
 from stretto import schedule, simulate
-from stretto.program import Kind, lower
+from stretto.program import ActionKind, lower
 from stretto.program.replay import Costs, Timeline
 from stretto.view import kind_colours
 from stretto.view.html import compare_html, timeline_html
@@ -73,7 +73,7 @@ DRAW = (
 
 def test_every_block_is_painted_in_its_colour_at_its_place(browser: Browser) -> None:
     page = browser.opened(timeline_html(replay("zb-v", 4, 8)), DRAW)
-    kinds = [Kind.F, Kind.I, Kind.W]  # those of the schedule, in the legend's order
+    kinds = [ActionKind.F, ActionKind.I, ActionKind.W]  # those of the schedule, in the legend's order
     assert len(page["seen"]) == 4 * 2 * 8 * 3
     for seen, kind, shade in zip(page["seen"], page["kinds"], page["shades"], strict=True):
         assert tuple(seen[:3]) == kind_colours.of_kind(kinds[kind], shade, 2)

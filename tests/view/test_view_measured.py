@@ -8,7 +8,7 @@ import pytest
 
 from stretto import schedule, simulate
 from stretto.errors import StrettoError
-from stretto.program import Kind, lower
+from stretto.program import ActionKind, lower
 from stretto.program.replay import Costs
 from stretto.view.measured import (
     StepPart,
@@ -37,13 +37,13 @@ MEASURED = [*events(Costs(F=1.5), later=7.0), TraceEvent(0, "optimizer", 8.0, 8.
 def test_differences_by_kind() -> None:
     comparison = compare(PREDICTED, MEASURED)
     kinds = {each.kind: each for each in comparison.kinds}
-    assert (kinds[Kind.F].count, kinds[Kind.B].count) == (16, 16)
+    assert (kinds[ActionKind.F].count, kinds[ActionKind.B].count) == (16, 16)
     # a stage of two a rank, half a cost of 1 ms
-    assert kinds[Kind.F].predicted_mean == pytest.approx(0.5e-3)
-    assert kinds[Kind.F].measured_mean == pytest.approx(0.75e-3)
-    assert kinds[Kind.F].relative == pytest.approx(0.5)
-    assert kinds[Kind.F].measured == pytest.approx(16 * 0.75e-3)
-    assert kinds[Kind.B].relative == pytest.approx(0)
+    assert kinds[ActionKind.F].predicted_mean == pytest.approx(0.5e-3)
+    assert kinds[ActionKind.F].measured_mean == pytest.approx(0.75e-3)
+    assert kinds[ActionKind.F].relative == pytest.approx(0.5)
+    assert kinds[ActionKind.F].measured == pytest.approx(16 * 0.75e-3)
+    assert kinds[ActionKind.B].relative == pytest.approx(0)
     assert comparison.predicted_step == pytest.approx(simulate(PROGRAM).makespan / 1e3)
     assert comparison.measured_step == pytest.approx(simulate(PROGRAM, Costs(F=1.5)).makespan / 1e3)
 
@@ -81,8 +81,8 @@ def test_without_a_prediction_parts_are_measured_only() -> None:
 def test_communications_count_where_both_have_them() -> None:
     only = [event for event in MEASURED if "SEND" not in event.action]
     kinds = {each.kind for each in compare(PREDICTED, only).kinds}
-    assert Kind.RECV_F in kinds
-    assert not {Kind.SEND_F, Kind.SEND_B} & kinds
+    assert ActionKind.RECV_F in kinds
+    assert not {ActionKind.SEND_F, ActionKind.SEND_B} & kinds
 
 
 def test_another_program_is_refused() -> None:

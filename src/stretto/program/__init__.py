@@ -15,7 +15,7 @@ from stretto.program.schedules import bidirectional as bidirectional
 from stretto.program.search import auto as auto
 
 # isort: on
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.checks.check import Report, check
 from stretto.program.lower import lower, send_releases, unlower
 from stretto.program.program import Program, ScheduleError
@@ -24,7 +24,7 @@ from stretto.program.schedules.registry import PLAIN, entry, names, options, reg
 __all__ = [
     "PLAIN",
     "Action",
-    "Kind",
+    "ActionKind",
     "Program",
     "Report",
     "ScheduleError",

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """What an action does."""
 
     F = "F"  # forward
@@ -48,16 +48,18 @@ class Kind(StrEnum):
         return self in COMPUTE or self in TRANSFER or self in MEMORY_SAVING
 
 
-COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
-TRANSFER = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
-MEMORY_SAVING = frozenset({Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD})  # what saves the memory of activations
+COMPUTE = frozenset({ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W})
+TRANSFER = frozenset({ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.SEND_B, ActionKind.RECV_B})
+MEMORY_SAVING = frozenset(
+    {ActionKind.RECOMPUTE, ActionKind.OFFLOAD, ActionKind.RELOAD}
+)  # what saves the memory of activations
 
 
 class Action(NamedTuple):
     """One step of one rank; `microbatch` is None where the action concerns the whole stage."""
 
     stage: int
-    kind: Kind
+    kind: ActionKind
     microbatch: int | None = None
 
     def __str__(self) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from stretto.errors import StrettoError
-from stretto.program.action import TRANSFER, Action, Kind
+from stretto.program.action import TRANSFER, Action, ActionKind
 from stretto.program.checks.structure import check_structure
 from stretto.program.messages import Channel, channel_of, needed_by, receive_of, sent_by
 from stretto.program.program import Program
@@ -100,7 +100,7 @@ class RankLowering:
             arriving = [m for of_peer in sending for channel, m in of_peer.items() if channel[1] == rank]
             posts = _posts(program, order, arriving, self._lookahead)
             here = [s for tie in self._sets for s in tie if program.trains and program.placement[s] == rank]
-            ends = [Action(stage, Kind.REDUCE_TIED) for stage in here]
+            ends = [Action(stage, ActionKind.REDUCE_TIED) for stage in here]
             self._orders[rank] = (*_merge(program, order, posts), *ends)
         return self._orders[rank]
 
@@ -115,8 +115,8 @@ class RankLowering:
         return self._sent[rank]
 
 
-_PLACED_HERE = frozenset({Kind.REDUCE_GRAD, Kind.REDUCE_TIED})
-_COMMUNICATION = TRANSFER | _PLACED_HERE | {Kind.UNSHARD, Kind.RESHARD}
+_PLACED_HERE = frozenset({ActionKind.REDUCE_GRAD, ActionKind.REDUCE_TIED})
+_COMMUNICATION = TRANSFER | _PLACED_HERE | {ActionKind.UNSHARD, ActionKind.RESHARD}
 
 
 def _tied_sets(tied: Iterable[Iterable[int]], program: Program) -> tuple[tuple[int, ...], ...]:
@@ -163,13 +163,15 @@ def _posts(
 
 def _merge(program: Program, order: Sequence[Action], posts: dict[int, list[Action]]) -> list[Action]:
     """One rank's lowered order, but for tied parameters."""
-    last = {action.stage: action for action in order if action.kind is Kind.B or action.kind is Kind.W}
+    last = {
+        action.stage: action for action in order if action.kind is ActionKind.B or action.kind is ActionKind.W
+    }
     merged: list[Action] = []
     at = 0
     for action in order:
         if not action.kind.is_compute:
-            if action.kind is Kind.UPDATE:
-                merged.append(Action(action.stage, Kind.REDUCE_GRAD))
+            if action.kind is ActionKind.UPDATE:
+                merged.append(Action(action.stage, ActionKind.REDUCE_GRAD))
             merged.append(action)
             continue
         merged.extend(posts.get(at, ()))
@@ -178,7 +180,7 @@ def _merge(program: Program, order: Sequence[Action], posts: dict[int, list[Acti
         if send := sent_by(program, action):
             merged.append(send)
         if not program.versions and last.get(action.stage) is action:
-            merged.append(Action(action.stage, Kind.REDUCE_GRAD))
+            merged.append(Action(action.stage, ActionKind.REDUCE_GRAD))
     return merged
 
 
@@ -196,7 +198,7 @@ def send_releases(program: Program, rank: int) -> dict[Action, Action | None]:
     assert program.lowered, "send_releases takes a lowered program"
     position = {a: at for at, a in enumerate(program.orders[rank]) if a.kind.is_compute}
     consumer = {receive: a for a in position if (receive := needed_by(program, a))}
-    sends = [a for a in program.orders[rank] if a.kind is Kind.SEND_F or a.kind is Kind.SEND_B]
+    sends = [a for a in program.orders[rank] if a.kind is ActionKind.SEND_F or a.kind is ActionKind.SEND_B]
     peers = {channel_of(program, send)[1] for send in sends}
     replies = {peer: _replies(program, peer, consumer, position) for peer in peers}
     releases: dict[Action, Action | None] = {}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stretto.program.action import MEMORY_SAVING, Action, Kind
+from stretto.program.action import MEMORY_SAVING, Action, ActionKind
 from stretto.program.program import Program
 
 # held from the forward until the weight gradient is there: I alone frees nothing
-_STEP = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
+_STEP = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.W: -1}
 
 
 def peak_held(program: Program) -> list[int]:
@@ -41,7 +41,7 @@ def holdings(program: Program, rank: int) -> list[tuple[int, int]]:
     """
     order = program.orders[rank]
     if not program.trains:
-        return [(int(action.kind is Kind.F), 0) for action in order]
+        return [(int(action.kind is ActionKind.F), 0) for action in order]
     if not MEMORY_SAVING.isdisjoint({action.kind for action in order}):
         return _with_recompute_or_offload(order)
     held, counts = 0, list[tuple[int, int]]()
@@ -53,14 +53,14 @@ def holdings(program: Program, rank: int) -> list[tuple[int, int]]:
 
 def _with_recompute_or_offload(order: Sequence[Action]) -> list[tuple[int, int]]:
     """`holdings` of an order that recomputes or offloads activations."""
-    repeated = {(a.stage, a.microbatch) for a in order if a.kind is Kind.RECOMPUTE}
+    repeated = {(a.stage, a.microbatch) for a in order if a.kind is ActionKind.RECOMPUTE}
     full = inputs = 0
     counts: list[tuple[int, int]] = []
     for stage, kind, i in order:
-        step = _STEP.get(kind) or {Kind.OFFLOAD: -1, Kind.RELOAD: 1}.get(kind, 0)
-        if kind is Kind.RECOMPUTE:
+        step = _STEP.get(kind) or {ActionKind.OFFLOAD: -1, ActionKind.RELOAD: 1}.get(kind, 0)
+        if kind is ActionKind.RECOMPUTE:
             full, inputs = full + 1, inputs - 1
-        elif (stage, i) in repeated and kind in (Kind.F, Kind.OFFLOAD, Kind.RELOAD):
+        elif (stage, i) in repeated and kind in (ActionKind.F, ActionKind.OFFLOAD, ActionKind.RELOAD):
             inputs += step
         else:
             full += step

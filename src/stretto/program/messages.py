@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program
 
-Channel = tuple[int, int, Kind]
+Channel = tuple[int, int, ActionKind]
 
 
 def sent_by(program: Program, action: Action) -> Action | None:
     """The send that follows a compute action, None where its result stays on the rank or is not passed on."""
     stage, kind, microbatch = action
     placement = program.placement
-    if kind is Kind.F:
+    if kind is ActionKind.F:
         passes = not program.is_last(stage) and placement[stage + 1] != placement[stage]
-        return Action(stage, Kind.SEND_F, microbatch) if passes else None
-    if kind is Kind.B or kind is Kind.I:
+        return Action(stage, ActionKind.SEND_F, microbatch) if passes else None
+    if kind is ActionKind.B or kind is ActionKind.I:
         passes = not program.is_first(stage) and placement[stage - 1] != placement[stage]
-        return Action(stage, Kind.SEND_B, microbatch) if passes else None
+        return Action(stage, ActionKind.SEND_B, microbatch) if passes else None
     return None
 
 
@@ -28,40 +28,40 @@ def needed_by(program: Program, action: Action) -> Action | None:
     """The receive that a compute action waits for, None where its input is on the rank already."""
     stage, kind, microbatch = action
     placement = program.placement
-    if kind is Kind.F:
+    if kind is ActionKind.F:
         comes = not program.is_first(stage) and placement[stage - 1] != placement[stage]
-        return Action(stage, Kind.RECV_F, microbatch) if comes else None
-    if kind is Kind.B or kind is Kind.I:
+        return Action(stage, ActionKind.RECV_F, microbatch) if comes else None
+    if kind is ActionKind.B or kind is ActionKind.I:
         comes = not program.is_last(stage) and placement[stage + 1] != placement[stage]
-        return Action(stage, Kind.RECV_B, microbatch) if comes else None
+        return Action(stage, ActionKind.RECV_B, microbatch) if comes else None
     return None
 
 
 def receive_of(send: Action) -> Action:
     """The receive that a send meets."""
-    if send.kind is Kind.SEND_F:
-        return Action(send.stage + 1, Kind.RECV_F, send.microbatch)
-    return Action(send.stage - 1, Kind.RECV_B, send.microbatch)
+    if send.kind is ActionKind.SEND_F:
+        return Action(send.stage + 1, ActionKind.RECV_F, send.microbatch)
+    return Action(send.stage - 1, ActionKind.RECV_B, send.microbatch)
 
 
 def send_of(receive: Action) -> Action:
     """The send that a receive meets."""
-    if receive.kind is Kind.RECV_F:
-        return Action(receive.stage - 1, Kind.SEND_F, receive.microbatch)
-    return Action(receive.stage + 1, Kind.SEND_B, receive.microbatch)
+    if receive.kind is ActionKind.RECV_F:
+        return Action(receive.stage - 1, ActionKind.SEND_F, receive.microbatch)
+    return Action(receive.stage + 1, ActionKind.SEND_B, receive.microbatch)
 
 
 def channel_of(program: Program, transfer: Action) -> Channel:
     """The channel that a send or a receive uses; its stages must exist."""
     stage, kind, _ = transfer
     placement = program.placement
-    if kind is Kind.SEND_F:
-        return placement[stage], placement[stage + 1], Kind.F
-    if kind is Kind.RECV_F:
-        return placement[stage - 1], placement[stage], Kind.F
-    if kind is Kind.SEND_B:
-        return placement[stage], placement[stage - 1], Kind.B
-    return placement[stage + 1], placement[stage], Kind.B
+    if kind is ActionKind.SEND_F:
+        return placement[stage], placement[stage + 1], ActionKind.F
+    if kind is ActionKind.RECV_F:
+        return placement[stage - 1], placement[stage], ActionKind.F
+    if kind is ActionKind.SEND_B:
+        return placement[stage], placement[stage - 1], ActionKind.B
+    return placement[stage + 1], placement[stage], ActionKind.B
 
 
 class Wait(NamedTuple):
@@ -81,7 +81,7 @@ def tied_waits(program: Program) -> dict[tuple[int, int], list[Wait]]:
     for rank, order in enumerate(program.orders):
         nth: dict[int, int] = defaultdict(int)
         for at, action in enumerate(order):
-            if action.kind is Kind.REDUCE_TIED:
+            if action.kind is ActionKind.REDUCE_TIED:
                 sets = [k for k, tie in enumerate(program.tied) if action.stage in tie]
                 joins[sets[nth[action.stage]]][rank] = at
                 nth[action.stage] += 1

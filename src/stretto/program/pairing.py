@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program, ScheduleError
 
 # what may stand between the two, and where it goes when they run as one block
-_BEFORE = frozenset({Kind.RECV_F, Kind.RECV_B})
-_AFTER = frozenset({Kind.SEND_F, Kind.SEND_B, Kind.OFFLOAD})
+_BEFORE = frozenset({ActionKind.RECV_F, ActionKind.RECV_B})
+_AFTER = frozenset({ActionKind.SEND_F, ActionKind.SEND_B, ActionKind.OFFLOAD})
 
 
 def check_pairs(program: Program) -> None:
@@ -28,7 +28,7 @@ def check_pairs(program: Program) -> None:
     used: set[Action] = set()
     for first, second in sorted(program.pairs, key=_in_order):
         name = f"the pair of {first} and {second}"
-        if first.kind is not Kind.F or second.kind not in (Kind.B, Kind.I):
+        if first.kind is not ActionKind.F or second.kind not in (ActionKind.B, ActionKind.I):
             raise ScheduleError(f"{name} is not a forward and a backward, in this order")
         if (first.stage, first.microbatch) == (second.stage, second.microbatch):
             raise ScheduleError(f"{name} cannot be: the backward needs the forward")
@@ -134,4 +134,4 @@ def steps_of(program: Program, rank: int, blocks: bool) -> list[Step]:
 def _follows(first: Action, between: Action) -> bool:
     """Whether an action between the two of a pair needs the first to be over."""
     same = (between.stage, between.microbatch) == (first.stage, first.microbatch)
-    return same or between.kind is Kind.RESHARD
+    return same or between.kind is ActionKind.RESHARD

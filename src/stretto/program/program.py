@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from stretto.errors import StrettoError
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Program:
         if not self.versions:
             return 1
         order = self.orders[self.placement[stage]]
-        return sum(action.stage == stage and action.kind is Kind.UPDATE for action in order)
+        return sum(action.stage == stage and action.kind is ActionKind.UPDATE for action in order)
 
     @cached_property
     def copy_of(self) -> tuple[int, ...]:
@@ -90,7 +90,7 @@ class Program:
         for stage in range(0, self.stages, self.depth):
             for action in self.orders[self.placement[stage]]:
                 stage_, kind, i = action
-                if stage_ == stage and kind is Kind.F and i is not None and 0 <= i < self.microbatches:
+                if stage_ == stage and kind is ActionKind.F and i is not None and 0 <= i < self.microbatches:
                     copies[i] = stage // self.depth
         return tuple(copies)
 

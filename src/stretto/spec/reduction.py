@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stretto.layout.shards import Mode
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program
 from stretto.spec.data_parallel import Reduce
 
-_BACKWARDS = frozenset({Kind.B, Kind.I, Kind.W})
+_BACKWARDS = frozenset({ActionKind.B, ActionKind.I, ActionKind.W})
 
 
 def choose(program: Program, mode: Mode) -> Reduce:
@@ -61,6 +61,6 @@ def _changes(order: Sequence[Action]) -> Iterator[int]:
             if last[stage] == at:
                 open_.remove(stage)
                 yield -1
-        elif kind is Kind.UPDATE and stage in open_:
+        elif kind is ActionKind.UPDATE and stage in open_:
             open_.remove(stage)
             yield -1

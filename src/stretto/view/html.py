@@ -11,7 +11,7 @@ from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from stretto.program.action import Kind
+from stretto.program.action import ActionKind
 from stretto.view import colours
 from stretto.view.kind_colours import of_kind
 from stretto.view.panel import NAMES, Panel, all_kinds, figures_table, most_held, shades, with_path
@@ -108,12 +108,12 @@ def _data(panels: Sequence[Panel]) -> dict[str, Any]:
     }
 
 
-def _shade(kind: Kind, chunk: int, chunks: int) -> dict[str, str]:
+def _shade(kind: ActionKind, chunk: int, chunks: int) -> dict[str, str]:
     colour = of_kind(kind, chunk, chunks)
     return {"fill": colours.hexed(colour), "ink": colours.text_on(colour)}
 
 
-def _panel(panel: Panel, kinds: list[Kind]) -> dict[str, Any]:
+def _panel(panel: Panel, kinds: list[ActionKind]) -> dict[str, Any]:
     drawn = panel.blocks
     data: dict[str, Any] = {
         "title": panel.title,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stretto.errors import StrettoError
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.text import parse_action
 from stretto.view.html import panels_html, table_html
 from stretto.view.panel import NAMES, Block, Panel, Row, aligned, stacked
@@ -32,7 +32,7 @@ SPAN = "first to last"  # action of the pipeline: without reductions, the optimi
 class Difference:
     """Actions of one kind, predicted and measured; means and totals in seconds."""
 
-    kind: Kind
+    kind: ActionKind
     count: int
     predicted: float  # total
     measured: float  # total
@@ -87,14 +87,16 @@ def compare(predicted: Iterable[TraceEvent], measured: Iterable[TraceEvent]) -> 
                 f"rank {missing[0]} action {missing[1]} is not in the {where} timeline",
                 hint="compare timelines of the same program",
             )
-    totals: dict[Kind, list[float]] = {}
+    totals: dict[ActionKind, list[float]] = {}
     for key, (start, end) in ours.items():
         if key in theirs:
             total = totals.setdefault(key[1].kind, [0, 0.0, 0.0])
             total[0] += 1
             total[1] += end - start
             total[2] += theirs[key][1] - theirs[key][0]
-    kinds = tuple(Difference(k, int(totals[k][0]), totals[k][1], totals[k][2]) for k in Kind if k in totals)
+    kinds = tuple(
+        Difference(k, int(totals[k][0]), totals[k][1], totals[k][2]) for k in ActionKind if k in totals
+    )
     return Comparison(_length(ours.values()), _length(theirs.values()), kinds)
 
 

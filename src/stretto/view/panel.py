@@ -11,18 +11,18 @@ from itertools import pairwise
 from math import floor, log10
 from typing import Any
 
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program
 from stretto.program.replay import Costs, Timeline
 from stretto.program.replay.timeline import live_bytes
 
 NAMES = {
-    Kind.F: "forward",
-    Kind.RECOMPUTE: "recompute",
-    Kind.B: "backward",
-    Kind.I: "input gradient",
-    Kind.W: "weight gradient",
-    Kind.UPDATE: "update",
+    ActionKind.F: "forward",
+    ActionKind.RECOMPUTE: "recompute",
+    ActionKind.B: "backward",
+    ActionKind.I: "input gradient",
+    ActionKind.W: "weight gradient",
+    ActionKind.UPDATE: "update",
 }
 
 
@@ -44,7 +44,7 @@ class Block:
     lanes: int = 1
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> ActionKind:
         return self.action.kind
 
     @property
@@ -75,7 +75,7 @@ def blocks(timeline: Timeline) -> list[Block]:
             paired=e.action in paired,
         )
         for e in (*timeline.events, *timeline.tail)
-        if e.action.kind in NAMES and (e.end > e.start or e.action.kind is Kind.UPDATE)
+        if e.action.kind in NAMES and (e.end > e.start or e.action.kind is ActionKind.UPDATE)
     ]
     return stacked(drawn)
 
@@ -221,14 +221,14 @@ def window(timeline: Timeline) -> Window | None:
         return None
     ends = [[0.0] * program.ranks for _ in range(program.steps)]
     for rank, action, _, end in timeline.events:
-        if action.microbatch is not None and action.kind in NAMES and action.kind is not Kind.F:
+        if action.microbatch is not None and action.kind in NAMES and action.kind is not ActionKind.F:
             step = action.microbatch // program.step_microbatches
             ends[step][rank] = max(ends[step][rank], end)
     last, whole = program.ranks - 1, timeline.makespan
     begins = [timeline.spans[last][0], *(step[last] for step in ends)]
     first = [event for event in timeline.events if event.rank == 0]
-    back = min(event.start for event in first if event.action.kind in (Kind.B, Kind.I))
-    filled = max(event.end for event in first if event.action.kind is Kind.F)
+    back = min(event.start for event in first if event.action.kind in (ActionKind.B, ActionKind.I))
+    filled = max(event.end for event in first if event.action.kind is ActionKind.F)
     phases = [Phase("fill", 0.0, min(back, filled)), Phase("drain", filled, whole)]
     if back < filled:
         phases.insert(1, Phase("steady state", back, filled))
@@ -258,7 +258,7 @@ class Panel:
     window: Window | None = None
 
     @property
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[ActionKind]:
         """The kinds that occur, in the order of a legend."""
         present = {block.kind for block in self.blocks}
         return [kind for kind in NAMES if kind in present]
@@ -292,7 +292,7 @@ def most_held(panels: Sequence[Panel]) -> float:
     return max((peak(row.curve) for panel in panels for row in panel.rows), default=0.0)
 
 
-def all_kinds(panels: Sequence[Panel]) -> list[Kind]:
+def all_kinds(panels: Sequence[Panel]) -> list[ActionKind]:
     """The kinds that occur in any of them."""
     present = {kind for panel in panels for kind in panel.kinds}
     return [kind for kind in NAMES if kind in present]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from stretto.program.action import Kind
+from stretto.program.action import ActionKind
 from stretto.view import colours
 from stretto.view.kind_colours import of_kind
 from stretto.view.panel import (
@@ -174,7 +174,7 @@ def _blocks(drawn: Iterable[Block], scale: float, chunks: int) -> list[str]:
         shape = {"width": inner, "height": height, "rx": min(2.5, inner / 4)}
         shapes.append(element("rect", x=x, **place, **shape, fill=colours.hexed(colour)))
         if block.paired and block.lanes == 1:  # one line under both, open between pairs
-            first, last = (x + 2, x + width) if block.kind is Kind.F else (x - 1, x + width - 3)
+            first, last = (x + 2, x + width) if block.kind is ActionKind.F else (x - 1, x + width - 3)
             shapes.append(element("path", d=f"M{first:.2f} {ROW + 2}H{last:.2f}", class_="pair"))
         size = min(13.0, 0.9 * height, inner / (0.62 * max(1, len(block.label))))
         if block.label and size >= 6:

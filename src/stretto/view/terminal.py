@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from stretto.program.action import Kind
+from stretto.program.action import ActionKind
 from stretto.view import colours
 from stretto.view.kind_colours import of_kind
 from stretto.view.panel import NAMES, Block, Panel, Phase, all_kinds, panel, ticks
@@ -122,8 +122,8 @@ def _name(block: Block, staged: bool) -> str:
     return f"{block.stage if staged else ''}{_letter(block.kind)}{block.label}"
 
 
-def _letter(kind: Kind) -> str:
-    return "R" if kind is Kind.RECOMPUTE else str(kind)
+def _letter(kind: ActionKind) -> str:
+    return "R" if kind is ActionKind.RECOMPUTE else str(kind)
 
 
 def _plain(block: Block, width: int, staged: bool) -> str:

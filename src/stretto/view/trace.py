@@ -16,7 +16,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from stretto.errors import StrettoError
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.messages import receive_of
 from stretto.program.text import parse_action
 from stretto.view.panel import Curve, held
@@ -48,15 +48,15 @@ def flows(shown: Iterable[tuple[TraceEvent, int]]) -> Iterator[tuple[Point, Poin
             continue
     for action, (event, thread) in shown_as.items():
         stage, kind, microbatch = action
-        forward = kind is Kind.F
-        if not forward and kind is not Kind.B and kind is not Kind.I:
+        forward = kind is ActionKind.F
+        if not forward and kind is not ActionKind.B and kind is not ActionKind.I:
             continue
-        send = Action(stage, Kind.SEND_F if forward else Kind.SEND_B, microbatch)
+        send = Action(stage, ActionKind.SEND_F if forward else ActionKind.SEND_B, microbatch)
         between = _transfer(shown_as.get(send), shown_as.get(receive_of(send)))
         if between is not None:
             yield between
             continue
-        step, kinds = (1, (Kind.F,)) if forward else (-1, (Kind.B, Kind.I))
+        step, kinds = (1, (ActionKind.F,)) if forward else (-1, (ActionKind.B, ActionKind.I))
         consumer = next(
             (shown_as[a] for k in kinds if (a := Action(stage + step, k, microbatch)) in shown_as), None
         )
@@ -83,7 +83,14 @@ COMPUTE, COMMUNICATION = "compute", "communication"
 
 _US = 1e6  # the format's unit of time is the microsecond
 _COUNTER = "activations held"
-_ON_THE_RANK = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.UPDATE, Kind.RECOMPUTE)
+_ON_THE_RANK = (
+    ActionKind.F,
+    ActionKind.B,
+    ActionKind.I,
+    ActionKind.W,
+    ActionKind.UPDATE,
+    ActionKind.RECOMPUTE,
+)
 
 
 class TraceEvent(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from stretto import Layout
 from stretto.engine.models.moe import MoE, feed_forward
 from stretto.engine.parallel.expert.experts import ExpertParallel, ExpertWeights
-from stretto.engine.parallel.styles import Column, Replicate, Row, SplitDropout, Style
+from stretto.engine.parallel.styles import ColumnParallel, ParallelStyle, Replicate, RowParallel, SplitDropout
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.spec.experts import ExpertShape
 from stretto.spec.shape import ModelShape
@@ -72,10 +72,10 @@ class Case:
         return self.layout.tp if self.layout.expert_tp is None else self.layout.expert_tp
 
 
-def plan_of(case: Case) -> dict[str, Style]:
+def plan_of(case: Case) -> dict[str, ParallelStyle]:
     sp, moe = case.sequence, case.shape.moe
     assert moe is not None
-    plan: dict[str, Style] = {
+    plan: dict[str, ParallelStyle] = {
         "mlp": ExpertParallel(case.length, sequence=sp),
         "mlp.router": Replicate(sequence=True),
         "mlp.experts": ExpertWeights(case.expert_tp),
@@ -84,8 +84,8 @@ def plan_of(case: Case) -> dict[str, Style]:
     if moe.shared_ffn:
         up = "gate_up" if case.shape.gated else "up"
         blocks = ((moe.shared_ffn, 1),) * (2 if case.shape.gated else 1)
-        plan[f"mlp.shared.{up}"] = Column(segments=blocks, sequence=sp)
-        plan["mlp.shared.down"] = Row(sequence=sp)
+        plan[f"mlp.shared.{up}"] = ColumnParallel(segments=blocks, sequence=sp)
+        plan["mlp.shared.down"] = RowParallel(sequence=sp)
     if moe.shared_gate:
         plan["mlp.shared_gate"] = Replicate(sequence=sp)
     return plan

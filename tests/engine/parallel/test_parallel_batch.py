@@ -15,19 +15,19 @@ from torch import Tensor, nn
 
 from ranks import on_ranks
 from stretto import (
-    Batch,
-    Column,
+    BatchParallel,
+    ColumnParallel,
     GatherBatch,
     Layout,
     Mesh,
     Replicate,
-    Row,
+    RowParallel,
     data_parallel,
     parallelize,
     sum_gradients,
 )
 from stretto.engine.parallel.late import late_messages
-from stretto.engine.parallel.styles import Style
+from stretto.engine.parallel.styles import ParallelStyle
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.rounds import InRounds
 from stretto.engine.parallel.traffic import traffic
@@ -55,13 +55,13 @@ class Net(nn.Module):
         return self.head(self.classifier(self.features(x) * self.scale))
 
 
-def net_plan(gather: Style) -> dict[str, Style]:
+def net_plan(gather: ParallelStyle) -> dict[str, ParallelStyle]:
     return {
-        "": Batch(),
-        "features": Batch(),
+        "": BatchParallel(),
+        "features": BatchParallel(),
         "classifier": gather,
-        "classifier.1": Column(),
-        "classifier.4": Row(),
+        "classifier.1": ColumnParallel(),
+        "classifier.4": RowParallel(),
         "head": Replicate(),
     }
 
@@ -135,7 +135,7 @@ def test_each_schedule_of_the_gather_equals_one_process():
         assert max(gaps.values()) < FEW_DIGITS, gaps
 
 
-STYLES: tuple[Callable[[], Style], ...] = (Replicate, Batch, Column, Row)
+STYLES: tuple[Callable[[], ParallelStyle], ...] = (Replicate, BatchParallel, ColumnParallel, RowParallel)
 
 
 def _chain() -> nn.Sequential:
@@ -188,7 +188,7 @@ def _inside() -> dict[str, float]:
     expected.square().sum().backward()
     for first, second, schedule in product(STYLES, STYLES, ("all", "turns", "shares")):
         model = keyed(_gathered())
-        plan = {"0": Batch(), "1": GatherBatch(schedule), "1.0": first(), "1.2": second()}
+        plan = {"0": BatchParallel(), "1": GatherBatch(schedule), "1.0": first(), "1.2": second()}
         table = parallelize(model, plan, mesh)
         output = model(x)
         output.square().sum().backward()
@@ -219,16 +219,16 @@ def _rows() -> dict[str, Any]:
     sum_gradients(model, table)
     found["rows"] = gradient_gap(model, table, plain)
 
-    plan = {"up": Column(), "down": Row(output="batch"), "out": Batch()}
+    plan = {"up": ColumnParallel(), "down": RowParallel(output="batch"), "out": BatchParallel()}
     for name, styles, how in (
         ("residual", plan, {"convert": True}),
         (
             "declared",
             {
-                "up": Column(input="batch"),
-                "down": Row(output="batch"),
-                "out": Batch(output="whole"),
-                "norm": Batch(input="whole"),
+                "up": ColumnParallel(input="batch"),
+                "down": RowParallel(output="batch"),
+                "out": BatchParallel(output="whole"),
+                "norm": BatchParallel(input="whole"),
             },
             {"convert": False},
         ),
@@ -237,7 +237,7 @@ def _rows() -> dict[str, Any]:
         plain = Residual().double()
         model, x = copy.deepcopy(plain), torch.randn(SAMPLES, 6, dtype=torch.float64)
         plain(x).square().mean().backward()
-        table = parallelize(model, {"norm": Batch(), **styles}, mesh, **how)
+        table = parallelize(model, {"norm": BatchParallel(), **styles}, mesh, **how)
         model(x).square().mean().backward()
         sum_gradients(model, table)
         found[name] = gradient_gap(model, table, plain)
@@ -342,8 +342,8 @@ def _bytes() -> dict[str, Any]:
     mesh = Mesh(Layout(tp=RANKS))
     x, sent = torch.randn(SAMPLES, 6, dtype=torch.float64), {}
     for name, plan in (
-        ("batch to column", {"0": Batch(), "2": Column(), "4": Row()}),
-        ("batch", {"": Batch()}),
+        ("batch to column", {"0": BatchParallel(), "2": ColumnParallel(), "4": RowParallel()}),
+        ("batch", {"": BatchParallel()}),
     ):
         model = keyed(_chain())
         table = parallelize(model, plan, mesh)
@@ -382,7 +382,7 @@ def _norms() -> dict[str, float]:
     ):
         plain = nn.Sequential(norm.double())
         model = copy.deepcopy(plain)
-        table = parallelize(model, {"0": Batch()}, mesh)
+        table = parallelize(model, {"0": BatchParallel()}, mesh)
         for _ in range(2):  # a mean far from zero, where sums of squares would cancel
             x = 1e6 + torch.randn(shape, dtype=torch.float64, generator=generator)
             theirs, mine = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -427,22 +427,22 @@ class Reduced(nn.Module):
 @pytest.mark.parametrize(
     ("function", "style", "says"),
     [
-        (lambda x: x - x.mean(0), Batch(), "mean.. in Reduced .* is over the samples of the batch"),
-        (lambda x: x.sum(), Batch(), "sum.. in Reduced"),
-        (lambda x: x.t(), Batch(), "t.. in Reduced"),
-        (lambda x: x[0], Batch(), "getitem.. in Reduced"),
-        (lambda x: torch.cat([x, x]), Batch(), "cat.. in Reduced"),
+        (lambda x: x - x.mean(0), BatchParallel(), "mean.. in Reduced .* is over the samples of the batch"),
+        (lambda x: x.sum(), BatchParallel(), "sum.. in Reduced"),
+        (lambda x: x.t(), BatchParallel(), "t.. in Reduced"),
+        (lambda x: x[0], BatchParallel(), "getitem.. in Reduced"),
+        (lambda x: torch.cat([x, x]), BatchParallel(), "cat.. in Reduced"),
         (
             lambda x: torch.softmax(x, -1),
-            Column(),
+            ColumnParallel(),
             "softmax.. in Reduced .* called with a part of the features",
         ),
-        (lambda x: x if x.sum() > 0 else -x, Batch(), "cannot be traced"),
+        (lambda x: x if x.sum() > 0 else -x, BatchParallel(), "cannot be traced"),
     ],
 )
 def test_functions_that_need_what_other_ranks_have_are_refused(function, style, says):
     with pytest.raises(StrettoError, match=says):
-        parallelize(Reduced(function), {"a": style, "b": Batch()}, FakeMesh(2), convert=True)
+        parallelize(Reduced(function), {"a": style, "b": BatchParallel()}, FakeMesh(2), convert=True)
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ def test_functions_that_need_what_other_ranks_have_are_refused(function, style, 
     ],
 )
 def test_functions_of_each_sample_are_let_through(function):
-    parallelize(Reduced(function), {"a": Batch(), "b": Batch()}, FakeMesh(2))
+    parallelize(Reduced(function), {"a": BatchParallel(), "b": BatchParallel()}, FakeMesh(2))
 
 
 class Masked(nn.Module):
@@ -472,7 +472,7 @@ class Masked(nn.Module):
 
 def test_arguments_with_a_default_are_traced_with_it_and_refused_otherwise():
     model = Masked()
-    parallelize(model, {"a": Batch(), "b": Batch()}, FakeMesh(2))
+    parallelize(model, {"a": BatchParallel(), "b": BatchParallel()}, FakeMesh(2))
     model(torch.zeros(4, 6), scale=1.0)
     for how in ({"mask": torch.ones(6)}, {"scale": 2.0}):
         with pytest.raises(StrettoError, match=r"Masked is called with .*, and was traced with"):
@@ -480,7 +480,12 @@ def test_arguments_with_a_default_are_traced_with_it_and_refused_otherwise():
 
 
 def test_an_addition_of_different_splits_is_refused():
-    plan: dict[str, Style] = {"norm": Batch(), "up": Column(), "down": Row(), "out": Batch()}
+    plan: dict[str, ParallelStyle] = {
+        "norm": BatchParallel(),
+        "up": ColumnParallel(),
+        "down": RowParallel(),
+        "out": BatchParallel(),
+    }
     with pytest.raises(StrettoError, match=r"add\(\) in Residual .*'return self.out.* batch and whole"):
         parallelize(Residual(), plan, FakeMesh(2))
 
@@ -493,7 +498,7 @@ def test_a_parameter_whose_gradient_would_be_counted_wrongly_is_refused():
 
 def test_gradients_that_are_not_there_are_not_passed_over():
     model = keyed(_chain())
-    table = parallelize(model, {"": Batch()}, FakeMesh(2, grouped=True), convert=False)
+    table = parallelize(model, {"": BatchParallel()}, FakeMesh(2, grouped=True), convert=False)
     with pytest.raises(StrettoError, match="no parameter whose gradient is to be summed has one in grad"):
         sum_gradients(model, table)
     with pytest.raises(StrettoError, match=r"gradient of 0.weight is to be summed .* which zero1 does not"):
@@ -506,7 +511,7 @@ def _copies() -> float:
     plain, model = _gathered(), _gathered()
     plain[1][1].p = model[1][1].p = 0.0
     x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    plan = {"0": Batch(), "1": GatherBatch("turns"), "1.0": Column(), "1.2": Row()}
+    plan = {"0": BatchParallel(), "1": GatherBatch("turns"), "1.0": ColumnParallel(), "1.2": RowParallel()}
     table = parallelize(model, plan, mesh)
     wrapped = data_parallel(model, mesh, "ddp", places={name: one.placed for name, one in table.items()})
     wrapped(x.chunk(2)[mesh.index("dp")]).square().mean().backward()
@@ -528,7 +533,7 @@ def test_what_a_gather_cannot_do_is_refused():
     with pytest.raises(StrettoError, match="have to be traced"):
         parallelize(nn.Sequential(model["c"]), {"0": GatherBatch("all")}, FakeMesh(2), convert=False)
     with pytest.raises(StrettoError, match="takes batches along dimension 1"):
-        parallelize(nn.Sequential(nn.GRU(4, 4)), {"0": Batch()}, FakeMesh(2))
+        parallelize(nn.Sequential(nn.GRU(4, 4)), {"0": BatchParallel()}, FakeMesh(2))
 
 
 def _uneven() -> list[str]:

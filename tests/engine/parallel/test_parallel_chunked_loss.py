@@ -14,7 +14,7 @@ from ranks import on_ranks
 from stretto.engine.parallel.styles import padded
 from stretto.engine.parallel.tensor.chunked_loss import ChunkedCrossEntropy
 from stretto.engine.parallel.tensor.linear import GatherLinear, ParallelLinear
-from stretto.engine.parallel.tensor.vocabulary import IGNORED, VocabCrossEntropy
+from stretto.engine.parallel.tensor.vocabulary import IGNORED, VocabParallelCrossEntropy
 from stretto.run.train.memory_measured import HeldMemory
 from stretto.spec.loss_chunk import loss_tokens
 
@@ -59,7 +59,7 @@ def case(
     else:
         out = ParallelLinear(weight, None, input_group=group)
     out.on_gradient = reported.append
-    loss = ChunkedCrossEntropy(out, VocabCrossEntropy(start, real, group), tokens, softcap)
+    loss = ChunkedCrossEntropy(out, VocabParallelCrossEntropy(start, real, group), tokens, softcap)
     mine = slice(rank * LENGTH // ranks, (rank + 1) * LENGTH // ranks) if sequence else slice(None)
     for scale in (1.0, 1024.0):
         x = torch.randn(SAMPLES, LENGTH, HIDDEN, dtype=torch.float64, requires_grad=trained[0])
@@ -119,7 +119,9 @@ def bfloat16(softcap: float = 0.0, tokens: int = 16) -> tuple[ChunkedCrossEntrop
     weight = nn.Parameter(torch.randn(500, 32).bfloat16())
     weight.grad_dtype = torch.float32
     x = torch.randn(2, 64, 32).bfloat16().requires_grad_()
-    loss = ChunkedCrossEntropy(ParallelLinear(weight, None), VocabCrossEntropy(0, 500, None), tokens, softcap)
+    loss = ChunkedCrossEntropy(
+        ParallelLinear(weight, None), VocabParallelCrossEntropy(0, 500, None), tokens, softcap
+    )
     targets = torch.randint(500, (2, 64))
     loss.expect(targets)
     return loss, x, targets

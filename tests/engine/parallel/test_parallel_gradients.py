@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ranks import on_ranks
 from stretto.engine.parallel.data.gradients import BUCKET_BYTES, GradientBuffer, buffer_of
 from stretto.engine.parallel.tensor.linear import ParallelLinear
-from stretto.engine.parallel.tensor.vocabulary import VocabEmbedding
+from stretto.engine.parallel.tensor.vocabulary import VocabParallelEmbedding
 
 WIDTH, VOCAB, DEPTH = 4, 7, 3
 
@@ -24,7 +24,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.tok = VocabEmbedding(nn.Parameter(torch.randn(VOCAB, WIDTH)), 0, None)
+        self.tok = VocabParallelEmbedding(nn.Parameter(torch.randn(VOCAB, WIDTH)), 0, None)
         self.fused = ParallelLinear(nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.randn(WIDTH)))
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)

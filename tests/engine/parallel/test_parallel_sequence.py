@@ -18,7 +18,7 @@ from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.collectives import join, start_gather
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import Sharded, parallelize
-from stretto.engine.parallel.styles import Column, Row, Style
+from stretto.engine.parallel.styles import ColumnParallel, ParallelStyle, RowParallel
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.linear import Deferred, Fused
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
@@ -74,7 +74,7 @@ def plain_model(shape: ModelShape) -> LanguageModel:
     return model
 
 
-def plan_of(case: Case, mesh: Mesh) -> dict[str, Style]:
+def plan_of(case: Case, mesh: Mesh) -> dict[str, ParallelStyle]:
     job = Job(
         shape=case.shape,
         layout=mesh.layout,
@@ -84,7 +84,7 @@ def plan_of(case: Case, mesh: Mesh) -> dict[str, Style]:
     )
     plan = sharding_plan(job)
     for name, style in plan.items():
-        if ".mlp." in name and isinstance(style, Column | Row):
+        if ".mlp." in name and isinstance(style, ColumnParallel | RowParallel):
             plan[name] = replace(style, ordered=case.ordered)
     return plan
 

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stretto.engine.parallel.styles import (
-    Column,
+    ColumnParallel,
     Heads,
-    Part,
+    ParameterShard,
     Replicate,
-    Row,
-    Run,
+    RowParallel,
+    ShardRange,
     SplitDropout,
-    Vocabulary,
-    VocabularyLoss,
+    VocabParallel,
+    VocabParallelLoss,
     padded,
     shrink,
 )
@@ -36,7 +36,7 @@ def linear(rows: int, columns: int, bias: bool = True) -> nn.Linear:
     return nn.Linear(columns, rows, bias=bias, device="meta")
 
 
-def owned(parts: list[Part]) -> list[int]:
+def owned(parts: list[ParameterShard]) -> list[int]:
     """Every owned index, as often as it is owned."""
     return sorted(
         i for p in parts for run in p.runs if run.owned for i in range(run.start, run.start + run.size)
@@ -47,7 +47,7 @@ def owned(parts: list[Part]) -> list[int]:
 @given(tp=degrees, units=st.integers(1, 5), columns=st.integers(1, 3), bias=st.booleans())
 def test_column_shares_rows_once_in_equal_parts(tp, units, columns, bias):
     rows = tp * units
-    shares = [Column().parts("up", linear(rows, columns, bias), i, tp) for i in range(tp)]
+    shares = [ColumnParallel().parts("up", linear(rows, columns, bias), i, tp) for i in range(tp)]
     for leaf in ["weight", "bias"] if bias else ["weight"]:
         parts = [share[leaf] for share in shares]
         assert owned(parts) == list(range(rows))
@@ -74,7 +74,7 @@ def attention(draw):
 def test_fused_heads_are_shared_by_whole_heads_and_keys_copied_where_they_are_few(sizes):
     tp, heads, kv, d = sizes
     module = linear((heads + 2 * kv) * d, 3)
-    style = Column(segments=((heads, d), (kv, d), (kv, d)))
+    style = ColumnParallel(segments=((heads, d), (kv, d), (kv, d)))
     parts = [style.parts("qkv", module, i, tp)["weight"] for i in range(tp)]
 
     assert owned(parts) == list(range((heads + 2 * kv) * d))
@@ -101,11 +101,11 @@ def test_fused_heads_are_shared_by_whole_heads_and_keys_copied_where_they_are_fe
 @often
 @given(tp=degrees, units=st.integers(1, 5), rows=st.integers(1, 3))
 def test_row_shares_columns_once_and_copies_the_bias(tp, units, rows):
-    shares = [Row().parts("down", linear(rows, tp * units), i, tp) for i in range(tp)]
+    shares = [RowParallel().parts("down", linear(rows, tp * units), i, tp) for i in range(tp)]
     weights = [share["weight"] for share in shares]
     assert owned(weights) == list(range(tp * units))
     assert {(w.dim, w.size) for w in weights} == {(1, units)}
-    assert {share["bias"] for share in shares} == {Part(dim=None)}
+    assert {share["bias"] for share in shares} == {ParameterShard(dim=None)}
 
 
 @often
@@ -125,32 +125,35 @@ def test_vocabulary_shares_are_equal_padded_and_as_small_as_can_be(size, tp, mul
 @given(size=st.integers(1, 50), tp=degrees, multiple=st.sampled_from([1, 4]))
 def test_the_loss_knows_which_columns_of_the_logits_are_real(size, tp, multiple):
     for index in range(tp):
-        part = Vocabulary(multiple).parts("out", linear(size, 2, bias=False), index, tp)["weight"]
-        loss = VocabularyLoss(size, multiple).swap(nn.Identity(), FakeMesh(tp, index))
+        part = VocabParallel(multiple).parts("out", linear(size, 2, bias=False), index, tp)["weight"]
+        loss = VocabParallelLoss(size, multiple).swap(nn.Identity(), FakeMesh(tp, index))
         assert loss.real == sum(run.size for run in part.runs)
         assert loss.start == index * part.size
     table = nn.Embedding(size, 2, device="meta")
-    assert Vocabulary(multiple).parts("tok", table, tp - 1, tp) == {"weight": part}
+    assert VocabParallel(multiple).parts("tok", table, tp - 1, tp) == {"weight": part}
 
 
 def test_replicate_holds_everything_everywhere():
     norm = nn.LayerNorm(4)
-    assert Replicate().parts("norm", norm, 1, 2) == {"weight": Part(dim=None), "bias": Part(dim=None)}
+    assert Replicate().parts("norm", norm, 1, 2) == {
+        "weight": ParameterShard(dim=None),
+        "bias": ParameterShard(dim=None),
+    }
     assert Replicate().swap(norm, FakeMesh(2)) is norm
 
 
 @pytest.mark.parametrize(
     ("style", "module", "tp", "words"),
     [
-        (Column(), linear(6, 2), 4, ("m: size 6", "tp=4", "[1, 2, 3, 6]")),
-        (Row(), linear(2, 9), 2, ("m: size 9", "tp=2", "[1, 3, 9]")),
-        (Column(segments=((2, 2), (1, 2))), linear(8, 2), 2, ("m: segments", "8 output features")),
-        (Column(segments=((3, 2),)), linear(6, 2), 2, ("m: size 3", "tp=2")),
-        (Column(), nn.LayerNorm(4), 2, ("m is LayerNorm", "nn.Linear")),
-        (Row(), nn.Embedding(4, 2), 2, ("m is Embedding", "nn.Linear")),
-        (Vocabulary(), nn.LayerNorm(4), 2, ("m is LayerNorm", "nn.Embedding or nn.Linear")),
-        (Vocabulary(), nn.Embedding(4, 2, padding_idx=0), 2, ("m has padding_idx=0", "Replicate")),
-        (Vocabulary(), nn.Embedding(4, 2, max_norm=1.0), 2, ("m has max_norm=1.0", "Replicate")),
+        (ColumnParallel(), linear(6, 2), 4, ("m: size 6", "tp=4", "[1, 2, 3, 6]")),
+        (RowParallel(), linear(2, 9), 2, ("m: size 9", "tp=2", "[1, 3, 9]")),
+        (ColumnParallel(segments=((2, 2), (1, 2))), linear(8, 2), 2, ("m: segments", "8 output features")),
+        (ColumnParallel(segments=((3, 2),)), linear(6, 2), 2, ("m: size 3", "tp=2")),
+        (ColumnParallel(), nn.LayerNorm(4), 2, ("m is LayerNorm", "nn.Linear")),
+        (RowParallel(), nn.Embedding(4, 2), 2, ("m is Embedding", "nn.Linear")),
+        (VocabParallel(), nn.LayerNorm(4), 2, ("m is LayerNorm", "nn.Embedding or nn.Linear")),
+        (VocabParallel(), nn.Embedding(4, 2, padding_idx=0), 2, ("m has padding_idx=0", "Replicate")),
+        (VocabParallel(), nn.Embedding(4, 2, max_norm=1.0), 2, ("m has max_norm=1.0", "Replicate")),
         (Heads(), nn.LayerNorm(4), 2, ("m (LayerNorm)", "kv_heads")),
     ],
 )
@@ -181,7 +184,7 @@ def test_sinks_are_split_like_query_heads():
     module = Attention(8, 2)
     module.sinks = nn.Parameter(torch.zeros(8))
     parts = [Heads().parts("attn", module, index, 4) for index in range(4)]
-    assert parts == [{"sinks": Part(dim=0, runs=(Run(2 * index, 2),))} for index in range(4)]
+    assert parts == [{"sinks": ParameterShard(dim=0, runs=(ShardRange(2 * index, 2),))} for index in range(4)]
 
 
 def test_query_heads_are_never_copied():
@@ -203,11 +206,11 @@ def test_dropout_of_a_split_activation_takes_its_slice():
 
 def test_shrink_gives_the_local_shape_and_type():
     full = torch.zeros(4, 6, dtype=torch.float64)
-    assert shrink(full, Part(dim=None)).shape == (4, 6)
-    local = shrink(full, Part(dim=1, runs=(Run(0, 2),), padding=1))
+    assert shrink(full, ParameterShard(dim=None)).shape == (4, 6)
+    local = shrink(full, ParameterShard(dim=1, runs=(ShardRange(0, 2),), padding=1))
     assert local.shape == (4, 3)
     assert local.dtype == torch.float64
-    assert shrink(full.to("meta"), Part(dim=0, runs=(Run(0, 2),))).is_meta
+    assert shrink(full.to("meta"), ParameterShard(dim=0, runs=(ShardRange(0, 2),))).is_meta
 
 
 class TwoRanks(FakeMesh):
@@ -219,25 +222,31 @@ class TwoRanks(FakeMesh):
 
 def test_layers_along_the_sequence_gather_and_scatter_where_there_are_ranks_to():
     for style, kind in (
-        (Column(sequence=True), GatherLinear),
-        (Column(sequence=True, ordered=False), GatherLinear),
-        (Vocabulary(sequence=True), GatherLinear),
-        (Row(sequence=True), ScatterLinear),
-        (Row(sequence=True, ordered=False), ScatterLinear),
+        (ColumnParallel(sequence=True), GatherLinear),
+        (ColumnParallel(sequence=True, ordered=False), GatherLinear),
+        (VocabParallel(sequence=True), GatherLinear),
+        (RowParallel(sequence=True), ScatterLinear),
+        (RowParallel(sequence=True, ordered=False), ScatterLinear),
     ):
         split = style.swap(nn.Linear(4, 2), TwoRanks(2))
         assert type(split) is kind
         assert split.group == "the tp ranks"
         assert split.ordered == getattr(style, "ordered", True)
         assert type(style.swap(nn.Linear(4, 2), FakeMesh(1))) is ParallelLinear
-    table = Vocabulary(sequence=True).swap(nn.Embedding(4, 2), TwoRanks(2))
+    table = VocabParallel(sequence=True).swap(nn.Embedding(4, 2), TwoRanks(2))
     assert table.sequence
-    assert not Vocabulary().swap(nn.Embedding(4, 2), TwoRanks(2)).sequence
+    assert not VocabParallel().swap(nn.Embedding(4, 2), TwoRanks(2)).sequence
 
 
 def test_row_parallel_biases_get_partial_gradients_under_sequence_parallelism():
-    parts = Row(sequence=True).parts("m", nn.Linear(4, 2), 1, 2)
-    assert parts == {"weight": Part(dim=1, runs=(Run(2, 2),)), "bias": Part(dim=None, partial=True)}
-    assert not Row().parts("m", nn.Linear(4, 2), 1, 2)["bias"].partial
+    parts = RowParallel(sequence=True).parts("m", nn.Linear(4, 2), 1, 2)
+    assert parts == {
+        "weight": ParameterShard(dim=1, runs=(ShardRange(2, 2),)),
+        "bias": ParameterShard(dim=None, partial=True),
+    }
+    assert not RowParallel().parts("m", nn.Linear(4, 2), 1, 2)["bias"].partial
     norm = Replicate(sequence=True).parts("m", nn.LayerNorm(4), 1, 2)
-    assert norm == {"weight": Part(dim=None, partial=True), "bias": Part(dim=None, partial=True)}
+    assert norm == {
+        "weight": ParameterShard(dim=None, partial=True),
+        "bias": ParameterShard(dim=None, partial=True),
+    }

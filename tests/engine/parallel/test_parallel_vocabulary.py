@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from ranks import on_ranks
 from stretto.engine.parallel.styles import padded
-from stretto.engine.parallel.tensor.vocabulary import VocabCrossEntropy, VocabEmbedding
+from stretto.engine.parallel.tensor.vocabulary import VocabParallelCrossEntropy, VocabParallelEmbedding
 
 IGNORED = -100
 
@@ -38,7 +38,7 @@ def embedding(size: int, multiple: int) -> None:
     start, real, rows = mine(size, multiple)
     weight = nn.Parameter(torch.zeros(rows, 6, dtype=torch.float64))
     weight.data[:real] = table[start : start + real]
-    layer, counted = VocabEmbedding(weight, start, group()), []
+    layer, counted = VocabParallelEmbedding(weight, start, group()), []
     layer.on_gradient = counted.append
     plain = table.clone().requires_grad_()
     for seed in range(2):
@@ -69,7 +69,7 @@ def embedding_along_the_sequence(size: int, multiple: int, length: int) -> None:
     start, real, rows = mine(size, multiple)
     weight = nn.Parameter(torch.zeros(rows, 6, dtype=torch.float64))
     weight.data[:real] = table[start : start + real]
-    layer = VocabEmbedding(weight, start, dist.group.WORLD, sequence=True)
+    layer = VocabParallelEmbedding(weight, start, dist.group.WORLD, sequence=True)
     plain = table.clone().requires_grad_()
     for samples in (1, 3):
         ids = torch.randint(size, (samples, length))
@@ -94,7 +94,7 @@ def entropy(size: int, multiple: int, logits: Tensor, targets: Tensor, tolerance
     local.requires_grad_()
     there = logits.clone().requires_grad_()
     counting = group()
-    ours = VocabCrossEntropy(start, real, counting)(local, targets)  # type: ignore[arg-type]
+    ours = VocabParallelCrossEntropy(start, real, counting)(local, targets)  # type: ignore[arg-type]
     plain = functional.cross_entropy(
         there.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )
@@ -132,7 +132,7 @@ def every_case() -> None:
 def frozen() -> None:
     start, _, rows = mine(8, 1)
     weight = nn.Parameter(torch.randn(rows, 2), requires_grad=False)
-    layer = VocabEmbedding(weight, start, group())  # type: ignore[arg-type]
+    layer = VocabParallelEmbedding(weight, start, group())  # type: ignore[arg-type]
     assert not layer(torch.arange(8)[None]).requires_grad
 
 
@@ -143,7 +143,7 @@ def short_logits() -> None:
     logits, targets = torch.randn(2, 4, size).bfloat16(), torch.randint(size, (2, 4))
     start, real, _ = mine(size, 1)
     local = logits[..., start : start + real].clone().requires_grad_()
-    ours = VocabCrossEntropy(start, real, group())(local, targets)  # type: ignore[arg-type]
+    ours = VocabParallelCrossEntropy(start, real, group())(local, targets)  # type: ignore[arg-type]
     plain = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
     assert ours.dtype == torch.float32
     close(ours.detach(), plain, "loss of short logits", 1e-5)
@@ -159,7 +159,9 @@ def test_embedding_and_cross_entropy_equal_torchs(ranks):
 
 def test_a_gradient_is_used_once():
     """The saved probabilities become the gradient in place, so a second backward must not read them."""
-    loss = VocabCrossEntropy(0, 3, None)(torch.randn(1, 2, 4, requires_grad=True), torch.tensor([[0, 2]]))
+    loss = VocabParallelCrossEntropy(0, 3, None)(
+        torch.randn(1, 2, 4, requires_grad=True), torch.tensor([[0, 2]])
+    )
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

@@ -16,7 +16,16 @@ from torch import nn
 from stretto.engine.models.build import build
 from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.parallelize import matches, materialise, parallelize
-from stretto.engine.parallel.styles import Column, Part, Replicate, Row, Run, SplitDropout, Style, Vocabulary
+from stretto.engine.parallel.styles import (
+    ColumnParallel,
+    ParallelStyle,
+    ParameterShard,
+    Replicate,
+    RowParallel,
+    ShardRange,
+    SplitDropout,
+    VocabParallel,
+)
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.linear import ParallelLinear
 from stretto.errors import StrettoError
@@ -54,7 +63,7 @@ class MLP(nn.Module):
         return self.scale * self.down(self.up(self.norm(x)).relu())
 
 
-PLAN: dict[str, Style] = {"": Replicate(), "up": Column(), "down": Row()}
+PLAN: dict[str, ParallelStyle] = {"": Replicate(), "up": ColumnParallel(), "down": RowParallel()}
 
 
 @pytest.mark.parametrize(
@@ -106,14 +115,14 @@ class Boxed(nn.Module):
 
 
 @dataclass(frozen=True)
-class Boxes(Style):
+class Boxes(ParallelStyle):
     """The first dimension in two, and of each half the second in two; a gap or an overlap on request."""
 
     rows: int = 2  # of the second dimension's first run
 
     def parts(self, name, module, index, tp):
         start, size = ((0, self.rows), (3, 3))[index % 2]
-        return {"w": Part(dim=1, runs=(Run(start, size),), within=(0, index // 2 * 2, 2))}
+        return {"w": ParameterShard(dim=1, runs=(ShardRange(start, size),), within=(0, index // 2 * 2, 2))}
 
     def swap(self, module, mesh):
         return module
@@ -227,7 +236,7 @@ def test_a_module_with_two_names_is_swapped_under_both():
     model.b = nn.Module()
     model.a.fc = model.b.fc = nn.Linear(4, 4)
     model.c = model.a
-    table = parallelize(model, {"a.fc": Column()}, FakeMesh(2))
+    table = parallelize(model, {"a.fc": ColumnParallel()}, FakeMesh(2))
     assert isinstance(model.a.fc, ParallelLinear)
     assert model.b.fc is model.a.fc
     assert model.c.fc is model.a.fc
@@ -239,31 +248,34 @@ def test_a_module_with_two_names_has_one_style():
     model = nn.Module()
     model.a = model.b = nn.Linear(4, 4)
     with pytest.raises(StrettoError, match="'a' and 'b' are one module"):
-        parallelize(model, {"a": Column(), "b": Row()}, FakeMesh(2))
+        parallelize(model, {"a": ColumnParallel(), "b": RowParallel()}, FakeMesh(2))
 
 
 class Greedy(Replicate):
     """A style with a fault: what each of two ranks takes of four rows."""
 
-    def __init__(self, *runs: Run) -> None:
+    def __init__(self, *runs: ShardRange) -> None:
         self.runs = runs
 
     def parts(self, name, module, index, tp):
-        return {"weight": Part(dim=0, runs=(self.runs[index],))}
+        return {"weight": ParameterShard(dim=0, runs=(self.runs[index],))}
 
 
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (PLAN | {"dwn": Row()}, ("pattern 'dwn' matches no module", "'down'")),
-        (PLAN | {"xyzzy": Row()}, ("pattern 'xyzzy' matches no module",)),
-        (PLAN | {"u*": Column()}, ("module 'up' is matched twice", "'u*'")),
+        (PLAN | {"dwn": RowParallel()}, ("pattern 'dwn' matches no module", "'down'")),
+        (PLAN | {"xyzzy": RowParallel()}, ("pattern 'xyzzy' matches no module",)),
+        (PLAN | {"u*": ColumnParallel()}, ("module 'up' is matched twice", "'u*'")),
         (
-            {"up": Column(), "down": Row(), "norm": Replicate()},
+            {"up": ColumnParallel(), "down": RowParallel(), "norm": Replicate()},
             ("no pattern covers parameter 'scale'", "'': Replicate()"),
         ),
-        ({"up": Column(), "norm": Replicate()}, ("no pattern covers parameter 'scale'",)),
-        ({"": Replicate(), "up": Column(), "down": Row(), "norm": Column()}, ("norm is LayerNorm",)),
+        ({"up": ColumnParallel(), "norm": Replicate()}, ("no pattern covers parameter 'scale'",)),
+        (
+            {"": Replicate(), "up": ColumnParallel(), "down": RowParallel(), "norm": ColumnParallel()},
+            ("norm is LayerNorm",),
+        ),
     ],
 )
 def test_every_mistake_of_a_plan_is_named(plan, words):
@@ -276,10 +288,10 @@ def test_every_mistake_of_a_plan_is_named(plan, words):
 @pytest.mark.parametrize(
     ("style", "words"),
     [
-        (Greedy(Run(0, 4), Run(0, 4)), "two ranks own fc.weight from 0"),
-        (Greedy(Run(0, 3), Run(2, 2)), "two ranks own fc.weight from 2"),
-        (Greedy(Run(0, 1), Run(2, 2)), "no rank holds fc.weight from 1"),
-        (Greedy(Run(0, 1), Run(1, 2)), "hold 3 of 4"),
+        (Greedy(ShardRange(0, 4), ShardRange(0, 4)), "two ranks own fc.weight from 0"),
+        (Greedy(ShardRange(0, 3), ShardRange(2, 2)), "two ranks own fc.weight from 2"),
+        (Greedy(ShardRange(0, 1), ShardRange(2, 2)), "no rank holds fc.weight from 1"),
+        (Greedy(ShardRange(0, 1), ShardRange(1, 2)), "hold 3 of 4"),
     ],
 )
 def test_shares_must_add_up_to_the_plain_parameter(style, words):
@@ -291,7 +303,7 @@ def test_shares_must_add_up_to_the_plain_parameter(style, words):
 
 def test_tied_parameters_must_be_split_alike():
     shape = SHAPES[0]
-    plan = sharding_plan(Job(shape=shape)) | {"head.out": Vocabulary(multiple=64)}
+    plan = sharding_plan(Job(shape=shape)) | {"head.out": VocabParallel(multiple=64)}
     with pytest.raises(StrettoError, match=r"embed.tok.weight = head.out.weight is split in different ways"):
         parallelize(build(shape), plan, FakeMesh(2))
 
@@ -306,7 +318,7 @@ def test_the_model_itself_can_be_kept_but_not_swapped():
     linear = nn.Linear(4, 4)
     assert set(parallelize(linear, {"": Replicate()}, FakeMesh(2))) == {"weight", "bias"}
     with pytest.raises(StrettoError, match="swaps the model itself, a Linear"):
-        parallelize(nn.Linear(4, 4), {"": Column()}, FakeMesh(2))
+        parallelize(nn.Linear(4, 4), {"": ColumnParallel()}, FakeMesh(2))
 
 
 class DropoutMLP(nn.Module):
@@ -325,8 +337,8 @@ class DropoutMLP(nn.Module):
         return self.outer(self.down(self.inner(self.up(x))))
 
 
-SPLIT: dict[str, Style] = {"up": Column(), "down": Row()}
-DROPOUT: dict[str, Style] = {**SPLIT, "inner": SplitDropout(heads=(2, 8)), "outer": Replicate()}
+SPLIT: dict[str, ParallelStyle] = {"up": ColumnParallel(), "down": RowParallel()}
+DROPOUT: dict[str, ParallelStyle] = {**SPLIT, "inner": SplitDropout(heads=(2, 8)), "outer": Replicate()}
 
 
 def keyed(model: nn.Module) -> nn.Module:
@@ -357,7 +369,7 @@ def keyed(model: nn.Module) -> nn.Module:
     ],
 )
 def test_dropout_with_masks_other_than_one_process_is_refused(
-    model: nn.Module, plan: dict[str, Style], says: str, hint: str
+    model: nn.Module, plan: dict[str, ParallelStyle], says: str, hint: str
 ) -> None:
     before = list(model.named_parameters())
     with pytest.raises(StrettoError, match=says) as caught:
@@ -494,7 +506,7 @@ def test_what_a_split_linear_would_lose_is_refused() -> None:
         "the buffer 'weight_mask'": pruned,
     }
     for lost, linear in cases.items():
-        for style in (Column(), Vocabulary()):
+        for style in (ColumnParallel(), VocabParallel()):
             with pytest.raises(StrettoError, match=f"{lost}, which its tensor-parallel form would not have"):
                 parallelize(nn.Sequential(linear), {"0": style}, FakeMesh(2))
 

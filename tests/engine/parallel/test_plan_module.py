@@ -15,7 +15,7 @@ from stretto.engine.parallel.follow import follow
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import parallelize
 from stretto.engine.parallel.plan_module import ModulePlan, plan_module
-from stretto.engine.parallel.styles import Batch
+from stretto.engine.parallel.styles import BatchParallel
 from stretto.engine.parallel.traced import trace_network
 from stretto.engine.parallel.traffic import traffic
 from stretto.engine.pipeline import sum_gradients
@@ -193,7 +193,7 @@ def test_a_view_with_the_number_of_samples_is_not_split() -> None:
     made = plan_module(FixedView(), torch.empty(8, 16), cluster="a100:2", fix={"first": "batch"})
     lines = {line.operator.name: line.choice for line in made.splits.lines}
     assert lines["view()"].takes == "whole"
-    assert made.plan["first"] == Batch(output="whole")
+    assert made.plan["first"] == BatchParallel(output="whole")
 
 
 def test_shared_parameters_are_split_alike_and_counted_once() -> None:

@@ -15,7 +15,7 @@ from stretto import Layout
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.pipeline import Pipeline
 from stretto.engine.pipeline.exchange import Channel
-from stretto.program.action import Kind
+from stretto.program.action import ActionKind
 from stretto.program.program import Program
 
 RATE = 0.05
@@ -181,7 +181,7 @@ def nothing_sent_from_a_buffer(pipe: Pipeline, sent: set[int], what: str) -> Non
     for executor in [pipe._train, *pipe._infer.values()]:
         if executor is not None and executor._exchange is not None:
             for (stage, kind, _), buffers in executor._exchange.memory.items():
-                if kind is Kind.RECV_B or executor is not pipe._train:
+                if kind is ActionKind.RECV_B or executor is not pipe._train:
                     for buffer in buffers:
                         assert buffer.untyped_storage().data_ptr() not in sent, (
                             f"{what}: stage {stage} {kind}"

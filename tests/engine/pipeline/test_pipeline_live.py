@@ -12,10 +12,10 @@ from stretto.engine.pipeline.exchange import BACKWARD, FORWARD, channels
 from stretto.engine.pipeline.live import assign_slots
 from stretto.engine.pipeline.pipeline import forward_only
 from stretto.engine.pipeline.shared import Tie, find_ties
-from stretto.program import Action, Kind, lower
+from stretto.program import Action, ActionKind, lower
 from stretto.program.program import Program
 
-RECEIVES = (Kind.RECV_F, Kind.RECV_B)
+RECEIVES = (ActionKind.RECV_F, ActionKind.RECV_B)
 
 
 @st.composite
@@ -37,7 +37,7 @@ def test_no_two_messages_share_a_buffer_while_they_live(program):
         slots = assign_slots(order)
         assert set(slots) == {a for a in order if a.kind in RECEIVES}
         last = {(a.stage, a.microbatch): at for at, a in enumerate(order) if a.kind.is_compute}
-        taken: dict[tuple[int, Kind, int], int] = {}  # last use of what is in a buffer
+        taken: dict[tuple[int, ActionKind, int], int] = {}  # last use of what is in a buffer
         for at, action in enumerate(order):
             if action in slots:
                 buffer = (action.stage, action.kind, slots[action])
@@ -49,16 +49,16 @@ def test_one_f_one_b_needs_as_many_buffers_as_microbatches_in_flight():
     program = lower(schedule("1f1b", ranks=4, microbatches=16))
     for rank, order in enumerate(program.orders):
         slots = assign_slots(order)
-        forward = {slot for a, slot in slots.items() if a.kind is Kind.RECV_F}
-        backward = {slot for a, slot in slots.items() if a.kind is Kind.RECV_B}
+        forward = {slot for a, slot in slots.items() if a.kind is ActionKind.RECV_F}
+        backward = {slot for a, slot in slots.items() if a.kind is ActionKind.RECV_B}
         assert len(forward) <= 4 - rank + 1  # those alive, and the one posted ahead
         assert len(backward) <= 2
 
 
 def test_a_deferred_weight_gradient_keeps_its_input():
-    I, W = (Action(1, kind, 0) for kind in (Kind.I, Kind.W))
-    receives = [Action(1, Kind.RECV_F, i) for i in range(2)]
-    F = [Action(1, Kind.F, i) for i in range(2)]
+    I, W = (Action(1, kind, 0) for kind in (ActionKind.I, ActionKind.W))
+    receives = [Action(1, ActionKind.RECV_F, i) for i in range(2)]
+    F = [Action(1, ActionKind.F, i) for i in range(2)]
     early = assign_slots([receives[0], F[0], I, W, receives[1], F[1]])
     late = assign_slots([receives[0], F[0], I, receives[1], F[1], W])
     assert early[receives[0]] == early[receives[1]]
@@ -70,7 +70,7 @@ def test_forward_only_keeps_placement_and_order():
     forwards = forward_only(program, 5)
     assert forwards.placement == program.placement
     assert not forwards.trains
-    assert {a.kind for order in forwards.orders for a in order} == {Kind.F}
+    assert {a.kind for order in forwards.orders for a in order} == {ActionKind.F}
     assert [len(order) for order in forwards.orders] == [10, 10]
     assert lower(forwards).lowered
 

@@ -15,7 +15,7 @@ from stretto.engine.parallel.data.gradients import GradientBuffer
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor.linear import ParallelLinear
 from stretto.engine.pipeline import Pipeline, ReplicatedWeights
-from stretto.program import Action, Kind
+from stretto.program import Action, ActionKind
 from stretto.program.program import Program
 
 # ------------------------------------------------------------------ models with a catch
@@ -104,11 +104,11 @@ def split(program: Program, late: int) -> Program:
     for order in program.orders:
         actions, waiting = list[Action](), list[Action]()
         for action in order:
-            if action.kind is not Kind.B:
+            if action.kind is not ActionKind.B:
                 actions.append(action)
                 continue
-            actions.append(Action(action.stage, Kind.I, action.microbatch))
-            waiting.append(Action(action.stage, Kind.W, action.microbatch))
+            actions.append(Action(action.stage, ActionKind.I, action.microbatch))
+            waiting.append(Action(action.stage, ActionKind.W, action.microbatch))
             if len(waiting) > late:
                 actions.append(waiting.pop(0))
         orders.append((*actions, *waiting))
@@ -121,8 +121,11 @@ def some_split(program: Program) -> Program:
     for order in program.orders:
         actions = list[Action]()
         for a in order:
-            if a.kind is Kind.B and a.microbatch is not None and a.microbatch % 2 == 0:
-                actions += [Action(a.stage, Kind.I, a.microbatch), Action(a.stage, Kind.W, a.microbatch)]
+            if a.kind is ActionKind.B and a.microbatch is not None and a.microbatch % 2 == 0:
+                actions += [
+                    Action(a.stage, ActionKind.I, a.microbatch),
+                    Action(a.stage, ActionKind.W, a.microbatch),
+                ]
             else:
                 actions.append(a)
         orders.append(tuple(actions))

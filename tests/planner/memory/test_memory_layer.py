@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stretto.engine.parallel.tensor.vocabulary import VocabCrossEntropy
+from stretto.engine.parallel.tensor.vocabulary import VocabParallelCrossEntropy
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.memory.layer import layer_memory
 from stretto.planner.memory.stage import stage_memory
@@ -67,7 +67,7 @@ def held(loss_name: str) -> int:
         elif loss_name == "torch":
             loss = functional.cross_entropy(logits.float(), targets, reduction="sum")
         else:
-            loss = VocabCrossEntropy(0, VOCAB, None)(logits[None], targets[None])
+            loss = VocabParallelCrossEntropy(0, VOCAB, None)(logits[None], targets[None])
         del logits
         loss.backward()
     return memory.peak - before

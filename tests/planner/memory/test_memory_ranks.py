@@ -25,7 +25,7 @@ from stretto.planner.memory.ranks import (
     stage_memory_of,
 )
 from stretto.program import schedule
-from stretto.program.action import Kind
+from stretto.program.action import ActionKind
 from stretto.program.lower import lower
 from stretto.program.memory import peak_held
 from stretto.spec.data_parallel import DataParallel
@@ -53,7 +53,7 @@ def test_the_lookahead_equals_the_executor_s() -> None:
 def test_receive_buffers_are_as_many_as_the_executor_makes(name: str, ranks: int) -> None:
     program = lower(schedule(name, ranks, 8), lookahead=LOOKAHEAD)
     for order in program.orders:
-        made = dict[tuple[int, Kind], int]()
+        made = dict[tuple[int, ActionKind], int]()
         for action, slot in assign_slots(order).items():
             pool = (action.stage, action.kind)
             made[pool] = max(made.get(pool, 0), slot + 1)
@@ -64,7 +64,7 @@ def test_receive_buffers_are_as_many_as_the_executor_makes(name: str, ranks: int
 def test_the_walk_ends_empty_and_its_flights_are_the_program_s(name: str) -> None:
     made = job(name, ranks=4, microbatches=8)
     for rank, memory in enumerate(rank_memory(made)):
-        splits = any(a.kind is Kind.W for a in made.program.orders[rank])
+        splits = any(a.kind is ActionKind.W for a in made.program.orders[rank])
         # I gives activations back and keeps the products' factors, so that fewer are in flight than held
         assert sum(memory.flights.values()) >= 1
         if not splits and len(memory.flights) == 1:

@@ -24,7 +24,7 @@ from stretto.planner.search.search import search
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task, job_to_plan
 from stretto.planner.table.predicting import short_step_estimate
 from stretto.program import check, lower, schedule
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program
 from stretto.program.schedules import registry
 from stretto.program.schedules.one_f_one_b import alternate
@@ -38,11 +38,11 @@ Orders = Callable[[int, int, int], tuple[Action, ...]]  # of (rank, ranks, micro
 
 
 def forwards(rank: int, microbatches: int) -> list[Action]:
-    return [Action(rank, Kind.F, i) for i in range(microbatches)]
+    return [Action(rank, ActionKind.F, i) for i in range(microbatches)]
 
 
 def backwards(rank: int, microbatches: int) -> list[Action]:
-    return [Action(rank, Kind.B, i) for i in range(microbatches)]
+    return [Action(rank, ActionKind.B, i) for i in range(microbatches)]
 
 
 def newest_first(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
@@ -60,9 +60,9 @@ def half(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
     order, started = list[Action](), 0
     for i in range(microbatches):
         target = min(microbatches, ranks - 1 - rank + 2 * (i + 1))
-        order += [Action(rank, Kind.F, j) for j in range(started, target)]
+        order += [Action(rank, ActionKind.F, j) for j in range(started, target)]
         started = max(started, target)
-        order.append(Action(rank, Kind.B, i))
+        order.append(Action(rank, ActionKind.B, i))
     return tuple(order)
 
 
@@ -70,11 +70,11 @@ def threes(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
     """1f1b of groups of three, whatever the number of ranks."""
     groups = [range(at, min(at + 3, microbatches)) for at in range(0, microbatches, 3)]
     order, done = list[Action](), min(ranks - 1 - rank, len(groups))
-    order += [Action(rank, Kind.F, i) for group in groups[:done] for i in group]
+    order += [Action(rank, ActionKind.F, i) for group in groups[:done] for i in group]
     for at, group in enumerate(groups):
         if done + at < len(groups):
-            order += [Action(rank, Kind.F, i) for i in groups[done + at]]
-        order += [Action(rank, Kind.B, i) for i in group]
+            order += [Action(rank, ActionKind.F, i) for i in groups[done + at]]
+        order += [Action(rank, ActionKind.B, i) for i in group]
     return tuple(order)
 
 
@@ -84,9 +84,9 @@ def rises(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
     for i in range(microbatches):
         more = ranks if 3 * i >= 2 * microbatches else 0
         target = min(microbatches, ranks - rank + i + more)
-        order += [Action(rank, Kind.F, j) for j in range(started, target)]
+        order += [Action(rank, ActionKind.F, j) for j in range(started, target)]
         started = max(started, target)
-        order.append(Action(rank, Kind.B, i))
+        order.append(Action(rank, ActionKind.B, i))
     return tuple(order)
 
 

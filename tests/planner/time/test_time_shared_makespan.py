@@ -6,11 +6,11 @@ import pytest
 
 from stretto.planner.time.shared_cores import shared_replay
 from stretto.program import schedule
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program
 from stretto.program.replay import Costs, simulate
 
-PARTS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
+PARTS = {ActionKind.F: 1.0, ActionKind.B: 2.0, ActionKind.I: 1.0, ActionKind.W: 1.0}
 
 
 def makespan(program: Program, processes: int, cores: int) -> float:
@@ -43,5 +43,5 @@ def test_cores_idle_where_fewer_ranks_can_work() -> None:
 
 def test_waiting_ranks_leave_their_core_to_others() -> None:
     program = schedule("1f1b", 2, 2)
-    slow = shared_replay(program, lambda a: 10.0 if a == Action(0, Kind.F, 0) else 1.0, 1, 1)
+    slow = shared_replay(program, lambda a: 10.0 if a == Action(0, ActionKind.F, 0) else 1.0, 1, 1)
     assert slow.makespan == pytest.approx(10.0 + 7.0)

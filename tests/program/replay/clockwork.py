@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from stretto.program import Action, Kind, Program
+from stretto.program import Action, ActionKind, Program
 from stretto.program.replay import Costs
 
-SENDS, RECEIVES = (Kind.SEND_F, Kind.SEND_B), (Kind.RECV_F, Kind.RECV_B)
+SENDS, RECEIVES = (ActionKind.SEND_F, ActionKind.SEND_B), (ActionKind.RECV_F, ActionKind.RECV_B)
 STREAMS = {
-    Kind.UNSHARD: "unshard",
-    Kind.OFFLOAD: "offload",
-    Kind.RELOAD: "reload",
-    Kind.REDUCE_GRAD: "reduce",
+    ActionKind.UNSHARD: "unshard",
+    ActionKind.OFFLOAD: "offload",
+    ActionKind.RELOAD: "reload",
+    ActionKind.REDUCE_GRAD: "reduce",
 }
 Span = tuple[float, float]
 Name = tuple[int, int | None, bool]  # of a message: stage that takes it, microbatch, forward
@@ -43,7 +43,7 @@ class Clockwork:
         self.stream_free: dict[object, float] = {}
         self.times = [0.0]
         self.now = 0.0
-        self.updates = any(a.kind is Kind.UPDATE for order in program.orders for a in order)
+        self.updates = any(a.kind is ActionKind.UPDATE for order in program.orders for a in order)
 
     def blocks(self, order: Sequence[Action]) -> list[list[int]]:
         """Places of the order; two of a pair together, what is between them before or after."""
@@ -60,7 +60,9 @@ class Clockwork:
             elif waiting is not None and action in seconds:
                 groups += [[waiting, at], *late]
                 late, waiting = [], None
-            elif waiting is not None and (action.kind is Kind.RESHARD or action[::2] == order[waiting][::2]):
+            elif waiting is not None and (
+                action.kind is ActionKind.RESHARD or action[::2] == order[waiting][::2]
+            ):
                 late.append([at])
             else:
                 groups.append([at])
@@ -131,17 +133,17 @@ class Clockwork:
         """The message from another rank that an action needs."""
         stage, kind, i = action
         placement = self.program.placement
-        if kind is Kind.F and stage % self.program.depth and placement[stage - 1] != placement[stage]:
+        if kind is ActionKind.F and stage % self.program.depth and placement[stage - 1] != placement[stage]:
             return (stage, i, True)
         last = (stage + 1) % self.program.depth == 0
-        if kind in (Kind.B, Kind.I) and not last and placement[stage + 1] != placement[stage]:
+        if kind in (ActionKind.B, ActionKind.I) and not last and placement[stage + 1] != placement[stage]:
             return (stage, i, False)
         return None
 
     def makes(self, action: Action) -> Name | None:
         stage, kind, i = action
-        forward = kind is Kind.F
-        if kind not in (Kind.F, Kind.B, Kind.I):
+        forward = kind is ActionKind.F
+        if kind not in (ActionKind.F, ActionKind.B, ActionKind.I):
             return None
         if (stage + 1) % self.program.depth == 0 if forward else stage % self.program.depth == 0:
             return None
@@ -153,11 +155,11 @@ class Clockwork:
         stage, kind, _ = action
         assert self.costs.per_stage is not None
         f, i, w = self.costs.per_stage[stage]
-        if kind is Kind.RECOMPUTE:
+        if kind is ActionKind.RECOMPUTE:
             return self.entry("recompute", stage)
-        if kind is Kind.UPDATE:
+        if kind is ActionKind.UPDATE:
             return self.entry("update", stage)
-        return {Kind.F: f, Kind.I: i, Kind.W: w, Kind.B: i + w}[kind]
+        return {ActionKind.F: f, ActionKind.I: i, ActionKind.W: w, ActionKind.B: i + w}[kind]
 
     def entry(self, name: str, stage: int) -> float:
         values = getattr(self.costs, name)
@@ -170,10 +172,12 @@ class Clockwork:
         if name is not None and self.there.get(name, self.now + 1) > self.now:
             return False
         waits = (
-            [Action(stage, Kind.UNSHARD)] if kind is not Kind.UPDATE else [Action(stage, Kind.REDUCE_GRAD)]
+            [Action(stage, ActionKind.UNSHARD)]
+            if kind is not ActionKind.UPDATE
+            else [Action(stage, ActionKind.REDUCE_GRAD)]
         )
-        if kind in (Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE):
-            waits.append(Action(stage, Kind.RELOAD, i))
+        if kind in (ActionKind.B, ActionKind.I, ActionKind.W, ActionKind.RECOMPUTE):
+            waits.append(Action(stage, ActionKind.RELOAD, i))
         return not any(self.done.get(wait, 0.0) > self.now for wait in waits)
 
     def step(self, rank: int) -> bool:
@@ -187,17 +191,21 @@ class Clockwork:
         kind = actions[0].kind
         if kind in SENDS or kind in RECEIVES:
             self.transfer(rank, places[0], actions[0])
-        elif kind is Kind.REDUCE_TIED:
+        elif kind is ActionKind.REDUCE_TIED:
             self.spans.setdefault((rank, places[0]), (self.now, self.now))  # has come
             if not self.all_came(rank, places[0]):
                 return False
             self.spans[rank, places[0]] = (self.now, self.now)
-        elif kind in STREAMS or kind is Kind.RESHARD:
+        elif kind in STREAMS or kind is ActionKind.RESHARD:
             self.beside(rank, places[0], actions[0])
         else:
-            if kind is Kind.UPDATE and not self.program.lowered and (rank, places[0]) not in self.stream_free:
+            if (
+                kind is ActionKind.UPDATE
+                and not self.program.lowered
+                and (rank, places[0]) not in self.stream_free
+            ):
                 self.stream_free[rank, places[0]] = 0.0  # its reduction has been started
-                self.beside(rank, None, Action(actions[0].stage, Kind.REDUCE_GRAD))
+                self.beside(rank, None, Action(actions[0].stage, ActionKind.REDUCE_GRAD))
             if not all(self.ready(rank, action) for action in actions):
                 return False
             self.work(rank, places, actions)
@@ -223,9 +231,9 @@ class Clockwork:
     def transfer(self, rank: int, at: int, action: Action) -> None:
         stage, kind, i = action
         sends = kind in SENDS
-        name = (stage + (1 if kind is Kind.SEND_F else -1), i, kind is Kind.SEND_F)
+        name = (stage + (1 if kind is ActionKind.SEND_F else -1), i, kind is ActionKind.SEND_F)
         if not sends:
-            name = (stage, i, kind is Kind.RECV_F)
+            name = (stage, i, kind is ActionKind.RECV_F)
         self.spans[rank, at] = (self.now, self.now)
         sides = self.sides.setdefault(name, {})
         sides["sent" if sends else "posted"] = (rank, at)
@@ -236,7 +244,7 @@ class Clockwork:
 
     def beside(self, rank: int, at: int | None, action: Action) -> None:
         stage, kind, i = action
-        if kind is Kind.RESHARD:
+        if kind is ActionKind.RESHARD:
             assert at is not None
             self.spans[rank, at] = (self.now, self.now)
             return
@@ -244,14 +252,14 @@ class Clockwork:
         start = self.now
         if cost:
             start = max(start, self.stream_free.get((rank, kind), 0.0))
-            if kind is Kind.RELOAD:
-                start = max(start, self.done[Action(stage, Kind.OFFLOAD, i)])
+            if kind is ActionKind.RELOAD:
+                start = max(start, self.done[Action(stage, ActionKind.OFFLOAD, i)])
             self.stream_free[rank, kind] = start + cost
         self.done[action] = start + cost
         self.at(start + cost)
         if at is not None:
             self.spans[rank, at] = (start, start + cost)
-        if kind is Kind.REDUCE_GRAD and self.updates and not self.costs.reduce_overlaps:
+        if kind is ActionKind.REDUCE_GRAD and self.updates and not self.costs.reduce_overlaps:
             self.busy[rank] = start + cost
 
     def all_came(self, rank: int, place: int) -> bool:
@@ -260,7 +268,7 @@ class Clockwork:
         for r, order in enumerate(self.program.orders):
             seen: dict[int, int] = {}
             for at, action in enumerate(order):
-                if action.kind is Kind.REDUCE_TIED:
+                if action.kind is ActionKind.REDUCE_TIED:
                     sets = [k for k, tie in enumerate(self.program.tied) if action.stage in tie]
                     joins[sets[seen.get(action.stage, 0)]][r] = at
                     seen[action.stage] = seen.get(action.stage, 0) + 1

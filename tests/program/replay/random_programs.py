@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
-from stretto.program import Action, Kind, Program
+from stretto.program import Action, ActionKind, Program
 
 Orders = list[list[Action]]
 
@@ -24,13 +24,13 @@ def random_program(random: Random) -> Program:
         first = depth * random.randrange(copies)
         makes: Action | None = None  # what yields the gradient of the stage's output
         for stage in reversed(range(first, first + depth)):
-            forward = Action(stage, Kind.F, i)
-            todo.append((forward, [Action(stage - 1, Kind.F, i)] if stage > first else []))
+            forward = Action(stage, ActionKind.F, i)
+            todo.append((forward, [Action(stage - 1, ActionKind.F, i)] if stage > first else []))
             needs = [forward] if makes is None else [forward, makes]
-            makes = Action(stage, Kind.I if random.random() < split else Kind.B, i)
+            makes = Action(stage, ActionKind.I if random.random() < split else ActionKind.B, i)
             todo.append((makes, needs))
-            if makes.kind is Kind.I:
-                todo.append((Action(stage, Kind.W, i), [makes]))
+            if makes.kind is ActionKind.I:
+                todo.append((Action(stage, ActionKind.W, i), [makes]))
     orders: Orders = [[] for _ in range(ranks)]
     done: set[Action] = set()
     while todo:
@@ -57,7 +57,7 @@ def _pairs(program: Program, random: Random) -> frozenset[tuple[Action, Action]]
         while at + 1 < len(order):
             first, second = order[at : at + 2]
             apart = first.microbatch != second.microbatch
-            if first.kind is Kind.F and second.kind is Kind.B and apart and random.random() < 0.6:
+            if first.kind is ActionKind.F and second.kind is ActionKind.B and apart and random.random() < 0.6:
                 pairs.add((first, second))
                 at += 1
             at += 1
@@ -69,17 +69,17 @@ def with_updates(program: Program, random: Random) -> Program:
     orders: Orders = []
     versions = [[0] * program.microbatches for _ in program.placement]
     for order in program.orders:
-        last = {a.stage: a for a in order if a.kind in (Kind.B, Kind.W)}
+        last = {a.stage: a for a in order if a.kind in (ActionKind.B, ActionKind.W)}
         made: defaultdict[int, int] = defaultdict(int)
         orders.append([])
         for action in order:
             stage, kind, i = action
             orders[-1].append(action)
-            if kind is Kind.F:
+            if kind is ActionKind.F:
                 assert i is not None
                 versions[stage][i] = made[stage]
-            elif kind in (Kind.B, Kind.W) and (last[stage] == action or random.random() < 0.4):
-                orders[-1].append(Action(stage, Kind.UPDATE, i))
+            elif kind in (ActionKind.B, ActionKind.W) and (last[stage] == action or random.random() < 0.4):
+                orders[-1].append(Action(stage, ActionKind.UPDATE, i))
                 made[stage] += 1
     return replace(
         program, orders=tuple(map(tuple, orders)), versions=tuple(map(tuple, versions)), pairs=frozenset()
@@ -92,17 +92,19 @@ def with_moves(program: Program, random: Random) -> Program:
     for order in program.orders:
         moved = list(order)
         for action in order:
-            if action.kind is not Kind.F or random.random() < 0.5:
+            if action.kind is not ActionKind.F or random.random() < 0.5:
                 continue
             stage, _, i = action
             begin = moved.index(action)
-            end = next(at for at, a in enumerate(moved) if a in ((stage, Kind.B, i), (stage, Kind.I, i)))
+            end = next(
+                at for at, a in enumerate(moved) if a in ((stage, ActionKind.B, i), (stage, ActionKind.I, i))
+            )
             if random.random() < 0.5:
-                moved.insert(end, Action(stage, Kind.RECOMPUTE, i))
+                moved.insert(end, Action(stage, ActionKind.RECOMPUTE, i))
             if random.random() < 0.7:
                 out = random.randint(begin + 1, end)
-                moved.insert(out, Action(stage, Kind.OFFLOAD, i))
-                moved.insert(random.randint(out + 1, end + 1), Action(stage, Kind.RELOAD, i))
+                moved.insert(out, Action(stage, ActionKind.OFFLOAD, i))
+                moved.insert(random.randint(out + 1, end + 1), Action(stage, ActionKind.RELOAD, i))
         for stage in {action.stage for action in order}:
             if random.random() < 0.5 and not program.versions:
                 _gather(moved, stage, random)
@@ -115,8 +117,8 @@ def _gather(order: list[Action], stage: int, random: Random) -> None:
     """Gather the stage's parameters before its first action and release them after its last, with a release
     and another gather somewhere between."""
     places = [at for at, action in enumerate(order) if action.stage == stage]
-    order.insert(places[-1] + 1, Action(stage, Kind.RESHARD))
+    order.insert(places[-1] + 1, Action(stage, ActionKind.RESHARD))
     between = random.choice(places[1:]) if len(places) > 1 else None
     if between is not None:
-        order[between:between] = [Action(stage, Kind.RESHARD), Action(stage, Kind.UNSHARD)]
-    order.insert(random.randint(0, places[0]), Action(stage, Kind.UNSHARD))
+        order[between:between] = [Action(stage, ActionKind.RESHARD), Action(stage, ActionKind.UNSHARD)]
+    order.insert(random.randint(0, places[0]), Action(stage, ActionKind.UNSHARD))

@@ -12,7 +12,7 @@ from random_programs import random_program, with_moves, with_updates
 from test_replay_clockwork import draw_costs
 
 from stretto.errors import StrettoError
-from stretto.program import Action, Kind, Program, names, options, schedule
+from stretto.program import Action, ActionKind, Program, names, options, schedule
 from stretto.program.replay import Costs, bound, simulate
 
 EVERY = sorted(set(names()) - {"auto"})
@@ -80,7 +80,7 @@ def test_schedules_that_reach_the_bound(name: str, p: int, m: int):
 def test_one_microbatch_makes_a_round_trip():
     costs = Costs(hop=0.5, per_stage=[(1, 2, 3), (2, 1, 5), (3, 4, 1)])
     order = [[f"{s}F0", f"{s}I0", f"{s}W0"] for s in range(3)]
-    kinds = {"F": Kind.F, "I": Kind.I, "W": Kind.W}
+    kinds = {"F": ActionKind.F, "I": ActionKind.I, "W": ActionKind.W}
     orders = tuple(tuple(Action(int(a[0]), kinds[a[1]], 0) for a in each) for each in order)
     line = simulate(Program(name="one", placement=(0, 1, 2), microbatches=1, orders=orders), costs)
     # forwards 6, input gradients 7, four hops, the first stage's weight gradient

@@ -13,7 +13,7 @@ from random_programs import random_program
 from test_bound import EVERY, drawn
 from test_replay_clockwork import draw_costs, draw_program
 
-from stretto.program import Kind, ScheduleError, lower, schedule
+from stretto.program import ActionKind, ScheduleError, lower, schedule
 from stretto.program.replay import Cause, Costs, Timeline, simulate
 
 REASONS = {"order", "message", "queue", "reduction", "barrier", "beside"}
@@ -93,7 +93,7 @@ def test_a_message_that_queued_is_on_the_path():
     costs = Costs(message_bytes=4, bandwidth=1, contention=True)
     line = simulate(replace(schedule("gpipe", 2, 3)), costs)
     assert "queue" in {cause.reason for cause in complete(line)}
-    assert any(kind is Kind.B for kind in (cause.event.action.kind for cause in line.critical_path))
+    assert any(kind is ActionKind.B for kind in (cause.event.action.kind for cause in line.critical_path))
 
 
 def test_paths_of_random_orders():

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from stretto.errors import StrettoError
-from stretto.program import Action, Kind, Program, ScheduleError, lower, schedule, send_releases
+from stretto.program import Action, ActionKind, Program, ScheduleError, lower, schedule, send_releases
 from stretto.program.messages import channel_of, needed_by, receive_of
 from stretto.program.replay import Costs, Event, simulate
 from stretto.program.text import parse_action
@@ -31,11 +31,11 @@ def test_a_short_last_group_costs_less_than_the_textbook_order():
 def test_events_written_out():
     line = simulate(program((0, 1), 1, "0F0 0B0", "1F0 1I0 1W0"), Costs(F=1, I=2, W=3, hop=0.5))
     assert line.events == [
-        Event(0, Action(0, Kind.F, 0), 0, 1),
-        Event(0, Action(0, Kind.B, 0), 5, 10),
-        Event(1, Action(1, Kind.F, 0), 1.5, 2.5),
-        Event(1, Action(1, Kind.I, 0), 2.5, 4.5),
-        Event(1, Action(1, Kind.W, 0), 4.5, 7.5),
+        Event(0, Action(0, ActionKind.F, 0), 0, 1),
+        Event(0, Action(0, ActionKind.B, 0), 5, 10),
+        Event(1, Action(1, ActionKind.F, 0), 1.5, 2.5),
+        Event(1, Action(1, ActionKind.I, 0), 2.5, 4.5),
+        Event(1, Action(1, ActionKind.W, 0), 4.5, 7.5),
     ]
     assert line.makespan == 10
     assert line.ideal == 6
@@ -65,9 +65,9 @@ def test_events_respect_ranks_and_dependencies():
             free = 0.0
             for action in order:
                 f, i, w = shares[action.stage]
-                assert end[action] == start[action] + (f if action.kind is Kind.F else i + w)
+                assert end[action] == start[action] + (f if action.kind is ActionKind.F else i + w)
                 ready = free
-                source = action.stage + (-1 if action.kind is Kind.F else 1)
+                source = action.stage + (-1 if action.kind is ActionKind.F else 1)
                 if 0 <= source < program.stages:
                     away = program.placement[source] != rank
                     ready = max(ready, end[action._replace(stage=source)] + hop * away)
@@ -120,12 +120,12 @@ def test_a_transfer_starts_when_it_is_sent_and_its_receive_is_posted():
 
 def test_reductions_of_tied_parameters_wait_for_one_another():
     line = simulate(lower(schedule("gpipe", 3, 2), tied=((0, 2),)))
-    ties = [e for e in line.events if e.action.kind is Kind.REDUCE_TIED]
+    ties = [e for e in line.events if e.action.kind is ActionKind.REDUCE_TIED]
     assert [(e.rank, e.start, e.end) for e in ties] == [
         (0, line.makespan, line.makespan),
         (2, line.makespan, line.makespan),
     ]
-    ends = [e.end for e in line.events if e.rank == 2 and e.action.kind is Kind.B]
+    ends = [e.end for e in line.events if e.rank == 2 and e.action.kind is ActionKind.B]
     assert max(ends) < line.makespan
 
 
@@ -153,7 +153,7 @@ def test_a_deadlock_is_an_error_and_never_a_loop():
         with pytest.raises(ScheduleError, match="deadlock: rank 0 waits at 0B0"):
             simulate(example)
     example = lower(schedule("1f1b", 2, 2))
-    lost = tuple(a for a in example.orders[1] if a.kind is not Kind.RECV_F)
+    lost = tuple(a for a in example.orders[1] if a.kind is not ActionKind.RECV_F)
     with pytest.raises(ScheduleError, match="rank 1 waits at 1F0 for 1RECV_F0, which it never does"):
         simulate(replace(example, orders=(example.orders[0], lost)))
     itself = program((0, 0), 1, "1F0 0F0 1B0 0B0")
@@ -184,9 +184,9 @@ def test_uneven_stages_and_shares():
 
 def test_messages_and_channels_agree_with_the_placement():
     program = Program(name="vee", placement=(0, 1, 1, 0), microbatches=1, orders=((), ()))
-    assert channel_of(program, Action(0, Kind.SEND_F, 0)) == (0, 1, Kind.F)
-    assert channel_of(program, receive_of(Action(3, Kind.SEND_B, 0))) == (0, 1, Kind.B)
-    assert needed_by(program, Action(2, Kind.F, 0)) is None
+    assert channel_of(program, Action(0, ActionKind.SEND_F, 0)) == (0, 1, ActionKind.F)
+    assert channel_of(program, receive_of(Action(3, ActionKind.SEND_B, 0))) == (0, 1, ActionKind.B)
+    assert needed_by(program, Action(2, ActionKind.F, 0)) is None
 
 
 def test_hundreds_of_thousands_of_actions_a_second():

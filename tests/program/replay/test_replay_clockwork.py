@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from random_programs import random_program, with_moves, with_updates
 
-from stretto.program import Kind, Program, ScheduleError, lower
+from stretto.program import ActionKind, Program, ScheduleError, lower
 from stretto.program.replay import Costs, simulate
 
 
@@ -74,10 +74,10 @@ def agree(seed: int) -> bool:
             simulate(program, costs)
         return False
     line = simulate(program, costs)
-    inside = any(a.kind is Kind.UPDATE for order in program.orders for a in order)
+    inside = any(a.kind is ActionKind.UPDATE for order in program.orders for a in order)
     for rank, order in enumerate(program.orders):
         for at, action in enumerate(order):
-            if action.kind is Kind.REDUCE_GRAD and not inside and not costs.reduce_overlaps:
+            if action.kind is ActionKind.REDUCE_GRAD and not inside and not costs.reduce_overlaps:
                 continue  # after everything else: has its own tests
             span = line.starts[rank][at], line.ends[rank][at]
             assert span == spans[rank, at], (seed, rank, action)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stretto.errors import StrettoError
-from stretto.program import Action, Kind, Program, ScheduleError, lower, schedule
+from stretto.program import Action, ActionKind, Program, ScheduleError, lower, schedule
 from stretto.program.replay import Costs, Timeline, simulate
 from stretto.program.text import parse_action
 
@@ -43,7 +43,7 @@ def test_messages_on_one_link_come_one_after_another_with_contention():
     assert spans(line)["1F0"] == (3.5, 4.5)
     # the link is taken from 1 to 3, then from 3 to 5; latencies overlap
     assert spans(line)["1F1"] == (5.5, 6.5)
-    assert line.queued == {Action(1, Kind.RECV_F, 1): Action(1, Kind.RECV_F, 0)}
+    assert line.queued == {Action(1, ActionKind.RECV_F, 1): Action(1, ActionKind.RECV_F, 0)}
     # the way back is another link, and free
     assert spans(line)["0B0"] == (8.5 + 2.5, 13)
 
@@ -69,9 +69,9 @@ def test_what_a_message_leads_to_at_the_same_moment_queues_behind_those_that_ask
         contention=True,
     )
     line = simulate(program, costs)
-    assert line.arrivals[Action(4, Kind.RECV_F, 1)] == 2
-    assert line.arrivals[Action(2, Kind.RECV_F, 0)] == 3
-    assert line.queued == {Action(2, Kind.RECV_F, 0): Action(4, Kind.RECV_F, 1)}
+    assert line.arrivals[Action(4, ActionKind.RECV_F, 1)] == 2
+    assert line.arrivals[Action(2, ActionKind.RECV_F, 0)] == 3
+    assert line.queued == {Action(2, ActionKind.RECV_F, 0): Action(4, ActionKind.RECV_F, 1)}
 
 
 def test_pairs_of_ranks_that_share_a_link_wait_for_each_other():
@@ -163,7 +163,7 @@ def test_reductions_overlap_or_come_at_the_end(lowered: bool):
 def test_the_optimiser_waits_for_all_ranks_and_counts_as_work():
     line = simulate(schedule("1f1b", 2, 2), Costs(reduce=0.5, update=[1, 3]))
     # 1F1B ends at 9, stage 0 is reduced until 9.5
-    updates = [event for event in line.tail if event.action.kind is Kind.UPDATE]
+    updates = [event for event in line.tail if event.action.kind is ActionKind.UPDATE]
     assert [(e.rank, e.start, e.end) for e in updates] == [(0, 9.5, 10.5), (1, 9.5, 12.5)]
     assert line.makespan == 12.5
     assert line.ideal == 9
@@ -184,7 +184,7 @@ def test_an_update_within_the_step_waits_for_its_reduction():
 
 def test_a_pair_is_one_block_or_runs_one_after_the_other():
     example = program((0, 1), 2, "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
-    example = replace(example, pairs=frozenset({(Action(0, Kind.F, 1), Action(0, Kind.B, 0))}))
+    example = replace(example, pairs=frozenset({(Action(0, ActionKind.F, 1), Action(0, ActionKind.B, 0))}))
     apart = spans(simulate(example))
     assert (apart["0F1"], apart["0B0"], apart["1F1"]) == ((1, 2), (4, 6), (4, 5))
     for each in (example, lower(example)):
@@ -194,7 +194,7 @@ def test_a_pair_is_one_block_or_runs_one_after_the_other():
 
 
 def test_blocks_that_need_one_another_deadlock():
-    knot = {(Action(0, Kind.F, 1), Action(0, Kind.B, 0))}
+    knot = {(Action(0, ActionKind.F, 1), Action(0, ActionKind.B, 0))}
     example = replace(program((0, 1), 2, "0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"), pairs=frozenset(knot))
     simulate(example)
     with pytest.raises(ScheduleError, match="rank 0 waits at 0F1; rank 1 waits at 1F1"):

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from stretto.layout.placement import linear, place
-from stretto.program import Action, Kind, Program, check, lower
+from stretto.program import Action, ActionKind, Program, check, lower
 from stretto.program.memory import peak_activations
 from stretto.program.replay import Costs, simulate
 from stretto.program.search import search
@@ -25,7 +25,9 @@ def merges(left: frozenset[Action], done: tuple[Action, ...], ordered: bool) -> 
         yield done
     for action in left:
         stage, kind, i = action
-        before = {Kind.I: Kind.F, Kind.B: Kind.F, Kind.W: Kind.I}.get(kind)
+        before = {ActionKind.I: ActionKind.F, ActionKind.B: ActionKind.F, ActionKind.W: ActionKind.I}.get(
+            kind
+        )
         if before is not None and Action(stage, before, i) in left:
             continue
         if ordered and i and Action(stage, kind, i - 1) in left:
@@ -34,7 +36,7 @@ def merges(left: frozenset[Action], done: tuple[Action, ...], ordered: bool) -> 
 
 
 def all_orders(
-    placement: tuple[int, ...], rank: int, m: int, kinds: tuple[Kind, ...], ordered: bool
+    placement: tuple[int, ...], rank: int, m: int, kinds: tuple[ActionKind, ...], ordered: bool
 ) -> list[tuple[Action, ...]]:
     stages = [s for s, r in enumerate(placement) if r == rank]
     actions = frozenset(Action(s, k, i) for s in stages for k in kinds for i in range(m))
@@ -54,20 +56,22 @@ def ends_at(program: Program, costs: Costs) -> float:
             while place[rank] < len(order):
                 stage, kind, i = order[place[rank]]
                 f, inputs, w = costs.per_stage[stage]
-                back = Kind.B if Kind.B in {a.kind for a in order} else Kind.I
+                back = ActionKind.B if ActionKind.B in {a.kind for a in order} else ActionKind.I
                 needs: list[tuple[Action, int]] = []
-                if kind is Kind.F and stage:
-                    needs = [(Action(stage - 1, Kind.F, i), stage - 1)]
+                if kind is ActionKind.F and stage:
+                    needs = [(Action(stage - 1, ActionKind.F, i), stage - 1)]
                 elif kind is back:
                     last = stage == program.stages - 1
-                    needs = [(Action(stage, Kind.F, i), stage)]
+                    needs = [(Action(stage, ActionKind.F, i), stage)]
                     needs += [] if last else [(Action(stage + 1, back, i), stage + 1)]
-                elif kind is Kind.W:
-                    needs = [(Action(stage, Kind.I, i), stage)]
+                elif kind is ActionKind.W:
+                    needs = [(Action(stage, ActionKind.I, i), stage)]
                 if any(need not in end for need, _ in needs):
                     break
                 hops = [end[need] + costs.hop * (program.placement[s] != rank) for need, s in needs]
-                time = {Kind.F: f, Kind.I: inputs, Kind.W: w, Kind.B: inputs + w}[kind]
+                time = {ActionKind.F: f, ActionKind.I: inputs, ActionKind.W: w, ActionKind.B: inputs + w}[
+                    kind
+                ]
                 clock[rank] = end[Action(stage, kind, i)] = max([clock[rank], *hops]) + time
                 place[rank] += 1
                 moved = True
@@ -78,7 +82,7 @@ def ends_at(program: Program, costs: Costs) -> float:
 def brute_force(
     placement: tuple[int, ...], m: int, costs: Costs, memory: list[float], split: bool, ordered: bool
 ) -> float:
-    kinds = (Kind.F, Kind.I, Kind.W) if split else (Kind.F, Kind.B)
+    kinds = (ActionKind.F, ActionKind.I, ActionKind.W) if split else (ActionKind.F, ActionKind.B)
     ranks = max(placement) + 1
     rows: list[list[tuple[Action, ...]]] = []
     for rank in range(ranks):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.program.action import Kind
+from stretto.program.action import ActionKind
 from stretto.recommender.config.check import find_problems as find_recommender
 from stretto.recommender.config.load import load_config, parse_config
 from stretto.run.config.check import check, find_problems
@@ -48,6 +48,6 @@ def test_a_zero_bubble_and_an_asynchronous_schedule_are_among_them() -> None:
     zero, late = load(CONFIGS / "zero-bubble.yaml"), load(CONFIGS / "pipedream-2bw.yaml")
     check(zero, world=4)
     check(late, world=4)
-    assert Kind.W in {action.kind for action in job_of(zero).program().orders[0]}
+    assert ActionKind.W in {action.kind for action in job_of(zero).program().orders[0]}
     program = job_of(late).program()
-    assert [sum(a.kind is Kind.UPDATE for a in order) for order in program.orders] == [2, 2]
+    assert [sum(a.kind is ActionKind.UPDATE for a in order) for order in program.orders] == [2, 2]

@@ -10,7 +10,7 @@ import torch
 
 from stretto.errors import StrettoError
 from stretto.program import names, schedule
-from stretto.program.action import Kind
+from stretto.program.action import ActionKind
 from stretto.run.config import TrainConfig
 from stretto.run.config.job import job_of
 from stretto.run.data.dataset import Samples
@@ -255,8 +255,8 @@ def test_update_numbers_are_where_every_stage_applies_a_microbatch() -> None:
             for order in program.orders:
                 done, applied = 0, dict[int | None, int]()
                 for action in order:
-                    applied.update({action.microbatch: done} if action.kind is Kind.B else {})
-                    done += action.kind is Kind.UPDATE
+                    applied.update({action.microbatch: done} if action.kind is ActionKind.B else {})
+                    done += action.kind is ActionKind.UPDATE
                 assert [applied[i] for i in range(8)] == numbers
                 assert done == max(numbers) + 1
 

@@ -20,7 +20,7 @@ from stretto.engine.models.language import IGNORED
 from stretto.engine.parallel.data.sharded import ShardedStates
 from stretto.engine.parallel.expert.dispatch import Dispatch
 from stretto.engine.parallel.fragment import Fragment
-from stretto.engine.parallel.styles import Part, Row
+from stretto.engine.parallel.styles import ParameterShard, RowParallel
 from stretto.engine.pipeline import Pipeline
 from stretto.engine.pipeline.compute import Compute
 from stretto.engine.pipeline.versions import WeightVersions
@@ -143,12 +143,12 @@ def forget_the_replicas() -> None:
 
 def swap_shards() -> None:
     """The input columns of row-parallel layers in the reverse order of ranks."""
-    parts = Row.parts
+    parts = RowParallel.parts
 
-    def swapped(self: Row, name: str, module: Any, index: int, tp: int) -> dict[str, Part]:
+    def swapped(self: RowParallel, name: str, module: Any, index: int, tp: int) -> dict[str, ParameterShard]:
         return parts(self, name, module, tp - 1 - index, tp)
 
-    Row.parts = swapped
+    RowParallel.parts = swapped
 
 
 def forget_the_shared_heads() -> None:

@@ -106,14 +106,14 @@ def test_ranks_that_share_a_sample_count_its_targets_once(
 
 def count_masked_targets() -> None:
     """Positions without a target take part in the loss of a vocabulary that is split, as target 0."""
-    from stretto.engine.parallel.tensor.vocabulary import VocabCrossEntropy
+    from stretto.engine.parallel.tensor.vocabulary import VocabParallelCrossEntropy
 
-    inner = VocabCrossEntropy.forward
+    inner = VocabParallelCrossEntropy.forward
 
-    def forward(self: VocabCrossEntropy, logits: Tensor, targets: Tensor) -> Tensor:
+    def forward(self: VocabParallelCrossEntropy, logits: Tensor, targets: Tensor) -> Tensor:
         return inner(self, logits, targets.clamp(min=0))
 
-    VocabCrossEntropy.forward = forward  # type: ignore[method-assign]
+    VocabParallelCrossEntropy.forward = forward  # type: ignore[method-assign]
 
 
 def test_a_loss_of_masked_targets_is_caught(folder: Path) -> None:

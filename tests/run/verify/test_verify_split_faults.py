@@ -18,7 +18,7 @@ import stretto.engine.pipeline.pipeline as pipeline_module
 from planted_faults import Planted, parameters, prove_planted, selected
 from stretto.engine.parallel.data.reduction import ShardGroups
 from stretto.engine.parallel.mesh import Mesh
-from stretto.engine.parallel.styles import Positions
+from stretto.engine.parallel.styles import ShardedPositions
 from stretto.layout.shards import ShardSizes
 from stretto.prove.diagnose import TOLERANCE, Verdict
 from stretto.run.train.replica import Replica
@@ -71,7 +71,7 @@ def spread_experts_over(group: Callable[[Mesh], Any]) -> Callable[[pytest.Monkey
 
 def count_positions_from_0(patch: pytest.MonkeyPatch) -> None:
     """Rotary positions of every part start at 0."""
-    patch.setattr(Positions, "swap", lambda self, module, mesh: module)
+    patch.setattr(ShardedPositions, "swap", lambda self, module, mesh: module)
 
 
 def show_the_padding(patch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import pytest
 from stretto.cli import main
 from stretto.engine.pipeline.words import in_words
 from stretto.engine.progress import PROGRESS, SIZE, Progress, Row, label, read_row
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.run.diagnose.dump import Call, Group, RankDump
 from stretto.run.diagnose.hang import diagnose
 from stretto.run.launch.failure import Failure
@@ -74,13 +74,13 @@ def test_a_row_says_what_was_marked() -> None:
 @pytest.mark.parametrize(
     ("action", "words"),
     [
-        (Action(2, Kind.RECV_F, 3), "recv F of microbatch 3 from stage 1"),
-        (Action(2, Kind.SEND_F, 11), "send F of microbatch 3 to stage 3"),
-        (Action(2, Kind.RECV_B, 0), "recv B of microbatch 0 from stage 3"),
-        (Action(2, Kind.SEND_B, 0), "send B of microbatch 0 to stage 1"),
-        (Action(2, Kind.W, 1), "W of microbatch 1 on stage 2"),
-        (Action(2, Kind.UPDATE), "optimizer step of stage 2"),
-        (Action(0, Kind.REDUCE_GRAD), "reduction of the gradients of stage 0"),
+        (Action(2, ActionKind.RECV_F, 3), "recv F of microbatch 3 from stage 1"),
+        (Action(2, ActionKind.SEND_F, 11), "send F of microbatch 3 to stage 3"),
+        (Action(2, ActionKind.RECV_B, 0), "recv B of microbatch 0 from stage 3"),
+        (Action(2, ActionKind.SEND_B, 0), "send B of microbatch 0 to stage 1"),
+        (Action(2, ActionKind.W, 1), "W of microbatch 1 on stage 2"),
+        (Action(2, ActionKind.UPDATE), "optimizer step of stage 2"),
+        (Action(0, ActionKind.REDUCE_GRAD), "reduction of the gradients of stage 0"),
     ],
 )
 def test_actions_in_words(action: Action, words: str) -> None:
@@ -88,7 +88,7 @@ def test_actions_in_words(action: Action, words: str) -> None:
 
 
 def test_every_kind_of_action_has_words() -> None:
-    assert len({in_words(Action(1, kind, 2), 8) for kind in Kind}) == len(Kind)
+    assert len({in_words(Action(1, kind, 2), 8) for kind in ActionKind}) == len(ActionKind)
 
 
 def test_the_limit_follows_the_steps() -> None:

@@ -11,16 +11,16 @@ from stretto.engine.parallel.adapters import adapter_styles
 from stretto.engine.parallel.context.style import ContextAttention
 from stretto.engine.parallel.expert.experts import ExpertParallel, ExpertWeights
 from stretto.engine.parallel.styles import (
-    Column,
+    ColumnParallel,
     Heads,
-    Positions,
+    ParallelStyle,
     Replicate,
-    Row,
+    RowParallel,
+    ShardedPositions,
     Shared,
     SplitDropout,
-    Style,
-    Vocabulary,
-    VocabularyLoss,
+    VocabParallel,
+    VocabParallelLoss,
     WholeLinear,
 )
 from stretto.spec.attention import LatentShape
@@ -31,14 +31,14 @@ from stretto.spec.parameters import block_shapes
 from stretto.spec.shape import ModelShape
 
 
-def sharding_plan(job: Job) -> dict[str, Style]:
+def sharding_plan(job: Job) -> dict[str, ParallelStyle]:
     """Style of every module of the model that `build(job.shape)` makes, on the job's layout."""
     shape, sp = job.shape, _sequence_parallel(job)
     multiple = job.vocab_multiple
-    plan: dict[str, Style] = {
-        "embed.tok": Vocabulary(multiple, sequence=sp),
-        "head.out": Vocabulary(multiple, sequence=sp),
-        "loss": VocabularyLoss(shape.vocab, multiple),
+    plan: dict[str, ParallelStyle] = {
+        "embed.tok": VocabParallel(multiple, sequence=sp),
+        "head.out": VocabParallel(multiple, sequence=sp),
+        "loss": VocabParallelLoss(shape.vocab, multiple),
         "embed.drop": _dropout(job),
     }
     if shape.last_norm:
@@ -46,7 +46,7 @@ def sharding_plan(job: Job) -> dict[str, Style]:
     plan |= _embedding("embed", job)
     if shape.encoder_layers:
         decoder = replace(job, sequence=job.target_sequence)
-        plan["decoder_embed.tok"] = Vocabulary(multiple, sequence=sp)
+        plan["decoder_embed.tok"] = VocabParallel(multiple, sequence=sp)
         plan["decoder_embed.drop"] = _dropout(decoder)
         plan |= _embedding("decoder_embed", decoder)
         if shape.last_norm:
@@ -55,21 +55,23 @@ def sharding_plan(job: Job) -> dict[str, Style]:
     return plan | _stack("blocks", job, shape)
 
 
-def _embedding(name: str, job: Job) -> dict[str, Style]:
+def _embedding(name: str, job: Job) -> dict[str, ParallelStyle]:
     """Of learned positions and of the norm of embeddings."""
     shape, sp = job.shape, _sequence_parallel(job)
-    styles: dict[str, Style] = {f"{name}.norm": Replicate(sequence=sp)} if shape.embedding_norm else {}
+    styles: dict[str, ParallelStyle] = (
+        {f"{name}.norm": Replicate(sequence=sp)} if shape.embedding_norm else {}
+    )
     if shape.learned:
-        styles[name] = Positions(job.sequence, sequence=sp, sharded=True)
+        styles[name] = ShardedPositions(job.sequence, sequence=sp, sharded=True)
         styles[f"{name}.pos"] = Replicate(sequence=sp)
     return styles
 
 
-def _stack(name: str, job: Job, stack: ModelShape) -> dict[str, Style]:
+def _stack(name: str, job: Job, stack: ModelShape) -> dict[str, ParallelStyle]:
     """Of the blocks of a stack, for samples of `job.sequence` tokens."""
     if len(stack.kinds()) == 1:
         return _block(f"{name}.*", job, stack.block(0))
-    plan = dict[str, Style]()
+    plan = dict[str, ParallelStyle]()
     for i in range(stack.layers):
         plan |= _block(f"{name}.{i}", job, stack.block(i))
     return plan
@@ -80,12 +82,12 @@ def _sequence_parallel(job: Job) -> bool:
     return job.sequence_parallel and job.layout.tp > 1
 
 
-def _dropout(job: Job) -> Style:
+def _dropout(job: Job) -> ParallelStyle:
     """Of dropout of the residual stream."""
     return SplitDropout(sequence=(1, job.sequence, _sequence_parallel(job)))
 
 
-def _block(name: str, job: Job, shape: ModelShape) -> dict[str, Style]:
+def _block(name: str, job: Job, shape: ModelShape) -> dict[str, ParallelStyle]:
     """Styles of the modules of blocks that match `name` and are all like `shape`."""
     norms = ["norm1", "norm2"]
     if shape.block_norms == "sandwich":
@@ -101,11 +103,13 @@ def _block(name: str, job: Job, shape: ModelShape) -> dict[str, Style]:
     return {f"{name}.{part}": style for part, style in parts.items()}
 
 
-def _adapters(parts: Mapping[str, Style], job: Job, shape: ModelShape, lora: LoraShape) -> dict[str, Style]:
+def _adapters(
+    parts: Mapping[str, ParallelStyle], job: Job, shape: ModelShape, lora: LoraShape
+) -> dict[str, ParallelStyle]:
     """Styles of the linears of a block that are split and have adapters, and of these."""
-    styles, sizes = dict[str, Style](), block_shapes(shape)
+    styles, sizes = dict[str, ParallelStyle](), block_shapes(shape)
     for name, style in parts.items():
-        if isinstance(style, Column | Row) and (adapted := lora.adapted(name)):
+        if isinstance(style, ColumnParallel | RowParallel) and (adapted := lora.adapted(name)):
             inside = adapter_styles(
                 style,
                 projections=PROJECTIONS[name],
@@ -117,43 +121,43 @@ def _adapters(parts: Mapping[str, Style], job: Job, shape: ModelShape, lora: Lor
     return styles
 
 
-def _attention(job: Job, shape: ModelShape) -> dict[str, Style]:
+def _attention(job: Job, shape: ModelShape) -> dict[str, ParallelStyle]:
     d, sp = shape.head_dim, _sequence_parallel(job)
     fused = ((shape.heads, d), (shape.kv_heads, d), (shape.kv_heads, d))
-    styles = {**_heads("attn", job, shape), "attn.qkv": Column(segments=fused, sequence=sp)}
+    styles = {**_heads("attn", job, shape), "attn.qkv": ColumnParallel(segments=fused, sequence=sp)}
     if shape.attention.norm is not None:  # of this rank's heads alone, so that gradients are summed
         styles |= dict.fromkeys(("attn.q_norm", "attn.k_norm"), Replicate(sequence=True))
     if shape.rotary:
-        styles["attn.rotary"] = Positions(job.sequence, sp)
+        styles["attn.rotary"] = ShardedPositions(job.sequence, sp)
     return styles
 
 
-def _cross(job: Job, shape: ModelShape) -> dict[str, Style]:
+def _cross(job: Job, shape: ModelShape) -> dict[str, ParallelStyle]:
     """Of attention to the encoder's output, whose tokens sequence parallelism splits as it does the
     decoder's.
     """
     d, sp = shape.head_dim, _sequence_parallel(job)
     return {
         "norm_cross": Replicate(sequence=sp),
-        "cross.q": Column(segments=((shape.heads, d),), sequence=sp),
-        "cross.kv": Column(segments=((shape.kv_heads, d), (shape.kv_heads, d)), sequence=sp),
+        "cross.q": ColumnParallel(segments=((shape.heads, d),), sequence=sp),
+        "cross.kv": ColumnParallel(segments=((shape.kv_heads, d), (shape.kv_heads, d)), sequence=sp),
         **_heads("cross", job, shape),
     }
 
 
-def _heads(name: str, job: Job, shape: ModelShape) -> dict[str, Style]:
+def _heads(name: str, job: Job, shape: ModelShape) -> dict[str, ParallelStyle]:
     """Of softmax(q k^T) v, each rank with some of the heads, and of what follows."""
     plain = name == "attn" and shape.attention.causal and not shape.relative
     return {
         name: Heads(),
         **({f"{name}.core": ContextAttention(job.context, job.sequence)} if plain else {}),
         f"{name}.core.drop": SplitDropout(heads=(1, shape.heads)),
-        f"{name}.proj": Row(sequence=_sequence_parallel(job)),
+        f"{name}.proj": RowParallel(sequence=_sequence_parallel(job)),
         f"{name}.drop": _dropout(job),
     }
 
 
-def _latent(job: Job, shape: ModelShape, latent: LatentShape) -> dict[str, Style]:
+def _latent(job: Job, shape: ModelShape, latent: LatentShape) -> dict[str, ParallelStyle]:
     """The linears to narrow vectors are whole on every rank. Under sequence parallelism each rank makes the
     narrow vectors of its own tokens, and these are gathered for the linears to heads: fewer bytes than the
     tokens themselves, and no rank repeats another's product.
@@ -166,18 +170,18 @@ def _latent(job: Job, shape: ModelShape, latent: LatentShape) -> dict[str, Style
         **_heads("attn", job, shape),
         **{name: WholeLinear(sequence=sp) for name in narrow},
         **{f"{name}_norm": Replicate(sequence=sp) for name in narrow},
-        queries: Column(segments=((shape.heads, shape.head_dim),), sequence=sp),
-        "attn.kv_up": Column(segments=((shape.heads, rows),), sequence=sp),
+        queries: ColumnParallel(segments=((shape.heads, shape.head_dim),), sequence=sp),
+        "attn.kv_up": ColumnParallel(segments=((shape.heads, rows),), sequence=sp),
         "attn.shared_key": Shared(sequence=sp),
-        "attn.rotary": Positions(job.sequence, sp),
+        "attn.rotary": ShardedPositions(job.sequence, sp),
     }
 
 
-def _mlp(job: Job, shape: ModelShape) -> dict[str, Style]:
+def _mlp(job: Job, shape: ModelShape) -> dict[str, ParallelStyle]:
     return {**_linears("mlp", shape, shape.ffn, _sequence_parallel(job)), "mlp.drop": _dropout(job)}
 
 
-def _experts(job: Job, shape: ModelShape, moe: ExpertShape) -> dict[str, Style]:
+def _experts(job: Job, shape: ModelShape, moe: ExpertShape) -> dict[str, ParallelStyle]:
     sp = _sequence_parallel(job)
     return {
         "mlp": ExpertParallel(job.sequence, sequence=sp),
@@ -189,14 +193,14 @@ def _experts(job: Job, shape: ModelShape, moe: ExpertShape) -> dict[str, Style]:
     }
 
 
-def _linears(mlp: str, shape: ModelShape, width: int, sp: bool) -> dict[str, Style]:
+def _linears(mlp: str, shape: ModelShape, width: int, sp: bool) -> dict[str, ParallelStyle]:
     """The two linears of an MLP of that inner width; between them, tokens may be in any order, but for the
     masks of adapters.
     """
     ordered = shape.lora is not None and shape.lora.dropout > 0.0
-    first: dict[str, Style] = (
-        {f"{mlp}.gate_up": Column(segments=((width, 1), (width, 1)), sequence=sp, ordered=ordered)}
+    first: dict[str, ParallelStyle] = (
+        {f"{mlp}.gate_up": ColumnParallel(segments=((width, 1), (width, 1)), sequence=sp, ordered=ordered)}
         if shape.gated
-        else {f"{mlp}.up": Column(sequence=sp, ordered=ordered)}
+        else {f"{mlp}.up": ColumnParallel(sequence=sp, ordered=ordered)}
     )
-    return {**first, f"{mlp}.down": Row(sequence=sp, ordered=ordered)}
+    return {**first, f"{mlp}.down": RowParallel(sequence=sp, ordered=ordered)}

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
-from stretto.engine.parallel.styles import Column, Part, Row, SplitDropout, Style
+from stretto.engine.parallel.styles import (
+    ColumnParallel,
+    ParallelStyle,
+    ParameterShard,
+    RowParallel,
+    SplitDropout,
+)
 from stretto.engine.parallel.tensor.linear import GatherLinear, ParallelLinear, ScatterLinear
 from stretto.errors import StrettoError
 
@@ -53,21 +59,21 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 
 
 @dataclass(frozen=True)
-class Adapted(Style):
+class Adapted(ParallelStyle):
     """A linear of style `base` whose child `lora` has a forward (x, y) that adds the adapters' part to its
     output y, and `rows`, the output features of each of its projections.
     """
 
-    base: Column | Row
+    base: ColumnParallel | RowParallel
 
-    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
         return self.base.parts(name, _bare(name, module), index, tp)
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         bare, adapters = _bare("Adapted", module), module.get_submodule(ADAPTERS)
         linear = self.base.swap(bare, mesh)
         linear.__class__ = _CLASSES[type(linear)]
-        if isinstance(self.base, Column):  # one run for each projection
+        if isinstance(self.base, ColumnParallel):  # one run for each projection
             part = self.base.parts("Adapted", bare, mesh.index("tp"), mesh.size("tp"))["weight"]
             cast(Any, adapters).rows = tuple(run.size for run in part.runs)
         linear.add_module(ADAPTERS, adapters)
@@ -75,15 +81,15 @@ class Adapted(Style):
 
 
 @dataclass(frozen=True)
-class WholeFactor(Style):
+class WholeFactor(ParallelStyle):
     """A factor of an adapter that every rank has whole. With `sequence` each rank applies it to its own
     tokens, so that its gradients are summed over the ranks.
     """
 
     sequence: bool = False
 
-    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
-        return {"weight": Part(dim=None, partial=self.sequence)}
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
+        return {"weight": ParameterShard(dim=None, partial=self.sequence)}
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         assert isinstance(module, nn.Linear)
@@ -91,8 +97,12 @@ class WholeFactor(Style):
 
 
 def adapter_styles(
-    base: Column | Row, projections: Sequence[str], adapted: Sequence[str], columns: int, tokens: Tokens
-) -> dict[str, Style]:
+    base: ColumnParallel | RowParallel,
+    projections: Sequence[str],
+    adapted: Sequence[str],
+    columns: int,
+    tokens: Tokens,
+) -> dict[str, ParallelStyle]:
     """Styles of a linear and its adapters, by their names in the linear ("" is the linear itself).
 
     Args:
@@ -101,11 +111,11 @@ def adapter_styles(
         columns: its input features.
         tokens: how those of a sample are split beside the linears (`SplitDropout.sequence`).
     """
-    styles: dict[str, Style] = {"": Adapted(base)}
+    styles: dict[str, ParallelStyle] = {"": Adapted(base)}
     for at, name in enumerate(projections):
         if name not in adapted:
             continue
-        if isinstance(base, Column):
+        if isinstance(base, ColumnParallel):
             whole, split = "A", "B"
             factor = replace(base, segments=base.segments[at : at + 1])
             drop = SplitDropout(sequence=tokens)

@@ -21,11 +21,18 @@ from torch.nn.modules.loss import _Loss
 from torch.utils import _pytree as pytree
 
 from stretto.engine.parallel.splits import Change, Split
-from stretto.engine.parallel.styles import Batch, Column, GatherBatch, Replicate, SplitDropout, Style
+from stretto.engine.parallel.styles import (
+    BatchParallel,
+    ColumnParallel,
+    GatherBatch,
+    ParallelStyle,
+    Replicate,
+    SplitDropout,
+)
 from stretto.engine.parallel.tensor.dropout import KeyedDropout
 from stretto.errors import StrettoError
 
-Styles = Mapping[str, tuple[nn.Module, Style]]
+Styles = Mapping[str, tuple[nn.Module, ParallelStyle]]
 TORCH = str(Path(torch.__file__).parent)
 
 ELEMENTWISE_MODULES: tuple[type[nn.Module], ...] = (
@@ -202,13 +209,13 @@ def check_call(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -
             )
 
 
-def _taken(style: Style, split: Split) -> Split:
+def _taken(style: ParallelStyle, split: Split) -> Split:
     """How a module takes a tensor that is split so. The input gradients of a layer that is split by output
     features are terms of a sum, which the backward of a conversion can be.
     """
     assert style.natural is not None
     taken = style.natural[0]
-    return "assembled" if isinstance(style, Column) and split != "whole" else taken
+    return "assembled" if isinstance(style, ColumnParallel) and split != "whole" else taken
 
 
 class _Tracer(fx.Tracer):
@@ -251,7 +258,7 @@ class _Walk:
             raise StrettoError(
                 f"sharding plan: {where} ({type(self.root).__name__}) cannot be traced to see how its "
                 f"activations are split: {error}",
-                hint="give convert=False, and styles their input and output: Column(input='batch')",
+                hint="give convert=False, and styles their input and output: ColumnParallel(input='batch')",
             ) from error
         for node in graph.nodes:
             if node.op == "output":
@@ -274,9 +281,11 @@ class _Walk:
         for part in name.removeprefix(self.prefix).split("."):
             tensor = getattr(tensor, part)
         style = self._style_over(name.rpartition(".")[0])
-        return _Value(partial=isinstance(style, Batch) if getattr(tensor, "requires_grad", False) else None)
+        return _Value(
+            partial=isinstance(style, BatchParallel) if getattr(tensor, "requires_grad", False) else None
+        )
 
-    def _style_over(self, name: str) -> Style | None:
+    def _style_over(self, name: str) -> ParallelStyle | None:
         """The style of the module, or of the nearest that contains it."""
         while name and name not in self.styles:
             name = name.rpartition(".")[0]
@@ -304,7 +313,7 @@ class _Walk:
         if style.natural is None:
             raise StrettoError(
                 f"sharding plan: {name!r} has {style}, whose input and output cannot be converted",
-                hint="Batch(), Replicate(), Column() or Row() without sequence, or convert=False",
+                hint="BatchParallel, Replicate, ColumnParallel or RowParallel, without sequence",
             )
         taken, left = style.natural
         self._take(name, style, tensors)
@@ -318,7 +327,7 @@ class _Walk:
             left = style.output
         return _Value(left, size if left == "features" else 0)
 
-    def _take(self, name: str, style: Style, tensors: Mapping[int | str, _Value]) -> None:
+    def _take(self, name: str, style: ParallelStyle, tensors: Mapping[int | str, _Value]) -> None:
         """Convert the arguments of a module."""
         for at, value in tensors.items():
             split = cast(Split, value.split)
@@ -394,7 +403,7 @@ class _Walk:
             raise StrettoError(
                 f"sharding plan: {self._at(node, name)} is called with tensors that are split differently: "
                 f"{listed}",
-                hint="let one of the modules before it leave another split, such as Row(output='batch')",
+                hint="let one of the modules before it leave another split: RowParallel(output='batch')",
             )
         split = cast(Split, next(iter(splits)))
         if partial and partial != {split == "batch"}:
@@ -402,7 +411,7 @@ class _Walk:
                 f"sharding plan: {self._at(node, name)} uses a parameter on "
                 f"{'a part of the batch' if split == 'batch' else 'the whole batch'}, and the style of its "
                 f"module says {'the whole' if split == 'batch' else 'a part'}",
-                hint="Batch() for the module that holds it" if split == "batch" else "Replicate()",
+                hint="BatchParallel() for the module that holds it" if split == "batch" else "Replicate()",
             )
         if split == "batch":
             self._check_rows(node, name)

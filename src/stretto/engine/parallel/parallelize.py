@@ -19,14 +19,21 @@ from stretto.engine.parallel.fragment import Piece, Placed
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.random_ops import draws, watch_first_forward
 from stretto.engine.parallel.splits import AfterModule, BeforeModule, Split
-from stretto.engine.parallel.styles import Batch, GatherBatch, Part, Replicate, Style, shrink
+from stretto.engine.parallel.styles import (
+    BatchParallel,
+    GatherBatch,
+    ParallelStyle,
+    ParameterShard,
+    Replicate,
+    shrink,
+)
 from stretto.engine.parallel.tensor.batch_norm import over_ranks
 from stretto.engine.parallel.tensor.dropout import Cut, KeyedDropout
 from stretto.engine.parallel.tensor.linear import FusedLinear
 from stretto.engine.parallel.tensor.rounds import finish_rounds
 from stretto.errors import StrettoError, nearest
 
-Plan = Mapping[str, Style]
+Plan = Mapping[str, ParallelStyle]
 
 
 class SharedSlice(NamedTuple):
@@ -90,12 +97,12 @@ def parallelize(
     Parameters keep this rank's part of their values. A model too large for one device is built on the meta
     device and gets its values from `materialise`. A module with several names is replaced under all of them.
 
-    Where the split of activations changes between layers, as from `Batch` to `Column`, the model is traced
-    with torch.fx, and every module gets its input in the split that its style takes.
+    If the split of activations changes between layers, as from `BatchParallel` to `ColumnParallel`, the
+    model is traced with torch.fx, and every module gets its input in the split that its style takes.
 
     Args:
-        convert: whether to trace the model; None: if some style is `Batch` or `GatherBatch`. False: only what
-            styles themselves say of their input and output is converted.
+        convert: trace the model. Default: only if a style is `BatchParallel` or `GatherBatch`. If False, only
+            the inputs and outputs that styles declare are converted.
         inputs: of a traced model, what each rank calls it with: "whole", the same on all ranks, or "batch",
             its part of the batch.
         outputs: of a traced model, what it returns. With "whole", the loss of the whole batch is computed on
@@ -116,12 +123,12 @@ def parallelize(
     flow = None
     if mesh.size("tp") > 1:
         if convert is None:
-            convert = any(isinstance(style, Batch | GatherBatch) for style in plan.values())
+            convert = any(isinstance(style, BatchParallel | GatherBatch) for style in plan.values())
         flow = follow(model, styles, inputs, outputs) if convert else declared(styles)
         _check_random(model, styles, flow if convert else flow.only("batch"))
         _check_statistics(styles)
     names = _names(model)
-    parts = dict[str, list[dict[str, Part]]]()
+    parts = dict[str, list[dict[str, ParameterShard]]]()
     for name, (module, style) in styles.items():
         size = mesh.size(style.axes)
         parts[name] = [style.parts(name, module, i, size) for i in range(size)]
@@ -156,7 +163,9 @@ def parallelize(
     return table
 
 
-def _connect(model: nn.Module, styles: Mapping[str, tuple[nn.Module, Style]], flow: Flow, mesh: Mesh) -> None:
+def _connect(
+    model: nn.Module, styles: Mapping[str, tuple[nn.Module, ParallelStyle]], flow: Flow, mesh: Mesh
+) -> None:
     """Convert what modules are called with, what they return, and what the model does; and let modules know
     that compute on a part of the batch.
     """
@@ -183,11 +192,11 @@ def _connect(model: nn.Module, styles: Mapping[str, tuple[nn.Module, Style]], fl
             module.cuts = (Cut.even(-1, size, mesh.index("tp"), mesh.size("tp")),)
 
 
-def _assign(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, Style]]:
+def _assign(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, ParallelStyle]]:
     """The style of each styled module, by name. Every pattern must match a module, and a module at most one
     pattern. All names of a module get the style of the one that matches; several matches must agree.
     """
-    assigned = dict[str, tuple[nn.Module, Style]]()
+    assigned = dict[str, tuple[nn.Module, ParallelStyle]]()
     names = dict(model.named_modules(remove_duplicate=False))
     for pattern, style in plan.items():
         matching = [pattern] if pattern in names else [name for name in names if matches(pattern, name)]
@@ -200,7 +209,7 @@ def _assign(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, Style]]:
             if name in assigned:
                 raise StrettoError(f"sharding plan: module {name!r} is matched twice, again by {pattern!r}")
             assigned[name] = (names[name], style)
-    style_of = dict[int, tuple[str, Style]]()
+    style_of = dict[int, tuple[str, ParallelStyle]]()
     for name, (module, style) in assigned.items():
         first, other = style_of.setdefault(id(module), (name, style))
         if other != style:
@@ -214,7 +223,9 @@ def _assign(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, Style]]:
     return assigned
 
 
-def _check_random(model: nn.Module, styles: Mapping[str, tuple[nn.Module, Style]], flow: Flow) -> None:
+def _check_random(
+    model: nn.Module, styles: Mapping[str, tuple[nn.Module, ParallelStyle]], flow: Flow
+) -> None:
     """Refuse modules whose random numbers would differ from those of one process under tensor parallelism.
 
     A mask from torch's global generator depends on the rank. A keyed mask is the same on every rank, which is
@@ -241,7 +252,7 @@ def _check_random(model: nn.Module, styles: Mapping[str, tuple[nn.Module, Style]
             )
 
 
-def _check_statistics(styles: Mapping[str, tuple[nn.Module, Style]]) -> None:
+def _check_statistics(styles: Mapping[str, tuple[nn.Module, ParallelStyle]]) -> None:
     """Refuse norms over the batch whose statistics would be those of one rank's tokens."""
     for name, (module, style) in styles.items():
         norms = [
@@ -263,7 +274,7 @@ def _check_statistics(styles: Mapping[str, tuple[nn.Module, Style]]) -> None:
             )
 
 
-def _replicated(name: str, styles: Mapping[str, tuple[nn.Module, Style]]) -> bool:
+def _replicated(name: str, styles: Mapping[str, tuple[nn.Module, ParallelStyle]]) -> bool:
     """Whether the module computes the same on all ranks: the nearest styled module that contains it, or it
     itself, has nothing in it that is split.
     """
@@ -282,11 +293,13 @@ def _names(model: nn.Module) -> list[tuple[nn.Parameter, tuple[str, ...]]]:
     return [(parameter, tuple(aliases)) for parameter, aliases in aliases_of.values()]
 
 
-def _shares(aliases: Sequence[str], parts: Mapping[str, list[dict[str, Part]]]) -> tuple[list[Part], str]:
+def _shares(
+    aliases: Sequence[str], parts: Mapping[str, list[dict[str, ParameterShard]]]
+) -> tuple[list[ParameterShard], str]:
     """Every rank's share of one parameter, and the name of the module whose style defines it. The shares of a
     tied parameter must agree.
     """
-    claims = dict[str, tuple[list[Part], str]]()
+    claims = dict[str, tuple[list[ParameterShard], str]]()
     for alias in aliases:
         owner, _, leaf = alias.rpartition(".")
         while True:
@@ -309,7 +322,7 @@ def _shares(aliases: Sequence[str], parts: Mapping[str, list[dict[str, Part]]]) 
     return first
 
 
-def _cover(name: str, parameter: nn.Parameter, shares: Sequence[Part]) -> None:
+def _cover(name: str, parameter: nn.Parameter, shares: Sequence[ParameterShard]) -> None:
     """Check that the owned shares of all ranks contain each element of the plain parameter once."""
     first = shares[0]
     if first.dim is None:
@@ -337,7 +350,7 @@ def _cover_along(name: str, parameter: nn.Parameter, dim: int, spans: Sequence[t
         )
 
 
-def _placed(name: str, parameter: nn.Parameter, part: Part, index: int, axes: str) -> Placed:
+def _placed(name: str, parameter: nn.Parameter, part: ParameterShard, index: int, axes: str) -> Placed:
     shape = tuple(parameter.shape)
     if part.dim is None:
         return replace(Placed.whole(name, shape, owned=index == 0), over=axes)
@@ -356,7 +369,7 @@ def _placed(name: str, parameter: nn.Parameter, part: Part, index: int, axes: st
     return Placed(name, shape, tuple(pieces), axes)
 
 
-def _shared(parameter: nn.Parameter, part: Part, mesh: Mesh, axes: str) -> tuple[SharedSlice, ...]:
+def _shared(parameter: nn.Parameter, part: ParameterShard, mesh: Mesh, axes: str) -> tuple[SharedSlice, ...]:
     """The slices that several ranks hold, each of which computes a part of their gradient."""
     if part.partial:
         group = mesh.group(axes)

@@ -10,7 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from stretto.engine.parallel.styles import Batch, Column, Replicate, Row, Style
+from stretto.engine.parallel.styles import (
+    BatchParallel,
+    ColumnParallel,
+    ParallelStyle,
+    Replicate,
+    RowParallel,
+)
 from stretto.engine.parallel.traced import trace_network
 from stretto.errors import StrettoError
 from stretto.planner.machines.catalogue import find_cluster
@@ -21,11 +27,11 @@ from stretto.planner.splits.network import Split, StyleName
 from stretto.planner.splits.plan import SplitPlan, plan_splits
 from stretto.view.splits import split_svg, split_table
 
-_STYLES: dict[StyleName, type[Replicate | Batch | Column | Row]] = {
+_STYLES: dict[StyleName, type[Replicate | BatchParallel | ColumnParallel | RowParallel]] = {
     "replicate": Replicate,
-    "batch": Batch,
-    "column": Column,
-    "row": Row,
+    "batch": BatchParallel,
+    "column": ColumnParallel,
+    "row": RowParallel,
 }
 _PRECISIONS: dict[torch.dtype, Precision] = {
     torch.float16: "fp16",
@@ -46,11 +52,11 @@ class ModulePlan:
     splits: SplitPlan
 
     @cached_property
-    def plan(self) -> dict[str, Style]:
+    def plan(self) -> dict[str, ParallelStyle]:
         """The style of each module with parameters, by name, for
         `parallelize(model, plan, Mesh(Layout(tp=devices)), convert=True)`.
         """
-        styles = dict[str, Style]()
+        styles = dict[str, ParallelStyle]()
         for line in self.splits.lines:
             style = line.choice.style
             if style is not None:

@@ -19,7 +19,11 @@ from stretto.engine.parallel.tensor.dropout import Cut, KeyedDropout
 from stretto.engine.parallel.tensor.linear import GatherLinear, ParallelLinear, ScatterLinear, ToHeads
 from stretto.engine.parallel.tensor.rounds import SCHEDULES, Schedule, in_rounds
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
-from stretto.engine.parallel.tensor.vocabulary import VocabCrossEntropy, VocabEmbedding, WholeLogits
+from stretto.engine.parallel.tensor.vocabulary import (
+    VocabParallelCrossEntropy,
+    VocabParallelEmbedding,
+    WholeLogits,
+)
 from stretto.errors import StrettoError, nearest
 
 if TYPE_CHECKING:
@@ -27,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Run:
+class ShardRange:
     """Rows (or columns) [start, start + size) of the full tensor, held by `copies` neighbouring ranks, of
     which one owns them.
     """
@@ -39,7 +43,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ParameterShard:
     """One rank's share of one parameter: runs along `dim` in local order, then `padding` rows of zeros.
 
     within: (dimension, start, size) of a slice along another dimension, to which all runs are restricted.
@@ -47,7 +51,7 @@ class Part:
     """
 
     dim: int | None  # None: the whole tensor on every rank
-    runs: tuple[Run, ...] = ()
+    runs: tuple[ShardRange, ...] = ()
     padding: int = 0
     within: tuple[int, int, int] | None = None
     partial: bool = False
@@ -57,29 +61,29 @@ class Part:
         return sum(run.size for run in self.runs) + self.padding
 
 
-def even(name: str, size: int, index: int, parts: int) -> Run:
-    """Run `index` of `parts` equal ones."""
+def even(name: str, size: int, index: int, parts: int) -> ShardRange:
+    """Part `index` of `parts` equal ones of `size` rows."""
     if size % parts:
         raise StrettoError(
             f"{name}: size {size} does not divide over tp={parts} ranks",
             hint=f"choose tp from {[t for t in range(1, size + 1) if size % t == 0][:8]}",
         )
     step = size // parts
-    return Run(index * step, step)
+    return ShardRange(index * step, step)
 
 
-def padded(size: int, index: int, parts: int, multiple: int) -> Part:
+def padded(size: int, index: int, parts: int, multiple: int) -> ParameterShard:
     """Rank `index`'s share of a vocabulary padded so that all shares are equal, and a multiple of `multiple`;
     the last ranks hold the padding.
     """
     step = -(-size // (parts * multiple)) * multiple
     start = min(index * step, size)
     real = min(step, size - start)
-    return Part(dim=0, runs=(Run(start, real),) if real else (), padding=step - real)
+    return ParameterShard(dim=0, runs=(ShardRange(start, real),) if real else (), padding=step - real)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Style(ABC):
+class ParallelStyle(ABC):
     """How a module is split; one instance serves all modules that its pattern matches.
 
     axes: of the layout, over which the parameters are split.
@@ -98,7 +102,7 @@ class Style(ABC):
         return None
 
     @abstractmethod
-    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
         """The share of rank `index`, of `tp` ranks along the axes, in each of the module's parameters, by
         their names in the module.
         """
@@ -113,7 +117,8 @@ class Style(ABC):
 def _linear(module: nn.Module, name: str) -> nn.Linear:
     if not isinstance(module, nn.Linear):
         raise StrettoError(
-            f"{name} is {type(module).__name__}", hint="Column, Row and WholeLinear styles take nn.Linear"
+            f"{name} is {type(module).__name__}",
+            hint="ColumnParallel, RowParallel and WholeLinear styles take nn.Linear",
         )
     _replaceable(name, module, nn.Linear)
     return module
@@ -155,16 +160,17 @@ def _column(linear: nn.Linear, mesh: Mesh, sequence: bool, ordered: bool) -> nn.
 
 
 @dataclass(frozen=True)
-class Replicate(Style):
+class Replicate(ParallelStyle):
     """The same parameters on every rank, and the same computation; or with `sequence`, each rank on its part
     of the tokens, so that gradients are summed over the ranks.
     """
 
     sequence: bool = False
 
-    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
         return {
-            n: Part(dim=None, partial=self.sequence and p.requires_grad) for n, p in module.named_parameters()
+            n: ParameterShard(dim=None, partial=self.sequence and p.requires_grad)
+            for n, p in module.named_parameters()
         }
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
@@ -176,21 +182,21 @@ class Replicate(Style):
 
 
 @dataclass(frozen=True)
-class Batch(Style):
+class BatchParallel(ParallelStyle):
     """The same parameters on every rank, each of which computes on its part of the batch, in the order of the
     ranks: data parallelism over the ranks that split other layers. Gradients are summed over the ranks once a
     step, by `sum_gradients`. BatchNorm takes its statistics over the whole batch.
     """
 
-    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
         for inner, one in module.named_modules():
             if getattr(one, "batch_first", True) is False:
                 raise StrettoError(
-                    f"{name}{'.' * bool(inner)}{inner} takes batches along dimension 1, and Batch style "
-                    "splits dimension 0",
+                    f"{name}{'.' * bool(inner)}{inner} takes batches along dimension 1, and BatchParallel "
+                    "style splits dimension 0",
                     hint=f"{type(one).__name__}(..., batch_first=True)",
                 )
-        return {n: Part(dim=None, partial=p.requires_grad) for n, p in module.named_parameters()}
+        return {n: ParameterShard(dim=None, partial=p.requires_grad) for n, p in module.named_parameters()}
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         return module
@@ -201,7 +207,7 @@ class Batch(Style):
 
 
 @dataclass(frozen=True)
-class GatherBatch(Style):
+class GatherBatch(ParallelStyle):
     """A module that is handed each rank's part of the batch, and computes on the whole batch, as its layers
     with styles of their own are split; parameters without a style are replicated. It takes one tensor, and
     returns one.
@@ -223,8 +229,8 @@ class GatherBatch(Style):
                 hint=f"did you mean {near!r}?" if near else " or ".join(map(repr, SCHEDULES)),
             )
 
-    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
-        return {n: Part(dim=None) for n, _ in module.named_parameters()}
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
+        return {n: ParameterShard(dim=None) for n, _ in module.named_parameters()}
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         group = mesh.group("tp")
@@ -244,7 +250,7 @@ class WholeLinear(Replicate):
 
 
 @dataclass(frozen=True)
-class Column(Style):
+class ColumnParallel(ParallelStyle):
     """nn.Linear split by output features; its input is replicated, its output stays split.
 
     `segments` lists the fused blocks of rows as (units, unit size), each split by whole units: ((heads, d),
@@ -258,25 +264,25 @@ class Column(Style):
     sequence: bool = False
     ordered: bool = True
 
-    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
         rows = _linear(module, name).out_features
         segments = self.segments or ((rows, 1),)
         if sum(units * size for units, size in segments) != rows:
             raise StrettoError(f"{name}: segments {segments} do not add up to its {rows} output features")
-        runs, start = list[Run](), 0
+        runs, start = list[ShardRange](), 0
         for units, size in segments:
             if units < tp and tp % units == 0:
                 copies = tp // units
-                runs.append(Run(start + index // copies * size, size, copies, index % copies == 0))
+                runs.append(ShardRange(start + index // copies * size, size, copies, index % copies == 0))
             else:
                 run = even(name, units, index, tp)
-                runs.append(Run(start + run.start * size, run.size * size))
+                runs.append(ShardRange(start + run.start * size, run.size * size))
             start += units * size
-        part = Part(dim=0, runs=tuple(runs))
+        part = ParameterShard(dim=0, runs=tuple(runs))
         return {n: part for n, _ in module.named_parameters()}
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
-        return _column(_linear(module, "Column"), mesh, self.sequence, self.ordered)
+        return _column(_linear(module, "ColumnParallel"), mesh, self.sequence, self.ordered)
 
     @property
     def natural(self) -> tuple[Split, Split] | None:
@@ -284,22 +290,23 @@ class Column(Style):
 
 
 @dataclass(frozen=True)
-class Row(Style):
+class RowParallel(ParallelStyle):
     """nn.Linear split by input features; its input is split, its output is summed over the ranks. With
-    `sequence` the output is split along the sequence; `ordered` must be that of the Column style before it.
+    `sequence` the output is split along the sequence; `ordered` must be that of the ColumnParallel style
+    before it.
     """
 
     sequence: bool = False
     ordered: bool = True
 
-    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
         linear = _linear(module, name)
-        part = Part(dim=1, runs=(even(name, linear.in_features, index, tp),))
-        bias = Part(dim=None, partial=self.sequence)
+        part = ParameterShard(dim=1, runs=(even(name, linear.in_features, index, tp),))
+        bias = ParameterShard(dim=None, partial=self.sequence)
         return {n: part if n == "weight" else bias for n, _ in module.named_parameters()}
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
-        parameters, group = _weight_and_bias(_linear(module, "Row")), mesh.group("tp")
+        parameters, group = _weight_and_bias(_linear(module, "RowParallel")), mesh.group("tp")
         if self.sequence and group is not None:
             return ScatterLinear(*parameters, group, self.ordered)
         return ParallelLinear(*parameters, output_group=group)
@@ -310,7 +317,7 @@ class Row(Style):
 
 
 @dataclass(frozen=True)
-class Vocabulary(Style):
+class VocabParallel(ParallelStyle):
     """nn.Embedding or the output nn.Linear, split by vocabulary rows, each share padded to a multiple of
     `multiple`. With `sequence` the embedding's output, and the output layer's input, are split along the
     sequence. With `whole` the output layer, without a bias, gives every rank all logits, without gradients.
@@ -320,10 +327,11 @@ class Vocabulary(Style):
     sequence: bool = False
     whole: bool = False
 
-    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
         if not isinstance(module, nn.Linear | nn.Embedding):
             raise StrettoError(
-                f"{name} is {type(module).__name__}", hint="Vocabulary style takes nn.Embedding or nn.Linear"
+                f"{name} is {type(module).__name__}",
+                hint="VocabParallel style takes nn.Embedding or nn.Linear",
             )
         if isinstance(module, nn.Embedding):
             _plain_embedding(name, module)
@@ -338,7 +346,9 @@ class Vocabulary(Style):
             return _column(module, mesh, self.sequence, ordered=True)
         assert isinstance(module, nn.Embedding)
         weight = cast(nn.Parameter, module.weight)
-        return VocabEmbedding(weight, mesh.index("tp") * weight.shape[0], mesh.group("tp"), self.sequence)
+        return VocabParallelEmbedding(
+            weight, mesh.index("tp") * weight.shape[0], mesh.group("tp"), self.sequence
+        )
 
 
 def _plain_embedding(name: str, module: nn.Embedding) -> None:
@@ -347,34 +357,34 @@ def _plain_embedding(name: str, module: nn.Embedding) -> None:
         value = getattr(module, option)
         if value is not None and value is not False:  # padding_idx=0 is an option set
             raise StrettoError(
-                f"{name} has {option}={value}, which Vocabulary style does not support",
+                f"{name} has {option}={value}, which VocabParallel style does not support",
                 hint=f"leave {option} out, or give the module Replicate style",
             )
 
 
 @dataclass(frozen=True)
-class VocabularyLoss(Style):
-    """The cross-entropy over the logits of an output layer with Vocabulary style."""
+class VocabParallelLoss(ParallelStyle):
+    """The cross-entropy over the logits of an output layer with VocabParallel style."""
 
     vocab: int
     multiple: int = 1
 
-    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
         return {}
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         part = padded(self.vocab, mesh.index("tp"), mesh.size("tp"), self.multiple)
         real = sum(run.size for run in part.runs)
-        return VocabCrossEntropy(mesh.index("tp") * part.size, real, mesh.group("tp"))
+        return VocabParallelCrossEntropy(mesh.index("tp") * part.size, real, mesh.group("tp"))
 
 
 @dataclass(frozen=True)
-class Heads(Style):
+class Heads(ParallelStyle):
     """An attention module whose `heads` and `kv_heads` become the numbers of heads held locally; its `sinks`
     and the rows of `relative`, if it has any, are split like its query heads.
     """
 
-    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
         heads = getattr(module, "heads", None)
         if not isinstance(heads, int) or not isinstance(getattr(module, "kv_heads", None), int):
             raise StrettoError(
@@ -383,7 +393,9 @@ class Heads(Style):
             )
         mine = even(f"{name}.heads", heads, index, tp)  # key heads may be copied, query heads may not
         parameters = (leaf for leaf, _ in module.named_parameters(recurse=False))
-        return {leaf: Part(dim=0, runs=(mine,)) for leaf in parameters if leaf in ("sinks", "relative")}
+        return {
+            leaf: ParameterShard(dim=0, runs=(mine,)) for leaf in parameters if leaf in ("sinks", "relative")
+        }
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         tp = mesh.size("tp")
@@ -394,14 +406,14 @@ class Heads(Style):
 
 
 @dataclass(frozen=True)
-class Shared(Style):
+class Shared(ParallelStyle):
     """An nn.Identity through which all ranks' heads get the same tensor [b, s, n], whose gradients are summed
     over the ranks. With `sequence` each rank has its part of the tokens before, and all of them after.
     """
 
     sequence: bool = False
 
-    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
         if type(module) is not nn.Identity:
             raise StrettoError(f"{name} is {type(module).__name__}", hint="Shared style takes nn.Identity")
         return {}
@@ -412,7 +424,7 @@ class Shared(Style):
 
 
 @dataclass(frozen=True)
-class SplitDropout(Style):
+class SplitDropout(ParallelStyle):
     """Dropout of an activation that is split, whose masks are this rank's slices of one process's.
 
     heads: (dimension, its full size) of a dimension that is split evenly over the tp ranks.
@@ -422,7 +434,7 @@ class SplitDropout(Style):
     heads: tuple[int, int] | None = None
     sequence: tuple[int, int, bool] | None = None
 
-    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
         return {}
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
@@ -449,7 +461,7 @@ class SplitDropout(Style):
 
 
 @dataclass(frozen=True)
-class Positions(Style):
+class ShardedPositions(ParallelStyle):
     """A module whose `positions` become this rank's positions of samples of `length` tokens.
 
     sequence: whether sequence parallelism is on, which pads samples for the tp ranks.
@@ -460,11 +472,11 @@ class Positions(Style):
     sequence: bool = False
     sharded: bool = False
 
-    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
         if not hasattr(module, "positions"):
             raise StrettoError(
                 f"{name} ({type(module).__name__}) has no positions",
-                hint="Positions style is for modules that read self.positions",
+                hint="ShardedPositions style is for modules that read self.positions",
             )
         return {}
 
@@ -483,7 +495,7 @@ def _positions(split: SequenceSplit, sharded: bool, device: torch.device) -> tor
     return (split.shard if sharded else split.positions).to(device)
 
 
-def shrink(parameter: torch.Tensor, part: Part) -> torch.Tensor:
+def shrink(parameter: torch.Tensor, part: ParameterShard) -> torch.Tensor:
     """An empty tensor of the local shape on the parameter's device."""
     if part.dim is None:
         return torch.empty_like(parameter)

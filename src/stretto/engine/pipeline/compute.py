@@ -20,7 +20,7 @@ from stretto.engine.pipeline.activation_offload import ActivationCopies
 from stretto.engine.pipeline.exchange import Exchange
 from stretto.engine.pipeline.live import Bundle, Call, Live, same_memory
 from stretto.engine.pipeline.versions import WeightVersions, ages
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.messages import needed_by
 from stretto.program.program import Program
 
@@ -68,12 +68,12 @@ class Compute:
         self.before = before
         self.versions = versions or {}
         order = program.orders[rank]
-        self.trains = any(a.kind in (Kind.B, Kind.I) for a in order)
-        self.split = {a.stage for a in order if a.kind is Kind.W}
-        self.recomputed = {(a.stage, a.microbatch) for a in order if a.kind is Kind.RECOMPUTE}
+        self.trains = any(a.kind in (ActionKind.B, ActionKind.I) for a in order)
+        self.split = {a.stage for a in order if a.kind is ActionKind.W}
+        self.recomputed = {(a.stage, a.microbatch) for a in order if a.kind is ActionKind.RECOMPUTE}
         streams = CopyStreams()
         self.offloaded = {
-            (a.stage, live.place(a)): ActivationCopies(streams) for a in order if a.kind is Kind.OFFLOAD
+            (a.stage, live.place(a)): ActivationCopies(streams) for a in order if a.kind is ActionKind.OFFLOAD
         }
         self.random = dict[tuple[int, int], RandomState]()
         queue: list[Deferred] = []  # one for all stages: they may share a layer, and each I empties it
@@ -271,12 +271,12 @@ class Compute:
             if drop is not None:
                 drop()
 
-        if action.kind is Kind.I and here.walk is not None:
+        if action.kind is ActionKind.I and here.walk is not None:
             return self._walk(action)
         if stage not in self.split or here.walk is not None:
             return call
         queue, rest = here.queue, here.rest
-        weights = self.weights(action) if action.kind is Kind.B else None
+        weights = self.weights(action) if action.kind is ActionKind.B else None
 
         def split() -> None:
             call()

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup, Work
 from stretto.engine.parallel.mesh import make_group
 from stretto.engine.pipeline.live import Boundaries, Boundary, Bundle, Call, Live
 from stretto.errors import StrettoError
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program
 
 FORWARD, BACKWARD = 0, 1
@@ -31,9 +31,9 @@ def channels(program: Program) -> list[Channel]:
     used = set[Channel]()
     for rank, order in enumerate(program.orders):
         for action in order:
-            if action.kind is Kind.SEND_F:
+            if action.kind is ActionKind.SEND_F:
                 used.add((rank, program.placement[action.stage + 1], FORWARD))
-            elif action.kind is Kind.SEND_B:
+            elif action.kind is ActionKind.SEND_B:
                 used.add((rank, program.placement[action.stage - 1], BACKWARD))
     return sorted(used)
 
@@ -209,7 +209,7 @@ class Exchange:
         self.boundaries = boundaries
         self.trains = trains
         self.slots = slots
-        self.memory = dict[tuple[int, Kind, int], Bundle]()
+        self.memory = dict[tuple[int, ActionKind, int], Bundle]()
         self._inboxes = dict[Channel, Inbox]()
 
     # ------------------------------------------------------------------ receiving
@@ -240,7 +240,7 @@ class Exchange:
         receives, key = self.live.receives, self.live.key(action)
         channel = self._channel(action)
         if self.boundaries is None:
-            leaf = self.trains and action.kind is Kind.RECV_F
+            leaf = self.trains and action.kind is ActionKind.RECV_F
 
             def varying() -> Bundle:
                 tensors = self._inbox(channel).take(key)
@@ -279,7 +279,7 @@ class Exchange:
         """The buffers of one receive; activations are leaves, whose gradients accumulate in `.grad`."""
         key = (action.stage, action.kind, self.slots[action])
         if key not in self.memory:
-            forward = action.kind is Kind.RECV_F
+            forward = action.kind is ActionKind.RECV_F
             leaf = forward and self.trains
             made = list[Tensor]()
             for b in self._expected(action.stage if forward else action.stage + 1):
@@ -295,11 +295,11 @@ class Exchange:
 
     def _channel(self, transfer: Action) -> Channel:
         placement, (stage, kind, _) = self.program.placement, transfer
-        if kind is Kind.SEND_F:
+        if kind is ActionKind.SEND_F:
             return self.rank, placement[stage + 1], FORWARD
-        if kind is Kind.SEND_B:
+        if kind is ActionKind.SEND_B:
             return self.rank, placement[stage - 1], BACKWARD
-        if kind is Kind.RECV_F:
+        if kind is ActionKind.RECV_F:
             return placement[stage - 1], self.rank, FORWARD
         return placement[stage + 1], self.rank, BACKWARD
 
@@ -309,7 +309,7 @@ class Exchange:
         """Start sending activations forward or input gradients backward."""
         stage = action.stage
         mb, key = self.live.place(action), self.live.key(action)
-        forward = action.kind is Kind.SEND_F
+        forward = action.kind is ActionKind.SEND_F
         here = self.live.stages[stage]
         start = self.transfer.send
         sends = self.live.sends

@@ -26,7 +26,7 @@ from stretto.engine.pipeline.rounds import Rounds
 from stretto.engine.pipeline.versions import WeightVersions
 from stretto.engine.pipeline.words import in_words
 from stretto.engine.progress import PROGRESS, Label, label
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.checks.residency import USES
 from stretto.program.lower import send_releases
 from stretto.program.messages import channel_of, needed_by
@@ -143,7 +143,7 @@ class Executor:
         self.work = work
         self.device = device
         self.live = Live(work.stages, rounds.ring)
-        trains = any(a.kind in (Kind.B, Kind.I) for a in program.orders[rank])
+        trains = any(a.kind in (ActionKind.B, ActionKind.I) for a in program.orders[rank])
         self._exchange = (
             Exchange(
                 program=program,
@@ -289,10 +289,14 @@ class Executor:
         releases = defaultdict[Action | None, list[Action]](list)
         for send, point in send_releases(self.program, self.rank).items():
             releases[point].append(send)
-        last = {} if self.program.versions else {a.stage: a for a in order if a.kind in (Kind.B, Kind.W)}
+        last = (
+            {}
+            if self.program.versions
+            else {a.stage: a for a in order if a.kind in (ActionKind.B, ActionKind.W)}
+        )
         # a stage in two sets has the same action twice
-        joined = max((at for at, a in enumerate(order) if a.kind is Kind.REDUCE_TIED), default=-1)
-        updates = iter([a.microbatch for a in order if a.kind is Kind.UPDATE])
+        joined = max((at for at, a in enumerate(order) if a.kind is ActionKind.REDUCE_TIED), default=-1)
+        updates = iter([a.microbatch for a in order if a.kind is ActionKind.UPDATE])
         opened = set[int]()
         coming = set[int]()
         reduced = list[int]()
@@ -300,16 +304,16 @@ class Executor:
         for at, action in enumerate(order):
             if at == ends[len(self._segments) - 1]:
                 self._segments.append(_Segment())
-            if rounds.cycle and action.kind is Kind.F and microbatch_of(action) == entered * m:
+            if rounds.cycle and action.kind is ActionKind.F and microbatch_of(action) == entered * m:
                 self._add(self._enter, "", entered * m)
                 entered += 1
-            if action.kind is Kind.UNSHARD:
+            if action.kind is ActionKind.UNSHARD:
                 coming.add(action.stage)
             elif action.stage in coming and action.kind in USES:
                 coming.remove(action.stage)
                 if weights.gathers:
                     self._add(partial(weights.await_stage, action.stage), f"the weights of {action}")
-            if action.kind in (Kind.B, Kind.I) and action.stage not in opened:
+            if action.kind in (ActionKind.B, ActionKind.I) and action.stage not in opened:
                 if not opened and SHARED in buffers:
                     self._add(buffers[SHARED].open, "the gradients that stages share")
                 opened.add(action.stage)
@@ -320,16 +324,20 @@ class Executor:
                 self._release(send)
             if last.get(action.stage) == action and self._graph is None:  # no hook runs within a graph
                 self._add(buffers[action.stage].arm, f"the start of {action}")
-            if action.kind is Kind.REDUCE_GRAD:
+            if action.kind is ActionKind.REDUCE_GRAD:
                 reduced.append(action.stage)
-            if action.kind is not Kind.REDUCE_TIED:
+            if action.kind is not ActionKind.REDUCE_TIED:
                 # gradients are reduced for the update that follows, if there is one
-                of = next(updates) if action.kind is Kind.REDUCE_GRAD and rounds.cycle else action.microbatch
+                of = (
+                    next(updates)
+                    if action.kind is ActionKind.REDUCE_GRAD and rounds.cycle
+                    else action.microbatch
+                )
                 if call := self._call(action):
                     message = needed_by(self.program, action)
                     self._add(call, self._label(action), of or 0, self._wait(message), message, does=action)
                 # a stage without an input gradient runs its graph in W
-                if action.kind in (Kind.B, Kind.I, Kind.W) and weights.gathers:
+                if action.kind in (ActionKind.B, ActionKind.I, ActionKind.W) and weights.gathers:
                     call = partial(weights.end_backward, action.stage)
                     self._add(call, f"the end of {self._label(action)}", of or 0)
             elif at == joined and self.work.reduce_tied is not None:
@@ -346,38 +354,38 @@ class Executor:
         stage = action.stage
         graph = self._graph
         match action.kind:
-            case Kind.F if graph is not None:  # which begins with it
+            case ActionKind.F if graph is not None:  # which begins with it
                 return partial(work.weights.await_stage, stage) if work.weights.gathers else None
-            case Kind.B if graph is not None:
+            case ActionKind.B if graph is not None:
                 return partial(graph.run, self.live, self.live.place(action))
-            case Kind.F:
+            case ActionKind.F:
                 return compute.forward(action)
-            case Kind.B | Kind.I:
+            case ActionKind.B | ActionKind.I:
                 return compute.backward(action)
-            case Kind.W:
+            case ActionKind.W:
                 return compute.weights(action)
-            case Kind.RECOMPUTE:
+            case ActionKind.RECOMPUTE:
                 return compute.recompute(action)
-            case Kind.OFFLOAD:
+            case ActionKind.OFFLOAD:
                 return compute.offload(action)
-            case Kind.RELOAD:
+            case ActionKind.RELOAD:
                 return compute.reload(action)
-            case Kind.SEND_F | Kind.SEND_B:
+            case ActionKind.SEND_F | ActionKind.SEND_B:
                 assert exchange is not None
                 return exchange.send(action)
-            case Kind.RECV_F | Kind.RECV_B:
+            case ActionKind.RECV_F | ActionKind.RECV_B:
                 assert exchange is not None
                 return exchange.receive(action)
-            case Kind.REDUCE_GRAD:
+            case ActionKind.REDUCE_GRAD:
                 return partial(work.weights.reduce, stage)
-            case Kind.UPDATE:
+            case ActionKind.UPDATE:
                 return compute.update(action)
-            case Kind.UNSHARD | Kind.RESHARD:
+            case ActionKind.UNSHARD | ActionKind.RESHARD:
                 if not work.weights.gathers:
                     return None
-                call = work.weights.gather if action.kind is Kind.UNSHARD else work.weights.release
+                call = work.weights.gather if action.kind is ActionKind.UNSHARD else work.weights.release
                 return partial(call, stage)
-            case Kind.REDUCE_TIED:
+            case ActionKind.REDUCE_TIED:
                 raise AssertionError("bound with all others of the rank")
 
     def _label(self, action: Action) -> str:

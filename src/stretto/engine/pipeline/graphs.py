@@ -17,7 +17,7 @@ from stretto.engine.device import Graph, has_graphs
 from stretto.engine.pipeline.compute import Compute
 from stretto.engine.pipeline.live import Live
 from stretto.errors import StrettoError
-from stretto.program.action import Kind
+from stretto.program.action import ActionKind
 from stretto.program.checks.in_turn import in_turn
 from stretto.program.program import Program
 
@@ -68,8 +68,8 @@ class MicrobatchGraph:
             program=program, rank=rank, live=self._live, exchange=None, loss=loss, before=before
         )
         order = program.orders[rank]
-        self._forward = compute.forward(next(action for action in order if action.kind is Kind.F))
-        self._backward = compute.backward(next(action for action in order if action.kind is Kind.B))
+        self._forward = compute.forward(next(action for action in order if action.kind is ActionKind.F))
+        self._backward = compute.backward(next(action for action in order if action.kind is ActionKind.B))
         self._graph = Graph(device)
         self._batch: list[Tensor] = []  # where the graph reads inputs, targets and the loss's gradient
         self._warmed = 0

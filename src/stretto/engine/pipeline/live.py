@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import Work
 
 from stretto.engine.parallel.tensor.linear import Deferred, Fused
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 
 if TYPE_CHECKING:
     from stretto.engine.pipeline.walk import GraphSplit
@@ -122,12 +122,12 @@ def assign_slots(order: Iterable[Action]) -> dict[Action, int]:
     for at, action in enumerate(order):
         if action.kind.is_compute:
             ends[action.stage, action.microbatch] = at
-    free = dict[tuple[int, Kind], list[int]]()
-    made = dict[tuple[int, Kind], int]()
-    held = dict[int, list[tuple[tuple[int, Kind], int]]]()
+    free = dict[tuple[int, ActionKind], list[int]]()
+    made = dict[tuple[int, ActionKind], int]()
+    held = dict[int, list[tuple[tuple[int, ActionKind], int]]]()
     slots = dict[Action, int]()
     for at, action in enumerate(order):
-        if action.kind in (Kind.RECV_F, Kind.RECV_B):
+        if action.kind in (ActionKind.RECV_F, ActionKind.RECV_B):
             pool = (action.stage, action.kind)
             spare = free.setdefault(pool, [])
             slot = spare.pop() if spare else made.get(pool, 0)

@@ -26,7 +26,7 @@ from stretto.engine.pipeline.skips import Skip, Stage, check_skips
 from stretto.engine.pipeline.versions import WeightVersions
 from stretto.errors import StrettoError
 from stretto.layout.cut import cut as even_cut
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.checks.check import check
 from stretto.program.lower import LOOKAHEAD, lower
 from stretto.program.program import Program
@@ -38,7 +38,7 @@ def forward_only(program: Program, microbatches: int) -> Program:
     """
     orders = tuple(
         tuple(
-            Action(s, Kind.F, i)
+            Action(s, ActionKind.F, i)
             for i in range(microbatches)
             for s in program.stages_of(rank)
             if s < program.depth
@@ -197,7 +197,7 @@ class Pipeline:
         self.ring, self.ahead = self._rounds.ring, self._rounds.ahead
         self.late = max(1, -(-(program.ranks - 1) // program.microbatches))
         self.stages = {s: self._stage(layers, s) for s in program.stages_of(self.rank)}
-        for s in {a.stage for a in program.orders[self.rank] if a.kind is Kind.W}:
+        for s in {a.stage for a in program.orders[self.rank] if a.kind is ActionKind.W}:
             adopt(self.stages[s])
         self.holds_loss = any(program.is_last(s) for s in self.stages)
         self._loss = loss

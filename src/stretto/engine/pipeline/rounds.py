@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from math import lcm
 
 from stretto.engine.pipeline.live import assign_slots, microbatch_of
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.checks.check import check
 from stretto.program.lower import RankLowering, lower, send_releases
 from stretto.program.program import Program, ScheduleError
 
-_Pool = tuple[int, Kind]  # receives of one stage in one direction, which share buffers
+_Pool = tuple[int, ActionKind]  # receives of one stage in one direction, which share buffers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class Rounds:
         return {
             a: microbatch_of(a) % self.buffers[a.stage, a.kind]
             for a in order
-            if a.kind is Kind.RECV_F or a.kind is Kind.RECV_B
+            if a.kind is ActionKind.RECV_F or a.kind is ActionKind.RECV_B
         }
 
     def ends(self, rank: int) -> list[int]:
@@ -148,7 +148,7 @@ def _needs(program: Program, rank: int, m: int) -> tuple[dict[_Pool, int], int]:
     steps, pools = _Held(), defaultdict[_Pool, _Held](_Held)
     places = dict[Action, int]()
     order = program.orders[rank]
-    received = {(a.stage, a.kind) for a in order if a.kind in (Kind.RECV_F, Kind.RECV_B)}
+    received = {(a.stage, a.kind) for a in order if a.kind in (ActionKind.RECV_F, ActionKind.RECV_B)}
     for at, action in enumerate(order):
         if action.microbatch is None:
             continue
@@ -192,9 +192,9 @@ def _check_steady(program: Program, rank: int, fill: int, cycle: int, m: int) ->
     order = program.orders[rank]
     ends = step_ends(order, m)
 
-    def actions(step: int) -> list[tuple[int, Kind, int | None, int]]:
+    def actions(step: int) -> list[tuple[int, ActionKind, int | None, int]]:
         """What a step does, microbatches and versions counted from those of its first microbatch on."""
-        done = list[tuple[int, Kind, int | None, int]]()
+        done = list[tuple[int, ActionKind, int | None, int]]()
         for stage, kind, i in order[ends[step - 1] : ends[step]]:
             versions = program.versions[stage]
             version = 0 if i is None else versions[i] - versions[step * m]

@@ -95,8 +95,8 @@ def sum_partial(parts: Sequence[PartialGradient], reduced: Reduced | None = None
 
 
 def sum_gradients(model: nn.Module, table: Mapping[str, Sharded]) -> None:
-    """Sum the gradients to which several ranks contribute, as those of `Batch` style: once a step, after the
-    last backward and before clipping. Collective over the ranks of tp.
+    """Sum the gradients to which several ranks contribute, as with BatchParallel style: once a step, after
+    the last backward and before clipping. Collective over the ranks of tp.
 
     Args:
         table: what `parallelize` returned for the model.

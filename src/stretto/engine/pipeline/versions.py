@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from stretto.engine.pipeline.live import microbatch_of
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 
 NEVER = sys.maxsize  # a microbatch that does not come
-_USES = frozenset({Kind.F, Kind.RECOMPUTE, Kind.B, Kind.I})  # W has kept what it needs
+_USES = frozenset(
+    {ActionKind.F, ActionKind.RECOMPUTE, ActionKind.B, ActionKind.I}
+)  # W has kept what it needs
 
 
 class WeightVersions:
@@ -140,13 +142,13 @@ def ages(order: Sequence[Action], versions: Sequence[int]) -> Ages:
     of, following = dict[Action, int](), dict[Action, int]()
     newest = 0
     for action in order:
-        if action.kind is Kind.UPDATE:
+        if action.kind is ActionKind.UPDATE:
             newest += 1
         elif action.kind in _USES:
             of[action] = newest - versions[microbatch_of(action)]
     users = dict[int, int]()  # of each version, the next microbatch after the place in the order
     for action in reversed(order):
-        if action.kind is Kind.UPDATE:
+        if action.kind is ActionKind.UPDATE:
             newest -= 1
             # of several updates that name no microbatch, the first that needs to keep anything decides
             following[action] = min(users.get(newest, NEVER), following.get(action, NEVER))

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 
 _OF_A_STAGE = {
-    Kind.UPDATE: "optimizer step of stage {stage}",
-    Kind.REDUCE_GRAD: "reduction of the gradients of stage {stage}",
-    Kind.REDUCE_TIED: "sum of the gradients that stages share",
-    Kind.UNSHARD: "gathering the weights of stage {stage}",
-    Kind.RESHARD: "releasing the weights of stage {stage}",
+    ActionKind.UPDATE: "optimizer step of stage {stage}",
+    ActionKind.REDUCE_GRAD: "reduction of the gradients of stage {stage}",
+    ActionKind.REDUCE_TIED: "sum of the gradients that stages share",
+    ActionKind.UNSHARD: "gathering the weights of stage {stage}",
+    ActionKind.RESHARD: "releasing the weights of stage {stage}",
 }
 _MESSAGES = {
-    Kind.SEND_F: ("send F", "to", 1),
-    Kind.RECV_F: ("recv F", "from", -1),
-    Kind.SEND_B: ("send B", "to", -1),
-    Kind.RECV_B: ("recv B", "from", 1),
+    ActionKind.SEND_F: ("send F", "to", 1),
+    ActionKind.RECV_F: ("recv F", "from", -1),
+    ActionKind.SEND_B: ("send B", "to", -1),
+    ActionKind.RECV_B: ("recv B", "from", 1),
 }
 
 

@@ -22,7 +22,7 @@ from stretto.planner.machines.cluster import Cluster
 from stretto.planner.memory.ranks import message_bytes
 from stretto.planner.memory.transient import TIED, stage_units
 from stretto.planner.time.step import stage_time
-from stretto.program.action import Kind
+from stretto.program.action import ActionKind
 from stretto.program.program import Program
 from stretto.spec.chain import layer_of
 from stretto.spec.flops import layer_names
@@ -37,7 +37,7 @@ def predicted_profile(
     Blocks are recomputed as the job says; recompute mode `auto` is taken as none.
     """
     shape, how = job.shape, ComputeConfig.of(job)
-    split = any(action.kind is Kind.W for order in program.orders for action in order)
+    split = any(action.kind is ActionKind.W for order in program.orders for action in order)
     shares = Shares.of(how)
     keep = StateConfig.of(job, program)
     layers: list[LayerProfile] = []

@@ -15,15 +15,15 @@ from itertools import accumulate, pairwise
 from math import inf
 
 from stretto.planner.cutting.profile import ModelProfile
-from stretto.program.action import Kind
+from stretto.program.action import ActionKind
 from stretto.program.checks.versions import weight_versions
 from stretto.program.program import Program
 from stretto.program.replay.sweep import KINDS, encode, sweep
 
 Cut = tuple[int, ...]  # first layer of each stage, and the number of layers
-Counts = Mapping[tuple[int, Kind], float]  # by stage of one copy, how often
+Counts = Mapping[tuple[int, ActionKind], float]  # by stage of one copy, how often
 
-_FORWARD = {Kind.F, Kind.RECOMPUTE}
+_FORWARD = {ActionKind.F, ActionKind.RECOMPUTE}
 
 
 @dataclass(frozen=True)
@@ -121,17 +121,17 @@ class StageSums:
             stage, at = s % depth, s * len(KINDS)
             f, i, w = times[stage]
             for kind, seconds in (
-                (Kind.F, f),
-                (Kind.RECOMPUTE, f),
-                (Kind.B, i + w),
-                (Kind.I, i),
-                (Kind.W, w),
+                (ActionKind.F, f),
+                (ActionKind.RECOMPUTE, f),
+                (ActionKind.B, i + w),
+                (ActionKind.I, i),
+                (ActionKind.W, w),
             ):
                 cost[at + KINDS[kind]] = seconds
             if stage and program.placement[s - 1] != program.placement[s]:
-                delay[at + KINDS[Kind.F]] = self.delay[cut[stage]]
+                delay[at + KINDS[ActionKind.F]] = self.delay[cut[stage]]
             if stage + 1 < depth and program.placement[s + 1] != program.placement[s]:
-                delay[at + KINDS[Kind.B]] = delay[at + KINDS[Kind.I]] = self.delay[cut[stage + 1]]
+                delay[at + KINDS[ActionKind.B]] = delay[at + KINDS[ActionKind.I]] = self.delay[cut[stage + 1]]
         code = encode(program)
         starts, ends = sweep(code, cost, delay)
         last = max(range(len(ends)), key=ends.__getitem__)
@@ -142,7 +142,7 @@ class StageSums:
         code, depth = encode(self.program), self.depth
         node = {slot: at for at, slot in enumerate(code.slots)}
         kinds = list(KINDS)
-        counts = Counter[tuple[int, Kind]]()
+        counts = Counter[tuple[int, ActionKind]]()
         slot = last
         while slot in node:
             at = node[slot]
@@ -152,20 +152,25 @@ class StageSums:
             if ends[slot - 1] >= starts[slot] or not code.sources[at]:
                 slot -= 1
                 continue
-            counts[stage, Kind.RECV_F if kind in _FORWARD else Kind.RECV_B] += 1
+            counts[stage, ActionKind.RECV_F if kind in _FORWARD else ActionKind.RECV_B] += 1
             slot = code.sources[at]
         return counts
 
     def chain(self, counts: Counts) -> Row:
         """The time of a chain of actions."""
-        sums = {Kind.F: self.forward, Kind.RECOMPUTE: self.forward, Kind.I: self.back, Kind.W: self.weight}
+        sums = {
+            ActionKind.F: self.forward,
+            ActionKind.RECOMPUTE: self.forward,
+            ActionKind.I: self.back,
+            ActionKind.W: self.weight,
+        }
         slope = [[0.0] * (self.layers + 1) for _ in range(self.depth)]
         entry = [[0.0] * (self.layers + 1) for _ in range(self.depth)]
         for (s, kind), count in counts.items():
-            if kind in (Kind.RECV_F, Kind.RECV_B):
-                to = s if kind is Kind.RECV_F else s + 1
+            if kind in (ActionKind.RECV_F, ActionKind.RECV_B):
+                to = s if kind is ActionKind.RECV_F else s + 1
                 entry[to] = [e + count * d for e, d in zip(entry[to], self.delay, strict=True)]
-            for half in (Kind.I, Kind.W) if kind is Kind.B else (kind,):
+            for half in (ActionKind.I, ActionKind.W) if kind is ActionKind.B else (kind,):
                 if half in sums:
                     slope[s] = [a + count * b for a, b in zip(slope[s], sums[half], strict=True)]
         return _row(slope, entry)
@@ -177,7 +182,7 @@ class StageSums:
         counts = [self._order(rank) for rank in range(self.program.ranks)]
         rows = [self.chain(one) for one in counts]
         for first in range(self.program.ranks - 1):
-            mean = defaultdict[tuple[int, Kind], float](float)
+            mean = defaultdict[tuple[int, ActionKind], float](float)
             for one in counts[first:]:
                 for key, count in one.items():
                     mean[key] += count / (len(counts) - first)
@@ -186,7 +191,7 @@ class StageSums:
 
     def _order(self, rank: int) -> Counts:
         program, depth = self.program, self.depth
-        order, counts = program.orders[rank], Counter[tuple[int, Kind]]()
+        order, counts = program.orders[rank], Counter[tuple[int, ActionKind]]()
         for stage, kind, _ in order:
             counts[stage % depth, kind] += 1
         away = [
@@ -194,13 +199,13 @@ class StageSums:
             for stage in range(program.stages)
         ]
         for copy_stage in range(order[0].stage - order[0].stage % depth, order[0].stage):
-            counts[copy_stage % depth, Kind.F] += 1
-            counts[copy_stage % depth + 1, Kind.RECV_F] += away[copy_stage + 1]
+            counts[copy_stage % depth, ActionKind.F] += 1
+            counts[copy_stage % depth + 1, ActionKind.RECV_F] += away[copy_stage + 1]
         last = order[-1]
-        if last.kind in (Kind.B, Kind.I):
+        if last.kind in (ActionKind.B, ActionKind.I):
             for copy_stage in range(last.stage - last.stage % depth, last.stage):
-                counts[copy_stage % depth, Kind.I] += 1
-                counts[copy_stage % depth, Kind.RECV_B] += away[copy_stage + 1]
+                counts[copy_stage % depth, ActionKind.I] += 1
+                counts[copy_stage % depth, ActionKind.RECV_B] += away[copy_stage + 1]
         return counts
 
     # ------------------------------------------------------------------ memory
@@ -227,9 +232,11 @@ class StageSums:
     def _held(self, cut: Cut, counts: Counts) -> float:
         return sum(count * self._of(cut, s, kind) for (s, kind), count in counts.items())
 
-    def _of(self, cut: Cut, s: int, kind: Kind) -> float:
+    def _of(self, cut: Cut, s: int, kind: ActionKind) -> float:
         i, j = cut[s], cut[s + 1]
-        return self.entering[i] if kind is Kind.RECOMPUTE else self.kept[j] - self.kept[i] + self.extra[i]
+        return (
+            self.entering[i] if kind is ActionKind.RECOMPUTE else self.kept[j] - self.kept[i] + self.extra[i]
+        )
 
     def memory_rows(self, rank: int) -> list[Row]:
         """What the rank holds at each point where it may be fullest; never above `memory`."""
@@ -241,9 +248,9 @@ class StageSums:
                 stage, single = s % self.depth, self._single()
                 slope[stage] = [a + self.copies[s] * b for a, b in zip(slope[stage], single, strict=True)]
             for (s, kind), count in counts.items():
-                if kind is not Kind.RECOMPUTE:
+                if kind is not ActionKind.RECOMPUTE:
                     slope[s] = [a + count * b for a, b in zip(slope[s], self.kept, strict=True)]
-                more = self.entering if kind is Kind.RECOMPUTE else self.extra
+                more = self.entering if kind is ActionKind.RECOMPUTE else self.extra
                 entry[s] = [a + count * b for a, b in zip(entry[s], more, strict=True)]
             rows.append(_row(slope, entry))
         return rows
@@ -262,17 +269,17 @@ def _held_microbatches(program: Program, rank: int) -> list[Counts]:
     dominates: under `F` those with all activations, under `RECOMPUTE` those with their input only.
     """
     order, depth = program.orders[rank], program.depth
-    repeated = {(a.stage, a.microbatch) for a in order if a.kind is Kind.RECOMPUTE}
-    held, seen = Counter[tuple[int, Kind]](), set[frozenset[tuple[tuple[int, Kind], int]]]()
+    repeated = {(a.stage, a.microbatch) for a in order if a.kind is ActionKind.RECOMPUTE}
+    held, seen = Counter[tuple[int, ActionKind]](), set[frozenset[tuple[tuple[int, ActionKind], int]]]()
     for stage, kind, i in order:
         stage_of_copy, light = stage % depth, (stage, i) in repeated
-        if kind is Kind.F:
-            held[stage_of_copy, Kind.RECOMPUTE if light else Kind.F] += 1
-        elif kind is Kind.RECOMPUTE:
-            held[stage_of_copy, Kind.RECOMPUTE] -= 1
-            held[stage_of_copy, Kind.F] += 1
-        elif kind in (Kind.B, Kind.W):
-            held[stage_of_copy, Kind.F] -= 1
+        if kind is ActionKind.F:
+            held[stage_of_copy, ActionKind.RECOMPUTE if light else ActionKind.F] += 1
+        elif kind is ActionKind.RECOMPUTE:
+            held[stage_of_copy, ActionKind.RECOMPUTE] -= 1
+            held[stage_of_copy, ActionKind.F] += 1
+        elif kind in (ActionKind.B, ActionKind.W):
+            held[stage_of_copy, ActionKind.F] -= 1
         seen.add(frozenset((key, count) for key, count in held.items() if count > 0))
         if not program.trains:
             held.clear()

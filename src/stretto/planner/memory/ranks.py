@@ -19,7 +19,7 @@ from stretto.planner.counts.state_bytes import StateBytes, StateConfig, state_by
 from stretto.planner.memory.layer import layer_memory
 from stretto.planner.memory.stage import StageMemory, stage_memory
 from stretto.planner.memory.transient import StageUnits, TransientMemory, distinct_units, stage_units
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.lower import LOOKAHEAD, lower, send_releases
 from stretto.program.messages import needed_by, sent_by
 from stretto.program.program import Program
@@ -224,7 +224,7 @@ class _Walk:
         self.program = job.lowered
         self.order = self.program.orders[rank]
         here = self.program.stages_of(rank)
-        self.split = {a.stage for a in self.order if a.kind is Kind.W}
+        self.split = {a.stage for a in self.order if a.kind is ActionKind.W}
         self.held = Counter[str]()
         self.units = {s: job.units(s % self.program.depth) for s in here}
         self.transient = TransientMemory(self.units, self.order, self.held)
@@ -277,30 +277,30 @@ class _Walk:
     def _act(self, action: Action) -> None:
         stage, kind, _ = action
         work, transient = self.work[stage], self.transient
-        if kind is Kind.F:
+        if kind is ActionKind.F:
             self._note(action, work.again if transient.waits(stage) else work.forward)
             self._forward(action)
             transient.forward(stage)
-        elif kind is Kind.B or kind is Kind.I:
+        elif kind is ActionKind.B or kind is ActionKind.I:
             transient.open(stage)
             self.most = max(self.most, self.held.total())
             self._note(action, self._during(action) - transient.replaced(action))
             self._backward(action)
             transient.backward(action)
-        elif kind is Kind.W:
+        elif kind is ActionKind.W:
             self._note(action, max(work.products, self._last_product(stage) - work.queued))
             self.held["activations"] -= work.queued + work.boundary * (
                 work.lent and self._gradient_is_local(action)
             )
             transient.backward(action)
-        elif kind is Kind.UNSHARD:
+        elif kind is ActionKind.UNSHARD:
             transient.gather(stage)
-        elif kind is Kind.RESHARD:
+        elif kind is ActionKind.RESHARD:
             transient.release(stage)
-        elif kind is Kind.REDUCE_GRAD:
+        elif kind is ActionKind.REDUCE_GRAD:
             transient.reduce(stage)
             self._note(action, 0)
-        elif kind is Kind.UPDATE:
+        elif kind is ActionKind.UPDATE:
             transient.updated(stage)
             self.held["versions"] += self.versions.update(stage) * self.units[stage].weights
         self.most = max(self.most, self.held.total())
@@ -334,7 +334,7 @@ class _Walk:
     def _during(self, action: Action) -> int:
         stage = action.stage
         work = self._work(stage, self.transient.before(stage))
-        if action.kind is Kind.I:
+        if action.kind is ActionKind.I:
             return work.split
         if stage not in self.split:
             return work.backward
@@ -364,12 +364,12 @@ class _Walk:
         self.held["activations"] -= work.kept
         self.held["ends"] -= work.ends
         self.flying[stage] -= 1
-        if kind is Kind.I:
+        if kind is ActionKind.I:
             self.held["activations"] += work.queued
-        if self._gradient_is_local(action) and not (kind is Kind.I and work.lent):
+        if self._gradient_is_local(action) and not (kind is ActionKind.I and work.lent):
             self.held["activations"] -= work.boundary
         if not program.is_first(stage):
-            if needed_by(program, Action(stage, Kind.F, mb)) is None:
+            if needed_by(program, Action(stage, ActionKind.F, mb)) is None:
                 self.held["activations"] -= work.enters  # the input, made by a stage on this rank
             self.held[self._category(action)] += work.enters
         if self.versions.done(action):
@@ -378,20 +378,20 @@ class _Walk:
     def _gradient_is_local(self, action: Action) -> bool:
         """Whether the next stage is on this rank too and left the gradient here instead of sending it."""
         stage, _, mb = action
-        here = needed_by(self.program, Action(stage, Kind.B, mb)) is None
+        here = needed_by(self.program, Action(stage, ActionKind.B, mb)) is None
         return here and not self.program.is_last(stage)
 
     def _category(self, action: Action) -> str:
         return "messages" if sent_by(self.program, action) else "activations"
 
-    def _sent(self, stage: int, kind: Kind) -> int:
+    def _sent(self, stage: int, kind: ActionKind) -> int:
         """Bytes of a message that a stage sends."""
-        return self.work[stage].boundary if kind is Kind.SEND_F else self.work[stage].enters
+        return self.work[stage].boundary if kind is ActionKind.SEND_F else self.work[stage].enters
 
     def _buffers(self) -> int:
         """Bytes of all receive buffers."""
         return sum(
-            n * (self.work[stage].enters if kind is Kind.RECV_F else self.work[stage].returns)
+            n * (self.work[stage].enters if kind is ActionKind.RECV_F else self.work[stage].returns)
             for (stage, kind), n in receive_buffers(self.order).items()
         )
 
@@ -406,13 +406,13 @@ class HeldVersions:
             return
         last = dict[tuple[int, int], Action]()
         for action in order:
-            if action.kind is Kind.B and action.microbatch is not None:
+            if action.kind is ActionKind.B and action.microbatch is not None:
                 last[action.stage, program.versions[action.stage][action.microbatch]] = action
         self._last = {action: key for key, action in last.items()}
         place = {action: at for at, action in enumerate(order)}
         self._at = {key: place[action] for key, action in last.items()}
         self._updates = {
-            stage: [at for at, a in enumerate(order) if a.kind is Kind.UPDATE and a.stage == stage]
+            stage: [at for at, a in enumerate(order) if a.kind is ActionKind.UPDATE and a.stage == stage]
             for stage in {a.stage for a in order}
         }
 
@@ -434,15 +434,15 @@ class HeldVersions:
         return True
 
 
-def receive_buffers(order: Sequence[Action]) -> Counter[tuple[int, Kind]]:
+def receive_buffers(order: Sequence[Action]) -> Counter[tuple[int, ActionKind]]:
     """Buffers for the messages of each stage and direction: a message occupies its buffer from its receive to
     the last backward action of its microbatch on that stage.
     """
     ends = {(a.stage, a.microbatch): at for at, a in enumerate(order) if a.kind.is_compute}
-    most, now = Counter[tuple[int, Kind]](), Counter[tuple[int, Kind]]()
-    freed = dict[int, list[tuple[int, Kind]]]()
+    most, now = Counter[tuple[int, ActionKind]](), Counter[tuple[int, ActionKind]]()
+    freed = dict[int, list[tuple[int, ActionKind]]]()
     for at, action in enumerate(order):
-        if action.kind in (Kind.RECV_F, Kind.RECV_B):
+        if action.kind in (ActionKind.RECV_F, ActionKind.RECV_B):
             pool = (action.stage, action.kind)
             now[pool] += 1
             most[pool] = max(most[pool], now[pool])

@@ -9,7 +9,7 @@ from stretto.planner.machines.device import Device
 from stretto.planner.memory.fits import Fit, fit
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import MemoryJob, RankMemory, one_rank, step_ids
-from stretto.program.action import Kind
+from stretto.program.action import ActionKind
 from stretto.program.lower import LOOKAHEAD, RankLowering
 from stretto.program.memory import peak_held
 from stretto.program.program import Program
@@ -70,7 +70,7 @@ def fullest(memory_job: MemoryJob) -> list[int]:
 
 def _peak_flights(program: Program) -> list[int]:
     """Per rank, the most microbatches at once between forward and backward, over all its stages."""
-    step = {Kind.F: 1, Kind.B: -1, Kind.I: -1}
+    step = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.I: -1}
     peaks = list[int]()
     for order in program.orders:
         now = most = 0

@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from stretto.planner.counts.rank_parameters import Shares, layer_parameters
 from stretto.planner.counts.state_bytes import StateConfig, StateUnit, cut_units
 from stretto.planner.memory.stage import Resident
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.spec.data_parallel import Gather
 from stretto.spec.parameters import shared_shapes
 from stretto.spec.shape import ModelShape
@@ -208,7 +208,7 @@ class TransientMemory:
 
     def __init__(self, units: Mapping[int, StageUnits], order: Sequence[Action], held: Counter[str]) -> None:
         self.held = held
-        self._split = {action.stage for action in order if action.kind is Kind.W}
+        self._split = {action.stage for action in order if action.kind is ActionKind.W}
         tied = {s: u for s, of_stage in units.items() for u in of_stage.units if u.parameters[0].name == TIED}
         self._shared = set(tied) if len(tied) > 1 else set[int]()
         self._tied = next(iter(tied.values())) if self._shared else None
@@ -260,7 +260,7 @@ class TransientMemory:
     def replaced(self, action: Action) -> int:
         """Bytes that are held now and are counted again in a backward's own peak."""
         waiting = self.units[action.stage].waiting if action.stage in self._waiting else 0
-        return waiting + (self.flying(action.stage) if action.kind is Kind.B else 0)
+        return waiting + (self.flying(action.stage) if action.kind is ActionKind.B else 0)
 
     def open(self, stage: int) -> None:
         """The first backward of a stage allocates its whole gradient, after the gradients that are reduced
@@ -277,15 +277,15 @@ class TransientMemory:
     def backward(self, action: Action) -> None:
         """A backward, or one of its halves, is done: reductions of the gradients that it completed start."""
         stage, kind, _ = action
-        if kind is not Kind.W and stage in self._waiting:
+        if kind is not ActionKind.W and stage in self._waiting:
             self._waiting.remove(stage)
             self.held["gathered"] -= self.units[stage].waiting
         units = self.units[stage]
         halves = (True, False) if stage in self._split else (None,)
         for inputs in halves:
-            if kind is Kind.B or inputs is (kind is Kind.I):
+            if kind is ActionKind.B or inputs is (kind is ActionKind.I):
                 self._launch(stage, units.flying(inputs))
-        if self._tied is not None and stage in self._shared and self._tied.each and kind is not Kind.I:
+        if self._tied is not None and stage in self._shared and self._tied.each and kind is not ActionKind.I:
             self._launch(SHARED, (self._tied.flying,))
 
     def _launch(self, stage: int, sizes: Sequence[int]) -> None:

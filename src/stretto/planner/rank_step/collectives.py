@@ -8,7 +8,7 @@ from typing import Literal
 
 from stretto.planner.counts.state_bytes import StateUnit
 from stretto.planner.memory.transient import SHARED, TIED, StageUnits
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,11 @@ class EachMicrobatch:
     def counts(self, order: Sequence[Action]) -> Iterator[StateUnit]:
         """Yields a unit each time it is reduced in this order of actions."""
         for stage, kind, _ in order:
-            if kind in (Kind.B, Kind.I, Kind.W):
-                halves = {Kind.B: ("I", "W"), Kind.I: ("I",), Kind.W: ("W",)}[kind]
+            if kind in (ActionKind.B, ActionKind.I, ActionKind.W):
+                halves = {ActionKind.B: ("I", "W"), ActionKind.I: ("I",), ActionKind.W: ("W",)}[kind]
                 for unit in (*self.units.get(stage, ()), *self.units.get(SHARED, ())):
                     yield from self._receive(unit, halves, stage)
-            elif kind is Kind.REDUCE_GRAD:
+            elif kind is ActionKind.REDUCE_GRAD:
                 yield from self._left_over(stage)
         for stage in self.units:
             yield from self._left_over(stage)
@@ -162,11 +162,11 @@ class LayerGathers:
     def run(self, order: Sequence[Action]) -> list[StateUnit]:
         """A unit for every time that it is gathered."""
         for stage, kind, _ in order:
-            if kind is Kind.F:
+            if kind is ActionKind.F:
                 self._forward(stage)
-            elif kind in (Kind.B, Kind.I):
+            elif kind in (ActionKind.B, ActionKind.I):
                 self._backward(stage)
-            if kind in (Kind.B, Kind.I, Kind.W):
+            if kind in (ActionKind.B, ActionKind.I, ActionKind.W):
                 self._release(stage, set(self._of_stage[stage]))
         return self.calls
 
@@ -217,11 +217,11 @@ def stage_gathers(stages: Mapping[int, StageUnits], order: Sequence[Action]) -> 
     there, units = set[int](), dict[str, StateUnit]()
     for stage, kind, _ in order:
         of_stage = {_name(unit): unit for unit in stages[stage].units if unit.gathered}
-        if kind is Kind.UNSHARD:
+        if kind is ActionKind.UNSHARD:
             there.add(stage)
             yield from (unit for name, unit in of_stage.items() if name not in units)
             units |= of_stage
-        elif kind is Kind.RESHARD:
+        elif kind is ActionKind.RESHARD:
             there.discard(stage)
             kept = {_name(unit) for other in there for unit in stages[other].units}
             units = {name: unit for name, unit in units.items() if name in kept or name not in of_stage}

@@ -40,7 +40,7 @@ from stretto.planner.rank_step.collectives import (
 )
 from stretto.planner.rank_step.frozen import frozen_flops, frozen_traffic, is_column, reached_parts
 from stretto.planner.time.kernels import attention_linears
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.spec.chain import layer_of
 from stretto.spec.job import Job
 from stretto.spec.lora import is_adapter
@@ -307,7 +307,7 @@ class _Counting:
 
     def _all_layers(self) -> None:
         for stage in self.stages:
-            times = sum(action.stage == stage and action.kind is Kind.F for action in self.order)
+            times = sum(action.stage == stage and action.kind is ActionKind.F for action in self.order)
             first = stage % self.memory.program.depth > 0
             for at, layer in enumerate(self.layers(stage)):
                 self._layer(layer, times, received=first and at == 0)
@@ -367,9 +367,9 @@ class _Counting:
     def _messages(self) -> None:
         """Sends between stages."""
         for action in self.order:
-            if action.kind in (Kind.SEND_F, Kind.SEND_B):
+            if action.kind in (ActionKind.SEND_F, ActionKind.SEND_B):
                 layers = self.layers(action.stage)
-                border = layers.stop if action.kind is Kind.SEND_F else layers.start
+                border = layers.stop if action.kind is ActionKind.SEND_F else layers.start
                 size = message_bytes(self.memory.shape, self.memory.how, border)
                 self.bytes["pp", "send"] += size
                 self.calls["pp", "send"] += tensors_between(self.memory.shape, border)

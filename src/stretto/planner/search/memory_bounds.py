@@ -27,7 +27,7 @@ from stretto.planner.search.space import small_program
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
 from stretto.planner.time.data_parallel import Elements, stage_elements
 from stretto.program import PLAIN, schedule
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program
 from stretto.program.schedules.traits import is_searched
 from stretto.spec.chain import block_kinds, ends_among, is_block, kind_counts, layer_of
@@ -105,22 +105,22 @@ def _holds_all(choice: ScheduleChoice, microbatches: int) -> bool:
 def _of_rank(program: Program, rank: int) -> tuple[PeakState, ...]:
     index = {stage: at for at, stage in enumerate(program.stages_of(rank))}
     order: Sequence[Action] = program.orders[rank]
-    split = {a.stage for a in order if a.kind is Kind.W}
+    split = {a.stage for a in order if a.kind is ActionKind.W}
     flights, waiting = [0] * len(index), [0] * len(index)
     best = dict[tuple[int, float], tuple[float, PeakState]]()
     for stage, kind, _ in order:
         at = index[stage]
-        if kind is Kind.F:
+        if kind is ActionKind.F:
             flights[at] += 1
-        elif kind is Kind.B or kind is Kind.I:
+        elif kind is ActionKind.B or kind is ActionKind.I:
             for weight in _WEIGHTS:
                 held = sum(flights) + weight * sum(waiting)
                 known = best.get((at, weight))
                 if known is None or held > known[0]:
                     best[at, weight] = held, PeakState(tuple(flights), tuple(waiting), at)
             flights[at] -= 1
-            waiting[at] += kind is Kind.I and stage in split
-        elif kind is Kind.W:
+            waiting[at] += kind is ActionKind.I and stage in split
+        elif kind is ActionKind.W:
             waiting[at] -= 1
     return tuple({peak: None for _, peak in sorted(best.values(), key=lambda one: -one[0])})
 

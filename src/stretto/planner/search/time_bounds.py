@@ -23,7 +23,7 @@ from stretto.planner.search.space import small_program
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
 from stretto.planner.time.data_parallel import DataTime, data_time
 from stretto.planner.time.layer import LayerTime, layer_time
-from stretto.program.action import Kind
+from stretto.program.action import ActionKind
 from stretto.program.program import Program
 from stretto.program.schedules.registry import PLAIN
 from stretto.program.schedules.traits import is_searched, updates_within
@@ -119,7 +119,7 @@ def _backwards(choice: ScheduleChoice, pp: int) -> str:
     programs = small_program(choice, pp), small_program(choice, _SAMPLE, _MANY)
     orders = [order for program in programs if program is not None for order in program.orders]
     kinds = {action.kind for order in orders for action in order}
-    return "none" if Kind.W not in kinds else "both" if Kind.B in kinds else "split"
+    return "none" if ActionKind.W not in kinds else "both" if ActionKind.B in kinds else "split"
 
 
 _SAMPLE, _MANY = 2, 16  # ranks, and more microbatches than fill them
@@ -360,7 +360,7 @@ class TimeBounds:
             gathering = 0.0
             if program is not None and job.dp.gathers(layout.pp) == "stage":
                 times = dict(zip(program.stages_of(rank.rank), rank.data, strict=True))
-                gathers = (a.stage for a in program.orders[rank.rank] if a.kind is Kind.UNSHARD)
+                gathers = (a.stage for a in program.orders[rank.rank] if a.kind is ActionKind.UNSHARD)
                 gathering = sum(times[stage].gather for stage in gathers)
             work = count * (work + extra) + odd * min(work for _, work, _ in stages)
             before = min(stage.start for stage in rank.stages)

@@ -11,7 +11,7 @@ Split = Literal["whole", "batch", "features"]
 """Of a tensor over the ranks: every rank has all of it, a part of dimension 0, or of the last dimension."""
 
 StyleName = Literal["replicate", "batch", "column", "row"]
-"""Of a module with parameters, as `stretto.parallelize` has them: `Replicate`, `Batch`, `Column`, `Row`."""
+"""Style of a module with parameters: `Replicate`, `BatchParallel`, `ColumnParallel` or `RowParallel`."""
 
 # how a style takes its input and leaves its output
 NATURAL: dict[StyleName, tuple[Split, Split]] = {

@@ -20,13 +20,13 @@ from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.data_parallel import DataTime
 from stretto.planner.time.kernels import kernel_times_of
 from stretto.planner.time.layer import TRAFFIC
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program
 from stretto.spec.chain import layer_of
 from stretto.spec.flops import Recompute
 from stretto.spec.job import Job
 
-_BACK = {Kind.B, Kind.I}
+_BACK = {ActionKind.B, ActionKind.I}
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class SharedReplay:
     makespan: float
     spans: Mapping[Action, tuple[float, float]]
 
-    def busy(self, order: Sequence[Action], kinds: Collection[Kind] = tuple(Kind)) -> float:
+    def busy(self, order: Sequence[Action], kinds: Collection[ActionKind] = tuple(ActionKind)) -> float:
         """Seconds in which a rank with these actions has one of these kinds under way."""
         spans = (self.spans[a] for a in order if a in self.spans and a.kind in kinds)
         return sum(end - start for start, end in spans)
@@ -109,8 +109,8 @@ def shared_replay(
 def _ready(program: Program, action: Action, done: set[Action]) -> bool:
     """Whether the input that an action takes from another stage is there."""
     stage, kind, mb = action
-    if kind is Kind.F:
-        return program.is_first(stage) or Action(stage - 1, Kind.F, mb) in done
+    if kind is ActionKind.F:
+        return program.is_first(stage) or Action(stage - 1, ActionKind.F, mb) in done
     if kind in _BACK and not program.is_last(stage):
         return any(Action(stage + 1, back, mb) in done for back in _BACK)
     return True
@@ -123,7 +123,7 @@ _FORWARD = 1 / 3  # the forward's share of host code beside a block's kernels
 _ROUND = 0.25
 Mode = Callable[[int], Recompute]
 # share of a microbatch's work on a stage, by action
-_PARTS = {Kind.F: 1 / 3, Kind.B: 2 / 3, Kind.I: 1 / 3, Kind.W: 1 / 3}
+_PARTS = {ActionKind.F: 1 / 3, ActionKind.B: 2 / 3, ActionKind.I: 1 / 3, ActionKind.W: 1 / 3}
 
 
 def shared_step(
@@ -195,10 +195,12 @@ def _seconds_of(device: Device, name: str) -> float:
 
 def _data_seconds(job: Job, program: Program, stage: int, share: DataTime, each: bool) -> float:
     """Seconds of one rank for the reductions and gathers of one of its stages."""
-    forwards = sum(a.stage == stage and a.kind is Kind.F for order in program.orders for a in order)
+    forwards = sum(a.stage == stage and a.kind is ActionKind.F for order in program.orders for a in order)
     gathers = job.dp.gathers(job.layout.pp)
     # gathers by layers happen in each forward and backward, gathers by stages where the program has them
-    unshards = sum(a.stage == stage and a.kind is Kind.UNSHARD for order in program.orders for a in order)
+    unshards = sum(
+        a.stage == stage and a.kind is ActionKind.UNSHARD for order in program.orders for a in order
+    )
     updates = program.updates(stage)
     times = 2 * forwards if gathers == "layer" else unshards if gathers else updates
     return share.reduce * (forwards if each else updates) + share.gather * times

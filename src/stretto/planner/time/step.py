@@ -16,7 +16,7 @@ from stretto.planner.memory.ranks import largest_message
 from stretto.planner.time.data_parallel import DataTime, data_time
 from stretto.planner.time.layer import LayerTime, exposed_seconds, layer_time
 from stretto.planner.time.shared_cores import SharedStep, beside_kernels, shared_step
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program
 from stretto.program.replay import Costs, simulate
 from stretto.program.replay.timeline import Timeline
@@ -144,7 +144,7 @@ def _program_time(
     stages: Sequence[range],
 ) -> StepTime:
     """A program replayed, of one step or of a window."""
-    split = any(action.kind is Kind.W for order in program.orders for action in order)
+    split = any(action.kind is ActionKind.W for order in program.orders for action in order)
     data = [data_time(job, assumptions, cluster, stage) for stage in stages]
     each = reduction(program, job.dp.mode, job.dp.reduce) == "microbatch"
     times = [
@@ -370,7 +370,7 @@ def _on_shared_cores(
     )
 
 
-_FORWARD, _BACKWARD = (Kind.F,), (Kind.B, Kind.I, Kind.W)
+_FORWARD, _BACKWARD = (ActionKind.F,), (ActionKind.B, ActionKind.I, ActionKind.W)
 
 
 def _scaled(parts: Mapping[str, float], seconds: float) -> dict[str, float]:
@@ -415,7 +415,7 @@ def _reduced_at(
         return done + _of(program, rank, data, "reduce")
     last: dict[int, float] = {}
     for at, action in enumerate(order):
-        if action.kind in (Kind.B, Kind.W):
+        if action.kind in (ActionKind.B, ActionKind.W):
             last[action.stage] = ends[at]
     free = 0.0
     for stage, end in sorted(last.items(), key=lambda item: item[1]):
@@ -448,7 +448,9 @@ def _phases(
     """Seconds of a rank's forwards and of its backwards in a step, by part."""
     forward, backward = defaultdict[str, float](float), defaultdict[str, float](float)
     for stage, kind, _ in program.orders[rank]:
-        for phase in {Kind.F: "F", Kind.B: "IW", Kind.I: "I", Kind.W: "W"}.get(kind, ""):
+        for phase in {ActionKind.F: "F", ActionKind.B: "IW", ActionKind.I: "I", ActionKind.W: "W"}.get(
+            kind, ""
+        ):
             parts = forward if phase == "F" else backward
             for name, taken in getattr(times[stage % program.depth], phase).items():
                 parts[name] += taken

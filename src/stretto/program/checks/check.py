@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.checks.structure import check_structure
 from stretto.program.checks.transport import backward_of, check_transport
 from stretto.program.checks.versions import weight_delays, weight_versions
@@ -96,7 +96,7 @@ def _check_transfer(program: Program, where: str, action: Action) -> None:
     """Transfers occur only in lowered programs, between stages on two ranks."""
     if not program.lowered:
         raise ScheduleError(f"{where}, but the program is not lowered")
-    onward = action.kind in (Kind.SEND_F, Kind.RECV_B)
+    onward = action.kind in (ActionKind.SEND_F, ActionKind.RECV_B)
     neighbour = action.stage + (1 if onward else -1)
     if program.is_last(action.stage) if onward else program.is_first(action.stage):
         raise ScheduleError(f"{where}, but there is no stage {neighbour} in that copy of the model")
@@ -107,15 +107,15 @@ def _check_transfer(program: Program, where: str, action: Action) -> None:
 def _local_dependency(program: Program, action: Action, position: dict[Action, int]) -> Action | None:
     """What must come earlier in the same rank's order, beyond what `check_structure` covers."""
     stage, kind, i = action
-    if kind is Kind.SEND_F:
-        return Action(stage, Kind.F, i)
-    if kind is Kind.SEND_B:
+    if kind is ActionKind.SEND_F:
+        return Action(stage, ActionKind.F, i)
+    if kind is ActionKind.SEND_B:
         return backward_of(position, stage, i)
     if receive := needed_by(program, action):
         return receive if program.lowered else None
-    if kind is Kind.F and not program.is_first(stage):
-        return Action(stage - 1, Kind.F, i)
-    if kind in (Kind.B, Kind.I) and not program.is_last(stage):
+    if kind is ActionKind.F and not program.is_first(stage):
+        return Action(stage - 1, ActionKind.F, i)
+    if kind in (ActionKind.B, ActionKind.I) and not program.is_last(stage):
         return backward_of(position, stage + 1, i)
     return None
 
@@ -133,8 +133,8 @@ def _check_channels(program: Program, transport: str) -> None:
             if not action.kind.is_transfer:
                 continue
             source, destination, direction = channel_of(program, action)
-            channel = source, destination, Kind.F if shared else direction
-            side = sends if action.kind in (Kind.SEND_F, Kind.SEND_B) else receives
+            channel = source, destination, ActionKind.F if shared else direction
+            side = sends if action.kind in (ActionKind.SEND_F, ActionKind.SEND_B) else receives
             side[channel].append(action)
     for channel in sorted(sends.keys() | receives.keys()):
         source, destination, direction = channel
@@ -193,14 +193,14 @@ def _check_updates(program: Program, rank: int, stage: int) -> None:
     for at, action in enumerate(order):
         if action.stage != stage:
             continue
-        reduce = Action(stage, Kind.REDUCE_GRAD)
-        if action.kind is Kind.UPDATE and (at == 0 or order[at - 1] != reduce):
+        reduce = Action(stage, ActionKind.REDUCE_GRAD)
+        if action.kind is ActionKind.UPDATE and (at == 0 or order[at - 1] != reduce):
             raise ScheduleError(f"rank {rank} has no {reduce} right before {action}")
         if action == reduce:
             after = order[at + 1] if at + 1 < len(order) else None
-            if after is None or (after.stage, after.kind) != (stage, Kind.UPDATE):
+            if after is None or (after.stage, after.kind) != (stage, ActionKind.UPDATE):
                 raise ScheduleError(f"rank {rank} has {reduce}, but no U of stage {stage} right after it")
-        if action.kind is Kind.REDUCE_TIED:
+        if action.kind is ActionKind.REDUCE_TIED:
             raise ScheduleError(f"rank {rank} has {action} 1 times, must be 0: once a tied set")
 
 
@@ -209,15 +209,15 @@ def _check_stage(program: Program, rank: int, stage: int) -> None:
     order = program.orders[rank]
     mine = [(at, a.kind) for at, a in enumerate(order) if a.stage == stage]
     # a copy that no microbatch goes through has nothing to reduce, but joins the sum over the copies
-    last = max((at for at, kind in mine if kind in (Kind.B, Kind.W)), default=-1)
-    reduced = [at for at, kind in mine if kind is Kind.REDUCE_GRAD]
+    last = max((at for at, kind in mine if kind in (ActionKind.B, ActionKind.W)), default=-1)
+    reduced = [at for at, kind in mine if kind is ActionKind.REDUCE_GRAD]
     times = int(last >= 0)
     if len(reduced) != times:
         must = "must have it once" if times else "but has no gradient of that stage"
         raise ScheduleError(f"rank {rank} has {stage}REDUCE_GRAD {len(reduced)} times, {must}")
     if reduced and reduced[0] < last:
         raise ScheduleError(f"rank {rank} has {stage}REDUCE_GRAD before {order[last]}")
-    tied = [at for at, kind in mine if kind is Kind.REDUCE_TIED]
+    tied = [at for at, kind in mine if kind is ActionKind.REDUCE_TIED]
     sets = sum(stage in tie for tie in program.tied)
     if len(tied) != sets:
         raise ScheduleError(

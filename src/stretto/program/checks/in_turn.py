@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.program.action import COMPUTE, MEMORY_SAVING, Kind
+from stretto.program.action import COMPUTE, MEMORY_SAVING, ActionKind
 from stretto.program.program import Program
 
 
@@ -16,7 +16,7 @@ def in_turn(program: Program) -> bool:
     done = [action for action in order if action.kind in COMPUTE or action.kind in MEMORY_SAVING]
     turns = zip(done[::2], done[1::2], strict=False)
     return len(done) == 2 * program.microbatches and all(
-        (first.kind, second.kind) == (Kind.F, Kind.B)
+        (first.kind, second.kind) == (ActionKind.F, ActionKind.B)
         and (first.stage, first.microbatch) == (second.stage, second.microbatch)
         for first, second in turns
     )

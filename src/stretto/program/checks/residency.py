@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from stretto.program.action import MEMORY_SAVING, Action, Kind
+from stretto.program.action import MEMORY_SAVING, Action, ActionKind
 from stretto.program.program import Program, ScheduleError
 
-_USES = (Kind.RECOMPUTE, Kind.B, Kind.I)
-_BACKWARD = (Kind.B, Kind.I)
+_USES = (ActionKind.RECOMPUTE, ActionKind.B, ActionKind.I)
+_BACKWARD = (ActionKind.B, ActionKind.I)
 
 
 def check_memory_saving(program: Program) -> None:
@@ -30,17 +30,19 @@ def check_memory_saving(program: Program) -> None:
             continue
         place = {action: at for at, action in enumerate(order) if action.kind.has_microbatch}
         for action in place:
-            if action.kind is Kind.OFFLOAD:
+            if action.kind is ActionKind.OFFLOAD:
                 _check_moved(rank, place, action)
-            elif action.kind is Kind.RELOAD and action._replace(kind=Kind.OFFLOAD) not in place:
-                raise ScheduleError(f"rank {rank} has {action}, but no {action._replace(kind=Kind.OFFLOAD)}")
+            elif action.kind is ActionKind.RELOAD and action._replace(kind=ActionKind.OFFLOAD) not in place:
+                raise ScheduleError(
+                    f"rank {rank} has {action}, but no {action._replace(kind=ActionKind.OFFLOAD)}"
+                )
         _check_recomputed(rank, order, partner)
 
 
 def _check_moved(rank: int, place: dict[Action, int], offload: Action) -> None:
     """F, OFFLOAD, RELOAD and the first use come in this order."""
     stage, _, i = offload
-    forward, reload = Action(stage, Kind.F, i), Action(stage, Kind.RELOAD, i)
+    forward, reload = Action(stage, ActionKind.F, i), Action(stage, ActionKind.RELOAD, i)
     if place[offload] < place[forward]:
         raise ScheduleError(f"rank {rank} has {offload} before {forward}")
     if reload not in place:
@@ -60,27 +62,29 @@ def _check_recomputed(rank: int, order: Iterable[Action], partner: dict[Action, 
     over: set[tuple[int, int | None]] = set()  # backwards done
     for action in order:
         stage, kind, i = action
-        if not (kind.is_compute or kind is Kind.RECOMPUTE):
+        if not (kind.is_compute or kind is ActionKind.RECOMPUTE):
             continue
         if pending is not None:
             if kind in _BACKWARD and (stage, i) == (pending.stage, pending.microbatch):
                 pending = None
             elif action not in [partner.get(pending._replace(kind=k)) for k in _BACKWARD]:
                 raise ScheduleError(f"rank {rank} has {action} between {pending} and the backward it is for")
-        if kind is Kind.F:
+        if kind is ActionKind.F:
             begun.add((stage, i))
         elif kind in _BACKWARD:
             over.add((stage, i))
-        elif kind is Kind.RECOMPUTE:
+        elif kind is ActionKind.RECOMPUTE:
             if (stage, i) not in begun:
-                raise ScheduleError(f"rank {rank} has {action} before {Action(stage, Kind.F, i)}")
+                raise ScheduleError(f"rank {rank} has {action} before {Action(stage, ActionKind.F, i)}")
             if (stage, i) in over:
                 raise ScheduleError(f"rank {rank} has {action} after the backward that it is for")
             pending = action
 
 
-USES = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE})  # of a stage's parameters
-_MOVES = frozenset({Kind.UNSHARD, Kind.RESHARD})
+USES = frozenset(
+    {ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W, ActionKind.RECOMPUTE}
+)  # of a stage's parameters
+_MOVES = frozenset({ActionKind.UNSHARD, ActionKind.RESHARD})
 
 
 def check_gathered(program: Program) -> None:
@@ -106,17 +110,19 @@ def check_gathered(program: Program) -> None:
             if kind in _MOVES:
                 if program.versions:
                     problem = "but parameters with versions are not sharded"
-                elif there[stage] == (kind is Kind.UNSHARD):
+                elif there[stage] == (kind is ActionKind.UNSHARD):
                     problem = f"but the parameters of stage {stage} are {_STATE[there[stage]]} already"
-                there[stage] = kind is Kind.UNSHARD
+                there[stage] = kind is ActionKind.UNSHARD
             elif kind in USES and not there.get(stage, True):
                 problem = f"but the parameters of stage {stage} are released"
             if problem is not None:
                 raise ScheduleError(f"rank {rank} action {at} is {action}, {problem}")
         for stage, gathered in there.items():
             if gathered:
-                last = Action(stage, Kind.RESHARD)
-                raise ScheduleError(f"rank {rank} has no {last} after its last {Action(stage, Kind.UNSHARD)}")
+                last = Action(stage, ActionKind.RESHARD)
+                raise ScheduleError(
+                    f"rank {rank} has no {last} after its last {Action(stage, ActionKind.UNSHARD)}"
+                )
 
 
 _STATE = {False: "released", True: "gathered"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.checks.residency import check_gathered, check_memory_saving
 from stretto.program.checks.versions import check_versions
 from stretto.program.pairing import check_pairs
@@ -76,7 +76,7 @@ def _placement_problem(program: Program, rank: int, action: Action) -> str | Non
         copy = program.copy_of[microbatch]
         if program.copies > 1 and copy >= 0 and copy != stage // program.depth:
             return f"but microbatch {microbatch} goes through copy {copy} of the weights"
-    elif microbatch is not None and kind is not Kind.UPDATE:
+    elif microbatch is not None and kind is not ActionKind.UPDATE:
         return f"but {kind} has no microbatch"
     return None
 
@@ -93,9 +93,15 @@ def _order_problem(seen: set[Action], action: Action) -> str | None:
     return None
 
 
-_INFERENCE = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.UNSHARD, Kind.RESHARD})
-_BEFORE = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}
-_INSTEAD = {Kind.B: (Kind.I, Kind.W), Kind.I: (Kind.B,), Kind.W: (Kind.B,)}
+_INFERENCE = frozenset(
+    {ActionKind.F, ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.UNSHARD, ActionKind.RESHARD}
+)
+_BEFORE = {ActionKind.B: ActionKind.F, ActionKind.I: ActionKind.F, ActionKind.W: ActionKind.I}
+_INSTEAD = {
+    ActionKind.B: (ActionKind.I, ActionKind.W),
+    ActionKind.I: (ActionKind.B,),
+    ActionKind.W: (ActionKind.B,),
+}
 
 
 def _check_complete(program: Program, seen: set[Action]) -> None:
@@ -106,13 +112,13 @@ def _check_complete(program: Program, seen: set[Action]) -> None:
             if max(copy, 0) != stage // program.depth:
                 continue
             missing = None
-            if Action(stage, Kind.F, i) not in seen:
+            if Action(stage, ActionKind.F, i) not in seen:
                 missing = f"{stage}F{i}"
             elif not program.trains:
                 continue
-            elif Action(stage, Kind.I, i) in seen:
-                missing = None if Action(stage, Kind.W, i) in seen else f"{stage}W{i}"
-            elif Action(stage, Kind.B, i) not in seen:
+            elif Action(stage, ActionKind.I, i) in seen:
+                missing = None if Action(stage, ActionKind.W, i) in seen else f"{stage}W{i}"
+            elif Action(stage, ActionKind.B, i) not in seen:
                 missing = f"{stage}B{i}"
             if missing:
                 raise ScheduleError(f"rank {rank} never does {missing}")

@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from stretto.errors import StrettoError, nearest
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.messages import Wait, needed_by, receive_of, send_of, tied_waits
 from stretto.program.pairing import as_blocks
 from stretto.program.program import Program, ScheduleError
@@ -127,18 +127,20 @@ def _arrival(
     if not program.lowered:
         # the forward of a block is past only when the whole block can be: it waits for both inputs
         stage, kind, i = source
-        source = Action(stage, Kind.F, i) if kind is Kind.SEND_F else backward_of(position, stage, i)
+        source = (
+            Action(stage, ActionKind.F, i) if kind is ActionKind.SEND_F else backward_of(position, stage, i)
+        )
     return [Wait(program.placement[source.stage], position[source] + 1, source)]
 
 
 def backward_of(position: dict[Action, int], stage: int, microbatch: int | None) -> Action:
     """The action that yields the gradient of the stage's input: its I where it has one, or else its B."""
-    split = Action(stage, Kind.I, microbatch)
-    return split if split in position else Action(stage, Kind.B, microbatch)
+    split = Action(stage, ActionKind.I, microbatch)
+    return split if split in position else Action(stage, ActionKind.B, microbatch)
 
 
 def _counterpart(transfer: Action) -> Action:
-    if transfer.kind in (Kind.SEND_F, Kind.SEND_B):
+    if transfer.kind in (ActionKind.SEND_F, ActionKind.SEND_B):
         return receive_of(transfer)
     return send_of(transfer)
 
@@ -182,7 +184,7 @@ def _add_queues(
     return {
         transfer: Wait(number, 2 * nth + 2, transfer)
         for transfer, (number, nth) in at.items()
-        if transfer.kind in (Kind.RECV_F, Kind.RECV_B)
+        if transfer.kind in (ActionKind.RECV_F, ActionKind.RECV_B)
     }
 
 

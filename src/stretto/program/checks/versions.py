@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program, ScheduleError
 
-_GRADIENT = frozenset({Kind.B, Kind.W})  # what completes a microbatch's weight gradient
+_GRADIENT = frozenset({ActionKind.B, ActionKind.W})  # what completes a microbatch's weight gradient
 
 
 def check_versions(program: Program) -> None:
@@ -27,7 +27,7 @@ def check_versions(program: Program) -> None:
     if not program.versions:
         for rank, order in enumerate(program.orders):
             for at, action in enumerate(order):
-                if action.kind is Kind.UPDATE:
+                if action.kind is ActionKind.UPDATE:
                     raise ScheduleError(
                         f"rank {rank} action {at} is {action}, but the program has no weight versions",
                         hint="a program whose weights are updated after its last action has no U",
@@ -50,7 +50,7 @@ def _check_stage(program: Program, rank: int, stage: int) -> None:
     for action in _of_stage(program, stage):
         _, kind, i = action
         problem = None
-        if kind is Kind.F:
+        if kind is ActionKind.F:
             assert i is not None
             version = program.versions[stage][i]
             if not 0 <= version <= updates:
@@ -61,7 +61,7 @@ def _check_stage(program: Program, rank: int, stage: int) -> None:
         elif kind in _GRADIENT:
             assert i is not None
             waiting.append(i)
-        elif kind is Kind.UPDATE:
+        elif kind is ActionKind.UPDATE:
             if not waiting:
                 problem = "has no gradient to apply"
             elif i is not None and i != waiting[-1]:
@@ -92,7 +92,7 @@ def weight_delays(program: Program) -> tuple[tuple[int, ...], ...]:
     for stage in range(program.stages):
         row, updates = [0] * program.microbatches, 0
         for _, kind, i in _of_stage(program, stage):
-            if kind is Kind.UPDATE:
+            if kind is ActionKind.UPDATE:
                 updates += 1
             elif kind in _GRADIENT:
                 assert i is not None
@@ -119,12 +119,12 @@ def _most_versions(program: Program, stage: int) -> int:
     versions = program.versions[stage]
     actions = list(_of_stage(program, stage))
     # a version is needed from its making until the last microbatch that uses it is done
-    users = Counter(versions[i] for _, kind, i in actions if kind is Kind.F and i is not None)
+    users = Counter(versions[i] for _, kind, i in actions if kind is ActionKind.F and i is not None)
     held = {0}
     newest = 0
     most = 1
     for _, kind, i in actions:
-        if kind is Kind.UPDATE:
+        if kind is ActionKind.UPDATE:
             if not users[newest]:
                 held.discard(newest)
             newest += 1

@@ -9,7 +9,7 @@ from math import inf, isfinite
 from typing import TypeVar
 
 from stretto.errors import StrettoError
-from stretto.program.action import Kind
+from stretto.program.action import ActionKind
 from stretto.program.program import Program
 
 PerStage = float | Sequence[float]
@@ -148,7 +148,11 @@ _SIZES = frozenset({"message_bytes", "activations", "inputs", "kept_for_w", "pai
 
 _T = TypeVar("_T")
 
-BESIDE = {Kind.UNSHARD: "unshard", Kind.OFFLOAD: "offload", Kind.RELOAD: "reload"}  # on streams of their own
+BESIDE = {
+    ActionKind.UNSHARD: "unshard",
+    ActionKind.OFFLOAD: "offload",
+    ActionKind.RELOAD: "reload",
+}  # on streams of their own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +180,7 @@ class Prices:
         self.update = self._shared("update", costs.update)
 
     @cached_property
-    def beside(self) -> dict[Kind, list[float]]:
+    def beside(self) -> dict[ActionKind, list[float]]:
         """Time of each kind that runs beside the work, stage by stage."""
         return {kind: self._shared(name, getattr(self.costs, name)) for kind, name in BESIDE.items()}
 
@@ -198,11 +202,11 @@ class Prices:
         """For each stage, how the gradient of its output comes."""
         return [self._route(s + 1, s) if not self.program.is_last(s) else None for s in self._stages]
 
-    def times(self, stage: int) -> dict[Kind, float]:
+    def times(self, stage: int) -> dict[ActionKind, float]:
         """What the stage's actions keep its rank busy for, kind by kind."""
-        return self.compute[stage] | {Kind.UPDATE: self.update[stage]}
+        return self.compute[stage] | {ActionKind.UPDATE: self.update[stage]}
 
-    def _compute(self) -> list[dict[Kind, float]]:
+    def _compute(self) -> list[dict[ActionKind, float]]:
         costs = self.costs
         if costs.per_stage is None:
             shares = [(costs.F / n, costs.I / n, costs.W / n) for n in self._chunks]
@@ -212,7 +216,13 @@ class Prices:
         if costs.recompute is not None:
             repeats = self._shared("recompute", costs.recompute)
         return [
-            {Kind.F: f, Kind.B: i + w, Kind.I: i, Kind.W: w, Kind.RECOMPUTE: again}
+            {
+                ActionKind.F: f,
+                ActionKind.B: i + w,
+                ActionKind.I: i,
+                ActionKind.W: w,
+                ActionKind.RECOMPUTE: again,
+            }
             for (f, i, w), again in zip(shares, repeats, strict=True)
         ]
 

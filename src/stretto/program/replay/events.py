@@ -17,13 +17,13 @@ from functools import cached_property
 from heapq import heappop, heappush
 from typing import NamedTuple, TypeVar
 
-from stretto.program.action import TRANSFER, Action, Kind
+from stretto.program.action import TRANSFER, Action, ActionKind
 from stretto.program.messages import needed_by, receive_of, sent_by, tied_waits
 from stretto.program.pairing import Step, steps_of
 from stretto.program.program import Program
 from stretto.program.replay.costs import BESIDE, Prices
 
-_BACKWARD = frozenset({Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE})
+_BACKWARD = frozenset({ActionKind.B, ActionKind.I, ActionKind.W, ActionKind.RECOMPUTE})
 _UNKNOWN, _NONE = -1.0, -1
 
 _T = TypeVar("_T")
@@ -36,15 +36,15 @@ class Messages:
         self.stages, self.microbatches = program.stages, program.microbatches
         self.count = 2 * self.stages * self.microbatches
 
-    def first(self, stage: int, kind: Kind) -> int:
+    def first(self, stage: int, kind: ActionKind) -> int:
         """The message of microbatch 0 that `stage` receives as RECV_F or RECV_B."""
-        return (self.stages * (kind is Kind.RECV_B) + stage) * self.microbatches
+        return (self.stages * (kind is ActionKind.RECV_B) + stage) * self.microbatches
 
     def name(self, number: int) -> Action:
         """The receive that takes the message."""
         group, i = divmod(number, self.microbatches)
         backward, stage = divmod(group, self.stages)
-        return Action(stage, Kind.RECV_B if backward else Kind.RECV_F, i)
+        return Action(stage, ActionKind.RECV_B if backward else ActionKind.RECV_F, i)
 
 
 class _OnDemand(Mapping[Action, _T]):
@@ -107,7 +107,7 @@ class Events:
         kinds: of the program's actions.
     """
 
-    def __init__(self, program: Program, prices: Prices, kinds: Set[Kind]) -> None:
+    def __init__(self, program: Program, prices: Prices, kinds: Set[ActionKind]) -> None:
         self.program = program
         self.prices = prices
         self.costs = prices.costs
@@ -132,14 +132,14 @@ class Events:
         self._joined: dict[tuple[int, int], float] = {}
         self._joining: list[int] = []
         beside = {kind: prices.beside[kind] for kind in BESIDE if kind in kinds}
-        if Kind.UPDATE in kinds:
-            beside[Kind.REDUCE_GRAD] = prices.reduce
+        if ActionKind.UPDATE in kinds:
+            beside[ActionKind.REDUCE_GRAD] = prices.reduce
         pieces = program.stages * program.microbatches
         self._streams = {
             kind: _Stream(costs, [0.0] * program.ranks, [0.0] * pieces) for kind, costs in beside.items()
         }
 
-    def _rules_of(self, stage: int) -> dict[Kind, _Rule]:
+    def _rules_of(self, stage: int) -> dict[ActionKind, _Rule]:
         """The rule of every kind that keeps the stage's rank busy, and of its transfers."""
         program, first = self.program, self.messages.first
 
@@ -153,16 +153,20 @@ class Events:
                 link=None if taken is None else self._links[message // program.microbatches],
             )
 
-        rules: dict[Kind, _Rule] = {}
+        rules: dict[ActionKind, _Rule] = {}
         for kind, cost in self.prices.times(stage).items():
             action = Action(stage, kind, 0)
             sent = None if program.lowered else sent_by(program, action)
             rules[kind] = rule(cost, needed_by(program, action), sent and receive_of(sent))
         for kind in TRANSFER if program.lowered else ():
             action = Action(stage, kind, 0)
-            ends = program.is_last(stage) if kind in (Kind.SEND_F, Kind.RECV_B) else program.is_first(stage)
+            ends = (
+                program.is_last(stage)
+                if kind in (ActionKind.SEND_F, ActionKind.RECV_B)
+                else program.is_first(stage)
+            )
             if not ends:
-                sends = kind in (Kind.SEND_F, Kind.SEND_B)
+                sends = kind in (ActionKind.SEND_F, ActionKind.SEND_B)
                 rules[kind] = rule(0.0, None, receive_of(action) if sends else action, int(not sends))
         return rules
 
@@ -244,7 +248,7 @@ class Events:
         for at in [step[0] for step in steps] if blocks else range(len(order)):
             stage, kind, i = action = order[at]
             rule = rules[stage].get(kind)
-            if rule is None and kind is not Kind.REDUCE_TIED:
+            if rule is None and kind is not ActionKind.REDUCE_TIED:
                 now = self._start_beside(rank, at, action, now)
                 continue
             if rule is None or at in blocks:
@@ -326,13 +330,13 @@ class Events:
         """When the gathers, reloads and reductions that the action needs are done; all have been started."""
         stage, kind, i = action
         streams, piece = self._streams, stage * self.program.microbatches
-        if kind is Kind.UPDATE:
+        if kind is ActionKind.UPDATE:
             if not self.program.lowered:
-                self._start_beside(rank, None, Action(stage, Kind.REDUCE_GRAD), now)
-            return max(now, streams[Kind.REDUCE_GRAD].done[piece])
-        if (gathers := streams.get(Kind.UNSHARD)) and gathers.done[piece] > now:
+                self._start_beside(rank, None, Action(stage, ActionKind.REDUCE_GRAD), now)
+            return max(now, streams[ActionKind.REDUCE_GRAD].done[piece])
+        if (gathers := streams.get(ActionKind.UNSHARD)) and gathers.done[piece] > now:
             now = gathers.done[piece]
-        if (reloads := streams.get(Kind.RELOAD)) and kind in _BACKWARD:
+        if (reloads := streams.get(ActionKind.RELOAD)) and kind in _BACKWARD:
             now = max(now, reloads.done[piece + (i or 0)])
         return now
 
@@ -349,13 +353,13 @@ class Events:
             piece, cost = stage * self.program.microbatches + (i or 0), stream.costs[stage]
             if cost:
                 start = max(start, stream.free[rank])
-                if kind is Kind.RELOAD and Kind.OFFLOAD in self._streams:
-                    start = max(start, self._streams[Kind.OFFLOAD].done[piece])
+                if kind is ActionKind.RELOAD and ActionKind.OFFLOAD in self._streams:
+                    start = max(start, self._streams[ActionKind.OFFLOAD].done[piece])
                 end = stream.free[rank] = start + cost
             stream.done[piece] = end
         if at is not None:
             self.starts[rank][at], self.ends[rank][at] = start, end
-        exposed = kind is Kind.REDUCE_GRAD and not self.costs.reduce_overlaps
+        exposed = kind is ActionKind.REDUCE_GRAD and not self.costs.reduce_overlaps
         return max(now, end) if exposed else now
 
     # --- messages

@@ -6,7 +6,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from stretto.errors import StrettoError
-from stretto.program.action import Kind
+from stretto.program.action import ActionKind
 from stretto.program.program import Program
 from stretto.program.replay.costs import Costs, Prices
 
@@ -66,18 +66,19 @@ class _Bound:
         # a forward-only program has no backward
         back = shrink if program.trains else 0.0
         self.times = [
-            _Times(shrink * t[Kind.F], back * t[Kind.I], back * t[Kind.W]) for t in self.prices.compute
+            _Times(shrink * t[ActionKind.F], back * t[ActionKind.I], back * t[ActionKind.W])
+            for t in self.prices.compute
         ]
         self.passing = [program.copy_of.count(copy) for copy in range(program.copies)]
         self.heads, self.tails, self.rounds = self._chains()
         extra = [0.0] * program.ranks  # repeated forwards, updates
         for rank, (stage, kind, _) in ((r, a) for r, order in enumerate(program.orders) for a in order):
-            if kind is Kind.RECOMPUTE:
+            if kind is ActionKind.RECOMPUTE:
                 extra[rank] += shrink * self.prices.compute[stage][kind]
-            elif kind is Kind.UPDATE:
+            elif kind is ActionKind.UPDATE:
                 extra[rank] += self.prices.update[stage]
         self.extra = extra
-        self.inside = any(a.kind is Kind.UPDATE for a in chain.from_iterable(program.orders))
+        self.inside = any(a.kind is ActionKind.UPDATE for a in chain.from_iterable(program.orders))
 
     def best(self, memory: float | None) -> float:
         ends = [self._rank(rank, memory) for rank in range(self.program.ranks)]
@@ -163,4 +164,4 @@ class _Bound:
         return area / memory if memory else 0.0
 
 
-_KEPT_ELSEWHERE = frozenset({Kind.RECOMPUTE, Kind.OFFLOAD})
+_KEPT_ELSEWHERE = frozenset({ActionKind.RECOMPUTE, ActionKind.OFFLOAD})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.checks.check import check
 from stretto.program.program import Program, ScheduleError
 from stretto.program.replay.costs import BESIDE, Costs, Prices
@@ -18,7 +18,7 @@ def finish(timeline: Timeline, prices: Prices) -> Timeline:
     program = timeline.program
     if not program.trains or not (any(prices.reduce) or any(prices.update)):
         return timeline
-    if any(action.kind is Kind.UPDATE for order in program.orders for action in order):
+    if any(action.kind is ActionKind.UPDATE for order in program.orders for action in order):
         return timeline  # reductions and updates are in the orders
     tail: list[Event] = []
     if any(prices.reduce):
@@ -41,9 +41,11 @@ def _reductions(timeline: Timeline, prices: Prices, rank: int) -> list[Event]:
     ends = timeline.ends[rank]
     reductions: list[tuple[float, int, int | None]] = []  # from when, stage, place in the order
     if timeline.program.lowered:
-        reductions += [(starts[at], a.stage, at) for at, a in enumerate(order) if a.kind is Kind.REDUCE_GRAD]
+        reductions += [
+            (starts[at], a.stage, at) for at, a in enumerate(order) if a.kind is ActionKind.REDUCE_GRAD
+        ]
     else:
-        last = {a.stage: at for at, a in enumerate(order) if a.kind in (Kind.B, Kind.W)}
+        last = {a.stage: at for at, a in enumerate(order) if a.kind in (ActionKind.B, ActionKind.W)}
         by_place = sorted(last.items(), key=lambda item: item[1])
         reductions += [(ends[at], stage, None) for stage, at in by_place]
     free = 0.0
@@ -57,7 +59,7 @@ def _reductions(timeline: Timeline, prices: Prices, rank: int) -> list[Event]:
         end = start + cost
         free = max(free, end)
         if at is None:
-            events.append(Event(rank, Action(stage, Kind.REDUCE_GRAD), start, end))
+            events.append(Event(rank, Action(stage, ActionKind.REDUCE_GRAD), start, end))
         else:
             starts[at], ends[at] = start, end
     return events
@@ -68,7 +70,7 @@ def _updates(prices: Prices, rank: int, start: float) -> list[Event]:
     events: list[Event] = []
     for stage in prices.program.stages_of(rank):
         end = start + prices.update[stage]
-        events.append(Event(rank, Action(stage, Kind.UPDATE), start, end))
+        events.append(Event(rank, Action(stage, ActionKind.UPDATE), start, end))
         start = end
     return events
 
@@ -125,9 +127,9 @@ def _swept(program: Program, code: Code, prices: Prices, work: list[float]) -> T
         for kind, time in prices.times(stage).items():
             cost[stage * kinds + KINDS[kind]] = time
         if (route := prices.forward[stage]) is not None:
-            delay[stage * kinds + KINDS[Kind.F]] = route.delay
+            delay[stage * kinds + KINDS[ActionKind.F]] = route.delay
         if (route := prices.backward[stage]) is not None:
-            for kind in (Kind.B, Kind.I):
+            for kind in (ActionKind.B, ActionKind.I):
                 delay[stage * kinds + KINDS[kind]] = route.delay
     starts, ends = sweep(code, cost, delay)
     spans = [
@@ -152,7 +154,7 @@ def _by_events(code: Code, prices: Prices) -> bool:
         or (costs.contention and any(r and r.occupied for r in prices.forward + prices.backward))
         or (costs.pair is not None and bool(program.pairs))
         or any(kind in present and any(prices.beside[kind]) for kind in BESIDE)
-        or (Kind.UPDATE in present and any(prices.reduce))
+        or (ActionKind.UPDATE in present and any(prices.reduce))
     )
 
 

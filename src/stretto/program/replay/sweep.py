@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from stretto.program.action import TRANSFER, Action, Kind
+from stretto.program.action import TRANSFER, Action, ActionKind
 from stretto.program.messages import needed_by, sent_by, tied_waits
 from stretto.program.program import Program
 
-_KINDS = list(Kind)
+_KINDS = list(ActionKind)
 KINDS = {kind: at for at, kind in enumerate(_KINDS)}
 """The actions of one stage and kind are a class, numbered `stage * len(KINDS) + KINDS[kind]`."""
 
@@ -103,7 +103,9 @@ class _Encoder:
 
     def __init__(self, program: Program, code: Code) -> None:
         self.program, self.code = program, code
-        self.slots_of: dict[tuple[int, Kind], list[int]] = defaultdict(lambda: [-1] * program.microbatches)
+        self.slots_of: dict[tuple[int, ActionKind], list[int]] = defaultdict(
+            lambda: [-1] * program.microbatches
+        )
         self.rules = [self._rules(stage) for stage in range(program.stages)]
         self.tied = tied_waits(program) if program.tied else {}
         self.joined: dict[tuple[int, int], int] = {}  # at a tied reduction: the rank's last node before it
@@ -200,7 +202,7 @@ class _Encoder:
         members = [last, *(self.joined[wait.rank, wait.completed] for wait in others)]
         self.code.tied_reductions.append(TiedReduction(len(self.code.slots), slot, members))
 
-    def _rules(self, stage: int) -> dict[Kind, _Rule]:
+    def _rules(self, stage: int) -> dict[ActionKind, _Rule]:
         """The rule of every kind that concerns one microbatch and takes part in the order."""
         program, slots_of = self.program, self.slots_of
         rank = program.placement[stage]
@@ -217,28 +219,31 @@ class _Encoder:
             for kind in TRANSFER
         }
 
-        def rule(dependency: int, kind: Kind, need: list[int], source: int = rank) -> _Rule:
-            slots = slots_of[stage, Kind.I if kind is Kind.B else kind]
+        def rule(dependency: int, kind: ActionKind, need: list[int], source: int = rank) -> _Rule:
+            slots = slots_of[stage, ActionKind.I if kind is ActionKind.B else kind]
             number = stage * len(KINDS) + KINDS[kind]
             return _Rule(
                 dependency=dependency, kind=number, need=need, post=nothing, slots=slots, source=source
             )
 
-        rules[Kind.W] = rule(_LOCAL, Kind.W, slots_of[stage, Kind.I])
-        rules[Kind.RECOMPUTE] = rule(_LOCAL, Kind.RECOMPUTE, slots_of[stage, Kind.F])
-        for kind in (Kind.F, Kind.I, Kind.B):
-            forward = kind is Kind.F
+        rules[ActionKind.W] = rule(_LOCAL, ActionKind.W, slots_of[stage, ActionKind.I])
+        rules[ActionKind.RECOMPUTE] = rule(_LOCAL, ActionKind.RECOMPUTE, slots_of[stage, ActionKind.F])
+        for kind in (ActionKind.F, ActionKind.I, ActionKind.B):
+            forward = kind is ActionKind.F
             ends = program.is_first(stage) if forward else program.is_last(stage)
             source = stage - 1 if forward else stage + 1
             if ends:
                 # the loss: its gradient exists once the forward is done
-                rules[kind] = rule(_FREE if forward else _LOCAL, kind, slots_of[stage, Kind.F])
+                rules[kind] = rule(_FREE if forward else _LOCAL, kind, slots_of[stage, ActionKind.F])
                 continue
-            away, made = program.placement[source], slots_of[source, Kind.F if forward else Kind.I]
+            away, made = (
+                program.placement[source],
+                slots_of[source, ActionKind.F if forward else ActionKind.I],
+            )
             receive = needed_by(program, Action(stage, kind, 0))
             remote = rule(_LOCAL if receive is None else _REMOTE, kind, made, away)
             if receive is not None and program.lowered:
-                sent = slots_of[source, Kind.SEND_F if forward else Kind.SEND_B]
+                sent = slots_of[source, ActionKind.SEND_F if forward else ActionKind.SEND_B]
                 remote = remote._replace(
                     dependency=_RENDEZVOUS, need=sent, post=slots_of[stage, receive.kind]
                 )

@@ -9,7 +9,7 @@ from math import inf
 from operator import itemgetter
 from typing import Literal, NamedTuple
 
-from stretto.program.action import COMPUTE, Action, Kind
+from stretto.program.action import COMPUTE, Action, ActionKind
 from stretto.program.checks.versions import weight_versions
 from stretto.program.memory import peak_activations
 from stretto.program.messages import needed_by, send_of, tied_waits
@@ -57,7 +57,7 @@ class _Allocations:
         self.order = order
         self.trains = program.trains
         self.prices = prices
-        self.repeated = {(s, i) for s, kind, i in order if kind is Kind.RECOMPUTE}
+        self.repeated = {(s, i) for s, kind, i in order if kind is ActionKind.RECOMPUTE}
 
     def change(self, action: Action) -> tuple[float, float]:
         """Bytes allocated at the action's start, bytes freed at its end."""
@@ -66,22 +66,22 @@ class _Allocations:
         early = full * (1 - self.prices.costs.kept_for_w)  # what I gives back
         repeated = (stage, i) in self.repeated
         kept = self.prices.inputs[stage] if repeated else 0.0
-        if kind is Kind.F:
+        if kind is ActionKind.F:
             if repeated:
                 return kept, 0.0  # nothing but its input is held for the backward
             return full, 0.0 if self.trains else full
-        if kind is Kind.RECOMPUTE:
+        if kind is ActionKind.RECOMPUTE:
             return full, kept
-        if kind is Kind.B:
+        if kind is ActionKind.B:
             return 0.0, full
-        if kind is Kind.I:
+        if kind is ActionKind.I:
             return 0.0, early
-        if kind is Kind.W:
+        if kind is ActionKind.W:
             return 0.0, full - early
         moved = kept if repeated else full
-        if kind is Kind.OFFLOAD:
+        if kind is ActionKind.OFFLOAD:
             return 0.0, moved
-        if kind is Kind.RELOAD:
+        if kind is ActionKind.RELOAD:
             return moved, 0.0
         return 0.0, 0.0
 
@@ -97,8 +97,12 @@ class Event(NamedTuple):
 
 Reason = Literal["start", "order", "message", "queue", "reduction", "barrier", "beside"]
 
-_MOVING = COMPUTE | {Kind.RECOMPUTE, Kind.UPDATE, Kind.REDUCE_TIED}  # what a rank's clock passes through
-_BACKWARD = frozenset({Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE})
+_MOVING = COMPUTE | {
+    ActionKind.RECOMPUTE,
+    ActionKind.UPDATE,
+    ActionKind.REDUCE_TIED,
+}  # what a rank's clock passes through
+_BACKWARD = frozenset({ActionKind.B, ActionKind.I, ActionKind.W, ActionKind.RECOMPUTE})
 
 
 class Cause(NamedTuple):
@@ -190,7 +194,7 @@ class _Path:
             yield from self._beside(rank, member.at, action)
         first = self.blocks.get(place, (place,))[0]
         yield from self._order(rank, first.at, self.timeline.starts[rank][at])
-        if self.program.orders[rank][at].kind is Kind.REDUCE_TIED:
+        if self.program.orders[rank][at].kind is ActionKind.REDUCE_TIED:
             for wait in self.tied.get((rank, at), ()):
                 for held in self._order(wait.rank, wait.completed):
                     yield held._replace(reason="reduction")
@@ -215,7 +219,7 @@ class _Path:
             action = order[before]
             if self.timeline.ends[rank][before] > start:
                 continue
-            sends = blocking and action.kind in (Kind.SEND_F, Kind.SEND_B)
+            sends = blocking and action.kind in (ActionKind.SEND_F, ActionKind.SEND_B)
             if action.kind in _MOVING or sends or self._exposed(action):
                 until = self.timeline.ends[rank][before]
                 if blocking and not self.program.lowered and (name := self._result(action)):
@@ -225,27 +229,27 @@ class _Path:
 
     def _exposed(self, action: Action) -> bool:
         """Whether the action is a reduction inside the step that its rank waits for."""
-        inside = action.kind is Kind.REDUCE_GRAD and bool(self.program.versions)
+        inside = action.kind is ActionKind.REDUCE_GRAD and bool(self.program.versions)
         return inside and not self.timeline.costs.reduce_overlaps
 
     def _result(self, action: Action) -> Action | None:
         """The receive on another rank that takes the action's result."""
         stage, kind, i = action
-        if kind is Kind.F and not self.program.is_last(stage):
-            name = Action(stage + 1, Kind.RECV_F, i)
+        if kind is ActionKind.F and not self.program.is_last(stage):
+            name = Action(stage + 1, ActionKind.RECV_F, i)
             return name if self.prices.forward[stage + 1] else None
-        if kind in (Kind.B, Kind.I) and not self.program.is_first(stage):
-            name = Action(stage - 1, Kind.RECV_B, i)
+        if kind in (ActionKind.B, ActionKind.I) and not self.program.is_first(stage):
+            name = Action(stage - 1, ActionKind.RECV_B, i)
             return name if self.prices.backward[stage - 1] else None
         return None
 
     def _maker(self, name: Action) -> _Place:
         """What makes the message that `name` receives."""
         stage, kind, i = send_of(name)
-        if kind is Kind.SEND_F:
-            return self.place[Action(stage, Kind.F, i)]
-        split = self.place.get(Action(stage, Kind.I, i))
-        return split or self.place[Action(stage, Kind.B, i)]
+        if kind is ActionKind.SEND_F:
+            return self.place[Action(stage, ActionKind.F, i)]
+        split = self.place.get(Action(stage, ActionKind.I, i))
+        return split or self.place[Action(stage, ActionKind.B, i)]
 
     def _input(self, action: Action) -> Iterator[_Held]:
         """The message that a compute action takes."""
@@ -271,7 +275,7 @@ class _Path:
             return self.timeline.arrivals[name]
         if self.program.lowered:
             return self.event(self.place[name]).end
-        routes = self.prices.forward if name.kind is Kind.RECV_F else self.prices.backward
+        routes = self.prices.forward if name.kind is ActionKind.RECV_F else self.prices.backward
         route = routes[name.stage]
         assert route is not None
         return self.event(self._maker(name)).end + route.delay
@@ -280,19 +284,19 @@ class _Path:
         """What runs beside the work and what it holds up."""
         stage, kind, i = action
         causes: list[tuple[Action, Reason]] = []
-        if kind in COMPUTE or kind is Kind.RECOMPUTE:
-            causes.append((Action(stage, Kind.UNSHARD), "beside"))
+        if kind in COMPUTE or kind is ActionKind.RECOMPUTE:
+            causes.append((Action(stage, ActionKind.UNSHARD), "beside"))
         if kind in _BACKWARD:
-            causes.append((Action(stage, Kind.RELOAD, i), "beside"))
-        if kind is Kind.RELOAD:
-            causes.append((Action(stage, Kind.OFFLOAD, i), "beside"))
-        if kind is Kind.UPDATE:
-            causes.append((Action(stage, Kind.REDUCE_GRAD), "reduction"))
+            causes.append((Action(stage, ActionKind.RELOAD, i), "beside"))
+        if kind is ActionKind.RELOAD:
+            causes.append((Action(stage, ActionKind.OFFLOAD, i), "beside"))
+        if kind is ActionKind.UPDATE:
+            causes.append((Action(stage, ActionKind.REDUCE_GRAD), "reduction"))
         for need, reason in causes:
             if need.kind in self.kinds:
                 yield from self._latest(rank, at, lambda other, need=need: other == need, reason)
-        if kind in BESIDE or kind is Kind.REDUCE_GRAD:
-            reason: Reason = "reduction" if kind is Kind.REDUCE_GRAD else "beside"
+        if kind in BESIDE or kind is ActionKind.REDUCE_GRAD:
+            reason: Reason = "reduction" if kind is ActionKind.REDUCE_GRAD else "beside"
             yield from self._latest(rank, at, lambda other: other.kind is kind, reason)
 
     def _latest(self, rank: int, at: int, match: Callable[[Action], bool], reason: Reason) -> Iterator[_Held]:
@@ -309,11 +313,11 @@ class _Path:
         rank, action, start, _ = tail[at]
         for before in range(at - 1, -1, -1):
             if tail[before].rank == rank and tail[before].action.kind is action.kind:
-                reason: Reason = "order" if action.kind is Kind.UPDATE else "reduction"
+                reason: Reason = "order" if action.kind is ActionKind.UPDATE else "reduction"
                 yield _Held(tail[before].end, _Place(-1, before), reason)
                 break
-        if action.kind is Kind.UPDATE:
-            others = [_Place(-1, b) for b, e in enumerate(tail) if e.action.kind is not Kind.UPDATE]
+        if action.kind is ActionKind.UPDATE:
+            others = [_Place(-1, b) for b, e in enumerate(tail) if e.action.kind is not ActionKind.UPDATE]
             for place in (*self.place.values(), *others):
                 if self.event(place).end <= start:
                     yield _Held(self.event(place).end, place, "barrier")
@@ -324,7 +328,7 @@ class _Path:
                 yield _Held(ends[before], _Place(rank, before), "order")
 
 
-_BUSY = COMPUTE | {Kind.RECOMPUTE, Kind.UPDATE}
+_BUSY = COMPUTE | {ActionKind.RECOMPUTE, ActionKind.UPDATE}
 
 
 class Bubble(NamedTuple):
@@ -379,7 +383,7 @@ class Timeline:
         """The busiest rank's work, its part of the optimiser included."""
         work = list(self.work)
         for rank, action, start, end in self.tail:
-            if action.kind is Kind.UPDATE:
+            if action.kind is ActionKind.UPDATE:
                 work[rank] += end - start
         return max(work, default=0.0)
 
@@ -472,9 +476,9 @@ class Timeline:
         order = self.program.orders[rank]
         starts = self.starts[rank]
         ends = self.ends[rank]
-        backwards = (at for at, action in enumerate(order) if action.kind in (Kind.B, Kind.I))
+        backwards = (at for at, action in enumerate(order) if action.kind in (ActionKind.B, ActionKind.I))
         first = next(backwards, len(order))
-        last = max((at for at, action in enumerate(order) if action.kind is Kind.F), default=-1)
+        last = max((at for at, action in enumerate(order) if action.kind is ActionKind.F), default=-1)
         if first > last or ends[last] <= starts[first]:
             return 0.0
         busy, reached = 0.0, starts[first]

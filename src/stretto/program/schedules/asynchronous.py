@@ -12,7 +12,7 @@ from collections.abc import Container, Sequence
 
 from stretto.errors import StrettoError
 from stretto.layout.placement import linear
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program
 from stretto.program.schedules.registry import register
 
@@ -110,10 +110,10 @@ def _updating(stage: int, before: Sequence[int], ends: Container[int]) -> tuple[
     done = 0
     for i, backwards in enumerate([*before, len(before)]):
         for mb in range(done, backwards):
-            order.append(Action(stage, Kind.B, mb))
+            order.append(Action(stage, ActionKind.B, mb))
             if mb in ends:
-                order.append(Action(stage, Kind.UPDATE, mb))
+                order.append(Action(stage, ActionKind.UPDATE, mb))
         done = max(done, backwards)
         if i < len(before):
-            order.append(Action(stage, Kind.F, i))
+            order.append(Action(stage, ActionKind.F, i))
     return tuple(order)

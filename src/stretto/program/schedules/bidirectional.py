@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from stretto.errors import StrettoError
 from stretto.layout.placement import mirror, vee
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program
 from stretto.program.schedules.list_scheduling import greedy
 from stretto.program.schedules.registry import register
@@ -139,7 +139,7 @@ def chimera(ranks: int, microbatches: int) -> Program:
     preferences = [
         [
             Action(rank if i % 2 == 0 else 2 * ranks - 1 - rank, kind, i)
-            for kind in (Kind.B, Kind.F)
+            for kind in (ActionKind.B, ActionKind.F)
             for i in range(microbatches)
         ]
         for rank in range(ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stretto.layout.placement import linear, loop
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program
 from stretto.program.schedules.registry import register
 
@@ -16,7 +16,7 @@ def naive(ranks: int, microbatches: int) -> Program:
     The slowest schedule and the one that holds least: one microbatch. A reference for the others.
     """
     orders = tuple(
-        tuple(Action(rank, kind, i) for i in range(microbatches) for kind in (Kind.F, Kind.B))
+        tuple(Action(rank, kind, i) for i in range(microbatches) for kind in (ActionKind.F, ActionKind.B))
         for rank in range(ranks)
     )
     return Program(
@@ -36,7 +36,7 @@ def gpipe(ranks: int, microbatches: int) -> Program:
     in ascending order, so that the first gradients reach the first rank as early as possible.
     """
     orders = tuple(
-        tuple(Action(rank, kind, i) for kind in (Kind.F, Kind.B) for i in range(microbatches))
+        tuple(Action(rank, kind, i) for kind in (ActionKind.F, ActionKind.B) for i in range(microbatches))
         for rank in range(ranks)
     )
     return Program(
@@ -62,9 +62,9 @@ def bfs(ranks: int, microbatches: int, chunks: int = 2) -> Program:
     """
     orders = tuple(
         (
-            *(Action(c * ranks + rank, Kind.F, i) for c in range(chunks) for i in range(microbatches)),
+            *(Action(c * ranks + rank, ActionKind.F, i) for c in range(chunks) for i in range(microbatches)),
             *(
-                Action(c * ranks + rank, Kind.B, i)
+                Action(c * ranks + rank, ActionKind.B, i)
                 for c in reversed(range(chunks))
                 for i in reversed(range(microbatches))
             ),
@@ -95,7 +95,7 @@ def forward_only(ranks: int, microbatches: int, chunks: int = 1) -> Program:
     ends = [*starts[1:], microbatches]
     orders = tuple(
         tuple(
-            Action(chunk * ranks + rank, Kind.F, i)
+            Action(chunk * ranks + rank, ActionKind.F, i)
             for start, end in zip(starts, ends, strict=True)
             for chunk in range(chunks)
             for i in range(start, end)

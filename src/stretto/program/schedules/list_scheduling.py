@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 
-_HOLDS = {Kind.F: 1, Kind.B: -1, Kind.I: 0, Kind.W: -1}
+_HOLDS = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.I: 0, ActionKind.W: -1}
 
-_Key = tuple[int, Kind, int | None]  # an action; a plain tuple is equal to it, and faster to create
+_Key = tuple[int, ActionKind, int | None]  # an action; a plain tuple is equal to it, and faster to create
 
 
 class Scheduled(NamedTuple):
@@ -120,7 +120,7 @@ class _Simulation:
         self.depth = len(placement) // copies
         self.preferences = preferences
         self.in_order = False  # start actions strictly in the order of preference
-        self.cost = {Kind.F: 1, Kind.B: backward, Kind.I: 1, Kind.W: 1}
+        self.cost = {ActionKind.F: 1, ActionKind.B: backward, ActionKind.I: 1, ActionKind.W: 1}
         self.started = [bytearray(len(order)) for order in preferences]
         self.held = [0 for _ in preferences]
         self.inside = dict.fromkeys(range(0, len(placement), self.depth), 0)  # microbatches, by first stage
@@ -132,7 +132,7 @@ class _Simulation:
         self._running: list[Action | None] = [None for _ in preferences]
         # microbatches enter in their order, one being ready at a time
         self._entering = {
-            stage: iter([a for a in preferences[placement[stage]] if a[:2] == (stage, Kind.F)])
+            stage: iter([a for a in preferences[placement[stage]] if a[:2] == (stage, ActionKind.F)])
             for stage in self.inside
         }
         for entering in self._entering.values():
@@ -173,7 +173,7 @@ class _Simulation:
         chosen = None
         while ready:
             at = heappop(ready)
-            if preference[at].kind is not Kind.F or admit(rank, at):
+            if preference[at].kind is not ActionKind.F or admit(rank, at):
                 self.started[rank][at] = 1
                 chosen = self._running[rank] = preference[at]
                 break
@@ -182,7 +182,7 @@ class _Simulation:
             heappush(ready, at)
         if chosen is not None:
             self.held[rank] += _HOLDS[chosen.kind]
-            if chosen.kind is Kind.F and chosen.stage in self.inside:
+            if chosen.kind is ActionKind.F and chosen.stage in self.inside:
                 self.inside[chosen.stage] += 1
                 self._enable(next(self._entering[chosen.stage], None))
         return chosen
@@ -193,13 +193,13 @@ class _Simulation:
         assert action is not None
         self._running[rank] = None
         stage, kind, i = action
-        if kind is Kind.F:
-            follows = self._backward(stage, i) if self._is_last(stage) else (stage + 1, Kind.F, i)
+        if kind is ActionKind.F:
+            follows = self._backward(stage, i) if self._is_last(stage) else (stage + 1, ActionKind.F, i)
             return [rank, *self._enable(follows)]
-        if kind is Kind.W:
+        if kind is ActionKind.W:
             return [rank]
-        if kind is Kind.I:
-            self._enable((stage, Kind.W, i))
+        if kind is ActionKind.I:
+            self._enable((stage, ActionKind.W, i))
         if stage in self.inside:
             self.inside[stage] -= 1
             return [rank]
@@ -209,8 +209,8 @@ class _Simulation:
         return (stage + 1) % self.depth == 0
 
     def _backward(self, stage: int, microbatch: int | None) -> _Key:
-        split = (stage, Kind.I, microbatch)
-        return split if split in self._where else (stage, Kind.B, microbatch)
+        split = (stage, ActionKind.I, microbatch)
+        return split if split in self._where else (stage, ActionKind.B, microbatch)
 
     def _enable(self, name: _Key | None) -> list[int]:
         """Make an action ready; the rank that it is on."""

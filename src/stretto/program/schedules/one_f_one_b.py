@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from stretto.errors import StrettoError
 from stretto.layout.placement import linear, loop
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program
 from stretto.program.schedules.list_scheduling import tighten
 from stretto.program.schedules.registry import register
@@ -21,8 +21,8 @@ def one_f_one_b(ranks: int, microbatches: int) -> Program:
     """
     orders: list[tuple[Action, ...]] = []
     for rank in range(ranks):
-        forwards = [Action(rank, Kind.F, i) for i in range(microbatches)]
-        backwards = [Action(rank, Kind.B, i) for i in range(microbatches)]
+        forwards = [Action(rank, ActionKind.F, i) for i in range(microbatches)]
+        backwards = [Action(rank, ActionKind.B, i) for i in range(microbatches)]
         orders.append(alternate(forwards, backwards, warmup=ranks - 1 - rank))
     return Program(
         name="1f1b",
@@ -76,8 +76,8 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2, group: int | Non
     ]
     orders: list[tuple[Action, ...]] = []
     for rank in range(ranks):
-        forwards = [Action(c * ranks + rank, Kind.F, i) for c, i in table]
-        backwards = [Action((chunks - 1 - c) * ranks + rank, Kind.B, i) for c, i in table]
+        forwards = [Action(c * ranks + rank, ActionKind.F, i) for c, i in table]
+        backwards = [Action((chunks - 1 - c) * ranks + rank, ActionKind.B, i) for c, i in table]
         warmup = 2 * (ranks - 1 - rank) + (chunks - 1) * size
         order = alternate(forwards, backwards, warmup)
         orders.append(tuple(a for a in order if a.microbatch is not None and a.microbatch < microbatches))
@@ -103,8 +103,8 @@ def one_f_one_b_eager(ranks: int, microbatches: int) -> Program:
     """
     orders: list[tuple[Action, ...]] = []
     for rank in range(ranks):
-        forwards = [Action(rank, Kind.F, i) for i in range(microbatches)]
-        backwards = [Action(rank, Kind.B, i) for i in range(microbatches)]
+        forwards = [Action(rank, ActionKind.F, i) for i in range(microbatches)]
+        backwards = [Action(rank, ActionKind.B, i) for i in range(microbatches)]
         orders.append(alternate(forwards, backwards, warmup=2 * (ranks - 1 - rank)))
     return Program(
         name="1f1b-eager",

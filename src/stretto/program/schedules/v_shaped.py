@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from stretto.layout.placement import vee
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.memory import peak_held
 from stretto.program.program import Program
 from stretto.program.schedules.list_scheduling import tighten
@@ -122,7 +122,7 @@ def _from_block(name: str, starts: Sequence[tuple[int, int, int, int]], microbat
 
 def _repeat(down: int, up: int, starts: tuple[int, int, int, int], microbatches: int) -> tuple[Action, ...]:
     """One rank's order without gaps: its block for every microbatch, with W in the slots left free."""
-    kinds = ((down, Kind.F), (up, Kind.F), (up, Kind.I), (down, Kind.I))
+    kinds = ((down, ActionKind.F), (up, ActionKind.F), (up, ActionKind.I), (down, ActionKind.I))
     slots = {
         start + _INTERVAL * i: Action(stage, kind, i)
         for (stage, kind), start in zip(kinds, starts, strict=True)
@@ -135,8 +135,8 @@ def _repeat(down: int, up: int, starts: tuple[int, int, int, int], microbatches:
         action = slots.get(slot)
         if action is not None:
             order.append(action)
-            if action.kind is Kind.I:
-                due.append(Action(action.stage, Kind.W, action.microbatch))
+            if action.kind is ActionKind.I:
+                due.append(Action(action.stage, ActionKind.W, action.microbatch))
         elif due:
             order.append(due.popleft())
     return (*order, *due)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from stretto.layout.placement import zigzag
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.memory import peak_held
 from stretto.program.program import Program
 from stretto.program.schedules.list_scheduling import Scheduled, greedy, replay, tighten
@@ -25,14 +25,14 @@ def one_wave(ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
     placement = zigzag(ranks, 2)
     stages = range(len(placement))
     free = [[True] * _UNITS for _ in range(ranks)]
-    timed: list[list[tuple[int, int, Kind]]] = [[] for _ in range(ranks)]
+    timed: list[list[tuple[int, int, ActionKind]]] = [[] for _ in range(ranks)]
     at = 0
-    for stage, kind in [(s, Kind.F) for s in stages] + [(s, Kind.B) for s in reversed(stages)]:
+    for stage, kind in [(s, ActionKind.F) for s in stages] + [(s, ActionKind.B) for s in reversed(stages)]:
         rank = placement[stage]
         while not _fits(free[rank], at % _UNITS, kind):
             at += 1
         timed[rank].append((at, stage, kind))
-        for _ in range(1 if kind is Kind.F else 2):
+        for _ in range(1 if kind is ActionKind.F else 2):
             free[rank][at % _UNITS] = False
             at += 1
     return tuple(
@@ -48,9 +48,9 @@ def one_wave(ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
     )
 
 
-def _fits(free: list[bool], slot: int, kind: Kind) -> bool:
+def _fits(free: list[bool], slot: int, kind: ActionKind) -> bool:
     """Whether an action may start in that slot of its rank's block."""
-    if kind is Kind.B:
+    if kind is ActionKind.B:
         return slot % 2 == 0 and free[slot] and free[slot + 1]
     half_full = [at for at in range(_UNITS) if free[at] and not free[at ^ 1]]
     return slot in half_full if half_full else free[slot]
@@ -71,18 +71,18 @@ def several_waves(ranks: int, microbatches: int, waves: int) -> tuple[tuple[Acti
         timed: list[tuple[int, int, Action]] = []
         for chunk in range(2 * waves):
             along = rank if chunk % 2 == 0 else ranks - 1 - rank
-            forward = starts[chunk, Kind.F, 0] + along
+            forward = starts[chunk, ActionKind.F, 0] + along
             for i in range(microbatches):
                 block, odd = divmod(i, 2)
-                backward = starts[chunk, Kind.B, odd] + ranks - 1 - along
+                backward = starts[chunk, ActionKind.B, odd] + ranks - 1 - along
                 at = 6 * waves * block
-                timed.append((at + forward, odd, Action(chunk * ranks + along, Kind.F, i)))
-                timed.append((at + backward, 0, Action(chunk * ranks + along, Kind.B, i)))
+                timed.append((at + forward, odd, Action(chunk * ranks + along, ActionKind.F, i)))
+                timed.append((at + backward, 0, Action(chunk * ranks + along, ActionKind.B, i)))
         orders.append(tuple(action for _, _, action in sorted(timed)))
     return tuple(orders)
 
 
-def _legs(ranks: int, waves: int) -> dict[tuple[int, Kind, int], int]:
+def _legs(ranks: int, waves: int) -> dict[tuple[int, ActionKind, int], int]:
     """The slot at which each leg starts: (chunk, F, 0) of both microbatches, (chunk, B, 0 or 1) of each."""
     used: set[tuple[bool, int]] = set()
 
@@ -93,16 +93,16 @@ def _legs(ranks: int, waves: int) -> dict[tuple[int, Kind, int], int]:
         used.add((down, at % (6 * waves)))
         return at
 
-    starts: dict[tuple[int, Kind, int], int] = {}
+    starts: dict[tuple[int, ActionKind, int], int] = {}
     at = 0
     for chunk in range(2 * waves):
-        starts[chunk, Kind.F, 0] = start(at, chunk % 2 == 0)
-        at = starts[chunk, Kind.F, 0] + ranks
+        starts[chunk, ActionKind.F, 0] = start(at, chunk % 2 == 0)
+        at = starts[chunk, ActionKind.F, 0] + ranks
     ends = [at, at]
     for chunk in reversed(range(2 * waves)):
         for odd in (0, 1):
-            starts[chunk, Kind.B, odd] = start(ends[odd], chunk % 2 == 1)
-            ends[odd] = starts[chunk, Kind.B, odd] + ranks
+            starts[chunk, ActionKind.B, odd] = start(ends[odd], chunk % 2 == 1)
+            ends[odd] = starts[chunk, ActionKind.B, odd] + ranks
     return starts
 
 
@@ -149,7 +149,7 @@ def _preferences(placement: Sequence[int], microbatches: int) -> list[list[Actio
     return [
         [
             Action(stage, kind, i)
-            for kind in (Kind.B, Kind.F)
+            for kind in (ActionKind.B, ActionKind.F)
             for i in range(microbatches)
             for stage in reversed(stages)
         ]

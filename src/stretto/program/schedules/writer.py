@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 
 
 class Writer:
@@ -29,24 +29,24 @@ class Writer:
         self._depth = depth
         self._copies = copies
         self._splits = splits
-        self._next: dict[tuple[int, Kind], int] = defaultdict(int)
+        self._next: dict[tuple[int, ActionKind], int] = defaultdict(int)
         self._due: deque[tuple[int, int]] = deque()  # weight gradients put off, oldest first
 
     def forward(self, *stages: int) -> None:
         """F of each stage."""
         for stage in stages:
-            self._write(stage, Kind.F, self._take(stage, Kind.F))
+            self._write(stage, ActionKind.F, self._take(stage, ActionKind.F))
 
     def backward(self, stage: int) -> None:
         """B, the whole backward, or I and then W."""
-        i = self._take(stage, Kind.I)
-        for kind in (Kind.I, Kind.W) if self._splits else (Kind.B,):
+        i = self._take(stage, ActionKind.I)
+        for kind in (ActionKind.I, ActionKind.W) if self._splits else (ActionKind.B,):
             self._write(stage, kind, i)
 
     def input_gradient(self, stage: int) -> None:
         """I; its weight gradient is due from now on."""
-        i = self._take(stage, Kind.I)
-        self._write(stage, Kind.I, i)
+        i = self._take(stage, ActionKind.I)
+        self._write(stage, ActionKind.I, i)
         self._due.append((stage, i))
 
     def weight_gradient(self, stage: int | None = None) -> None:
@@ -54,36 +54,36 @@ class Writer:
         for due in self._due:
             if stage is None or due[0] == stage:
                 self._due.remove(due)
-                self._write(due[0], Kind.W, due[1])
+                self._write(due[0], ActionKind.W, due[1])
                 return
 
     def weight_gradients(self, stage: int | None = None) -> None:
         """Every W that is due, of `stage` if given, the oldest first."""
         for due in list(self._due):
             if stage is None or due[0] == stage:
-                self._write(due[0], Kind.W, due[1])
+                self._write(due[0], ActionKind.W, due[1])
         self._due = deque(due for due in self._due if stage is not None and due[0] != stage)
 
     def pair(self, forward: int, backward: int) -> None:
         """F of one stage and B of another that may overlap; one alone if the other has no microbatch left."""
-        if max(self._peek(forward, Kind.F), self._peek(backward, Kind.I)) >= self._microbatches:
+        if max(self._peek(forward, ActionKind.F), self._peek(backward, ActionKind.I)) >= self._microbatches:
             self.forward(forward)
             self.backward(backward)
             return
-        f = Action(forward, Kind.F, self._take(forward, Kind.F))
-        b = Action(backward, Kind.B, self._take(backward, Kind.I))
+        f = Action(forward, ActionKind.F, self._take(forward, ActionKind.F))
+        b = Action(backward, ActionKind.B, self._take(backward, ActionKind.I))
         self.order += (f, b)
         self.pairs.add((f, b))
 
-    def _peek(self, stage: int, kind: Kind) -> int:
+    def _peek(self, stage: int, kind: ActionKind) -> int:
         nth = self._next[stage, kind]
         return nth if self._copies == 1 else nth * self._copies + stage // self._depth
 
-    def _take(self, stage: int, kind: Kind) -> int:
+    def _take(self, stage: int, kind: ActionKind) -> int:
         microbatch = self._peek(stage, kind)
         self._next[stage, kind] += 1
         return microbatch
 
-    def _write(self, stage: int, kind: Kind, microbatch: int) -> None:
+    def _write(self, stage: int, kind: ActionKind, microbatch: int) -> None:
         if microbatch < self._microbatches:
             self.order.append(Action(stage, kind, microbatch))

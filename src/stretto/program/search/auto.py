@@ -10,7 +10,7 @@ from typing import Any
 
 from stretto.errors import StrettoError, nearest
 from stretto.layout.placement import PLACEMENTS, place
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.checks.check import check
 from stretto.program.lower import lower
 from stretto.program.memory import peak_activations
@@ -169,7 +169,9 @@ def _fits(program: Program, chunks: Sequence[int], memory: Sequence[float | None
     if any(program.placement.count(rank) not in chunks for rank in range(program.ranks)):
         return False
     kinds = {action.kind for order in program.orders for action in order}
-    if not kinds <= {Kind.F, Kind.B, Kind.I, Kind.W} or (not split and Kind.I in kinds):
+    if not kinds <= {ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W} or (
+        not split and ActionKind.I in kinds
+    ):
         return False
     peaks = peak_activations(program)
     return all(limit is None or peak <= limit + 1e-9 for peak, limit in zip(peaks, memory, strict=True))
@@ -354,11 +356,11 @@ def _joined(problem: Problem, orders: Orders, program: Program) -> Program:
         while at < len(order):
             stage, kind, i = order[at]
             assert i is not None
-            if kind is Kind.I and order[at + 1 : at + 2] == (Action(stage, Kind.W, i),):
+            if kind is ActionKind.I and order[at + 1 : at + 2] == (Action(stage, ActionKind.W, i),):
                 op = 3 * stage + I
                 after = problem.follower[op]
                 if after < 0 or _start(problem, ends, after, i) >= ends[op - I + W][i] + problem.delay[after]:
-                    row.append(Action(stage, Kind.B, i))
+                    row.append(Action(stage, ActionKind.B, i))
                     at += 2
                     continue
             row.append(order[at])
@@ -374,4 +376,4 @@ def _start(problem: Problem, ends: Times, op: int, microbatch: int) -> float:
 def _warmup(program: Program) -> int:
     """Forwards of rank 0 before its first backward."""
     order = program.orders[0]
-    return next((at for at, action in enumerate(order) if action.kind is not Kind.F), len(order))
+    return next((at for at, action in enumerate(order) if action.kind is not ActionKind.F), len(order))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program
 from stretto.program.replay.costs import Costs, Prices
 
@@ -21,7 +21,7 @@ I = 1
 W = 2
 Orders = list[list[int]]  # per rank, its operations in order
 
-_KINDS = (Kind.F, Kind.I, Kind.W)
+_KINDS = (ActionKind.F, ActionKind.I, ActionKind.W)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ class Problem:
             counts = [0] * (3 * self.stages)
             row: list[Action] = []
             for op in order:
-                kind = Kind.B if op % 3 == I and not self.split else _KINDS[op % 3]
+                kind = ActionKind.B if op % 3 == I and not self.split else _KINDS[op % 3]
                 row.append(Action(op // 3, kind, counts[op]))
                 counts[op] += 1
             rows.append(tuple(row))
@@ -151,13 +151,13 @@ class Problem:
         for order in program.orders:
             row: list[int] = []
             for stage, kind, _ in order:
-                if kind is Kind.F:
+                if kind is ActionKind.F:
                     row.append(3 * stage)
-                elif kind is Kind.I or kind is Kind.B:
+                elif kind is ActionKind.I or kind is ActionKind.B:
                     row.append(3 * stage + I)
-                    if kind is Kind.B and self.split:
+                    if kind is ActionKind.B and self.split:
                         row.append(3 * stage + W)
-                elif kind is Kind.W:
+                elif kind is ActionKind.W:
                     row.append(3 * stage + W)
             orders.append(row)
         return orders
@@ -175,7 +175,7 @@ def problem_of(
     prices = Prices(
         Program(name="auto", placement=placement, microbatches=microbatches, orders=((),) * ranks), costs
     )
-    times = tuple((t[Kind.F], t[Kind.I], t[Kind.W]) for t in prices.compute)
+    times = tuple((t[ActionKind.F], t[ActionKind.I], t[ActionKind.W]) for t in prices.compute)
     routes = zip(prices.forward, prices.backward, strict=True)
     delays = tuple((f.delay if f else 0.0, b.delay if b else 0.0) for f, b in routes)
     chunks = len(placement) // ranks

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 from stretto.errors import StrettoError
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 
 # nine digits are plenty, and keep int() from endless input
 _ACTION = re.compile(
-    f"(0|[1-9][0-9]{{0,8}})({'|'.join(sorted(Kind, key=len, reverse=True))})(0|[1-9][0-9]{{0,8}})?"
+    f"(0|[1-9][0-9]{{0,8}})({'|'.join(sorted(ActionKind, key=len, reverse=True))})(0|[1-9][0-9]{{0,8}})?"
 )
 
 
@@ -24,11 +24,11 @@ def parse_action(text: str) -> Action:
     if match is None:
         raise StrettoError(f"{text!r} is not an action", hint=_action_hint(text))
     stage = int(match[1])
-    kind = Kind(match[2])
+    kind = ActionKind(match[2])
     microbatch = match[3]
     if kind.has_microbatch and microbatch is None:
         raise StrettoError(f"{text!r} has no microbatch", hint=f"write {text}0 for microbatch 0")
-    if microbatch is not None and not (kind.has_microbatch or kind is Kind.UPDATE):
+    if microbatch is not None and not (kind.has_microbatch or kind is ActionKind.UPDATE):
         raise StrettoError(f"{text!r} has a microbatch, but {kind} has none", hint=f"write {stage}{kind}")
     return Action(stage, kind, None if microbatch is None else int(microbatch))
 
@@ -36,7 +36,7 @@ def parse_action(text: str) -> Action:
 def _action_hint(text: str) -> str:
     if text.startswith("("):
         return "an overlapped pair is a cell of CSV: (4F0;1B3)OVERLAP_F_B"
-    return f"write stage, kind, microbatch, as in 2F0; kinds are {', '.join(Kind)}"
+    return f"write stage, kind, microbatch, as in 2F0; kinds are {', '.join(ActionKind)}"
 
 
 _OVERLAP = "OVERLAP_F_B"
@@ -55,7 +55,7 @@ def parse_cell(text: str) -> list[Action]:
     if not closed or kind != _OVERLAP or len(parts) != 2:
         raise StrettoError(f"{text!r} is not an overlapped pair", hint=f"write (4F0;1B3){_OVERLAP}")
     pair = [parse_action(part.strip()) for part in parts]
-    if pair[0].kind is not Kind.F or pair[1].kind not in (Kind.B, Kind.I):
+    if pair[0].kind is not ActionKind.F or pair[1].kind not in (ActionKind.B, ActionKind.I):
         raise StrettoError(
             f"{text!r} is not a forward and a backward", hint=f"write (4F0;1B3){_OVERLAP}, the forward first"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from stretto.errors import StrettoError
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.checks.check import check
 from stretto.program.pairing import as_blocks, check_pairs
 from stretto.program.program import Program, ScheduleError
@@ -30,7 +30,13 @@ def to_csv(program: Program) -> str:
     return "".join(row + "\n" for row in rows)
 
 
-_TORCH = frozenset(Kind) - {Kind.UPDATE, Kind.REDUCE_TIED, Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD}
+_TORCH = frozenset(ActionKind) - {
+    ActionKind.UPDATE,
+    ActionKind.REDUCE_TIED,
+    ActionKind.RECOMPUTE,
+    ActionKind.OFFLOAD,
+    ActionKind.RELOAD,
+}
 
 
 def check_torch(program: Program) -> None:
@@ -54,7 +60,7 @@ def check_torch(program: Program) -> None:
         )
     for order in program.orders:
         for action in order:
-            if action.kind is Kind.UPDATE:
+            if action.kind is ActionKind.UPDATE:
                 raise StrettoError(
                     f"{program.name} updates weights within the step ({action}), and "
                     "torch.distributed.pipelining has no such action: its optimizer steps after the schedule",
@@ -109,7 +115,7 @@ def from_csv(
     if lowered is None:
         lowered = any(action.kind.is_transfer for action in actions)
     if tied is None:
-        members = tuple(sorted({action.stage for action in actions if action.kind is Kind.REDUCE_TIED}))
+        members = tuple(sorted({action.stage for action in actions if action.kind is ActionKind.REDUCE_TIED}))
         tied = (members,) if members else ()
     microbatches = 1 + max((action.microbatch or 0 for action in actions), default=0)
     if versions is None:
@@ -123,7 +129,7 @@ def from_csv(
         orders=tuple(orders),
         tied=tuple(tuple(tie) for tie in tied),
         lowered=lowered,
-        trains=any(action.kind in (Kind.B, Kind.I, Kind.W) for action in actions),
+        trains=any(action.kind in (ActionKind.B, ActionKind.I, ActionKind.W) for action in actions),
         copies=copies,
         pairs=frozenset(pairs),
         versions=tuple(tuple(row) for row in versions),
@@ -138,21 +144,21 @@ def _newest(orders: Sequence[Sequence[Action]], stages: int, microbatches: int) 
     """The versions if every forward uses the newest weights; none without `U`."""
     actions = [action for order in orders for action in order]
     # a number from a file may be huge; `check` then says that there are too few actions
-    if microbatches > len(actions) or not any(action.kind is Kind.UPDATE for action in actions):
+    if microbatches > len(actions) or not any(action.kind is ActionKind.UPDATE for action in actions):
         return []
     rows, updates = [[0] * microbatches for _ in range(stages)], [0] * stages
     for stage, kind, i in actions:
-        if kind is Kind.F and i is not None:
+        if kind is ActionKind.F and i is not None:
             rows[stage][i] = updates[stage]
-        updates[stage] += kind is Kind.UPDATE
+        updates[stage] += kind is ActionKind.UPDATE
     return rows
 
 
 def _check_shifted(orders: Sequence[Sequence[Action]]) -> None:
     """Say what is wrong with the order that torch 2.13's Schedule1F1B exports for its last rank."""
     for rank, order in enumerate(orders):
-        forward = sorted(a.microbatch for a in order if a.kind is Kind.F and a.microbatch is not None)
-        backward = sorted(a.microbatch for a in order if a.kind is Kind.B and a.microbatch is not None)
+        forward = sorted(a.microbatch for a in order if a.kind is ActionKind.F and a.microbatch is not None)
+        backward = sorted(a.microbatch for a in order if a.kind is ActionKind.B and a.microbatch is not None)
         if backward and backward[0] == 0 and forward == [i + 1 for i in backward]:
             raise ScheduleError(
                 f"line {rank + 1} has forwards of microbatches 1 to {forward[-1]}, "

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from stretto.errors import StrettoError
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.checks.structure import check_structure
 from stretto.program.program import Program
 
-_BACKWARD = (Kind.B, Kind.I)
+_BACKWARD = (ActionKind.B, ActionKind.I)
 
 
 def recompute(program: Program, stages: Iterable[int] | None = None) -> Program:
@@ -32,15 +32,15 @@ def recompute(program: Program, stages: Iterable[int] | None = None) -> Program:
     Raises:
         StrettoError: another program, or no such stage.
     """
-    chosen = _chosen(program, stages, {Kind.RECOMPUTE})
+    chosen = _chosen(program, stages, {ActionKind.RECOMPUTE})
     orders: list[tuple[Action, ...]] = []
     for order in program.orders:
         compute = [action for action in order if action.kind.is_compute]
         before: dict[Action, list[Action]] = defaultdict(list)
         for at, (stage, kind, i) in enumerate(compute):
-            forward = Action(stage, Kind.F, i)
+            forward = Action(stage, ActionKind.F, i)
             if stage in chosen and kind in _BACKWARD and (at == 0 or compute[at - 1] != forward):
-                before[compute[_block(program, compute, at)]].append(Action(stage, Kind.RECOMPUTE, i))
+                before[compute[_block(program, compute, at)]].append(Action(stage, ActionKind.RECOMPUTE, i))
         orders.append(tuple(new for action in order for new in (*before.get(action, ()), action)))
     return _done(program, orders)
 
@@ -62,7 +62,7 @@ def offload(program: Program, stages: Iterable[int] | None = None, ahead: int = 
     """
     if ahead < 0:
         raise StrettoError(f"ahead is {ahead}, must be at least 0", hint="nearest is ahead=0")
-    chosen = _chosen(program, stages, {Kind.OFFLOAD, Kind.RELOAD})
+    chosen = _chosen(program, stages, {ActionKind.OFFLOAD, ActionKind.RELOAD})
     orders: list[tuple[Action, ...]] = []
     for order in program.orders:
         blocks = _blocks(program, order)
@@ -70,18 +70,18 @@ def offload(program: Program, stages: Iterable[int] | None = None, ahead: int = 
         reloads: dict[int, list[Action]] = defaultdict(list)  # by block
         for nth, block in enumerate(blocks):
             for stage, kind, i in block:
-                if kind is Kind.F:
+                if kind is ActionKind.F:
                     begun[stage, i] = nth
                 elif stage in chosen and kind in _BACKWARD and nth - ahead > begun[stage, i] + 1:
-                    reloads[nth - ahead].append(Action(stage, Kind.RELOAD, i))
+                    reloads[nth - ahead].append(Action(stage, ActionKind.RELOAD, i))
         moved = {(action.stage, action.microbatch) for actions in reloads.values() for action in actions}
         out: list[Action] = []
         for nth, block in enumerate(blocks):
             out += reloads.get(nth, ())
             for action in block:
                 out.append(action)
-                if action.kind is Kind.F and (action.stage, action.microbatch) in moved:
-                    out.append(action._replace(kind=Kind.OFFLOAD))
+                if action.kind is ActionKind.F and (action.stage, action.microbatch) in moved:
+                    out.append(action._replace(kind=ActionKind.OFFLOAD))
         orders.append(tuple(out))
     return _done(program, orders)
 
@@ -98,7 +98,7 @@ def _blocks(program: Program, order: Sequence[Action]) -> list[list[Action]]:
     waiting: list[Action] = []  # actions that belong to the compute action to come
     inside: Action | None = None  # the second of the pair that is open
     for action in order:
-        if action.kind is Kind.RECOMPUTE:
+        if action.kind is ActionKind.RECOMPUTE:
             waiting.append(action)
         elif not action.kind.is_compute:
             (waiting if waiting else blocks[-1]).append(action)
@@ -112,7 +112,7 @@ def _blocks(program: Program, order: Sequence[Action]) -> list[list[Action]]:
     return blocks
 
 
-def _chosen(program: Program, stages: Iterable[int] | None, kinds: set[Kind]) -> set[int]:
+def _chosen(program: Program, stages: Iterable[int] | None, kinds: set[ActionKind]) -> set[int]:
     """The stages meant, the program being one that can take such actions."""
     what = " and ".join(sorted(kinds))
     if program.lowered:

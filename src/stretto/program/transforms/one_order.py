@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stretto.errors import StrettoError
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.checks.transport import check_transport
 from stretto.program.messages import needed_by, receive_of, send_of, tied_waits
 from stretto.program.pairing import as_blocks
 from stretto.program.program import Program
 
-_COST = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1, Kind.RECOMPUTE: 1}
-_RECEIVES = (Kind.RECV_F, Kind.RECV_B)
+_COST = {ActionKind.F: 1, ActionKind.B: 2, ActionKind.I: 1, ActionKind.W: 1, ActionKind.RECOMPUTE: 1}
+_RECEIVES = (ActionKind.RECV_F, ActionKind.RECV_B)
 
 
 def one_order(program: Program) -> Program:
@@ -72,7 +72,7 @@ class _Execution:
         self.clock[rank] = start + sum(_COST.get(a.kind, 0) for a in actions)
         self.at[rank] += len(actions)
         self._skip_receives(rank)
-        if action.kind in (Kind.SEND_F, Kind.SEND_B):
+        if action.kind in (ActionKind.SEND_F, ActionKind.SEND_B):
             self.sent[action] = start
             receive = receive_of(action)
             self.out[self.program.placement[receive.stage]].append(receive)

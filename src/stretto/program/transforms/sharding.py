@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from stretto.errors import StrettoError
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.checks.residency import USES
 from stretto.program.checks.structure import check_structure
 from stretto.program.program import Program
@@ -37,7 +37,11 @@ def gather(program: Program, limit: int = 3) -> Program:
             f"program {program.name!r} has weight versions, which cannot be gathered from shards",
             hint="use a synchronous schedule, or do not shard the parameters",
         )
-    if any(action.kind in (Kind.UNSHARD, Kind.RESHARD) for order in program.orders for action in order):
+    if any(
+        action.kind in (ActionKind.UNSHARD, ActionKind.RESHARD)
+        for order in program.orders
+        for action in order
+    ):
         raise StrettoError(f"program {program.name!r} gathers its parameters already")
     check_structure(program)
     least = max((len({a.stage, b.stage}) for a, b in program.pairs), default=1)
@@ -69,10 +73,10 @@ def _gathered(program: Program, order: Sequence[Action], limit: int) -> tuple[Ac
             if len(resident) >= room and idle:
                 furthest = max(idle, key=lambda other: uses[other][-1])
                 resident.remove(furthest)
-                out.append(Action(furthest, Kind.RESHARD))
+                out.append(Action(furthest, ActionKind.RESHARD))
             if len(resident) < room:
                 resident.append(stage)
-                out.append(Action(stage, Kind.UNSHARD))
+                out.append(Action(stage, ActionKind.UNSHARD))
 
     for nth, (stages, actions) in enumerate(runs):
         coming = runs[nth + 1][0] if nth + 1 < len(runs) else ()
@@ -83,7 +87,7 @@ def _gathered(program: Program, order: Sequence[Action], limit: int) -> tuple[Ac
             uses[stage].pop()
             if not uses[stage]:
                 resident.remove(stage)
-                out.append(Action(stage, Kind.RESHARD))
+                out.append(Action(stage, ActionKind.RESHARD))
     return tuple(out)
 
 

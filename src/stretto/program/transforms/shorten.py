@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise, takewhile
 from math import lcm
 
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.lower import LOOKAHEAD
 from stretto.program.program import Program
 
@@ -89,7 +89,7 @@ def _period(order: Sequence[Action]) -> tuple[int, int] | None:
     """
     middle = len(order) // 2
     stage, kind, first = order[middle]
-    stages, here = {action.stage for action in order}, Counter[tuple[int, Kind]]()
+    stages, here = {action.stage for action in order}, Counter[tuple[int, ActionKind]]()
     for at in range(middle, (middle + len(order)) // 2 + 1):
         same, again, microbatch = order[at]
         if (same, again) == (stage, kind) and _balanced(here, stages):
@@ -102,11 +102,11 @@ def _period(order: Sequence[Action]) -> tuple[int, int] | None:
     return None
 
 
-def _balanced(here: Counter[tuple[int, Kind]], stages: Iterable[int]) -> bool:
+def _balanced(here: Counter[tuple[int, ActionKind]], stages: Iterable[int]) -> bool:
     """Whether of every stage as many microbatches begin as end."""
     return all(
-        here[stage, Kind.F] == here[stage, Kind.B] + here[stage, Kind.I] > 0
-        and here[stage, Kind.I] == here[stage, Kind.W]
+        here[stage, ActionKind.F] == here[stage, ActionKind.B] + here[stage, ActionKind.I] > 0
+        and here[stage, ActionKind.I] == here[stage, ActionKind.W]
         for stage in stages
     )
 

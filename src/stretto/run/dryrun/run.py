@@ -18,7 +18,7 @@ from stretto.engine.parallel.recompute import Recompute
 from stretto.engine.parallel.traffic import traffic
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout, axes_of
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.run.dryrun.fake import BACKWARD, RECOMPUTE, Following, fake_rank, without_values
 from stretto.run.dryrun.repeats import PhaseRecorder, repeating, tiles_once
 from stretto.run.train.assemble import assemble
@@ -190,7 +190,7 @@ def _repeated(replica: Replica, order: Sequence[Action]) -> frozenset[int]:
     """
     job, buffers = replica.job, replica.pipeline.buffers.values()
     each = any(gradient.each for buffer in buffers for gradient in buffer.gradients)
-    halves = any(action.kind is Kind.W for action in order)
+    halves = any(action.kind is ActionKind.W for action in order)
     if replica.asynchronous or job.dp.gathers(job.layout.pp) is not None or (each and halves):
         return frozenset()
     return repeating(order)

@@ -22,7 +22,7 @@ from stretto.engine.models.language import LanguageModel
 from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import Plan, materialise, parallelize
-from stretto.engine.parallel.styles import Replicate, Vocabulary
+from stretto.engine.parallel.styles import Replicate, VocabParallel
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.run.data.boundaries import boundaries_of
@@ -72,7 +72,7 @@ def load_model(
     plan: Plan = {name: Replicate() for name, _ in model.named_children()}
     if mesh.size("tp") > 1:
         job = Job(shape=shape, layout=mesh.layout)
-        plan = {**sharding_plan(job), "head.out": Vocabulary(whole=True)}
+        plan = {**sharding_plan(job), "head.out": VocabParallel(whole=True)}
     table = parallelize(model, plan, mesh)
     weights = materialise(model.layers(), table, None, mesh.device, dtype)
     tensors = {MODEL + name: (weight.detach(), table[name].placed) for name, weight in weights.items()}

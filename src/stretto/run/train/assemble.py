@@ -32,7 +32,7 @@ from stretto.engine.parallel.tensor.fp8 import enable_fp8
 from stretto.engine.parallel.tensor.linear import ParallelLinear
 from stretto.engine.parallel.tensor.norm import lean_norms
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
-from stretto.engine.parallel.tensor.vocabulary import VocabCrossEntropy
+from stretto.engine.parallel.tensor.vocabulary import VocabParallelCrossEntropy
 from stretto.engine.pipeline import Boundary, PartialGradient, Pipeline
 from stretto.engine.pipeline.live import Boundaries
 from stretto.engine.pipeline.shared import Tie, find_ties
@@ -184,7 +184,7 @@ def _chunk_loss(job: Job, model: LanguageModel) -> None:
     how = ComputeConfig.of(job).at(layer_of(job.shape, job.shape.chain - 1))
     if tokens := how.loss_tokens(job.shape):
         assert isinstance(head.out, ParallelLinear)
-        assert isinstance(loss, VocabCrossEntropy)
+        assert isinstance(loss, VocabParallelCrossEntropy)
         chunked = ChunkedCrossEntropy(head.out, loss, tokens, head.softcap or 0.0)
         head.loss, model.loss = chunked.of, chunked
 

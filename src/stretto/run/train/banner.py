@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from stretto.program.action import Kind
+from stretto.program.action import ActionKind
 from stretto.program.program import Program
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.split import SPLITS, split_tokens
@@ -20,7 +20,7 @@ def banner(config: TrainConfig, job: Job, source: TokenData) -> str:
     shape, program = job.shape, job.program()
     layout, micro = job.layout, _count(program.microbatches, "microbatch", "es")
     devices = ", ".join((layout.describe(), *accelerator_named(config.train)))
-    updates = sum(action.kind is Kind.UPDATE for action in program.orders[0])
+    updates = sum(action.kind is ActionKind.UPDATE for action in program.orders[0])
     return "\n".join(
         [
             f"{shape.family} of {_short(count_parameters(shape).total)} parameters{_trainable(job)}, "

@@ -17,7 +17,7 @@ from stretto.engine.parallel.collectives import all_max
 from stretto.engine.parallel.data.sharded import ShardedStates
 from stretto.engine.parallel.data.unit import Unit
 from stretto.engine.parallel.fragment import Fragment
-from stretto.program.action import Kind
+from stretto.program.action import ActionKind
 from stretto.program.program import Program
 from stretto.spec.flops import layer_names
 from stretto.spec.job import Job
@@ -36,9 +36,9 @@ def update_numbers(program: Program) -> list[int]:
     for stage, kind, i in program.orders[program.placement[last]]:
         if stage != last:
             continue
-        if kind is Kind.UPDATE:
+        if kind is ActionKind.UPDATE:
             number += 1
-        elif kind in (Kind.B, Kind.W) and i is not None:
+        elif kind in (ActionKind.B, ActionKind.W) and i is not None:
             numbers[i] = number
     return numbers
 

@@ -24,7 +24,7 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.pipeline import Recorder
 from stretto.errors import StrettoError
 from stretto.planner.estimate import Estimate, timeline_of
-from stretto.program.action import Action, Kind
+from stretto.program.action import Action, ActionKind
 from stretto.program.messages import needed_by, send_of
 from stretto.program.program import Program
 from stretto.program.replay import Costs, Timeline, simulate
@@ -40,7 +40,7 @@ from stretto.view.measured import (
 from stretto.view.panel import aligned
 from stretto.view.trace import COMMUNICATION, COMPUTE, Trace, TraceEvent, trace_of, write_trace
 
-_WORK = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.UPDATE, Kind.RECOMPUTE)
+_WORK = (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W, ActionKind.UPDATE, ActionKind.RECOMPUTE)
 _WAIT = "wait "
 _SENT = "the wait for "  # until a message has left
 # calls of a step outside the pipeline's program
@@ -127,28 +127,30 @@ def replay(program: Program, measured: Sequence[TraceEvent]) -> Timeline:
     Args:
         measured: a step of it.
     """
-    times: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    times: dict[tuple[int, ActionKind], list[float]] = defaultdict(list)
     for event in measured:
         action = _action(event.action)
-        if action is not None and action.kind in (*_WORK, Kind.REDUCE_GRAD):
+        if action is not None and action.kind in (*_WORK, ActionKind.REDUCE_GRAD):
             times[action.stage, action.kind].append(event.end - event.start)
     means = {key: sum(values) / len(values) for key, values in times.items()}
 
-    def mean(stage: int, kind: Kind) -> float:
+    def mean(stage: int, kind: ActionKind) -> float:
         return means.get((stage, kind), 0.0)
 
     per_stage: list[tuple[float, float, float]] = []
     for stage in range(program.stages):
-        halves, whole = (mean(stage, Kind.I), mean(stage, Kind.W)), mean(stage, Kind.B)
+        halves, whole = (mean(stage, ActionKind.I), mean(stage, ActionKind.W)), mean(stage, ActionKind.B)
         back = halves if sum(halves) else (whole, 0.0)
-        per_stage.append((mean(stage, Kind.F), *back))
+        per_stage.append((mean(stage, ActionKind.F), *back))
     return simulate(
         program,
         Costs(
             per_stage=per_stage,
             hop=_latency(program, measured),
-            recompute=[mean(stage, Kind.RECOMPUTE) for stage in range(program.stages)],
-            update=[mean(stage, Kind.UPDATE) for stage in range(program.stages)] if program.versions else 0.0,
+            recompute=[mean(stage, ActionKind.RECOMPUTE) for stage in range(program.stages)],
+            update=[mean(stage, ActionKind.UPDATE) for stage in range(program.stages)]
+            if program.versions
+            else 0.0,
         ),
     )
 
@@ -157,7 +159,10 @@ def _latency(program: Program, measured: Iterable[TraceEvent]) -> float:
     """Shortest time of a message that an action waited for, seconds; 0 where none did."""
     sent, waited = dict[Action, float](), list[tuple[Action, float, float]]()
     for event in measured:
-        if (action := _action(event.action)) is not None and action.kind in (Kind.SEND_F, Kind.SEND_B):
+        if (action := _action(event.action)) is not None and action.kind in (
+            ActionKind.SEND_F,
+            ActionKind.SEND_B,
+        ):
             sent[action] = event.start
         elif event.action.startswith(_WAIT) and (user := _action(event.action.removeprefix(_WAIT))):
             receive = needed_by(program, user)
@@ -262,18 +267,18 @@ _OUTSIDE = {
     "other": "everything else",
 }
 _PART_OF_KIND = {
-    Kind.F: "forward",
-    Kind.B: "backward",
-    Kind.I: "backward",
-    Kind.W: "backward",
-    Kind.RECOMPUTE: "recompute",
-    Kind.UPDATE: "optimiser",
-    Kind.OFFLOAD: "offload",
-    Kind.RELOAD: "offload",
-    Kind.SEND_F: "messages",
-    Kind.SEND_B: "messages",
-    Kind.RECV_F: "messages",
-    Kind.RECV_B: "messages",
+    ActionKind.F: "forward",
+    ActionKind.B: "backward",
+    ActionKind.I: "backward",
+    ActionKind.W: "backward",
+    ActionKind.RECOMPUTE: "recompute",
+    ActionKind.UPDATE: "optimiser",
+    ActionKind.OFFLOAD: "offload",
+    ActionKind.RELOAD: "offload",
+    ActionKind.SEND_F: "messages",
+    ActionKind.SEND_B: "messages",
+    ActionKind.RECV_F: "messages",
+    ActionKind.RECV_B: "messages",
 }
 _PART_OF_CALL = {BATCH: "batch", AGREEMENT: "agreement", UPDATE: "optimiser"}
 

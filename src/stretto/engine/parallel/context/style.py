@@ -16,7 +16,7 @@ from stretto.engine.documents import Packing
 from stretto.engine.kernels import DropoutMask, Scores, rows
 from stretto.engine.parallel.context.ring import Ring, attend
 from stretto.engine.parallel.context.ulysses import to_heads, to_positions
-from stretto.engine.parallel.styles import Part, Style
+from stretto.engine.parallel.styles import ParallelStyle, ParameterShard
 from stretto.engine.parallel.tensor.dropout import Cut, KeyedDropout
 from stretto.engine.parallel.tensor.sequence import zigzag
 from stretto.errors import StrettoError
@@ -28,7 +28,7 @@ METHODS = ("ring", "ulysses")
 
 
 @dataclass(frozen=True)
-class ContextAttention(Style):
+class ContextAttention(ParallelStyle):
     """Causal attention over a sequence whose positions are spread over the cp ranks in zigzag order.
 
     The module is `CausalAttention`, or one with its arguments and its `drop`, `explicit`, `packing` and
@@ -51,7 +51,7 @@ class ContextAttention(Style):
                 f"layout.context is {self.method!r}", hint=f"it must be one of {', '.join(METHODS)}"
             )
 
-    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
         for attribute in ("drop", "explicit", "packing", "scores"):
             if not hasattr(module, attribute):
                 raise StrettoError(

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from stretto.engine.parallel.data.reduction import Reduction, one_group, reduce_to, reduce_to_first
 from stretto.engine.parallel.data.unit import Unit
 from stretto.engine.parallel.tensor.linear import Fused
-from stretto.engine.parallel.tensor.vocabulary import VocabEmbedding
+from stretto.engine.parallel.tensor.vocabulary import VocabParallelEmbedding
 
 BUCKET_BYTES = 25 * 2**20
 _UNDER_WAY = 2  # reductions in flight at once, each of which holds memory
@@ -224,7 +224,7 @@ class GradientBuffer:
         fused = set[int]()
         for module in modules:
             for layer in module.modules():
-                if isinstance(layer, Fused | VocabEmbedding):
+                if isinstance(layer, Fused | VocabParallelEmbedding):
                     here = [p for p in layer.fused if id(p) in self._of]
                     if here:  # all of a layer's parameters are in one stage's buffer
                         layer.on_gradient = self._ready

@@ -36,7 +36,7 @@ from stretto.engine.parallel.collectives import (
 from stretto.engine.parallel.expert.auxiliary import Auxiliary, Reporting, inject
 from stretto.engine.parallel.expert.dispatch import Dispatch, ExpertRanks, plan
 from stretto.engine.parallel.expert.grouped import GroupedLayer, Groups
-from stretto.engine.parallel.styles import Part, Run, Style
+from stretto.engine.parallel.styles import ParallelStyle, ParameterShard, ShardRange
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.errors import StrettoError
 
@@ -310,7 +310,7 @@ class GroupedExperts(GroupedLayer):
 
 
 @dataclass(frozen=True)
-class ExpertParallel(Style):
+class ExpertParallel(ParallelStyle):
     """A mixture of experts with children `router` and `experts`, for samples of `length` tokens.
 
     sequence: input and output are split along the sequence over the tp ranks.
@@ -319,7 +319,7 @@ class ExpertParallel(Style):
     length: int
     sequence: bool = False
 
-    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
         children = dict(module.named_children())
         if not {"router", "experts"} <= children.keys():
             raise StrettoError(
@@ -340,7 +340,7 @@ class ExpertParallel(Style):
 
 
 @dataclass(frozen=True)
-class ExpertWeights(Style):
+class ExpertWeights(ParallelStyle):
     """Stacked experts: whole experts over the ep ranks, the inner width of each over the `expert_tp` ranks.
 
     All expert-tensor-parallel ranks hold the bias of the output: each computes its whole gradient, and one
@@ -351,7 +351,7 @@ class ExpertWeights(Style):
 
     expert_tp: int = 1
 
-    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
         slices = self.expert_tp
         if tp % slices:
             raise StrettoError(
@@ -361,16 +361,16 @@ class ExpertWeights(Style):
         ep = tp // slices
         at = index % slices
         ep_at = index // slices
-        parts = dict[str, Part]()
+        parts = dict[str, ParameterShard]()
         for leaf, parameter in module.named_parameters():
             here = _experts(name, parameter.shape[0], ep, ep_at)
             if leaf == "down_bias":
-                parts[leaf] = Part(dim=0, runs=(Run(here.start, here.size, owned=at == 0),))
+                parts[leaf] = ParameterShard(dim=0, runs=(ShardRange(here.start, here.size, owned=at == 0),))
                 continue
             dim = 2 if leaf == "down" else 1
             blocks = 2 if leaf.startswith("gate_up") else 1
             runs = _slices(name, parameter.shape[dim] // blocks, blocks, slices, at)
-            parts[leaf] = Part(dim=dim, runs=runs, within=(0, here.start, here.size))
+            parts[leaf] = ParameterShard(dim=dim, runs=runs, within=(0, here.start, here.size))
         return parts
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
@@ -379,7 +379,7 @@ class ExpertWeights(Style):
         return GroupedExperts(module, into, biased=mesh.index("expert_tp") == 0)
 
 
-def _experts(name: str, experts: int, ep: int, index: int) -> Run:
+def _experts(name: str, experts: int, ep: int, index: int) -> ShardRange:
     """The experts of one ep rank."""
     if experts % ep:
         near = [n for n in range(1, experts + 1) if experts % n == 0]
@@ -387,10 +387,10 @@ def _experts(name: str, experts: int, ep: int, index: int) -> Run:
             f"{name}: {experts} experts do not divide over ep={ep} ranks",
             hint=f"the nearest ep is {min(near, key=lambda n: abs(n - ep))}",
         )
-    return Run(index * (experts // ep), experts // ep)
+    return ShardRange(index * (experts // ep), experts // ep)
 
 
-def _slices(name: str, width: int, blocks: int, slices: int, index: int) -> tuple[Run, ...]:
+def _slices(name: str, width: int, blocks: int, slices: int, index: int) -> tuple[ShardRange, ...]:
     """One rank's slice of the inner width in each of `blocks` consecutive blocks."""
     if width % slices:
         near = [n for n in range(1, width + 1) if width % n == 0]
@@ -399,7 +399,7 @@ def _slices(name: str, width: int, blocks: int, slices: int, index: int) -> tupl
             hint=f"the nearest expert_tp is {min(near, key=lambda n: abs(n - slices))}",
         )
     size = width // slices
-    return tuple(Run(block * width + index * size, size) for block in range(blocks))
+    return tuple(ShardRange(block * width + index * size, size) for block in range(blocks))
 
 
 __all__ = [

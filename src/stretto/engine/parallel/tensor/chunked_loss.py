@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from stretto.engine.parallel.collectives import Pending, cut, start_gather, start_scatter_sum, start_sum
 from stretto.engine.parallel.precision import HALVES
 from stretto.engine.parallel.tensor.linear import GatherLinear, ParallelLinear, operands
-from stretto.engine.parallel.tensor.vocabulary import IGNORED, VocabCrossEntropy
+from stretto.engine.parallel.tensor.vocabulary import IGNORED, VocabParallelCrossEntropy
 
 
 class ChunkedCrossEntropy(nn.Module):
@@ -40,7 +40,7 @@ class ChunkedCrossEntropy(nn.Module):
     """
 
     def __init__(
-        self, out: ParallelLinear, part: VocabCrossEntropy, tokens: int, softcap: float = 0.0
+        self, out: ParallelLinear, part: VocabParallelCrossEntropy, tokens: int, softcap: float = 0.0
     ) -> None:
         super().__init__()
         self.out = out

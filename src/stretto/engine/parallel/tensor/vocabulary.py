@@ -26,7 +26,7 @@ class _Rows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ids: Tensor, layer: VocabEmbedding) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, layer: VocabParallelEmbedding) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.layer = layer
         return functional.embedding(ids, weight)
@@ -39,7 +39,7 @@ class _Rows(torch.autograd.Function):
         return None, None, None
 
 
-class VocabEmbedding(nn.Module):
+class VocabParallelEmbedding(nn.Module):
     """Rows [start, start + rows) of an embedding table; the group's other ranks hold the rest.
 
     With `sequence` each rank gets only its part of the tokens, split along dimension 1.
@@ -101,7 +101,7 @@ class WholeLogits(ParallelLinear):
         return gather(super().forward(x), self.group, x.dim() - 1)[..., : self.vocab]
 
 
-class VocabCrossEntropy(nn.Module):
+class VocabParallelCrossEntropy(nn.Module):
     """Cross-entropy summed over tokens, from this rank's columns of the logits.
 
     `start` is the first vocabulary id held here, `real` the number of columns that are not padding.
@@ -161,7 +161,7 @@ class VocabCrossEntropy(nn.Module):
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, part: VocabCrossEntropy) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, part: VocabParallelCrossEntropy) -> Tensor:
         targets = targets.flatten()
         probs, losses, at, here = part.probabilities(logits.flatten(0, -2), targets)
         ctx.save_for_backward(probs, at, here, targets != IGNORED)
