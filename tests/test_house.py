@@ -17,6 +17,7 @@ from stretto.program import names
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "stretto"
+INTEROP = ROOT / "src" / "stretto_interop"  # the package beside it
 
 # A room imports only rooms before it. Those without torch are quick to import.
 ROOMS = (
@@ -26,7 +27,7 @@ ROOMS = (
     *("engine.parallel", "engine.pipeline", "engine.models", "engine.optim", "engine.checkpoint", "prove"),
     *("run.config", "run.launch", "run.data", "run.diagnose", "run.watch", "run.train"),
     *("run.evaluate", "run.generate", "run.calibrate"),
-    *("run.verify", "run.dryrun", "run.compare", "recommender", "run.frameworks"),
+    *("run.verify", "run.dryrun", "run.compare", "recommender"),
     "cli",  # imports what is heavy inside its functions
 )
 TORCH_FREE = (
@@ -38,7 +39,6 @@ TORCH_FREE = (
     "view",
     "run.config",
     "run.diagnose",
-    "run.frameworks",
 )
 
 HEAVY = {"torch", "numpy", "safetensors", "tokenizers", "pyarrow", "tensorboard"}
@@ -46,6 +46,8 @@ RUNS_CODE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "s
 LONGEST_FILE, LONGEST_FUNCTION = 800, 80
 
 FILES = sorted(SOURCE.rglob("*.py"))
+INTEROP_FILES = sorted(INTEROP.rglob("*.py"))
+ALL_FILES = [*FILES, *INTEROP_FILES]
 
 
 def name_of(path: Path) -> str:
@@ -120,6 +122,26 @@ def test_imports_run_one_way(room: str) -> None:
     assert not wrong
 
 
+def test_one_module_knows_the_package_beside() -> None:
+    """`stretto_interop` imports `stretto`; of that, only the table of the command line names it."""
+    knowing = {
+        str(path.relative_to(SOURCE))
+        for path in FILES
+        if any(module.split(".")[0] == INTEROP.name for module in imported(path))
+        or INTEROP.name in path.read_text(encoding="utf-8")
+    }
+    assert knowing == {"cli/interop.py"}
+
+
+def test_the_package_beside_forms_no_circle() -> None:
+    modules = {
+        ".".join((INTEROP.name, *path.relative_to(INTEROP).with_suffix("").parts)): path
+        for path in INTEROP_FILES
+        if path.name != "__init__.py"
+    }
+    check_no_circle(modules, INTEROP.name)
+
+
 def neighbours(modules: dict[str, Path], within: str) -> dict[str, set[str]]:
     """For each file or folder directly in `within`, the others there that it imports."""
     graph: dict[str, set[str]] = {}
@@ -180,6 +202,16 @@ def test_rooms_without_torch(room: str) -> None:
             assert not heavy, f"{name_of(path)} imports {heavy}"
 
 
+def test_frameworks_without_torch() -> None:
+    """Configs of other frameworks are read and written without torch; their checkpoints are not."""
+    modules = [
+        ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
+        for path in INTEROP_FILES
+        if "checkpoint" not in str(path.relative_to(INTEROP))
+    ]
+    assert without_torch(modules)
+
+
 def test_light_modules_import_no_torch() -> None:
     """In a process of its own, with everything that the imports import."""
     light = [
@@ -193,11 +225,18 @@ def test_light_modules_import_no_torch() -> None:
         "stretto.recommender.train.job",
         *(f"stretto.engine.checkpoint.{name}" for name in ("folder", "manifest", "index")),
     ]
+    assert without_torch(light)
+
+
+def without_torch(modules: Sequence[str]) -> bool:
+    """True if these modules are imported, in a process of its own, without torch."""
     code = (
-        f"import sys, importlib\nfor m in {light}: importlib.import_module(m)\nprint('torch' in sys.modules)"
+        f"import sys, importlib\nfor m in {list(modules)}: importlib.import_module(m)\n"
+        "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout == "False\n", done.stderr
+    assert done.stdout, done.stderr
+    return done.stdout == "False\n"
 
 
 @pytest.mark.parametrize("room", ["engine.models", "program", "engine.pipeline"])
@@ -255,7 +294,7 @@ UNSAFE_KEYWORDS = {
 UNSAFE_NAMES = {name for name, _ in UNSAFE_KEYWORDS}
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
+@pytest.mark.parametrize("path", ALL_FILES, ids=name_of)
 def test_nothing_runs_code_out_of_a_file(path: Path) -> None:
     unsafe_lines = [f"line {getattr(n, 'lineno', 0)} {why}" for n in nodes(path) if (why := unsafe(n))]
     assert not unsafe_lines
@@ -298,7 +337,7 @@ def statements(node: ast.AST) -> Iterator[ast.stmt]:
 
 def test_files_and_functions_are_short() -> None:
     long = list[str]()
-    for path in [*FILES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+    for path in [*ALL_FILES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         if len(path.read_text(encoding="utf-8").splitlines()) > LONGEST_FILE:
             long.append(f"{name_of(path)} has more than {LONGEST_FILE} lines")
         for node in statements(tree(path)):
@@ -345,7 +384,7 @@ def unnamed(node: ast.AST) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
+@pytest.mark.parametrize("path", ALL_FILES, ids=name_of)
 def test_arguments_go_by_name(path: Path) -> None:
     unnamed_values = [f"line {getattr(n, 'lineno', 0)}: {why}" for n in nodes(path) if (why := unnamed(n))]
     assert not unnamed_values
@@ -387,7 +426,7 @@ def nameless(node: ast.AST) -> str | None:
 def test_names_say_what_they_name() -> None:
     wrong = [
         f"{name_of(path)}, line {getattr(node, 'lineno', 0)}: {name}"
-        for path in FILES
+        for path in ALL_FILES
         for node in nodes(path)
         if (name := nameless(node))
     ]
@@ -412,13 +451,13 @@ NAMED_ELSEWHERE = {
     "cli/diagnose.py": "the names of the files that NCCL's watchdog writes",
     "planner/machines/networks.py": "how tables of measurements write per device",
     "planner/table/values.py": "how tables of measurements write that memory ran out",
-    "recommender/torchrec.py": "a program for TorchRec",
     "run/diagnose/dump.py": "the names of the files that NCCL's watchdog writes",
-    "run/frameworks/megatron/script.py": "a variable of Megatron-LM's scripts",
-    "run/frameworks/megatron/training.py": "Megatron-LM trains on GPUs alone",
-    "run/frameworks/torchtitan.py": "a setting of torchtitan",
+    "stretto_interop/frameworks/megatron/script.py": "a variable of Megatron-LM's scripts",
+    "stretto_interop/frameworks/megatron/training.py": "Megatron-LM trains on GPUs alone",
+    "stretto_interop/frameworks/torchtitan.py": "a setting of torchtitan",
     "run/launch/network.py": "the variable that names the interface of NCCL",
     "run/watch/record.py": "variables of NCCL's watchdog",
+    "stretto_interop/torchrec.py": "a program for TorchRec",
 }
 NAMES_A_DEVICE = re.compile(r"cuda|nccl|rccl|hccl|xccl|\b(npu|xpu|mps|hpu)\b", re.IGNORECASE)
 
@@ -445,7 +484,10 @@ def device_names(code: ast.AST) -> Iterator[str]:
 
 
 def test_devices_are_named_in_one_place() -> None:
-    naming = {str(path.relative_to(SOURCE)): [*device_names(tree(path))] for path in FILES}
+    naming = {
+        str(path.relative_to(SOURCE if path in FILES else SOURCE.parent)): [*device_names(tree(path))]
+        for path in ALL_FILES
+    }
     naming = {path: lines for path, lines in naming.items() if lines}
     wrong = {path: lines for path, lines in naming.items() if path not in DEVICES | {*NAMED_ELSEWHERE}}
     assert not wrong
@@ -469,7 +511,9 @@ def test_the_guard_of_device_names_reads_code_alone() -> None:
 
 def test_every_module_has_a_docstring() -> None:
     bare = [
-        name_of(p) for p in FILES if p.read_text(encoding="utf-8").strip() and not ast.get_docstring(tree(p))
+        name_of(p)
+        for p in ALL_FILES
+        if p.read_text(encoding="utf-8").strip() and not ast.get_docstring(tree(p))
     ]
     assert not bare
 

@@ -121,7 +121,7 @@ def definitions(text: str) -> list[str]:
 @cache
 def sources() -> Mapping[str, str]:
     """The texts of all modules by their names."""
-    paths = sorted((ROOT / "src" / "stretto").rglob("*.py"))
+    paths = sorted((ROOT / "src").rglob("*.py"))
     return {module_of(path): path.read_text(encoding="utf-8") for path in paths}
 
 
@@ -136,8 +136,9 @@ def all_definitions() -> list[tuple[str, str, Counter[str]]]:
 
 
 def module_of(path: Path) -> str:
-    parts = path.relative_to(ROOT / "src" / "stretto").with_suffix("").parts
-    return ".".join(part for part in parts if part != "__init__")
+    """A module's name as faults have it: without `stretto`, and with the name of another package."""
+    parts = path.relative_to(ROOT / "src").with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__").removeprefix("stretto.")
 
 
 @cache

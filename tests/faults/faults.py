@@ -57,7 +57,8 @@ class Fault:
     @cached_property
     def source(self) -> Path:
         """The file of the module, from `src` on."""
-        path = Path("stretto", *self.module.split("."))
+        parts = self.module.split(".")
+        path = Path(*parts) if parts[0] == "stretto_interop" else Path("stretto", *parts)
         return path / "__init__.py" if (ROOT / "src" / path).is_dir() else path.with_suffix(".py")
 
     @property

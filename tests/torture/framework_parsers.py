@@ -48,9 +48,9 @@ TWISTED = [
 
 @parser
 def megatron_script(_: Path) -> Parser:
-    from stretto.run.frameworks.mapping import Start
-    from stretto.run.frameworks.megatron.framework import MEGATRON
-    from stretto.run.frameworks.migrate import migrate
+    from stretto_interop.frameworks.mapping import Start
+    from stretto_interop.frameworks.megatron.framework import MEGATRON
+    from stretto_interop.frameworks.migrate import migrate
 
     rows = [line.split(" ") for line in SCRIPT.splitlines()]
 
@@ -86,9 +86,9 @@ def _job() -> Any:
 
 
 def _reads(name: str, source: str) -> Callable[[Path], object]:
-    from stretto.run.frameworks.choices import choices_of
-    from stretto.run.frameworks.mapping import read
-    from stretto.run.frameworks.registry import framework
+    from stretto_interop.frameworks.choices import choices_of
+    from stretto_interop.frameworks.mapping import read
+    from stretto_interop.frameworks.registry import framework
 
     values = choices_of(_job()).values
     names = ("model.", "data.sequence", "data.target_sequence")
@@ -103,8 +103,8 @@ def _reads(name: str, source: str) -> Callable[[Path], object]:
 
 @parser
 def deepspeed_json(_: Path) -> Parser:
-    from stretto.run.frameworks.deepspeed import DEEPSPEED
-    from stretto.run.frameworks.mapping import emit
+    from stretto_interop.frameworks.deepspeed import DEEPSPEED
+    from stretto_interop.frameworks.mapping import emit
 
     written = json.loads(emit(DEEPSPEED, _job()).replace('"auto"', "0.1"))
     return Parser(
@@ -165,8 +165,8 @@ VALUES = [
 
 @parser
 def torchtitan_module(_: Path) -> Parser:
-    from stretto.run.frameworks.mapping import emit
-    from stretto.run.frameworks.torchtitan import TORCHTITAN
+    from stretto_interop.frameworks.mapping import emit
+    from stretto_interop.frameworks.torchtitan import TORCHTITAN
 
     code = emit(TORCHTITAN, _job())
     rows = [line.split(" ") for line in code.splitlines()]

@@ -106,8 +106,8 @@ def tries(folder: Path, canary: Path, secret: Path) -> Iterator[Try]:
 def _imports(
     folder: Path, canary: Path, secret: Path, wrapped: dict[str, bytes], shape: Any
 ) -> Iterator[Try]:
-    from stretto.engine.checkpoint.megatron.common import read_common
     from stretto.run.train.imported import import_dcp, import_model
+    from stretto_interop.checkpoints.megatron.common import read_common
 
     for name, path in payloads.published(folder / "published", canary, secret, wrapped):
         yield f"Hugging Face: {name}", partial(import_model, path, folder / "out" / path.name)

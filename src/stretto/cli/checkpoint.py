@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from stretto.cli import interop
 from stretto.cli.output import Json, byte_progress, command_app, report, say_no
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stretto.engine.checkpoint.dcp.streaming import Exported
-    from stretto.engine.checkpoint.dcp.written import Progress
     from stretto.run.train.imported import Imported
     from stretto.spec.shape import ModelShape
 
@@ -125,10 +122,9 @@ def export(
             raise StrettoError(
                 f"--dtype with --format {form}", hint="weights are converted as they are loaded"
             )
-        export_to = partial(_export_dcp, version=torchtitan)
-        if form == "megatron":
-            export_to = partial(_export_megatron, spread_experts=expert_parallel != 1)
-        export_to(one, out, as_json=as_json)
+        interop.checkpoint.export(
+            one, out, form, torchtitan=torchtitan, experts_spread=expert_parallel != 1, as_json=as_json
+        )
         return
     import torch
 
@@ -147,41 +143,6 @@ def export(
     files = [str(file) for file in written]
     facts = {"checkpoints": [{"path": str(one), "ok": True}], "ok": True, "path": str(out), "files": files}
     report(facts, as_json, lambda console: console.print(f"{one} written to {out}:", *files, sep="\n  "))
-
-
-def _export_dcp(one: Path, out: Path, *, version: str, as_json: bool) -> None:
-    from stretto.engine.checkpoint.dcp.exporting import export_dcp
-
-    with byte_progress("export") as progress:
-        done = export_dcp(one, out, version, progress)
-    go_on = f"to go on there from step {done.step}, exclude the data's place: {_EXCLUDE}"
-    last = go_on if done.step is not None else ""
-    _print_export(one, out, done, last=last, target=f"torchtitan {version}", as_json=as_json)
-
-
-def _export_megatron(one: Path, out: Path, *, spread_experts: bool, as_json: bool) -> None:
-    from stretto.engine.checkpoint.megatron.exporting import export_megatron
-    from stretto.run.frameworks.megatron.saved import TRIED_WITH, saved_arguments
-
-    with byte_progress("export") as progress:
-        done = export_megatron(one, out, saved_arguments, progress, experts_spread=spread_experts)
-    load = f"--load {out} --use-checkpoint-args"
-    last = f"to train there from its weights: {load} --finetune --no-load-optim --no-load-rng"
-    if done.step is not None:
-        last = f"to go on there from step {done.step}: {load}"
-    _print_export(one, out, done, last=last, target=f"Megatron-LM {TRIED_WITH}", as_json=as_json)
-
-
-def _print_export(one: Path, out: Path, done: Exported, *, last: str, target: str, as_json: bool) -> None:
-    files = [str(file) for file in done.files]
-    facts = {"checkpoints": [{"path": str(one), "ok": True}], "ok": True, "path": str(out), "files": files}
-    facts |= {"step": done.step, "notes": done.notes}
-    said = [f"{one} written to {out} for {target}:", *(f"  {file}" for file in files)]
-    said += [*(f"note: {note}" for note in done.notes), *([last] if last else [])]
-    report(facts, as_json, lambda console: console.print(*said, sep="\n", markup=False, soft_wrap=True))
-
-
-_EXCLUDE = "--checkpoint.exclude_from_loading dataloader"
 
 
 def _export_table(one: Path, table: str, out: Path, state: str | None, as_json: bool) -> None:
@@ -242,7 +203,7 @@ def import_model(
     or 4-bit blocks become bfloat16. One tensor at a time is in memory. What is not taken or not known is
     said.
     """
-    from stretto.run.train import imported
+    from stretto.run.train.imported import import_model as import_model_folder
 
     if form == "huggingface" and (model is not None or weights_only):
         raise StrettoError(
@@ -256,14 +217,20 @@ def import_model(
         raise StrettoError(what, hint="add --format dcp and --model")
     if form != "huggingface" and adapters is not None:
         raise StrettoError("--adapters is of --format huggingface", hint=f"leave out --format {form}")
-    shape = _model(model) if form == "dcp" else None
+    shape = None
+    if form == "dcp" or (form == "megatron" and model is not None):
+        shape = _model(model)
     with byte_progress("import") as progress:
         if form == "megatron":
-            made = _import_megatron(source, out, model, not weights_only, progress)
+            made = interop.checkpoint.import_megatron(
+                source, out, shape, states=not weights_only, progress=progress
+            )
         elif shape is None:
-            made = imported.import_model(source, out, progress, adapters)
+            made = import_model_folder(source, out, progress, adapters)
         else:
-            made = imported.import_dcp(source, out, shape, states=not weights_only, progress=progress)
+            made = interop.checkpoint.import_dcp(
+                source, out, shape, states=not weights_only, progress=progress
+            )
     facts = {
         "checkpoints": [{"path": str(made.checkpoint), "ok": True}],
         "ok": True,
@@ -280,22 +247,7 @@ def import_model(
     report(facts, as_json, lambda console: _print_import(console, source, made))
 
 
-_MEGATRON = ("latest_checkpointed_iteration.txt", "common.pt")  # of which each other format has none
-
-
-def _import_megatron(
-    source: Path, out: Path, model: str | None, states: bool, progress: Progress | None
-) -> Imported:
-    from stretto.engine.checkpoint.megatron.common import COMMON, find_iteration, read_common
-    from stretto.run.frameworks.megatron.saved import read_saved
-    from stretto.run.train.imported import import_megatron
-
-    folder = find_iteration(source)
-    if model is not None:
-        return import_megatron(source, out, _model(model), {}, states=states, progress=progress)
-    saved = read_saved(read_common(folder).args, str(folder / COMMON))
-    made = import_megatron(source, out, saved.shape, saved.changes, states=states, progress=progress)
-    return replace(made, notes=[*saved.notes, *made.notes])
+_MEGATRON = ("latest_checkpointed_iteration.txt", "common.pt")  # which no other format has
 
 
 def _model(name: str | None) -> ModelShape:

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from stretto.cli.frameworks import Emit, Output, emitted_config, framework_named, print_emitted
+from stretto.cli import interop
+from stretto.cli.interop import Emit, Output
 from stretto.cli.output import Json, command_app, report
 from stretto.errors import StrettoError
 
@@ -28,7 +29,7 @@ def config(
     as_json: Json = False,
 ) -> None:
     """Check CONFIG and print what it sets, or every field, or the job as another framework takes it."""
-    target = framework_named(emit, {"output": output})
+    target = interop.framework_named(emit, {"output": output})
     if reference:
         from stretto.cli.jobs import reference as text
 
@@ -45,9 +46,9 @@ def config(
     if check:
         check_job(job)
     if emit is not None:
-        text = emitted_config(target, job, path)
+        text = interop.emit.emitted_config(target, job, path)
         if output is not None or not as_json:
-            print_emitted(text, output)
+            interop.print_emitted(text, output)
         report({"emitted": text}, as_json, lambda _: None)
         return
     report(plain_values(job), as_json, lambda _: print(dump(job, defaults=every), end="" if every else _ALL))

@@ -1,4 +1,5 @@
-"""The `stretto` command line: each name in `COMMANDS` is a module of that name in this folder.
+"""The `stretto` command line: each name in `COMMANDS` is a module of that name in this folder, or in the
+package that `interop.COMMANDS` names.
 
 Such a module has an `app`, made by `output.command_app`, and imports what its work needs inside its
 functions: `--help` imports the modules of all commands. Commands raise StrettoError for
@@ -22,6 +23,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from stretto import __version__
+from stretto.cli import interop
 from stretto.cli.output import command_app, print_error
 from stretto.errors import StrettoError, TorchMissing, nearest
 
@@ -64,7 +66,14 @@ CLOSED_PIPE = 141
 
 def app_commands() -> list[str]:
     """The names in `COMMANDS` that have a module."""
-    return [name for name in COMMANDS if find_spec(f"stretto.cli.{name}")]
+    return [name for name in COMMANDS if name in interop.COMMANDS or find_spec(f"stretto.cli.{name}")]
+
+
+def _app(name: str) -> typer.Typer:
+    """The app of a command's module."""
+    if name in interop.COMMANDS:
+        return interop.load(interop.COMMANDS[name]).app
+    return import_module(f"stretto.cli.{name}").app
 
 
 class _Commands(TyperGroup):
@@ -76,7 +85,7 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.list_commands(ctx):
             return None
-        command = get_command(import_module(f"stretto.cli.{cmd_name}").app)
+        command = get_command(_app(cmd_name))
         command.name = cmd_name
         for one in (command, *getattr(command, "commands", {}).values()):
             one.help = _unwrapped(one.help)
@@ -84,7 +93,7 @@ class _Commands(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Each command's name and the first paragraph of its help; its options are not built for that."""
-        apps = {name: import_module(f"stretto.cli.{name}").app for name in self.list_commands(ctx)}
+        apps = {name: _app(name) for name in self.list_commands(ctx) if interop.is_installed(name)}
         with formatter.section("Commands"):
             formatter.write_dl([(name, _summary(one)) for name, one in apps.items()])
 

@@ -9,14 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.frameworks import (
-    Emit,
-    Output,
-    check_trains_language,
-    emitted_row,
-    framework_named,
-    print_emitted,
-)
+from stretto.cli import interop
+from stretto.cli.interop import Emit, Output
 from stretto.cli.output import (
     Json,
     check_writable,
@@ -154,7 +148,7 @@ def plan(
     flags = {"asynchronous": asynchronous, "wide": wide}
     lengths = {"sequence": sequence, "target-sequence": target_sequence}
     of_others = {**lengths, "max-gpus": max_gpus, "html": html, "row": row, **flags}
-    target = framework_named(emit, {"row": row, "output": output})
+    target = interop.framework_named(emit, {"row": row, "output": output})
     from stretto.cli.plan_tables import PlanOptions
 
     options = PlanOptions(
@@ -170,7 +164,7 @@ def plan(
     )
     if _recommender(config, overrides or [], options, of_others, as_json):
         return
-    check_trains_language(emit)
+    interop.check_trains_language(emit)
     from stretto.planner.search.search import search
 
     base = _base(config, overrides)
@@ -193,9 +187,7 @@ def plan(
         search_options=search_options,
     )
     if target is not None:
-        from stretto.run.frameworks.prices import task_for
-
-        task = task_for(target, task, fix or [], base)
+        task = interop.emit.task_for(target, task, fix or [], base)
     if write is not None:
         _check_writable(task.job, base)
     check_writable(html)
@@ -210,10 +202,12 @@ def plan(
     if write is not None and result.ranking:
         _write(write, result, base)
     required = _required(base)
-    emitted = emitted_row(target, result, row, base) if target is not None and result.ranking else None
+    emitted = (
+        interop.emit.emitted_row(target, result, row, base) if target is not None and result.ranking else None
+    )
     record = {**facts(result, write), "required": required, "emitted": emitted} if as_json else {}
     if emitted is not None and (output is not None or not as_json):
-        print_emitted(emitted, output)
+        interop.print_emitted(emitted, output)
 
     def text(to: Console) -> None:
         if emitted is None or output is not None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stretto.cli.frameworks import check_trains_recommenders, print_emitted
+from stretto.cli import interop
 from stretto.cli.output import report, say_no, write_text
 from stretto.errors import StrettoError, nearest
 
@@ -189,12 +189,11 @@ def plan_tables(
     """
     from stretto.recommender.planner.place import SPLITS, DoesNotFit, place_tables, price_tables
     from stretto.recommender.planner.placement_file import placements_to_yaml, read_placements
-    from stretto.recommender.torchrec import holds
 
     for name, value in others.items():
         if value:
             raise StrettoError(f"--{name} is for language models, not for a recommender", hint="leave it out")
-    check_trains_recommenders(options.emit)
+    interop.check_trains_recommenders(options.emit)
     fixes = _fixes(options.fix)
     model, tables = _job(name, job, options, fixes)
     work = tables.work
@@ -204,7 +203,7 @@ def plan_tables(
         else:
             fixed = fixes.get("split")
             splits: list[Split] = [split for split in SPLITS if fixed is None or split in fixed]
-            plan = place_tables(tables, splits, None if options.emit is None else holds)
+            plan = place_tables(tables, splits, None if options.emit is None else interop.emit.holds)
     except DoesNotFit as error:
         if not as_json:
             raise
@@ -219,13 +218,15 @@ def plan_tables(
         )
         text = placements_to_yaml(plan.placements, work.ranks, work.local, about, plan.why)
         write_text(options.write, text)
-    emitted = None if options.emit is None else _emitted(model, plan, job, fixes)
+    emitted = (
+        None if options.emit is None else interop.emit.emitted_tables(model, plan, job, fixes.get("wire"))
+    )
     record = facts(model, plan, options.write)
     if emitted is None:
         report(record, as_json, lambda to: show(to, model, plan, options.write))
     else:
         if options.output is not None or not as_json:
-            print_emitted(emitted, options.output)
+            interop.print_emitted(emitted, options.output)
         shown = options.output is not None
         report(
             {**record, "emitted": emitted},
@@ -234,29 +235,6 @@ def plan_tables(
         )
     if plan.over:
         raise say_no()
-
-
-def _emitted(
-    model: str, plan: TablePlan, job: RecommenderConfig | None, fixes: Mapping[str, tuple[str, ...]]
-) -> str:
-    """The placement as TorchRec takes it."""
-    from stretto.recommender.torchrec import TableRule, rule_of, torchrec_module
-
-    work = plan.job.work
-    rule = TableRule() if job is None else rule_of(job)
-    rule = replace(rule, name=work.optimizer, element=work.weight)
-    if "wire" in fixes:
-        words = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
-        rule = replace(rule, wire=words[fixes["wire"][0]])
-    return torchrec_module(
-        plan.job.tables if job is None else job.table_specs(),
-        plan.placements,
-        world=work.ranks,
-        local=work.local,
-        rule=rule,
-        about=f"{model} on {work.ranks} x {work.cluster.device.name}, {work.batch} samples a step\n"
-        f"predicted with Stretto: {plan.samples_per_s:,.0f} samples/s",
-    )
 
 
 # ---------------------------------------------------------------------- options

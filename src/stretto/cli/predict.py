@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.frameworks import priced, priced_facts, show_priced
+from stretto.cli import interop
 from stretto.cli.output import (
     Json,
     check_writable,
@@ -106,13 +106,15 @@ def predict(
             option := next((name for name, value in conflicting.items() if value is not None), None)
         ) is not None:
             raise StrettoError(f"--from reads the job, so {option} conflicts", hint="leave one of them out")
-        made = priced(source, arguments, model=model, cluster=cluster, seconds=seconds or 8.0, memory=memory)
+        made = interop.emit.priced(
+            source, arguments, model=model, cluster=cluster, seconds=seconds or 8.0, memory=memory
+        )
 
         def priced_text(to: Console) -> None:
             show(to, made.today, {})
-            show_priced(to, made)
+            interop.emit.show_priced(to, made)
 
-        record = {"rows": [facts(made.today, {})], **priced_facts(made), "error": None}
+        record = {"rows": [facts(made.today, {})], **interop.emit.priced_facts(made), "error": None}
         report(record, as_json, priced_text)
         _say_whether_it_fits(made.today)
         return

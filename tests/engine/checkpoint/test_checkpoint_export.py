@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.engine.checkpoint.dcp.exporting import export_dcp
 from stretto.engine.checkpoint.huggingface.exporting import export_huggingface
 from stretto.engine.checkpoint.huggingface.importing import import_huggingface
 from stretto.engine.checkpoint.read import read_whole, shape_of
@@ -20,6 +19,7 @@ from stretto.engine.models.weights import initialise
 from stretto.engine.parallel.fragment import Piece, Placed
 from stretto.errors import StrettoError
 from stretto.spec.shape import ModelShape
+from stretto_interop.checkpoints.dcp.exporting import export_dcp
 
 SHAPES = {
     "gpt": ModelShape(family="gpt", layers=2, hidden=16, heads=2, vocab=31, sequence=12),

@@ -16,10 +16,8 @@ from transformers.models.bart import modeling_bart
 from transformers.models.t5 import modeling_t5
 
 from double_precision import in_float64
-from stretto.engine.checkpoint.dcp.titan import rules as titan_rules
 from stretto.engine.checkpoint.huggingface.exporting import export_huggingface
 from stretto.engine.checkpoint.huggingface.importing import import_huggingface
-from stretto.engine.checkpoint.megatron.names import rules as megatron_rules
 from stretto.engine.models import LanguageModel, build
 from stretto.engine.models.full import distance_buckets
 from stretto.engine.models.huggingface import from_huggingface, to_huggingface
@@ -29,6 +27,8 @@ from stretto.spec.huggingface import config_to_huggingface, read_config
 from stretto.spec.parameters import count_parameters, parameter_shapes
 from stretto.spec.presets import preset
 from stretto.spec.shape import ModelShape, shape_from_record, shape_to_record
+from stretto_interop.checkpoints.dcp.titan import rules as titan_rules
+from stretto_interop.checkpoints.megatron.names import rules as megatron_rules
 
 _T5: dict[str, Any] = {
     "vocab_size": 67,

@@ -14,11 +14,8 @@ from typing import Any, Protocol
 
 import yaml
 
-from stretto.engine.checkpoint.dcp.importing import DcpImport
-from stretto.engine.checkpoint.dcp.written import OpenImport
 from stretto.engine.checkpoint.folder import step_name
 from stretto.engine.checkpoint.huggingface.importing import Importing, Progress
-from stretto.engine.checkpoint.megatron.importing import MegatronImport
 from stretto.engine.parallel.control import CollectiveError
 from stretto.errors import StrettoError
 from stretto.run.config.required import REQUIRED
@@ -30,7 +27,6 @@ from stretto.run.data.tokenizer import SMALLEST_VOCAB, Tokenizer
 from stretto.run.launch.lease import lease
 from stretto.run.train.companions import TOKENIZER, copy_companions, write_generation
 from stretto.run.train.resume import differing
-from stretto.spec.optimiser import Optimiser
 from stretto.spec.shape import ModelShape
 
 CONFIG = "config.yaml"
@@ -59,6 +55,24 @@ class Imported:
     next: str
 
 
+class Described(Protocol):
+    """What an import writes: a model, where it comes from, and how many bytes its checkpoint has."""
+
+    source: Path
+    shape: ModelShape
+    parameters: int
+
+    @property
+    def dtype(self) -> str:
+        """The type of most values."""
+        ...
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the checkpoint."""
+        ...
+
+
 def import_model(
     source: Path, run: Path, progress: Progress | None = None, adapters: Path | None = None
 ) -> Imported:
@@ -73,7 +87,7 @@ def import_model(
     Raises:
         StrettoError: as `Importing`; the run's folder has a run already, or too little room.
     """
-    with Importing(source, adapters) as model, _new_run(run):
+    with Importing(source, adapters) as model, new_run(run):
         model.check_place(run)
         model.check_head()
         notes = list(model.notes)
@@ -88,108 +102,14 @@ def import_model(
             yield from copy_companions(source, run)
             yield from write_generation(run, model.config)
 
-        imported = _make_run(
+        imported = make_run(
             model, run, text, notes, write=lambda: model.write(run, meta, progress), beside=companions()
         )
         return imported if tokenizer is None else replace(imported, tokenizer=run / TOKENIZER)
 
 
-def import_dcp(
-    source: Path, run: Path, shape: ModelShape, *, states: bool = True, progress: Progress | None = None
-) -> Imported:
-    """Make a run of a checkpoint of torch.distributed.checkpoint as torchtitan writes them. Its training goes
-    on with the optimiser's states and from its step, where they are there.
-
-    Args:
-        source: the folder of a step, or of all of them.
-        shape: of the model, of which the folder says nothing.
-        states: whether the optimiser's states are taken.
-        progress: as for `import_model`.
-
-    Raises:
-        StrettoError: as `DcpImport`; the run's folder has a run already, or too little room.
-    """
-    with DcpImport(source, shape, states=states) as model:
-        changes: dict[str, dict[str, Any]] = {}
-        notes = list(model.notes)
-        if model.optimiser is not None:
-            changes["optim"] = {**_settings(model.optimiser), "rate": {"schedule": "constant"}}
-            changes["train"] = {"steps": model.step + 100}
-            notes.append("the course of the learning rate is not in it: set optim.rate and train.steps")
-        return _written(model, run, changes, notes, progress)
-
-
-def import_megatron(
-    source: Path,
-    run: Path,
-    shape: ModelShape,
-    changes: Mapping[str, Mapping[str, Any]],
-    *,
-    states: bool = True,
-    progress: Progress | None = None,
-) -> Imported:
-    """Make a run of a distributed checkpoint of Megatron-core. Its training goes on with the optimiser's
-    states, from its step and its number of samples, where they are there.
-
-    Args:
-        source: the folder of an iteration, or of all of them.
-        shape: of the model.
-        changes: by section of the config, what the checkpoint's arguments say of the run.
-        states: whether the optimiser's states are taken.
-        progress: as for `import_model`.
-
-    Raises:
-        StrettoError: as `MegatronImport`; the run's folder has a run already, or too little room.
-    """
-    with MegatronImport(source, shape, states=states) as model:
-        kept = {name: dict(section) for name, section in changes.items()}
-        sequence = kept.get("data", {}).get("sequence")
-        if sequence is not None and sequence > shape.sequence:
-            del kept["data"]["sequence"]
-        notes = list(model.notes)
-        if model.optimiser is not None:
-            kept["optim"] = {**_settings(model.optimiser), **kept.get("optim", {})}
-            kept["optim"]["no_decay"] = list(model.optimiser.no_decay)
-            train = kept.setdefault("train", {})
-            if train.get("steps", 0) <= model.step:
-                train["steps"] = model.step + 100
-                notes.append(f"train.steps is {train['steps']}: the run there had ended")
-            if model.samples:
-                notes.append(
-                    f"{model.samples:,} samples were seen there: training goes on with the next, in "
-                    "the order of samples here, which is not Megatron's"
-                )
-        else:
-            kept = {name: kept[name] for name in ("data",) if name in kept}
-        return _written(model, run, kept, notes, progress)
-
-
-def _settings(optimiser: Optimiser) -> dict[str, Any]:
-    """AdamW's settings as a config has them."""
-    settings = asdict(optimiser)
-    kept = {name: settings[name] for name in ("lr", "betas", "eps", "weight_decay", "no_decay")}
-    return {**kept, "betas": list(kept["betas"]), "no_decay": list(kept["no_decay"])}
-
-
-def _written(
-    model: OpenImport,
-    run: Path,
-    changes: dict[str, dict[str, Any]],
-    notes: list[str],
-    progress: Progress | None,
-) -> Imported:
-    """Write the run of a checkpoint of another framework: its config, and the checkpoint."""
-    if "tokenizer" not in changes.get("data", {}):
-        notes = [*notes, "no tokenizer lies with it: name the model's own as data.tokenizer"]
-    if model.optimiser is not None:
-        changes["checkpoint"] = {"resume": str(run / "checkpoints" / step_name(model.step))}
-    text = config_text(model, run, None, changes)
-    with _new_run(run):
-        return _make_run(model, run, text, notes, write=lambda: model.write(run, progress=progress))
-
-
-def _make_run(
-    model: Importing | OpenImport,
+def make_run(
+    model: Described,
     run: Path,
     text: str,
     notes: list[str],
@@ -228,7 +148,7 @@ def _make_run(
 
 
 @contextmanager
-def _new_run(run: Path) -> Generator[None]:
+def new_run(run: Path) -> Generator[None]:
     """Hold the folder, in which no other job may write meanwhile.
 
     Raises:
@@ -272,19 +192,6 @@ def _tokenizer(source: Path, shape: ModelShape, notes: list[str]) -> Tokenizer |
             "refuses them, and data.tokenizer names another"
         )
     return tokenizer
-
-
-class Described(Protocol):
-    """What a config is made of: a model, and where it comes from."""
-
-    source: Path
-    shape: ModelShape
-    parameters: int
-
-    @property
-    def dtype(self) -> str:
-        """The type of most values."""
-        ...
 
 
 def config_text(

@@ -1,0 +1,182 @@
+"""A checkpoint of torchtitan to one of ours, tensor by tensor, with the states of AdamW.
+
+The folder says nothing of the architecture: the shape is the caller's, and every tensor is checked against it
+before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stretto.errors import StrettoError, nearest
+from stretto.spec.shape import ModelShape
+from stretto_interop.checkpoints.dcp.archive import Archives
+from stretto_interop.checkpoints.dcp.groups import MOMENTS, STATE, WEIGHTS_ONLY, read_optimiser
+from stretto_interop.checkpoints.dcp.index import DcpIndex, find_folder, read_dcp_index
+from stretto_interop.checkpoints.dcp.titan import HEADS, Part, Rule, is_trained, rules
+from stretto_interop.checkpoints.dcp.written import Incoming, OpenImport
+
+_PREFIXES = ("", "model.")  # of parameters: of today, and of torchtitan before 0.1
+_NO_PARAMETERS = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
+
+Parts = Sequence[tuple[str, Part]]  # with the names that they have in a checkpoint
+
+
+class DcpImport(OpenImport):
+    """A checkpoint of torchtitan.
+
+    Args:
+        source: the folder of one step, or the one that torchtitan keeps the steps in, of which the newest is
+            taken.
+        states: whether the optimiser's states are imported, where there are any.
+
+    Raises:
+        StrettoError: no such checkpoint, a damaged one, or one of another model.
+    """
+
+    def __init__(self, source: Path, shape: ModelShape, *, states: bool = True) -> None:
+        self.source, self.shape = find_folder(source), shape
+        self._names = _Names(read_dcp_index(self.source))
+        self.archives = Archives(self._names.index)
+        self.notes, self.samples = list[str](), 0
+        try:
+            self._match(states)
+        except BaseException:
+            self.close()
+            raise
+
+    def _match(self, states: bool) -> None:
+        """A tensor for every parameter and state, after a check of all names, types and sizes."""
+        mapping = list(rules(self.shape))
+        weights = {rule.ours: self._names.of_weight(rule) for rule in mapping}
+        tensors = [self._joined(f"model.{r.ours}", r.shape, weights[r.ours]) for r in mapping]
+        self.parameters = sum(prod(rule.shape) for rule in mapping)
+        self._check_unused({name for parts in weights.values() for name, _ in parts})
+        self.updates, self.optimiser = 0, None
+        if states and any(name.startswith(STATE) for name in self._names.index.tensors):
+            kept = {rule.ours: self._names.of_state(rule) for rule in mapping if is_trained(rule.ours)}
+            ours = {rule.ours: rule.shape for rule in mapping}
+            tensors += [
+                self._joined(
+                    f"optim.{moment}.{name}",
+                    ours[name],
+                    [(f"{each}.{moment}", part) for each, part in parts],
+                )
+                for name, parts in kept.items()
+                for moment in MOMENTS
+            ]
+            fqns = {name: [each.removeprefix(STATE) for each, _ in parts] for name, parts in kept.items()}
+            self.optimiser, self.updates = read_optimiser(self.archives, fqns, ours, self.notes)
+        self.tensors = tensors
+        self.step = self.archives.count("train_state.step", self.updates)
+        self.tokens = self.archives.count("train_state.ntokens_seen", 0)
+
+    def _joined(self, name: str, shape: tuple[int, ...], parts: Parts) -> Incoming:
+        """One of our tensors; its parts must be of one type."""
+        kinds = sorted({self._names.index.tensors[each].dtype for each, _ in parts})
+        if len(kinds) > 1:
+            raise StrettoError(
+                f"{' and '.join(each for each, _ in parts)} are of different types, {', '.join(kinds)}"
+            )
+        dtype: torch.dtype = getattr(torch, kinds[0])
+        return Incoming(name, shape, dtype, lambda: self._read(shape, dtype, parts))
+
+    def _read(self, shape: tuple[int, ...], dtype: torch.dtype, parts: Parts) -> Tensor:
+        whole = torch.empty(shape, dtype=dtype)
+        for name, part in parts:
+            if part.in_order:
+                self.archives.read_tensor(name, part.views[0][0](whole))
+                continue
+            theirs = torch.empty(part.shape, dtype=dtype)
+            self.archives.read_tensor(name, theirs)
+            for mine, other in part.views:
+                mine(whole).copy_(other(theirs))
+        return whole
+
+    def _check_unused(self, used: set[str]) -> None:
+        """Refuse parameters that the model does not have: they would be lost in silence."""
+        for name in sorted(self._names.index.tensors.keys() - used):
+            plain = name.removeprefix(self._names.prefix)
+            if name.startswith(_NO_PARAMETERS) or (self.shape.tied and plain in HEADS):
+                continue
+            if plain.endswith((".moe.expert_bias_E", ".moe.expert_bias")) and self._is_zero(name):
+                continue  # the model balances by a loss instead
+            raise StrettoError(
+                f"{name} in {self.source} has no place in the model",
+                hint="--model must be the model that was trained",
+            )
+
+    def _whole(self, name: str) -> Tensor:
+        stored = self._names.index.tensors[name]
+        tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+        self.archives.read_tensor(name, tensor)
+        return tensor
+
+    def _is_zero(self, name: str) -> bool:
+        sizes = self._names.index.tensors[name].shape
+        experts = None if self.shape.moe is None else self.shape.moe.experts
+        return sizes == (experts,) and not self._whole(name).any()
+
+    def check_head(self) -> None:
+        """Check that a head in the files equals the embedding that it is tied to."""
+        tensors = self._names.index.tensors
+        heads = [self._names.prefix + head for head in HEADS if self._names.prefix + head in tensors]
+        embedding = self._names.prefix + "tok_embeddings.weight"
+        if not self.shape.tied or not heads or embedding not in tensors:
+            return
+        same = tensors[heads[0]].shape == tensors[embedding].shape
+        if not same or not torch.equal(self._whole(heads[0]), self._whole(embedding)):
+            raise StrettoError(
+                f"{heads[0]} differs from the embedding, but the model's head is tied to it",
+                hint="--model must be the model that was trained",
+            )
+
+
+class _Names:
+    """What the tensors are called in one checkpoint, of the names that torchtitan's versions have."""
+
+    def __init__(self, index: DcpIndex) -> None:
+        self.index = index
+        self.prefix = next((p for p in _PREFIXES if f"{p}tok_embeddings.weight" in index.tensors), "")
+
+    def of_weight(self, rule: Rule) -> Parts:
+        """The tensors of a parameter."""
+        return [(self._present([self.prefix + n for n in part.names], part), part) for part in rule.parts]
+
+    def of_state(self, rule: Rule) -> Parts:
+        """The tensors of the optimiser's states of a parameter, without the name of the state; all are there
+        in the expected size.
+        """
+        fused = rule.fused
+        if fused is not None and f"{STATE}{fused.names[0]}.{MOMENTS[0]}" in self.index.tensors:
+            return [(self._state([fused.names[0]], fused), fused)]
+        return [(self._state(part.names, part), part) for part in rule.parts]
+
+    def _state(self, names: Sequence[str], part: Part) -> str:
+        full = [
+            self._present([f"{STATE}{name}.{moment}" for name in names], part, WEIGHTS_ONLY)
+            for moment in MOMENTS
+        ]
+        return full[0].removesuffix(f".{MOMENTS[0]}")
+
+    def _present(self, names: Sequence[str], part: Part, hint: str | None = None) -> str:
+        """The first of the names that is there, after a check of its size."""
+        tensors = self.index.tensors
+        name = next((name for name in names if name in tensors), None)
+        if name is None:
+            near = nearest(names[0], tensors)
+            raise StrettoError(
+                f"{self.index.folder} has no tensor {' or '.join(names)}, {list(part.shape)} in the model",
+                hint=hint or (near and f"the nearest name in it is {near}") or "is it torchtitan's?",
+            )
+        if (shape := tensors[name].shape) != tuple(part.shape):
+            raise StrettoError(
+                f"{name} has shape {list(shape)} in {self.index.folder}, but {list(part.shape)} in the model",
+                hint="--model must be the model that was trained",
+            )
+        return name

@@ -1,0 +1,214 @@
+"""Writes torch.distributed.checkpoint's format from tensors that are fetched one by one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from stretto.engine.checkpoint.files import check_room, remove
+from stretto.engine.checkpoint.index import MODEL, OPTIM
+from stretto.engine.checkpoint.manifest import Manifest, read_manifest
+from stretto.engine.checkpoint.read import StoredTensors, shape_of
+from stretto.engine.checkpoint.shards import Streamed
+from stretto.engine.checkpoint.storage import run_collective
+from stretto.errors import StrettoError
+from stretto.spec.optimiser import Optimiser, RateSchedule
+from stretto.spec.shape import ModelShape
+from stretto_interop.checkpoints.dcp.groups import MOMENTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What an export wrote.
+
+    Attributes:
+        step: of training, which the optimiser's states go with; None: the model alone.
+        notes: what was left out, a sentence each.
+    """
+
+    files: list[Path]
+    step: int | None
+    notes: list[str]
+
+
+class _Named(Protocol):
+    """A rule for one of our parameters."""
+
+    @property
+    def ours(self) -> str:
+        """Its name here."""
+        ...
+
+
+R = TypeVar("R", bound=_Named)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenExport(Generic[R]):
+    """A checkpoint of ours whose model another framework has.
+
+    Attributes:
+        mapping: a rule for every parameter of the model.
+    """
+
+    manifest: Manifest
+    shape: ModelShape
+    mapping: Sequence[R]
+    stored: StoredTensors
+
+
+@contextmanager
+def open_export(
+    path: str | Path, out: Path, rules: Callable[[ModelShape], Iterable[R]], *, framework: str, form: str
+) -> Generator[OpenExport[R]]:
+    """Open a checkpoint that is to be written to the new folder `out`.
+
+    Args:
+        rules: of a model's parameters there.
+        framework, form: what it is called, and its `--format`, for errors.
+
+    Raises:
+        StrettoError: a damaged checkpoint, a model that the framework does not have, or a folder with files.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise StrettoError(f"{out} is not empty", hint="export to a new folder")
+    manifest = read_manifest(path)
+    shape = shape_of(path, manifest.meta)
+    mapping = list(rules(shape))
+    with StoredTensors(path, "") as stored:
+        known = {MODEL + rule.ours for rule in mapping}
+        if extra := sorted(name for name in stored.saved if name.startswith(MODEL) and name not in known):
+            raise StrettoError(
+                f"{extra[0]}, one of {len(extra)} tensors that {path} has beside its model, has no "
+                f"counterpart in {framework}",
+                hint=f"export for transformers or PEFT instead, without --format {form}",
+            )
+        yield OpenExport(manifest=manifest, shape=shape, mapping=mapping, stored=stored)
+
+
+def write_whole(state: dict[str, Any], out: Path, size: int, source: str | Path) -> list[Path]:
+    """Write a state dict into the new folder `out`; where that fails, nothing is left of it.
+
+    Args:
+        size: bytes of its tensors.
+        source: what is exported, for errors.
+
+    Returns:
+        The files.
+
+    Raises:
+        StrettoError: no room.
+    """
+    check_room(out, size, f"the checkpoint {source}")
+    existed = out.exists()
+    try:
+        _write(state, out)
+    except BaseException:
+        for child in list(out.iterdir()) if out.is_dir() else ():
+            remove(child)
+        if out.is_dir() and not existed:
+            out.rmdir()
+        raise
+    return [out / name for name in sorted(child.name for child in out.iterdir())]
+
+
+def _write(state: dict[str, Any], out: Path) -> None:
+    writer = _StreamingWriter(out)
+    run_collective(lambda: dcp_save(state, storage_writer=writer, planner=_StreamingPlanner(), no_dist=True))
+
+
+class _StreamingWriter(FileSystemWriter):
+    """torch's writer, which itself keeps every tensor until its file is complete (torch 2.13)."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the file of this process: objects first, as torch does, then the tensors one by one. A
+        tensor that is there under two names is written once.
+        """
+        name = f"{plan.storage_data.prefix}0.distcp"
+        results, places = list[WriteResult](), dict[tuple[int, Any], _StorageInfo]()
+        with (Path(self.path) / name).open("wb") as stream:
+            for item in sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO):
+                value, offset = planner.state_dict[item.index.fqn], stream.tell()  # pyright: ignore
+                if (same := places.get((id(value), item.index.offset))) is not None:
+                    results.append(WriteResult(item.index, same.length, same))
+                    continue
+                data = planner.resolve_data(item)
+                if isinstance(data, Tensor):
+                    alone = data.untyped_storage().nbytes() == data.nbytes
+                    torch.save(data if alone else data.clone(), stream)
+                else:
+                    stream.write(data.getbuffer())
+                length = stream.tell() - offset
+                place = _StorageInfo(name, offset, length)
+                if isinstance(value, Streamed):
+                    places[id(value), item.index.offset] = place
+                results.append(WriteResult(item.index, length, place))
+            stream.flush()
+            os.fsync(stream.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+
+class _StreamingPlanner(DefaultSavePlanner):
+    """torch's planner, which fetches a streamed tensor only when it is written."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict[index.fqn]
+        return (
+            value.__get_tensor_shard__(index) if isinstance(value, Streamed) else super().lookup_object(index)
+        )
+
+
+def saved_optimiser(
+    meta: Mapping[str, Any], stored: StoredTensors, trained: Sequence[str], notes: list[str]
+) -> Optimiser | None:
+    """The optimiser as the run's config has it, if it is AdamW and its states are all there.
+
+    Args:
+        trained: names of the parameters that must have states.
+        notes: to which a sentence is added where they are left out.
+    """
+    config = meta.get("config")
+    section: Mapping[str, Any] = config.get("optim", {}) if isinstance(config, Mapping) else {}
+    name = section.get("name", "adamw")
+    wanted = [f"{OPTIM}{moment}.{ours}" for ours in trained for moment in MOMENTS]
+    if not any(each.startswith(OPTIM) for each in stored.saved):
+        notes.append("the checkpoint has no states of an optimiser: the model alone was written")
+    elif name != "adamw":
+        notes.append(f"the states of {name} are left out: it is not AdamW, whose alone are written")
+    elif any(each not in stored.saved for each in wanted):
+        notes.append("the optimiser's states are left out: parameters that were not trained have none")
+    else:
+        if not section:
+            notes.append("no config of the run is in it: settings of AdamW are the usual ones")
+        known = {field.name for field in fields(Optimiser)}
+        values = {key: value for key, value in section.items() if key in known}
+        rate = RateSchedule(**values.pop("rate", {}))
+        values["betas"] = tuple(values.get("betas", Optimiser.betas))
+        values["no_decay"] = tuple(values.get("no_decay", ()))
+        return Optimiser(**values, rate=rate)
+    return None
+
+
+def steps_of(meta: Mapping[str, Any]) -> int | None:
+    """Updates of the whole run, on which the learning rate depends; None where the config is not there."""
+    config: Any = meta.get("config")
+    train: Any = config.get("train") if isinstance(config, Mapping) else None
+    steps: Any = train.get("steps") if isinstance(train, Mapping) else None
+    return steps if isinstance(steps, int) else None

@@ -1,0 +1,348 @@
+"""A checkpoint of Megatron-core (torch_dist) to one of ours, tensor by tensor, with the states of Adam.
+
+Weights and states may be stacked over layers or layer by layer. A state of the distributed optimizer may be
+whole like its weight (`fully_reshardable`, and without that optimizer), in flat pieces
+(`fully_sharded_model_space`, to core_v0.13): for a weight [X, Y] that was cut into [x, y] for the ranks,
+[X / x, Y / y, x y], of which the last dimension is cut once more; or in the flat buffers of the ranks.
+Whatever its form, every float32 weight must round to the model's, or it is another parameter's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stretto.errors import StrettoError, nearest
+from stretto.spec.parameters import Sizes
+from stretto.spec.shape import ModelShape
+from stretto_interop.checkpoints.dcp.archive import Archives
+from stretto_interop.checkpoints.dcp.index import read_dcp_index
+from stretto_interop.checkpoints.dcp.written import Incoming, OpenImport
+from stretto_interop.checkpoints.megatron.buffers import MASTER, has_buffers, read_buffers
+from stretto_interop.checkpoints.megatron.common import (
+    Common,
+    find_iteration,
+    groups_of,
+    optimiser_of,
+    read_common,
+)
+from stretto_interop.checkpoints.megatron.names import (
+    EMBEDDING,
+    EXPERTS,
+    HEAD,
+    LAYERS,
+    Rule,
+    is_trained,
+    rules,
+)
+from stretto_interop.checkpoints.megatron.ordering import OrderedStates, rounds_to
+
+STATE = "optimizer.state."
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTERS = ("fp32_param", "param", "master_param")
+WEIGHTS_ONLY = "--weights-only imports the model without its optimiser"
+_PREFIXES = ("", "module.", "model.")  # of parameters: of Megatron-LM, and of NeMo
+_NOT_ITS = (
+    "where Megatron warned 'param range exceeds unpadded buffer' as it saved, save dp_reshardable there; or "
+    "--weights-only"
+)
+_CHAINED = re.compile(r"chained_\d+\.")
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A tensor of theirs, or one layer or expert of it, in one of the forms that it may be stored in.
+
+    name: in the checkpoint.
+    start: of the stacked dimensions before `shape`.
+    shape: of the part.
+    """
+
+    name: str
+    start: tuple[int, ...]
+    shape: Sizes
+
+
+@dataclass(frozen=True)
+class _Theirs:
+    """A parameter or a state of it in the checkpoint; `read` gives it in Megatron's layout."""
+
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
+class MegatronImport(OpenImport):
+    """A checkpoint of Megatron-core.
+
+    Args:
+        source: the folder of an iteration, or the one that Megatron saves to, of which the newest is taken.
+        states: whether the optimiser's states are imported, where there are any.
+
+    Raises:
+        StrettoError: no such checkpoint, a damaged one, one of another model, or the optimiser's states in
+            buffers whose order of parameters is not known.
+    """
+
+    def __init__(self, source: Path, shape: ModelShape, *, states: bool = True) -> None:
+        self.source, self.shape = find_iteration(source), shape
+        common = read_common(self.source)
+        index = read_dcp_index(self.source)
+        self.archives, self.notes = Archives(index), list[str]()
+        # which of several optimisers has a state is no part of its name
+        self._names = {_CHAINED.sub("", name): name for name in index.tensors}
+        self._prefix = next((p for p in _PREFIXES if p + EMBEDDING in self._names), "")
+        try:
+            self._match(common, states)
+        except BaseException:
+            self.close()
+            raise
+
+    def _match(self, common: Common, states: bool) -> None:
+        """A tensor for every parameter and state, after a check of all names, types and sizes."""
+        mapping = list(rules(self.shape))
+        self.parameters = sum(prod(rule.shape) for rule in mapping)
+        self._used = set[str]()
+        weights = {rule.ours: self._stored(rule, "") for rule in mapping}
+        self._check_unused(self._used)
+        self.updates, self.optimiser = 0, None
+        self.step = common.iteration
+        counted = common.args.get("consumed_train_samples")
+        self.samples = counted if type(counted) is int and 0 <= counted < 2**48 else 0
+        if states and self.samples != counted:
+            self.notes.append("how many samples were seen is not in it: training begins with the first")
+        sequence = common.args.get("seq_length", 0)
+        self.tokens = self.samples * (sequence if isinstance(sequence, int) else 0)
+        trained = [rule for rule in mapping if is_trained(rule.ours)] if states else []
+        moments = list[Incoming]()
+        if trained and (made := self._states(common, trained, weights)):
+            for rule in trained:
+                if (master := made.get((rule.ours, MASTER))) is not None:
+                    weights[rule.ours] = self._checked(rule, master, weights[rule.ours])
+            moments = [
+                _incoming(f"optim.{moment}.{rule.ours}", rule, made[rule.ours, moment])
+                for rule in trained
+                for moment in MOMENTS
+            ]
+        self.tensors = [
+            *(_incoming(f"model.{rule.ours}", rule, weights[rule.ours]) for rule in mapping),
+            *moments,
+        ]
+
+    def _states(
+        self, common: Common, trained: Sequence[Rule], weights: Mapping[str, _Theirs]
+    ) -> dict[tuple[str, str], _Theirs]:
+        """The optimiser's states and, as MASTER, float32 weights; none where it was not saved."""
+        if has_buffers(self.archives.index):
+            buffers = read_buffers(self.archives)
+            self._set_optimiser(replace(common, optimiser=dict(enumerate(buffers.settings))))
+            states = OrderedStates(
+                buffers, trained, common.args, lambda rule: weights[rule.ours].read(), self.source
+            )
+            return {
+                (rule.ours, key): _Theirs(torch.float32, partial(states.read, rule, key))
+                for rule in trained
+                for key in (*MOMENTS, MASTER)
+            }
+        kinds = {kind for kind in (*MOMENTS, *MASTERS) if self._has(kind)}
+        if MOMENTS[0] not in kinds:
+            return {}
+        self._set_optimiser(common)
+        theirs: dict[str, str] = dict(zip(MOMENTS, MOMENTS, strict=True))
+        if masters := [kind for kind in MASTERS if kind in kinds]:
+            theirs[MASTER] = masters[0]
+        return {
+            (rule.ours, ours): self._stored(rule, f"{STATE}{name}.")
+            for rule in trained
+            for ours, name in theirs.items()
+        }
+
+    def _has(self, kind: str) -> bool:
+        return any(name.startswith(f"{STATE}{kind}.") for name in self._names)
+
+    def _set_optimiser(self, common: Common) -> None:
+        groups, self.updates = groups_of(common, self.source)
+        self.optimiser = optimiser_of(common, groups, self.notes)
+
+    def _checked(self, rule: Rule, master: _Theirs, weight: _Theirs) -> _Theirs:
+        """Float32 weights that round to those of the model."""
+
+        def read() -> Tensor:
+            theirs = master.read()
+            if not rounds_to(theirs, weight.read()):
+                raise StrettoError(
+                    f"{rule.ours}: the float32 weights that the optimiser in {self.source} has for it do not "
+                    "round to the weights of the model, so its states may be another parameter's",
+                    hint=_NOT_ITS,
+                )
+            return theirs
+
+        return _Theirs(master.dtype, read)
+
+    def _slots(self, rule: Rule, kind: str) -> Sequence[_Slot]:
+        """Where a parameter, or a state of it, is stored."""
+        stacked = [(name, 0) for name in rule.names] if rule.layer is not None else []
+        for name, _ in stacked or [(rule.names[0], 0)]:
+            for parts in self._forms(rule, name, kind):
+                if all(slot.name in self._names for slot in parts):
+                    for slot in parts:
+                        self._check_shape(slot, rule)
+                    return [_Slot(self._names[slot.name], slot.start, slot.shape) for slot in parts]
+        raise self._missing(rule, kind)
+
+    def _forms(self, rule: Rule, name: str, kind: str) -> Iterator[list[_Slot]]:
+        """The ways in which it may be stored: the parts, in the order of the dimension that they divide."""
+        before = kind + self._prefix
+        if rule.layer is None:
+            yield [_Slot(before + name, (), rule.shape)]
+            return
+        for whole, start in (
+            (f"{before}{LAYERS}{name}", (rule.layer,)),
+            (f"{before}{LAYERS}{rule.layer}.{name}", ()),
+        ):
+            yield [_Slot(whole, start, rule.shape)]
+            if rule.halves is not None:
+                sizes = list(rule.shape)
+                sizes[rule.halves] //= 2
+                yield [_Slot(f"{whole}_{half}", start, tuple(sizes)) for half in "wv"]
+            if rule.of_experts:
+                yield from _experts(whole, start, rule)
+
+    def _check_shape(self, slot: _Slot, rule: Rule) -> None:
+        stored = self.archives.index.tensors[self._names[slot.name]].shape
+        layers = (self.shape.layers,) * len(slot.start)
+        wanted = (*layers, *slot.shape)
+        if stored != wanted and not _is_flat(stored, wanted):
+            raise StrettoError(
+                f"{slot.name} has shape {list(stored)} in {self.source}, but {list(wanted)} in the model",
+                hint=f"it is {rule.ours} here: the arguments must be those of the model that was trained",
+            )
+
+    def _missing(self, rule: Rule, kind: str) -> StrettoError:
+        wanted = next(self._forms(rule, rule.names[0], kind))[0]
+        near = nearest(wanted.name, self._names)
+        what = f"{self.source} has no tensor {wanted.name}, {list(rule.shape)} in the model"
+        if kind:
+            return StrettoError(what, hint=WEIGHTS_ONLY)
+        hint = near and f"the nearest name in it is {near}"
+        return StrettoError(what, hint=hint or "is it a language model's?")
+
+    def _check_unused(self, used: set[str]) -> None:
+        """Refuse parameters that the model does not have: they would be lost in silence."""
+        for plain, name in sorted(self._names.items()):
+            if name in used or "optimizer." in plain or plain.startswith("rng_state"):
+                continue
+            bare = plain.removeprefix(self._prefix)
+            if bare.endswith("_extra_state") or (self.shape.tied and bare == HEAD):
+                continue
+            if bare.endswith(("local_tokens_per_expert", "rotary_pos_emb.inv_freq")):
+                continue  # counts of the last step, and a table
+            raise StrettoError(
+                f"{name} in {self.source} has no place in the model",
+                hint="the arguments in common.pt do not say that the model has it; --model names another",
+            )
+
+    def _stored(self, rule: Rule, kind: str) -> _Theirs:
+        """A parameter, or a state of it, that is stored in tensors of its own.
+
+        Args:
+            kind: what stands before the names of states; "" for the weights.
+        """
+        slots = self._slots(rule, kind)
+        self._used |= {slot.name for slot in slots}
+        kinds = sorted({self.archives.index.tensors[slot.name].dtype for slot in slots})
+        if len(kinds) > 1:
+            raise StrettoError(f"{slots[0].name} and the parts beside it are of types {', '.join(kinds)}")
+        dtype: torch.dtype = getattr(torch, kinds[0])
+
+        def read() -> Tensor:
+            theirs = torch.empty(rule.shape, dtype=dtype)
+            for slot, target in zip(slots, _shares(theirs, slots, rule), strict=True):
+                self._read_slot(slot, target)
+            return theirs
+
+        return _Theirs(dtype, read)
+
+    def _read_slot(self, slot: _Slot, target: Tensor) -> None:
+        """Read a part, which lies whole or in flat pieces."""
+        stored = self.archives.index.tensors[slot.name].shape
+        wanted = (*(self.shape.layers,) * len(slot.start), *slot.shape)
+        stack = len(slot.start)
+        if stored == wanted:
+            self.archives.read_box(
+                slot.name,
+                (*slot.start, *(0,) * len(slot.shape)),
+                target.view(*(1,) * stack, *slot.shape)
+                if target.is_contiguous()
+                else target[(None,) * stack],
+            )
+            return
+        counts = stored[stack:-1]
+        sizes = tuple(n // count for n, count in zip(slot.shape, counts, strict=True))
+        flat = torch.empty((1,) * (stack + len(counts)) + (prod(sizes),), dtype=target.dtype)
+        for at in product(*map(range, counts)):
+            self.archives.read_box(slot.name, (*slot.start, *at, 0), flat)
+            box = tuple(slice(i * n, (i + 1) * n) for i, n in zip(at, sizes, strict=True))
+            target[box].copy_(flat.view(sizes))
+
+    def check_head(self) -> None:
+        """A tied head is stored once there: nothing can differ."""
+
+
+def _incoming(name: str, rule: Rule, theirs: _Theirs) -> Incoming:
+    """One of our tensors out of theirs."""
+
+    def read() -> Tensor:
+        stored = theirs.read()
+        if not rule.order:
+            return stored
+        ours = torch.empty_like(stored)
+        for mine, other in rule.order:
+            mine(ours).copy_(other(stored))
+        return ours
+
+    return Incoming(name, rule.shape, theirs.dtype, read)
+
+
+def _experts(name: str, start: tuple[int, ...], rule: Rule) -> Iterator[list[_Slot]]:
+    """Experts in tensors of their own, gate and up projection together or apart."""
+    count, sizes = rule.shape[0], list(rule.shape[1:])
+    each = [name.replace(EXPERTS, f"{EXPERTS}{expert}.", 1) for expert in range(count)]
+    yield [_Slot(one, start, tuple(sizes)) for one in each]
+    if rule.halves is not None:
+        sizes[rule.halves - 1] //= 2
+        yield [_Slot(f"{one}_{half}", start, tuple(sizes)) for one in each for half in "wv"]
+
+
+def _shares(theirs: Tensor, slots: Sequence[_Slot], rule: Rule) -> Iterator[Tensor]:
+    """The part of the tensor that each slot fills."""
+    if len(slots) == 1:
+        yield theirs
+        return
+    experts = [theirs] if len(slots[0].shape) == len(rule.shape) else list(theirs.unbind(0))
+    parts = len(slots) // len(experts)
+    for one in experts:
+        if parts == 1:
+            yield one
+        else:
+            assert rule.halves is not None
+            yield from one.chunk(parts, rule.halves - (theirs.dim() - one.dim()))
+
+
+def _is_flat(stored: Sizes, wanted: Sizes) -> bool:
+    """Whether a tensor of shape `wanted` may be stored so, in flat pieces."""
+    counts = stored[:-1]
+    if (
+        len(counts) != len(wanted)
+        or not all(counts)
+        or any(n % c for n, c in zip(wanted, counts, strict=True))
+    ):
+        return False
+    return prod(wanted) == prod(stored)

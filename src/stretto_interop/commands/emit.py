@@ -1,0 +1,253 @@
+"""Jobs written for other frameworks and read from them: `--emit` of plan and config, `--from` of predict."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from stretto.cli.interop import TABLES, check_trains_language, check_trains_recommenders
+from stretto.cli.output import labelled, watching
+from stretto.errors import StrettoError, nearest, read_text
+from stretto.planner.estimate import Estimate
+from stretto.planner.machines.catalogue import find_cluster
+from stretto.planner.search.ranking import TIE, Plan, Ranked
+from stretto.planner.search.search import search
+from stretto.recommender.config.placement import configured_placements
+from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.planner.place import TablePlan
+from stretto.run.config.job import job_of
+from stretto.run.config.schema import JobConfig, TrainConfig
+from stretto.spec.job import Job
+from stretto.spec.presets import find_shape
+from stretto.view.plan_facts import counts
+from stretto_interop.frameworks.choices import PATHS, choices_of
+from stretto_interop.frameworks.mapping import Framework, Reading, emit, read
+from stretto_interop.frameworks.prices import better, overlapped, price, task_for
+from stretto_interop.frameworks.registry import framework
+from stretto_interop.torchrec import TableRule, holds, rule_of, torchrec_module
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["framework", "holds", "task_for"]  # for the command line, with the functions below
+
+_ROWS = 5  # layouts beside the one that is run today
+_INDENT = 10  # columns of a label
+
+
+def emitted_config(framework: Framework | None, config: JobConfig, source: Path) -> str:
+    """A config's job as the framework takes it; for a recommender as TorchRec does.
+
+    Args:
+        framework: None: TorchRec.
+        source: of the config.
+
+    Raises:
+        StrettoError: a choice that the framework does not have, or a kind of model.
+    """
+
+    if isinstance(config, TrainConfig):
+        if framework is None:
+            check_trains_language(TABLES)
+        else:
+            return emit(framework, job_of(config), config)
+    assert isinstance(config, RecommenderConfig)
+    check_trains_recommenders(None if framework is None else framework.name)
+    tables = config.table_specs()
+    placements = configured_placements(config, tables)
+    if placements is None:
+        raise StrettoError(
+            "tables.placement is auto: it is planned for the ranks of a run",
+            hint=f"stretto plan {source} --emit {TABLES} --cluster ..., or name a placement",
+        )
+    world = config.layout.ranks
+    local = config.layout.ranks_per_node or world
+    return torchrec_module(
+        tables, placements, world=world, local=local, rule=rule_of(config), about=config.run.name
+    )
+
+
+def emitted_tables(
+    model: str, plan: TablePlan, job: RecommenderConfig | None, wire: Sequence[str] | None
+) -> str:
+    """A plan's placement of tables as TorchRec takes it.
+
+    Args:
+        wire: the type of exchanged values that the search was fixed to, as `--fix` takes it.
+    """
+    work = plan.job.work
+    rule = TableRule() if job is None else rule_of(job)
+    rule = replace(rule, name=work.optimizer, element=work.weight)
+    if wire is not None:
+        types = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
+        rule = replace(rule, wire=types[wire[0]])
+    return torchrec_module(
+        plan.job.tables if job is None else job.table_specs(),
+        plan.placements,
+        world=work.ranks,
+        local=work.local,
+        rule=rule,
+        about=f"{model} on {work.ranks} x {work.cluster.device.name}, {work.batch} samples a step\n"
+        f"predicted with Stretto: {plan.samples_per_s:,.0f} samples/s",
+    )
+
+
+# ------------------------------------------------------------------ plan
+
+
+def emitted_row(framework: Framework, plan: Plan, row: int | None, base: TrainConfig | None) -> str:
+    """A layout of a plan as the framework takes it.
+
+    Args:
+        row: of the ranking, from 1; None: the first.
+        base: the config that was planned.
+
+    Raises:
+        StrettoError: there is no such row.
+    """
+    count = len(plan.ranking)
+    if row is not None and row > count:
+        raise StrettoError(f"--row is {row}: the plan has {count} rows", hint=f"nearest: --row {count}")
+
+    ranked = plan.ranking[(row or 1) - 1]
+    estimate = ranked.estimate
+    about = (
+        f"{ranked.words}\n"
+        f"predicted on {estimate.job.layout.world} x {estimate.cluster.device.name}: "
+        f"{estimate.seconds:.4g} s a step ({estimate.low:.4g} to {estimate.high:.4g})"
+    )
+    return emit(framework, estimate.job, base, about)
+
+
+# ------------------------------------------------------------------ predict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Priced:
+    """What a framework's text costs, and a search for what costs less.
+
+    Attributes:
+        overlapped: the same layout with gradients reduced during the backward; None: as they are.
+    """
+
+    framework: Framework
+    reading: Reading
+    today: Estimate
+    overlapped: Estimate | None
+    plan: Plan
+
+    @property
+    def faster(self) -> list[Ranked]:
+        """Layouts of the framework that take less time than today's by more than a tie, the fastest first."""
+
+        least = self.today.seconds * (1 - TIE)
+        return [one for one in self.plan.ranking if one.estimate.seconds < least][:_ROWS]
+
+
+def priced(
+    name: str, words: Sequence[str], *, model: str | None, cluster: str | None, seconds: float, memory: bool
+) -> Priced:
+    """Price what a framework's file describes, and search for what would be faster.
+
+    Args:
+        words: the file's name, or - for standard input, and choices that it does not say, as in layout.tp=2.
+        model: in place of the file's.
+        seconds: of the search.
+
+    Raises:
+        StrettoError: no such framework or file, or a text that cannot be read.
+    """
+
+    known = framework(name)
+    if not words or "=" in words[0]:
+        raise StrettoError(
+            f"--from {name} takes a file",
+            hint=f"as in stretto predict --from {name} FILE --cluster h100:64; - reads standard input",
+        )
+    if cluster is None:
+        raise StrettoError("--cluster is missing", hint="add --cluster h100:64, or another")
+    machine = find_cluster(cluster)
+    source = "standard input" if words[0] == "-" else words[0]
+    text = sys.stdin.read() if words[0] == "-" else read_text(Path(words[0]))
+    reading = read(known, text, source, machine.devices, _beside(model, words[1:]))
+    machine = machine.sized(reading.job.layout.world)
+    with watching() as progress:
+        plan = search(better(known, reading, machine, seconds, 2 * _ROWS), progress)
+    return Priced(
+        framework=known,
+        reading=reading,
+        today=price(reading, machine, memory=memory),
+        overlapped=overlapped(known, reading, machine),
+        plan=plan,
+    )
+
+
+def _beside(model: str | None, words: Sequence[str]) -> dict[str, Any]:
+    """Choices that stand beside a file: a model's sizes, and those of words such as layout.tp=2.
+
+    Raises:
+        StrettoError: no such model, or a word that names no choice of a job.
+    """
+
+    values: dict[str, Any] = {}
+    if model is not None:
+        of_model = choices_of(Job(shape=find_shape(model))).values
+        values = {name: value for name, value in of_model.items() if name.startswith("model.")}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if name not in PATHS or not equals:
+            near = nearest(name, PATHS)
+            hint = f"did you mean {near}=...?" if near else "as in layout.tp=2"
+            raise StrettoError(f"{word!r} is no choice of a job", hint=hint)
+        values[name] = yaml.safe_load(text)
+    return values
+
+
+def priced_facts(made: Priced) -> dict[str, Any]:
+    """What was read and what would be faster, as the command's JSON."""
+    return {
+        "overlapped_s": None if made.overlapped is None else made.overlapped.seconds,
+        "ignored": {why: list(names) for why, names in made.reading.ignored.items()},
+        "remarks": list(made.reading.remarks),
+        "faster": [
+            {"layout": one.words, "step_time_s": one.estimate.seconds, "why": one.why} for one in made.faster
+        ],
+        "complete": made.plan.complete,
+    }
+
+
+def show_priced(to: Console, made: Priced) -> None:
+    """Print what the price leaves out, and what would be faster."""
+
+    to.print()
+    for remark in made.reading.remarks:
+        labelled(to, "note", remark, _INDENT)
+    for why, names in made.reading.ignored.items():
+        labelled(to, "ignored", f"{', '.join(names)}: {why}", _INDENT)
+    if made.overlapped is not None:
+        change = _change(made.overlapped, made.today)
+        labelled(to, "overlap", f"{change} with gradients reduced during the backward", _INDENT)
+    labelled(to, "search", f"layouts of {made.framework.title}: {counts(made.plan)}", _INDENT)
+    if not made.faster:
+        labelled(to, "", "nothing was found that is faster by more than 1% and fits", _INDENT)
+        return
+    to.print("what would be faster:")
+    for place, one in enumerate(made.faster, 1):
+        labelled(to, f"{place:>2}.", f"{_change(one.estimate, made.today)}: {one.words}", 4)
+        labelled(to, "", one.why, 4)
+    best = made.faster[0].estimate
+    if best.high > made.today.low:
+        text = (
+            f"intervals overlap: {best.low:.3g} to {best.high:.3g} s for the first, {made.today.low:.3g} to "
+            f"{made.today.high:.3g} s for today's; errors that both share cancel, but measure before you move"
+        )
+        labelled(to, "", text, 4)
+
+
+def _change(made: Estimate, today: Estimate) -> str:
+    return f"{made.seconds:.4g} s a step ({100 * (made.seconds / today.seconds - 1):+.1f}%)"

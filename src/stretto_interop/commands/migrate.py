@@ -1,0 +1,199 @@
+"""`stretto migrate`: the script that starts a run of Megatron-LM as a config."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stretto.cli.output import Json, command_app, labelled, report, say_no, write_text
+from stretto.errors import StrettoError, read_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from stretto_interop.frameworks.migrate import Migration
+
+app = command_app()
+_INDENT = 12  # columns of a label
+
+
+@app.command(
+    context_settings={"ignore_unknown_options": True},
+    epilog="Example: stretto migrate pretrain_gpt.sh runs/gpt logs vocab.json merges.txt my_text_document "
+    "--out gpt.yaml",
+)
+def migrate(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SCRIPT|ARGS [...]",
+            help="A script that starts pretrain_gpt.py, or - for standard input, with what is said behind it "
+            "when it is run; or the arguments themselves. Besides, NAME=value sets a variable of its "
+            "environment, and a.b=value a field of the config.",
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the config here instead of printing it.")
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Processes, in place of what the script says.")
+    ] = None,
+    program: Annotated[
+        str | None,
+        typer.Option(
+            help="gpt: the script's program, whose name is not known, trains as pretrain_gpt.py does."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Turn a script of Megatron-LM into a config, and tell of each of its arguments what became of it.
+
+    The script is read, not run. Arguments are mapped to fields, needless here, or named with the reason why
+    they have no counterpart; the exit code is 1 if there are any of the last kind.
+    """
+    from stretto.run.config.load import run_name
+    from stretto_interop.frameworks.mapping import Start
+    from stretto_interop.frameworks.migrate import migrate as migrated
+    from stretto_interop.frameworks.registry import framework
+
+    if program not in (None, "gpt"):
+        raise StrettoError(f"--program is {program!r}", hint="gpt is read; leave it out for pretrain_gpt.py")
+    request = _request(words)
+    known = framework("megatron")
+    start = Start(
+        devices=devices, wins=True, words=request.words, variables=request.variables, program=program
+    )
+    name = run_name(request.path if out is None else out)
+    made = migrated(known, request.text, request.source, start, request.overrides, name=name)
+    if out is not None:
+        write_text(out, made.text)
+    elif not as_json:
+        print(made.text, end="")
+    report(_facts(made), as_json, lambda to: _show(to, made, request, out))
+    if made.lost:
+        raise say_no()
+
+
+def _here() -> dict[str, str]:
+    """Variables that scripts take from the shell, which are the same for a config on this machine."""
+    return {name: os.environ[name] for name in ("HOME", "USER", "PWD") if name in os.environ}
+
+
+@dataclass(kw_only=True)
+class _Request:
+    """A command line: the text to read, where it comes from, and what is said beside it."""
+
+    text: str
+    source: str
+    path: Path
+    words: list[str] = field(default_factory=list[str])
+    variables: dict[str, str] = field(default_factory=_here)
+    overrides: list[str] = field(default_factory=list[str])
+
+
+_OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)+=")
+
+
+def _request(words: Sequence[str]) -> _Request:
+    """Sort the words of the command line."""
+    overrides = [word for word in words if _OVERRIDE.match(word)]
+    rest = [word for word in words if not _OVERRIDE.match(word)]
+    if not rest:
+        raise StrettoError("no script given", hint="stretto migrate pretrain_gpt.sh, or its arguments")
+    first = rest[0]
+    if first.startswith("--"):
+        text = first if len(rest) == 1 else shlex.join(rest)
+        return _Request(text=text, source="the command line", path=Path("train"), overrides=overrides)
+    read_in = first == "-"
+    text = sys.stdin.read() if read_in else read_text(Path(first))
+    source = "standard input" if read_in else first
+    if not text.strip():
+        raise StrettoError(f"{source} is empty", hint="give the script that starts pretrain_gpt.py")
+    request = _Request(
+        text=text, source=source, path=Path("train" if read_in else first), overrides=overrides
+    )
+    for word in rest[1:]:
+        variable, equals, value = word.partition("=")
+        if equals and re.fullmatch(r"[A-Za-z_]\w*", variable):
+            request.variables[variable] = value
+        else:
+            request.words.append(word)
+    return request
+
+
+def _facts(made: Migration) -> dict[str, Any]:
+    """What was read, as the command's JSON."""
+    import yaml
+
+    return {
+        "config": yaml.safe_load(made.text),
+        "mapped": [
+            {"arguments": dict(one.settings), "fields": {k: _plain(v) for k, v in one.fields.items()}}
+            for one in made.mapped
+        ],
+        "needless": made.needless,
+        "differs": made.differs,
+        "not_mapped": made.lost,
+        "required": list(made.required),
+        "notes": made.notes,
+        "missing_here": made.here,
+    }
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _show(to: Console, made: Migration, request: _Request, out: Path | None) -> None:
+    """Tell what became of the arguments; on stderr where stdout has the config."""
+    if out is None:
+        from rich.console import Console as Terminal
+
+        to = Terminal(stderr=True, highlight=False)
+    count = sum(name != "world-size" for one in made.mapped for name in one.settings)
+    rest = sum(len(names) for names in made.needless.values())
+    to.print(
+        f"{request.source}: {count} arguments mapped, {rest} needless here, {len(made.lost)} not mapped",
+        soft_wrap=True,
+        markup=False,
+    )
+    for one in made.mapped:
+        if said := _said(one.settings):
+            labelled(to, "mapped", f"{said} -> {_fields(one.fields)}", _INDENT)
+    for why, names in made.needless.items():
+        labelled(to, "needless", f"{' '.join(f'--{name}' for name in names)}: {why}", _INDENT)
+    for name, why in made.differs.items():
+        labelled(to, "differs", f"--{name}: {why}", _INDENT)
+    for name, why in made.lost.items():
+        labelled(to, "not mapped", f"{name if name.startswith('$') else f'--{name}'}: {why}", _INDENT)
+    for note in made.notes:
+        labelled(to, "note", note, _INDENT)
+    for lack in made.here:
+        labelled(to, "here", lack, _INDENT)
+    if out is not None:
+        to.print(f"\nwritten to {out}; next:\n  stretto config {out}", soft_wrap=True, markup=False)
+
+
+def _said(settings: Mapping[str, Any]) -> str:
+    """Arguments as they were said."""
+    words = list[str]()
+    for name, value in settings.items():
+        if name != "world-size":
+            values: list[Any] = [] if value is True else value if isinstance(value, list) else [value]
+            words.append(" ".join([f"--{name}", *map(str, values)]))
+    return " ".join(words)
+
+
+def _fields(fields: Mapping[str, Any]) -> str:
+    from stretto_interop.frameworks.mapping import shown
+
+    there = {name: value for name, value in fields.items() if value is not None} or fields
+    return ", ".join(f"{name}={shown(value)}" for name, value in there.items())

@@ -1,0 +1,322 @@
+"""Megatron-LM's command line: what each argument takes, and what those say that no rule maps.
+
+The arguments are those of Megatron-LM core_v0.19.0 (2026-08-19), of whose parser
+`frameworks/data/megatron_lm.csv` lists names, types and choices, and those of core_v0.16.1 that it dropped.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from stretto.errors import StrettoError, nearest
+from stretto_interop.frameworks.mapping import Former, NamedFile, Unread
+from stretto_interop.frameworks.shell_values import unknown_in
+
+VERSION = "core_v0.19.0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Argument:
+    """An argument by its name without dashes.
+
+    Attributes:
+        values: how many it takes: "flag", "" (one), a number, "+" or "*".
+        kind: of each value: "int", "float" or "str".
+        choices: the values that it takes; empty: any.
+        usual: its value where it is left out, as text; empty: none.
+        group: of those that no rule reads, what they are about.
+    """
+
+    name: str
+    values: str
+    kind: str
+    choices: tuple[str, ...]
+    usual: str
+    group: str
+
+    def read(self, words: Sequence[str], where: str) -> Any:
+        """The value of the words behind it.
+
+        Raises:
+            StrettoError: too few or too many, or a value that it does not take.
+        """
+        if self.values == "flag":
+            if words:
+                raise StrettoError(f"{where}: --{self.name} takes no value, not {words[0]!r}")
+            return True
+        if not words and self.values != "*":
+            raise StrettoError(f"{where}: --{self.name} lacks its value")
+        if self.values == "" and len(words) > 1:
+            raise StrettoError(f"{where}: --{self.name} takes one value, not {' '.join(words)!r}")
+        if self.values.isdecimal() and len(words) != int(self.values):
+            raise StrettoError(f"{where}: --{self.name} takes {self.values} values, not {len(words)}")
+        values = [self._one(word, where) for word in words]
+        return values[0] if self.values == "" else values
+
+    def _one(self, word: str, where: str) -> int | float | str:
+        if (missing := unknown_in(word)) is not None:
+            raise StrettoError(
+                f"{where}: --{self.name} is {missing}, whose value nothing here tells",
+                hint=_say(missing),
+            )
+        if self.choices and word not in self.choices:
+            near = nearest(word, self.choices)
+            hint = f"did you mean {near}? " * bool(near) + f"allowed: {', '.join(self.choices)}"
+            raise StrettoError(f"{where}: --{self.name} is {word}", hint=hint)
+        try:
+            return {"int": int, "float": float}.get(self.kind, str)(word)
+        except ValueError:
+            kind = "a whole number" if self.kind == "int" else "a number"
+            raise StrettoError(f"{where}: --{self.name} is {word!r}, not {kind}") from None
+
+
+def _say(unknown: str) -> str:
+    """How to say the value of what nothing tells."""
+    if unknown[1:].isdecimal():
+        return f"it is word {unknown[1:]} behind the script's name"
+    return f"write its value into the script: {unknown}=..."
+
+
+@cache
+def arguments() -> Mapping[str, Argument]:
+    """Every argument of Megatron-LM by each of its names."""
+    text = files("stretto_interop.frameworks").joinpath("data/megatron_lm.csv").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    made = dict[str, Argument]()
+    for row in csv.DictReader(lines):
+        one = Argument(
+            name=row["option"],
+            values=row["values"],
+            kind=row["type"],
+            choices=tuple(row["choices"].split()),
+            usual=row["default"],
+            group=row["class"],
+        )
+        made |= dict.fromkeys([one.name, *row["aliases"].split()], one)
+    return made
+
+
+def read_arguments(words: Sequence[str], source: str, priced: Mapping[str, object]) -> dict[str, Any]:
+    """The arguments of a command line by their names; of those given twice the last, as argparse takes it.
+
+    A word that is no argument, and one with a value that cannot be taken, is `Unread`.
+
+    Args:
+        priced: names whose values matter to a price.
+
+    Raises:
+        StrettoError: a first word that is no argument.
+    """
+    known, settings = arguments(), dict[str, Any]()
+    for name, values in _groups(words, source):
+        one = known.get(name)
+        if (instead := _former(name, values)) is not None:
+            settings |= read_arguments(instead.split(), source, priced)
+            settings[name] = Former(instead or "nothing: it is Stretto's own way")
+        elif name.replace("-", "_") == _FILE and values:
+            missing = unknown_in(values[0])
+            unread = StrettoError(
+                f"{source}: nothing tells which file --{name} names", hint=_say(missing or "")
+            )
+            settings[_FILE] = NamedFile(values[0]) if missing is None else Unread(unread, matters=True)
+        elif one is None:
+            settings[name] = Unread(_unknown(name, values, source), matters=not name.startswith("$"))
+        else:
+            settings[one.name] = _value(one, values, source, priced)
+    return settings
+
+
+def _value(one: Argument, values: Sequence[str], source: str, priced: Mapping[str, object]) -> Any:
+    """The value of an argument, or `Unread`."""
+    try:
+        return one.read(values, source)
+    except StrettoError as error:
+        unsaid = any(unknown_in(value) is not None for value in values)
+        return Unread(error, matters=not unsaid or one.name in priced)
+
+
+def _unknown(name: str, values: Sequence[str], source: str) -> StrettoError:
+    """Why a name is no argument."""
+    if name.startswith("$"):
+        return StrettoError(f"{source}: nothing tells what {name} holds", hint=f"give it: {name[1:]}=...")
+    if (instead := _HINTS.get(name)) is not None:
+        return StrettoError(f"{source}: --{name} is not of Megatron-LM {VERSION}", hint=instead)
+    near = nearest(name, arguments())
+    hint = f"did you mean --{near}?" if near else "it is no argument of Megatron-LM"
+    return StrettoError(f"{source}: Megatron-LM {VERSION} has no --{name}", hint=hint)
+
+
+def _groups(words: Sequence[str], source: str) -> Iterator[tuple[str, list[str]]]:
+    """Each argument with the values behind it; a variable that stands alone, whose value nothing tells, by
+    its name behind a $.
+    """
+    name, values = "", list[str]()
+    for word in words:
+        if _whole_unknown(word) and not _awaits(name, values):
+            yield f"${unknown_in(word)}", []
+            continue
+        negative = word[1:2].isdigit() or word[1:2] == "."
+        if word.startswith("-") and not negative and word != "-":
+            if name:
+                yield name, values
+            name, equals, value = word.lstrip("-").partition("=")
+            name = name.replace("_", "-") if name.replace("_", "-") in arguments() else name
+            values = [value] if equals else []
+        elif name:
+            values.append(word)
+        elif unknown_in(word) is None:
+            hint = "arguments begin with --"
+            raise StrettoError(f"{source}: {word!r} is no argument of Megatron-LM", hint=hint)
+    if name:
+        yield name, values
+
+
+def _whole_unknown(word: str) -> bool:
+    """Whether nothing of a word is known."""
+    return (name := unknown_in(word)) is not None and len(word) == len(name) + 2
+
+
+def _awaits(name: str, values: Sequence[str]) -> bool:
+    """Whether an argument takes a further value."""
+    one = arguments().get(name)
+    if one is None:
+        return bool(name) and not values
+    if one.values.isdecimal():
+        return len(values) < int(one.values)
+    return one.values in ("+", "*") or (one.values == "" and not values)
+
+
+# what earlier versions and Megatron-DeepSpeed call otherwise, with {} for the value; where that is empty,
+# nothing here depends on it
+_FILE = "deepspeed_config"
+_RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+_FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy"
+_FORMER = {
+    "checkpoint-activations": _RECOMPUTED,
+    "deepspeed-activation-checkpointing": _RECOMPUTED,
+    "num-key-value-heads": "--group-query-attention --num-query-groups {}",
+    "ds-sequence-parallel-size": "--context-parallel-size {} --cp-comm-type a2a",
+    "zero-stage": {
+        "0": "",
+        "1": "--use-distributed-optimizer",
+        "2": f"{_FSDP} optim_grads",
+        "3": f"{_FSDP} optim_grads_params",
+    },
+    "no-pipeline-parallel": "",
+    "deepspeed": "",
+    "DDP-impl": "",
+    "no-query-key-layer-scaling": "",
+}
+# the same, where only a person can tell
+_HINTS = {
+    "activations-checkpoint-method": f"such as {_RECOMPUTED}",
+    "train-tokens": "--train-samples, tokens divided by --seq-length",
+    "lr-decay-tokens": "--lr-decay-samples, tokens divided by --seq-length",
+    "lr-warmup-tokens": "--lr-warmup-samples, tokens divided by --seq-length",
+    "enable-gpt-oss": "its positions are --position-embedding-type yarn --rotary-scaling-factor 32 "
+    "--no-yarn-correction-range-round-to-int",
+}
+
+
+def _former(name: str, values: Sequence[str]) -> str | None:
+    """The arguments that one of another version is; None: it is none of these."""
+    instead = _FORMER.get(name)
+    if isinstance(instead, dict):
+        instead = instead.get(" ".join(values))
+    return None if instead is None else instead.format(*values or [""])
+
+
+# what arguments of a class change, if no price
+_UNPRICED = {
+    "data": "what is read, not how long a step takes",
+    "text": "what is read, not how long a step takes",
+    "checkpoints": "checkpoints",
+    "start": "checkpoints",
+    "logging": "logging, profiling and evaluation",
+    "learning": "what is learnt, not what a step costs",
+    "maths": "numerics with hardly a cost",
+    "numerics": "numerics with hardly a cost",
+    "detail": "details of kernels and communication, priced as is usual",
+    "faults": "fault handling",
+}
+# why a run here does without arguments of a class
+_NEEDLESS = {
+    "data": "how files are opened and cached is Stretto's own",
+    "checkpoints": "Stretto writes and reads checkpoints of its own",
+    "start": "of a checkpoint to begin with, which `stretto checkpoint import --format megatron` brings over",
+    "logging": "metrics.jsonl has every step's numbers, metrics.trace records one",
+    "numerics": "the same mathematics, in Stretto's own precision",
+    "detail": "kernels, messages and initialisation are Stretto's own",
+    "faults": "Stretto saves and ends on a signal, and checkpoint.resume=auto goes on",
+}
+# why arguments of a class are refused
+_UNREAD = {
+    "no-costs": "it has no costs here",
+    "other": "it is for other programs than training with pretrain_gpt.py",
+    "removed": "Megatron-LM does not take it any more",
+}
+
+
+def unpriced() -> dict[str, str]:
+    """Arguments that change no price, and what they change."""
+    return {one.name: _UNPRICED[one.group] for one in arguments().values() if one.group in _UNPRICED}
+
+
+def unread() -> dict[str, str]:
+    """Arguments that change a price in ways that nothing here knows, and why."""
+    return {one.name: _UNREAD[one.group] for one in arguments().values() if one.group in _UNREAD}
+
+
+def needless() -> dict[str, str]:
+    """Arguments that a run here does without and is the same, and why."""
+    return {one.name: _NEEDLESS[one.group] for one in arguments().values() if one.group in _NEEDLESS}
+
+
+def lost(name: str, value: Any) -> str | None:
+    """Why an argument that is not mapped, with that value, has no counterpart here; None: it needs none, or
+    nothing more is known.
+    """
+    if name in _REASONS:
+        return _REASONS[name]
+    group = arguments()[name].group
+    if not group:  # a rule reads it
+        return None
+    return None if group in _NEEDLESS or is_usual(name, value) else _LOST[group]
+
+
+def is_usual(name: str, value: Any) -> bool:
+    """Whether an argument's value is what it is where it is left out."""
+    one = arguments()[name]
+    usual = one.read([one.usual], name) if one.usual and one.values != "flag" else None
+    return usual is not None and value in (usual, [usual])
+
+
+_APART = (
+    "--reset-position-ids, --reset-attention-mask and --eod-mask-loss together are data.packing: documents; "
+    "one without the others has no counterpart"
+)
+_OTHER_TEXT = (
+    "evaluations read what data.split holds out of data.source; on other text, `stretto evaluate RUN "
+    "--data PREFIX` after training"
+)
+# why single arguments have no counterpart
+_REASONS = {
+    **dict.fromkeys(("reset-position-ids", "reset-attention-mask", "eod-mask-loss"), _APART),
+    "dataloader-inter-document-masking": (
+        "it keeps attention inside documents; data.packing=documents does, with positions and targets"
+    ),
+    **dict.fromkeys(("valid-data-path", "test-data-path"), _OTHER_TEXT),
+}
+# why arguments of a class have no counterpart
+_LOST = {
+    "text": "Stretto does not read text so",
+    "learning": "it changes training, and Stretto has no such choice",
+    "maths": "it changes what the model computes, and Stretto has no such choice",
+    **_UNREAD,
+    "no-costs": "Stretto has no such model, type or way to keep tensors",
+}

@@ -1,0 +1,519 @@
+"""Who holds what, and when, in Megatron-LM's arguments: layout, pipeline, data parallelism, recomputation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from stretto.errors import StrettoError
+from stretto.program import PLAIN
+from stretto_interop.frameworks.choices import Choices
+from stretto_interop.frameworks.mapping import Rule, Settings, flag, only, refused, same
+
+_INTERLEAVED = "interleaved"
+_SCHEDULES = (PLAIN, _INTERLEAVED)
+_ORDERS = {"tp-cp-ep-dp-pp": "dp before pp", "tp-cp-ep-pp-dp": "pp before dp"}
+
+
+def processes(settings: Settings) -> tuple[int, int]:
+    """All processes, and the data-parallel ranks that tp, cp and pp leave of them.
+
+    Raises:
+        StrettoError: nothing tells how many there are, or they do not divide.
+    """
+    world = settings.get("world-size")
+    tp, cp, pp = (settings.get(name, 1) for name in _DEGREES)
+    if world is None:
+        raise StrettoError(
+            "nothing tells how many processes there are: no --nproc-per-node and --nnodes of torchrun",
+            hint="say how many: predict takes --cluster h100:64, migrate --devices 64",
+        )
+    dp, rest = divmod(world, tp * cp * pp)
+    if rest or not dp:
+        near = max(1, round(world / (tp * cp * pp))) * tp * cp * pp
+        raise StrettoError(
+            f"{world} processes do not divide by tp={tp} x cp={cp} x pp={pp}", hint=f"nearest: {near}"
+        )
+    return world, dp
+
+
+_DEGREES = ("tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size")
+
+
+def _write_processes(choices: Choices) -> Settings:
+    sizes = (choices[f"layout.{axis}"] for axis in ("tp", "cp", "dp", "pp"))
+    world = 1
+    for size in sizes:
+        world *= size
+    return {"world-size": world}
+
+
+def _read_processes(settings: Settings) -> Mapping[str, Any]:
+    return {"layout.dp": processes(settings)[1]}
+
+
+def _write_experts(choices: Choices) -> Settings:
+    if choices["model.moe.experts"] is None:
+        return {}
+    tp, expert_tp = choices["layout.tp"], choices["layout.expert_tp"]
+    return {
+        "expert-model-parallel-size": choices["layout.ep"],
+        "expert-tensor-parallel-size": tp if expert_tp is None else expert_tp,
+    }
+
+
+def _read_experts(settings: Settings) -> Mapping[str, Any]:
+    tp = settings.get("tensor-model-parallel-size", 1)
+    expert_tp = settings.get("expert-tensor-parallel-size", tp)
+    return {
+        "layout.ep": settings.get("expert-model-parallel-size", 1),
+        "layout.expert_tp": None if expert_tp == tp else expert_tp,
+    }
+
+
+def _write_order(choices: Choices) -> Settings:
+    order = choices["layout.order"]
+    if order not in _ORDERS:
+        instead = f"Megatron-LM numbers ranks as {' or '.join(_ORDERS)}"
+        raise refused("layout.order", order, instead, _ORDERS)
+    return {"use-tp-pp-dp-mapping": True} if _ORDERS[order] == "pp before dp" else {}
+
+
+def _read_order(settings: Settings) -> Mapping[str, Any]:
+    wanted = "pp before dp" if "use-tp-pp-dp-mapping" in settings else "dp before pp"
+    return {"layout.order": next(order for order, what in _ORDERS.items() if what == wanted)}
+
+
+def _write_sequence_parallel(choices: Choices) -> Settings:
+    return {"sequence-parallel": True} if choices["layout.sequence_parallel"] else {}
+
+
+def _read_sequence_parallel(settings: Settings) -> Mapping[str, Any]:
+    split = settings.get("tensor-model-parallel-size", 1) > 1  # else Megatron-LM switches it off
+    return {"layout.sequence_parallel": split and "sequence-parallel" in settings}
+
+
+def _write_context(choices: Choices) -> Settings:
+    if choices["layout.cp"] == 1 and choices["layout.context"] == "ring":
+        return {}
+    return {"cp-comm-type": ["p2p" if choices["layout.context"] == "ring" else "a2a"]}
+
+
+def _read_context(settings: Settings) -> Mapping[str, Any]:
+    kinds = settings.get("cp-comm-type", ["p2p"])
+    if settings.get("context-parallel-size", 1) == 1 or kinds == ["p2p"]:
+        return {"layout.context": "ring"}
+    if kinds == ["a2a"]:
+        return {"layout.context": "ulysses"}
+    raise StrettoError(f"--cp-comm-type is {' '.join(kinds)}, which is not priced", hint="what is: p2p, a2a")
+
+
+# ------------------------------------------------------------------ pipeline
+
+
+def _write_pipeline(choices: Choices) -> Settings:
+    """The schedule follows from the stages of a rank: one is 1F1B, several are interleaved."""
+    if choices["schedule.file"] is not None:
+        instead = "Megatron-LM makes its schedule itself and takes none from a file"
+        raise refused("schedule.file", choices["schedule.file"], instead, (None,))
+    name, pp = choices["schedule.name"], choices["layout.pp"]
+    if name not in _SCHEDULES:
+        instead = "Megatron-LM has 1F1B and interleaved 1F1B"
+        raise refused("schedule.name", name, instead, _SCHEDULES)
+    chunks = (choices["schedule.chunks"] or 2) if name == _INTERLEAVED else choices["schedule.chunks"] or 1
+    if pp == 1 and chunks > 1:
+        instead = "Megatron-LM has several stages on a rank only in a pipeline of two ranks or more"
+        raise refused("schedule.chunks", chunks, instead, (1,))
+    group = choices["schedule.group"]
+    if group is not None and group < pp:
+        instead = f"Megatron-LM's groups have at least as many microbatches as the pipeline ranks, {pp}"
+        raise refused("schedule.group", group, instead, (pp,))
+    grouped = {} if group is None else {"microbatch-group-size-per-virtual-pipeline-stage": group}
+    return {**_write_stages(choices, pp, chunks), **grouped}
+
+
+def _write_stages(choices: Choices, pp: int, chunks: int) -> Settings:
+    """The cut, as a layout in letters where it is not Megatron's own."""
+    depth = pp * chunks
+    if depth == 1:
+        return {}
+    layers = choices["model.layers"]
+    stages = choices.job.stages(depth)
+    blocks = [len(range(max(1, stage.start), min(layers + 1, stage.stop))) for stage in stages]
+    usual = layers % depth == 0 and blocks == [layers // depth] * depth
+    if usual:
+        return {"num-virtual-stages-per-pipeline-rank": chunks} if chunks > 1 else {}
+    letters = [
+        "E" * (0 in stage) + _times(n) + "L" * (layers + 1 in stage)
+        for stage, n in zip(stages, blocks, strict=True)
+    ]
+    return {"pipeline-model-parallel-layout": shortened(letters)}
+
+
+def _times(blocks: int) -> str:
+    return "t" * blocks if blocks < 4 else f"t*{blocks}"
+
+
+def shortened(stages: list[str]) -> str:
+    """Stages joined by |, with runs of equal ones as (...|)*n."""
+    parts, at = list[str](), 0
+    while at < len(stages):
+        count = 1
+        while at + count < len(stages) and stages[at + count] == stages[at]:
+            count += 1
+        last = at + count == len(stages)
+        if count > 2 and not last:
+            parts.append(f"({stages[at]}|)*{count}")
+        else:
+            parts.append("|".join([stages[at]] * count) + "|" * (not last))
+        at += count
+    return "".join(parts)
+
+
+def _read_pipeline(settings: Settings) -> Mapping[str, Any]:
+    pp = settings.get("pipeline-model-parallel-size", 1)
+    layers = settings["num-layers"]
+    text = settings.get("pipeline-model-parallel-layout")
+    if text is not None:
+        counts = _counts(text, layers)
+    elif pp == 1:
+        return {"schedule.name": PLAIN}
+    else:
+        counts = _even(settings, layers, pp)
+    chunks, rest = divmod(len(counts), pp)
+    if rest:
+        raise StrettoError(
+            f"--pipeline-model-parallel-layout has {len(counts)} stages, no multiple of {pp} pipeline ranks",
+            hint=f"nearest: {max(1, chunks) * pp} stages",
+        )
+    group = settings.get("microbatch-group-size-per-virtual-pipeline-stage")
+    return {
+        "layout.stages": tuple(counts),
+        "schedule.name": PLAIN if chunks == 1 else _INTERLEAVED,
+        **({"schedule.chunks": chunks, "schedule.group": group} if chunks > 1 else {}),
+    }
+
+
+def _counts(text: str, layers: int) -> list[int]:
+    """Layers of each stage of a layout such as "Et|(tt|)*2tL", embedding and head among them."""
+    letters = text.replace(",", "")
+    letters = re.sub(r"\(([^)]+)\)\*(\d+)", lambda match: match[1] * int(match[2]), letters)
+    letters = re.sub(r"(.)\*(\d+)", lambda match: match[1] * int(match[2]), letters)
+    wrong = next((letter for letter in letters if letter not in "EtL|"), None)
+    if wrong is not None:
+        what = "multi-token prediction has no costs here" if wrong == "m" else "allowed: E, t, L, |, (...)*n"
+        raise StrettoError(f"--pipeline-model-parallel-layout {text!r} has {wrong!r}: {what}")
+    if letters.count("t") != layers:
+        raise StrettoError(
+            f"--pipeline-model-parallel-layout {text!r} has {letters.count('t')} transformer layers",
+            hint=f"--num-layers is {layers}",
+        )
+    return [len(stage) for stage in letters.split("|")]
+
+
+def _even(settings: Settings, layers: int, pp: int) -> list[int]:
+    """Layers of each stage where no layout says them, as `TransformerConfig` cuts them."""
+    embedding = "account-for-embedding-in-pipeline-split" in settings
+    head = "account-for-loss-in-pipeline-split" in settings
+    chunks = _stages_of_rank(settings, layers + embedding + head, pp)
+    first, last = (settings.get(f"decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
+    if first is None and last is None:
+        each, rest = divmod(layers + embedding + head, pp * chunks)
+        if rest:
+            raise StrettoError(
+                f"{layers} layers{' with embedding' * embedding}{' with head' * head} do not divide into "
+                f"{pp * chunks} stages",
+                hint="--pipeline-model-parallel-layout gives each its own",
+            )
+        blocks = [each] * (pp * chunks)
+        blocks[0] -= embedding
+        blocks[-1] -= head
+    else:
+        blocks = _uneven(layers, pp, chunks, first=first, last=last)
+    blocks[0] += 1
+    blocks[-1] += 1
+    return blocks
+
+
+def _stages_of_rank(settings: Settings, layers: int, pp: int) -> int:
+    each = settings.get("num-layers-per-virtual-pipeline-stage")
+    if each is None:
+        return settings.get("num-virtual-stages-per-pipeline-rank", 1)
+    if layers % (pp * each):
+        raise StrettoError(
+            f"--num-layers-per-virtual-pipeline-stage is {each}: {pp} x {each} must divide {layers} layers",
+            hint="--num-virtual-stages-per-pipeline-rank, or --pipeline-model-parallel-layout",
+        )
+    return layers // pp // each
+
+
+def _uneven(layers: int, pp: int, chunks: int, *, first: int | None, last: int | None) -> list[int]:
+    """Blocks of each stage where the first and the last rank have their own number."""
+    ends = (first is not None) + (last is not None)
+    between, rest = divmod(layers - (first or 0) - (last or 0), max(1, pp - ends))
+    ranks = [between] * pp
+    if first is not None:
+        ranks[0] = first
+    if last is not None:
+        ranks[-1] = last
+    if rest or any(blocks % chunks for blocks in ranks):
+        raise StrettoError(
+            f"{layers} layers, {first or 'even'} on the first and {last or 'even'} on the last rank, do not "
+            f"divide over {pp} ranks of {chunks} stages",
+            hint="--pipeline-model-parallel-layout gives each its own",
+        )
+    return [ranks[rank] // chunks for _ in range(chunks) for rank in range(pp)]
+
+
+# ------------------------------------------------------------------ data parallelism
+
+_STRATEGIES = {"zero1": "optim", "zero2": "optim_grads", "zero3": "optim_grads_params"}
+
+
+def _write_sharing(choices: Choices) -> Settings:
+    mode, copies = choices["dp.mode"], choices["layout.dp"] * choices["layout.cp"]
+    if mode == "server":
+        instead = "Megatron-LM has no rank that updates for all; it shards states, gradients, parameters"
+        raise refused("dp.mode", mode, instead, ("zero1",))
+    overlap = {"overlap-grad-reduce": True} if copies > 1 and choices["optim.name"] != "muon" else {}
+    if mode == "ddp":
+        return overlap
+    gathered = {**overlap, "overlap-param-gather": True} if overlap else {}
+    if mode == "zero1":
+        return {"use-distributed-optimizer": True, **gathered}
+    return {
+        "use-megatron-fsdp": True,
+        "data-parallel-sharding-strategy": _STRATEGIES[mode],
+        "use-distributed-optimizer": True,
+        "ckpt-format": "fsdp_dtensor",
+        **gathered,
+    }
+
+
+def sharing(settings: Settings) -> str:
+    """The mode of data parallelism."""
+    if "use-torch-fsdp2" in settings:
+        return "zero3"
+    if "use-megatron-fsdp" in settings:
+        strategy = settings.get("data-parallel-sharding-strategy", _STRATEGIES["zero3"])
+        return next((mode for mode, theirs in _STRATEGIES.items() if theirs == strategy), "ddp")
+    return "zero1" if "use-distributed-optimizer" in settings else "ddp"
+
+
+def _read_sharing(settings: Settings) -> Mapping[str, Any]:
+    return {"dp.mode": sharing(settings)}
+
+
+def _write_shards(choices: Choices) -> Settings:
+    """Sizes of shards: Megatron-LM repeats the whole sharding in so many instances."""
+    job = choices.job
+    sizes = job.dp.sizes(job.copies)
+    sharded = zip(_STRATEGIES, _SHARDS, (sizes.states, sizes.gradients, sizes.parameters), strict=True)
+    for mode, name, size in sharded:
+        if size != sizes.states:
+            instead = "Megatron-LM shards all that it shards over the same ranks"
+            raise refused(f"dp.{name}", size, instead, (sizes.states,))
+        if mode == job.dp.mode:
+            break
+    if sizes.whole or sizes.states == job.copies:
+        return {}
+    return {"num-distributed-optimizer-instances": job.copies // sizes.states}
+
+
+_SHARDS = ("shard_states", "shard_gradients", "shard_parameters")
+
+
+def _read_shards(settings: Settings) -> Mapping[str, Any]:
+    instances = settings.get("num-distributed-optimizer-instances", 1)
+    mode = sharing(settings)
+    if instances == 1 or mode == "ddp":
+        return {}
+    copies = processes(settings)[1] * settings.get("context-parallel-size", 1)
+    sharded = _SHARDS[: list(_STRATEGIES).index(mode) + 1]
+    return {f"dp.{name}": copies // instances for name in sharded}
+
+
+def _write_reduce(choices: Choices) -> Settings:
+    each = choices["dp.mode"] in ("zero2", "zero3")
+    allowed = ("auto", "microbatch") if each else ("auto", "step")
+    if choices["dp.reduce"] not in allowed:
+        instead = (
+            "Megatron-LM's FSDP reduces gradients with each microbatch"
+            if each
+            else "Megatron-LM reduces gradients once, with the last microbatch"
+        )
+        raise refused("dp.reduce", choices["dp.reduce"], instead, allowed)
+    return {}
+
+
+def _write_offload(choices: Choices) -> Settings:
+    offload = choices["dp.offload"]
+    if offload == "none":
+        return {}
+    if offload == "nvme" or choices["dp.mode"] != "zero1":
+        instead = "Megatron-LM keeps states in host memory, with its distributed optimizer (dp.mode=zero1)"
+        raise refused("dp.offload", offload, instead, ("cpu",) if offload == "nvme" else ("none",))
+    return {"optimizer-cpu-offload": True, "use-precision-aware-optimizer": True}
+
+
+def _read_offload(settings: Settings) -> Mapping[str, Any]:
+    share = settings.get("optimizer-offload-fraction", 1.0)
+    if "optimizer-cpu-offload" in settings and share != 1.0:
+        raise StrettoError(
+            f"--optimizer-offload-fraction is {share}: states that lie in two places are not priced",
+            hint="what is: all of them, 1.0",
+        )
+    return {"dp.offload": "cpu" if "optimizer-cpu-offload" in settings else "none"}
+
+
+# ------------------------------------------------------------------ recomputation
+
+
+def _write_recompute(choices: Choices) -> Settings:
+    mode, blocks = choices["recompute.mode"], choices["recompute.blocks"]
+    if mode == "auto":
+        instead = "Megatron-LM recomputes what it is told to, and goes by no budget of memory"
+        raise refused("recompute.mode", mode, instead, ("full",))
+    if mode == "none":
+        return {}
+    if mode == "selective":
+        return {"recompute-granularity": "selective", "recompute-modules": ["core_attn"]}
+    method = ("uniform", 1) if blocks is None else ("block", blocks)
+    return {
+        "recompute-granularity": "full",
+        "recompute-method": method[0],
+        "recompute-num-layers": method[1],
+    }
+
+
+def _read_recompute(settings: Settings) -> Mapping[str, Any]:
+    granularity = settings.get("recompute-granularity")
+    if granularity is None:
+        selective = settings.keys() & {"recompute-activations", "moe-layer-recompute"}
+        return {"recompute.mode": "selective" if selective else "none"}
+    if granularity == "selective":
+        return {"recompute.mode": "selective"}
+    blocks = settings.get("recompute-num-layers", 1) if settings.get("recompute-method") == "block" else None
+    return {"recompute.mode": "full", "recompute.blocks": blocks}
+
+
+def _path_notes(choices: Choices) -> Iterable[str]:
+    if choices["dp.path"] is not None:
+        yield f"left out: dp.path={choices['dp.path']} (nothing is kept in files)"
+
+
+def _write_batch(choices: Choices) -> Settings:
+    return {
+        "micro-batch-size": choices["batch.micro_size"],
+        "global-batch-size": choices["batch.global_size"],
+    }
+
+
+def _read_batch(settings: Settings) -> Mapping[str, Any]:
+    micro = settings.get("micro-batch-size", 1)
+    whole = settings.get("global-batch-size")
+    return {
+        "batch.micro_size": micro,
+        "batch.global_size": micro * processes(settings)[1] if whole is None else whole,
+    }
+
+
+_NO_OPTION = "Megatron-LM's schedules have no such option"
+
+RANKS: tuple[Rule, ...] = (
+    Rule(
+        choices=("layout.dp",),
+        settings=("world-size",),
+        write=_write_processes,
+        read=_read_processes,
+    ),
+    same("tensor-model-parallel-size", "layout.tp", usual=1),
+    Rule(
+        choices=("layout.sequence_parallel",),
+        settings=("sequence-parallel",),
+        write=_write_sequence_parallel,
+        read=_read_sequence_parallel,
+    ),
+    same("context-parallel-size", "layout.cp", usual=1),
+    Rule(choices=("layout.context",), settings=("cp-comm-type",), write=_write_context, read=_read_context),
+    Rule(
+        choices=("layout.ep", "layout.expert_tp"),
+        settings=("expert-model-parallel-size", "expert-tensor-parallel-size"),
+        write=_write_experts,
+        read=_read_experts,
+    ),
+    same("pipeline-model-parallel-size", "layout.pp", usual=1),
+    Rule(choices=("layout.order",), settings=("use-tp-pp-dp-mapping",), write=_write_order, read=_read_order),
+    Rule(
+        choices=("schedule.name", "schedule.chunks", "schedule.group", "schedule.file", "layout.stages"),
+        settings=(
+            "num-virtual-stages-per-pipeline-rank",
+            "num-layers-per-virtual-pipeline-stage",
+            "microbatch-group-size-per-virtual-pipeline-stage",
+            "pipeline-model-parallel-layout",
+            "decoder-first-pipeline-num-layers",
+            "decoder-last-pipeline-num-layers",
+            "account-for-embedding-in-pipeline-split",
+            "account-for-loss-in-pipeline-split",
+        ),
+        write=_write_pipeline,
+        read=_read_pipeline,
+    ),
+    only("optim.rate.rescheduling_steps", (None,), "Megatron-LM's pipelines drain after each step"),
+    *(
+        only(f"schedule.{name}", (None,), _NO_OPTION)
+        for name in ("waves", "vertical_sync", "memory", "placement", "split", "objective", "effort")
+    ),
+    Rule(
+        choices=("dp.mode",),
+        settings=(
+            "use-distributed-optimizer",
+            "use-megatron-fsdp",
+            "use-torch-fsdp2",
+            "data-parallel-sharding-strategy",
+            "overlap-grad-reduce",
+            "overlap-param-gather",
+            "ckpt-format",
+        ),
+        write=_write_sharing,
+        read=_read_sharing,
+    ),
+    Rule(
+        choices=tuple(f"dp.{name}" for name in _SHARDS),
+        settings=("num-distributed-optimizer-instances",),
+        write=_write_shards,
+        read=_read_shards,
+    ),
+    Rule(choices=("dp.reduce",), write=_write_reduce),
+    only("dp.gather", ("auto", "layer"), "Megatron-LM's FSDP gathers layer by layer"),
+    Rule(
+        choices=("dp.offload",),
+        settings=("optimizer-cpu-offload", "optimizer-offload-fraction"),
+        write=_write_offload,
+        read=_read_offload,
+    ),
+    only("dp.offload_parameters", ("none",), "Megatron-LM keeps parameters on the device"),
+    Rule(choices=("dp.path",), write=lambda _: {}, notes=_path_notes),
+    Rule(
+        choices=("recompute.mode", "recompute.blocks"),
+        settings=(
+            "recompute-granularity",
+            "recompute-method",
+            "recompute-num-layers",
+            "recompute-modules",
+            "recompute-activations",
+            "moe-layer-recompute",
+        ),
+        write=_write_recompute,
+        read=_read_recompute,
+    ),
+    only("recompute.memory_gib", (None,), "Megatron-LM goes by no budget of memory"),
+    flag("distribute-saved-activations", "recompute.shard_inputs"),
+    Rule(
+        choices=("batch.global_size", "batch.micro_size"),
+        settings=("global-batch-size", "micro-batch-size"),
+        write=_write_batch,
+        read=_read_batch,
+    ),
+)

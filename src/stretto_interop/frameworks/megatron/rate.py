@@ -1,0 +1,131 @@
+"""The learning rate and the number of steps in Megatron-LM's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from stretto.errors import StrettoError
+from stretto_interop.frameworks.choices import Choices
+from stretto_interop.frameworks.mapping import Open, Rule, Settings
+
+_STYLES = {
+    **{name: name for name in ("cosine", "linear", "constant")},
+    "inverse-sqrt": "inverse-square-root",
+    "wsd": "WSD",
+}
+_SHAPES = {"linear": "linear", "cosine": "cosine", "exponential": "exponential", "sqrt": "minus_sqrt"}
+
+
+def _write_rate(choices: Choices) -> Settings:
+    """The learning rate; what is open stays open, and so does what follows from it."""
+    rate = choices.job.optimiser.rate
+    lr, steps = choices["optim.lr"], choices["train.steps"]
+    is_open = "optim.lr" in choices.open
+
+    def of_peak(name: str) -> Any:
+        value = lr * choices[f"optim.rate.{name}"]
+        return Open(f"optim.rate.{name}", value) if is_open else value
+
+    length = Open("train.steps", steps) if "train.steps" in choices.open else steps
+    peak = {"lr": Open("optim.lr", lr) if is_open else lr, "train-iters": length}
+    if "optim.rate.schedule" in choices.unsaid:
+        return peak
+    part = isinstance(rate.warmup, float)
+    warmup = {"lr-warmup-fraction": rate.warmup} if part else {"lr-warmup-iters": rate.warmup_steps(steps)}
+    made: dict[str, Any] = {
+        **peak,
+        "min-lr": of_peak("min_ratio"),
+        "lr-decay-style": _STYLES[rate.schedule],
+        **warmup,
+        **({} if rate.warmup_init is None else {"lr-warmup-init": of_peak("warmup_init")}),
+        **({} if rate.decay_steps is None else {"lr-decay-iters": rate.decay_steps}),
+    }
+    if rate.schedule != "wsd":
+        return made
+    decayed = rate.decay_length(steps)
+    follows = rate.decay_steps is None and "train.steps" in choices.open
+    left = Open("optim.rate.decay_fraction", decayed) if follows else decayed
+    return {**made, "lr-wsd-decay-style": _SHAPES[rate.decay], "lr-wsd-decay-iters": left}
+
+
+def _rate_notes(choices: Choices) -> Iterable[str]:
+    warmup, first = choices["optim.rate.warmup"], choices["optim.rate.warmup_init"]
+    if warmup and first is None and "optim.rate.schedule" not in choices.unsaid:
+        yield "optim.rate.warmup_init=null: Megatron-LM's first rate is 0, so its warm-up is one step behind"
+
+
+def _updates(settings: Settings, name: str) -> float | None:
+    """An argument that counts iterations, or samples, as updates of full batches."""
+    if (count := settings.get(f"{name}-iters")) is not None:
+        return count
+    samples = settings.get(f"{name}-samples")
+    if samples is None:
+        return None
+    batch = settings.get("global-batch-size")
+    if batch is None:
+        raise StrettoError(f"--{name}-samples needs --global-batch-size", hint=f"or give --{name}-iters")
+    return samples / batch
+
+
+def _read_rate(settings: Settings) -> Mapping[str, Any]:
+    """As `get_optimizer_param_scheduler` of megatron/training/training.py sets up the schedule."""
+    made: dict[str, Any] = {}
+    steps, end = _updates(settings, "train"), _updates(settings, "lr-decay")
+    if steps is not None:
+        made["train.steps"] = int(steps)
+    if end is not None:
+        made["optim.rate.decay_steps"] = int(end)
+    end = int(end if end is not None else steps or 0)
+    style = settings.get("lr-decay-style", "linear")
+    made["optim.rate.schedule"] = next(ours for ours, theirs in _STYLES.items() if theirs == style)
+    warmup = _read_warmup(settings, end)
+    made["optim.rate.warmup"] = warmup
+    lr, least = settings.get("lr"), settings.get("min-lr", 0.0)
+    if lr is not None:
+        made["optim.lr"] = lr
+    if lr is not None or not least:
+        made["optim.rate.min_ratio"] = _ratio(least, lr)
+    if warmup and (lr is not None or "lr-warmup-init" not in settings):
+        made["optim.rate.warmup_init"] = _ratio(settings.get("lr-warmup-init", 0.0), lr)
+    if style == "WSD":
+        shape = settings.get("lr-wsd-decay-style", "exponential")
+        made["optim.rate.decay"] = next(ours for ours, theirs in _SHAPES.items() if theirs == shape)
+        length = _updates(settings, "lr-wsd-decay")
+        if length is not None and end:
+            made["optim.rate.decay_fraction"] = length / end
+    return made
+
+
+def _ratio(rate: float, peak: float | None) -> float:
+    """A rate as a part of the peak, to the 15 digits that a person writes: 6e-5 of 6e-4 is 0.1."""
+    return float(f"{rate / (peak or 1.0):.15g}")
+
+
+def _read_warmup(settings: Settings, end: int) -> float:
+    """Updates of the warm-up, or the part of the `end` updates until the decay has ended."""
+    part = settings.get("lr-warmup-fraction")
+    if part is None:
+        count = _updates(settings, "lr-warmup") or 0
+        return int(count) if count == int(count) or not end else count / end
+    return part if part < 1 else end
+
+
+_COUNTED = ("train", "lr-decay", "lr-warmup", "lr-wsd-decay")
+_RATE = ("schedule", "warmup", "warmup_init", "min_ratio", "decay_steps", "decay_fraction", "decay")
+
+RATE = Rule(
+    choices=("optim.lr", "train.steps", *(f"optim.rate.{name}" for name in _RATE)),
+    settings=(
+        "lr",
+        "min-lr",
+        "lr-decay-style",
+        *(f"{name}-{unit}" for name in _COUNTED for unit in ("iters", "samples")),
+        "lr-warmup-fraction",
+        "lr-warmup-init",
+        "lr-wsd-decay-style",
+    ),
+    write=_write_rate,
+    read=_read_rate,
+    notes=_rate_notes,
+)

@@ -1,0 +1,291 @@
+"""NeMo's Megatron-Bridge: overrides of a recipe, from Megatron-LM's arguments.
+
+Both run Megatron-Core, so the rules are Megatron-LM's, and each of its arguments is one field or several of
+Megatron-Bridge v0.3.1 (2026-03-20), which is built on Megatron-LM core_v0.16.1: `ConfigContainer` in
+src/megatron/bridge/training/config.py. What a recipe's model decides by itself, such as the kind of its
+activation, has no override and is left to the recipe, with a note.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from stretto.spec.framework import ways_of
+from stretto.spec.job import Job
+from stretto_interop.frameworks.choices import Choices
+from stretto_interop.frameworks.mapping import Open, Rule, Settings, refused
+from stretto_interop.frameworks.megatron.framework import MEGATRON, as_run
+
+VERSION = "v0.3.1"
+_NODE = 8  # devices of a node, unless GPUS_PER_NODE says otherwise
+
+# fields that have another name than the argument, or stand in another section than the model's
+_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "num-experts": ("model.num_moe_experts",),
+    "norm-epsilon": ("model.layernorm_epsilon",),
+    "seq-length": ("model.seq_length", "dataset.sequence_length"),
+    "vocab-size": ("model.vocab_size",),
+    "microbatch-group-size-per-virtual-pipeline-stage": ("model.microbatch_group_size_per_vp_stage",),
+    "num-virtual-stages-per-pipeline-rank": ("model.virtual_pipeline_model_parallel_size",),
+    "swiglu": ("model.gated_linear_unit",),
+    "apply-layernorm-1p": ("model.layernorm_zero_centered_gamma",),
+    "use-rope-scaling": ("model.rope_scaling",),
+    "use-tp-pp-dp-mapping": ("dist.use_tp_pp_dp_mapping",),
+    "distributed-timeout-minutes": ("dist.distributed_timeout_minutes",),
+    "ddp-bucket-size": ("ddp.bucket_size",),
+    "use-distributed-optimizer": ("ddp.use_distributed_optimizer", "optimizer.use_distributed_optimizer"),
+    "use-megatron-fsdp": ("ddp.use_megatron_fsdp", "dist.use_megatron_fsdp"),
+    "optimizer-cpu-offload": ("optimizer.optimizer_cpu_offload",),
+    "use-precision-aware-optimizer": ("optimizer.use_precision_aware_optimizer",),
+    "initial-loss-scale": ("optimizer.initial_loss_scale",),
+    "loss-scale-window": ("optimizer.loss_scale_window",),
+    "hysteresis": ("optimizer.hysteresis",),
+    "log-interval": ("logger.log_interval",),
+    "tensorboard-dir": ("logger.tensorboard_dir",),
+    "seed": ("rng.seed", "dataset.random_seed"),
+    "split": ("dataset.split",),
+    "reset-position-ids": ("dataset.reset_position_ids",),
+    "reset-attention-mask": ("dataset.reset_attention_mask",),
+    "eod-mask-loss": ("dataset.eod_mask_loss",),
+    "data-path": ("dataset.blend",),
+    "tokenizer-model": ("tokenizer.tokenizer_model",),
+    "tokenizer-type": ("tokenizer.tokenizer_type",),
+    "vocab-file": ("tokenizer.vocab_file",),
+    "merge-file": ("tokenizer.merge_file",),
+    "data-cache-path": ("dataset.path_to_cache",),
+}
+_SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "ddp": (
+        "overlap-grad-reduce",
+        "overlap-param-gather",
+        "data-parallel-sharding-strategy",
+        "num-distributed-optimizer-instances",
+    ),
+    "optimizer": (
+        "optimizer",
+        "lr",
+        "min-lr",
+        "weight-decay",
+        "clip-grad",
+        "adam-beta1",
+        "adam-beta2",
+        "adam-eps",
+        "sgd-momentum",
+        "muon-momentum",
+    ),
+    "scheduler": (
+        "lr-decay-style",
+        "lr-decay-iters",
+        "lr-warmup-iters",
+        "lr-warmup-fraction",
+        "lr-warmup-init",
+        "lr-wsd-decay-style",
+        "lr-wsd-decay-iters",
+    ),
+    "train": (
+        "micro-batch-size",
+        "global-batch-size",
+        "train-iters",
+        "eval-iters",
+        "eval-interval",
+        "check-weight-hash-across-dp-replicas-interval",
+    ),
+    "checkpoint": ("save", "load", "save-interval", "async-save", "ckpt-format"),
+}
+_SECTION_OF = {name: section for section, names in _SECTIONS.items() for name in names}
+# arguments that say no in Megatron-LM, and the field that says yes
+_DENIED = {
+    "untie-embeddings-and-output-weights": "model.share_embeddings_and_output_weights",
+    "disable-bias-linear": "model.add_bias_linear",
+}
+# what the section mixed_precision, or a field beside, says already
+_IMPLIED = ("accumulate-allreduce-grads-in-fp32", "group-query-attention", "fp8-recipe", "world-size")
+_LISTED = ("cp-comm-type", "moe-router-load-balancing-type", "moe-aux-loss-coeff")
+_BY_RECIPE = ("squared-relu", "multi-latent-attention", "max-position-embeddings")
+# what a recipe may have switched on, and what the arguments mean where they say nothing
+_OFF: Mapping[str, Any] = {
+    **dict.fromkeys(
+        (
+            "model.sequence_parallel",
+            "model.gated_linear_unit",
+            "model.distribute_saved_activations",
+            "model.qk_layernorm",
+            "model.add_qkv_bias",
+            "ddp.overlap_grad_reduce",
+            "ddp.overlap_param_gather",
+            "ddp.use_distributed_optimizer",
+            "ddp.use_megatron_fsdp",
+            "dist.use_megatron_fsdp",
+            "optimizer.use_distributed_optimizer",
+            "optimizer.optimizer_cpu_offload",
+            "dataset.reset_position_ids",
+            "dataset.reset_attention_mask",
+            "dataset.eod_mask_loss",
+        ),
+        False,
+    ),
+    **dict.fromkeys(
+        (
+            "model.virtual_pipeline_model_parallel_size",
+            "model.pipeline_model_parallel_layout",
+            "model.microbatch_group_size_per_vp_stage",
+            "model.recompute_granularity",
+            "model.recompute_method",
+            "model.recompute_num_layers",
+            "model.num_moe_experts",
+        ),
+        None,
+    ),
+}
+
+
+def overrides(settings: Settings) -> dict[str, Any]:
+    """The fields of a recipe, from Megatron-LM's arguments."""
+    made: dict[str, Any] = {"mixed_precision": _mixed(settings)}
+    for name, value in settings.items():
+        if name in (*_IMPLIED, *_BY_RECIPE, "bf16", "fp16", "fp8-format"):
+            continue
+        if name in _DENIED:
+            made[_DENIED[name]] = False
+            continue
+        section = _SECTION_OF.get(name, "model")
+        for field in _FIELDS.get(name, (f"{section}.{name.replace('-', '_')}",)):
+            made[field] = value[0] if name in _LISTED and len(value) == 1 else value
+    if settings["tokenizer-type"] == "NullTokenizer":  # none was chosen: the recipe's stays
+        del made["tokenizer.tokenizer_type"]
+        made["model.vocab_size"] = settings["vocab-size"] + 1
+    made["model.should_pad_vocab"] = True
+    if settings["attention-backend"] == "auto":  # the usual one, which is no text in a recipe
+        del made["model.attention_backend"]
+    made.setdefault("model.num_query_groups", settings["num-attention-heads"])
+    for name, field in _DENIED.items():
+        made.setdefault(field, name not in settings)
+    layout = settings.get("pipeline-model-parallel-layout")
+    if layout is not None:
+        stages = len(re.sub(r"\(([^)]+)\)\*(\d+)", lambda one: one[1] * int(one[2]), layout).split("|"))
+        chunks = stages // settings["pipeline-model-parallel-size"]
+        made["model.virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
+    return {**_OFF, **made}
+
+
+def _mixed(settings: Settings) -> str | None:
+    """The name of Megatron-Bridge's recipe of types."""
+    half = "bf16" if "bf16" in settings else "fp16" if "fp16" in settings else None
+    if half is None:
+        return None
+    return f"{half}_with_fp8_current_scaling_mixed" if "fp8-format" in settings else f"{half}_mixed"
+
+
+def render(settings: Settings, notes: Sequence[str]) -> str:
+    """A bash script that defines OVERRIDES and, unless it is sourced, starts a recipe with them."""
+    world: int = settings["world-size"]
+    node: int = min(_NODE, world) if world % min(_NODE, world) == 0 else world
+    nodes = world // node
+    recipe = [name for name in _BY_RECIPE if name in settings]
+    lines = [
+        "#!/usr/bin/env bash",
+        f"# A recipe of Megatron-Bridge {VERSION} (NeMo) on {world} processes, written by Stretto.",
+        *(f"# {note}" for note in notes),
+        "# The recipe must be of this model: its activation, norms and attention are the recipe's.",
+        *(f"# no override, look for it in the recipe: {name} {_hydra(settings[name])}" for name in recipe),
+        "# Run it to train, or source it for the array of overrides.",
+        "set -euo pipefail",
+        "",
+        "OVERRIDES=(",
+        *(f"  {_override(field, value)}" for field, value in overrides(settings).items()),
+        ")",
+        "",
+        'if [[ "${BASH_SOURCE[0]}" == "$0" ]]; then',
+        f'  torchrun --nproc-per-node "${{GPUS_PER_NODE:-{node}}}" --nnodes "${{NNODES:-{nodes}}}" \\',
+        "    ${TORCHRUN_ARGS:-} \\",
+        '    "${MEGATRON_BRIDGE:?the folder of Megatron-Bridge}/scripts/training/run_recipe.py" \\',
+        '    --recipe "${RECIPE:?such as llama3_8b_pretrain_config}" "${OVERRIDES[@]}"',
+        "fi",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _override(field: str, value: Any) -> str:
+    """`section.field=value` as Hydra takes it, quoted for bash where it must be."""
+    if isinstance(value, Open):
+        variable = re.sub(r"\W", "_", value.choice).upper()
+        return f'{field}="${{{variable}:?{value.choice}, such as {value.example}}}"'
+    return shlex.quote(f"{field}={_hydra(value)}")
+
+
+def _hydra(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{','.join(_hydra(one) for one in value)}]"  # pyright: ignore[reportUnknownVariableType]
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text if re.fullmatch(r"[\w.+/-]*", text) else f'"{text}"'
+
+
+# ------------------------------------------------------------------ what differs from Megatron-LM
+
+
+def _checked(rule: Rule) -> Rule:
+    """The rule without what Megatron-Bridge lacks."""
+    checks = [check for choice, check in _CHECKS.items() if choice in rule.choices]
+
+    def write(choices: Choices) -> Settings:
+        for check in checks:
+            check(choices)
+        return rule.write(choices)
+
+    return replace(rule, write=write, read=None) if checks else replace(rule, read=None)
+
+
+def _check_gradients(choices: Choices) -> None:
+    if choices["precision.gradients"] == "same" and choices["train.dtype"] in ("bfloat16", "float16"):
+        instead = "Megatron-Bridge's recipes of types reduce gradients in float32"
+        raise refused("precision.gradients", "same", instead, ("float32",))
+
+
+def _check_decay(choices: Choices) -> None:
+    shape = choices["optim.rate.decay"]
+    if choices["optim.rate.schedule"] == "wsd" and shape not in ("linear", "cosine"):
+        instead = f"the scheduler of Megatron-Bridge {VERSION} decays linearly or as a cosine"
+        raise refused("optim.rate.decay", shape, instead, ("linear",))
+
+
+def _check_states(choices: Choices) -> None:
+    if choices["optim.states"] != "float32":
+        instead = "types of states are no overrides of a recipe in Megatron-Bridge"
+        raise refused("optim.states", choices["optim.states"], instead, ("float32",))
+
+
+def _check_retained(choices: Choices) -> None:
+    if choices["checkpoint.keep_every"] is not None:
+        instead = "Megatron-Bridge keeps the newest checkpoints (checkpoint.most_recent_k), or all"
+        raise refused("checkpoint.keep_every", choices["checkpoint.keep_every"], instead, (None,))
+
+
+_CHECKS: Mapping[str, Callable[[Choices], None]] = {
+    "precision.gradients": _check_gradients,
+    "optim.rate.decay": _check_decay,
+    "optim.states": _check_states,
+    "checkpoint.keep_every": _check_retained,
+}
+
+
+def _as_run(job: Job, settings: Settings) -> Job:
+    made = as_run(job, settings)
+    ways = ways_of("nemo", dp=job.dp, precision=job.precision, again=made.framework)
+    return replace(made, framework=ways)
+
+
+NEMO = replace(
+    MEGATRON,
+    name="nemo",
+    title=f"Megatron-Bridge {VERSION}",
+    rules=tuple(_checked(rule) for rule in MEGATRON.rules),
+    render=render,
+    parse=None,
+    as_run=_as_run,
+)

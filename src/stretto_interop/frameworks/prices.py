@@ -1,0 +1,76 @@
+"""What a framework's jobs cost, and which of its layouts would cost less."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from stretto.planner.estimate import Estimate, estimate
+from stretto.planner.machines.cluster import Cluster
+from stretto.planner.search.fixed import fixed
+from stretto.planner.search.task import Task, unplanned
+from stretto.run.config.run_checks import raise_first
+from stretto.run.config.schema import TrainConfig
+from stretto.spec.data_parallel import MODES, DataParallel
+from stretto_interop.frameworks.mapping import Framework, Reading, refusals
+
+# sections of choices that a search makes
+_SEARCHED = ("batch.", "dp.", "layout.", "recompute.", "schedule.")
+
+
+def task_for(
+    framework: Framework, task: Task, fix: Sequence[str] = (), config: TrainConfig | None = None
+) -> Task:
+    """A search among the layouts that the framework has, at the cost that they have there.
+
+    Args:
+        fix: choices that the user has made, as `--fix` takes them; these come first.
+        config: that is planned, if any: of choices of the run around the job.
+
+    Raises:
+        StrettoError: the framework does not have the model, or another choice that no layout changes.
+    """
+    choices = {**fixed(framework.plans), **fixed(fix)}
+    job = framework.as_run(task.job, {})
+    jobs = [replace(job, dp=DataParallel(mode=mode)) for mode in MODES if mode != "server"]
+    wrong, *others = ({one.field: one for one in refusals(framework, each, config)} for each in jobs)
+    always = [one for name, one in wrong.items() if all(name in other for other in others)]
+    raise_first([one for one in always if not one.field.startswith(_SEARCHED)])
+    return replace(
+        task,
+        job=job,
+        assumptions=framework.assumptions,
+        fixed=choices,
+        refusals=lambda one: refusals(framework, one, config),
+    )
+
+
+def price(reading: Reading, cluster: Cluster, *, memory: bool = True) -> Estimate:
+    """Time and memory of a job as it was read, on a cluster of its size."""
+    return estimate(reading.job, cluster, reading.assumptions, memory=memory)
+
+
+def overlapped(framework: Framework, reading: Reading, cluster: Cluster) -> Estimate | None:
+    """The same layout with gradients reduced while the backward computes; None where they are already."""
+    if reading.assumptions.overlap:
+        return None
+    assumptions = replace(reading.assumptions, overlap=framework.assumptions.overlap)
+    return estimate(reading.job, cluster, assumptions)
+
+
+def better(framework: Framework, reading: Reading, cluster: Cluster, seconds: float, top: int) -> Task:
+    """The search for layouts that do the same work on the same cluster in less time.
+
+    Args:
+        seconds: of the search.
+        top: layouts that are wanted.
+    """
+    return Task(
+        job=unplanned(reading.job),  # with what the framework keeps of it
+        cluster=cluster,
+        assumptions=replace(reading.assumptions, overlap=framework.assumptions.overlap),
+        fixed=fixed(framework.plans),
+        refusals=lambda one: refusals(framework, one),
+        seconds=seconds,
+        top=top,
+    )

@@ -1,0 +1,25 @@
+"""The frameworks that jobs can be written for, and read from, by name."""
+
+from __future__ import annotations
+
+from stretto.errors import StrettoError, nearest
+from stretto_interop.frameworks.deepspeed import DEEPSPEED
+from stretto_interop.frameworks.mapping import Framework
+from stretto_interop.frameworks.megatron.framework import MEGATRON
+from stretto_interop.frameworks.nemo import NEMO
+from stretto_interop.frameworks.torchtitan import TORCHTITAN
+
+FRAMEWORKS: dict[str, Framework] = {one.name: one for one in (MEGATRON, NEMO, TORCHTITAN, DEEPSPEED)}
+
+
+def framework(name: str) -> Framework:
+    """The framework of that name.
+
+    Raises:
+        StrettoError: there is none.
+    """
+    if name not in FRAMEWORKS:
+        near = nearest(name.lower(), FRAMEWORKS)
+        hint = f"did you mean {near}?" if near else None
+        raise StrettoError(f"framework {name!r} is not one of {', '.join(FRAMEWORKS)}", hint=hint)
+    return FRAMEWORKS[name]

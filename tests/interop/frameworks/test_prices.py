@@ -1,0 +1,86 @@
+"""Plans for a framework: of what it has, and at the cost that this has there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from stretto.errors import StrettoError
+from stretto.planner.machines.catalogue import find_cluster
+from stretto.planner.search.fixed import fixed
+from stretto.planner.search.search import search
+from stretto.planner.search.task import Task, job_to_plan
+from stretto.run.config import load
+from stretto.spec.data_parallel import DataParallel
+from stretto.spec.presets import preset
+from stretto_interop.frameworks.mapping import Framework, emit, refusals
+from stretto_interop.frameworks.prices import task_for
+from stretto_interop.frameworks.registry import FRAMEWORKS
+
+# with choices that leave few candidates, so that all are examined
+PLANS = [
+    ("mixtral-8x7b", "h100:8", "megatron", "tp=2,8"),  # fits with states on the host alone
+    ("llama3-70b", "h100:32", "torchtitan", "tp=8 pp=4 chunks=2"),
+    ("llama3-8b", "a100-80gb:8", "deepspeed", "tp=1,2"),
+]
+SLOW = [
+    ("mixtral-8x7b", "h100:8", "nemo", "tp=2"),
+    ("qwen3-30b-a3b", "h100:16", "torchtitan", "pp=1 tp=1"),
+    ("gpt3-175b", "h100:128", "megatron", "tp=8 pp=8"),
+    ("llama3-70b", "h100:32", "torchtitan", "tp=8 pp=1,4"),
+]
+MODELS = ("llama3-8b", "mistral-7b", "qwen3-30b-a3b", "gpt2", "deepseek-v3", "mixtral-8x22b")
+
+
+def task(model: str, cluster: str, seconds: float | None = None) -> Task:
+    shape = preset(model)
+    job = job_to_plan(shape=shape, global_batch=256, sequence=min(4096, shape.sequence))
+    return Task(job=job, cluster=find_cluster(cluster), seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "framework", "fix"),
+    [*PLANS, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)],
+)
+def test_every_row_can_be_written(model: str, cluster: str, framework: str, fix: str) -> None:
+    known = FRAMEWORKS[framework]
+    plan = search(task_for(known, task(model, cluster), ["micro_batch=1", *fix.split()]))
+    assert plan.ranking
+    for row in plan.ranking:
+        assert emit(known, row.estimate.job).strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=lambda one: one.name)
+@pytest.mark.parametrize("cluster", ["h100:8", "h100:256"])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_row_of_more_models_can_be_written(model: str, cluster: str, framework: Framework) -> None:
+    wanted = task(model, cluster, seconds=6.0)
+    wrong = refusals(framework, replace(wanted.job, dp=DataParallel(mode="zero3")))
+    if any(one.field.startswith(("model.", "layout.")) for one in wrong):
+        with pytest.raises(StrettoError):
+            task_for(framework, wanted)
+        return
+    for row in search(task_for(framework, wanted)).ranking:
+        assert emit(framework, row.estimate.job).strip()
+
+
+def test_torchtitan_recomputes_all_blocks_or_none() -> None:
+    """Where a plan for no framework recomputes some of a stage, also if it may recompute all or none."""
+    large, fix = task("llama3-70b", "a100-40gb:64"), ["micro_batch=4", "tp=8", "pp=1", "mode=zero3"]
+    among = replace(large, fixed=fixed([*fix, "recompute=full,none", "sequence_parallel=true", "cp=1"]))
+    again = search(among).ranking[0].estimate.job.recompute
+    assert (again.mode, again.blocks) == ("full", 62)
+    plan = search(task_for(FRAMEWORKS["torchtitan"], large, fix))
+    recomputed = [row.estimate.job.recompute for row in plan.ranking]
+    assert {(one.mode, one.blocks) for one in recomputed} <= {("full", None), ("none", None)}
+    assert recomputed[0].mode == "full"
+
+
+def test_what_no_layout_mends_is_refused_before_the_search() -> None:
+    with pytest.raises(StrettoError, match=r"model\.family is gpt: torchtitan has no GPT-2"):
+        task_for(FRAMEWORKS["torchtitan"], task("gpt2", "h100:8"))
+    config = load("configs/llama-tiny-tp2.yaml", ["data.packing=none", "layout.tp=1", "layout.dp=2"])
+    with pytest.raises(StrettoError, match=r"data\.packing is none"):
+        task_for(FRAMEWORKS["megatron"], task("llama3-8b", "h100:8"), (), config)
