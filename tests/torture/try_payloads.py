@@ -106,7 +106,8 @@ def tries(folder: Path, canary: Path, secret: Path) -> Iterator[Try]:
 def _imports(
     folder: Path, canary: Path, secret: Path, wrapped: dict[str, bytes], shape: Any
 ) -> Iterator[Try]:
-    from stretto.run.train.imported import import_dcp, import_model
+    from stretto.run.train.imported import import_model
+    from stretto_interop.checkpoints.imported import import_dcp
     from stretto_interop.checkpoints.megatron.common import read_common
 
     for name, path in payloads.published(folder / "published", canary, secret, wrapped):

@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any, get_args
 
 import pytest
-from stretto.cli.frameworks import NAMES as OFFERED
 
+from stretto.cli.interop import NAMES as OFFERED
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.program import schedule
