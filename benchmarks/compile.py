@@ -19,7 +19,7 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.run.train.assemble import assemble
 from stretto.run.train.replica import Replica
 from stretto.spec.data_parallel import Dtype, Precision
-from stretto.spec.families import USUAL, Family
+from stretto.spec.families import FAMILY_DEFAULTS, Family
 from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
@@ -37,7 +37,7 @@ def shape_of(family: Family, hidden: int, sequence: int) -> ModelShape:
         kv_heads=hidden // 64 if family == "gpt" else max(hidden // 256, 1),
         vocab=VOCAB,
         sequence=sequence,
-        **USUAL[family].shape,
+        **FAMILY_DEFAULTS[family].shape,
     )
 
 

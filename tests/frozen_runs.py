@@ -148,7 +148,11 @@ def baseline(name: str, ref: str) -> Mapping[str, Any]:
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     lines = list[str]()
     for part in before:
-        texts = [json.dumps(results[part], indent=1, ensure_ascii=False) for results in (before, after)]
+        # the order of keys is no result
+        texts = [
+            json.dumps(results[part], indent=1, ensure_ascii=False, sort_keys=True)
+            for results in (before, after)
+        ]
         lines += difflib.unified_diff(*(text.splitlines() for text in texts), part, part, n=0, lineterm="")
     return lines
 

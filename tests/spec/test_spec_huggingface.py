@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from stretto.errors import StrettoError
 from stretto.spec.attention import AttentionShape, LatentShape, RopeScaling
 from stretto.spec.experts import ExpertShape
-from stretto.spec.families import FAMILIES, USUAL, Family
+from stretto.spec.families import FAMILIES, FAMILY_DEFAULTS, Family
 from stretto.spec.huggingface import (
     config_to_huggingface,
     differences,
@@ -319,7 +319,11 @@ def ropes(draw: st.DrawFn, sequence: int) -> RopeScaling | None:
 @st.composite
 def experts(draw: st.DrawFn, family: Family, ffn: int) -> ExpertShape:
     own_width = family not in ("mixtral", "gpt_oss")
-    values: dict[str, Any] = {**USUAL[family].experts, "experts": 8, "top_k": draw(st.integers(1, 4))}
+    values: dict[str, Any] = {
+        **FAMILY_DEFAULTS[family].experts,
+        "experts": 8,
+        "top_k": draw(st.integers(1, 4)),
+    }
     values |= {
         "balance": draw(_RATE),
         "dense_layers": 0,
@@ -397,7 +401,7 @@ def shapes(draw: st.DrawFn) -> ModelShape:
         )
     if family in ("t5", "bart"):
         return draw(stacks(family))
-    usual: AttentionShape = USUAL[family].shape.get("attention", AttentionShape())
+    usual: AttentionShape = FAMILY_DEFAULTS[family].attention
     attention: dict[str, Any] = {}
     if usual.latent is not None:
         kv_heads, head_dim = heads, 2 * draw(st.integers(5, 9))
@@ -424,7 +428,7 @@ def shapes(draw: st.DrawFn) -> ModelShape:
         attention |= {"qkv_bias": biased, "proj_bias": biased}
     if family == "llama":
         values["bias"] = draw(_FLAG)
-    sparse = bool(USUAL[family].experts) or family in ("mixtral", "qwen3_moe")
+    sparse = bool(FAMILY_DEFAULTS[family].experts) or family in ("mixtral", "qwen3_moe")
     return ModelShape(
         family=family,
         hidden=hidden,
@@ -525,7 +529,7 @@ def test_differences_see_what_changes_the_function_alone() -> None:
         ({**LLAMA2, "rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
         (
             {**LLAMA2, "rope_scaling": {"type": "linear", "factor": 0.5}},
-            "rope_scaling.factor is 0.5: it must be 1 or more",
+            "rope_scaling.factor is 0.5: it must be at least 1",
         ),
         ({**LLAMA2, "rope_theta": -1}, "rope_theta is -1: it must be a finite number above 0"),
         ({**LLAMA2, "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: our modules turn all"),

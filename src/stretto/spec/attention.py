@@ -1,70 +1,93 @@
-"""What attention of a model has beside heads: norms, biases, a window, latent keys and values, and rotary
-positions beyond those of training.
-"""
+"""Attention options other than head counts: norms, biases, windows, latent attention, rotary scaling."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import log
-from typing import Literal
+from typing import Annotated, Literal, get_args
 
-from stretto.errors import Problem, nearest
+from stretto.errors import Problem
+from stretto.spec.field import Field, check_fields
 
 HeadNorm = Literal["head", "all"]
 AttentionKernel = Literal["auto", "sdpa", "flex", "explicit"]
 ContextKind = Literal["ring", "ulysses"]
 RopeType = Literal["linear", "dynamic", "yarn", "llama3"]
-ROPE_TYPES: tuple[RopeType, ...] = ("linear", "dynamic", "yarn", "llama3")
+ROPE_TYPES: tuple[RopeType, ...] = get_args(RopeType)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary positions reach beyond those of the first training.
+    """How rotary positions reach beyond those of the first training."""
 
-    type: `linear`: positions divided by `factor`; `dynamic`: a base that grows with the length (NTK);
-        `yarn`: Peng et al. 2023, arXiv 2309.00071, section 3; `llama3`: Llama 3.1, frequencies below
-        `low_freq_factor` turns divided by `factor`, those above `high_freq_factor` kept.
-    factor: of the longer context.
-    original_positions: of the first training; of all types but `linear`.
-    low_freq_factor, high_freq_factor: turns within the original positions; llama3.
-    beta_fast, beta_slow: the same for yarn.
-    truncate: yarn's bounds are rounded to whole features.
-    attention_factor: of queries and keys; yarn; None: 0.1 ln(factor) + 1, or as the next two say.
-    mscale, mscale_all_dim: DeepSeek's weights of that logarithm, for queries and keys and for all scores.
-    """
-
-    type: RopeType
-    factor: float
-    original_positions: int | None = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
+    type: Annotated[
+        RopeType,
+        Field(
+            "`linear`: positions divided by `factor`; `dynamic`: a base that grows with the length (NTK); "
+            "`yarn`: Peng et al. 2023, arXiv 2309.00071, section 3; `llama3`: Llama 3.1.",
+            off="none",
+            null="the preset's, else none",
+        ),
+    ]
+    factor: Annotated[
+        float,
+        Field(
+            "Factor of the longer context.",
+            ge=1,
+            fix="8 is Llama 3.1's",
+        ),
+    ] = 1.0
+    original_positions: Annotated[
+        int | None,
+        Field(
+            "Positions of the first training; required by all types but `linear`.",
+            gt=0,
+            fix="8192 is Llama 3.1's",
+        ),
+    ] = None
+    low_freq_factor: Annotated[
+        float,
+        Field(
+            "`llama3`: frequencies of fewer turns within the original positions are divided by `factor`.",
+            gt=0,
+        ),
+    ] = 1.0
+    high_freq_factor: Annotated[float, Field("`llama3`: frequencies of more turns do not change.", gt=0)] = (
+        4.0
+    )
+    beta_fast: Annotated[float, Field("`yarn`: frequencies of more turns do not change.", gt=0)] = 32.0
+    beta_slow: Annotated[
+        float, Field("`yarn`: frequencies of fewer turns are divided by `factor`.", gt=0)
+    ] = 1.0
+    truncate: Annotated[bool, Field("`yarn`: both bounds are rounded to whole features.")] = True
+    attention_factor: Annotated[
+        float | None,
+        Field(
+            "`yarn`: factor of queries and keys.",
+            gt=0,
+            null="the preset's, else `0.1 ln(factor) + 1`, or by the next two",
+        ),
+    ] = None
+    mscale: Annotated[
+        float | None, Field("`yarn`: DeepSeek's weight of that logarithm for queries and keys.", ge=0)
+    ] = None
+    mscale_all_dim: Annotated[float | None, Field("`yarn`: the same for all scores.", ge=0)] = None
 
     def __post_init__(self) -> None:
-        if self.type not in ROPE_TYPES:
-            near = nearest(str(self.type), ROPE_TYPES)
-            hint = f"did you mean {near!r}?" if near else None
-            raise Problem("type", self.type, f"it must be one of {', '.join(ROPE_TYPES)}", hint)
-        if not 1.0 <= self.factor < float("inf"):
-            raise Problem("factor", self.factor, "it must be 1 or more", "8 is Llama 3.1's")
-        if self.type != "linear" and (self.original_positions is None or self.original_positions < 1):
+        check_fields(self)
+        if self.type != "linear" and self.original_positions is None:
             rule = f"it must be above 0, since type is {self.type}"
-            raise Problem("original_positions", self.original_positions, rule, "8192 is Llama 3.1's")
-        if not 0.0 < self.low_freq_factor < self.high_freq_factor < float("inf"):
+            raise Problem("original_positions", None, rule, "8192 is Llama 3.1's")
+        if self.low_freq_factor >= self.high_freq_factor:
             rule = f"it must be above 0 and below high_freq_factor, which is {self.high_freq_factor}"
             raise Problem("low_freq_factor", self.low_freq_factor, rule, "1 and 4 are Llama 3.1's")
-        if not 0.0 < self.beta_slow <= self.beta_fast < float("inf"):
+        if self.beta_slow > self.beta_fast:
             rule = f"it must be above 0 and at most beta_fast, which is {self.beta_fast}"
             raise Problem("beta_slow", self.beta_slow, rule, "32 and 1 are usual")
 
     @property
     def magnitude(self) -> float:
-        """By which rotated queries and keys are multiplied each; 1 for all types but yarn."""
+        """Factor of rotated queries, and of rotated keys; 1 for all types but yarn."""
         if self.type != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -75,7 +98,7 @@ class RopeScaling:
 
     @property
     def score_factor(self) -> float:
-        """By which latent attention multiplies its scores beside `magnitude` (DeepSeek-V3's code)."""
+        """Factor of the scores of latent attention in addition to `magnitude` (DeepSeek-V3's code)."""
         return _stretch(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
 
@@ -87,82 +110,148 @@ def _stretch(factor: float, weight: float) -> float:
 class LatentShape:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values come from one
     narrow vector a token, queries from another.
-
-    kv_rank: width of the vector of keys and values.
-    rope_dim: features of a head that are turned by position; their key is one for all heads.
-    value_dim: features of a head's values; those of queries and keys are the model's `head_dim`.
-    q_rank: width of the vector of queries; None: queries are of the residual stream.
     """
 
-    kv_rank: int
-    rope_dim: int
-    value_dim: int
-    q_rank: int | None = None
+    kv_rank: Annotated[
+        int,
+        Field(
+            "Width of the vector that keys and values come from, 0: no latent attention.",
+            gt=0,
+            off=0,
+            null="the preset's, else the family's",
+        ),
+    ]
+    rope_dim: Annotated[
+        int,
+        Field(
+            "Features of a head that are turned by position, part of `model.head_dim`; their key is one for "
+            "all heads.",
+            gt=0,
+            null="the preset's, else the family's",
+        ),
+    ]
+    value_dim: Annotated[
+        int, Field("Features of a head's values.", gt=0, null="the preset's, else the family's")
+    ]
+    q_rank: Annotated[
+        int | None,
+        Field(
+            "Width of the vector that queries come from, 0: none, they come from the residual stream.",
+            gt=0,
+            off=0,
+            null="the preset's, else the family's",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
-        for name in ("kv_rank", "rope_dim", "value_dim", "q_rank"):
-            value: int | None = getattr(self, name)
-            if value is not None and value < 1:
-                raise Problem(name, value, "it must be above 0", f"set {name} to 1 or more")
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """What attention has beside heads.
+    """Attention options other than head counts."""
 
-    norm: queries and keys have a norm each, over a `head`'s features or over `all` heads'.
-    qkv_bias: biases of queries, keys and values; None: where all linears have them.
-    proj_bias: bias of the projection into the residual stream; None: where all linears have them.
-    sinks: a number for each head that takes part in the softmax (gpt-oss, arXiv 2508.10925).
-    window: positions that a block sees, itself among them; None: all that came before.
-    full_every: every n-th block sees all, though there is a window; 0: none does.
-    latent: keys and values come from a narrow vector.
-    softcap: scores are cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118, section 2).
-    query_scale: scores are divided by its root; None: by that of the head's features.
-    local_theta: base of the rotary frequencies, unscaled, in blocks with a window (Gemma 3, arXiv 2503.19786,
-        section 2); None: that of the others.
-    interleaved: rotary positions turn pairs of neighbouring features (2i, 2i + 1); otherwise (i, i + d/2).
-    causal: a position sees none that come after it; not so in an encoder.
-    buckets: distances that have a bias of their own, where positions are relative; in an encoder half of them
-        are of keys after the query (Raffel et al. 2020, arXiv 1910.10683, section 2.1).
-    max_distance: from which on all distances share one.
-    """
-
-    norm: HeadNorm | None = None
-    qkv_bias: bool | None = None
-    proj_bias: bool | None = None
-    sinks: bool = False
-    window: int | None = None
-    full_every: int = 0
-    latent: LatentShape | None = None
-    softcap: float | None = None
-    query_scale: float | None = None
-    local_theta: float | None = None
-    interleaved: bool = False
+    norm: Annotated[
+        HeadNorm | None,
+        Field("A norm of queries and of keys, over each `head`'s features or over `all` heads'.", off="none"),
+    ] = None
+    qkv_bias: Annotated[
+        bool | None,
+        Field(
+            "Biases of queries, keys and values.", null="the preset's, else the family's, else `model.bias`"
+        ),
+    ] = None
+    proj_bias: Annotated[
+        bool | None,
+        Field("Bias of the projection into the residual stream.", null="the preset's, else `model.bias`"),
+    ] = None
+    sinks: Annotated[
+        bool,
+        Field("A number for each head that takes part in the softmax (gpt-oss, arXiv 2508.10925)."),
+    ] = False
+    window: Annotated[
+        int | None,
+        Field(
+            "Positions that a token sees, itself among them, 0: all before it.",
+            gt=0,
+            off=0,
+            fix="null: no window",
+        ),
+    ] = None
+    full_every: Annotated[
+        int,
+        Field("Every n-th block has no window, 0: all have it.", ge=0, fix="0: no block sees all"),
+    ] = 0
+    latent: Annotated[
+        LatentShape | None,
+        Field(
+            "Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434); by default the preset's, else the "
+            "family's, if any."
+        ),
+    ] = None
+    softcap: Annotated[
+        float | None,
+        Field(
+            "Scores are `softcap tanh(score / softcap)` (Gemma 2, arXiv 2408.00118, section 2), 0: "
+            "unchanged.",
+            gt=0,
+            off=0,
+            fix="null: none",
+        ),
+    ] = None
+    query_scale: Annotated[
+        float | None,
+        Field(
+            "Scores are divided by its square root, 0: by that of `head_dim`.",
+            gt=0,
+            off=0,
+            fix="null: none",
+            null="the preset's, else `head_dim`",
+        ),
+    ] = None
+    local_theta: Annotated[
+        float | None,
+        Field(
+            "Base of the rotary frequencies, unscaled, in blocks with a window (Gemma 3, arXiv 2503.19786, "
+            "section 2), 0: that of the others.",
+            gt=0,
+            off=0,
+            fix="null: none",
+        ),
+    ] = None
+    interleaved: Annotated[
+        bool,
+        Field(
+            "Rotary positions turn pairs of neighbouring features (2i, 2i + 1), otherwise of the halves of a "
+            "head (i, i + d/2)."
+        ),
+    ] = False
     causal: bool = True
-    buckets: int = 32
-    max_distance: int = 128
+    """False in an encoder: a position also sees those after it."""
+    buckets: Annotated[
+        int,
+        Field(
+            "Relative positions: number of distances with a bias of their own; in an encoder half of them "
+            "are for keys after the query (Raffel et al. 2020, arXiv 1910.10683, section 2.1).",
+            gt=0,
+        ),
+    ] = 32
+    max_distance: Annotated[
+        int,
+        Field("Relative positions: the distance from which on all share one bias.", gt=0),
+    ] = 128
 
     def __post_init__(self) -> None:
-        for name in ("softcap", "query_scale", "local_theta"):
-            value: float | None = getattr(self, name)
-            if value is not None and not 0.0 < value < float("inf"):
-                raise Problem(name, value, "it must be above 0", "null: none")
-        if self.norm not in (None, "head", "all"):
-            raise Problem("norm", self.norm, "it must be head or all")
-        if self.window is not None and self.window < 1:
-            raise Problem("window", self.window, "it must be above 0", "null: no window")
+        check_fields(self)
         if self.buckets < 4 or self.buckets % 2:
             raise Problem("buckets", self.buckets, "it must be even, and at least 4", "32 is T5's")
         if self.max_distance <= self.buckets // 2:
             rule = f"it must be above half of buckets, which is {self.buckets}"
             raise Problem("max_distance", self.max_distance, rule, "128 is T5's")
-        if self.full_every < 0:
-            raise Problem("full_every", self.full_every, "it must be 0 or more", "0: no block sees all")
 
     def seen(self, sequence: int, causal: bool) -> float:
-        """Positions that a position is scored against, on average: all of `sequence`; with `causal` half of
-        it, the convention of published figures (and not (s + 1)/2). A window counts what it lets through.
+        """Return the mean number of positions that a query is scored against: `sequence`, or half of it with
+        `causal`, the convention of published figures (not (s + 1)/2). A window limits it.
         """
         window = min(self.window or sequence, sequence)
         if not causal:

@@ -1,7 +1,7 @@
-"""What the named families of models have in common: the usual values of a shape's fields.
+"""Families of models: default values of a shape's fields.
 
-A family is nothing but these values. Modules, sharding and costs read the fields of a shape and never ask for
-its family, so a new family is an entry here and its names at Hugging Face.
+A family is nothing but these values. Modules, sharding and costs read the fields of a shape and never its
+family, so a new family is an entry here and its names at Hugging Face.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ Family = Literal[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Usual:
-    """The usual values of a family.
+class FamilyDefaults:
+    """Default values of a family.
 
-    shape: of fields of `ModelShape`.
-    experts: of fields of `ExpertShape`, where a model of the family has experts.
-    ffn: the inner width of the MLP over `hidden`, and what it is rounded up to a multiple of.
-    scaled_embedding: the embedding is multiplied by sqrt(hidden).
-    scaled_logits: the input of a tied output projection is divided by sqrt(hidden).
-    encoder: there is one, with as many blocks as the decoder.
+    Attributes:
+        shape: by fields of `ModelShape`.
+        experts: by fields of `ExpertShape`, for models with experts.
+        ffn: the inner width of the MLP over `hidden`, and the number of which it is rounded up to a multiple.
+        scaled_embedding: the embedding is multiplied by sqrt(hidden).
+        scaled_logits: the input of a tied output projection is divided by sqrt(hidden).
+        encoder: the model has one, with as many blocks as the decoder.
     """
 
     shape: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -50,13 +51,29 @@ class Usual:
     scaled_logits: bool = False
     encoder: bool = False
 
-    def values(self, hidden: int) -> dict[str, Any]:
-        """The usual value of every field of a shape that has one, for a residual stream of `hidden`."""
+    @property
+    def attention(self) -> AttentionShape:
+        """Attention options other than head counts."""
+        return self.shape.get("attention", AttentionShape())
+
+    def values(self, layers: int, hidden: int, heads: int, tied: bool | None) -> dict[str, Any]:
+        """Return the default of every `derived` field of a shape with these sizes.
+
+        `head_dim` is None if it is hidden / heads and that is not a whole number. `tied` is None for the
+        family's default.
+        """
         ratio, multiple = self.ffn
-        scale = hidden**0.5 if self.scaled_embedding else 1.0
-        ffn = -(-round(ratio * hidden * 3) // (3 * multiple)) * multiple
-        output = hidden**-0.5 if self.scaled_logits else 1.0
-        return {**_LLAMA, "ffn": ffn, "embedding_scale": scale, "logit_scale": output, **self.shape}
+        values = {
+            **_LLAMA,
+            "kv_heads": heads,
+            "head_dim": None if hidden % heads else hidden // heads,
+            "ffn": -(-round(ratio * hidden * 3) // (3 * multiple)) * multiple,
+            "embedding_scale": hidden**0.5 if self.scaled_embedding else 1.0,
+            "encoder_layers": layers if self.encoder else 0,
+            **self.shape,
+        }
+        scaled = self.scaled_logits and (values["tied"] if tied is None else tied)
+        return {**values, "logit_scale": hidden**-0.5 if scaled else 1.0}
 
 
 _LLAMA: dict[str, Any] = {
@@ -77,22 +94,22 @@ _DEEPSEEK: dict[str, Any] = {
     "head_dim": 192,
 }
 
-USUAL: Mapping[Family, Usual] = {
-    "gpt": Usual(
+FAMILY_DEFAULTS: Mapping[Family, FamilyDefaults] = {
+    "gpt": FamilyDefaults(
         shape={"position_embedding": "learned", "mlp": "gelu", "norm": "layer", "bias": True, "tied": True},
         ffn=(4, 1),
     ),
-    "llama": Usual(),
-    "mistral": Usual(),
-    "mixtral": Usual(),
-    "qwen2": Usual(shape={"attention": AttentionShape(qkv_bias=True)}),
-    "qwen2_moe": Usual(
+    "llama": FamilyDefaults(),
+    "mistral": FamilyDefaults(),
+    "mixtral": FamilyDefaults(),
+    "qwen2": FamilyDefaults(shape={"attention": AttentionShape(qkv_bias=True)}),
+    "qwen2_moe": FamilyDefaults(
         shape={"attention": AttentionShape(qkv_bias=True)},
         experts={"normalise": False, "shared_gate": True},
     ),
-    "qwen3": Usual(shape={"attention": AttentionShape(norm="head")}),
-    "qwen3_moe": Usual(shape={"attention": AttentionShape(norm="head")}),
-    "gemma2": Usual(
+    "qwen3": FamilyDefaults(shape={"attention": AttentionShape(norm="head")}),
+    "qwen3_moe": FamilyDefaults(shape={"attention": AttentionShape(norm="head")}),
+    "gemma2": FamilyDefaults(
         shape={
             **_GEMMA,
             "attention": AttentionShape(softcap=50.0, window=4096, full_every=2),
@@ -101,7 +118,7 @@ USUAL: Mapping[Family, Usual] = {
         ffn=(4, 1),
         scaled_embedding=True,
     ),
-    "gemma3": Usual(
+    "gemma3": FamilyDefaults(
         shape={
             **_GEMMA,
             "attention": AttentionShape(norm="head", window=512, full_every=6, local_theta=10000.0),
@@ -109,7 +126,7 @@ USUAL: Mapping[Family, Usual] = {
         ffn=(6, 1),
         scaled_embedding=True,
     ),
-    "gpt_oss": Usual(
+    "gpt_oss": FamilyDefaults(
         shape={
             "attention": AttentionShape(sinks=True, window=128, full_every=2),
             "mlp": "swiglu_clamped",
@@ -118,8 +135,8 @@ USUAL: Mapping[Family, Usual] = {
         experts={"router_bias": True},
         ffn=(1, 1),
     ),
-    "deepseek_v2": Usual(shape=_DEEPSEEK, experts={"normalise": False, "dense_layers": 1}),
-    "deepseek_v3": Usual(
+    "deepseek_v2": FamilyDefaults(shape=_DEEPSEEK, experts={"normalise": False, "dense_layers": 1}),
+    "deepseek_v3": FamilyDefaults(
         shape=_DEEPSEEK,
         experts={
             "score": "sigmoid",
@@ -128,7 +145,7 @@ USUAL: Mapping[Family, Usual] = {
             "dense_layers": 3,
         },
     ),
-    "t5": Usual(
+    "t5": FamilyDefaults(
         shape={
             "position_embedding": "relative",
             "attention": AttentionShape(query_scale=1.0),
@@ -140,7 +157,7 @@ USUAL: Mapping[Family, Usual] = {
         scaled_logits=True,
         encoder=True,
     ),
-    "bart": Usual(
+    "bart": FamilyDefaults(
         shape={
             "position_embedding": "learned",
             "mlp": "gelu_exact",
@@ -154,4 +171,4 @@ USUAL: Mapping[Family, Usual] = {
         encoder=True,
     ),
 }
-FAMILIES: tuple[Family, ...] = tuple(USUAL)
+FAMILIES: tuple[Family, ...] = tuple(FAMILY_DEFAULTS)

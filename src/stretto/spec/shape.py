@@ -7,190 +7,221 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar
 
-from stretto.errors import Problem, StrettoError, nearest
+from stretto.errors import Problem, StrettoError
 from stretto.spec.attention import AttentionShape, LatentShape, RopeScaling
 from stretto.spec.experts import ExpertShape
-from stretto.spec.families import FAMILIES, USUAL, Family
+from stretto.spec.families import FAMILY_DEFAULTS, Family
+from stretto.spec.field import Field, check_fields, declared, derived, from_plain
 from stretto.spec.lora import LoraShape
 
 T = TypeVar("T")
 Mlp = Literal["gelu", "gelu_exact", "relu", "relu2", "swiglu", "geglu", "swiglu_clamped"]
-MLPS: tuple[Mlp, ...] = ("gelu", "gelu_exact", "relu", "relu2", "swiglu", "geglu", "swiglu_clamped")
 Norm = Literal["layer", "rms", "rms1p"]
-NORMS: tuple[Norm, ...] = ("layer", "rms", "rms1p")
 BlockNorms = Literal["pre", "sandwich", "post"]
-BLOCK_NORMS: tuple[BlockNorms, ...] = ("pre", "sandwich", "post")
 PositionEmbedding = Literal["learned", "rotary", "relative"]
-POSITION_EMBEDDINGS: tuple[PositionEmbedding, ...] = ("learned", "rotary", "relative")
 
-# the largest value of each size, far above those of any model: what is counted layer by layer ends soon
-LARGEST_SIZES = {
-    "layers": 10_000,
-    "hidden": 1 << 22,
-    "heads": 1 << 14,
-    "kv_heads": 1 << 14,
-    "head_dim": 1 << 20,
-    "ffn": 1 << 24,
-    "vocab": 1 << 32,
-    "sequence": 1 << 40,
-}
+LARGEST_LAYERS = 10_000  # far above any model: code that counts layer by layer must end soon
 
 
-@dataclass(frozen=True, init=False, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A transformer: a decoder, or an encoder and a decoder that attends to what it made of its tokens.
+    """A transformer: a decoder, or an encoder and a decoder that attends to the encoder's output.
 
-    `family` is a name for usual values (`spec/families.py`): what is left out or None takes them, so every
-    field of a built shape is filled in. Models with something in `unbuilt` can be planned and not yet built.
-    `dataclasses.replace` keeps what is already filled in: with a new `hidden`, set `ffn` and `head_dim` too.
+    `family` names a set of default values (`spec/families.py`): fields that are left out or None take them,
+    so every field of a built shape has a value. A model with something in `unbuilt` can be planned, but not
+    built yet. `dataclasses.replace` keeps values that were filled in: with a new `hidden`, set `ffn` and
+    `head_dim` too.
 
-    layers: blocks of the decoder.
-    encoder_layers: blocks of the encoder, whose sizes are those of the decoder; 0: there is none. None: as
-        many as `layers` in families with an encoder.
-    kv_heads: heads of keys and values; equal to `heads` unless attention is grouped-query.
-    head_dim: features of a head; hidden / heads unless set.
-    ffn: inner width of the MLP.
-    vocab: entries of the tokeniser, without padding.
-    sequence: most positions that the model sees at once.
-    tied: head and token embedding share one weight.
-    dropout: one probability for embedding, attention and residual dropout; not with rotary positions.
-    rope_theta: base of the rotary frequencies.
-    rope: how they are scaled; None: not at all.
-    bias: biases in linear layers, and in LayerNorm.
-    moe: experts in place of the MLP, in every block unless they say else; None: none.
-    attention: what attention has beside heads.
-    mlp: `gelu` is GELU in its tanh form, `gelu_exact` by the error function, `relu2` the square of relu, all
-        without a gate; `swiglu` and `geglu` have a gate, of silu and of GELU in its tanh form;
-        `swiglu_clamped` is gpt-oss's, with bounds (arXiv 2508.10925, section 2).
-    norm: `rms1p` multiplies by 1 + weight (Gemma); a layer norm beside rotary positions has a bias.
-    block_norms: `pre`: attention and MLP have a norm before them; `sandwich`: one after them too (Gemma 2);
-        `post`: the sum with the residual stream is normalised, and there is no last norm (BART).
-    position_embedding: `relative`: a bias of the scores by head and distance, one table for all blocks of a
-        stack (T5).
-    embedding_scale: by which the token embedding is multiplied; 1.0: nothing.
-    embedding_norm: embeddings are normalised (BART).
-    logit_scale: by which the input of the output projection is multiplied; 1.0: nothing.
-    logit_softcap: logits are cap * tanh(logit / cap); 0.0: as they are.
-    lora: low-rank adapters beside linears; None: none.
-    beyond: what else the model does, in words; it changes no size and hardly a cost.
+    Raises:
+        StrettoError: a value out of its limits, or sizes that do not fit each other.
     """
 
-    family: Family
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    sequence: int
-    tied: bool
-    dropout: float
-    norm_eps: float
-    position_embedding: PositionEmbedding
-    rope_theta: float
-    rope: RopeScaling | None
-    bias: bool
-    moe: ExpertShape | None
-    attention: AttentionShape
-    mlp: Mlp
-    norm: Norm
-    block_norms: BlockNorms
-    embedding_scale: float
-    logit_softcap: float
-    lora: LoraShape | None
-    beyond: tuple[str, ...]
-    encoder_layers: int
-    embedding_norm: bool
-    logit_scale: float
+    family: Annotated[
+        Family,
+        Field(
+            "The usual values of all other fields. `gpt`: GPT-2 (learned positions, LayerNorm, GELU, "
+            "dropout). `llama`: Llama (rotary positions, RMSNorm, SwiGLU, grouped-query attention). The "
+            "others are in docs/models.md.",
+            null="the preset's",
+        ),
+    ]
+    layers: Annotated[
+        int,
+        Field(
+            "Transformer blocks; with an encoder, those of the decoder.",
+            gt=0,
+            largest=LARGEST_LAYERS,
+            null="the preset's",
+        ),
+    ]
+    encoder_layers: Annotated[
+        int,
+        Field(
+            "Blocks of the encoder, with the sizes of the decoder's, 0: no encoder.",
+            ge=0,
+            largest=LARGEST_LAYERS,
+            fix="0: a decoder alone",
+            null="the preset's, else as many as `layers` in families with an encoder (`t5`, `bart`)",
+        ),
+    ] = derived("family")
+    hidden: Annotated[
+        int, Field("Features of the residual stream.", gt=0, largest=1 << 22, null="the preset's")
+    ]
+    heads: Annotated[int, Field("Query heads of a block.", gt=0, largest=1 << 14, null="the preset's")]
+    kv_heads: Annotated[
+        int,
+        Field(
+            "Key and value heads of a block, a divisor of `heads`.",
+            gt=0,
+            largest=1 << 14,
+            null="the preset's, else `heads`",
+        ),
+    ] = derived("family", "heads")
+    head_dim: Annotated[
+        int,
+        Field(
+            "Features of a head.",
+            gt=0,
+            largest=1 << 20,
+            null="the preset's, else the family's, else `hidden / heads`",
+        ),
+    ] = derived("family", "hidden", "heads")
+    ffn: Annotated[
+        int,
+        Field(
+            "Inner width of the MLP.",
+            gt=0,
+            largest=1 << 24,
+            null="the preset's, else the family's ratio to `hidden`, as gpt `4 hidden` and llama "
+            "`8/3 hidden` rounded up to a multiple of 256",
+        ),
+    ] = derived("family", "hidden")
+    vocab: Annotated[
+        int,
+        Field(
+            "Entries of the embedding, without padding.",
+            gt=0,
+            largest=1 << 32,
+            null="those of the data's tokenizer",
+        ),
+    ]
+    sequence: Annotated[
+        int,
+        Field("Most tokens of context.", gt=0, largest=1 << 40, null="the preset's, else `data.sequence`"),
+    ]
+    dropout: Annotated[
+        float,
+        Field(
+            "Probability of dropout on embedding, attention and residual; not with rotary positions.",
+            ge=0,
+            lt=1,
+            fix="0.1 is usual, 0 switches it off",
+        ),
+    ] = 0.0
+    tied: Annotated[bool, Field("Head and embedding share one weight.")] = derived("family")
+    bias: Annotated[bool, Field("Biases in linear layers and LayerNorm.")] = derived("family")
+    norm_eps: Annotated[
+        float, Field("Added to the variance in LayerNorm and RMSNorm.", gt=0, fix="1e-5 is usual")
+    ] = 1e-5
+    rope_theta: Annotated[float, Field("Base of the rotary frequencies.", gt=0, fix="10000 is usual")] = (
+        10000.0
+    )
+    position_embedding: Annotated[
+        PositionEmbedding,
+        Field(
+            "Positions are `learned` and added to the embedding, or `rotary` or `relative`, in the attention "
+            "(`relative`: a bias of the scores by head and distance, one table for all blocks of a stack "
+            "(T5); only with an encoder)."
+        ),
+    ] = derived("family")
+    mlp: Annotated[
+        Mlp,
+        Field(
+            "Activation of the MLP: `gelu` (tanh form), `gelu_exact`, `relu`, `relu2` (its square, planned "
+            "only), or with a gate `swiglu`, `geglu` (Gemma) or `swiglu_clamped` (gpt-oss, arXiv 2508.10925, "
+            "section 2)."
+        ),
+    ] = derived("family")
+    norm: Annotated[
+        Norm,
+        Field("`layer`: LayerNorm; `rms`: RMSNorm; `rms1p`: RMSNorm times 1 + weight (Gemma)."),
+    ] = derived("family")
+    block_norms: Annotated[
+        BlockNorms,
+        Field(
+            "Norms before attention and MLP (`pre`), before and after (`sandwich`, Gemma), or of the sum "
+            "with the residual stream, without a last norm (`post`, BART)."
+        ),
+    ] = derived("family")
+    embedding_scale: Annotated[
+        float,
+        Field(
+            "Factor of the token embedding.",
+            gt=0,
+            fix="1.0 changes nothing",
+            null="the preset's, else the family's, as gemma2 `sqrt(hidden)`",
+        ),
+    ] = derived("family", "hidden")
+    logit_softcap: Annotated[
+        float, Field("Logits are `cap tanh(logit / cap)`, 0: unchanged.", ge=0, fix="0.0: none")
+    ] = derived("family")
+    embedding_norm: Annotated[bool, Field("Embeddings are normalised (BART).")] = derived("family")
+    logit_scale: Annotated[
+        float,
+        Field(
+            "Factor of the input of the output projection.",
+            gt=0,
+            fix="1.0 changes nothing",
+            null="the preset's, else the family's, as t5 `1 / sqrt(hidden)` if `tied`",
+        ),
+    ] = derived("family", "hidden")
+    attention: Annotated[AttentionShape, Field("Attention options other than head counts.")] = derived()
+    rope: Annotated[
+        RopeScaling | None, Field("How rotary positions reach beyond those of the first training.")
+    ] = None
+    moe: Annotated[
+        ExpertShape | None, Field("A mixture of experts in place of the MLP of every block, or of some.")
+    ] = None
+    lora: LoraShape | None = None
+    beyond: tuple[str, ...] = ()
+    """Features without a module here, for display; they change no size and hardly a cost."""
 
-    def __init__(
-        self,
-        *,
-        family: Family,
-        layers: int,
-        hidden: int,
-        heads: int,
-        vocab: int,
-        sequence: int,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        ffn: int | None = None,
-        tied: bool | None = None,
-        dropout: float = 0.0,
-        norm_eps: float = 1e-5,
-        position_embedding: PositionEmbedding | None = None,
-        rope_theta: float = 10000.0,
-        rope: RopeScaling | None = None,
-        bias: bool | None = None,
-        moe: ExpertShape | None = None,
-        attention: AttentionShape | None = None,
-        mlp: Mlp | None = None,
-        norm: Norm | None = None,
-        block_norms: BlockNorms | None = None,
-        embedding_scale: float | None = None,
-        logit_softcap: float | None = None,
-        lora: LoraShape | None = None,
-        beyond: tuple[str, ...] = (),
-        encoder_layers: int | None = None,
-        embedding_norm: bool | None = None,
-        logit_scale: float | None = None,
-    ) -> None:
-        """Fill in what was left out, and check.
-
-        Raises:
-            StrettoError: a size is no positive whole number, sizes do not divide, or do not fit each other.
-        """
-        _check_choice("family", family, FAMILIES)
-        _check_size("hidden", hidden)
-        _check_size("heads", heads)
-        usual = USUAL[family].values(hidden)
-        if head_dim is None:
-            head_dim = usual.get("head_dim") or _default_head_dim(hidden, heads)
-        chosen = {
-            "ffn": ffn,
-            "tied": tied,
-            "position_embedding": position_embedding,
-            "bias": bias,
-            "attention": attention,
-            "mlp": mlp,
-            "norm": norm,
-            "block_norms": block_norms,
-            "embedding_scale": embedding_scale,
-            "logit_softcap": logit_softcap,
-            "embedding_norm": embedding_norm,
-            "logit_scale": logit_scale,
-        }
-        filled = {
-            "family": family,
-            "layers": layers,
-            "hidden": hidden,
-            "heads": heads,
-            "kv_heads": heads if kv_heads is None else kv_heads,
-            "head_dim": head_dim,
-            "vocab": vocab,
-            "sequence": sequence,
-            "dropout": dropout,
-            "norm_eps": norm_eps,
-            "rope_theta": rope_theta,
-            "rope": rope,
-            "moe": moe,
-            "lora": lora,
-            "beyond": beyond,
-            "encoder_layers": encoder_layers,
-            **{name: usual[name] if value is None else value for name, value in chosen.items()},
-        }
-        if logit_scale is None and not filled["tied"]:
-            filled["logit_scale"] = 1.0
-        if encoder_layers is None:
-            filled["encoder_layers"] = layers if USUAL[family].encoder else 0
-        for name, value in filled.items():
+    def __post_init__(self) -> None:
+        check_fields(self, "family", "layers", "hidden", "heads")
+        defaults = FAMILY_DEFAULTS[self.family].values(self.layers, self.hidden, self.heads, self.tied)
+        defaults = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        if defaults.get("head_dim", 1) is None:
+            raise Problem(
+                "hidden",
+                self.hidden,
+                f"it must be a multiple of heads, which is {self.heads}",
+                f"hidden: {max(self.heads, (self.hidden + self.heads // 2) // self.heads * self.heads)}, "
+                "another number of heads, or head_dim set by hand",
+            )
+        for name, value in defaults.items():
             object.__setattr__(self, name, value)
-        for name in LARGEST_SIZES:
-            _check_size(name, filled[name])
-        _check(self)
+        check_fields(self)
+        if self.heads % self.kv_heads:
+            divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
+            fits = min(divisors, key=lambda n: abs(n - self.kv_heads))
+            rule = f"it must divide heads, which is {self.heads}"
+            raise Problem("kv_heads", self.kv_heads, rule, f"nearest: kv_heads: {fits}")
+        latent = self.latent
+        if latent is not None and latent.rope_dim >= self.head_dim:
+            rule = f"it must be below head_dim, which is {self.head_dim} and includes it"
+            raise Problem("rope_dim", latent.rope_dim, rule, f"head_dim: {latent.rope_dim + 128}")
+        if latent is not None and self.kv_heads != self.heads:
+            rule = "latent attention makes keys and values of every head"
+            raise Problem("kv_heads", self.kv_heads, rule, f"kv_heads: {self.heads}")
+        if self.rotary and self.rope_dim % 2:
+            name = "head_dim" if latent is None else "rope_dim"
+            rule = "it must be even: rotary positions turn pairs of features"
+            raise Problem(name, self.rope_dim, rule, f"nearest: {name}: {self.rope_dim + 1}")
+        if self.rotary and self.dropout:
+            rule = "models with rotary positions have none"
+            raise Problem("dropout", self.dropout, rule, "dropout: 0, or family: gpt")
 
     @property
     def gated(self) -> bool:
@@ -399,137 +430,41 @@ def _unbuilt(shape: ModelShape) -> list[str]:
     return [words for words, there in said if there]
 
 
-def _default_head_dim(hidden: int, heads: int) -> int:
-    if hidden % heads:
-        fits = _nearest_multiple(hidden, heads)
-        raise Problem(
-            "hidden",
-            hidden,
-            f"it must be a multiple of heads, which is {heads}",
-            f"hidden: {fits}, another number of heads, or head_dim set by hand",
-        )
-    return hidden // heads
-
-
-def _nearest_multiple(value: int, of: int) -> int:
-    return max(of, (value + of // 2) // of * of)
-
-
-def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        near = nearest(str(value), allowed)
-        hint = f"did you mean {near!r}?" if near else None
-        raise Problem(name, value, f"it must be one of {', '.join(allowed)}", hint)
-
-
-def _check_size(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise Problem(name, value, "it must be a whole number above 0", f"set {name} to 1 or more")
-    if value > (most := LARGEST_SIZES[name]):
-        raise Problem(name, value, f"it must be at most {most}", "is it a typing error?")
-
-
-def _check(shape: ModelShape) -> None:
-    if shape.heads % shape.kv_heads:
-        divisors = [n for n in range(1, shape.heads + 1) if shape.heads % n == 0]
-        fits = min(divisors, key=lambda n: abs(n - shape.kv_heads))
-        rule = f"it must divide heads, which is {shape.heads}"
-        raise Problem("kv_heads", shape.kv_heads, rule, f"nearest: kv_heads: {fits}")
-    if not 0.0 <= shape.dropout < 1.0:
-        raise Problem("dropout", shape.dropout, "it must be in [0, 1)", "0.1 is usual, 0 switches it off")
-    if shape.norm_eps <= 0.0:
-        raise Problem("norm_eps", shape.norm_eps, "it must be above 0", "1e-5 is usual")
-    _check_choice("mlp", shape.mlp, MLPS)
-    _check_choice("norm", shape.norm, NORMS)
-    _check_choice("block_norms", shape.block_norms, BLOCK_NORMS)
-    _check_choice("position_embedding", shape.position_embedding, POSITION_EMBEDDINGS)
-    if not 0.0 < shape.embedding_scale < float("inf"):
-        raise Problem("embedding_scale", shape.embedding_scale, "it must be above 0", "1.0 changes nothing")
-    if not 0.0 < shape.logit_scale < float("inf"):
-        raise Problem("logit_scale", shape.logit_scale, "it must be above 0", "1.0 changes nothing")
-    if not 0 <= shape.encoder_layers <= (most := LARGEST_SIZES["layers"]):
-        rule = f"it must be a whole number from 0 to {most}"
-        raise Problem("encoder_layers", shape.encoder_layers, rule, "0: a decoder alone")
-    if not 0.0 <= shape.logit_softcap < float("inf"):
-        raise Problem("logit_softcap", shape.logit_softcap, "it must be 0 or more", "0.0: none")
-    latent = shape.latent
-    if latent is not None and latent.rope_dim >= shape.head_dim:
-        rule = f"it must be below head_dim, which is {shape.head_dim} and holds it"
-        raise Problem("rope_dim", latent.rope_dim, rule, f"head_dim: {latent.rope_dim + 128}")
-    if latent is not None and shape.kv_heads != shape.heads:
-        rule = "latent attention makes keys and values of every head"
-        raise Problem("kv_heads", shape.kv_heads, rule, f"kv_heads: {shape.heads}")
-    if shape.rotary:
-        _check_rotary(shape)
-
-
-def _check_rotary(shape: ModelShape) -> None:
-    if shape.rope_dim % 2:
-        name = "head_dim" if shape.latent is None else "rope_dim"
-        rule = "it must be even: rotary positions turn pairs of features"
-        raise Problem(name, shape.rope_dim, rule, f"nearest: {name}: {shape.rope_dim + 1}")
-    if shape.dropout:
-        raise Problem(
-            "dropout", shape.dropout, "models with rotary positions have none", "dropout: 0, or family: gpt"
-        )
-    if shape.rope_theta <= 0.0:
-        raise Problem("rope_theta", shape.rope_theta, "it must be above 0", "10000 is usual")
-
-
-# written only where they are not the family's usual
-_LATER = (
-    "position_embedding",
-    "rope",
-    "attention",
-    "mlp",
-    "norm",
-    "block_norms",
-    "embedding_scale",
-    "logit_softcap",
-    "lora",
-    "beyond",
-    "embedding_norm",
-    "logit_scale",
+# fields of the first records; all others are left out if they have the family's default
+_FIRST_RECORDS = frozenset(
+    (
+        *("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "sequence", "tied"),
+        *("dropout", "norm_eps", "rope_theta", "bias", "moe"),
+    )
 )
 
 
 def shape_to_record(shape: ModelShape) -> dict[str, Any]:
-    """The fields of the shape, in values that JSON has."""
+    """Return the fields of a shape as JSON has them."""
+    defaults = FAMILY_DEFAULTS[shape.family]
     usual = ModelShape(
         family=shape.family, layers=1, hidden=shape.hidden, heads=1, head_dim=256, vocab=1, sequence=1
     )
-    same = {name for name in _LATER if getattr(shape, name) == getattr(usual, name)}
-    if not shape.encoder_layers and not USUAL[shape.family].encoder:
-        same.add("encoder_layers")
-    return {name: value for name, value in asdict(shape).items() if name not in same}
+    left_out = {
+        name
+        for name, value in fields_of(usual).items()
+        if name not in _FIRST_RECORDS and getattr(shape, name) == value
+    }
+    if defaults.encoder or shape.encoder_layers:
+        left_out.discard("encoder_layers")
+    return {name: value for name, value in asdict(shape).items() if name not in left_out}
 
 
-def shape_from_record(sizes: Mapping[str, Any]) -> ModelShape:
-    """The shape of such fields; a field that was not there yet when they were written takes its usual value.
+def shape_from_record(record: Mapping[str, Any]) -> ModelShape:
+    """Return the shape with these fields; a field that older records lack takes its default.
 
     Raises:
-        TypeError: they are not a shape's fields.
+        TypeError: a name that is no field of a shape.
         StrettoError: the sizes do not fit each other.
     """
-    experts, attention = sizes.get("moe"), sizes.get("attention")
-    moe = ExpertShape(**experts) if isinstance(experts, Mapping) else None
-    rope = sizes.get("rope")
-    fields: dict[str, Any] = {
-        **sizes,
-        "moe": moe,
-        "rope": RopeScaling(**rope) if isinstance(rope, Mapping) else None,
-        "beyond": tuple(sizes.get("beyond", ())),
-    }
-    if isinstance(lora := sizes.get("lora"), Mapping):
-        adapters = dict(cast(Mapping[str, Any], lora))
-        fields["lora"] = LoraShape(targets=tuple(adapters.pop("targets")), **adapters)
-    if isinstance(attention, Mapping):
-        special = dict(cast(Mapping[str, Any], attention))
-        latent = special.pop("latent", None)
-        fields["attention"] = AttentionShape(**special, latent=latent and LatentShape(**latent))
-    return ModelShape(**fields)
+    return from_plain(ModelShape, record)
 
 
 def fields_of(shape: ModelShape) -> dict[str, Any]:
-    """The fields as they are, what is a shape of its own among them whole."""
-    return {name: getattr(shape, name) for name in shape.__dataclass_fields__}
+    """Return the fields by name; parts such as `attention` are not taken apart."""
+    return {name: getattr(shape, name) for name in declared(ModelShape)}

@@ -38,9 +38,10 @@ from stretto.planner.counts.activations import (
 from stretto.planner.counts.published_activations import published_formula
 from stretto.spec.attention import AttentionKernel, AttentionShape, ContextKind
 from stretto.spec.experts import ExpertShape
+from stretto.spec.families import Family
 from stretto.spec.flops import Recompute
 from stretto.spec.job import Job
-from stretto.spec.shape import Family, ModelShape
+from stretto.spec.shape import ModelShape
 
 SEQUENCE, BATCH = 64, 2
 # wide enough for what papers leave out, the statistics of norms, to be less than 1% of the rest

@@ -11,7 +11,7 @@ from stretto.errors import StrettoError, nearest
 from stretto.planner.machines.reading import shipped
 from stretto.planner.table.values import read_choice, read_flag, read_number, squeezed
 from stretto.program import names as schedules
-from stretto.spec.shape import FAMILIES
+from stretto.spec.families import FAMILIES
 
 Kind = Literal["whole", "number", "share", "percent", "flag", "choice", "text"]
 Value = int | float | bool | str

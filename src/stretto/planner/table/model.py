@@ -10,9 +10,10 @@ from typing import Any
 from stretto.errors import StrettoError, UnknownName
 from stretto.planner.table.cells import Cells
 from stretto.spec.experts import ExpertShape
+from stretto.spec.families import Family
 from stretto.spec.parameters import count_parameters
 from stretto.spec.presets import PRESETS, find_shape, preset
-from stretto.spec.shape import Family, ModelShape
+from stretto.spec.shape import ModelShape
 
 SEQUENCE = 2048  # tokens of a sample of a model that is not published
 _VOCABULARY = 50257  # GPT-2's

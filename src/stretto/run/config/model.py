@@ -12,7 +12,7 @@ from stretto.errors import Problem, StrettoError, UnknownName
 from stretto.run.config.section import Section
 from stretto.spec.attention import AttentionShape, HeadNorm, LatentShape, RopeScaling, RopeType
 from stretto.spec.experts import Drop, ExpertShape, GroupScore, Score
-from stretto.spec.families import USUAL, Family
+from stretto.spec.families import FAMILY_DEFAULTS, Family
 from stretto.spec.initial import Initial
 from stretto.spec.presets import find_shape
 from stretto.spec.shape import BlockNorms, Mlp, ModelShape, Norm, PositionEmbedding, fields_of
@@ -350,7 +350,7 @@ class ExpertConfig(Section):
                 fix = f"model.moe.experts=8, or model.moe.{name}=null"
                 raise Problem(f"moe.{name}", value, "the model has no experts", fix)
             return None
-        base: dict[str, Any] = dict(USUAL[family].experts) if known is None else asdict(known)
+        base: dict[str, Any] = dict(FAMILY_DEFAULTS[family].experts) if known is None else asdict(known)
         try:
             return ExpertShape(**{**base, **sizes})
         except StrettoError as error:
@@ -529,7 +529,7 @@ class ModelConfig(Section):
         sizes = self._configured
         if self.preset is None:
             assert self.family is not None  # checked above
-            usual = USUAL[self.family].shape.get("attention", AttentionShape())
+            usual = FAMILY_DEFAULTS[self.family].attention
             filled: dict[str, Any] = {"vocab": vocab, "sequence": sequence, **sizes}
             return ModelShape(**filled, **self._parts(self.family, usual, None, None))
         known = find_shape(Path(self.preset).expanduser())

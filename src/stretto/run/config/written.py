@@ -18,7 +18,7 @@ from stretto.run.config.schema import ScheduleConfig, TrainConfig
 from stretto.run.config.section import Section
 from stretto.run.config.source import CoreDumper
 from stretto.spec.attention import AttentionShape
-from stretto.spec.families import USUAL
+from stretto.spec.families import FAMILY_DEFAULTS
 from stretto.spec.initial import Initial
 from stretto.spec.job import Job
 from stretto.spec.presets import PRESETS, preset
@@ -156,7 +156,7 @@ def _model(shape: ModelShape) -> dict[str, Any]:
     fields = {name: getattr(shape, name) for name in names}
     if not shape.rotary:
         del fields["rope_theta"]
-    usual = USUAL[shape.family]
+    usual = FAMILY_DEFAULTS[shape.family]
     attention = usual.shape.get("attention", AttentionShape())
     parts = {
         "attention": _changes(shape.attention, attention, AttentionConfig),

@@ -29,8 +29,9 @@ from stretto.run.data.boundaries import boundaries_of
 from stretto.run.data.chat_template import ChatTemplate
 from stretto.run.data.tokenizer import Tokenizer
 from stretto.run.train.companions import GENERATION, run_folder
+from stretto.spec.families import FAMILIES
 from stretto.spec.job import Job
-from stretto.spec.shape import FAMILIES, ModelShape, shape_from_record
+from stretto.spec.shape import ModelShape, shape_from_record
 
 
 def shape_of(checkpoint: Path) -> ModelShape:

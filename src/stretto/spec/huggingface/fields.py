@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from stretto.errors import Problem, StrettoError
-from stretto.spec.shape import LARGEST_SIZES
+from stretto.spec.shape import LARGEST_LAYERS
 
 LONGEST = 60  # characters of a value in a message
 
@@ -36,7 +36,7 @@ def _is_number(value: object, above: float = -1e30) -> bool:
 
 SIZE: Final = whole(1, 10**8)
 COUNT: Final = whole(0, 10**8)
-LAYERS: Final = whole(1, LARGEST_SIZES["layers"])
+LAYERS: Final = whole(1, LARGEST_LAYERS)
 EXPERTS: Final = whole(1, 100_000)
 NUMBER: Final = Type("a finite number", _is_number)
 POSITIVE: Final = Type("a finite number above 0", lambda value: _is_number(value, above=0.0))

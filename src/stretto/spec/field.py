@@ -1,0 +1,178 @@
+"""How a field is declared: once, in a frozen dataclass, as in
+
+    layers: Annotated[int, Field("Transformer blocks.", gt=0)] = 12
+
+Type, default, limits and description stand there alone. The schema of the YAML file, overrides, errors, the
+reference page and the checks of shapes built in Python are derived from it. A field without a `Field` is
+not part of any config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from stretto.errors import Problem, nearest
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Field:
+    """Description and limits of a field.
+
+    Attributes:
+        doc: its meaning, for the reference page.
+        gt, ge, lt, le: limits of a number: above, at least, below, at most.
+        largest: a limit far above all sensible values, which the reference page leaves out.
+        off: the value in a config that stands for None, where null stands for the default.
+        null: what null stands for in a config that changes a preset; by default the preset's value, else the
+            family's or that of the declaration.
+        fix: the hint of an error about a value out of the limits.
+        examples: values, for the reference page.
+        pattern: a regular expression for a text.
+        filled: a text or list must not be empty.
+        check: raises StrettoError for a value of the right type that is still wrong; the message continues
+            the field's name.
+    """
+
+    doc: str
+    gt: float | None = None
+    ge: float | None = None
+    lt: float | None = None
+    le: float | None = None
+    largest: int | None = None
+    off: Any = None
+    null: str | None = None
+    fix: str | None = None
+    examples: tuple[str, ...] = ()
+    pattern: str | None = None
+    filled: bool = False
+    check: Callable[[Any], None] | None = None
+
+    def limits(self) -> list[str]:
+        """The limits in words, such as "above 0"."""
+        words = {"above": self.gt, "at least": self.ge, "below": self.lt, "at most": self.le}
+        return [f"{word} {limit}" for word, limit in words.items() if limit is not None]
+
+    def holds(self, value: float) -> bool:
+        """True if a number is finite and within the limits."""
+        return (
+            -float("inf") < value < float("inf")
+            and (self.gt is None or value > self.gt)
+            and (self.ge is None or value >= self.ge)
+            and (self.lt is None or value < self.lt)
+            and (self.le is None or value <= self.le)
+        )
+
+
+class Declared(NamedTuple):
+    """A field of a dataclass as it was declared.
+
+    Attributes:
+        type: without the `Field`.
+        kinds: the members of a union, or the one type; None is `NoneType`.
+        default: `MISSING` if the field must be given.
+    """
+
+    name: str
+    type: Any
+    kinds: tuple[Any, ...]
+    field: Field | None
+    default: Any
+    metadata: Mapping[Any, Any]
+
+
+@cache
+def declared(cls: type) -> Mapping[str, Declared]:
+    """All fields of a dataclass by name, in the order of the declaration."""
+    hints = get_type_hints(cls, include_extras=True)
+    result: dict[str, Declared] = {}
+    for item in fields(cast(Any, cls)):
+        kind, about = hints[item.name], None
+        if get_origin(kind) is Annotated:
+            kind, *extras = get_args(kind)
+            about = next((extra for extra in extras if isinstance(extra, Field)), None)
+        kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        result[item.name] = Declared(item.name, kind, kinds, about, default, item.metadata)
+    return result
+
+
+def derived(*follows: str) -> Any:
+    """The default of a field whose value comes from the family and from other fields.
+
+    Args:
+        follows: a change of one of these fields of a preset brings the default back.
+    """
+    return field(default=None, metadata={"follows": follows})
+
+
+def check_fields(instance: Any, *names: str) -> None:
+    """Check the declared limits and choices of a dataclass that was built in Python.
+
+    Args:
+        names: the fields; none: all.
+
+    Raises:
+        Problem: names the first field with a wrong value.
+    """
+    for name, item in declared(type(instance)).items():
+        about, value = item.field, getattr(instance, name)
+        if (names and name not in names) or about is None or (value is None and NoneType in item.kinds):
+            continue
+        for kind in item.kinds:
+            if get_origin(kind) is Literal:
+                check_choice(name, value, get_args(kind))
+        if not {int, float} & set(item.kinds):
+            continue
+        whole = "a whole number " if int in item.kinds else ""
+        if (
+            not isinstance(value, int if whole else int | float)
+            or isinstance(value, bool)
+            or not about.holds(value)
+        ):
+            least = about.gt + 1 if about.gt is not None else about.ge
+            fix = f"set {name} to {least} or more" if whole and least is not None else None
+            raise Problem(name, value, f"it must be {whole}{' and '.join(about.limits())}", about.fix or fix)
+        if about.largest is not None and value > about.largest:
+            raise Problem(name, value, f"it must be at most {about.largest}", "is it a typing error?")
+
+
+def from_plain(cls: type[T], values: Mapping[str, Any]) -> T:
+    """Return a dataclass with the values of a record in JSON, in which parts are mappings and tuples lists.
+
+    Raises:
+        TypeError: a name that is no field.
+    """
+    built = dict[str, Any](values)
+    for name, value in values.items():
+        kinds = declared(cls)[name].kinds if name in declared(cls) else ()
+        part: Any = next((kind for kind in kinds if is_dataclass(kind)), None)
+        if part is not None and isinstance(value, Mapping):
+            built[name] = from_plain(part, cast("Mapping[str, Any]", value))
+        elif isinstance(value, list) and any(get_origin(kind) is tuple for kind in kinds):
+            built[name] = tuple(cast("list[Any]", value))
+    return cls(**built)
+
+
+def check_choice(name: str, value: object, allowed: tuple[Any, ...]) -> None:
+    """Raise Problem if a value is not one of the allowed words."""
+    if value not in allowed:
+        near = nearest(str(value), allowed)
+        hint = f"did you mean {near!r}?" if near else None
+        raise Problem(name, value, f"it must be one of {', '.join(allowed)}", hint)
