@@ -31,7 +31,7 @@ from stretto.errors import Problem, nearest
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Field:
     """Description and limits of a field.
 
@@ -50,7 +50,7 @@ class Field:
             the field's name.
     """
 
-    doc: str
+    doc: str = field(kw_only=False)
     gt: float | None = None
     ge: float | None = None
     lt: float | None = None
@@ -109,7 +109,9 @@ def declared(cls: type) -> Mapping[str, Declared]:
             about = next((extra for extra in extras if isinstance(extra, Field)), None)
         kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
         default = item.default if item.default_factory is MISSING else item.default_factory()
-        result[item.name] = Declared(item.name, kind, kinds, about, default, item.metadata)
+        result[item.name] = Declared(
+            name=item.name, type=kind, kinds=kinds, field=about, default=default, metadata=item.metadata
+        )
     return result
 
 
