@@ -25,6 +25,7 @@ ROOMS = (
     *("engine.device", "engine.offload", "engine.progress"),
     *("engine.compiler", "engine.loops", "engine.kernels", "engine.documents", "engine.flex"),
     *("engine.parallel", "engine.pipeline", "engine.models", "engine.optim", "engine.checkpoint", "prove"),
+    "autosplit",
     *("run.config", "run.launch", "run.data", "run.diagnose", "run.watch", "run.train"),
     *("run.evaluate", "run.generate", "run.calibrate"),
     *("run.verify", "run.dryrun", "run.compare", "recommender"),
@@ -224,6 +225,7 @@ def test_light_modules_import_no_torch() -> None:
         "stretto.run.train.job",  # starts the server that imports torch for the ranks, at the same time
         "stretto.recommender.train.job",
         *(f"stretto.engine.checkpoint.{name}" for name in ("folder", "manifest", "index")),
+        *(f"stretto.autosplit.{name}" for name in ("network", "costs", "solver", "plan", "picture")),
     ]
     assert without_torch(light)
 

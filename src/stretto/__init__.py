@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from stretto import prove
+    from stretto.autosplit.plan_module import plan_module
     from stretto.engine.optim.data_parallel import data_parallel
     from stretto.engine.parallel.mesh import Mesh
     from stretto.engine.parallel.parallelize import parallelize
-    from stretto.engine.parallel.plan_module import plan_module
     from stretto.engine.parallel.styles import (
         BatchParallel,
         ColumnParallel,
@@ -102,7 +102,7 @@ _MODULES = {
     "stretto.engine.optim.data_parallel": ("data_parallel",),
     "stretto.engine.parallel.mesh": ("Mesh",),
     "stretto.engine.parallel.parallelize": ("parallelize",),
-    "stretto.engine.parallel.plan_module": ("plan_module",),
+    "stretto.autosplit.plan_module": ("plan_module",),
     "stretto.engine.parallel.styles": (
         "BatchParallel",
         "ColumnParallel",

@@ -15,9 +15,9 @@ from stretto.errors import StrettoError, nearest
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stretto.engine.parallel.plan_module import ModulePlan
+    from stretto.autosplit.network import StyleName
+    from stretto.autosplit.plan_module import ModulePlan
     from stretto.planner.machines.device import Precision
-    from stretto.planner.splits.network import StyleName
 
 _EXAMPLE = "stretto split examples/split_layers.py:alexnet --cluster a100:4"
 
@@ -84,7 +84,7 @@ def split(
     if precision not in (None, *known):
         raise StrettoError(f"--precision {precision}", hint=" or ".join(known))
     with failures_reported():
-        from stretto.engine.parallel.plan_module import plan_module
+        from stretto.autosplit.plan_module import plan_module
 
         model, example = _made(path, function)
         made = plan_module(

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.autosplit.costs import Machine, Prices, conversion
+from stretto.autosplit.network import Choice, Network, Operator, Product, Split
+from stretto.autosplit.plan import SplitPlan, plan_splits
+from stretto.autosplit.solver import Cost
 from stretto.errors import StrettoError
 from stretto.planner.machines.catalogue import find_cluster
-from stretto.planner.splits.costs import Machine, Prices, conversion
-from stretto.planner.splits.network import Choice, Network, Operator, Product, Split
-from stretto.planner.splits.plan import SplitPlan, plan_splits
-from stretto.planner.splits.solver import Cost
 
 
 def machine(ranks: int, cluster: str = "a100", **more: int) -> Machine:

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from stretto.autosplit.network import OUTPUT, Choice, Network, Operator, Product, Split
+from stretto.autosplit.solver import Cost
 from stretto.planner.machines.cluster import Cluster, Collective, Group
 from stretto.planner.machines.device import Precision
-from stretto.planner.splits.network import OUTPUT, Choice, Network, Operator, Product, Split
-from stretto.planner.splits.solver import Cost
 from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.operators import matmul_seconds, pass_seconds
 

@@ -23,10 +23,10 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
+from stretto.autosplit.network import INPUT, OUTPUT, Network, Operator, Product, Split, StyleName
 from stretto.engine.parallel.follow import ELEMENTWISE, ELEMENTWISE_MODULES
 from stretto.engine.parallel.tensor.dropout import KeyedDropout
 from stretto.errors import StrettoError
-from stretto.planner.splits.network import INPUT, OUTPUT, Network, Operator, Product, Split, StyleName
 
 _MANY, _FEW = 4, 2  # samples of the trials; two, since BatchNorm refuses a single one
 _LARGEST = 2**27  # elements of a trial

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.planner.splits.solver import Cost, Problem, Solution, solve
+from stretto.autosplit.solver import Cost, Problem, Solution, solve
 
 COSTS = st.builds(Cost, st.integers(0, 9).map(float), st.integers(0, 9).map(float))
 

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ranks import on_ranks
+from stretto.autosplit.network import Network, StyleName
+from stretto.autosplit.plan_module import ModulePlan, plan_module
+from stretto.autosplit.trace import trace_network
 from stretto.engine.parallel.follow import follow
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import parallelize
-from stretto.engine.parallel.plan_module import ModulePlan, plan_module
 from stretto.engine.parallel.styles import BatchParallel
-from stretto.engine.parallel.traced import trace_network
 from stretto.engine.parallel.traffic import traffic
 from stretto.engine.pipeline import sum_gradients
 from stretto.errors import StrettoError
 from stretto.layout import Layout
-from stretto.planner.splits.network import Network, StyleName
 
 BATCH = 8
 EXAMPLE = torch.empty(BATCH, 3, 8, 8, dtype=torch.float64)

@@ -8,11 +8,11 @@ from fnmatch import fnmatchcase
 from itertools import combinations, product
 from types import MappingProxyType
 
+from stretto.autosplit.costs import Exchange, Exchanges, Machine, Prices, Share
+from stretto.autosplit.network import NATURAL, Choice, Network, Operator, StyleName
+from stretto.autosplit.solver import Cost, Problem, solve
 from stretto.errors import StrettoError, nearest
 from stretto.planner.memory.fits import RESERVE
-from stretto.planner.splits.costs import Exchange, Exchanges, Machine, Prices, Share
-from stretto.planner.splits.network import NATURAL, Choice, Network, Operator, StyleName
-from stretto.planner.splits.solver import Cost, Problem, solve
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from stretto.autosplit.costs import Machine
+from stretto.autosplit.network import Split, StyleName
+from stretto.autosplit.picture import split_svg, split_table
+from stretto.autosplit.plan import SplitPlan, plan_splits
+from stretto.autosplit.trace import trace_network
 from stretto.engine.parallel.styles import (
     BatchParallel,
     ColumnParallel,
@@ -17,15 +22,10 @@ from stretto.engine.parallel.styles import (
     Replicate,
     RowParallel,
 )
-from stretto.engine.parallel.traced import trace_network
 from stretto.errors import StrettoError
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.machines.device import Precision
-from stretto.planner.splits.costs import Machine
-from stretto.planner.splits.network import Split, StyleName
-from stretto.planner.splits.plan import SplitPlan, plan_splits
-from stretto.view.splits import split_svg, split_table
 
 _STYLES: dict[StyleName, type[Replicate | BatchParallel | ColumnParallel | RowParallel]] = {
     "replicate": Replicate,

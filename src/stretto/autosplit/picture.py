@@ -9,7 +9,7 @@ from stretto.view.colours import Rgb, hexed, text_on
 from stretto.view.svg import element, page, words
 
 if TYPE_CHECKING:
-    from stretto.planner.splits.plan import Conversion, Line, SplitPlan
+    from stretto.autosplit.plan import Conversion, Line, SplitPlan
 
 MIB = 2**20
 

@@ -1,1 +1,0 @@
-"""How each operator of a network is best split over the ranks."""
