@@ -190,14 +190,14 @@ def _block_table(job: MemoryJob) -> Table:
     from stretto.planner.counts.activations import block_saved, total
     from stretto.planner.counts.published_activations import published_formula
 
-    how = _how(job)
+    compute = _how(job)
     table = side_table("one block keeps", "bytes", "formula")
-    saved = block_saved(job.shape, how)
+    saved = block_saved(job.shape, compute)
     for tensor in saved:
         table.add_row(tensor.name, f"{tensor.bytes:,}", tensor.formula)
     table.add_section()
     table.add_row("sum", f"{total(saved):,}", "")
-    published = published_formula(job.shape, how)
+    published = published_formula(job.shape, compute)
     if published is not None:
         table.add_row(published.source, f"{published.bytes:,.0f}", published.formula)
     return table
@@ -236,8 +236,8 @@ def _measured_table(ranks: Sequence[RankMemory], held: Sequence[RankHeld]) -> Ta
 
 def _how(job: MemoryJob) -> Any:
     """The computation of most blocks, where their recomputation differs."""
-    most = max(set(job.modes), key=job.modes.count) if job.modes else job.how.recompute
-    return replace(job.how, recompute=most)
+    most = max(set(job.modes), key=job.modes.count) if job.modes else job.compute.recompute
+    return replace(job.compute, recompute=most)
 
 
 def show_modes(job: Job, as_json: bool) -> None:

@@ -76,51 +76,55 @@ def _table(t: Tensor) -> bool:
     return t.dim() == 2 and t.shape[1] == LLAMA.head_dim // 2 and len(t) <= SEQUENCE
 
 
-def expected(shape: ModelShape, how: ComputeConfig) -> int:
-    return total(block_saved(shape, how))
+def expected(shape: ModelShape, compute: ComputeConfig) -> int:
+    return total(block_saved(shape, compute))
 
 
-def parallel_model(shape: ModelShape, how: ComputeConfig, mesh: Mesh) -> LanguageModel:
+def parallel_model(shape: ModelShape, compute: ComputeConfig, mesh: Mesh) -> LanguageModel:
     """This rank's share of the model, in training."""
     torch.manual_seed(1)
     model, keys = build(shape), DropoutKeys(2)
-    keys.samples = range(how.batch)
-    choose_kernel(model, how.attention)
+    keys.samples = range(compute.batch)
+    choose_kernel(model, compute.attention)
     lean_norms(model)
     key_dropout(model, keys)
     job = Job(
         shape=shape,
         layout=mesh.layout,
-        sequence=how.sequence,
-        sequence_parallel=how.sequence_parallel,
-        context=how.context,
-        vocab_multiple=how.vocab_multiple,
+        sequence=compute.sequence,
+        sequence_parallel=compute.sequence_parallel,
+        context=compute.context,
+        vocab_multiple=compute.vocab_multiple,
     )
     parallelize(model, sharding_plan(job), mesh)
-    if how.element == 2:
+    if compute.element == 2:
         to_halves(model)
     else:
-        model.to(DTYPES[how.element])
+        model.to(DTYPES[compute.element])
     bind_auxiliary(model, Auxiliary(torch.device("cpu")))
-    recompute_blocks(list(model.blocks), [how.recompute], mesh, how.shard_inputs)
+    recompute_blocks(list(model.blocks), [compute.recompute], mesh, compute.shard_inputs)
     return model
 
 
-def measured(shape: ModelShape, how: ComputeConfig, mesh: Mesh) -> int:
+def measured(shape: ModelShape, compute: ComputeConfig, mesh: Mesh) -> int:
     """Bytes that this rank's share of one block keeps."""
-    block = parallel_model(shape, how, mesh).blocks[0]
-    x = torch.randn(how.batch, how.shard // how.batch, shape.hidden, dtype=DTYPES[how.element])
+    block = parallel_model(shape, compute, mesh).blocks[0]
+    x = torch.randn(
+        compute.batch, compute.shard // compute.batch, shape.hidden, dtype=DTYPES[compute.element]
+    )
     x.requires_grad_()
     return kept(lambda: block(x * 1.0), storages(block))
 
 
-def measured_ends(shape: ModelShape, how: ComputeConfig, mesh: Mesh) -> tuple[int, int]:
+def measured_ends(shape: ModelShape, compute: ComputeConfig, mesh: Mesh) -> tuple[int, int]:
     """Bytes that the embedding keeps, and those of head and loss; token ids and positions left out."""
-    model = parallel_model(shape, how, mesh)
-    length = how.tokens // how.batch
-    ids = torch.randint(shape.vocab, (how.batch, length))
-    targets = torch.randint(shape.vocab, (how.batch, length))
-    x = torch.randn(how.batch, how.shard // how.batch, shape.hidden, dtype=DTYPES[how.element])
+    model = parallel_model(shape, compute, mesh)
+    length = compute.tokens // compute.batch
+    ids = torch.randint(shape.vocab, (compute.batch, length))
+    targets = torch.randint(shape.vocab, (compute.batch, length))
+    x = torch.randn(
+        compute.batch, compute.shard // compute.batch, shape.hidden, dtype=DTYPES[compute.element]
+    )
     x.requires_grad_()
     first = kept(lambda: model.embed(ids), storages(model))
     batch = {targets.untyped_storage().data_ptr()}
@@ -155,16 +159,16 @@ def published_cases(tp: int) -> list[ComputeConfig]:
 def other_cases(tp: int) -> Cases:
     """Ours: flash and explicit attention, grouped heads, no dropout, all types."""
     made = Cases()
-    for how in published_cases(tp):
+    for compute in published_cases(tp):
         for shape in (
             LLAMA,
             replace(LLAMA, kv_heads=1),
             replace(GPT, dropout=0.0),
         ):
-            made.append((shape, replace(how, attention="auto", element=4)))
-            if how.recompute == "none":
-                made.append((shape, replace(how, element=8, batch=1)))
-                made.append((shape, replace(how, attention="auto")))
+            made.append((shape, replace(compute, attention="auto", element=4)))
+            if compute.recompute == "none":
+                made.append((shape, replace(compute, element=8, batch=1)))
+                made.append((shape, replace(compute, attention="auto")))
     return made
 
 
@@ -172,10 +176,12 @@ def context_cases(tp: int) -> Cases:
     """Both ways to split the sequence over two ranks, beside everything else."""
     made = Cases()
     for shape in (GPT, replace(GPT, dropout=0.0), LLAMA, replace(LLAMA, kv_heads=1)):
-        for how in published_cases(tp):
+        for compute in published_cases(tp):
             for context in CONTEXTS:
-                for attention in ATTENTION if how.recompute == "none" else ATTENTION[:1]:
-                    made.append((shape, replace(how, cp=2, context=context, attention=attention, element=4)))
+                for attention in ATTENTION if compute.recompute == "none" else ATTENTION[:1]:
+                    made.append(
+                        (shape, replace(compute, cp=2, context=context, attention=attention, element=4))
+                    )
         made += [
             (shape, ComputeConfig(batch=BATCH, sequence=SEQUENCE, tp=tp, cp=2, context=context))
             for context in CONTEXTS
@@ -187,17 +193,17 @@ def end_cases(tp: int) -> Cases:
     made = Cases()
     for shape in (GPT, replace(LLAMA, vocab=33)):
         for element in (2, 4, 8):
-            how = ComputeConfig(batch=BATCH, sequence=SEQUENCE, element=element, tp=tp)
-            made += [(shape, how), (shape, replace(how, vocab_multiple=8))]
+            compute = ComputeConfig(batch=BATCH, sequence=SEQUENCE, element=element, tp=tp)
+            made += [(shape, compute), (shape, replace(compute, vocab_multiple=8))]
             if tp > 1:
-                made.append((shape, replace(how, sequence_parallel=True)))
+                made.append((shape, replace(compute, sequence_parallel=True)))
     return made
 
 
 def measure_all(layout: Layout, cases: Cases, ends: Cases) -> tuple[list[int], list[tuple[int, int]]]:
     mesh = Mesh(layout)
-    results = [measured(shape, how, mesh) for shape, how in cases]
-    at_ends = [measured_ends(shape, how, mesh) for shape, how in ends]
+    results = [measured(shape, compute, mesh) for shape, compute in cases]
+    at_ends = [measured_ends(shape, compute, mesh) for shape, compute in ends]
     mesh.close()
     return results, at_ends
 
@@ -217,49 +223,52 @@ def test_flex_attention(special: AttentionShape, element: int, monkeypatch: pyte
     monkeypatch.setattr(flex, "_compiled", lambda: torch_flex.flex_attention)
     monkeypatch.setattr(flex, "refusal", lambda *_, **__: None)
     shape = replace(LLAMA, attention=special)
-    how = ComputeConfig(batch=BATCH, sequence=SEQUENCE, element=element, attention="flex")
+    compute = ComputeConfig(batch=BATCH, sequence=SEQUENCE, element=element, attention="flex")
     mask = flex.block_mask(SEQUENCE, special.window, None, torch.device("cpu"))  # all layers have one
     shared = sum(t.nbytes for t in mask.as_tuple() if isinstance(t, Tensor))
-    ((bytes_,), _) = measure_all(Layout(), [(shape, how)], [])
+    ((bytes_,), _) = measure_all(Layout(), [(shape, compute)], [])
     # compiled code keeps neither the largest scores nor a tensor of the cap
-    largest, cap = how.statistic * BATCH * shape.heads * SEQUENCE, element if special.softcap else 0
-    assert bytes_ == expected(shape, how) + shared + largest + cap
+    largest, cap = compute.statistic * BATCH * shape.heads * SEQUENCE, element if special.softcap else 0
+    assert bytes_ == expected(shape, compute) + shared + largest + cap
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_tensor_and_sequence_parallel(tp: int):
     published = published_cases(tp)
-    cases, ends = [(GPT, how) for how in published] + other_cases(tp), end_cases(tp)
+    cases, ends = [(GPT, compute) for compute in published] + other_cases(tp), end_cases(tp)
     for results, at_ends in on_all(Layout(tp=tp), cases, ends):
-        for how, bytes_ in zip(published, results, strict=False):
-            closed = published_formula(GPT, how)
+        for compute, bytes_ in zip(published, results, strict=False):
+            closed = published_formula(GPT, compute)
             assert closed is not None
-            assert bytes_ == pytest.approx(closed.bytes, rel=0.01), (how, closed.formula)
-        for (shape, how), bytes_ in zip(cases, results, strict=True):
-            assert bytes_ == expected(shape, how), (shape, how)
-        for (shape, how), (first, last) in zip(ends, at_ends, strict=True):
-            ids = 8 * how.tokens  # those of the batch
-            assert first - ids == total(embedding_saved(shape, how)) - (ids if tp > 1 else 0), (shape, how)
-            assert last == total(head_saved(shape, how)), (shape, how)
+            assert bytes_ == pytest.approx(closed.bytes, rel=0.01), (compute, closed.formula)
+        for (shape, compute), bytes_ in zip(cases, results, strict=True):
+            assert bytes_ == expected(shape, compute), (shape, compute)
+        for (shape, compute), (first, last) in zip(ends, at_ends, strict=True):
+            ids = 8 * compute.tokens  # those of the batch
+            assert first - ids == total(embedding_saved(shape, compute)) - (ids if tp > 1 else 0), (
+                shape,
+                compute,
+            )
+            assert last == total(head_saved(shape, compute)), (shape, compute)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_context_parallel(tp: int):
     cases = context_cases(tp)
     for results, _ in on_all(Layout(tp=tp, cp=2), cases, []):
-        for (shape, how), bytes_ in zip(cases, results, strict=True):
-            assert bytes_ == expected(shape, how), (shape, how)
+        for (shape, compute), bytes_ in zip(cases, results, strict=True):
+            assert bytes_ == expected(shape, compute), (shape, compute)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shape", [replace(GPT, dropout=0.0), LLAMA], ids=["gpt", "llama"])
 def test_16_bits_keep_half_of_what_float32_keeps(shape: ModelShape, mode: Recompute):
     """All but the statistics of norms and attention, which are float32 in both; and no copies of weights."""
-    how = ComputeConfig(batch=BATCH, sequence=SEQUENCE, recompute=mode)
-    results, mesh = measured(shape, how, Mesh(Layout())), Mesh(Layout())
-    assert results == expected(shape, how)
-    statistics = sum(saved.bytes for saved in block_saved(shape, how) if "statistics" in saved.name)
-    assert measured(shape, replace(how, element=4), mesh) == 2 * results - statistics
+    compute = ComputeConfig(batch=BATCH, sequence=SEQUENCE, recompute=mode)
+    results, mesh = measured(shape, compute, Mesh(Layout())), Mesh(Layout())
+    assert results == expected(shape, compute)
+    statistics = sum(saved.bytes for saved in block_saved(shape, compute) if "statistics" in saved.name)
+    assert measured(shape, replace(compute, element=4), mesh) == 2 * results - statistics
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
@@ -269,5 +278,5 @@ def test_experts_within_a_percent(family: Family, element: int, shared: int):
     """Router, copies of tokens, experts, what they made: on one rank, where balance is of no consequence."""
     base = LLAMA if family == "llama" else GPT
     shape = replace(base, moe=ExpertShape(experts=4, top_k=2, shared_ffn=shared))
-    how = ComputeConfig(batch=BATCH, sequence=SEQUENCE, element=element, attention="explicit")
-    assert measured(shape, how, Mesh(Layout())) == pytest.approx(expected(shape, how), rel=0.01)
+    compute = ComputeConfig(batch=BATCH, sequence=SEQUENCE, element=element, attention="explicit")
+    assert measured(shape, compute, Mesh(Layout())) == pytest.approx(expected(shape, compute), rel=0.01)

@@ -28,8 +28,8 @@ MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (8, False), (8, True)])
 def test_tensors_add_up_to_the_published_form(mode: Recompute, tp: int, sequence_parallel: bool):
-    how = replace(BASE, tp=tp, sequence_parallel=sequence_parallel, recompute=mode)
-    closed, saved = published_formula(GPT, how), block_saved(GPT, how)
+    compute = replace(BASE, tp=tp, sequence_parallel=sequence_parallel, recompute=mode)
+    closed, saved = published_formula(GPT, compute), block_saved(GPT, compute)
     assert closed is not None
     statistics = sum(s.bytes for s in saved if "norm" in s.name and "statistics" in s.name)
     assert total(saved) - statistics == closed.bytes
@@ -44,7 +44,7 @@ def test_published_figures():
 
 
 @pytest.mark.parametrize(
-    ("shape", "how"),
+    ("shape", "compute"),
     [
         (preset("llama3-8b"), BASE),
         (replace(GPT, dropout=0.0), BASE),
@@ -52,8 +52,8 @@ def test_published_figures():
         (GPT, replace(BASE, cp=2)),
     ],
 )
-def test_other_models_have_no_published_form(shape: ModelShape, how: ComputeConfig):
-    assert published_formula(shape, how) is None
+def test_other_models_have_no_published_form(shape: ModelShape, compute: ComputeConfig):
+    assert published_formula(shape, compute) is None
 
 
 @pytest.mark.parametrize("shape", [GPT, preset("llama3-8b")], ids=["gpt", "llama"])
@@ -72,22 +72,24 @@ def test_sequence_parallel_splits_all_of_a_block():
 
 
 def test_padding_is_counted():
-    how = ComputeConfig(batch=2, sequence=30, tp=2, cp=2, sequence_parallel=True)
-    assert how.tokens == 2 * 32 // 2
-    assert how.shard == 2 * 32 // 4
+    compute = ComputeConfig(batch=2, sequence=30, tp=2, cp=2, sequence_parallel=True)
+    assert compute.tokens == 2 * 32 // 2
+    assert compute.shard == 2 * 32 // 4
 
 
 def test_the_vocabulary_is_counted_padded():
-    how = ComputeConfig(batch=1, sequence=8, tp=2, vocab_multiple=64)
+    compute = ComputeConfig(batch=1, sequence=8, tp=2, vocab_multiple=64)
     shape = replace(GPT, vocab=100)
-    probabilities = [s for s in head_saved(shape, how) if s.name == "loss probabilities"]
+    probabilities = [s for s in head_saved(shape, compute) if s.name == "loss probabilities"]
     assert [s.bytes for s in probabilities] == [4 * 8 * 64]
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_fused_loss_keeps_the_16_bit_logits(tp: int):
-    how = ComputeConfig(batch=1, sequence=8, tp=tp, vocab_multiple=64, fused_loss=True)
-    kept = {s.name: s.bytes for s in head_saved(replace(GPT, vocab=128), how) if s.name.startswith("loss")}
+    compute = ComputeConfig(batch=1, sequence=8, tp=tp, vocab_multiple=64, fused_loss=True)
+    kept = {
+        s.name: s.bytes for s in head_saved(replace(GPT, vocab=128), compute) if s.name.startswith("loss")
+    }
     assert kept == {"loss logits": 2 * 8 * 128 // tp, "loss statistics": 4 * 8}
 
 
@@ -98,7 +100,7 @@ def test_the_embedding_keeps_a_mask():
 
 
 def test_formulas_name_their_divisors():
-    how = replace(BASE, tp=2, cp=2)
-    texts = {s.name: s.formula for s in block_saved(GPT, how)}
+    compute = replace(BASE, tp=2, cp=2)
+    texts = {s.name: s.formula for s in block_saved(GPT, compute)}
     assert texts["norm1 input"] == "2sbh/c"
     assert texts["attn.core q"] == "2sbad/(tc)"

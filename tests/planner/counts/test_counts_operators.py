@@ -39,12 +39,12 @@ SHAPE = ModelShape(
     vocab=256,
     sequence=ROWS,
 )
-HOW = ComputeConfig(batch=BATCH, sequence=ROWS, element=4)
+COMPUTE = ComputeConfig(batch=BATCH, sequence=ROWS, element=4)
 WIDE = HIDDEN // HEADS
 
 
-def selective(*operators: Operator, how: ComputeConfig = HOW) -> ComputeConfig:
-    return replace(how, recompute="selective", framework=Framework(operators=operators))
+def selective(*operators: Operator, compute: ComputeConfig = COMPUTE) -> ComputeConfig:
+    return replace(compute, recompute="selective", framework=Framework(operators=operators))
 
 
 class _Block:
@@ -121,7 +121,7 @@ def measured(run: Callable[[_Block], Callable[[Tensor], Tensor]]) -> int:
 def test_without_the_mlp_a_real_block_keeps_as_little() -> None:
     plain = measured(lambda block: lambda x: block.forward(x, block.mlp))
     freed = plain - measured(lambda block: block.mlp_again)
-    counted = total(block_saved(SHAPE, HOW)) - total(block_saved(SHAPE, selective("mlp")))
+    counted = total(block_saved(SHAPE, COMPUTE)) - total(block_saved(SHAPE, selective("mlp")))
     assert counted == freed == 4 * BATCH * ROWS * INNER * 4
 
 
@@ -142,7 +142,7 @@ def test_a_real_block_that_repeats_every_second_product_keeps_as_little() -> Non
     ],
 )
 def test_dense_operators_free_these_elements_of_a_token(operators: Sequence[Operator], freed: int) -> None:
-    without = total(block_saved(SHAPE, HOW)) - total(block_saved(SHAPE, selective(*operators)))
+    without = total(block_saved(SHAPE, COMPUTE)) - total(block_saved(SHAPE, selective(*operators)))
     assert without == 4 * BATCH * ROWS * freed
 
 
@@ -160,22 +160,26 @@ MOE = replace(SHAPE, moe=ExpertShape(experts=8, top_k=2, ffn=96, shared_ffn=128)
 def test_operators_of_experts_free_these_elements_of_a_token(
     operators: Sequence[Operator], freed: int
 ) -> None:
-    how = replace(HOW, element=2)
-    without = total(block_saved(MOE, how)) - total(block_saved(MOE, selective(*operators, how=how)))
+    compute = replace(COMPUTE, element=2)
+    without = total(block_saved(MOE, compute)) - total(
+        block_saved(MOE, selective(*operators, compute=compute))
+    )
     assert without == 2 * BATCH * ROWS * freed
 
 
 def test_recomputed_experts_keep_their_input_alone() -> None:
-    how = selective("moe", how=replace(HOW, element=2))
+    compute = selective("moe", compute=replace(COMPUTE, element=2))
     for moe in (MOE, replace(MOE, moe=ExpertShape(experts=8, top_k=2, ffn=96))):
-        kept = {saved.name for saved in block_saved(moe, how) if saved.name.startswith("mlp")}
+        kept = {saved.name for saved in block_saved(moe, compute) if saved.name.startswith("mlp")}
         assert kept == {"mlp input"}
 
 
 def test_latent_attention_keeps_narrow_vectors_in_place_of_heads() -> None:
     shape = preset("deepseek-v3").block(0)
-    how = ComputeConfig(batch=1, sequence=4096)
-    plain, again = (total(block_saved(shape, c)) for c in (how, selective("mla_up_proj", how=how)))
+    compute = ComputeConfig(batch=1, sequence=4096)
+    plain, again = (
+        total(block_saved(shape, c)) for c in (compute, selective("mla_up_proj", compute=compute))
+    )
     heads = 2 * 4096 * shape.heads * (2 * shape.head_dim + shape.value_dim)
     assert plain - again == heads
 
@@ -186,11 +190,11 @@ def test_what_is_freed_is_there_again_in_the_backward(operator: Operator) -> Non
     blocks falls by what seven free.
     """
     for shape in (replace(MOE, layers=8), replace(SHAPE, layers=8), preset("deepseek-v3")):
-        how = replace(HOW, element=2)
+        compute = replace(COMPUTE, element=2)
         layers = {
             many: [
                 stage_memory([layer_memory(shape, c, 1)] * many, 2 * BATCH * ROWS * shape.hidden)
-                for c in (how, selective(operator, how=how))
+                for c in (compute, selective(operator, compute=compute))
             ]
             for many in (1, 8)
         }
@@ -213,13 +217,13 @@ def test_flops_that_run_again() -> None:
 
 
 def test_a_recomputed_mlp_sums_its_output_again() -> None:
-    how = replace(selective("mlp"), tp=2)
-    repeated = [message for message in block_traffic(SHAPE, how) if message.phase == "R"]
+    compute = replace(selective("mlp"), tp=2)
+    repeated = [message for message in block_traffic(SHAPE, compute) if message.phase == "R"]
     assert [message.kind for message in repeated] == ["all-reduce"]
 
 
 def test_inputs_of_recomputed_blocks_in_host_memory() -> None:
-    full = replace(HOW, recompute="full")
+    full = replace(COMPUTE, recompute="full")
     there, gone = (
         stage_memory([layer_memory(replace(SHAPE, layers=4), c, layer) for layer in range(1, 5)], 0)
         for c in (full, replace(full, framework=Framework(inputs_on_host=True)))
@@ -231,9 +235,9 @@ def test_inputs_of_recomputed_blocks_in_host_memory() -> None:
 
 def test_inputs_of_8_bit_products() -> None:
     """Of the five inputs of linears one is the core's output too, which stays as it is."""
-    how = replace(HOW, element=2)
+    compute = replace(COMPUTE, element=2)
     plain, small = (
-        total(block_saved(SHAPE, replace(how, framework=Framework(inputs_in_8_bits=eight))))
+        total(block_saved(SHAPE, replace(compute, framework=Framework(inputs_in_8_bits=eight))))
         for eight in (False, True)
     )
     assert plain - small == BATCH * ROWS * (HIDDEN + HIDDEN + INNER - HIDDEN)

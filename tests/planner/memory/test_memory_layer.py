@@ -20,7 +20,7 @@ from stretto.spec.shape import ModelShape
 
 ROWS, HIDDEN, VOCAB = 64, 16, 1024
 SHAPE = ModelShape(family="gpt", layers=1, hidden=HIDDEN, heads=2, vocab=VOCAB, sequence=ROWS)
-HOW = ComputeConfig(batch=1, sequence=ROWS)
+COMPUTE = ComputeConfig(batch=1, sequence=ROWS)
 
 
 class _Fused(torch.autograd.Function):
@@ -44,9 +44,9 @@ class _Fused(torch.autograd.Function):
 
 
 LOSSES = {
-    "fused": replace(HOW, fused_loss=True),
-    "torch": replace(HOW, framework=Framework(torch_loss=True)),
-    "stretto": HOW,
+    "fused": replace(COMPUTE, fused_loss=True),
+    "torch": replace(COMPUTE, framework=Framework(torch_loss=True)),
+    "stretto": COMPUTE,
 }
 
 
@@ -92,13 +92,15 @@ def test_dtensor_makes_its_loss_s_gradient_from_three_tensors() -> None:
     """With a vocabulary split over tp: the log-probabilities, a tensor for the targets, exponentials, and the
     product with the incoming gradient.
     """
-    how = replace(HOW, tp=2)
+    compute = replace(COMPUTE, tp=2)
     plain, wide = (
-        stage_memory([layer_memory(SHAPE, replace(how, framework=Framework(dtensor_loss=d)), 2)], 0)
+        stage_memory([layer_memory(SHAPE, replace(compute, framework=Framework(dtensor_loss=d)), 2)], 0)
         for d in (False, True)
     )
     exact = 4 * ROWS * VOCAB // 2
     assert wide.ends == plain.ends
     assert wide.backward == 3 * exact - 10 * ROWS > plain.backward  # the targets are consumed first
-    alone = [layer_memory(SHAPE, replace(HOW, framework=Framework(dtensor_loss=d)), 2) for d in (False, True)]
+    alone = [
+        layer_memory(SHAPE, replace(COMPUTE, framework=Framework(dtensor_loss=d)), 2) for d in (False, True)
+    ]
     assert alone[0] == alone[1]

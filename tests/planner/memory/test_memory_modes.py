@@ -16,7 +16,7 @@ from stretto.spec.program import ProgramKey, build_program
 from stretto.spec.shape import ModelShape
 
 SHAPE = ModelShape(family="gpt", layers=8, hidden=64, heads=4, vocab=128, sequence=64)
-HOW = ComputeConfig(batch=2, sequence=64, element=2)
+COMPUTE = ComputeConfig(batch=2, sequence=64, element=2)
 
 
 def job(mode: Mode, pp: int = 1, **fields: Any) -> MemoryJob:
@@ -25,7 +25,7 @@ def job(mode: Mode, pp: int = 1, **fields: Any) -> MemoryJob:
     state_config = StateConfig(
         mode=mode, sizes=shard_sizes(mode, 4), copies=4, element=2, gradient=2, **fields
     )
-    return MemoryJob(shape=SHAPE, program=program, how=HOW, state_config=state_config, gather=gather)
+    return MemoryJob(shape=SHAPE, program=program, compute=COMPUTE, state_config=state_config, gather=gather)
 
 
 def test_published_bytes_are_those_of_zero_figure_1() -> None:

@@ -34,14 +34,14 @@ from stretto.spec.shape import ModelShape
 
 GPT = ModelShape(family="gpt", layers=8, hidden=64, heads=4, vocab=128, sequence=64)
 LLAMA = ModelShape(family="llama", layers=8, hidden=64, heads=4, kv_heads=2, vocab=128, sequence=64)
-HOW = ComputeConfig(batch=2, sequence=64, element=4)
+COMPUTE = ComputeConfig(batch=2, sequence=64, element=4)
 NAMES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "hanayo", "dualpipe-v"]
 
 
 def job(name: str = "1f1b", ranks: int = 2, microbatches: int = 8, **fields: Any) -> MemoryJob:
     shape = fields.pop("shape", GPT)
-    how = fields.pop("how", HOW)
-    return MemoryJob(shape=shape, program=schedule(name, ranks, microbatches), how=how, **fields)
+    compute = fields.pop("compute", COMPUTE)
+    return MemoryJob(shape=shape, program=schedule(name, ranks, microbatches), compute=compute, **fields)
 
 
 def test_the_lookahead_equals_the_executor_s() -> None:
@@ -84,8 +84,8 @@ def test_1f1b_holds_fewer_microbatches_on_later_ranks_and_gpipe_all() -> None:
 @pytest.mark.parametrize("shape", [GPT, replace(GPT, dropout=0.1), LLAMA])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_layer_keeps_its_saved_tensors(shape: ModelShape, recompute: Any) -> None:
-    how = replace(HOW, recompute=recompute)
-    assert layer_memory(shape, how, 1).kept == total(block_saved(shape, how))
+    compute = replace(COMPUTE, recompute=recompute)
+    assert layer_memory(shape, compute, 1).kept == total(block_saved(shape, compute))
 
 
 def test_weights_gradients_and_states_of_one_rank() -> None:
@@ -124,15 +124,15 @@ def test_pipedream_holds_older_weights_on_earlier_ranks() -> None:
 def test_more_ranks_and_recomputation_never_cost_memory(
     name: str, shape: ModelShape, tp: int, sequence_parallel: bool, batch: int
 ) -> None:
-    how = replace(HOW, tp=tp, sequence_parallel=sequence_parallel and tp > 1, batch=batch)
-    made = job(name, 2, 8, shape=shape, how=how)
+    compute = replace(COMPUTE, tp=tp, sequence_parallel=sequence_parallel and tp > 1, batch=batch)
+    made = job(name, 2, 8, shape=shape, compute=compute)
     base = rank_memory(made)
     full = rank_memory(replace(made, modes=("full",) * shape.layers))
     for before, after in zip(base, full, strict=True):
         assert after.held <= before.held
         assert (after.weights, after.batch) == (before.weights, before.batch)
     for before, after in zip(
-        base, rank_memory(replace(made, how=replace(how, batch=2 * batch))), strict=True
+        base, rank_memory(replace(made, compute=replace(compute, batch=2 * batch))), strict=True
     ):
         assert before.total < after.total <= 2 * before.total
         assert after.states == before.states
@@ -142,7 +142,7 @@ def test_the_memory_of_a_stage_adds_up() -> None:
     made = job("1f1b", 2)
     blocks = [layer for layer in made.stages[1] if 1 <= layer <= GPT.layers]
     work = stage_memory_of(made, 1)
-    each = total(block_saved(GPT, HOW))
+    each = total(block_saved(GPT, COMPUTE))
     assert work.kept == len(blocks) * each - work.boundary  # the first input lies in a message's buffer
     assert work.boundary == 4 * 2 * 64 * 64
     assert work.forward > work.kept

@@ -18,11 +18,11 @@ from stretto.spec.flops import attention_flops, block_flops
 from stretto.spec.shape import ModelShape
 
 SHAPE = ModelShape(family="gpt", layers=6, hidden=64, heads=4, vocab=128, sequence=128, dropout=0.1)
-HOW = ComputeConfig(batch=2, sequence=128, element=4)
+COMPUTE = ComputeConfig(batch=2, sequence=128, element=4)
 
 
 def job(name: str = "1f1b", ranks: int = 2, **fields: Any) -> MemoryJob:
-    return MemoryJob(shape=SHAPE, program=schedule(name, ranks, 8), how=HOW, apart=True, **fields)
+    return MemoryJob(shape=SHAPE, program=schedule(name, ranks, 8), compute=COMPUTE, apart=True, **fields)
 
 
 def extra_flops(made: MemoryJob) -> list[float]:
@@ -113,7 +113,7 @@ def test_auto_needs_a_budget() -> None:
 
 
 def test_advice_states_the_bytes_saved() -> None:
-    made = block_modes(replace(job(), how=replace(HOW, tp=2)), "none")
+    made = block_modes(replace(job(), compute=replace(COMPUTE, tp=2)), "none")
     saved = {one.setting: one.saved for one in advice(made)}
     now = max(totals(made))
     assert saved["recompute.mode=full"] == now - max(totals(block_modes(made, "full")))

@@ -195,33 +195,33 @@ def test_measured_attention_replaces_the_model() -> None:
     )
 
 
-def kernels(shape: ModelShape, how: ComputeConfig, kind: str = "block") -> KernelTimes:
+def kernels(shape: ModelShape, compute: ComputeConfig, kind: str = "block") -> KernelTimes:
     device = find_device("h100-80gb-sxm")
-    return kernel_times(shape=shape, kind=kind, how=how, device=device, precision="bf16")
+    return kernel_times(shape=shape, kind=kind, compute=compute, device=device, precision="bf16")
 
 
 def test_what_gemma_has_beside_a_plain_block_takes_its_time() -> None:
     """Soft-capped scores, which FlexAttention fuses, norms after attention and MLP, soft-capped logits."""
-    how = ComputeConfig(batch=1, sequence=8192)
+    compute = ComputeConfig(batch=1, sequence=8192)
     gemma = preset("gemma2-9b").block(1)  # one that sees all positions
     uncapped = replace(gemma, attention=replace(gemma.attention, softcap=None))
-    assert kernels(gemma, how).core == pytest.approx(kernels(uncapped, how).core / 0.90)
-    assert kernels(gemma, how).core_back == pytest.approx(kernels(uncapped, how).core_back / 0.85)
-    ring, ulysses = (replace(how, cp=2, context=context) for context in ("ring", "ulysses"))
+    assert kernels(gemma, compute).core == pytest.approx(kernels(uncapped, compute).core / 0.90)
+    assert kernels(gemma, compute).core_back == pytest.approx(kernels(uncapped, compute).core_back / 0.85)
+    ring, ulysses = (replace(compute, cp=2, context=context) for context in ("ring", "ulysses"))
     assert (
         kernels(gemma, ring).core > 2 * kernels(uncapped, ring).core
     )  # in tiles whose scores are written out
     assert kernels(gemma, ulysses).core == pytest.approx(kernels(uncapped, ulysses).core / 0.90)
-    whole = replace(how, attention="flex")
-    assert kernels(gemma, how).core == kernels(gemma, whole).core == kernels(uncapped, whole).core
-    elsewhere = replace(how, framework=Framework(fused_softmax=True))
+    whole = replace(compute, attention="flex")
+    assert kernels(gemma, compute).core == kernels(gemma, whole).core == kernels(uncapped, whole).core
+    elsewhere = replace(compute, framework=Framework(fused_softmax=True))
     assert kernels(gemma, elsewhere).core == kernels(uncapped, elsewhere).core
     device, stream = find_device("h100-80gb-sxm"), 2 * 8192 * gemma.hidden
     two = 2 * pass_seconds(device, "norm", 2 * stream)
     before = replace(uncapped, block_norms="pre")
-    assert kernels(uncapped, how).forward - kernels(before, how).forward == pytest.approx(two)
+    assert kernels(uncapped, compute).forward - kernels(before, compute).forward == pytest.approx(two)
     logits = 2 * 8192 * gemma.vocab
     three = 3 * pass_seconds(device, "loss", 2 * logits)
     plain = replace(gemma, logit_softcap=0.0)
-    capped = kernels(gemma, how, "head").forward - kernels(plain, how, "head").forward
+    capped = kernels(gemma, compute, "head").forward - kernels(plain, compute, "head").forward
     assert capped == pytest.approx(three)

@@ -29,9 +29,9 @@ PLAIN = SoftwareProfile()
 
 
 def block(
-    shape: ModelShape, software: SoftwareProfile = PLAIN, layout: Layout | None = None, **how: object
+    shape: ModelShape, software: SoftwareProfile = PLAIN, layout: Layout | None = None, **compute: object
 ) -> LayerTime:
-    """A block on H100; the degrees of `how` are the layout's."""
+    """A block on H100; the degrees of `compute` are the layout's."""
     layout = layout or Layout()
     fields: dict[str, object] = {
         "batch": 1,
@@ -40,12 +40,12 @@ def block(
         "cp": layout.cp,
         "ep": layout.ep,
     }
-    config = ComputeConfig(**(fields | how))  # type: ignore[arg-type]
+    config = ComputeConfig(**(fields | compute))  # type: ignore[arg-type]
     return layer_time(shape, "block", config, layout, H100.sized(layout.world), "bf16", software)
 
 
-def kernels(shape: ModelShape, how: ComputeConfig, software: SoftwareProfile = PLAIN) -> KernelTimes:
-    return kernel_times_of(shape, "block", how, A100.device, "bf16", software)
+def kernels(shape: ModelShape, compute: ComputeConfig, software: SoftwareProfile = PLAIN) -> KernelTimes:
+    return kernel_times_of(shape, "block", compute, A100.device, "bf16", software)
 
 
 def step(software: SoftwareProfile = PLAIN, overlap: bool = True, **fields: object) -> Estimate:
@@ -77,7 +77,7 @@ def test_attention_of_all_context_ranks_is_no_less_than_the_unsplit_one(
             kernel_times_of(
                 shape=LLAMA,
                 kind="block",
-                how=ComputeConfig(batch=1, sequence=sequence, cp=cp, context=context),
+                compute=ComputeConfig(batch=1, sequence=sequence, cp=cp, context=context),
                 device=find_cluster(name).device,
                 precision="bf16",
                 software=software_profile("today"),
@@ -127,8 +127,8 @@ def test_a_fused_softmax_takes_four_matrices_of_scores_at_a_time() -> None:
 
 
 def test_collectives_in_parts_run_beside_their_products() -> None:
-    how = {"layout": Layout(tp=4), "sequence_parallel": True}
-    whole, half = (block(LLAMA, replace(PLAIN, pipelined=share), **how) for share in (0.0, 0.5))
+    compute = {"layout": Layout(tp=4), "sequence_parallel": True}
+    whole, half = (block(LLAMA, replace(PLAIN, pipelined=share), **compute) for share in (0.0, 0.5))
     assert half.F["tensor"] == pytest.approx(0.5 * whole.F["tensor"])
     reduced = {"layout": Layout(tp=4), "sequence_parallel": False}
     whole, half = (block(LLAMA, replace(PLAIN, pipelined=share), **reduced) for share in (0.0, 0.5))
@@ -176,9 +176,9 @@ def test_products_of_four_bits_are_faster_where_the_device_has_them() -> None:
 
 
 def test_products_of_odd_widths_are_slow() -> None:
-    how = ComputeConfig(batch=1, sequence=2048)
+    compute = ComputeConfig(batch=1, sequence=2048)
     odd, even = (
-        kernel_times_of(replace(GPT, vocab=vocab), "head", how, A100.device, "bf16", PLAIN).products
+        kernel_times_of(replace(GPT, vocab=vocab), "head", compute, A100.device, "bf16", PLAIN).products
         for vocab in (50257, 50304)
     )
     assert odd / even == pytest.approx(4, rel=0.05), "GPT-2's vocabulary and its padded one"
@@ -200,8 +200,8 @@ def test_experts_cost_their_imbalance_their_small_products_and_their_launches() 
     assert 1.2 * fair < uneven < 1.5 * fair
     assert slow == pytest.approx(uneven)
     dense = replace(MIXTRAL, moe=None, ffn=14336)
-    how = ComputeConfig(batch=1, sequence=4096)
-    assert kernels(MIXTRAL, how).kernels > 3 * kernels(dense, how).kernels
+    compute = ComputeConfig(batch=1, sequence=4096)
+    assert kernels(MIXTRAL, compute).kernels > 3 * kernels(dense, compute).kernels
 
 
 def test_tokens_cross_to_a_node_once_and_beside_other_microbatches() -> None:

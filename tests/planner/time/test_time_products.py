@@ -81,10 +81,10 @@ def test_one_call_for_all_experts_is_faster_than_one_for_each() -> None:
 def test_a_long_inner_dimension_is_split_where_the_result_is_small() -> None:
     """The gradient of a small weight from many tokens: few tiles, but not few multiprocessors."""
     device = known("a100")
-    how = products(device)
+    fitted = products(device)
     few = matmul_seconds(device, 512, 512, 65536)
     # 8 to 16 of the largest tiles on 108 multiprocessors, one after another
-    alone = 2 * 512 * 512 * 65536 / (how.compute * sustained(device, "bf16") * 16 / 108)
+    alone = 2 * 512 * 512 * 65536 / (fitted.compute * sustained(device, "bf16") * 16 / 108)
     assert few < 0.6 * alone
 
 

@@ -130,14 +130,14 @@ def test_waiting_for_a_shared_core_is_no_bubble() -> None:
 
 
 def test_one_rank_takes_the_sum_of_its_layers() -> None:
-    how = ComputeConfig(batch=1, sequence=1024)
+    compute = ComputeConfig(batch=1, sequence=1024)
     layers = ["embed", *["block"] * 16, "head"]
     software = Assumptions().software
     times = [
         layer_time(
             shape=SHAPE,
             kind=kind,
-            how=how,
+            compute=compute,
             layout=Layout(),
             cluster=CLUSTER,
             precision="bf16",
@@ -185,11 +185,11 @@ def test_full_recomputation_costs_another_forward() -> None:
 
 def test_a_host_that_is_slow_to_start_kernels_sets_the_time_of_small_layers() -> None:
     tiny = replace(SHAPE, hidden=128, heads=2, kv_heads=2, ffn=512, head_dim=64)
-    how, software = ComputeConfig(batch=1, sequence=64), SoftwareProfile(host=1e-4)
+    compute, software = ComputeConfig(batch=1, sequence=64), SoftwareProfile(host=1e-4)
     layer = layer_time(
         shape=tiny,
         kind="block",
-        how=how,
+        compute=compute,
         layout=Layout(),
         cluster=CLUSTER,
         precision="bf16",
@@ -200,7 +200,7 @@ def test_a_host_that_is_slow_to_start_kernels_sets_the_time_of_small_layers() ->
     large = layer_time(
         shape=SHAPE,
         kind="block",
-        how=ComputeConfig(batch=64, sequence=1024),
+        compute=ComputeConfig(batch=64, sequence=1024),
         layout=Layout(),
         cluster=CLUSTER,
         precision="bf16",
@@ -209,7 +209,7 @@ def test_a_host_that_is_slow_to_start_kernels_sets_the_time_of_small_layers() ->
     free = layer_time(
         shape=SHAPE,
         kind="block",
-        how=ComputeConfig(batch=64, sequence=1024),
+        compute=ComputeConfig(batch=64, sequence=1024),
         layout=Layout(),
         cluster=CLUSTER,
         precision="bf16",
@@ -219,8 +219,8 @@ def test_a_host_that_is_slow_to_start_kernels_sets_the_time_of_small_layers() ->
 
 
 def test_unsplit_backwards_hide_tensor_parallel_reductions() -> None:
-    how = ComputeConfig(batch=4, sequence=1024, tp=8, sequence_parallel=True)
-    layer = layer_time(SHAPE, "block", how, Layout(tp=8), CLUSTER)
+    compute = ComputeConfig(batch=4, sequence=1024, tp=8, sequence_parallel=True)
+    layer = layer_time(SHAPE, "block", compute, Layout(tp=8), CLUSTER)
     assert 0 < layer.saved["tensor"] < layer.I["tensor"] + layer.W["tensor"]
 
 
@@ -344,18 +344,23 @@ def test_a_layout_is_likely_to_fit_by_the_middle_of_its_interval() -> None:
 
 
 def test_a_ring_costs_only_what_attention_does_not_hide() -> None:
-    how, layout = ComputeConfig(batch=1, sequence=8192, cp=4), Layout(cp=4)
+    compute, layout = ComputeConfig(batch=1, sequence=8192, cp=4), Layout(cp=4)
     fast, slow = (
-        layer_time(SHAPE, "block", how, layout, replace(CLUSTER, inner=Link(rate, 0.0, "NVLink 3")))
+        layer_time(SHAPE, "block", compute, layout, replace(CLUSTER, inner=Link(rate, 0.0, "NVLink 3")))
         for rate in (1e15, 1e9)
     )
     core = kernel_times_of(
-        shape=SHAPE, kind="block", how=how, device=DEVICE, precision="bf16", software=SoftwareProfile()
+        shape=SHAPE,
+        kind="block",
+        compute=compute,
+        device=DEVICE,
+        precision="bf16",
+        software=SoftwareProfile(),
     ).core
     # attention beside messages is slower while they last, which at this rate is no time
     assert fast.F.get("context", 0.0) < 1e-2 * core
     assert slow.F["context"] > 0
-    ring = [m for m in block_traffic(SHAPE, how) if m.axis == "cp" and m.phase == "F"]
+    ring = [m for m in block_traffic(SHAPE, compute) if m.axis == "cp" and m.phase == "F"]
     assert all(m.beside for m in ring)
     link = replace(CLUSTER, inner=Link(1e9, 0.0, "NVLink 3"))
     whole = sum(m.count * collective_seconds(link, m.kind, m.size, Group(4, 4)) for m in ring)

@@ -165,33 +165,33 @@ def total(saved: tuple[Saved, ...]) -> int:
     return sum(tensor.bytes for tensor in saved)
 
 
-def block_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
+def block_saved(shape: ModelShape, compute: ComputeConfig) -> tuple[Saved, ...]:
     """The tensors that one block keeps between its forward and its backward."""
-    if how.recompute == "full":
-        return tuple(_full(shape, how))
+    if compute.recompute == "full":
+        return tuple(_full(shape, compute))
     after = shape.block_norms == "sandwich"
     parts = [("norm1", _attention)]
     parts += [("norm_cross", _cross)] if shape.encoder_layers else []
     parts += [("norm2", _mlp)]
     saved = tuple[Saved, ...]()
     for norm, of in parts:
-        before, inside = tuple(_norm(norm, shape, how)), tuple(of(shape, how))
+        before, inside = tuple(_norm(norm, shape, compute)), tuple(of(shape, compute))
         saved += inside + before if shape.block_norms == "post" else before + inside
-        saved += tuple(_norm(f"{norm}_post", shape, how)) if after else ()
-    if how.framework.inputs_in_8_bits:
-        saved = tuple(_in_8_bits(tensor, how) for tensor in saved)
-    if how.recompute != "selective" or how.framework.operators == CORE:
+        saved += tuple(_norm(f"{norm}_post", shape, compute)) if after else ()
+    if compute.framework.inputs_in_8_bits:
+        saved = tuple(_in_8_bits(tensor, compute) for tensor in saved)
+    if compute.recompute != "selective" or compute.framework.operators == CORE:
         return saved
-    return tuple(_not_repeated(saved, shape, how))
+    return tuple(_not_repeated(saved, shape, compute))
 
 
-def _in_8_bits(tensor: Saved, how: ComputeConfig) -> Saved:
+def _in_8_bits(tensor: Saved, compute: ComputeConfig) -> Saved:
     """A tensor as Transformer Engine keeps it: the inputs of linears in 8 bits."""
     name = tensor.name
     if not name.endswith(" input") or "norm" in name or name.startswith(("mlp input", "mlp.router")):
         return tensor
     beside = tensor.bytes if name == "attn.proj input" else 0
-    return replace(tensor, bytes=tensor.bytes // how.element + beside)
+    return replace(tensor, bytes=tensor.bytes // compute.element + beside)
 
 
 # What the forward need not keep where an operator runs again in the backward: tensors by the beginnings of
@@ -220,104 +220,104 @@ _FREED: Mapping[Operator, tuple[str, ...]] = {
 }
 
 
-def _not_repeated(saved: Iterable[Saved], shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
-    """Those tensors that are kept although the operators of `how` run again, and outputs that are kept in
+def _not_repeated(saved: Iterable[Saved], shape: ModelShape, compute: ComputeConfig) -> Iterator[Saved]:
+    """Those tensors that are kept although the operators of `compute` run again, and outputs that are kept in
     place of the tensors that they are made from.
     """
     of_dense = shape.moe is None
     freed = tuple(
         name
-        for operator in how.framework.operators
+        for operator in compute.framework.operators
         if (operator == "mlp") <= of_dense and (operator == "mla_up_proj") <= (shape.latent is not None)
         for name in _FREED[operator]
     )
-    alternate = "alternate_mm" in how.framework.operators
+    alternate = "alternate_mm" in compute.framework.operators
     halved = ("attn.core k, v", "mlp.gate_up output") if alternate else ()
     for tensor in saved:
         if tensor.name in halved and not tensor.name.startswith(freed):
             yield replace(tensor, bytes=tensor.bytes // 2)
         elif not (freed and tensor.name.startswith(freed)):
             yield tensor
-    whole = how.element * how.tokens * shape.hidden
+    whole = compute.element * compute.tokens * shape.hidden
     if (
-        "moe" in how.framework.operators
+        "moe" in compute.framework.operators
         and not of_dense
         and not any(tensor.name == "mlp input" for tensor in saved)
     ):
-        yield _shard("mlp input", how.element, how, shape)
+        yield _shard("mlp input", compute.element, compute, shape)
     if alternate:
-        yield Saved("mlp.down output", whole, _formula(how.element, "sbh", _over(how, False)))
+        yield Saved("mlp.down output", whole, _formula(compute.element, "sbh", _over(compute, False)))
 
 
-def embedding_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
+def embedding_saved(shape: ModelShape, compute: ComputeConfig) -> tuple[Saved, ...]:
     """The tensors that the embedding keeps. Without tp the token ids are those of the batch, which is not
     counted.
     """
     saved = list[Saved]()
-    if how.tp > 1:
-        saved.append(Saved("embed.tok ids", 9 * how.tokens, _formula(9, "sb", _over(how, False))))
+    if compute.tp > 1:
+        saved.append(Saved("embed.tok ids", 9 * compute.tokens, _formula(9, "sb", _over(compute, False))))
     if shape.learned:
-        over = _over(how, how.sequence_parallel)
-        saved.append(Saved("embed.pos ids", 8 * how.shard // how.batch, _formula(8, "s", over)))
+        over = _over(compute, compute.sequence_parallel)
+        saved.append(Saved("embed.pos ids", 8 * compute.shard // compute.batch, _formula(8, "s", over)))
     if shape.embedding_norm:
-        saved += _norm("embed.norm", shape, how)
+        saved += _norm("embed.norm", shape, compute)
     if shape.dropout:
-        saved.append(_shard("embed.drop mask", 1, how, shape))
+        saved.append(_shard("embed.drop mask", 1, compute, shape))
     return tuple(saved)
 
 
-def between_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
+def between_saved(shape: ModelShape, compute: ComputeConfig) -> tuple[Saved, ...]:
     """The tensors that the layer between an encoder and its decoder keeps: those of the encoder's last norm
     and of the embedding of the decoder's tokens.
     """
-    encoder = how.of_memory
+    encoder = compute.of_memory
     norm = _norm("memory_norm", shape, encoder) if shape.last_norm else ()
-    return (*norm, _shard("memory", how.element, encoder, shape), *embedding_saved(shape, how))
+    return (*norm, _shard("memory", compute.element, encoder, shape), *embedding_saved(shape, compute))
 
 
-def head_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
+def head_saved(shape: ModelShape, compute: ComputeConfig) -> tuple[Saved, ...]:
     """The tensors that the last norm, the output layer and the loss keep."""
-    norm = _norm("norm", shape, how) if shape.last_norm else ()
-    logits = () if how.loss_tokens(shape) else (*_capped_logits(shape, how), *_loss(shape, how))
-    return (*norm, _shard("out input", how.element, how, shape), *logits)
+    norm = _norm("norm", shape, compute) if shape.last_norm else ()
+    logits = () if compute.loss_tokens(shape) else (*_capped_logits(shape, compute), *_loss(shape, compute))
+    return (*norm, _shard("out input", compute.element, compute, shape), *logits)
 
 
 # ------------------------------------------------------------------ parts
 
 
-def _full(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
-    tokens, over = how.shard, how.sequence_parallel
-    if how.shard_inputs and not over:
-        length = how.tokens // how.batch
-        tokens, over = how.batch * -(-length // how.tp), True
-    size = 0 if how.framework.inputs_on_host else how.element
-    yield Saved("block input", size * tokens * shape.hidden, _formula(size, "sbh", _over(how, over)))
+def _full(shape: ModelShape, compute: ComputeConfig) -> Iterator[Saved]:
+    tokens, over = compute.shard, compute.sequence_parallel
+    if compute.shard_inputs and not over:
+        length = compute.tokens // compute.batch
+        tokens, over = compute.batch * -(-length // compute.tp), True
+    size = 0 if compute.framework.inputs_on_host else compute.element
+    yield Saved("block input", size * tokens * shape.hidden, _formula(size, "sbh", _over(compute, over)))
 
 
-def composed_norms(shape: ModelShape, how: ComputeConfig) -> bool:
+def composed_norms(shape: ModelShape, compute: ComputeConfig) -> bool:
     """Whether norms are composed of torch's operators, which keep what is normalised too, and in 16 bits a
     copy of their input in float32: those with a gain of 1 + weight (Gemma's).
     """
-    return shape.norm == "rms1p" and how.framework == STRETTO
+    return shape.norm == "rms1p" and compute.framework == STRETTO
 
 
-def keeps_input(shape: ModelShape, how: ComputeConfig) -> bool:
+def keeps_input(shape: ModelShape, compute: ComputeConfig) -> bool:
     """Whether a norm keeps its input itself, and not a copy of it."""
-    return how.element == how.statistic or not composed_norms(shape, how)
+    return compute.element == compute.statistic or not composed_norms(shape, compute)
 
 
-def _norm(name: str, shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
+def _norm(name: str, shape: ModelShape, compute: ComputeConfig) -> Iterator[Saved]:
     """What a norm of the residual stream keeps."""
-    tokens, over = how.shard, _over(how, how.sequence_parallel)
+    tokens, over = compute.shard, _over(compute, compute.sequence_parallel)
     yield from _norm_of(
-        name=name, shape=shape, how=how, sizes=(tokens, shape.hidden), symbols=("sb", "h"), over=over
+        name=name, shape=shape, compute=compute, sizes=(tokens, shape.hidden), symbols=("sb", "h"), over=over
     )
 
 
 def _norm_of(
     name: str,
     shape: ModelShape,
-    how: ComputeConfig,
+    compute: ComputeConfig,
     sizes: tuple[int, int],
     symbols: tuple[str, str],
     over: str,
@@ -330,56 +330,56 @@ def _norm_of(
         held: elements of the tensor of which the input is a view; None: of the input itself.
     """
     (rows, width), (of_rows, of_width) = sizes, symbols
-    itself, exact = keeps_input(shape, how), how.statistic
-    size = how.element if itself else exact
+    itself, exact = keeps_input(shape, compute), compute.statistic
+    size = compute.element if itself else exact
     kept = held if itself and held is not None else rows * width
     yield Saved(f"{name} input", size * kept, _formula(size, of_rows + of_width, over))
-    if composed_norms(shape, how):
+    if composed_norms(shape, compute):
         yield Saved(f"{name} normalised", exact * rows * width, _formula(exact, of_rows + of_width, over))
         yield Saved(f"{name} gain", exact * width, _formula(exact, of_width, ""))
-    statistics = (2 if shape.norm == "layer" else 1) * how.statistic
+    statistics = (2 if shape.norm == "layer" else 1) * compute.statistic
     yield Saved(f"{name} statistics", statistics * rows, _formula(statistics, of_rows, over))
 
 
-def _attention(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
-    e = how.element
-    tokens = how.tokens
-    split = _over(how, True)
-    q, kv = shape.attention_width // how.tp, how.kv_heads(shape) * shape.head_dim
-    if how.context == "ulysses" and how.cp > 1 and not how.repeats("core_attn"):
-        heads = how.kv_heads(shape)
-        kv *= lcm(heads, how.cp) // heads  # heads are repeated until every rank gets whole ones
-    yield _shard("attn.qkv input", e, how, shape)
-    yield from _before_heads(shape, how)
+def _attention(shape: ModelShape, compute: ComputeConfig) -> Iterator[Saved]:
+    e = compute.element
+    tokens = compute.tokens
+    split = _over(compute, True)
+    q, kv = shape.attention_width // compute.tp, compute.kv_heads(shape) * shape.head_dim
+    if compute.context == "ulysses" and compute.cp > 1 and not compute.repeats("core_attn"):
+        heads = compute.kv_heads(shape)
+        kv *= lcm(heads, compute.cp) // heads  # heads are repeated until every rank gets whole ones
+    yield _shard("attn.qkv input", e, compute, shape)
+    yield from _before_heads(shape, compute)
     yield Saved("attn.core q", e * tokens * q, _formula(e, "sbad", split))
     values = kv * shape.value_dim // shape.head_dim
     yield Saved("attn.core k, v", e * tokens * (kv + values), _formula(2 * e, "sbkd", split))
-    if not how.repeats("core_attn"):
-        yield from _core(shape, how)
+    if not compute.repeats("core_attn"):
+        yield from _core(shape, compute)
     q = q * shape.value_dim // shape.head_dim
     yield Saved("attn.proj input", e * tokens * q, _formula(e, "sbad", split))
     if shape.dropout:
-        yield _shard("attn.drop mask", 1, how, shape)
+        yield _shard("attn.drop mask", 1, compute, shape)
 
 
-def _before_heads(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
+def _before_heads(shape: ModelShape, compute: ComputeConfig) -> Iterator[Saved]:
     """What stands between the residual stream and heads: latent vectors, which ranks of sequence parallelism
     have of their own tokens only, before and after their norms; queries and keys before theirs.
     """
     if shape.latent is not None:
-        yield from _latent_vectors(shape, shape.latent, how)
+        yield from _latent_vectors(shape, shape.latent, compute)
     if shape.attention.norm is None:
         return
-    d, split = shape.head_dim, _over(how, True)
-    q, kv = shape.attention_width // how.tp, how.kv_heads(shape) * d
+    d, split = shape.head_dim, _over(compute, True)
+    q, kv = shape.attention_width // compute.tp, compute.kv_heads(shape) * d
     # queries and keys are views of one product with the values, which a norm that keeps its input keeps whole
-    held = how.tokens * (q + 2 * kv), 0
+    held = compute.tokens * (q + 2 * kv), 0
     for name, width, whole, symbols in (("q", q, held[0], "sba"), ("k", kv, held[1], "sbk")):
-        rows = how.tokens * width // d
+        rows = compute.tokens * width // d
         norm = _norm_of(
             name=f"attn.{name}_norm",
             shape=shape,
-            how=how,
+            compute=compute,
             sizes=(rows, d),
             symbols=(symbols, "d"),
             over=split,
@@ -388,67 +388,67 @@ def _before_heads(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
         yield from (saved for saved in norm if saved.bytes)
 
 
-def _latent_vectors(shape: ModelShape, latent: LatentShape, how: ComputeConfig) -> Iterator[Saved]:
-    e, size = how.element, how.statistic
-    over = _over(how, how.sequence_parallel)
+def _latent_vectors(shape: ModelShape, latent: LatentShape, compute: ComputeConfig) -> Iterator[Saved]:
+    e, size = compute.element, compute.statistic
+    over = _over(compute, compute.sequence_parallel)
     vectors = [("kv", latent.kv_rank, latent.rope_dim)]
     if latent.q_rank is not None:
         vectors.append(("q", latent.q_rank, 0))
     for name, rank, beside in vectors:
         made = _formula(e, "sb(r+d)" if beside else "sbr", over)
-        yield Saved(f"attn.{name}_down_norm input", e * how.shard * (rank + beside), made)
-        yield Saved(f"attn.{name}_down_norm statistics", size * how.shard, _formula(size, "sb", over))
-        yield Saved(f"attn.{name}_up input", e * how.shard * rank, _formula(e, "sbr", over))
+        yield Saved(f"attn.{name}_down_norm input", e * compute.shard * (rank + beside), made)
+        yield Saved(f"attn.{name}_down_norm statistics", size * compute.shard, _formula(size, "sb", over))
+        yield Saved(f"attn.{name}_up input", e * compute.shard * rank, _formula(e, "sbr", over))
 
 
-def stores_scores(shape: ModelShape, how: ComputeConfig) -> bool:
+def stores_scores(shape: ModelShape, compute: ComputeConfig) -> bool:
     """Whether attention keeps its probabilities: where they are dropped, and where scores have a bias that is
     trained, which torch's fused kernels do not give a gradient.
     """
-    return how.attention == "explicit" or shape.dropout > 0 or shape.relative
+    return compute.attention == "explicit" or shape.dropout > 0 or shape.relative
 
 
-def _cross(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
+def _cross(shape: ModelShape, compute: ComputeConfig) -> Iterator[Saved]:
     """What attention to the encoder's output keeps; m are the encoder's tokens. The output itself is kept
     once for all blocks of a stage.
     """
-    e, memory = how.element, how.of_memory
-    split = _over(how, True)
-    q, kv = shape.attention_width // how.tp, how.kv_heads(shape) * shape.head_dim
-    yield _shard("cross.q input", e, how, shape)
+    e, memory = compute.element, compute.of_memory
+    split = _over(compute, True)
+    q, kv = shape.attention_width // compute.tp, compute.kv_heads(shape) * shape.head_dim
+    yield _shard("cross.q input", e, compute, shape)
     yield Saved("cross.kv input", 0, "0")
-    yield Saved("cross.core q", e * how.tokens * q, _formula(e, "sbad", split))
+    yield Saved("cross.core q", e * compute.tokens * q, _formula(e, "sbad", split))
     yield Saved("cross.core k, v", e * memory.tokens * 2 * kv, _formula(2 * e, "mbkd", split))
-    if not how.repeats("core_attn"):
-        heads, length = shape.heads // how.tp, memory.tokens // how.batch
-        if how.attention == "explicit" or shape.dropout:
-            scores = heads * how.tokens * length
+    if not compute.repeats("core_attn"):
+        heads, length = shape.heads // compute.tp, memory.tokens // compute.batch
+        if compute.attention == "explicit" or shape.dropout:
+            scores = heads * compute.tokens * length
             yield Saved("cross.core probabilities", e * scores, _formula(e, "asmb", split))
             if shape.dropout:
                 yield Saved("cross.core mask", scores, _formula(1, "asmb", split))
                 yield Saved("cross.core dropped", e * scores, _formula(e, "asmb", split))
         else:
-            size = how.statistic
-            yield Saved("cross.core statistics", size * heads * how.tokens, _formula(size, "sba", split))
-    yield Saved("cross.proj input", e * how.tokens * q, _formula(e, "sbad", split))
+            size = compute.statistic
+            yield Saved("cross.core statistics", size * heads * compute.tokens, _formula(size, "sba", split))
+    yield Saved("cross.proj input", e * compute.tokens * q, _formula(e, "sbad", split))
     if shape.dropout:
-        yield _shard("cross.drop mask", 1, how, shape)
+        yield _shard("cross.drop mask", 1, compute, shape)
 
 
-def _core(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
+def _core(shape: ModelShape, compute: ComputeConfig) -> Iterator[Saved]:
     """What softmax(q k^T) v keeps beside its inputs."""
-    e = how.element
-    split = _over(how, True)
-    size = how.statistic
-    heads, length = shape.heads // how.tp, how.tokens // how.batch
-    scores = heads * how.tokens * length * how.cp
-    statistics = Saved("attn.core statistics", size * heads * how.tokens, _formula(size, "sba", split))
-    if how.cp > 1 and how.context == "ring":  # keeps no probabilities, whichever kernel computes it
+    e = compute.element
+    split = _over(compute, True)
+    size = compute.statistic
+    heads, length = shape.heads // compute.tp, compute.tokens // compute.batch
+    scores = heads * compute.tokens * length * compute.cp
+    statistics = Saved("attn.core statistics", size * heads * compute.tokens, _formula(size, "sba", split))
+    if compute.cp > 1 and compute.context == "ring":  # keeps no probabilities, whichever kernel computes it
         yield statistics
         if shape.dropout:  # of the pairs computed here: all of the diagonal block, half of each other
-            pairs = heads * how.tokens * length * (how.cp + 1) // 2
+            pairs = heads * compute.tokens * length * (compute.cp + 1) // 2
             yield Saved("attn.core mask", pairs, f"{_formula(1, 'as^2b', split)} (c+1)/(2c)")
-    elif stores_scores(shape, how):
+    elif stores_scores(shape, compute):
         if shape.attention.softcap is not None:
             yield Saved("attn.core capped", e * scores, _formula(e, "as^2b", split))
         yield Saved("attn.core probabilities", e * scores, _formula(e, "as^2b", split))
@@ -457,27 +457,33 @@ def _core(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
             yield Saved("attn.core dropped", e * scores, _formula(e, "as^2b", split))
     else:
         yield statistics
-    if how.attention == "flex" and shape.attention.sinks:  # a factor outside of the kernel
-        q = shape.attention_width // how.tp
-        yield Saved("attn.core without sinks", e * how.tokens * q, _formula(e, "sbad", split))
+    if compute.attention == "flex" and shape.attention.sinks:  # a factor outside of the kernel
+        q = shape.attention_width // compute.tp
+        yield Saved("attn.core without sinks", e * compute.tokens * q, _formula(e, "sbad", split))
         factor = size + (e if e < size else 0)  # as it is computed, and rounded
-        yield Saved("attn.core sinks", factor * heads * how.tokens, _formula(factor, "sba", split))
-    flash = how.attention != "explicit" and not shape.dropout
-    if how.cp > 1 and flash and how.context == "ulysses":  # the projection takes it in another order
-        q = shape.attention_width // how.tp
-        yield Saved("attn.core output", e * how.tokens * q, _formula(e, "sbad", split))
+        yield Saved("attn.core sinks", factor * heads * compute.tokens, _formula(factor, "sba", split))
+    flash = compute.attention != "explicit" and not shape.dropout
+    if compute.cp > 1 and flash and compute.context == "ulysses":  # the projection takes it in another order
+        q = shape.attention_width // compute.tp
+        yield Saved("attn.core output", e * compute.tokens * q, _formula(e, "sbad", split))
 
 
-def _mlp(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
+def _mlp(shape: ModelShape, compute: ComputeConfig) -> Iterator[Saved]:
     if shape.moe is not None:
-        yield from _experts(shape, shape.moe, how)
+        yield from _experts(shape, shape.moe, compute)
     else:
-        yield _shard(f"mlp.{_first(shape)} input", how.element, how, shape)
+        yield _shard(f"mlp.{_first(shape)} input", compute.element, compute, shape)
         yield from _inner(
-            name="mlp", rows=how.tokens, width=shape.ffn, parts=how.tp, symbols="sbf", shape=shape, how=how
+            name="mlp",
+            rows=compute.tokens,
+            width=shape.ffn,
+            parts=compute.tp,
+            symbols="sbf",
+            shape=shape,
+            compute=compute,
         )
     if shape.dropout:
-        yield _shard("mlp.drop mask", 1, how, shape)
+        yield _shard("mlp.drop mask", 1, compute, shape)
 
 
 def _first(shape: ModelShape) -> str:
@@ -485,37 +491,37 @@ def _first(shape: ModelShape) -> str:
 
 
 def _inner(
-    name: str, rows: int, width: int, parts: int, symbols: str, shape: ModelShape, how: ComputeConfig
+    name: str, rows: int, width: int, parts: int, symbols: str, shape: ModelShape, compute: ComputeConfig
 ) -> Iterator[Saved]:
     """The tensors that an MLP keeps beside its input, for this many rows and one of `parts` slices of its
     width.
     """
-    e = how.element
+    e = compute.element
     inner = rows * width // parts
     first = _first(shape)
-    wide, over = 2 if shape.gated else 1, _over(how, parts > 1)
+    wide, over = 2 if shape.gated else 1, _over(compute, parts > 1)
     if shape.mlp != "relu":  # whose backward looks at its result
         yield Saved(f"{name}.{first} output", wide * e * inner, _formula(wide * e, symbols, over))
-    if shape.gated and not how.framework.fused_activation:
+    if shape.gated and not compute.framework.fused_activation:
         # the activated gate; of the clamped kind also the clamped gate, its sigmoid, and the other factor
         many = 4 if shape.mlp == "swiglu_clamped" else 1
         yield Saved(f"{name} activated", many * e * inner, _formula(many * e, symbols, over))
     yield Saved(f"{name}.down input", e * inner, _formula(e, symbols, over))
 
 
-def _experts(shape: ModelShape, moe: ExpertShape, how: ComputeConfig) -> Iterator[Saved]:
+def _experts(shape: ModelShape, moe: ExpertShape, compute: ComputeConfig) -> Iterator[Saved]:
     """The tensors of a mixture of experts under even routing; n are the tokens that a rank routes, r the rows
     that its experts receive.
     """
-    e = how.element
+    e = compute.element
     h = shape.hidden
     k = moe.top_k
-    parts = how.expert_shards
-    n = how.tokens if how.replicated_routing else -(-how.tokens // how.tp)
-    rows = n * k if how.replicated_routing else n * k * parts
-    exact = how.statistic
+    parts = compute.expert_shards
+    n = compute.tokens if compute.replicated_routing else -(-compute.tokens // compute.tp)
+    rows = n * k if compute.replicated_routing else n * k * parts
+    exact = compute.statistic
     if moe.shared_ffn or e >= 4:
-        yield _shard("mlp input", e, how, shape)
+        yield _shard("mlp input", e, compute, shape)
     if e < 4:
         yield Saved("mlp.router input", exact * n * h, _formula(exact, "nh", ""))
     scores = (4 if moe.score == "sigmoid" else 2) * exact  # log-sigmoids too, and a number beside each
@@ -523,7 +529,13 @@ def _experts(shape: ModelShape, moe: ExpertShape, how: ComputeConfig) -> Iterato
     yield Saved("mlp.router scores, choices, order", numbers, f"({scores}E+{16 + exact}k+{exact})n")
     yield Saved(f"mlp.experts.{_first(shape)} input", e * rows * h, _formula(e, "rh", ""))
     yield from _inner(
-        name="mlp.experts", rows=rows, width=shape.expert_ffn, parts=parts, symbols="rf", shape=shape, how=how
+        name="mlp.experts",
+        rows=rows,
+        width=shape.expert_ffn,
+        parts=parts,
+        symbols="rf",
+        shape=shape,
+        compute=compute,
     )
     if shape.bias:
         yield Saved("mlp.experts numbers", 8 * rows, "8r")  # the expert of each row
@@ -531,51 +543,53 @@ def _experts(shape: ModelShape, moe: ExpertShape, how: ComputeConfig) -> Iterato
     if moe.shared_ffn:
         yield from _inner(
             name="mlp.shared",
-            rows=how.tokens,
+            rows=compute.tokens,
             width=moe.shared_ffn,
-            parts=how.tp,
+            parts=compute.tp,
             symbols="sbf",
             shape=shape,
-            how=how,
+            compute=compute,
         )
     if moe.shared_ffn and moe.shared_gate:
-        yield _shard("mlp.shared output", e, how, shape)
+        yield _shard("mlp.shared output", e, compute, shape)
         yield Saved(
-            "mlp.shared_gate output", e * how.shard, _formula(e, "sb", _over(how, how.sequence_parallel))
+            "mlp.shared_gate output",
+            e * compute.shard,
+            _formula(e, "sb", _over(compute, compute.sequence_parallel)),
         )
 
 
-def _capped_logits(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
+def _capped_logits(shape: ModelShape, compute: ComputeConfig) -> Iterator[Saved]:
     """The hyperbolic tangent of logits that are soft-capped."""
     if shape.logit_softcap:
-        size = how.element * how.tokens * how.vocabulary_rows(shape)
-        yield Saved("out capped", size, _formula(how.element, "sbV", _over(how, True)))
+        size = compute.element * compute.tokens * compute.vocabulary_rows(shape)
+        yield Saved("out capped", size, _formula(compute.element, "sbV", _over(compute, True)))
 
 
-def _loss(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
-    columns, size = how.vocabulary_rows(shape), how.statistic
-    text = _formula(size, "sbV", _over(how, True))
-    if how.fused_loss:
-        text = _formula(how.element, "sbV", _over(how, True))
-        yield Saved("loss logits", how.element * how.tokens * columns, text)
-        yield Saved("loss statistics", size * how.tokens, _formula(size, "sb", _over(how, False)))
+def _loss(shape: ModelShape, compute: ComputeConfig) -> Iterator[Saved]:
+    columns, size = compute.vocabulary_rows(shape), compute.statistic
+    text = _formula(size, "sbV", _over(compute, True))
+    if compute.fused_loss:
+        text = _formula(compute.element, "sbV", _over(compute, True))
+        yield Saved("loss logits", compute.element * compute.tokens * columns, text)
+        yield Saved("loss statistics", size * compute.tokens, _formula(size, "sb", _over(compute, False)))
         return
-    if how.framework.torch_loss and how.tp == 1 and columns == shape.vocab:
-        yield Saved("loss log-probabilities", size * how.tokens * columns, text)
+    if compute.framework.torch_loss and compute.tp == 1 and columns == shape.vocab:
+        yield Saved("loss log-probabilities", size * compute.tokens * columns, text)
         yield Saved("loss weight", size, str(size))
         return
-    yield Saved("loss probabilities", size * how.tokens * columns, text)
-    yield Saved("loss targets", 10 * how.tokens, _formula(10, "sb", _over(how, False)))
+    yield Saved("loss probabilities", size * compute.tokens * columns, text)
+    yield Saved("loss targets", 10 * compute.tokens, _formula(10, "sb", _over(compute, False)))
 
 
-def _shard(name: str, size: int, how: ComputeConfig, shape: ModelShape) -> Saved:
+def _shard(name: str, size: int, compute: ComputeConfig, shape: ModelShape) -> Saved:
     """A tensor as wide as the residual stream."""
-    text = _formula(size, "sbh", _over(how, how.sequence_parallel))
-    return Saved(name, size * how.shard * shape.hidden, text)
+    text = _formula(size, "sbh", _over(compute, compute.sequence_parallel))
+    return Saved(name, size * compute.shard * shape.hidden, text)
 
 
-def _over(how: ComputeConfig, tp: bool) -> str:
-    return ("t" if tp and how.tp > 1 else "") + ("c" if how.cp > 1 else "")
+def _over(compute: ComputeConfig, tp: bool) -> str:
+    return ("t" if tp and compute.tp > 1 else "") + ("c" if compute.cp > 1 else "")
 
 
 def _formula(size: int, symbols: str, over: str) -> str:

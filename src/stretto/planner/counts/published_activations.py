@@ -18,7 +18,7 @@ class Published:
     source: str
 
 
-def published_formula(shape: ModelShape, how: ComputeConfig) -> Published | None:
+def published_formula(shape: ModelShape, compute: ComputeConfig) -> Published | None:
     """The closed form of Korthikanti et al. 2022, table 2, for this block, or None where it does not apply.
 
     It covers GPT in 16 bits with dropout, explicit attention, no grouped heads, inner width 4h and no context
@@ -31,18 +31,18 @@ def published_formula(shape: ModelShape, how: ComputeConfig) -> Published | None
         or shape.encoder_layers
         or not shape.dropout
         or not usual
-        or how.framework.operators != CORE
+        or compute.framework.operators != CORE
     ):
         return None
-    if how.element != 2 or how.cp > 1:
+    if compute.element != 2 or compute.cp > 1:
         return None
-    t = how.tp
-    sbh = how.sequence * how.batch * shape.hidden
-    quadratic = _quadratic(shape, how)
-    if how.recompute == "full":
-        shared = how.sequence_parallel or how.shard_inputs
+    t = compute.tp
+    sbh = compute.sequence * compute.batch * shape.hidden
+    quadratic = _quadratic(shape, compute)
+    if compute.recompute == "full":
+        shared = compute.sequence_parallel or compute.shard_inputs
         value, text = 2 * sbh / (t if shared else 1), "2sbh/t" if shared else "2sbh"
-    elif how.sequence_parallel:
+    elif compute.sequence_parallel:
         value = sbh * 34 / t + quadratic
         text = "sbh(34/t+5as/(ht))" if quadratic else "sbh(34/t)"
     elif t > 1:
@@ -54,7 +54,7 @@ def published_formula(shape: ModelShape, how: ComputeConfig) -> Published | None
     return Published(value, text, "Korthikanti et al. 2022, table 2")
 
 
-def _quadratic(shape: ModelShape, how: ComputeConfig) -> float:
-    if how.repeats("core_attn"):
+def _quadratic(shape: ModelShape, compute: ComputeConfig) -> float:
+    if compute.repeats("core_attn"):
         return 0.0
-    return 5 * shape.heads * how.sequence**2 * how.batch / how.tp
+    return 5 * shape.heads * compute.sequence**2 * compute.batch / compute.tp

@@ -41,9 +41,9 @@ class Shares:
     vocab_multiple: int = 1
 
     @classmethod
-    def of(cls, how: ComputeConfig) -> Shares:
+    def of(cls, compute: ComputeConfig) -> Shares:
         """The shares of a rank that computes in this way."""
-        return cls(how.tp, how.ep, how.expert_shards, how.vocab_multiple)
+        return cls(compute.tp, compute.ep, compute.expert_shards, compute.vocab_multiple)
 
 
 @dataclass(frozen=True)

@@ -35,32 +35,34 @@ class Message:
     beside: bool = False
 
 
-def block_traffic(shape: ModelShape, how: ComputeConfig, cp_index: int | None = None) -> tuple[Message, ...]:
-    """Traffic of one block with the recomputation of `how.recompute`; routing to experts is taken as even.
+def block_traffic(
+    shape: ModelShape, compute: ComputeConfig, cp_index: int | None = None
+) -> tuple[Message, ...]:
+    """Return the messages of one block with `compute.recompute`, with even routing to experts.
 
     Args:
         cp_index: the rank's index along cp. The ranks of a ring do not send equally much; None: the one that
             sends most, for which the others wait.
     """
-    core = tuple(_core(shape, how, cp_index))
-    mlp = tuple(_mlp(shape, how))
-    cross = tuple(_cross(how, shape.hidden)) if shape.encoder_layers else ()
-    rest = (*_attention_linears(shape, how), *cross, *mlp)
-    again = (*core, *rest) if how.recompute == "full" else ()
-    if how.repeats("core_attn"):
+    core = tuple(_core(shape, compute, cp_index))
+    mlp = tuple(_mlp(shape, compute))
+    cross = tuple(_cross(compute, shape.hidden)) if shape.encoder_layers else ()
+    rest = (*_attention_linears(shape, compute), *cross, *mlp)
+    again = (*core, *rest) if compute.recompute == "full" else ()
+    if compute.repeats("core_attn"):
         again = core
-    if how.repeats("mlp" if shape.moe is None else "moe"):
+    if compute.repeats("mlp" if shape.moe is None else "moe"):
         again += mlp
     repeated = [replace(m, phase="R") for m in again if m.phase == "F"]
-    return (*_kept_input(shape, how), *core, *rest, *repeated)
+    return (*_kept_input(shape, compute), *core, *rest, *repeated)
 
 
-def embedding_traffic(shape: ModelShape, how: ComputeConfig) -> tuple[Message, ...]:
+def embedding_traffic(shape: ModelShape, compute: ComputeConfig) -> tuple[Message, ...]:
     """Traffic of the embedding: partial rows of a vocabulary that is split over tp are summed."""
-    if how.tp == 1:
+    if compute.tp == 1:
         return ()
-    size = how.element * how.tokens * shape.hidden
-    if not how.sequence_parallel:
+    size = compute.element * compute.tokens * shape.hidden
+    if not compute.sequence_parallel:
         return (Message(axis="tp", kind="all-reduce", size=size, phase="F"),)
     return (
         Message(axis="tp", kind="reduce-scatter", size=size, phase="F"),
@@ -68,21 +70,24 @@ def embedding_traffic(shape: ModelShape, how: ComputeConfig) -> tuple[Message, .
     )
 
 
-def between_traffic(shape: ModelShape, how: ComputeConfig) -> tuple[Message, ...]:
+def between_traffic(shape: ModelShape, compute: ComputeConfig) -> tuple[Message, ...]:
     """Traffic of the layer between an encoder and its decoder: of the embedding of the decoder's tokens."""
-    return embedding_traffic(shape, how)
+    return embedding_traffic(shape, compute)
 
 
-def head_traffic(shape: ModelShape, how: ComputeConfig) -> tuple[Message, ...]:
+def head_traffic(shape: ModelShape, compute: ComputeConfig) -> tuple[Message, ...]:
     """Traffic of the last norm, the logits and the loss."""
-    return (*output_traffic(shape, how, into_columns(how, shape.hidden)), *loss_traffic(shape, how))
+    return (
+        *output_traffic(shape, compute, into_columns(compute, shape.hidden)),
+        *loss_traffic(shape, compute),
+    )
 
 
-def output_traffic(shape: ModelShape, how: ComputeConfig, whole: Iterable[Message]) -> Iterator[Message]:
+def output_traffic(shape: ModelShape, compute: ComputeConfig, whole: Iterable[Message]) -> Iterator[Message]:
     """Traffic of the output layer, from that of a product with all tokens: in chunks, the backward computes
     all of it, and gathers its input once.
     """
-    chunked = how.loss_tokens(shape) > 0
+    chunked = compute.loss_tokens(shape) > 0
     for message in whole:
         if not chunked:
             yield message
@@ -90,18 +95,18 @@ def output_traffic(shape: ModelShape, how: ComputeConfig, whole: Iterable[Messag
             yield replace(message, phase="I")
 
 
-def loss_traffic(shape: ModelShape, how: ComputeConfig) -> Iterator[Message]:
+def loss_traffic(shape: ModelShape, compute: ComputeConfig) -> Iterator[Message]:
     """Traffic of the loss: of each chunk one all-reduce for the largest logit, and one for the sum of
     exponentials and the target's logit together.
     """
-    if how.tp == 1:
+    if compute.tp == 1:
         return
-    chunk = how.loss_tokens(shape)
+    chunk = compute.loss_tokens(shape)
     phase: Phase = "I" if chunk else "F"
-    whole, rest = divmod(how.tokens, chunk or how.tokens)
-    for tokens, count in ((chunk or how.tokens, whole), (rest, 1)):
+    whole, rest = divmod(compute.tokens, chunk or compute.tokens)
+    for tokens, count in ((chunk or compute.tokens, whole), (rest, 1)):
         for numbers in (1, 2):
-            size = numbers * how.statistic * tokens
+            size = numbers * compute.statistic * tokens
             if size:
                 yield Message(axis="tp", kind="all-reduce", size=size, phase=phase, count=count)
 
@@ -109,12 +114,12 @@ def loss_traffic(shape: ModelShape, how: ComputeConfig) -> Iterator[Message]:
 # ------------------------------------------------------------------ dense layers
 
 
-def into_columns(how: ComputeConfig, hidden: int) -> Iterator[Message]:
+def into_columns(compute: ComputeConfig, hidden: int) -> Iterator[Message]:
     """Traffic of a linear that is split by output features."""
-    size = how.element * how.tokens * hidden
-    if how.tp == 1:
+    size = compute.element * compute.tokens * hidden
+    if compute.tp == 1:
         return
-    if how.sequence_parallel:
+    if compute.sequence_parallel:
         yield Message(axis="tp", kind="all-gather", size=size, phase="F")
         yield Message(axis="tp", kind="reduce-scatter", size=size, phase="I")
         yield Message(axis="tp", kind="all-gather", size=size, phase="W")  # the input is gathered again
@@ -122,87 +127,94 @@ def into_columns(how: ComputeConfig, hidden: int) -> Iterator[Message]:
         yield Message(axis="tp", kind="all-reduce", size=size, phase="I")
 
 
-def out_of_rows(how: ComputeConfig, hidden: int) -> Iterator[Message]:
+def out_of_rows(compute: ComputeConfig, hidden: int) -> Iterator[Message]:
     """Traffic of a linear that is split by input features."""
-    size = how.element * how.tokens * hidden
-    if how.tp == 1:
+    size = compute.element * compute.tokens * hidden
+    if compute.tp == 1:
         return
-    if how.sequence_parallel:
+    if compute.sequence_parallel:
         yield Message(axis="tp", kind="reduce-scatter", size=size, phase="F")
         yield Message(axis="tp", kind="all-gather", size=size, phase="I")
     else:
         yield Message(axis="tp", kind="all-reduce", size=size, phase="F")
 
 
-def _linears(how: ComputeConfig, hidden: int) -> Iterator[Message]:
+def _linears(compute: ComputeConfig, hidden: int) -> Iterator[Message]:
     """Traffic of two linears, split by output and then by input features."""
-    yield from into_columns(how, hidden)
-    yield from out_of_rows(how, hidden)
+    yield from into_columns(compute, hidden)
+    yield from out_of_rows(compute, hidden)
 
 
-def _attention_linears(shape: ModelShape, how: ComputeConfig) -> Iterator[Message]:
+def _attention_linears(shape: ModelShape, compute: ComputeConfig) -> Iterator[Message]:
     """Traffic of the linears around attention. Of latent attention those to narrow vectors are whole on every
     rank and communicate nothing; narrow vectors go into those to heads, and the key of all heads to these.
     """
     latent = shape.latent
     if latent is None:
-        yield from _linears(how, shape.hidden)
+        yield from _linears(compute, shape.hidden)
         return
-    yield from into_columns(how, latent.q_rank or shape.hidden)
-    yield from into_columns(how, latent.kv_rank)
-    for message in into_columns(how, latent.rope_dim):  # no product, so nothing is gathered for its weights
+    yield from into_columns(compute, latent.q_rank or shape.hidden)
+    yield from into_columns(compute, latent.kv_rank)
+    for message in into_columns(
+        compute, latent.rope_dim
+    ):  # no product, so nothing is gathered for its weights
         if message.phase != "W":
             yield message
-    yield from out_of_rows(how, shape.hidden)
+    yield from out_of_rows(compute, shape.hidden)
 
 
-def _cross(how: ComputeConfig, hidden: int) -> Iterator[Message]:
+def _cross(compute: ComputeConfig, hidden: int) -> Iterator[Message]:
     """Traffic of the linears around attention to the encoder's output: of its tokens for keys and values."""
-    yield from _linears(how, hidden)
-    yield from into_columns(how.of_memory, hidden)
+    yield from _linears(compute, hidden)
+    yield from into_columns(compute.of_memory, hidden)
 
 
-def _mlp(shape: ModelShape, how: ComputeConfig) -> Iterable[Message]:
+def _mlp(shape: ModelShape, compute: ComputeConfig) -> Iterable[Message]:
     """Traffic of a block's dense MLP or mixture of experts."""
-    return _linears(how, shape.hidden) if shape.moe is None else _experts(shape, how)
+    return _linears(compute, shape.hidden) if shape.moe is None else _experts(shape, compute)
 
 
-def _kept_input(shape: ModelShape, how: ComputeConfig) -> Iterator[Message]:
+def _kept_input(shape: ModelShape, compute: ComputeConfig) -> Iterator[Message]:
     """The gather of a block's input before it is recomputed, where each tp rank keeps a part of it."""
-    if how.recompute == "full" and how.shard_inputs and not how.sequence_parallel and how.tp > 1:
-        part = how.batch * -(-how.tokens // how.batch // how.tp)
+    if (
+        compute.recompute == "full"
+        and compute.shard_inputs
+        and not compute.sequence_parallel
+        and compute.tp > 1
+    ):
+        part = compute.batch * -(-compute.tokens // compute.batch // compute.tp)
         yield Message(
-            axis="tp", kind="all-gather", size=how.element * how.tp * part * shape.hidden, phase="R"
+            axis="tp", kind="all-gather", size=compute.element * compute.tp * part * shape.hidden, phase="R"
         )
 
 
 # ------------------------------------------------------------------ attention over several ranks
 
 
-def _core(shape: ModelShape, how: ComputeConfig, cp_index: int | None) -> Iterator[Message]:
-    if how.cp == 1:
+def _core(shape: ModelShape, compute: ComputeConfig, cp_index: int | None) -> Iterator[Message]:
+    if compute.cp == 1:
         return
-    keys = how.kv_heads(shape)
+    keys = compute.kv_heads(shape)
     both = shape.head_dim + shape.value_dim  # a head's key and value
-    if how.context == "ring":
-        yield from _ring(how, keys * both, cp_index)
+    if compute.context == "ring":
+        yield from _ring(compute, keys * both, cp_index)
         return
-    heads = shape.heads // how.tp
-    copied = lcm(keys, how.cp)  # heads are repeated until every rank gets whole ones
-    there = how.element * how.tokens * (heads * shape.head_dim + copied * both)
-    back = how.element * how.tokens * heads * shape.value_dim
+    heads = shape.heads // compute.tp
+    copied = lcm(keys, compute.cp)  # heads are repeated until every rank gets whole ones
+    there = compute.element * compute.tokens * (heads * shape.head_dim + copied * both)
+    back = compute.element * compute.tokens * heads * shape.value_dim
     for phase in ("F", "I"):
         yield Message(axis="cp", kind="all-to-all", size=there, phase=phase)
         yield Message(axis="cp", kind="all-to-all", size=back, phase=phase)
 
 
-def _ring(how: ComputeConfig, width: int, cp_index: int | None) -> Iterator[Message]:
+def _ring(compute: ComputeConfig, width: int, cp_index: int | None) -> Iterator[Message]:
     """Keys and values travel round the ring in the forward, and again in the backward followed by their
     gradients. A rank behind the owner of a block attends to half of its positions only, so only that half is
     sent there.
     """
-    half = how.tokens // 2 * width  # elements of keys and values of half of the positions
-    c = how.cp
+    half = compute.tokens // 2 * width  # elements of keys and values of half of the positions
+    c = compute.cp
     if cp_index is None:
         blocks, gradients = (c - 1, 0), (c - 1, 0)
     else:
@@ -212,8 +224,8 @@ def _ring(how: ComputeConfig, width: int, cp_index: int | None) -> Iterator[Mess
         blocks = c - 1 - halves, halves
         gradients = (c - 1, 0) if cp_index == 0 else (c - 2, 1)  # only half of the first rank's block
     for phase in ("F", "I"):
-        yield from _sends(blocks, how.element * half, phase)
-    yield from _sends(gradients, how.statistic * half, "I")
+        yield from _sends(blocks, compute.element * half, phase)
+    yield from _sends(gradients, compute.statistic * half, "I")
 
 
 def _sends(counts: tuple[int, int], half: int, phase: Phase) -> Iterator[Message]:
@@ -225,53 +237,53 @@ def _sends(counts: tuple[int, int], half: int, phase: Phase) -> Iterator[Message
 # ------------------------------------------------------------------ experts
 
 
-def _experts(shape: ModelShape, how: ComputeConfig) -> Iterator[Message]:
+def _experts(shape: ModelShape, compute: ComputeConfig) -> Iterator[Message]:
     moe, hidden = shape.moe, shape.hidden
     assert moe is not None
-    if how.replicated_routing:
-        yield from _replicated_tokens(how, hidden)
+    if compute.replicated_routing:
+        yield from _replicated_tokens(compute, hidden)
     else:
-        yield from _dispatched_tokens(shape, how)
-    length = how.tokens // how.batch
-    routed = length if how.replicated_routing else -(-length // how.tp)
-    sample, parts = ("cp", how.cp) if how.replicated_routing else ("tp-cp", how.tp * how.cp)
+        yield from _dispatched_tokens(shape, compute)
+    length = compute.tokens // compute.batch
+    routed = length if compute.replicated_routing else -(-length // compute.tp)
+    sample, parts = ("cp", compute.cp) if compute.replicated_routing else ("tp-cp", compute.tp * compute.cp)
     if parts > 1 and moe.capacity is not None:  # capacity is that of whole samples
-        choices = 2 * how.statistic * how.batch * routed * moe.top_k
+        choices = 2 * compute.statistic * compute.batch * routed * moe.top_k
         yield Message(axis=sample, kind="all-gather", size=parts * choices, phase="F")
     if parts > 1 and moe.balance:
         # the balance loss is formed once, in the forward that builds the graph
-        phase: Phase = "R" if how.recompute == "full" else "F"
-        yield Message(axis=sample, kind="all-reduce", size=_COUNT * how.batch * moe.experts, phase=phase)
+        phase: Phase = "R" if compute.recompute == "full" else "F"
+        yield Message(axis=sample, kind="all-reduce", size=_COUNT * compute.batch * moe.experts, phase=phase)
     if moe.shared_ffn:
-        yield from _linears(how, hidden)
+        yield from _linears(compute, hidden)
 
 
-def _replicated_tokens(how: ComputeConfig, hidden: int) -> Iterator[Message]:
+def _replicated_tokens(compute: ComputeConfig, hidden: int) -> Iterator[Message]:
     """Experts are split as a dense MLP is. The router needs the tokens whole, so that its gathered input is
     kept and not gathered again in W.
     """
-    for message in _linears(how, hidden):
+    for message in _linears(compute, hidden):
         if message.phase != "W":
             yield message
 
 
-def _dispatched_tokens(shape: ModelShape, how: ComputeConfig) -> Iterator[Message]:
+def _dispatched_tokens(shape: ModelShape, compute: ComputeConfig) -> Iterator[Message]:
     """Each rank's tokens go to the ranks that hold their experts, and from there to all ranks with a slice of
     these.
     """
     moe, hidden = shape.moe, shape.hidden
     assert moe is not None
-    slices = how.expert_shards
-    tokens = how.batch * -(-how.tokens // how.batch // how.tp)
-    if how.tp > 1 and not how.sequence_parallel:
-        whole = how.element * how.tp * tokens * hidden
+    slices = compute.expert_shards
+    tokens = compute.batch * -(-compute.tokens // compute.batch // compute.tp)
+    if compute.tp > 1 and not compute.sequence_parallel:
+        whole = compute.element * compute.tp * tokens * hidden
         yield Message(axis="tp", kind="all-gather", size=whole, phase="F")
         yield Message(axis="tp", kind="all-gather", size=whole, phase="I")
-    if how.ep * slices > 1:
-        counts = _COUNT * moe.experts * how.ep * slices
+    if compute.ep * slices > 1:
+        counts = _COUNT * moe.experts * compute.ep * slices
         yield Message(axis="expert_tp-ep", kind="all-gather", size=counts, phase="F")
-    rows = how.element * tokens * moe.top_k * hidden
-    if how.ep > 1:
+    rows = compute.element * tokens * moe.top_k * hidden
+    if compute.ep > 1:
         yield Message(axis="ep", kind="all-to-all", size=rows, phase="F", count=2)
         yield Message(axis="ep", kind="all-to-all", size=rows, phase="I", count=2)
     if slices > 1:

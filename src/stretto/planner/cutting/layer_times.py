@@ -36,9 +36,9 @@ def predicted_profile(
 
     Blocks are recomputed as the job says; recompute mode `auto` is taken as none.
     """
-    shape, how = job.shape, ComputeConfig.of(job)
+    shape, compute = job.shape, ComputeConfig.of(job)
     split = any(action.kind is ActionKind.W for order in program.orders for action in order)
-    shares = Shares.of(how)
+    shares = Shares.of(compute)
     keep = StateConfig.of(job, program)
     layers: list[LayerProfile] = []
     weights = states = tied = 0
@@ -50,7 +50,7 @@ def predicted_profile(
         weights, states = weights + state.weights, states + state.total
         shared = [u.weights for u in units if shape.tied and any(p.name == TIED for p in u.parameters)]
         tied = max([tied, *shared])
-        output = 0 if at == shape.chain - 1 else message_bytes(shape, how, at + 1)
+        output = 0 if at == shape.chain - 1 else message_bytes(shape, compute, at + 1)
         kept = total(_saved(job, at))
         layers.append(
             LayerProfile(
@@ -72,8 +72,8 @@ def predicted_profile(
 def _saved(job: Job, layer: int) -> tuple[Saved, ...]:
     """What a layer keeps for a microbatch."""
     here, mode = layer_of(job.shape, layer), job.recompute.mode
-    how = ComputeConfig.of(job).at(here)
+    compute = ComputeConfig.of(job).at(here)
     if here.kind == "block":
-        return block_saved(here.shape, replace(how, recompute="none" if mode == "auto" else mode))
+        return block_saved(here.shape, replace(compute, recompute="none" if mode == "auto" else mode))
     of = {"embed": embedding_saved, "between": between_saved, "head": head_saved}[here.kind]
-    return of(here.shape, how)
+    return of(here.shape, compute)

@@ -42,18 +42,18 @@ def advice(job: MemoryJob) -> list[Advice]:
 
 
 def _others(job: MemoryJob) -> Iterator[tuple[str, MemoryJob]]:
-    how, modes = job.how, set(job.modes)
-    if how.tp > 1 and not how.sequence_parallel:
-        yield "layout.sequence_parallel=true", replace(job, how=replace(how, sequence_parallel=True))
-    explicit = how.attention == "explicit" or job.shape.dropout > 0
+    compute, modes = job.compute, set(job.modes)
+    if compute.tp > 1 and not compute.sequence_parallel:
+        yield "layout.sequence_parallel=true", replace(job, compute=replace(compute, sequence_parallel=True))
+    explicit = compute.attention == "explicit" or job.shape.dropout > 0
     if modes == {"none"} and explicit:
         yield "recompute.mode=selective", block_modes(job, "selective")
     if modes != {"full"}:
         yield "recompute.mode=full", block_modes(job, "full")
-    elif how.tp > 1 and not how.sequence_parallel and not how.shard_inputs:
-        yield "recompute.shard_inputs=true", replace(job, how=replace(how, shard_inputs=True))
-    if how.attention == "explicit" and not job.shape.dropout:
-        yield "train.attention=auto", replace(job, how=replace(how, attention="auto"))
+    elif compute.tp > 1 and not compute.sequence_parallel and not compute.shard_inputs:
+        yield "recompute.shard_inputs=true", replace(job, compute=replace(compute, shard_inputs=True))
+    if compute.attention == "explicit" and not job.shape.dropout:
+        yield "train.attention=auto", replace(job, compute=replace(compute, attention="auto"))
 
 
 _MASTER, _MOMENTS = 4, 8  # bytes of AdamW's master and moments: K = 12 of the paper

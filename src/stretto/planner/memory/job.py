@@ -114,7 +114,7 @@ def _choices(job: MemoryJob, stages: Sequence[int]) -> Iterator[tuple[Counts, ..
     """Choices for these stages, the cheapest first; where they are too many, only those with equal counts for
     all stages.
     """
-    shape, sequence = job.shape, job.how.sequence
+    shape, sequence = job.shape, job.compute.sequence
     full, selective = block_flops(shape, sequence), attention_flops(shape, sequence)
     blocks = [len(_blocks(job, job.stages[stage])) for stage in stages]
     options = [_counts(n) for n in blocks]
@@ -177,7 +177,7 @@ def memory_of(
     memory_job = MemoryJob(
         shape=job.shape,
         program=program,
-        how=ComputeConfig.of(job),
+        compute=ComputeConfig.of(job),
         state_config=StateConfig.of(job, program),
         gather=job.dp.gathers(job.layout.pp),
         saves_in_background=job.async_save,

@@ -40,13 +40,13 @@ class _ExpertRows:
         width: the width of that slice.
     """
 
-    def __init__(self, shape: ModelShape, how: ComputeConfig) -> None:
+    def __init__(self, shape: ModelShape, compute: ComputeConfig) -> None:
         moe = shape.moe
         assert moe is not None
-        tokens = how.tokens if how.replicated_routing else -(-how.tokens // how.tp)
+        tokens = compute.tokens if compute.replicated_routing else -(-compute.tokens // compute.tp)
         self.copies = tokens * moe.top_k
-        self.rows = self.copies if how.replicated_routing else self.copies * how.expert_shards
-        self.width = shape.expert_ffn // how.expert_shards
+        self.rows = self.copies if compute.replicated_routing else self.copies * compute.expert_shards
+        self.width = shape.expert_ffn // compute.expert_shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,37 +108,37 @@ class LayerMemory:
         return sum(part.bytes + part.waits for part in self.parts if part.waits is not None)
 
 
-def layer_memory(shape: ModelShape, how: ComputeConfig, layer: int, apart: bool = False) -> LayerMemory:
+def layer_memory(shape: ModelShape, compute: ComputeConfig, layer: int, apart: bool = False) -> LayerMemory:
     """The memory of layer number `layer` of the chain (`spec.chain`).
 
     Args:
-        how: with the `recompute` of this block; of an encoder's layers where there is one.
+        compute: with the `recompute` of this block; of an encoder's layers where there is one.
         apart: weight gradients are formed apart and then accumulated, as oneDNN's are; those of 16 bits
             always are.
     """
     here = layer_of(shape, layer)
-    how = how.at(here)
+    compute = compute.at(here)
     match here.kind:
         case "embed":
-            return _embedding(shape, how)
+            return _embedding(shape, compute)
         case "between":
-            return _between(shape, how)
+            return _between(shape, compute)
         case "head":
-            return _head(shape, how, apart)
+            return _head(shape, compute, apart)
         case _:
-            return _block(here.shape, how, apart)
+            return _block(here.shape, compute, apart)
 
 
 @lru_cache(maxsize=1024)
-def _embedding(shape: ModelShape, how: ComputeConfig) -> LayerMemory:
-    size = Sizes(shape, how, False)
-    kept = [Part(name=s.name, bytes=s.bytes) for s in embedding_saved(shape, how)]
-    whole = how.element * how.tokens * shape.hidden
-    forward = 2 * whole + (size.residual if size.gathered else 0) if how.tp > 1 else size.residual
+def _embedding(shape: ModelShape, compute: ComputeConfig) -> LayerMemory:
+    size = Sizes(shape, compute, False)
+    kept = [Part(name=s.name, bytes=s.bytes) for s in embedding_saved(shape, compute)]
+    whole = compute.element * compute.tokens * shape.hidden
+    forward = 2 * whole + (size.residual if size.gathered else 0) if compute.tp > 1 else size.residual
     forward = max(forward, 2 * size.residual if shape.learned else 0)
     backward = size.residual + 2 * size.gathered
     if size.halves:  # the gradient in the type in which it is accumulated
-        backward += how.statistic * how.tokens * shape.hidden
+        backward += compute.statistic * compute.tokens * shape.hidden
     return LayerMemory(
         parts=(Part(name="embed", bytes=0, kept=True, forward=forward, backward=backward), *kept),
         input_bytes=0,
@@ -147,10 +147,10 @@ def _embedding(shape: ModelShape, how: ComputeConfig) -> LayerMemory:
 
 
 @lru_cache(maxsize=1024)
-def _between(shape: ModelShape, how: ComputeConfig) -> LayerMemory:
+def _between(shape: ModelShape, compute: ComputeConfig) -> LayerMemory:
     """The encoder's last norm, then the embedding of the decoder's tokens."""
-    embedding, memory = _embedding(shape, how), Sizes(shape, how.of_memory, False)
-    saved = between_saved(shape, how)
+    embedding, memory = _embedding(shape, compute), Sizes(shape, compute.of_memory, False)
+    saved = between_saved(shape, compute)
     kept = [Part(name=s.name, bytes=s.bytes) for s in saved]
     first = kept[0]
     # keys and values are made of it in every block of the decoder, and their weights' gradients too
@@ -166,44 +166,44 @@ def _between(shape: ModelShape, how: ComputeConfig) -> LayerMemory:
 
 
 @lru_cache(maxsize=1024)
-def _block(shape: ModelShape, how: ComputeConfig, apart: bool) -> LayerMemory:
-    size = Sizes(shape, how, apart)
-    whole = block_saved(shape, replace(how, recompute="none"))
-    here = {saved.name for saved in block_saved(shape, how)}
-    forward, backward = _block_extras(shape, how, size)
-    product, waits = _weights(shape, how, size), _waits(shape, how, size)
+def _block(shape: ModelShape, compute: ComputeConfig, apart: bool) -> LayerMemory:
+    size = Sizes(shape, compute, apart)
+    whole = block_saved(shape, replace(compute, recompute="none"))
+    here = {saved.name for saved in block_saved(shape, compute)}
+    forward, backward = _block_extras(shape, compute, size)
+    product, waits = _weights(shape, compute, size), _waits(shape, compute, size)
     columns = ["attn.qkv input", "mlp.gate_up input" if shape.gated else "mlp.up input"]
     columns += ["cross.q input"] if shape.encoder_layers else []
     fetched: dict[str, int] = dict.fromkeys(columns, size.gathered)
     fetched["cross.kv input"] = size.memory_gathered
     if shape.latent is not None:
-        vectors = _latent_vectors(shape, shape.latent, how, size)
+        vectors = _latent_vectors(shape, shape.latent, compute, size)
         for extras, of_vectors in zip((forward, backward, product, waits, fetched), vectors, strict=True):
             extras |= of_vectors
     parts = _parts(
         saved=whole, forward=forward, backward=backward, product=product, waits=waits, fetched=fetched
     )
     if shape.moe is not None:
-        parts = [_expert_part(part, shape, how, size) for part in parts]
+        parts = [_expert_part(part, shape, compute, size) for part in parts]
     if not shape.dropout and not size.gathered:
         through = ("attn.proj input", "cross.proj input", "mlp.down input")
         parts = [replace(p, passes=p.name in through and shape.block_norms != "post") for p in parts]
-    if how.recompute != "full":
+    if compute.recompute != "full":
         first = parts[0]
-        if how.framework.operators == CORE:
+        if compute.framework.operators == CORE:
             parts = [replace(part, kept=part.name in here) for part in parts]
         else:
-            parts = list(_kept_parts(parts, block_saved(shape, how)))
-        return LayerMemory(parts=tuple(parts), input_bytes=first.bytes if keeps_input(shape, how) else 0)
-    (kept,) = block_saved(shape, how)
-    again = [replace(part, kept=False) for part in parts[keeps_input(shape, how) :]]
+            parts = list(_kept_parts(parts, block_saved(shape, compute)))
+        return LayerMemory(parts=tuple(parts), input_bytes=first.bytes if keeps_input(shape, compute) else 0)
+    (kept,) = block_saved(shape, compute)
+    again = [replace(part, kept=False) for part in parts[keeps_input(shape, compute) :]]
     if kept.bytes < size.residual:  # a shard of the input, gathered again
         again.insert(0, Part(name="gathered input", bytes=size.residual, kept=False))
     return LayerMemory(
         parts=(Part(name=kept.name, bytes=kept.bytes), *again),
         input_bytes=kept.bytes,
         recomputed=True,
-        forward=_without_graph(shape, how, size) + size.residual * how.framework.inputs_on_host,
+        forward=_without_graph(shape, compute, size) + size.residual * compute.framework.inputs_on_host,
     )
 
 
@@ -225,15 +225,15 @@ def _kept_parts(parts: Sequence[Part], kept: Sequence[Saved]) -> Iterator[Part]:
 
 
 @lru_cache(maxsize=1024)
-def _head(shape: ModelShape, how: ComputeConfig, apart: bool) -> LayerMemory:
-    size = Sizes(shape, how, apart)
-    saved = head_saved(shape, how)
-    if how.loss_tokens(shape):
-        return _chunked_head(shape, how, size)
+def _head(shape: ModelShape, compute: ComputeConfig, apart: bool) -> LayerMemory:
+    size = Sizes(shape, compute, apart)
+    saved = head_saved(shape, compute)
+    if compute.loss_tokens(shape):
+        return _chunked_head(shape, compute, size)
     loss = next(s.name for s in saved if s.name.startswith("loss"))
     copied = size.exact if size.halves else 0
     probabilities = size.logits if size.halves else 0  # overwritten with the gradient
-    if how.framework.dtensor_loss and how.tp > 1:
+    if compute.framework.dtensor_loss and compute.tp > 1:
         copied, probabilities = copied + size.exact, 3 * size.exact
     made, consumed = {  # bytes beside what the loss keeps: in the forward, in the backward
         "loss log-probabilities": (size.logits + copied, 2 * size.exact),
@@ -258,42 +258,42 @@ def _head(shape: ModelShape, how: ComputeConfig, apart: bool) -> LayerMemory:
         waits=waits,
         fetched={"out input": size.gathered},
     )
-    itself = keeps_input(shape, how)
+    itself = keeps_input(shape, compute)
     return LayerMemory(parts=tuple(parts), input_bytes=saved[0].bytes if itself else 0, ends=True)
 
 
-def _chunked_head(shape: ModelShape, how: ComputeConfig, size: Sizes) -> LayerMemory:
+def _chunked_head(shape: ModelShape, compute: ComputeConfig, size: Sizes) -> LayerMemory:
     """The head whose backward computes logits, loss and gradients chunk by chunk."""
-    saved = head_saved(shape, how)
-    logits = how.loss_tokens(shape) * size.columns
-    exact = how.statistic * logits * (2 if shape.logit_softcap else 1)  # overwritten with the gradient
-    chunk = exact + (how.element * logits if size.halves else 0)
-    whole = how.element * how.tokens * shape.hidden  # the input's gradient
+    saved = head_saved(shape, compute)
+    logits = compute.loss_tokens(shape) * size.columns
+    exact = compute.statistic * logits * (2 if shape.logit_softcap else 1)  # overwritten with the gradient
+    chunk = exact + (compute.element * logits if size.halves else 0)
+    whole = compute.element * compute.tokens * shape.hidden  # the input's gradient
     weight = size.weight * size.columns * shape.hidden
-    rows = how.element * how.loss_tokens(shape) * shape.hidden  # of it, before they are copied there
-    products = how.element * logits + max(size.column + weight, whole + rows)
+    rows = compute.element * compute.loss_tokens(shape) * shape.hidden  # of it, before they are copied there
+    products = compute.element * logits + max(size.column + weight, whole + rows)
     back = {
         "norm input": size.norm - size.residual,
         "out input": size.gathered + max(whole + chunk, products),
     }
     parts = _parts(saved=saved, forward={}, backward=back, product={}, waits={}, fetched={})
-    itself = keeps_input(shape, how)
+    itself = keeps_input(shape, compute)
     return LayerMemory(parts=tuple(parts), input_bytes=saved[0].bytes if itself else 0, ends=True)
 
 
-def _expert_part(part: Part, shape: ModelShape, how: ComputeConfig, size: Sizes) -> Part:
+def _expert_part(part: Part, shape: ModelShape, compute: ComputeConfig, size: Sizes) -> Part:
     """A tensor of a mixture of experts with what is alive beside it."""
-    at, e = _ExpertRows(shape, how), how.element
+    at, e = _ExpertRows(shape, compute), compute.element
     wide = 2 if shape.gated else 1
     inner = e * at.rows * at.width
     rows = e * at.rows * shape.hidden
     copies = e * at.copies * shape.hidden
     first = "mlp.experts.gate_up" if shape.gated else "mlp.experts.up"
     # the experts' output gradient: as it arrives from other ranks, and sorted by expert
-    dy = copies + 2 * rows if how.ep > 1 else rows
+    dy = copies + 2 * rows if compute.ep > 1 else rows
     # the sum of a token's experts, the normalised input, and attention's output; where all ranks route the
     # same tokens, these too, and the sum cut into the ranks' parts
-    together = how.replicated_routing and size.gathered
+    together = compute.replicated_routing and size.gathered
     mixed = 3 * size.gathered + 2 * size.residual if together else 3 * size.residual
     again = 0 if size.halves else 1  # outputs of single experts are copied into one tensor
     extras = {
@@ -334,13 +334,13 @@ def _parts(
 
 
 def _block_extras(
-    shape: ModelShape, how: ComputeConfig, size: Sizes
+    shape: ModelShape, compute: ComputeConfig, size: Sizes
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes alive beside each kept tensor of a block, in the forward and in the backward."""
     r, inner = size.residual, size.inner
     first = "mlp.gate_up" if shape.gated else "mlp.up"
     out = 2 * size.gathered + r if size.gathered else 2 * r  # before and after the reduction, or dropout
-    core, core_back = _core_extras(shape, how, size)
+    core, core_back = _core_extras(shape, compute, size)
     forward = {
         "attn.core q": size.gathered + size.ordered,
         "attn.core capped": size.softmax + 2 * size.q,
@@ -360,7 +360,7 @@ def _block_extras(
     backward = {
         "attn.qkv input": made + size.column + size.ordered,
         "attn.core statistics": r + core_back,
-        "attn.core probabilities": (2 if how.framework.fused_softmax else 3) * size.scores + r,
+        "attn.core probabilities": (2 if compute.framework.fused_softmax else 3) * size.scores + r,
         "attn.core capped": 3 * size.scores + made,
         "attn.core dropped": size.scores + made,
         "attn.core mask": 2 * size.scores + made,
@@ -371,19 +371,19 @@ def _block_extras(
         "mlp.down input": inner + dropped + size.gathered,
     }
     if shape.relative:  # the product that queries, keys and values are views of, and the bias of the scores
-        views, bias = size.q + 2 * size.kv, size.scores // how.batch
-        by_hand = how.attention == "explicit" or shape.dropout > 0
+        views, bias = size.q + 2 * size.kv, size.scores // compute.batch
+        by_hand = compute.attention == "explicit" or shape.dropout > 0
         forward["attn.core probabilities"] = (2 if by_hand else 1) * size.scores + bias + views
         forward["attn.proj input"] += views
         backward["attn.core probabilities"] = 3 * size.scores + 2 * r if by_hand else 2 * size.scores + r
     if shape.encoder_layers:
-        _add_cross(forward, backward, shape, how, size)
-    _add_norms(forward, backward, shape, how, size)
+        _add_cross(forward, backward, shape, compute, size)
+    _add_norms(forward, backward, shape, compute, size)
     return forward, backward
 
 
 def _add_cross(
-    forward: dict[str, int], backward: dict[str, int], shape: ModelShape, how: ComputeConfig, size: Sizes
+    forward: dict[str, int], backward: dict[str, int], shape: ModelShape, compute: ComputeConfig, size: Sizes
 ) -> None:
     """Add what is alive beside the tensors of attention to the encoder's output; from its backward on, and
     through all that follows, there is the gradient of that output too.
@@ -412,11 +412,11 @@ def _add_cross(
 
 
 def _add_norms(
-    forward: dict[str, int], backward: dict[str, int], shape: ModelShape, how: ComputeConfig, size: Sizes
+    forward: dict[str, int], backward: dict[str, int], shape: ModelShape, compute: ComputeConfig, size: Sizes
 ) -> None:
     """Add what is alive beside norms, and because of them beside other tensors."""
     r, exact = size.residual, size.exact_residual
-    composed, after = composed_norms(shape, how), shape.block_norms == "sandwich"
+    composed, after = composed_norms(shape, compute), shape.block_norms == "sandwich"
     lean = 2 * exact if size.halves and shape.norm == "rms" else 0  # RMSNorm: input and squares
     copied = size.halves and composed  # the block's input lives as long as its forward, whatever norms keep
     before = r if copied else 0
@@ -452,7 +452,7 @@ _TILE = 64  # queries of a tile of attention written out, on the CPU where dry r
 _TILE_SCORES = 1 << 18  # of a tile, unless a single key head has more
 
 
-def _core_extras(shape: ModelShape, how: ComputeConfig, size: Sizes) -> tuple[int, int]:
+def _core_extras(shape: ModelShape, compute: ComputeConfig, size: Sizes) -> tuple[int, int]:
     """Bytes alive beside the statistics of attention that keeps no probabilities: in its forward the product
     that heads are views of, and queries in another order; in its backward the gradients.
 
@@ -460,11 +460,11 @@ def _core_extras(shape: ModelShape, how: ComputeConfig, size: Sizes) -> tuple[in
     float32.
     """
     special, wider = shape.attention, size.wider
-    length = how.tokens // how.batch * (how.cp if how.context == "ulysses" else 1)
-    window = special.window if special.window is not None and special.window < length * how.cp else None
-    tiled = how.attention != "flex" and (special.softcap is not None or shape.value_dim < shape.head_dim)
-    ring = how.cp > 1 and how.context == "ring" and (tiled or window is not None)
-    summed = tiled or (how.attention != "flex" and window is not None)
+    length = compute.tokens // compute.batch * (compute.cp if compute.context == "ulysses" else 1)
+    window = special.window if special.window is not None and special.window < length * compute.cp else None
+    tiled = compute.attention != "flex" and (special.softcap is not None or shape.value_dim < shape.head_dim)
+    ring = compute.cp > 1 and compute.context == "ring" and (tiled or window is not None)
+    summed = tiled or (compute.attention != "flex" and window is not None)
     keys = size.q + size.kv + size.v
     gradients = wider * keys if summed else keys
     narrowed = keys if gradients > keys else 0  # rounded at the end
@@ -474,49 +474,49 @@ def _core_extras(shape: ModelShape, how: ComputeConfig, size: Sizes) -> tuple[in
         views += size.q if shape.rotary else 0  # queries before they are brought into order
     forward, backward = size.y, narrowed
     if tiled:
-        scores = _tile_scores(shape, how, length, window)
+        scores = _tile_scores(shape, compute, length, window)
         copied = size.kv if shape.latent is not None else 0  # keys of one head next to each other
-        halves = how.element if size.halves else 0
-        forward = max(forward, copied + scores * (2 * how.statistic + halves))
-        backward = copied + max(backward, scores * (5 * how.statistic + 2 * halves))
+        halves = compute.element if size.halves else 0
+        forward = max(forward, copied + scores * (2 * compute.statistic + halves))
+        backward = copied + max(backward, scores * (5 * compute.statistic + 2 * halves))
     if special.sinks:
         backward = max(backward, 2 * wider * size.y)
     if ring:  # one round's part beside the sum, keys and values on their way, and the gradients of these
         moved = size.kv + size.v
         forward += y + moved
         # half of the queries see all keys of a later rank; nothing is rounded before all rounds are done
-        sums = 2 * wider * moved if how.cp > 2 else 0  # of gradients, received and sent
+        sums = 2 * wider * moved if compute.cp > 2 else 0  # of gradients, received and sent
         backward += wider * (size.q // 2 + moved) + moved + sums
         backward += moved - size.kv * (shape.latent is not None) if tiled else -narrowed
     return views + y + forward, 2 * size.y + gradients + backward  # the output and its gradient, too
 
 
-def _tile_scores(shape: ModelShape, how: ComputeConfig, length: int, window: int | None) -> int:
+def _tile_scores(shape: ModelShape, compute: ComputeConfig, length: int, window: int | None) -> int:
     """Scores of the largest tile of attention written out (`engine.kernels.Explicit`)."""
-    heads, kv_heads = shape.heads // how.tp, how.kv_heads(shape)
-    if how.cp > 1 and how.context == "ulysses":
-        heads, kv_heads = heads // how.cp, max(kv_heads // how.cp, 1)
-    rounds = how.cp > 1 and how.context == "ring"  # where queries see whole blocks of keys
+    heads, kv_heads = shape.heads // compute.tp, compute.kv_heads(shape)
+    if compute.cp > 1 and compute.context == "ulysses":
+        heads, kv_heads = heads // compute.cp, max(kv_heads // compute.cp, 1)
+    rounds = compute.cp > 1 and compute.context == "ring"  # where queries see whole blocks of keys
     most = 0
     for start in range(0, length, _TILE):
         queries = min(_TILE, length - start)
         seen = length if rounds else start + queries
         seen = seen if window is None else min(seen, window + queries - 1)
         size = heads // kv_heads * queries * seen
-        most = max(most, size * min(max(_TILE_SCORES // size, 1), how.batch * kv_heads))
+        most = max(most, size * min(max(_TILE_SCORES // size, 1), compute.batch * kv_heads))
     return most
 
 
 def _latent_vectors(
-    shape: ModelShape, latent: LatentShape, how: ComputeConfig, size: Sizes
+    shape: ModelShape, latent: LatentShape, compute: ComputeConfig, size: Sizes
 ) -> tuple[dict[str, int], ...]:
     """Of the products and norms around the narrow vectors of latent attention, by the inputs of these: bytes
     alive in the forward and in the backward, of weight gradients, of the output gradients that wait for them,
     and of inputs that are gathered again.
     """
-    e, unit = how.element, size.weight
+    e, unit = compute.element, size.weight
     r = size.residual
-    heads, t = shape.heads // how.tp, how.tp if size.gathered else 1
+    heads, t = shape.heads // compute.tp, compute.tp if size.gathered else 1
     up = {"kv": (latent.kv_rank, heads * (shape.head_dim - latent.rope_dim + latent.value_dim))}
     if latent.q_rank is not None:
         up["q"] = latent.q_rank, heads * shape.head_dim
@@ -526,15 +526,15 @@ def _latent_vectors(
     # the gradients of keys, values and of the residual stream are there until those of queries are done
     beside = {"q": r + size.kv + size.v, "kv": r + (r if latent.q_rank else size.q)}
     for name, (rank, rows) in up.items():
-        shard = e * how.shard * rank
+        shard = e * compute.shard * rank
         column = 2 * t * shard + shard if size.gathered else shard
         forward[f"attn.{name}_down_norm statistics"] = 2 * size.wider * shard * size.halves
-        backward[f"attn.{name}_up input"] = beside[name] + e * how.tokens * rows + column
+        backward[f"attn.{name}_up input"] = beside[name] + e * compute.tokens * rows + column
         backward[f"attn.{name}_down_norm input"] = beside[name] + 2 * shard + 3 * size.wider * shard
         product[f"attn.{name}_up input"] = unit * rank * rows
-        waits[f"attn.{name}_up input"] = e * how.tokens * rows
+        waits[f"attn.{name}_up input"] = e * compute.tokens * rows
         fetched[f"attn.{name}_up input"] = t * shard if size.gathered else 0
-    narrow = e * how.shard * (down + (latent.q_rank or 0))
+    narrow = e * compute.shard * (down + (latent.q_rank or 0))
     wide = 0 if latent.q_rank else size.q + size.column
     backward["attn.qkv input"] = 3 * r + narrow + wide
     product["attn.qkv input"] = unit * shape.hidden * max(down, q)
@@ -544,14 +544,14 @@ def _latent_vectors(
     return forward, backward, product, waits, fetched
 
 
-def _weights(shape: ModelShape, how: ComputeConfig, size: Sizes) -> dict[str, int]:
+def _weights(shape: ModelShape, compute: ComputeConfig, size: Sizes) -> dict[str, int]:
     """Bytes of the weight gradients of a block's linears, by the inputs that they are formed from."""
     h = shape.hidden
-    tp = how.tp
+    tp = compute.tp
     unit = size.weight
     first = "mlp.gate_up" if shape.gated else "mlp.up"
     wide = 2 if shape.gated else 1
-    kv = how.kv_heads(shape) * shape.head_dim
+    kv = compute.kv_heads(shape) * shape.head_dim
     return {
         "attn.qkv input": unit * h * (shape.attention_width // tp + 2 * kv) + size.ordered,
         "attn.proj input": unit * h * shape.attention_width // tp + (size.q if size.ordered else 0),
@@ -563,10 +563,10 @@ def _weights(shape: ModelShape, how: ComputeConfig, size: Sizes) -> dict[str, in
     }
 
 
-def _waits(shape: ModelShape, how: ComputeConfig, size: Sizes) -> dict[str, int]:
+def _waits(shape: ModelShape, compute: ComputeConfig, size: Sizes) -> dict[str, int]:
     """Bytes of the output gradients of a block's linears, by their inputs."""
     first = "mlp.gate_up" if shape.gated else "mlp.up"
-    after = size.gathered or how.element * how.shard * shape.hidden
+    after = size.gathered or compute.element * compute.shard * shape.hidden
     return {
         "attn.qkv input": size.q + 2 * size.kv,
         "attn.proj input": after,
@@ -578,9 +578,9 @@ def _waits(shape: ModelShape, how: ComputeConfig, size: Sizes) -> dict[str, int]
     }
 
 
-def _without_graph(shape: ModelShape, how: ComputeConfig, size: Sizes) -> int:
+def _without_graph(shape: ModelShape, compute: ComputeConfig, size: Sizes) -> int:
     """Peak bytes, beside its input, of a block's forward that keeps nothing."""
-    explicit = stores_scores(shape, how)
+    explicit = stores_scores(shape, compute)
     core = size.softmax + size.scores if explicit else size.q
     if shape.dropout:
         core = max(core, 2 * size.scores + size.draw)

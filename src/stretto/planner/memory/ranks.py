@@ -38,7 +38,7 @@ class MemoryJob:
 
     Attributes:
         program: of a step, not lowered; with `UNSHARD` and `RESHARD` where parameters are gathered by stages.
-        how: the computation of a microbatch; its `recompute` holds for blocks that `modes` does not name.
+        compute: the computation of a microbatch; its `recompute` holds for blocks that `modes` does not name.
         modes: recomputation of each block.
         state_config: how weights, gradients and optimiser states are kept.
         gather: whether sharded parameters are gathered by layers or by stages.
@@ -50,7 +50,7 @@ class MemoryJob:
 
     shape: ModelShape
     program: Program
-    how: ComputeConfig
+    compute: ComputeConfig
     modes: tuple[Recompute, ...] = ()
     state_config: StateConfig = field(default_factory=StateConfig)
     gather: Gather | None = None
@@ -62,7 +62,7 @@ class MemoryJob:
     def stages(self) -> tuple[range, ...]:
         """The layers of each stage of one copy."""
         return self.cut or stages_of(
-            self.shape, self.how.sequence, self.program.depth, target=self.how.target
+            self.shape, self.compute.sequence, self.program.depth, target=self.compute.target
         )
 
     @cached_property
@@ -72,7 +72,7 @@ class MemoryJob:
 
     @property
     def shares(self) -> Shares:
-        return Shares.of(self.how)
+        return Shares.of(self.compute)
 
     def units(self, stage: int) -> StageUnits:
         """The units of one stage of one copy."""
@@ -82,7 +82,7 @@ class MemoryJob:
         """How a layer is recomputed."""
         if (block := layer_of(self.shape, layer).block) is None:
             return "none"
-        return self.modes[block] if self.modes else self.how.recompute
+        return self.modes[block] if self.modes else self.compute.recompute
 
     def layers_of(self, rank: int) -> list[int]:
         """All layers of a pipeline rank, of both copies where there are two."""
@@ -179,32 +179,36 @@ def stage_memory_of(
         units: of the stage; by default all of them.
         before: reductions of earlier microbatches that are under way; see `StageUnits.resident`.
     """
-    how, units = job.how, units or job.units(stage)
-    modes = {mode: replace(how, recompute=mode) for mode in {job.mode(layer) for layer in job.stages[stage]}}
+    compute, units = job.compute, units or job.units(stage)
+    modes = {
+        mode: replace(compute, recompute=mode) for mode in {job.mode(layer) for layer in job.stages[stage]}
+    }
     layers = [
         layer_memory(job.shape, modes[job.mode(layer)], layer, job.apart) for layer in job.stages[stage]
     ]
     here = job.stages[stage]
-    last = how.at(layer_of(job.shape, here[-1]))
-    messages = message_bytes(job.shape, how, here[0]), message_bytes(job.shape, how, here[-1] + 1)
-    return stage_memory(layers, how.element * last.shard * job.shape.hidden, units.resident(before), messages)
+    last = compute.at(layer_of(job.shape, here[-1]))
+    messages = message_bytes(job.shape, compute, here[0]), message_bytes(job.shape, compute, here[-1] + 1)
+    return stage_memory(
+        layers, compute.element * last.shard * job.shape.hidden, units.resident(before), messages
+    )
 
 
 @lru_cache(maxsize=4096)
-def message_bytes(shape: ModelShape, how: ComputeConfig, layer: int) -> int:
+def message_bytes(shape: ModelShape, compute: ComputeConfig, layer: int) -> int:
     """Bytes of what is sent to the stage that begins with a layer: an activation, and within a decoder beside
     an encoder the memory too.
     """
-    one = how.element * shape.hidden
+    one = compute.element * shape.hidden
     if not shape.encoder_layers or layer <= shape.encoder_layers + 1:
-        return one * how.shard
-    decoder = how.at(layer_of(shape, shape.chain - 1))
+        return one * compute.shard
+    decoder = compute.at(layer_of(shape, shape.chain - 1))
     return one * (decoder.shard + (decoder.of_memory.shard if layer < shape.chain - 1 else 0))
 
 
-def largest_message(shape: ModelShape, how: ComputeConfig) -> int:
+def largest_message(shape: ModelShape, compute: ComputeConfig) -> int:
     """Bytes of the largest message between stages."""
-    return max(message_bytes(shape, how, layer) for layer in (1, shape.encoder_layers + 2))
+    return max(message_bytes(shape, compute, layer) for layer in (1, shape.encoder_layers + 2))
 
 
 def tensors_between(shape: ModelShape, layer: int) -> int:
@@ -248,7 +252,7 @@ class _Walk:
             self._act(action)
         self._update()
         batch = step_ids(self.job, self.program.step_microbatches) + _tables(self.job, self.rank)
-        batch += self.job.how.framework.buckets
+        batch += self.job.compute.framework.buckets
         copied = copied_bytes(self.job, self.rank) if self.job.saves_in_background else 0
         saving = copied if self.job.state_config.one_memory else 0
         return RankMemory(
@@ -465,10 +469,10 @@ def step_ids(job: MemoryJob, microbatches: int) -> int:
     """Bytes of the ids and targets of so many microbatches: beside an encoder of its tokens, and of the
     decoder's tokens and targets.
     """
-    how = job.how
-    ids = 2 * how.tokens
+    compute = job.compute
+    ids = 2 * compute.tokens
     if job.shape.encoder_layers:
-        ids = how.tokens + 2 * how.at(layer_of(job.shape, job.shape.chain - 1)).tokens
+        ids = compute.tokens + 2 * compute.at(layer_of(job.shape, job.shape.chain - 1)).tokens
     return _ID * ids * microbatches
 
 
@@ -476,10 +480,11 @@ def _tables(job: MemoryJob, rank: int) -> int:
     """Bytes of the sines and cosines of rotary positions, or of the buckets of distances in each stack."""
     if job.shape.relative:
         hows = (
-            job.how.at(layer_of(job.shape, layer)) for layer in blocks_among(job.shape, job.layers_of(rank))
+            job.compute.at(layer_of(job.shape, layer))
+            for layer in blocks_among(job.shape, job.layers_of(rank))
         )
-        return sum(_ID * length**2 for length in {how.sequence for how in hows})
+        return sum(_ID * length**2 for length in {compute.sequence for compute in hows})
     if not job.shape.rotary:
         return 0
-    length = 1 << (job.how.sequence - 1).bit_length()
-    return job.how.element * length * job.shape.rope_dim
+    length = 1 << (job.compute.sequence - 1).bit_length()
+    return job.compute.element * length * job.shape.rope_dim

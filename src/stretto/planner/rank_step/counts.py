@@ -63,75 +63,75 @@ class LayerFlops:
     backward: tuple[int, int] = (0, 0)
 
 
-def layer_flops(shape: ModelShape, kind: str, how: ComputeConfig, index: int = 0) -> LayerFlops:
+def layer_flops(shape: ModelShape, kind: str, compute: ComputeConfig, index: int = 0) -> LayerFlops:
     """Operations of a layer on cp rank `index`: `kind` is that of `spec.chain`; of a block `shape` has only
-    one kind, and `how.recompute` says what it repeats.
+    one kind, and `compute.recompute` says what it repeats.
     """
     if kind in ("embed", "between"):
         return LayerFlops()
     if kind == "head":
-        logits = 2 * how.tokens * shape.hidden * how.vocabulary_rows(shape)
-        if how.loss_tokens(shape):  # all in the backward
+        logits = 2 * compute.tokens * shape.hidden * compute.vocabulary_rows(shape)
+        if compute.loss_tokens(shape):  # all in the backward
             return LayerFlops((0, 0), (0, 0), (3 * logits, 0))
         return LayerFlops((logits, 0), (0, 0), (2 * logits, 0))
-    attention, attention_back = _core(shape, how, index)
-    both_ways, forward_only = _linears(shape, how)
+    attention, attention_back = _core(shape, compute, index)
+    both_ways, forward_only = _linears(shape, compute)
     forward = both_ways + forward_only, attention
-    again = forward if how.recompute == "full" else (0, attention * how.repeats("core_attn"))
+    again = forward if compute.recompute == "full" else (0, attention * compute.repeats("core_attn"))
     return LayerFlops(forward, again, (2 * both_ways, attention_back))
 
 
-def _linears(shape: ModelShape, how: ComputeConfig) -> tuple[int, int]:
+def _linears(shape: ModelShape, compute: ComputeConfig) -> tuple[int, int]:
     """Operations of a block's products whose backward has two products of their size, and of those without a
     backward product.
     """
-    h, q = shape.hidden, shape.attention_width // how.tp
-    kv = how.kv_heads(shape) * shape.head_dim
-    around = how.tokens * h * (2 * q + 2 * kv)
+    h, q = shape.hidden, shape.attention_width // compute.tp
+    kv = compute.kv_heads(shape) * shape.head_dim
+    around = compute.tokens * h * (2 * q + 2 * kv)
     if shape.encoder_layers:
-        around += how.tokens * h * 2 * q + how.of_memory.tokens * h * 2 * kv
+        around += compute.tokens * h * 2 * q + compute.of_memory.tokens * h * 2 * kv
     if shape.latent is not None:
         # each rank of sequence parallelism makes the narrow vectors of its own tokens alone
         narrow = h * (shape.latent.kv_rank + shape.latent.rope_dim + (shape.latent.q_rank or 0))
-        around = how.tokens * sum(rows * columns for rows, columns in attention_linears(shape, how))
-        around -= (how.tokens - how.shard) * narrow
+        around = compute.tokens * sum(rows * columns for rows, columns in attention_linears(shape, compute))
+        around -= (compute.tokens - compute.shard) * narrow
     wide = 3 if shape.gated else 2  # matrices of an MLP
     if shape.moe is None:
-        return 2 * (around + how.tokens * wide * h * (shape.ffn // how.tp)), 0
-    moe, slices = shape.moe, how.expert_shards
-    length = how.tokens // how.batch
-    routed = how.tokens if how.replicated_routing else how.batch * -(-length // how.tp)
-    rows = routed * moe.top_k * (1 if how.replicated_routing else slices)
+        return 2 * (around + compute.tokens * wide * h * (shape.ffn // compute.tp)), 0
+    moe, slices = shape.moe, compute.expert_shards
+    length = compute.tokens // compute.batch
+    routed = compute.tokens if compute.replicated_routing else compute.batch * -(-length // compute.tp)
+    rows = routed * moe.top_k * (1 if compute.replicated_routing else slices)
     inner = rows * wide * h * (shape.expert_ffn // slices)
-    inner += how.tokens * wide * h * (moe.shared_ffn // how.tp)
+    inner += compute.tokens * wide * h * (moe.shared_ffn // compute.tp)
     if moe.shared_gate:
-        inner += how.shard * h
+        inner += compute.shard * h
     # the weighted sum of a token's experts is a matrix product, its gradients are not
     return 2 * (around + inner + routed * h * moe.experts), 2 * routed * moe.top_k * h
 
 
-def _core(shape: ModelShape, how: ComputeConfig, index: int) -> tuple[int, int]:
+def _core(shape: ModelShape, compute: ComputeConfig, index: int) -> tuple[int, int]:
     """Operations of attention, forward and backward, on cp rank `index`."""
-    heads, n = shape.heads // how.tp, how.tokens // how.batch
-    explicit = stores_scores(shape, how)
+    heads, n = shape.heads // compute.tp, compute.tokens // compute.batch
+    explicit = stores_scores(shape, compute)
     special = shape.attention
     wide, narrow = shape.head_dim, shape.value_dim
     # the formula written out goes through tiles; fused kernels know neither a cap nor narrower values
     tiled = special.softcap is not None or narrow < wide
-    if how.cp > 1 and how.context == "ring":
-        pairs = _ring_pairs(n, how.cp, index, special.window, tiled or explicit)
+    if compute.cp > 1 and compute.context == "ring":
+        pairs = _ring_pairs(n, compute.cp, index, special.window, tiled or explicit)
         explicit = False
     else:
-        if how.cp > 1:
-            heads, n = heads // how.cp, n * how.cp
+        if compute.cp > 1:
+            heads, n = heads // compute.cp, n * compute.cp
         whole = explicit or not special.causal
         pairs = n * n if whole else _pairs(n, n, 0, special.window, tiled)
-    of = 2 * how.batch * heads * pairs
+    of = 2 * compute.batch * heads * pairs
     # gradients of probabilities, values, queries and keys, and the scores again unless they were kept
     forward, back = of * (wide + narrow), of * (2 * narrow + (2 if explicit else 3) * wide)
     if shape.encoder_layers:
-        seen = 2 * how.batch * heads * n * (how.of_memory.tokens // how.batch)
-        kept = how.attention == "explicit" or shape.dropout > 0.0
+        seen = 2 * compute.batch * heads * n * (compute.of_memory.tokens // compute.batch)
+        kept = compute.attention == "explicit" or shape.dropout > 0.0
         forward, back = forward + seen * 2 * wide, back + seen * (4 if kept else 5) * wide
     return forward, back
 
@@ -314,20 +314,20 @@ class _Counting:
 
     def _layer(self, layer: int, times: int, received: bool) -> None:
         shape = self.memory.shape
-        how = replace(self.memory.how, recompute=self.memory.mode(layer))
+        compute = replace(self.memory.compute, recompute=self.memory.mode(layer))
         here = layer_of(shape, layer)
         kind, block = here.kind, here.shape
-        how = how.at(here)
-        flops = layer_flops(block, kind, how, self.coordinates["cp"])
-        traffic = self._traffic(block, kind, how, received)
+        compute = compute.at(here)
+        flops = layer_flops(block, kind, compute, self.coordinates["cp"])
+        traffic = self._traffic(block, kind, compute, received)
         if self._partly_frozen(block):
             upstream = self._trained_before(layer)
             trained = self.memory.state_config.trained
-            traffic = frozen_traffic(shape, layer, how, trained, upstream=upstream, traffic=traffic)
+            traffic = frozen_traffic(shape, layer, compute, trained, upstream=upstream, traffic=traffic)
             if kind != "embed":
-                forward, backward = frozen_flops(shape, layer, how, trained, upstream)
+                forward, backward = frozen_flops(shape, layer, compute, trained, upstream)
                 attention, here = reached_parts(shape, layer, trained, upstream)
-                again = (forward, flops.again[1]) if how.recompute == "full" else flops.again
+                again = (forward, flops.again[1]) if compute.recompute == "full" else flops.again
                 flops = LayerFlops(
                     (forward, flops.forward[1]),
                     again if here else (0, 0),
@@ -356,13 +356,13 @@ class _Counting:
         return any(trained(parameter.name) for of_layer in before for parameter in of_layer)
 
     def _traffic(
-        self, shape: ModelShape, kind: str, how: ComputeConfig, received: bool
+        self, shape: ModelShape, kind: str, compute: ComputeConfig, received: bool
     ) -> tuple[Message, ...]:
         if kind != "block":
-            return _TRAFFIC[kind](shape, how)
+            return _TRAFFIC[kind](shape, compute)
         if received:  # an input that came from another stage is kept whole
-            how = replace(how, shard_inputs=False)
-        return block_traffic(shape, how, self.coordinates["cp"])
+            compute = replace(compute, shard_inputs=False)
+        return block_traffic(shape, compute, self.coordinates["cp"])
 
     def _messages(self) -> None:
         """Sends between stages."""
@@ -370,7 +370,7 @@ class _Counting:
             if action.kind in (ActionKind.SEND_F, ActionKind.SEND_B):
                 layers = self.layers(action.stage)
                 border = layers.stop if action.kind is ActionKind.SEND_F else layers.start
-                size = message_bytes(self.memory.shape, self.memory.how, border)
+                size = message_bytes(self.memory.shape, self.memory.compute, border)
                 self.bytes["pp", "send"] += size
                 self.calls["pp", "send"] += tensors_between(self.memory.shape, border)
                 self.sent += size
@@ -438,7 +438,7 @@ class _Counting:
             for call in (*once_a_step(unit), *(published(unit) if self._moves(unit) else ())):
                 self._digit_collective(unit, call)
         tied = {s: self._tied_halves(s) for s in self.stages} if self._tied_stages else {}
-        each = EachMicrobatch(self.by_stage, self.memory.how.tp, tied, self._head_half)
+        each = EachMicrobatch(self.by_stage, self.memory.compute.tp, tied, self._head_half)
         for unit in each.counts(self.order):
             for call in reductions(unit, 0, 2):
                 self._digit_collective(unit, call)
@@ -481,25 +481,29 @@ class _Counting:
 
     def _shared_elements(self, name: str, elements: int) -> Iterator[tuple[tuple[int, ...], int, int]]:
         """The ranks with partial sums of elements [low, high) of a parameter."""
-        how, shape = self.memory.how, self.memory.shape
+        compute, shape = self.memory.compute, self.memory.shape
         group = tuple(self.job.layout.group(self.rank, "tp"))
         if is_adapter(name):
             split = not name.endswith(".A.weight" if is_column(name) else ".B.weight")
-            if how.tp > 1 and how.sequence_parallel and not split:  # of a rank's own tokens
+            if compute.tp > 1 and compute.sequence_parallel and not split:  # of a rank's own tokens
                 yield group, 0, elements
-            if split and name.endswith(("k_proj.B.weight", "v_proj.B.weight")) and shape.kv_heads < how.tp:
-                copies = how.tp // shape.kv_heads
+            if (
+                split
+                and name.endswith(("k_proj.B.weight", "v_proj.B.weight"))
+                and shape.kv_heads < compute.tp
+            ):
+                copies = compute.tp // shape.kv_heads
                 index = group.index(self.rank) // copies * copies
                 yield group[index : index + copies], 0, elements
             return
         along = "norm" in name or name.endswith(("embed.pos.weight", "proj.bias", "down.bias"))
         along = along or "shared_gate" in name or ".attn.kv_down." in name or ".attn.q_down." in name
-        if how.tp > 1 and ("router" in name or (along and how.sequence_parallel)):
+        if compute.tp > 1 and ("router" in name or (along and compute.sequence_parallel)):
             yield group, 0, elements
-        if ".attn.qkv." in name and shape.kv_heads < how.tp:
-            copies = how.tp // shape.kv_heads
+        if ".attn.qkv." in name and shape.kv_heads < compute.tp:
+            copies = compute.tp // shape.kv_heads
             index = group.index(self.rank) // copies * copies
-            rows = shape.attention_width // how.tp + 2 * shape.head_dim
+            rows = shape.attention_width // compute.tp + 2 * shape.head_dim
             row = elements // rows
             # rows are those of queries, then keys, then values
             yield group[index : index + copies], (rows - 2 * shape.head_dim) * row, elements
@@ -529,7 +533,7 @@ class _Counting:
     def _head_half(self) -> Literal["I", "W"]:
         """The half of a backward in which the head's weight gets its gradient."""
         shape = self.memory.shape
-        return "I" if self.memory.how.at(layer_of(shape, shape.chain - 1)).loss_tokens(shape) else "W"
+        return "I" if self.memory.compute.at(layer_of(shape, shape.chain - 1)).loss_tokens(shape) else "W"
 
     def _ties(self) -> None:
         """Gradients that stages of one pipeline share."""

@@ -18,7 +18,7 @@ _ROWS = ("attn.proj", "mlp.down")  # linears of a block that are split by input 
 
 
 def frozen_flops(
-    shape: ModelShape, layer: int, how: ComputeConfig, trained: Trained, upstream: bool
+    shape: ModelShape, layer: int, compute: ComputeConfig, trained: Trained, upstream: bool
 ) -> tuple[int, int]:
     """Operations of the linears of a dense block, or of the head, forward and backward, where some are frozen
     or have adapters: a frozen one has no product for its weights, and none for an input that nothing trained
@@ -31,7 +31,7 @@ def frozen_flops(
     forward = backward = 0
     reached, inside = upstream, False
     module = ""
-    for parameter in layer_parameters(shape, layer, Shares.of(how)):
+    for parameter in layer_parameters(shape, layer, Shares.of(compute)):
         base = parameter.name.partition(".lora.")[0].rpartition(".")[0]
         if is_adapter(parameter.name):
             base = parameter.name.partition(".lora.")[0]
@@ -44,10 +44,10 @@ def frozen_flops(
             continue
         # a factor that every rank has whole sees a rank's own tokens only
         whole = is_adapter(parameter.name) and parameter.elements == prod(parameter.plain)
-        flops = 2 * (how.shard if whole else how.tokens) * parameter.elements
+        flops = 2 * (compute.shard if whole else compute.tokens) * parameter.elements
         forward += flops
         backward += flops * (update + (reached or parameter.name.endswith(".B.weight")))
-    if backward and layer == shape.chain - 1 and how.loss_tokens(shape):
+    if backward and layer == shape.chain - 1 and compute.loss_tokens(shape):
         return 0, forward + backward
     return forward, backward
 
@@ -55,7 +55,7 @@ def frozen_flops(
 def frozen_traffic(
     shape: ModelShape,
     layer: int,
-    how: ComputeConfig,
+    compute: ComputeConfig,
     trained: Trained,
     *,
     upstream: bool,
@@ -73,16 +73,16 @@ def frozen_traffic(
     kind = layer_of(shape, layer).kind
     if kind in ("embed", "between"):
         return tuple(m for m in traffic if m.phase == "F" or trained("embed.tok.weight"))
-    linears = tuple(_linears(shape, layer, how, trained, upstream))
+    linears = tuple(_linears(shape, layer, compute, trained, upstream))
     if kind == "head":
-        return (*output_traffic(shape, how, linears), *loss_traffic(shape, how))
+        return (*output_traffic(shape, compute, linears), *loss_traffic(shape, compute))
     below, here = reached_parts(shape, layer, trained, upstream)
     # where each rank keeps a part of a block's input, this is gathered to recompute it
-    kept = how.shard_inputs and not how.sequence_parallel
+    kept = compute.shard_inputs and not compute.sequence_parallel
     around = [m for m in traffic if m.axis != "tp" or (kept and (m.phase, m.kind) == ("R", "all-gather"))]
     around = [m for m in around if {"F": True, "R": here}.get(m.phase, below)]
     again = [replace(m, phase="R") for m in linears if m.phase == "F"]
-    return (*around, *linears, *(again if here and how.recompute == "full" else ()))
+    return (*around, *linears, *(again if here and compute.recompute == "full" else ()))
 
 
 def reached_parts(shape: ModelShape, layer: int, trained: Trained, upstream: bool) -> tuple[bool, bool]:
@@ -98,12 +98,12 @@ def is_column(name: str) -> bool:
 
 
 def _linears(
-    shape: ModelShape, layer: int, how: ComputeConfig, trained: Trained, upstream: bool
+    shape: ModelShape, layer: int, compute: ComputeConfig, trained: Trained, upstream: bool
 ) -> Iterator[Message]:
     """Messages of the linears and their adapters, in order."""
     reached, inside = upstream, False
     module = ""
-    for parameter in layer_parameters(shape, layer, Shares.of(how)):
+    for parameter in layer_parameters(shape, layer, Shares.of(compute)):
         name = parameter.name
         base = name.partition(".lora.")[0] if is_adapter(name) else name.rpartition(".")[0]
         if base != module:
@@ -115,12 +115,12 @@ def _linears(
             continue
         rows, columns = parameter.plain
         if not is_adapter(name):
-            flow = into_columns(how, columns) if is_column(name) else out_of_rows(how, rows)
+            flow = into_columns(compute, columns) if is_column(name) else out_of_rows(compute, rows)
             needed = reached
         elif name.endswith(".B.weight") and is_column(name):
-            flow, needed = into_columns(how, columns), True
+            flow, needed = into_columns(compute, columns), True
         elif name.endswith(".A.weight") and not is_column(name):
-            flow, needed = out_of_rows(how, rows), reached
+            flow, needed = out_of_rows(compute, rows), reached
         else:  # whole on every rank
             continue
         for message in flow:

@@ -348,10 +348,10 @@ class MemoryBounds:
         key = sizes, parallelism.context, layer, mode
         if key not in self._layers:
             job = Candidate(parallelism, ScheduleChoice(PLAIN), DataParallel(), Saving()).job(self.task)
-            how = replace(ComputeConfig.of(job), recompute=mode)
-            here = how.at(layer_of(self.task.shape, layer))
+            compute = replace(ComputeConfig.of(job), recompute=mode)
+            here = compute.at(layer_of(self.task.shape, layer))
             boundary = here.element * here.shard * self.task.shape.hidden
-            work = layer_memory(self.task.shape, how, layer)
+            work = layer_memory(self.task.shape, compute, layer)
             alone = stage_memory([work], boundary)
             self._layers[key] = _Layer(
                 kept=work.kept - (work.input_bytes if work.ends and layer == 0 else 0),

@@ -211,14 +211,14 @@ class TimeBounds:
 
     def _times(self, parallelism: Parallelism, mode: Mode, backwards: str) -> Layers:
         plain = Candidate(parallelism, _PLAIN, _NO_DP, Saving()).job(self.task)
-        how, cluster = ComputeConfig.of(plain), self.cluster(parallelism.layout.world)
+        compute, cluster = ComputeConfig.of(plain), self.cluster(parallelism.layout.world)
 
         def seconds(at: int) -> LayerSeconds:
             here = layer_of(self.task.shape, at)
             time = layer_time(
                 shape=here.shape,
                 kind=here.kind,
-                how=replace(how.at(here), recompute=mode if here.kind == "block" else "none"),
+                compute=replace(compute.at(here), recompute=mode if here.kind == "block" else "none"),
                 layout=parallelism.layout,
                 cluster=cluster,
                 precision=precision_of(plain),

@@ -147,8 +147,8 @@ def collective_seconds(cluster: Cluster, kind: Collective, size: float, group: G
 
 def _send(cluster: Cluster, size: float, group: Group) -> float:
     link = cluster.inner if group.nodes == 1 else cluster.outer
-    how = link_model(cluster, group.nodes > 1)
-    return how.send + link.latency + size / (how.send_share * link.bandwidth)
+    compute = link_model(cluster, group.nodes > 1)
+    return compute.send + link.latency + size / (compute.send_share * link.bandwidth)
 
 
 @lru_cache(maxsize=4096)

@@ -77,7 +77,7 @@ class KernelTimes:
 def kernel_times(
     shape: ModelShape,
     kind: str,
-    how: ComputeConfig,
+    compute: ComputeConfig,
     device: Device,
     precision: Precision,
     causal: bool = True,
@@ -104,7 +104,7 @@ def kernel_times(
     if kind == "block":
         times = _block(
             shape=shape,
-            how=how,
+            compute=compute,
             device=device,
             precision=precision,
             kernel=(causal, attention, softmax),
@@ -113,11 +113,13 @@ def kernel_times(
             experts=experts,
         )
     elif kind == "head":
-        times = _head(shape=shape, how=how, device=device, precision=precision, passes=passes, loss=loss)
+        times = _head(
+            shape=shape, compute=compute, device=device, precision=precision, passes=passes, loss=loss
+        )
     elif kind == "between":
-        times = _between_stacks(shape, how, device, passes)
+        times = _between_stacks(shape, compute, device, passes)
     else:
-        times = _embed(shape, how, device)
+        times = _embed(shape, compute, device)
     return times if alone == 1.0 else times.scaled(alone)
 
 
@@ -126,7 +128,7 @@ Kernel = tuple[bool, float, bool]  # causal, the speed, and whether softmax is f
 
 def _block(
     shape: ModelShape,
-    how: ComputeConfig,
+    compute: ComputeConfig,
     device: Device,
     precision: Precision,
     kernel: Kernel,
@@ -134,16 +136,21 @@ def _block(
     casts: float,
     experts: float,
 ) -> KernelTimes:
-    attention = _products(device, attention_linears(shape, how), how.tokens, precision, casts=casts)
-    mlp = _mlp(shape=shape, how=how, device=device, precision=precision, casts=casts, experts=experts)
+    attention = _products(device, attention_linears(shape, compute), compute.tokens, precision, casts=casts)
+    mlp = _mlp(shape=shape, compute=compute, device=device, precision=precision, casts=casts, experts=experts)
     core, core_back = (
-        _core(shape=shape, how=how, device=device, precision=precision, kernel=kernel, backward=backward)
+        _core(
+            shape=shape, compute=compute, device=device, precision=precision, kernel=kernel, backward=backward
+        )
         for backward in (False, True)
     )
-    between, between_back = (passes * seconds for seconds in _between(shape, how, device))
+    between, between_back = (passes * seconds for seconds in _between(shape, compute, device))
     parts = [attention, mlp]
     if shape.encoder_layers:  # keys and values of the encoder's tokens
-        linears, tokens = [(2 * how.kv_heads(shape) * shape.head_dim, shape.hidden)], how.of_memory.tokens
+        linears, tokens = (
+            [(2 * compute.kv_heads(shape) * shape.head_dim, shape.hidden)],
+            compute.of_memory.tokens,
+        )
         parts.append(_products(device, linears, tokens, precision, casts=casts))
     forward, back, weight = (sum(part[at] for part in parts) for at in range(3))
     return KernelTimes(
@@ -154,22 +161,24 @@ def _block(
         core_back=core_back,
         products=back,
         kernels=_KERNELS["block"]
-        + (_UNFUSED if how.attention == "explicit" else 0)
-        + (0 if _fused_softmax(shape, how, kernel) else _APART)
-        + (_FORKED if how.attention == "explicit" and shape.dropout else 0)
+        + (_UNFUSED if compute.attention == "explicit" else 0)
+        + (0 if _fused_softmax(shape, compute, kernel) else _APART)
+        + (_FORKED if compute.attention == "explicit" and shape.dropout else 0)
         + (0 if shape.moe is None else _EXPERTS)
         + (_CROSS if shape.encoder_layers else 0)
-        + (_ROUND * (how.cp - 1) if how.context == "ring" else 0),
+        + (_ROUND * (compute.cp - 1) if compute.context == "ring" else 0),
     )
 
 
-def _fused_softmax(shape: ModelShape, how: ComputeConfig, kernel: Kernel) -> bool:
+def _fused_softmax(shape: ModelShape, compute: ComputeConfig, kernel: Kernel) -> bool:
     """Whether the softmax of stored scores runs as one kernel with scale and mask."""
     *_, fused = kernel
-    return how.attention != "explicit" or (fused and how.batch * shape.heads // how.tp % _MATRICES == 0)
+    return compute.attention != "explicit" or (
+        fused and compute.batch * shape.heads // compute.tp % _MATRICES == 0
+    )
 
 
-def attention_linears(shape: ModelShape, how: ComputeConfig) -> list[tuple[int, int]]:
+def attention_linears(shape: ModelShape, compute: ComputeConfig) -> list[tuple[int, int]]:
     """(output, input) features on one rank of the linears around attention. Projections down to latent
     vectors are whole on every rank.
     """
@@ -181,9 +190,9 @@ def attention_linears(shape: ModelShape, how: ComputeConfig) -> list[tuple[int, 
         if around and len(sizes) == 2 and not is_adapter(name):
             rows, columns = sizes
             if name.startswith(("attn.proj", "cross.proj")):
-                columns //= how.tp
+                columns //= compute.tp
             elif "_down" not in name:
-                rows //= how.tp
+                rows //= compute.tp
             linears.append((rows, columns))
     return linears
 
@@ -212,7 +221,7 @@ def _products(
 
 def _mlp(
     shape: ModelShape,
-    how: ComputeConfig,
+    compute: ComputeConfig,
     device: Device,
     precision: Precision,
     casts: float,
@@ -225,19 +234,21 @@ def _mlp(
         return [(up * ffn // split, shape.hidden), (shape.hidden, ffn // split)]
 
     if shape.moe is None:
-        return _products(device, dense(shape.ffn, how.tp), how.tokens, precision, casts=casts)
-    moe, split = shape.moe, how.expert_shards
-    here = max(1, moe.experts // how.ep)
-    rows = max(1, how.tokens * moe.top_k * split // (how.tp * here))
+        return _products(device, dense(shape.ffn, compute.tp), compute.tokens, precision, casts=casts)
+    moe, split = shape.moe, compute.expert_shards
+    here = max(1, moe.experts // compute.ep)
+    rows = max(1, compute.tokens * moe.top_k * split // (compute.tp * here))
     # rows of experts are cast expert by expert, in kernels of their own
     routed = _products(device, dense(shape.expert_ffn, split), rows, precision, here)
     products = [tuple(experts * seconds for seconds in routed)]
     if moe.shared_ffn:
-        products.append(_products(device, dense(moe.shared_ffn, how.tp), how.tokens, precision, casts=casts))
+        products.append(
+            _products(device, dense(moe.shared_ffn, compute.tp), compute.tokens, precision, casts=casts)
+        )
     exact = unscaled(precision)
-    products.append(_products(device, [(moe.experts, shape.hidden)], how.shard, exact))
+    products.append(_products(device, [(moe.experts, shape.hidden)], compute.shard, exact))
     # tokens are sorted by expert, gathered, and put back in order
-    moved = how.element * how.tokens * moe.top_k * shape.hidden * split / how.tp
+    moved = compute.element * compute.tokens * moe.top_k * shape.hidden * split / compute.tp
     passes = 4 * pass_seconds(device, "copy", 2 * moved)
     forward, back, weight = (sum(product[at] for product in products) for at in range(3))
     return forward + passes, back + passes, weight
@@ -245,24 +256,24 @@ def _mlp(
 
 def _core(
     shape: ModelShape,
-    how: ComputeConfig,
+    compute: ComputeConfig,
     device: Device,
     precision: Precision,
     kernel: Kernel,
     backward: bool,
 ) -> float:
     """Seconds of softmax(q k^T) v on one rank, or of its backward; never in 8 bits."""
-    rows, (causal, speed, _) = how.tokens // how.batch, kernel
+    rows, (causal, speed, _) = compute.tokens // compute.batch, kernel
     causal = causal and shape.attention.causal
     exact = unscaled(precision)
-    heads = shape.heads // how.tp
-    keys = rows * how.cp
-    fused = _fused_attention(shape, how, device)
+    heads = shape.heads // compute.tp
+    keys = rows * compute.cp
+    fused = _fused_attention(shape, compute, device)
 
     def attention(queries: int, keys: int, heads: int, causal: bool) -> float:
         return attention_seconds(
             device=device,
-            batch=how.batch,
+            batch=compute.batch,
             queries=queries,
             keys=keys,
             heads=heads,
@@ -271,23 +282,23 @@ def _core(
             causal=causal,
             flash=fused,
             backward=backward,
-            fused_softmax=_fused_softmax(shape, how, kernel),
+            fused_softmax=_fused_softmax(shape, compute, kernel),
         )
 
-    if how.cp > 1 and how.context == "ulysses":
-        seconds = attention(keys, keys, max(1, heads // how.cp), causal)
-    elif how.cp > 1 and causal and fused:
+    if compute.cp > 1 and compute.context == "ulysses":
+        seconds = attention(keys, keys, max(1, heads // compute.cp), causal)
+    elif compute.cp > 1 and causal and fused:
         seconds = max(
-            _ring_attention(shape=shape, how=how, device=device, attention=attention),
-            attention(keys, keys, heads, causal) / how.cp,
+            _ring_attention(shape=shape, compute=compute, device=device, attention=attention),
+            attention(keys, keys, heads, causal) / compute.cp,
         )
     else:
         seconds = attention(rows, keys, heads, causal)
     if shape.encoder_layers:
-        seconds += attention(rows, how.of_memory.tokens // how.batch, heads, False)
+        seconds += attention(rows, compute.of_memory.tokens // compute.batch, heads, False)
     if fused:
-        seconds /= speed * (flex_speed(backward) if _by_flex(shape, how, device) else 1.0)
-    elif how.attention != "explicit" and causal:  # tiles skip the keys that none of their queries sees
+        seconds /= speed * (flex_speed(backward) if _by_flex(shape, compute, device) else 1.0)
+    elif compute.attention != "explicit" and causal:  # tiles skip the keys that none of their queries sees
         seconds /= 2
     if shape.latent is not None:  # values are narrower than queries and keys
         seconds *= (shape.head_dim + shape.value_dim) / (2 * shape.head_dim)
@@ -297,26 +308,33 @@ def _core(
     return seconds
 
 
-def _fused_attention(shape: ModelShape, how: ComputeConfig, device: Device) -> bool:
+def _fused_attention(shape: ModelShape, compute: ComputeConfig, device: Device) -> bool:
     """Whether one kernel computes softmax(q k^T) v. Stretto's soft-capped scores are written out, in tiles,
     where FlexAttention does not cap them.
     """
-    capped = shape.attention.softcap is not None and how.framework == STRETTO
-    return how.attention != "explicit" and (not capped or _by_flex(shape, how, device))
+    capped = shape.attention.softcap is not None and compute.framework == STRETTO
+    return compute.attention != "explicit" and (not capped or _by_flex(shape, compute, device))
 
 
-def _by_flex(shape: ModelShape, how: ComputeConfig, device: Device) -> bool:
+def _by_flex(shape: ModelShape, compute: ComputeConfig, device: Device) -> bool:
     """Whether FlexAttention computes it: where it was asked for, and soft-capped scores on accelerators, but
     in a ring, whose rounds take other kernels. That it trains on the device is assumed.
     """
-    if how.framework != STRETTO or chip(device) == "cpu" or (how.cp > 1 and how.context == "ring"):
+    if (
+        compute.framework != STRETTO
+        or chip(device) == "cpu"
+        or (compute.cp > 1 and compute.context == "ring")
+    ):
         return False
     capped = shape.attention.softcap is not None and not shape.dropout
-    return how.attention == "flex" or (how.attention == "auto" and capped)
+    return compute.attention == "flex" or (compute.attention == "auto" and capped)
 
 
 def _ring_attention(
-    shape: ModelShape, how: ComputeConfig, device: Device, attention: Callable[[int, int, int, bool], float]
+    shape: ModelShape,
+    compute: ComputeConfig,
+    device: Device,
+    attention: Callable[[int, int, int, bool], float],
 ) -> float:
     """Seconds of causal attention in a ring whose ranks hold an early and a late part of the sequence each.
 
@@ -324,22 +342,26 @@ def _ring_attention(
     these rounds ends with a sum, rescaled in 32 bits, of its result and those before it. Shorter blocks run
     at lower rates, so that the ranks together take longer than one with the whole sequence.
     """
-    rows, heads = how.tokens // how.batch, shape.heads // how.tp
-    rounds = how.cp - 1
-    rescaled = pass_seconds(device, "add", 3 * 4.0 * how.tokens * heads * shape.head_dim)
+    rows, heads = compute.tokens // compute.batch, shape.heads // compute.tp
+    rounds = compute.cp - 1
+    rescaled = pass_seconds(device, "add", 3 * 4.0 * compute.tokens * heads * shape.head_dim)
     return attention(rows, rows, heads, True) + rounds * (
         attention(rows, max(1, rows // 2), heads, False) + rescaled
     )
 
 
-def _between(shape: ModelShape, how: ComputeConfig, device: Device) -> tuple[float, float]:
+def _between(shape: ModelShape, compute: ComputeConfig, device: Device) -> tuple[float, float]:
     """Seconds of the memory-bound operations between products, forward and backward."""
-    e, h = how.element, shape.hidden
-    stream = float(e * how.shard * h)
+    e, h = compute.element, shape.hidden
+    stream = float(e * compute.shard * h)
     moe = shape.moe
-    inner = shape.ffn / how.tp if moe is None else (shape.expert_ffn * moe.top_k + moe.shared_ffn) / how.tp
-    wide = e * how.tokens * inner
-    mask = how.shard * h if shape.dropout else 0
+    inner = (
+        shape.ffn / compute.tp
+        if moe is None
+        else (shape.expert_ffn * moe.top_k + moe.shared_ffn) / compute.tp
+    )
+    wide = e * compute.tokens * inner
+    mask = compute.shard * h if shape.dropout else 0
     parts = 3 if shape.encoder_layers else 2
     norms = 4 if shape.block_norms == "sandwich" else parts
     added = parts * pass_seconds(device, "add", 3 * stream + mask)
@@ -352,7 +374,7 @@ def _between(shape: ModelShape, how: ComputeConfig, device: Device) -> tuple[flo
         forward += pass_seconds(device, "gelu", 2 * wide)
         back += pass_seconds(device, "gelu", 3 * wide)
     if shape.rotary:
-        turned = e * how.tokens * (shape.attention_width + shape.kv_width) / how.tp
+        turned = e * compute.tokens * (shape.attention_width + shape.kv_width) / compute.tp
         forward += pass_seconds(device, "rope", 2 * turned)
         back += pass_seconds(device, "rope", 2 * turned)
     return forward, back
@@ -360,30 +382,30 @@ def _between(shape: ModelShape, how: ComputeConfig, device: Device) -> tuple[flo
 
 def _head(
     shape: ModelShape,
-    how: ComputeConfig,
+    compute: ComputeConfig,
     device: Device,
     precision: Precision,
     passes: float,
     loss: float,
 ) -> KernelTimes:
     exact = unscaled(precision)
-    n, k = how.vocabulary_rows(shape), shape.hidden
-    chunk = how.loss_tokens(shape)
-    times = how.tokens / (chunk or how.tokens)
+    n, k = compute.vocabulary_rows(shape), shape.hidden
+    chunk = compute.loss_tokens(shape)
+    times = compute.tokens / (chunk or compute.tokens)
     forward, back, weight = (
-        times * seconds for seconds in _products(device, [(n, k)], chunk or how.tokens, exact)
+        times * seconds for seconds in _products(device, [(n, k)], chunk or compute.tokens, exact)
     )
-    logits = float(how.tokens * n)
-    stream = float(how.element * how.shard * k)
+    logits = float(compute.tokens * n)
+    stream = float(compute.element * compute.shard * k)
     # cast to 32 bits; maximum, sum of exponentials and target; then the gradient, cast to 16 bits
-    passed = pass_seconds(device, "loss", (how.element + 4) * logits) + 2 * pass_seconds(
+    passed = pass_seconds(device, "loss", (compute.element + 4) * logits) + 2 * pass_seconds(
         device, "loss", 4 * logits
     )
-    passed_back = pass_seconds(device, "loss", (8 + how.element) * logits)
+    passed_back = pass_seconds(device, "loss", (8 + compute.element) * logits)
     norm = pass_seconds(device, "norm", 2 * stream)
     if shape.logit_softcap:  # quotient, tanh and product; in the backward the product and tanh's derivative
-        passed += 3 * pass_seconds(device, "loss", 2 * how.element * logits)
-        passed_back += pass_seconds(device, "loss", 5 * how.element * logits)
+        passed += 3 * pass_seconds(device, "loss", 2 * compute.element * logits)
+        passed_back += pass_seconds(device, "loss", 5 * compute.element * logits)
     if chunk:  # all in the backward; each chunk but the first reads the gradient of the weight again
         again = (times - 1) * pass_seconds(device, "reduce", 8.0 * n * k)
         return KernelTimes(
@@ -401,8 +423,8 @@ def _head(
     )
 
 
-def _embed(shape: ModelShape, how: ComputeConfig, device: Device) -> KernelTimes:
-    size = float(how.element * how.tokens * shape.hidden)
+def _embed(shape: ModelShape, compute: ComputeConfig, device: Device) -> KernelTimes:
+    size = float(compute.element * compute.tokens * shape.hidden)
     forward = pass_seconds(device, "embedding", 2 * size)
     if shape.dropout:
         forward += pass_seconds(device, "dropout", 2 * size)
@@ -414,10 +436,10 @@ def _embed(shape: ModelShape, how: ComputeConfig, device: Device) -> KernelTimes
     )
 
 
-def _between_stacks(shape: ModelShape, how: ComputeConfig, device: Device, passes: float) -> KernelTimes:
+def _between_stacks(shape: ModelShape, compute: ComputeConfig, device: Device, passes: float) -> KernelTimes:
     """The encoder's last norm, and the embedding of the decoder's tokens."""
-    embedding = _embed(shape, how, device)
-    stream = float(how.element * how.of_memory.shard * shape.hidden) * shape.last_norm
+    embedding = _embed(shape, compute, device)
+    stream = float(compute.element * compute.of_memory.shard * shape.hidden) * shape.last_norm
     return replace(
         embedding,
         forward=embedding.forward + passes * pass_seconds(device, "norm", 2 * stream),
@@ -434,7 +456,7 @@ def kernels_back(work: KernelTimes) -> float:
 def kernel_times_of(
     shape: ModelShape,
     kind: str,
-    how: ComputeConfig,
+    compute: ComputeConfig,
     device: Device,
     precision: Precision,
     software: SoftwareProfile,
@@ -446,7 +468,7 @@ def kernel_times_of(
     return kernel_times(
         shape=shape,
         kind=kind,
-        how=how,
+        compute=compute,
         device=device,
         precision=precision,
         causal=software.causal,

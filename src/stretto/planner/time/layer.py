@@ -74,7 +74,7 @@ class LayerTime:
 def layer_time(
     shape: ModelShape,
     kind: str,
-    how: ComputeConfig,
+    compute: ComputeConfig,
     layout: Layout,
     cluster: Cluster,
     precision: Precision = "bf16",
@@ -83,12 +83,12 @@ def layer_time(
     """Time of a layer: `kind` is that of `spec.chain`."""
     software = software or SoftwareProfile()
     work = kernel_times_of(
-        shape=shape, kind=kind, how=how, device=cluster.device, precision=precision, software=software
+        shape=shape, kind=kind, compute=compute, device=cluster.device, precision=precision, software=software
     )
-    talk = [(m, _seconds(m, shape, layout, cluster, software)) for m in TRAFFIC[kind](shape, how)]
-    again = _again(work, shape, kind, how)
+    talk = [(m, _seconds(m, shape, layout, cluster, software)) for m in TRAFFIC[kind](shape, compute)]
+    again = _again(work, shape, kind, compute)
     host, host_back = software.host * work.kernels, software.host * kernels_back(work)
-    blocking = software.blocking if how.tp > 1 else 0.0
+    blocking = software.blocking if compute.tp > 1 else 0.0
     # the host waits for the numbers of tokens before it launches the products of experts
     counted = max(blocking, _COUNTED) if kind == "block" and shape.moe is not None else blocking
     again_host = host + _CHECKPOINT * software.host
@@ -97,14 +97,14 @@ def layer_time(
     share = late / (work.back + work.weight) if work.back + work.weight else 0.0
     waits = {
         "F": _launched(work.forward, host, counted) - work.forward,
-        "R": _launched(again, again_host, counted) - again if how.recompute == "full" else 0.0,
+        "R": _launched(again, again_host, counted) - again if compute.recompute == "full" else 0.0,
         "I": share * work.back,
         "W": share * work.weight,
     }
     kernels = {"F": work.forward, "R": again, "I": work.back, "W": work.weight}
     cores = {"F": work.core, "R": work.core, "I": work.core_back, "W": 0.0}
 
-    moved = _moved_input(shape, kind, how) / cluster.host.link
+    moved = _moved_input(shape, kind, compute) / cluster.host.link
 
     def phase(name: Phase) -> Parts:
         parts = _phase(
@@ -146,23 +146,23 @@ def _launched(kernels: float, host: float, blocking: float) -> float:
     return (kernels**_AHEAD + host**_AHEAD) ** (1 / _AHEAD) + blocking * min(kernels, host)
 
 
-def _moved_input(shape: ModelShape, kind: str, how: ComputeConfig) -> float:
+def _moved_input(shape: ModelShape, kind: str, compute: ComputeConfig) -> float:
     """Bytes of a block's input that the forward copies to host memory, and recomputation back; both wait."""
-    if kind != "block" or how.recompute != "full" or not how.framework.inputs_on_host:
+    if kind != "block" or compute.recompute != "full" or not compute.framework.inputs_on_host:
         return 0.0
-    return how.element * how.shard * shape.hidden / (how.tp if how.shard_inputs else 1)
+    return compute.element * compute.shard * shape.hidden / (compute.tp if compute.shard_inputs else 1)
 
 
-def _again(work: KernelTimes, shape: ModelShape, kind: str, how: ComputeConfig) -> float:
+def _again(work: KernelTimes, shape: ModelShape, kind: str, compute: ComputeConfig) -> float:
     """Seconds of what a block repeats in its backward: of its linears, their share of the FLOPs."""
-    if how.recompute != "selective":
-        return work.forward if how.recompute == "full" else 0.0
-    core = work.core if how.repeats("core_attn") else 0.0
-    rest: list[Operator] = [operator for operator in how.framework.operators if operator != "core_attn"]
+    if compute.recompute != "selective":
+        return work.forward if compute.recompute == "full" else 0.0
+    core = work.core if compute.repeats("core_attn") else 0.0
+    rest: list[Operator] = [operator for operator in compute.framework.operators if operator != "core_attn"]
     if not rest or kind != "block":
         return core
-    linears = block_flops(shape, how.sequence) - attention_flops(shape, how.sequence)
-    share = recomputed_flops(shape, how.sequence, "selective", rest) / linears
+    linears = block_flops(shape, compute.sequence) - attention_flops(shape, compute.sequence)
+    share = recomputed_flops(shape, compute.sequence, "selective", rest) / linears
     return core + share * (work.forward - work.core)
 
 

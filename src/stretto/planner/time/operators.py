@@ -70,18 +70,18 @@ def matmul_seconds(
     rows = _measured(device, precision)
     if rows is not None:
         return _from_table(device=device, table=rows, m=m, n=n, k=k, precision=precision, batch=batch)
-    how = products(device)
-    reached = how.memory * device.bandwidth
+    fitted = products(device)
+    reached = fitted.memory * device.bandwidth
     width = _WIDTHS[precision]
     # products of narrower operands have 16-bit results
     moved = batch * (width * (m * k + k * n) + max(width, 2) * m * n) / reached
     if precision in _SCALED:
         # filling a tile's pipeline takes as long as in 16 bits, for which the constants are fitted
         faster = sustained(device, precision) / sustained(device, "bf16")
-        how = replace(how, prologue=how.prologue * faster)
-    rate = how.compute * sustained(device, precision) / how.units
-    work = _tiled(how=how, m=m, n=n, k=k, batch=batch, rate=rate, reached=reached)
-    seconds = (work**_SHARP + moved**_SHARP) ** (1 / _SHARP) + how.fixed
+        fitted = replace(fitted, prologue=fitted.prologue * faster)
+    rate = fitted.compute * sustained(device, precision) / fitted.units
+    work = _tiled(fitted=fitted, m=m, n=n, k=k, batch=batch, rate=rate, reached=reached)
+    seconds = (work**_SHARP + moved**_SHARP) ** (1 / _SHARP) + fitted.fixed
     return seconds + casts * _casts(device, m, n, k, batch) if precision in _SCALED else seconds
 
 
@@ -107,24 +107,24 @@ def unscaled(precision: Precision) -> Precision:
     return "bf16" if precision in _SCALED else precision
 
 
-def _tiled(how: Products, m: int, n: int, k: int, batch: int, rate: float, reached: float) -> float:
+def _tiled(fitted: Products, m: int, n: int, k: int, batch: int, rate: float, reached: float) -> float:
     """Seconds of the arithmetic with the best tile and split; `rate` is the FLOP/s of one multiprocessor."""
     best = float("inf")
     for rows, columns in TILES:
         tiles = batch * -(-m // rows) * -(-n // columns)
-        one = 2.0 * rows * columns / (rate * (rows * columns / LARGEST) ** how.tile)
+        one = 2.0 * rows * columns / (rate * (rows * columns / LARGEST) ** fitted.tile)
         for split in SPLITS:
-            waves = tiles * split / how.units
-            part = one * (k / split + how.prologue)
+            waves = tiles * split / fitted.units
+            part = one * (k / split + fitted.prologue)
             if waves * part >= best:
                 break  # further splits only add prologues
-            waves += (-(-tiles * split // how.units) - waves) * how.wave
+            waves += (-(-tiles * split // fitted.units) - waves) * fitted.wave
             seconds = waves * part
             if split > 1:
                 seconds += SUM_BYTES * split * batch * m * n / reached + SUM_SECONDS
             best = min(best, seconds)
     large = min(max((m + n) * k / MIDDLE, LEVEL[0]), LEVEL[1])
-    return best * large**how.droop
+    return best * large**fitted.droop
 
 
 def _casts(device: Device, m: int, n: int, k: int, batch: int) -> float:
@@ -227,12 +227,12 @@ def _fused(
     causal: bool,
     backward: bool,
 ) -> float:
-    how = flash_of(device)
+    fitted = flash_of(device)
     left = 0.5 if causal and queries == keys else 1.0
     padded = -(-head_dim // _HEAD) * _HEAD
     products_of = 4.0 * heads * queries * keys * padded * left * (BACKWARD if backward else 1.0)
-    ramp = how.causal_ramp if left < 1 else how.ramp
-    share = _share(how, head_dim, backward) * keys / (keys + ramp)
+    ramp = fitted.causal_ramp if left < 1 else fitted.ramp
+    share = _share(fitted, head_dim, backward) * keys / (keys + ramp)
     # few heads with few queries leave multiprocessors idle; a backward is parallel over keys
     blocks = heads * -(-(keys if backward else queries) // _ROWS)
     idle = max(1.0, products(device).units / blocks)
@@ -242,9 +242,9 @@ def _fused(
     return max(products_of * idle / (share * device.peak(precision)), moved / rate) + fixed
 
 
-def _share(how: Flash, head_dim: int, backward: bool) -> float:
+def _share(fitted: Flash, head_dim: int, backward: bool) -> float:
     """The share of the peak, linear in the logarithm of head_dim between the known ones."""
-    known = sorted((how.backward if backward else how.forward).items())
+    known = sorted((fitted.backward if backward else fitted.forward).items())
     if head_dim <= known[0][0]:
         return known[0][1] * (head_dim / known[0][0]) ** 0.5
     for (low, below), (high, above) in pairwise(known):

@@ -213,11 +213,11 @@ def layer_seconds(
     beside them, and communication.
     """
     here = layer_of(job.shape, layer)
-    kind, how = here.kind, replace(ComputeConfig.of(job).at(here), recompute=mode)
+    kind, compute = here.kind, replace(ComputeConfig.of(job).at(here), recompute=mode)
     work = kernel_times_of(
         shape=here.shape,
         kind=kind,
-        how=how,
+        compute=compute,
         device=cluster.device,
         precision=precision,
         software=assumptions.software,
@@ -226,12 +226,12 @@ def layer_seconds(
     beside = _seconds_of(cluster.device, "layer") if kind == "block" else 0.0
     if mode == "full":
         beside *= 1 + _FORWARD  # the forward is repeated
-    if how.cp > 1 and how.context == "ring":
-        beside *= 1 + _ROUND * how.cp
-    talk = sum(_seconds(m, job, cluster) for m in TRAFFIC[kind](here.shape, how))
-    if kind == "block" and how.cp > 1:  # ranks do not send equally much
-        each = [block_traffic(here.shape, how, index) for index in range(how.cp)]
-        talk = sum(_seconds(m, job, cluster) for messages in each for m in messages) / how.cp
+    if compute.cp > 1 and compute.context == "ring":
+        beside *= 1 + _ROUND * compute.cp
+    talk = sum(_seconds(m, job, cluster) for m in TRAFFIC[kind](here.shape, compute))
+    if kind == "block" and compute.cp > 1:  # ranks do not send equally much
+        each = [block_traffic(here.shape, compute, index) for index in range(compute.cp)]
+        talk = sum(_seconds(m, job, cluster) for messages in each for m in messages) / compute.cp
     return work.forward + work.back + work.weight + again + beside + talk
 
 
@@ -244,8 +244,8 @@ def _messages(job: Job, cluster: Cluster, program: Program) -> float:
     """Seconds of both ends of all messages of a program between the stages of one pipeline. A measured row of
     `send` is that of a rank that sends one message and receives another.
     """
-    how = ComputeConfig.of(job)
-    size = largest_message(job.shape, how)
+    compute = ComputeConfig.of(job)
+    size = largest_message(job.shape, compute)
     apart = sum(
         program.placement[s] != program.placement[s + 1]
         for s in range(program.stages - 1)

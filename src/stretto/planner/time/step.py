@@ -261,7 +261,7 @@ def _layer(
     return layer_time(
         shape=here.shape,
         kind=here.kind,
-        how=replace(ComputeConfig.of(job).at(here), recompute=mode),
+        compute=replace(ComputeConfig.of(job).at(here), recompute=mode),
         layout=job.layout,
         cluster=cluster,
         precision=precision,
@@ -287,13 +287,13 @@ def _replayed(
     each: bool,
     shared: SharedStep | None,
 ) -> StepTime:
-    how, link = ComputeConfig.of(job), hop_link(job, cluster)
-    parts = how.tp if assumptions.software.scattered and not how.sequence_parallel else 1
+    compute, link = ComputeConfig.of(job), hop_link(job, cluster)
+    parts = compute.tp if assumptions.software.scattered and not compute.sequence_parallel else 1
     by_stage = job.dp.gathers(job.layout.pp) == "stage"
     costs = Costs(
         per_stage=[stage.times for stage in times],
         hop=link.latency,
-        message_bytes=largest_message(job.shape, how) / parts,
+        message_bytes=largest_message(job.shape, compute) / parts,
         bandwidth=_LINK_SHARE * link.bandwidth,
         blocking=assumptions.blocking,
         unshard=[stage.gather if by_stage else 0.0 for stage in data],

@@ -68,11 +68,17 @@ def host_of(steps: dict[tuple[int, int], float], device: Device) -> Host:
     shape = ModelShape(
         family="gpt", layers=few, hidden=_HIDDEN, heads=_HEADS, vocab=_VOCAB, sequence=_SEQUENCE
     )
-    how = ComputeConfig(batch=1, sequence=_SEQUENCE, element=4)
+    compute = ComputeConfig(batch=1, sequence=_SEQUENCE, element=4)
 
     def kernels(kind: str) -> float:
         work = kernel_times(
-            shape=shape, kind=kind, how=how, device=device, precision="fp32", causal=True, attention=1.0
+            shape=shape,
+            kind=kind,
+            compute=compute,
+            device=device,
+            precision="fp32",
+            causal=True,
+            attention=1.0,
         )
         return work.forward + work.back + work.weight
 
