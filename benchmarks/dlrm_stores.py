@@ -32,9 +32,8 @@ from torch import Tensor
 from stretto.recommender.optim.rules import build_rule
 from stretto.recommender.optim.updater import update
 from stretto.recommender.placement import Place
-from stretto.recommender.stores.build import build_store
-from stretto.recommender.stores.cached import CachedStore
-from stretto.recommender.stores.store import Fetched, RowStore
+from stretto.recommender.stores.cached import CachedStore, build_store
+from stretto.recommender.stores.store import FetchedRows, RowStore
 from stretto.recommender.tables.kernels.cpu import kernels_for
 
 ROWS, DIM, LOOKUPS, LR = 2_000_000, 64, 26 * 2048, 0.01
@@ -117,7 +116,7 @@ class _Steps:
     def __init__(self, store: RowStore, draw: _Ids) -> None:
         self.store, self.draw = store, draw
         self.offsets, self.gradient = torch.arange(LOOKUPS + 1), torch.randn(LOOKUPS, DIM) * 0.01
-        self.ahead: Fetched = store.fetch(draw())
+        self.ahead: FetchedRows = store.fetch(draw())
 
     def __call__(self) -> None:
         store, now, self.ahead = self.store, self.ahead, self.store.fetch(self.draw())

@@ -20,9 +20,8 @@ from stretto.errors import StrettoError
 from stretto.recommender.placement import Place
 from stretto.recommender.stores import backing, cached
 from stretto.recommender.stores.backing import HostRows
-from stretto.recommender.stores.build import build_store
-from stretto.recommender.stores.cached import CachedStore, Slots
-from stretto.recommender.stores.store import DeviceStore, Fetched, RowStore, StateSpec
+from stretto.recommender.stores.cached import CachedStore, Slots, build_store
+from stretto.recommender.stores.store import DeviceStore, FetchedRows, RowStore, StateSpec
 
 STATES = {
     "sum": StateSpec(True, torch.float32),
@@ -52,7 +51,7 @@ def _store(place: Place, rows: int, width: int = 3, cache: float = 0.1) -> Gener
         assert not list(Path(folder).iterdir())
 
 
-def _update(store: RowStore, fetched: Fetched, rows: Tensor, step: int) -> Tensor:
+def _update(store: RowStore, fetched: FetchedRows, rows: Tensor, step: int) -> Tensor:
     """Change rows in all that a store has of them, once each; returns what was looked up."""
     slots = fetched.slots()
     looked = store.weight[slots]
@@ -111,7 +110,7 @@ def test_any_sequence_is_as_in_memory(data: st.DataObject) -> None:
 @pytest.mark.parametrize("compiled", [True, False])
 def test_heavy_eviction_with_two_batches_in_flight(place: Place, compiled: bool) -> None:
     rows, generator = 2000, torch.Generator().manual_seed(1)
-    how = backing.copy_rows() if compiled else backing.plain
+    how = backing.copy_rows() if compiled else backing.copy_in_numpy
     with (
         mock.patch("stretto.recommender.stores.backing.copy_rows", return_value=how),
         _store(place, rows, 5) as away,
@@ -225,9 +224,9 @@ def test_slots_waits_for_rows_that_another_batch_brings() -> None:
 def test_the_way_of_another_device_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows go through buffers to a device whose memory is not the host's, in chunks."""
     monkeypatch.setattr(cached, "_CHUNK", 200)
-    monkeypatch.setattr(CachedStore, "_on_host", property(lambda self: False))
     rows, generator = 300, torch.Generator().manual_seed(3)
     with _store("cpu", rows) as away:
+        monkeypatch.setattr(away, "_on_host", False)
         here = DeviceStore(rows, 3, torch.float32, STATES)
         for step in range(30):
             batch = torch.randint(0, rows, (25,), generator=generator)
@@ -238,7 +237,7 @@ def test_the_way_of_another_device_is_the_same(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_pages_go_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backing, "_MOST_RESIDENT", 5000)
+    monkeypatch.setattr(backing, "_MAX_RESIDENT", 5000)
     monkeypatch.setattr(backing, "_CHUNK", 7)
     with _store("disk", 500, 30) as store:
         values = torch.randn(500, 30)
@@ -253,7 +252,7 @@ def test_pages_go_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not say what is resident")
 def test_little_of_a_large_file_is_resident(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backing, "_MOST_RESIDENT", 1 << 22)
+    monkeypatch.setattr(backing, "_MAX_RESIDENT", 1 << 22)
     monkeypatch.setattr(backing, "_CHUNK", 64)
     rows, values, most = 1 << 17, torch.randn(1 << 12, 64), list[int]()
     before = backing._resident()  # pyright: ignore[reportPrivateUsage]

@@ -11,69 +11,49 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from stretto.engine.loops import has_numba, jit
 from stretto.engine.offload.scratch import Scratch
 from stretto.errors import StrettoError
 from stretto.recommender.stores.store import StateSpec
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_WORDS = (np.int64, np.int32, np.int16, np.int8)
+_INTEGERS = (np.int64, np.int32, np.int16, np.int8)
+CopyRows = Callable[[Array, Array, Array, Array], None]
+"""target, to, source, rows: sets target[to[i]] = source[rows[i]] for all i.
+
+`target` and `source` are [any, words] of one integer type, `to` and `rows` [n] int64, `to` without
+duplicates. May run in several threads at once.
+"""
 
 
-class CopyRows(Protocol):
-    """Copies rows between arrays; may run in several threads at once."""
-
-    def __call__(self, target: Array, to: Array, source: Array, rows: Array) -> None:
-        """target[to[i]] = source[rows[i]] for all i.
-
-        Args:
-            target, source: [any, words] of one integer type.
-            to, rows: [n] int64, `to` without duplicates.
-        """
-        ...
-
-
-def words(*sizes: int) -> type[np.signedinteger[Any]]:
-    """The widest integer that divides all sizes in bytes."""
-    return next(word for word in _WORDS if all(size % word().itemsize == 0 for size in sizes))
-
-
-def as_words(tensor: Tensor, word: type[np.signedinteger[Any]]) -> Array:
-    """Rows of a contiguous tensor on the CPU as integers: [rows, words], the same memory."""
+def integer_view(tensor: Tensor, integer: type[np.signedinteger[Any]]) -> Array:
+    """Rows of a contiguous tensor on the CPU as integers: [rows, integers], the same memory."""
     rows = tensor.detach().view(-1).view(torch.uint8)
-    return rows.numpy().view(word).reshape(len(tensor), -1)
+    return rows.numpy().view(integer).reshape(len(tensor), -1)
 
 
 @cache
 def copy_rows() -> CopyRows:
-    """Compiled by numba where it is installed, otherwise numpy's."""
-    try:
-        import numba
-    except ImportError:
-        return plain
-    njit = cast(Any, numba).njit
-    try:
-        return njit(nogil=True, cache=True)(_loop)
-    except RuntimeError:  # no writable folder for the compiled code
-        return njit(nogil=True)(_loop)
+    """Compiled by numba if it is installed, otherwise numpy's."""
+    return jit(_copy_loop) if has_numba() else copy_in_numpy
 
 
-def plain(target: Array, to: Array, source: Array, rows: Array) -> None:
-    """In numpy."""
+def copy_in_numpy(target: Array, to: Array, source: Array, rows: Array) -> None:
     target[to] = source[rows]
 
 
-def _loop(target: Array, to: Array, source: Array, rows: Array) -> None:
+def _copy_loop(target: Array, to: Array, source: Array, rows: Array) -> None:
     for i in range(len(to)):
-        there, here = to[i], rows[i]
+        to_row, from_row = to[i], rows[i]
         for word in range(source.shape[1]):
-            target[there, word] = source[here, word]
+            target[to_row, word] = source[from_row, word]
 
 
 _ALIGN = 8  # bytes that records are a multiple of
@@ -86,42 +66,41 @@ class HostRows:
     page.
 
     Args:
-        rows, width, dtype, states: as of `DeviceStore`.
+        rows, width, dtype, states: as for `DeviceStore`.
         pin: allocate page-locked memory.
     """
 
     def __init__(
         self, rows: int, width: int, dtype: torch.dtype, states: Mapping[str, StateSpec], pin: bool = False
     ) -> None:
-        kinds = {"weight": StateSpec(False, dtype), **states}
+        specs = {"weight": StateSpec(False, dtype), **states}
         self.rows, self.width = rows, width
-        self.shapes = {name: () if kind.per_row else (width,) for name, kind in kinds.items()}
-        self.dtypes = {name: kind.dtype for name, kind in kinds.items()}
+        self.shapes = {name: () if spec.per_row else (width,) for name, spec in specs.items()}
+        self.dtypes = {name: spec.dtype for name, spec in specs.items()}
         self._spans = dict[str, tuple[int, int]]()
         size = 0
-        for name in sorted(
-            kinds, key=lambda name: -kinds[name].dtype.itemsize
-        ):  # widest first, which aligns each
+        # widest first, which aligns each
+        for name in sorted(specs, key=lambda name: -specs[name].dtype.itemsize):
             end = size + prod(self.shapes[name]) * self.dtypes[name].itemsize
             self._spans[name] = size, end
             size = end
         self.record = -(-size // _ALIGN) * _ALIGN
-        self.memory = self._take(rows * self.record, pin)
+        self.memory = self._allocate(rows * self.record, pin)
         self._copy = copy_rows()
 
-    def _take(self, size: int, pin: bool) -> Tensor:
+    def _allocate(self, size: int, pin: bool) -> Tensor:
         """uint8 [size], zeros."""
         return torch.zeros(size, dtype=torch.uint8, pin_memory=pin)
 
     def get(self, rows: Tensor, into: Mapping[str, Tensor], to: Tensor) -> None:
         """Copies unique rows [n] int64 to rows `to` [n] of tensors on the CPU."""
-        for ours, theirs in self._pairs(into):
-            self._copy(theirs, to.numpy(), ours, rows.numpy())
+        for records, tensor in self._integer_views(into):
+            self._copy(tensor, to.numpy(), records, rows.numpy())
 
-    def put(self, rows: Tensor, source: Mapping[str, Tensor], where: Tensor) -> None:
-        """Sets unique rows [n] int64 from rows `where` [n] of tensors on the CPU."""
-        for ours, theirs in self._pairs(source):
-            self._copy(ours, rows.numpy(), theirs, where.numpy())
+    def put(self, rows: Tensor, source: Mapping[str, Tensor], source_rows: Tensor) -> None:
+        """Sets unique rows [n] int64 from rows `source_rows` [n] of tensors on the CPU."""
+        for records, tensor in self._integer_views(source):
+            self._copy(records, rows.numpy(), tensor, source_rows.numpy())
 
     def read(self, start: int, stop: int, names: Collection[str]) -> dict[str, Tensor]:
         """Copies of rows [start, stop)."""
@@ -142,20 +121,23 @@ class HostRows:
         values = records[:, first:end].view(self.dtypes[name])
         return values if self.shapes[name] else values[:, 0]
 
-    def _pairs(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Array, Array]]:
-        """For each tensor: its part of the records and the tensor itself, as arrays of the same word type."""
+    def _integer_views(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Array, Array]]:
+        """For each tensor: its part of the records and the tensor itself, as arrays of the widest integer
+        that divides both.
+        """
         for name, tensor in tensors.items():
             first, end = self._spans[name]
-            word = words(first, end, self.record)
-            size = word().itemsize
-            records = as_words(self.memory.view(self.rows, self.record), word)
-            yield records[:, first // size : end // size], as_words(tensor, word)
+            sizes = (first, end, self.record)
+            integer = next(each for each in _INTEGERS if not any(size % each().itemsize for size in sizes))
+            size = integer().itemsize
+            records = integer_view(self.memory.view(self.rows, self.record), integer)
+            yield records[:, first // size : end // size], integer_view(tensor, integer)
 
 
 _THREADS = 8  # threads, because a page fault blocks and a disk serves several requests at once
 _ROWS_PER_THREAD = 256  # at least
 _CHUNK = 1 << 11  # rows between two checks of resident memory: a fault may map up to 16 pages
-_MOST_RESIDENT = 1 << 28  # bytes of the file that stay mapped in this process at most, approximately
+_MAX_RESIDENT = 1 << 28  # bytes of the file that stay mapped in this process at most, approximately
 _PAGE = mmap.PAGESIZE
 
 
@@ -163,12 +145,12 @@ class FileRows(HostRows):
     """All rows of a store in a memory-mapped file of this process. Its disk space is reserved at once, and it
     is removed by `close` or when the process ends.
 
-    The kernel pages rows in on access and writes them back at its leisure. Pages are dropped once 256 MiB are
+    The kernel pages rows in on access and writes them back when it likes. Pages are dropped once 256 MiB are
     resident, so that the file never takes much of the process's memory.
 
     Args:
-        folder: on a local disk; this process makes its own folder in it.
-        rank: for the folder's name.
+        folder: a folder on a local disk; this process makes its own folder in it.
+        rank: rank of this process, for the folder's name.
 
     Raises:
         StrettoError: no folder, or not enough space in it.
@@ -185,7 +167,7 @@ class FileRows(HostRows):
     ) -> None:
         self._scratch = Scratch(folder, rank, "tables.folder")
         self._path = self._scratch.folder / "rows"
-        self._before, self._aged_at = _resident(), 0
+        self._resident_before, self._touched = _resident(), 0
         self._pool = ThreadPoolExecutor(_THREADS, "stretto-disk")
         try:
             super().__init__(rows, width, dtype, states)
@@ -193,7 +175,7 @@ class FileRows(HostRows):
             self._scratch.close()
             raise
 
-    def _take(self, size: int, pin: bool) -> Tensor:
+    def _allocate(self, size: int, pin: bool) -> Tensor:
         size = max(size, 1)
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -208,11 +190,11 @@ class FileRows(HostRows):
     def get(self, rows: Tensor, into: Mapping[str, Tensor], to: Tensor) -> None:
         self._by_parts(super().get, rows, into, to)
 
-    def put(self, rows: Tensor, source: Mapping[str, Tensor], where: Tensor) -> None:
-        self._by_parts(super().put, rows, source, where)
+    def put(self, rows: Tensor, source: Mapping[str, Tensor], source_rows: Tensor) -> None:
+        self._by_parts(super().put, rows, source, source_rows)
 
     def read(self, start: int, stop: int, names: Collection[str]) -> dict[str, Tensor]:
-        rows = max(1, _MOST_RESIDENT // 4 // self.record)
+        rows = max(1, _MAX_RESIDENT // 4 // self.record)
         parts = list[dict[str, Tensor]]()
         for first in range(start, max(stop, start + 1), rows):
             last = min(first + rows, stop)
@@ -226,7 +208,6 @@ class FileRows(HostRows):
         self._count_touched(rows * self.record, wait=True)
 
     def close(self) -> None:
-        """Remove the file."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         super().close()
         self._scratch.close()
@@ -258,14 +239,14 @@ class FileRows(HostRows):
             wait: flush first, or else a long series of writes would pile up in the page cache.
         """
         now = _resident()
-        self._aged_at += size
-        self._before = min(self._before, now)
-        if max(now - self._before, self._aged_at if wait or not now else 0) > _MOST_RESIDENT:
+        self._touched += size
+        self._resident_before = min(self._resident_before, now)
+        if max(now - self._resident_before, self._touched if wait or not now else 0) > _MAX_RESIDENT:
             if wait:
                 self._map.flush()
             if hasattr(mmap, "MADV_DONTNEED"):
                 self._map.madvise(mmap.MADV_DONTNEED)
-            self._before, self._aged_at = _resident(), 0
+            self._resident_before, self._touched = _resident(), 0
 
 
 def _resident() -> int:

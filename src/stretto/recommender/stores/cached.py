@@ -1,20 +1,24 @@
-"""Embedding rows in host memory or in a file, with a cache of the popular ones on the device."""
+"""Embedding rows in host memory or in a file, with a cache of the popular ones on the device; and which store
+a pool of tables gets.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from stretto.engine.device import current_stream, new_stream, on_accelerator, on_stream, recorded_event
+from stretto.errors import StrettoError
+from stretto.recommender.placement import Place
 from stretto.recommender.stores.backing import FileRows, HostRows
-from stretto.recommender.stores.store import Fetched
+from stretto.recommender.stores.store import DeviceStore, FetchedRows, RowStore, StateSpec
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -22,17 +26,14 @@ _VICTIM_SHARE = 8  # 1 / 8 of the slots become victims at a time, since choosing
 _AGING = 10  # counts are halved after so many requests per slot
 
 
-@dataclass(frozen=True, kw_only=True)
-class CacheMoves:
-    """What must move for the rows of a batch to be in the cache.
+class CacheMoves(NamedTuple):
+    """The moves that bring the rows of a batch into the cache.
 
     Attributes:
-        slots: [n] of the batch's rows.
         old, old_slots: [k] rows to evict, and their slots.
         new, new_slots: [m] rows to fetch, ascending, and the slots for them.
     """
 
-    slots: Integers
     old: Integers
     old_slots: Integers
     new: Integers
@@ -40,10 +41,10 @@ class CacheMoves:
 
 
 class Slots:
-    """Which row is in which slot of a cache. Memory: five bytes a row, and 24 a slot.
+    """The row in each slot of a cache. Memory: five bytes a row, and 24 a slot.
 
-    Evicts the rows that the fewest batches requested, whether they were in the cache then or not; among
-    equals the least recently requested. Counts are halved periodically, so that popularity fades (the aging
+    Evicts the rows that the fewest batches requested, whether they were in the cache then or not; ties are
+    broken by the least recent request. Counts are halved periodically, so that popularity fades (the aging
     of TinyLFU, Einziger et al. 2017, section 3.3). Rows of a batch that is not released are never evicted.
 
     Args:
@@ -52,14 +53,14 @@ class Slots:
     """
 
     def __init__(self, rows: int, slots: int) -> None:
-        self._slot = np.zeros(rows, np.int32)  # 1 + the row's slot, 0 where it has none
+        self._slot = np.zeros(rows, np.int32)  # 1 + the row's slot, 0 if it has none
         self._count = np.zeros(rows, np.uint8)  # batches that requested it
         self._aged_at = 0
         self._row = np.full(slots, -1, np.int64)
         self._last_batch = np.zeros(slots, np.int64)  # the last batch that requested the row in it
         self._victims = np.arange(slots, dtype=np.int64)  # slots to reuse next
         self._victims_batch = 0  # the batch that chose them
-        self._batch = 0
+        self.batch = 0  # number of the latest batch
         self._in_use = dict[int, Integers]()  # slots of batches that are not yet released
         self.requested = self.fetched = 0  # rows of all batches, and those of them that were cache misses
 
@@ -67,45 +68,46 @@ class Slots:
     def slots(self) -> int:
         return len(self._row)
 
-    @property
-    def batch(self) -> int:
-        """The number of the latest batch."""
-        return self._batch
-
     def begin_batch(self, rows: Integers) -> tuple[Integers, Integers, int]:
         """Begins a batch of rows [n].
 
         Returns:
-            slots [n], -1 for a miss; the missed rows, unique and ascending; by how many slots the cache is
-            too small for them.
+            slots [n], -1 for a miss; the missed rows, unique and ascending; number of slots that the cache
+            lacks for them.
         """
-        self._batch += 1
+        self.batch += 1
         self.requested += len(rows)
         slots = self._slot[rows].astype(np.int64) - 1
         absent = slots < 0
         hits = slots[~absent] if absent.any() else slots
-        self._last_batch[hits] = self._batch
-        self._in_use[self._batch] = hits
-        self._count[rows] = (
-            np.minimum(self._count[rows], 254) + 1
-        )  # once per batch, however often it has the row
-        new = self._unique(rows[absent])
+        self._last_batch[hits] = self.batch
+        self._in_use[self.batch] = hits
+        # once per batch, however often it has the row
+        self._count[rows] = np.minimum(self._count[rows], 254) + 1
+        # Unique missed rows: they have no slot, so their entries of the slot map can hold marks. The last
+        # mark of a row survives, which spares sorting duplicates.
+        missed = rows[absent]
+        marks = np.arange(1, len(missed) + 1, dtype=np.int32)
+        self._slot[missed] = marks
+        new = missed[self._slot[missed] == marks]
+        self._slot[new] = 0
+        new.sort()
         self.fetched += len(new)
         return slots, new, len(new) - self._find_victims(len(new))
 
     def assign(self, rows: Integers, slots: Integers, new: Integers) -> CacheMoves:
-        """Assigns slots to the missed rows `new`."""
+        """Assigns slots to the missed rows `new`, and sets those of `rows` in `slots`, in place."""
         granted, self._victims = self._victims[: len(new)], self._victims[len(new) :]
         old = self._row[granted]
         filled = old >= 0
         self._slot[old[filled]] = 0
         self._slot[new] = granted + 1
         self._row[granted] = new
-        self._last_batch[granted] = self._batch
+        self._last_batch[granted] = self.batch
         missing = slots < 0
         slots[missing] = self._slot[rows[missing]] - 1
-        self._in_use[self._batch] = slots
-        return CacheMoves(slots=slots, old=old[filled], old_slots=granted[filled], new=new, new_slots=granted)
+        self._in_use[self.batch] = slots
+        return CacheMoves(old[filled], granted[filled], new, granted)
 
     def release(self, batch: int) -> None:
         """Lets the rows of a batch be evicted."""
@@ -124,24 +126,14 @@ class Slots:
         cached_rows = np.flatnonzero(slots)
         return cached_rows, slots[cached_rows].astype(np.int64) - 1
 
-    def _unique(self, rows: Integers) -> Integers:
-        """The unique rows, ascending. The rows have no slot, so their entries of the slot map can hold marks:
-        the last mark of a row survives, which spares sorting duplicates.
-        """
-        marks = np.arange(1, len(rows) + 1, dtype=np.int32)
-        self._slot[rows] = marks
-        once = rows[self._slot[rows] == marks]
-        self._slot[once] = 0
-        once.sort()
-        return once
-
     def _find_victims(self, wanted: int) -> int:
-        """Chooses at least `wanted` slots to reuse, or as many as are free; returns how many of `wanted`."""
+        """Chooses at least `wanted` slots to reuse, or all that are free; returns the number found, up to
+        `wanted`.
+        """
         if not wanted:
             return 0
-        self._victims = self._victims[
-            self._last_batch[self._victims] <= self._victims_batch
-        ]  # unless requested since they were chosen
+        # drop those requested since they were chosen
+        self._victims = self._victims[self._last_batch[self._victims] <= self._victims_batch]
         if len(self._victims) >= wanted:
             return wanted
         needed = np.zeros(self.slots, np.bool_)
@@ -151,35 +143,17 @@ class Slots:
         many = max(wanted, self.slots // _VICTIM_SHARE)
         if many < len(free):
             rows = self._row[free]
-            priority = self._count[rows].astype(np.int64) * (self._batch + 1) + self._last_batch[free]
+            priority = self._count[rows].astype(np.int64) * (self.batch + 1) + self._last_batch[free]
             priority[rows < 0] = -1
             free = free[np.argpartition(priority, many)[:many]]
-        self._victims, self._victims_batch = free, self._batch
-        self._age_counts()
-        return min(wanted, len(free))
-
-    def _age_counts(self) -> None:
+        self._victims, self._victims_batch = free, self.batch
         if self.requested - self._aged_at > _AGING * self.slots:
             self._aged_at = self.requested
             self._count >>= 1
+        return min(wanted, len(free))
 
 
 _CHUNK = 1 << 24  # bytes of rows copied at a time to or from a GPU
-
-
-@dataclass(frozen=True, eq=False)
-class PendingRows:
-    """The rows of a batch, being copied to slots."""
-
-    batch: int
-    _slots: Tensor
-    _job: Future[None] | None
-
-    def slots(self) -> Tensor:
-        """[n] int64. Waits for the copies, and raises their errors."""
-        if self._job is not None:
-            self._job.result()
-        return self._slots
 
 
 class CachedStore:
@@ -191,14 +165,15 @@ class CachedStore:
 
     Args:
         backing: all rows.
-        device: of the cache.
-        cache: share of the rows that it holds at first, above 0.
+        device: device of the cache.
+        cache: share of the rows that the cache holds at first, above 0.
     """
 
     def __init__(self, backing: HostRows, device: torch.device | str, cache: float) -> None:
         self.backing, self.rows = backing, backing.rows
         self.width = backing.width
         self._device = torch.device(device)
+        self._on_host = self._device.type == "cpu"  # the cache is in host memory too
         slots = min(backing.rows, max(1, -int(-backing.rows * cache // 1)))
         self._slots = Slots(backing.rows, slots)
         tensors = {name: self._empty(name, slots) for name in backing.shapes}
@@ -221,36 +196,35 @@ class CachedStore:
 
     @property
     def in_files(self) -> bool:
-        """Whether the rows lie in files rather than in host memory."""
+        """True if the rows are in files rather than in host memory."""
         return isinstance(self.backing, FileRows)
 
-    @property
-    def _on_host(self) -> bool:
-        """Whether the cache is in host memory too."""
-        return self._device.type == "cpu"
+    def tensors(self) -> dict[str, Tensor]:
+        return {"weight": self.weight, **self.states}
 
-    def fetch(self, rows: Tensor) -> PendingRows:
+    def fetch(self, rows: Tensor) -> FetchedRows:
         wanted = rows.detach().cpu().numpy()
         slots, new, missing = self._slots.begin_batch(wanted)
         if missing:
             self._grow(missing)
         moves = self._slots.assign(wanted, slots, new)
-        where = torch.from_numpy(moves.slots).to(self._device)
         if len(new):
-            self._start(moves)
-        return PendingRows(self._slots.batch, where, self._last)  # a hit may still be in flight
+            # evicted rows include the updates queued so far
+            ready = None if self._side is None else recorded_event(current_stream(self._device))
+            self._last = self._pool.submit(self._move, moves, self.tensors(), ready, self._last)
+        # a hit may still be in flight
+        return FetchedRows(torch.from_numpy(slots).to(self._device), self._slots.batch, self._last)
 
-    def release(self, fetched: Fetched) -> None:
-        assert isinstance(fetched, PendingRows)
+    def release(self, fetched: FetchedRows) -> None:
         self._slots.release(fetched.batch)
 
     def read(self, start: int, stop: int, names: Collection[str] | None = None) -> dict[str, Tensor]:
         self._wait()
-        held = self._held()
-        stored = self.backing.read(start, stop, held if names is None else names)
+        tensors = self.tensors()
+        stored = self.backing.read(start, stop, tensors if names is None else names)
         cached_rows, slots = map(torch.from_numpy, self._slots.within(start, stop))
         for name, values in stored.items():
-            values[cached_rows] = held[name][slots.to(self._device)].cpu()
+            values[cached_rows] = tensors[name][slots.to(self._device)].cpu()
         return stored
 
     def write(self, start: int, values: Mapping[str, Tensor]) -> None:
@@ -258,76 +232,56 @@ class CachedStore:
         self.backing.write(start, values)
         stop = start + max((len(value) for value in values.values()), default=0)
         cached_rows, slots = map(torch.from_numpy, self._slots.within(start, stop))
-        held = self._held()
+        tensors = self.tensors()
         for name, value in values.items():
-            cached = cached_rows[cached_rows < len(value)]
-            held[name][slots[: len(cached)].to(self._device)] = value[cached].to(
-                self._device, held[name].dtype
-            )
+            cached, tensor = cached_rows[cached_rows < len(value)], tensors[name]
+            tensor[slots[: len(cached)].to(self._device)] = value[cached].to(self._device, tensor.dtype)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.weight, self.states = self.weight[:0], {}
         self.backing.close()
 
-    # ------------------------------------------------------------------ moving
-
-    def _start(self, moves: CacheMoves) -> None:
-        # evicted rows include the updates queued so far
-        ready = None if self._side is None else recorded_event(current_stream(self._device))
-        self._last = self._pool.submit(self._move, moves, self._held(), ready, self._last)
-
     def _move(
         self,
         moves: CacheMoves,
-        held: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor],
         ready: torch.Event | None,
         before: Future[None] | None,
     ) -> None:
         if before is not None:
             before.result()  # an error in an earlier move fails all later ones
-        old, old_slots, new, new_slots = map(
-            torch.from_numpy, (moves.old, moves.old_slots, moves.new, moves.new_slots)
-        )
+        old, old_slots, new, new_slots = map(torch.from_numpy, moves)
         if self._on_host:
-            self.backing.put(old, held, old_slots)
-            self.backing.get(new, held, new_slots)
+            self.backing.put(old, tensors, old_slots)
+            self.backing.get(new, tensors, new_slots)
             return
         with on_stream(self._side):
             if self._side is not None and ready is not None:
                 self._side.wait_event(ready)
             rows = max(1, _CHUNK // self.backing.record)
-            for start in range(0, len(old), rows):
-                self._write_back(old[start : start + rows], held, old_slots[start : start + rows])
-            for start in range(0, len(new), rows):
-                self._read_in(new[start : start + rows], held, new_slots[start : start + rows])
+            for chunk, slots in zip(old.split(rows), old_slots.split(rows), strict=True):
+                slots = slots.to(self._device)
+                evicted = {name: tensor.index_select(0, slots).cpu() for name, tensor in tensors.items()}
+                self.backing.put(chunk, evicted, torch.arange(len(chunk)))
+            for chunk, slots in zip(new.split(rows), new_slots.split(rows), strict=True):
+                slots = slots.to(self._device)
+                missed = {
+                    name: torch.empty(
+                        len(chunk), *tensor.shape[1:], dtype=tensor.dtype, pin_memory=self._side is not None
+                    )
+                    for name, tensor in tensors.items()
+                }
+                self.backing.get(chunk, missed, torch.arange(len(chunk)))
+                for name, tensor in tensors.items():
+                    tensor.index_copy_(0, slots, missed[name].to(self._device, non_blocking=True))
             if self._side is not None:
                 self._side.synchronize()
-
-    def _write_back(self, rows: Tensor, held: Mapping[str, Tensor], slots: Tensor) -> None:
-        device_slots = slots.to(self._device)
-        gone = {name: tensor.index_select(0, device_slots).cpu() for name, tensor in held.items()}
-        self.backing.put(rows, gone, torch.arange(len(rows)))
-
-    def _read_in(self, rows: Tensor, held: Mapping[str, Tensor], slots: Tensor) -> None:
-        pin, device_slots = self._side is not None, slots.to(self._device)
-        come = {
-            name: torch.empty(len(rows), *tensor.shape[1:], dtype=tensor.dtype, pin_memory=pin)
-            for name, tensor in held.items()
-        }
-        self.backing.get(rows, come, torch.arange(len(rows)))
-        for name, tensor in held.items():
-            tensor.index_copy_(0, device_slots, come[name].to(self._device, non_blocking=True))
 
     def _wait(self) -> None:
         """Waits for all moves, and raises their errors."""
         if self._last is not None:
             self._last.result()
-
-    # ------------------------------------------------------------------ cache
-
-    def _held(self) -> dict[str, Tensor]:
-        return {"weight": self.weight, **self.states}
 
     def _empty(self, name: str, slots: int) -> Tensor:
         return torch.zeros(
@@ -344,8 +298,44 @@ class CachedStore:
                 stacklevel=3,
             )
         self._wait()
-        for name, tensor in self._held().items():
+        for name, tensor in self.tensors().items():
             larger = self._empty(name, self.slots + more)
             larger[: self.slots] = tensor
             tensor.set_(larger)  # pyright: ignore[reportArgumentType, reportCallIssue]
         self._slots.grow(more)
+
+
+def build_store(
+    place: Place,
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+    states: Mapping[str, StateSpec],
+    device: torch.device | str,
+    cache: float = 0.1,
+    folder: str | Path | None = None,
+    rank: int = 0,
+) -> RowStore:
+    """A store of rows, all zeros.
+
+    Args:
+        place: device memory, host memory, or a file.
+        device: device on which the kernels run.
+        cache: share of the rows on the device, above 0, for `cpu` and `disk`.
+        folder: for `disk`, a folder on a local disk.
+        rank: rank of this process, for file names.
+
+    Raises:
+        StrettoError: no folder, or not enough space in it.
+    """
+    if place == "device":
+        return DeviceStore(rows, width, dtype, states, device)
+    if place == "cpu":
+        backing = HostRows(rows, width, dtype, states, pin=on_accelerator(torch.device(device)))
+    elif folder is None:
+        raise StrettoError(
+            "tables in files need a folder", hint="tables.folder: a folder on a fast local disk"
+        )
+    else:
+        backing = FileRows(rows=rows, width=width, dtype=dtype, states=states, folder=folder, rank=rank)
+    return CachedStore(backing, device, cache)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,12 +19,21 @@ class StateSpec:
     dtype: torch.dtype
 
 
-class Fetched(Protocol):
-    """Rows that are being made accessible to kernels."""
+@dataclass(frozen=True, eq=False)
+class FetchedRows:
+    """The rows of a batch, possibly still being copied to slots. `batch` is its number in a cache."""
+
+    _slots: Tensor
+    batch: int = 0
+    _copies: Future[None] | None = None
 
     def slots(self) -> Tensor:
-        """[n] int64, where each requested row is in the store's `weight` and `states`. Waits."""
-        ...
+        """[n] int64, the index of each requested row in the store's `weight` and `states`. Waits for the
+        copies and raises their errors.
+        """
+        if self._copies is not None:
+            self._copies.result()
+        return self._slots
 
 
 class RowStore(Protocol):
@@ -39,35 +49,31 @@ class RowStore(Protocol):
     weight: Tensor  # [slots, width]
     states: dict[str, Tensor]  # [slots, width], or [slots]
 
-    def fetch(self, rows: Tensor) -> Fetched:
+    def tensors(self) -> dict[str, Tensor]:
+        """`weight` and each state by name."""
+        ...
+
+    def fetch(self, rows: Tensor) -> FetchedRows:
         """Starts moving rows [n] (int64, in any order, with duplicates) to slots."""
         ...
 
-    def release(self, fetched: Fetched) -> None:
+    def release(self, fetched: FetchedRows) -> None:
         """Ends the use of these rows, which may then be evicted."""
         ...
 
     def read(self, start: int, stop: int, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Current values of rows [start, stop) on the CPU: `weight` and each state by name, or only `names`.
-        Possibly views, valid until the next batch. Call it between batches.
+        """Current values of rows [start, stop) on the CPU: all of `tensors`, or only `names`. Possibly views,
+        valid until the next batch. Call it between batches.
         """
         ...
 
     def write(self, start: int, values: Mapping[str, Tensor]) -> None:
-        """Sets rows from `start` on; states without a value are kept. Call it between batches."""
+        """Sets rows from `start` on; states without a value are unchanged. Call it between batches."""
         ...
 
     def close(self) -> None:
         """Frees memory, threads and files."""
         ...
-
-
-@dataclass
-class _Ready:
-    rows: Tensor
-
-    def slots(self) -> Tensor:
-        return self.rows
 
 
 class DeviceStore:
@@ -88,19 +94,23 @@ class DeviceStore:
             for name, spec in states.items()
         }
 
-    def fetch(self, rows: Tensor) -> _Ready:
-        return _Ready(rows)
+    def tensors(self) -> dict[str, Tensor]:
+        return {"weight": self.weight, **self.states}
 
-    def release(self, fetched: object) -> None:
+    def fetch(self, rows: Tensor) -> FetchedRows:
+        return FetchedRows(rows)
+
+    def release(self, fetched: FetchedRows) -> None:
         pass
 
     def read(self, start: int, stop: int, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        held = {"weight": self.weight} | self.states
-        return {name: held[name][start:stop].cpu() for name in (held if names is None else names)}
+        tensors = self.tensors()
+        return {name: tensors[name][start:stop].cpu() for name in (tensors if names is None else names)}
 
     def write(self, start: int, values: Mapping[str, Tensor]) -> None:
+        tensors = self.tensors()
         for name, value in values.items():
-            (self.weight if name == "weight" else self.states[name])[start : start + len(value)] = value
+            tensors[name][start : start + len(value)] = value
 
     def close(self) -> None:
         self.weight, self.states = self.weight[:0], {}
@@ -120,9 +130,12 @@ class GrowingStore(DeviceStore):
         """Grows to at least `rows` rows, the new ones zeros; may replace `weight` and `states`."""
         if rows > self.capacity:
             capacity = max(rows, 2 * self.capacity, 1024)
-            self.weight = _longer(self.weight, capacity)
-            for name in self.states:
-                self.states[name] = _longer(self.states[name], capacity)
+            longer = dict[str, Tensor]()
+            for name, tensor in self.tensors().items():
+                longer[name] = tensor.new_zeros(capacity, *tensor.shape[1:])
+                longer[name][: len(tensor)] = tensor
+            self.weight = longer.pop("weight")
+            self.states.update(longer)
         self.rows = max(self.rows, rows)
 
     def set(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
@@ -130,9 +143,3 @@ class GrowingStore(DeviceStore):
         self.weight[rows] = values["weight"].to(self.weight)
         for name, state in self.states.items():
             state[rows] = values[name].to(state) if name in values else torch.zeros_like(state[:1])
-
-
-def _longer(tensor: Tensor, rows: int) -> Tensor:
-    longer = tensor.new_zeros(rows, *tensor.shape[1:])
-    longer[: tensor.shape[0]] = tensor
-    return longer

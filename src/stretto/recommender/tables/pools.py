@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stretto.recommender.placement import TableShard, TableSpec
-from stretto.recommender.stores.store import Fetched, GrowingStore, RowStore
+from stretto.recommender.stores.store import FetchedRows, GrowingStore, RowStore
 from stretto.recommender.tables.exchange import PoolRequest
 from stretto.recommender.tables.ids.hash import HashIds
 from stretto.recommender.tables.kernels.plain import Grouped, Kernels
@@ -109,7 +109,7 @@ class Lookups:
 
     local: LocalPool
     request: PoolRequest
-    fetched: Fetched
+    fetched: FetchedRows
     slots: Tensor | None = None
     gradient: Tensor | None = None
     _grouped: Grouped | None = None

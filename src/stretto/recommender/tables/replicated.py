@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from stretto.engine.parallel.collectives import start_gather_into
-from stretto.recommender.stores.store import Fetched
+from stretto.recommender.stores.store import FetchedRows
 from stretto.recommender.tables.jagged import Bags
 from stretto.recommender.tables.kernels.plain import Grouped
 from stretto.recommender.tables.pools import LocalPool
@@ -120,7 +120,7 @@ class ReplicatedLookups:
         self._counts: Tensor | None = None
         self._counting: Work | None = None
         self._sent: _SentRows | _SentBags | None = None
-        self._fetched: Fetched | None = None
+        self._fetched: FetchedRows | None = None
         self._slots: Tensor | None = None
         self._gradient: Tensor | None = None
         if train:

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from stretto.errors import StrettoError
 from stretto.recommender.placement import Placements, TableSpec, divisor_of, physical_tables
-from stretto.recommender.stores.build import build_store
+from stretto.recommender.stores.cached import build_store
 from stretto.recommender.stores.store import GrowingStore, RowStore, StateSpec
 from stretto.recommender.tables.exchange import (
     PendingReceive,
