@@ -260,12 +260,12 @@ class CachedStore:
             if self._side is not None and ready is not None:
                 self._side.wait_event(ready)
             rows = max(1, _CHUNK // self.backing.record)
-            for chunk, slots in zip(old.split(rows), old_slots.split(rows), strict=True):
-                slots = slots.to(self._device)
+            for start in range(0, len(old), rows):
+                chunk, slots = old[start : start + rows], old_slots[start : start + rows].to(self._device)
                 evicted = {name: tensor.index_select(0, slots).cpu() for name, tensor in tensors.items()}
                 self.backing.put(chunk, evicted, torch.arange(len(chunk)))
-            for chunk, slots in zip(new.split(rows), new_slots.split(rows), strict=True):
-                slots = slots.to(self._device)
+            for start in range(0, len(new), rows):
+                chunk, slots = new[start : start + rows], new_slots[start : start + rows].to(self._device)
                 missed = {
                     name: torch.empty(
                         len(chunk), *tensor.shape[1:], dtype=tensor.dtype, pin_memory=self._side is not None
