@@ -32,7 +32,7 @@ from stretto.engine.checkpoint.folder import Retention
 from stretto.engine.checkpoint.host_copy import HostCopy
 from stretto.engine.checkpoint.save import save
 from stretto.engine.checkpoint.storage import Entry
-from stretto.engine.optim.rate import Rate
+from stretto.engine.optim.rate import LearningRate
 from stretto.engine.parallel.control import gather_json
 from stretto.run.data.dataset import Batch
 from stretto.run.train.replica import tensors_of
@@ -85,7 +85,7 @@ def run(ranks: int, rounds: int, hidden: int, folder: str) -> dict[str, list[flo
     """On each rank: the times of all rounds but the first."""
     small_gpt.resize(hidden)
     replica = small_gpt.replica(small_gpt.config(layout__dp=ranks))
-    training, source = TrainingStep(replica, Rate.of(replica.job.optimiser, 1000)), InMemory()
+    training, source = TrainingStep(replica, LearningRate.of(replica.job.optimiser, 1000)), InMemory()
     background = BackgroundSave(torch.device("cpu"))
     background._memory = memory = TimedCopy(torch.device("cpu"))
     what: dict[str, Any] = {"folder": Path(folder), "meta": {}, "keep": Retention(last=2)}

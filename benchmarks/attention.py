@@ -22,7 +22,7 @@ from torch.nn import attention as torch_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stretto.engine.device import device_kind, synchronize
-from stretto.engine.documents import Documents
+from stretto.engine.documents import DocumentStarts
 from stretto.engine.models.causal import CausalAttention
 from stretto.spec.attention import AttentionKernel
 
@@ -59,7 +59,7 @@ class Style:
         if self.documents > 1:
             length = n // self.documents
             begins = (torch.arange(n) // length).clamp(max=self.documents - 1) * length
-            core.packing.documents = Documents(begins.unsqueeze(0))
+            core.packing.documents = DocumentStarts(begins.unsqueeze(0))
         return core.to(device).train()
 
 

@@ -13,7 +13,7 @@ from stretto.engine.checkpoint.index import MODEL
 from stretto.engine.checkpoint.save import save
 from stretto.engine.models import build, initialise
 from stretto.engine.models.generate import stream
-from stretto.engine.parallel.fragment import Placed
+from stretto.engine.parallel.fragment import ShardPlacement
 from stretto.engine.parallel.mesh import Mesh
 from stretto.layout.layout import Layout
 from stretto.run.generate.text import load_model
@@ -55,7 +55,7 @@ def saved(folder: Path) -> Path:
     model = build(SHAPE)
     initialise(model, 0)
     tensors = {
-        MODEL + name: (weight.detach(), Placed.whole(name, tuple(weight.shape)))
+        MODEL + name: (weight.detach(), ShardPlacement.unsharded(name, tuple(weight.shape)))
         for name, weight in model.named_parameters()
     }
     return save(folder, 0, tensors, {"model": shape_to_record(SHAPE)})

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from harness import arguments
 
-from stretto.engine.optim.rate import Rate
-from stretto.engine.parallel.copies import Copies
+from stretto.engine.optim.rate import LearningRate
 from stretto.engine.parallel.memory_check import MemoryCheck
+from stretto.engine.parallel.replica_check import ReplicaConsistencyCheck
 from stretto.run.data.dataset import Batch
 from stretto.run.launch.local import run_ranks
 from stretto.run.train.held import held_by
@@ -54,8 +54,8 @@ def measure(ranks: int, rounds: int) -> Costs:
     """On rank 0 what each costs, as a median."""
     dist.init_process_group("gloo")
     replica = small_gpt.replica(small_gpt.config(layout__dp=ranks))
-    training = TrainingStep(replica, Rate.of(replica.job.optimiser, 1000))
-    copies, memory, samples = Copies(), MemoryCheck(), Samples()
+    training = TrainingStep(replica, LearningRate.of(replica.job.optimiser, 1000))
+    copies, memory, samples = ReplicaConsistencyCheck(), MemoryCheck(), Samples()
     steps, comparisons, checksums = list[float](), list[float](), list[float]()
     for number in range(rounds + 2):
         started = time.process_time()

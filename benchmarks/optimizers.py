@@ -18,7 +18,7 @@ from harness import Timing, arguments, on_ranks, race, report
 from torch import nn
 
 from stretto.engine.optim.build import build_optimizer
-from stretto.engine.parallel.fragment import Fragment, Placed
+from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement
 from stretto.layout.shards import padded
 from stretto.spec.optimiser import Optimiser
 from stretto.spec.parameters import parameter_shapes
@@ -33,14 +33,16 @@ CONFIGS = {
 }
 
 
-def fragments_of(shape: ModelShape) -> list[Fragment]:
+def fragments_of(shape: ModelShape) -> list[ParameterFragment]:
     """Random weights and gradients: all of them, or this rank's part of a single unit."""
     shapes = parameter_shapes(shape)
-    fragments = list[Fragment]()
+    fragments = list[ParameterFragment]()
     if not dist.is_initialized() or dist.get_world_size() == 1:
         for name, size in shapes.items():
             parameter = nn.Parameter(torch.randn(size) * 0.02)
-            fragments.append(Fragment(name=name, parameter=parameter, placed=Placed.whole(name, size)))
+            fragments.append(
+                ParameterFragment(name=name, parameter=parameter, placed=ShardPlacement.unsharded(name, size))
+            )
     else:
         n, rank, at = dist.get_world_size(), dist.get_rank(), 0
         part = padded(sum(map(prod, shapes.values())), n) // n
@@ -48,9 +50,9 @@ def fragments_of(shape: ModelShape) -> list[Fragment]:
             low = min(max(rank * part - at, 0), prod(size))
             high = min(max((rank + 1) * part - at, 0), prod(size))
             parameter = nn.Parameter(torch.randn(high - low) * 0.02)
-            placed = Placed.whole(name, size).part(size, low, high)
+            placed = ShardPlacement.unsharded(name, size).part(size, low, high)
             fragments.append(
-                Fragment(
+                ParameterFragment(
                     name=name, parameter=parameter, placed=placed, gradient=None, holders=dist.group.WORLD
                 )
             )

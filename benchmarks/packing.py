@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from harness import Laps, Step, arguments, compare, laps, report
 
-from stretto.engine.documents import Documents, Packing, share_packing
+from stretto.engine.documents import DocumentStarts, Packing, share_packing
 from stretto.engine.models.build import build
 from stretto.engine.models.language import LanguageModel
 from stretto.run.data.dataset import Samples
@@ -54,7 +54,7 @@ def steps(model: LanguageModel, packing: Packing, sequence: int) -> dict[str, St
         model.zero_grad()
         at[0] += BATCH
         batch = samples.batch(range(at[0], at[0] + BATCH))
-        packing.documents = None if batch.begins is None else Documents(batch.begins)
+        packing.documents = None if batch.begins is None else DocumentStarts(batch.begins)
         model.loss(model(batch.inputs), batch.targets).backward()
 
     def contestant(length: int, apart: bool) -> Step:

@@ -25,7 +25,7 @@ import small_gpt
 import torch
 from harness import Step, arguments, race, report
 
-from stretto.engine.optim.rate import Rate
+from stretto.engine.optim.rate import LearningRate
 from stretto.run.config.load import parse
 from stretto.run.data.dataset import Batch, Samples
 from stretto.run.data.mixture import Mixture, TrainingSamples, training_samples
@@ -67,7 +67,7 @@ class Trainer:
 
     def __init__(self, samples: SampleSource) -> None:
         replica = small_gpt.replica(small_gpt.config())
-        self._training = TrainingStep(replica, Rate.of(replica.job.optimiser, 1000))
+        self._training = TrainingStep(replica, LearningRate.of(replica.job.optimiser, 1000))
         self._size = replica.job.global_batch
         self._samples, self._steps = samples, count()
         self.seconds = self.waited = 0.0

@@ -23,7 +23,7 @@ from harness import arguments, barrier, on_ranks, where
 from torch import Tensor, nn
 
 from stretto.engine.parallel.mesh import Mesh
-from stretto.engine.parallel.tensor.linear import ParallelLinear, Product
+from stretto.engine.parallel.tensor.linear import ParallelLinear, WeightProduct
 from stretto.engine.pipeline import Boundary, Pipeline, ReplicatedWeights
 from stretto.layout import Layout
 from stretto.program import lower, schedule
@@ -68,7 +68,7 @@ class _Sleep(torch.autograd.Function):
         if layer.queue is None:
             layer.add_weight_gradient(x, grads[0])
         else:
-            layer.queue.append(Product(layer, x, grads[0]))
+            layer.queue.append(WeightProduct(layer, x, grads[0]))
         return grads[0].clone(), None, None
 
 

@@ -8,7 +8,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from stretto.engine.parallel.fragment import Piece, Placed
+from stretto.engine.parallel.fragment import ShardPlacement, TensorBox
 
 HEADS, WIDTH, VOCABULARY = 4, 6, 13
 TYPES = {"model.table.ids": torch.int64, "model.blocks.1.norm": torch.bfloat16}
@@ -47,11 +47,11 @@ def full(name: str) -> Tensor:
     return (value * 100).to(TYPES[name]) if name in TYPES else value
 
 
-def place(hand: Hand, rank: int) -> dict[str, tuple[tuple[int, ...], Placed]]:
+def place(hand: Hand, rank: int) -> dict[str, tuple[tuple[int, ...], ShardPlacement]]:
     """Name to (local shape, place) of what `rank` holds."""
     tp, dp, pp = rank % hand.tp, rank // hand.tp % hand.dp, rank // hand.tp // hand.dp
     first, last = pp == 0, pp == hand.pp - 1
-    results: dict[str, tuple[tuple[int, ...], Placed]] = {}
+    results: dict[str, tuple[tuple[int, ...], ShardPlacement]] = {}
     for name, shape in shapes().items():
         part = name.split(".", 1)[1]
         if part.startswith("blocks.") and int(part.split(".")[1]) * hand.pp // 2 != pp:
@@ -62,7 +62,7 @@ def place(hand: Hand, rank: int) -> dict[str, tuple[tuple[int, ...], Placed]]:
             continue
         owned = tp == 0 if part.rsplit(".", 1)[-1] in ("norm", "ids", "scale") else part != "embed" or first
         local, pieces = cut(part, shape, hand.tp, tp, owned)
-        placed = Placed(name, shape, pieces)
+        placed = ShardPlacement(name, shape, pieces)
         if hand.zero and name.startswith("optim.") and shape:
             local, placed = rows_over_dp(local, placed, hand.dp, dp)
         results[name] = (local, placed)
@@ -71,55 +71,59 @@ def place(hand: Hand, rank: int) -> dict[str, tuple[tuple[int, ...], Placed]]:
 
 def cut(
     part: str, shape: tuple[int, ...], tp: int, at: int, owned: bool
-) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
+) -> tuple[tuple[int, ...], tuple[TensorBox, ...]]:
     """Local shape and pieces of one tensor on tensor rank `at`."""
     last = part.rsplit(".", 1)[-1]
     if last == "embed":  # rows padded so that they divide; the last rank's padding belongs to no piece
         rows = -(-VOCABULARY // tp) + 1
         start, stop = min(at * rows, VOCABULARY), min((at + 1) * rows, VOCABULARY)
         return (rows, WIDTH), (
-            Piece(offsets=(start, 0), sizes=(stop - start, WIDTH), local=(0, 0), owned=owned),
+            TensorBox(offsets=(start, 0), sizes=(stop - start, WIDTH), local=(0, 0), owned=owned),
         )
     if last == "qkv":  # three stacked matrices, each cut by heads
         each, mine = shape[0] // 3, shape[0] // 3 // tp
         spots = [(i * each + at * mine, i * mine) for i in range(3)]
         return (3 * mine, WIDTH), tuple(
-            Piece(offsets=(f, 0), sizes=(mine, WIDTH), local=(l, 0), owned=owned) for f, l in spots
+            TensorBox(offsets=(f, 0), sizes=(mine, WIDTH), local=(l, 0), owned=owned) for f, l in spots
         )
     if last == "up":
         rows = shape[0] // tp
-        return (rows, WIDTH), (Piece(offsets=(at * rows, 0), sizes=(rows, WIDTH), local=(0, 0), owned=owned),)
+        return (rows, WIDTH), (
+            TensorBox(offsets=(at * rows, 0), sizes=(rows, WIDTH), local=(0, 0), owned=owned),
+        )
     if last == "down":
         columns = shape[1] // tp
         return (WIDTH, columns), (
-            Piece(offsets=(0, at * columns), sizes=(WIDTH, columns), local=(0, 0), owned=owned),
+            TensorBox(offsets=(0, at * columns), sizes=(WIDTH, columns), local=(0, 0), owned=owned),
         )
-    return shape, Placed.whole(part, shape, owned).pieces
+    return shape, ShardPlacement.unsharded(part, shape, owned).pieces
 
 
-def rows_over_dp(local: tuple[int, ...], placed: Placed, dp: int, at: int) -> tuple[tuple[int, ...], Placed]:
+def rows_over_dp(
+    local: tuple[int, ...], placed: ShardPlacement, dp: int, at: int
+) -> tuple[tuple[int, ...], ShardPlacement]:
     """Keep rows [at * n, (at + 1) * n) of the local tensor: a state sharded over data-parallel ranks too."""
     rows = -(-local[0] // dp)
     low, high = at * rows, (at + 1) * rows
-    kept: list[Piece] = []
+    kept: list[TensorBox] = []
     for p in placed.pieces:
         start, stop = max(low, p.local[0]), min(high, p.local[0] + p.sizes[0])
         if start < stop:
             moved = (p.offsets[0] + start - p.local[0], *p.offsets[1:])
             kept.append(
-                Piece(
+                TensorBox(
                     offsets=moved,
                     sizes=(stop - start, *p.sizes[1:]),
                     local=(start - low, *p.local[1:]),
                     owned=p.owned,
                 )
             )
-    return (rows, *local[1:]), Placed(placed.name, placed.shape, tuple(kept))
+    return (rows, *local[1:]), ShardPlacement(placed.name, placed.shape, tuple(kept))
 
 
-def true_state(hand: Hand, rank: int) -> dict[str, tuple[Tensor, Placed]]:
+def true_state(hand: Hand, rank: int) -> dict[str, tuple[Tensor, ShardPlacement]]:
     """What the rank should hold: its pieces, and zeros as padding."""
-    state: dict[str, tuple[Tensor, Placed]] = {}
+    state: dict[str, tuple[Tensor, ShardPlacement]] = {}
     for name, (local, placed) in place(hand, rank).items():
         value = full(name)
         tensor = torch.empty(local, dtype=value.dtype)
@@ -128,12 +132,12 @@ def true_state(hand: Hand, rank: int) -> dict[str, tuple[Tensor, Placed]]:
     return state
 
 
-def blank_state(hand: Hand, rank: int) -> dict[str, tuple[Tensor, Placed]]:
+def blank_state(hand: Hand, rank: int) -> dict[str, tuple[Tensor, ShardPlacement]]:
     """The same tensors with other content, padding included."""
     return {n: (torch.full_like(t, 77), p) for n, (t, p) in true_state(hand, rank).items()}
 
 
-def differing(state: dict[str, tuple[Tensor, Placed]], hand: Hand, rank: int) -> list[str]:
+def differing(state: dict[str, tuple[Tensor, ShardPlacement]], hand: Hand, rank: int) -> list[str]:
     """Names whose local tensors are not bitwise what they should be."""
     want = true_state(hand, rank)
     assert state.keys() == want.keys()

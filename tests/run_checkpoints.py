@@ -16,7 +16,7 @@ from stretto.engine.checkpoint.files import dump_json
 from stretto.engine.checkpoint.index import read_index, write_index
 from stretto.engine.checkpoint.manifest import MANIFEST, load_manifest, tally, write_manifest
 from stretto.engine.checkpoint.save import save
-from stretto.engine.parallel.fragment import Placed
+from stretto.engine.parallel.fragment import ShardPlacement
 from stretto.run.config.load import parse
 from stretto.spec.parameters import parameter_shapes
 from stretto.spec.shape import shape_to_record
@@ -56,7 +56,7 @@ META: dict[str, Any] = {
 def run_checkpoint(folder: Path, meta: dict[str, Any] = META) -> Path:
     """The checkpoint of step 80, with the random states of two ranks."""
     tensors = {
-        f"{kind}.{name}": (torch.zeros(sizes), Placed.whole(name, sizes))
+        f"{kind}.{name}": (torch.zeros(sizes), ShardPlacement.unsharded(name, sizes))
         for name, sizes in parameter_shapes(SHAPE).items()
         for kind in ("model", "optim.exp_avg", "optim.exp_avg_sq")
     }

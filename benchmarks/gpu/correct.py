@@ -1,8 +1,9 @@
 """Stretto's steps on the device beside those of one process on the CPU in float64.
 
 One rank goes through the device's own communication library. Several ranks share the device over gloo: it
-sends from the host, so that messages are kept back (`engine/parallel/late.py`) as host copies until they are
-waited for, which shows missing waits as well. Compared are the losses and gradient norms of a few steps; the
+sends from the host, so that messages are kept back as host copies until they are waited for
+(`engine/parallel/late.py`), which shows missing waits as well. Compared are the losses
+and gradient norms of a few steps; the
 updates between them are part of what the later ones show.
 """
 
@@ -23,7 +24,7 @@ from gpu.setting import Setting
 from stretto.engine import compiler
 from stretto.engine.device import backend_for
 from stretto.engine.flex import refusal
-from stretto.engine.parallel.late import late_messages
+from stretto.engine.parallel.late import delay_messages
 from stretto.engine.parallel.mesh import Mesh
 from stretto.run.launch.local import run_ranks
 
@@ -134,7 +135,7 @@ def rank_steps(setting: Setting, section: dict[str, Any], words: Sequence[str], 
     job = legal(made)
     one = Trainer(job, Mesh(job.layout, setting.device))
     try:
-        with late_messages(seed=1) if late else nullcontext() as seen:
+        with delay_messages(seed=1) if late else nullcontext() as seen:
             for _ in range(STEPS):
                 one.step()
             one.replica.states.ready()

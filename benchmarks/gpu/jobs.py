@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpu.setting import Setting
 from stretto.engine.device import has_graphs
-from stretto.engine.optim.rate import Rate
+from stretto.engine.optim.rate import LearningRate
 from stretto.engine.parallel.mesh import Mesh
 from stretto.run.config.job import job_of
 from stretto.run.config.load import parse
@@ -267,7 +267,7 @@ class Trainer:
         if quick:
             fill(self.replica)
         self.replica.pipeline.train()
-        self._step = TrainingStep(self.replica, Rate.of(job.optimiser, 1_000_000))
+        self._step = TrainingStep(self.replica, LearningRate.of(job.optimiser, 1_000_000))
         self._samples = read_ahead(Samples(job) if samples is None else samples, self.replica)
         self._count = 0
         self.losses: list[float] = []

@@ -17,7 +17,7 @@ from torch import Tensor
 from stretto import Layout
 from stretto.engine.device import moved
 from stretto.engine.models.rotary import _cached_tables
-from stretto.engine.optim.rate import Rate
+from stretto.engine.optim.rate import LearningRate
 from stretto.engine.parallel.mesh import Mesh
 from stretto.run.data.dataset import Batch
 from stretto.run.launch.local import run_ranks
@@ -90,7 +90,7 @@ class Trained:
 def trained(job: Job) -> Trained:
     """After `STEPS` steps, with evaluations of other shapes before and between them."""
     replica = assemble(job, Mesh(job.layout, NPU, timedelta(seconds=30)), seed=0)
-    step, samples = TrainingStep(replica, Rate.of(job.optimiser, STEPS)), Samples(job)
+    step, samples = TrainingStep(replica, LearningRate.of(job.optimiser, STEPS)), Samples(job)
     numbers, scales = [held_out(replica, samples, 0)], list[float]()
     for number in range(STEPS):
         done = step.run(samples, step=number, seen=number * job.global_batch)
@@ -102,7 +102,7 @@ def trained(job: Job) -> Trained:
         if replica.loss_scale is not None:
             scales.append(replica.loss_scale.value)
     replica.states.ready()
-    with replica.states.whole() as weights:
+    with replica.states.full_weights() as weights:
         trained = {name: value.double().cpu() for name, value in weights.items()}
     replica.close()
     return Trained(numbers, scales, trained)

@@ -213,7 +213,7 @@ def _trained(name: str, folder: Path) -> Values:
     replica = assemble(job, Mesh(job.layout, NPU, timedelta(seconds=20)), seed=0)
     for step in range(2):
         random_step_done(replica, step)
-    with replica.states.whole() as weights:
+    with replica.states.full_weights() as weights:
         found = {name: value.cpu() for name, value in weights.items()}
     replica.close()
     return found

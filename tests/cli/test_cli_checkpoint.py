@@ -12,7 +12,7 @@ from stretto.cli.main import run
 from stretto.engine.checkpoint.manifest import read_manifest
 from stretto.engine.checkpoint.save import save
 from stretto.engine.models.build import build
-from stretto.engine.parallel.fragment import Placed
+from stretto.engine.parallel.fragment import ShardPlacement
 from stretto.spec.families import FAMILIES
 from stretto.spec.shape import ModelShape, shape_to_record
 
@@ -23,7 +23,7 @@ SHAPE = ModelShape(family="gpt", layers=1, hidden=8, heads=2, vocab=11, sequence
 def folder(tmp_path: Path) -> Path:
     """A run with steps 10 and 20."""
     weights = dict(build(SHAPE).named_parameters())
-    state = {f"model.{n}": (w, Placed.whole(n, tuple(w.shape))) for n, w in weights.items()}
+    state = {f"model.{n}": (w, ShardPlacement.unsharded(n, tuple(w.shape))) for n, w in weights.items()}
     for step in (10, 20):
         save(tmp_path / "run" / "checkpoints", step, state, {"model": shape_to_record(SHAPE)})
     return tmp_path / "run"
@@ -152,7 +152,7 @@ def test_distributed_checkpoints_go_out_and_come_back(
 ) -> None:
     shape = ModelShape(family="llama", layers=1, hidden=8, heads=2, ffn=8, vocab=300, sequence=16)
     weights = dict(build(shape).named_parameters())
-    state = {f"model.{n}": (w, Placed.whole(n, tuple(w.shape))) for n, w in weights.items()}
+    state = {f"model.{n}": (w, ShardPlacement.unsharded(n, tuple(w.shape))) for n, w in weights.items()}
     save(tmp_path / "run" / "checkpoints", 10, state, {"model": shape_to_record(shape)})
     model = tmp_path / "model.yaml"
     model.write_text(
@@ -182,7 +182,7 @@ def test_checkpoints_of_megatron_go_out_and_come_back(
 ) -> None:
     shape = ModelShape(family="llama", layers=2, hidden=8, heads=2, ffn=8, vocab=300, sequence=16)
     weights = dict(build(shape).named_parameters())
-    state = {f"model.{n}": (w, Placed.whole(n, tuple(w.shape))) for n, w in weights.items()}
+    state = {f"model.{n}": (w, ShardPlacement.unsharded(n, tuple(w.shape))) for n, w in weights.items()}
     save(tmp_path / "run" / "checkpoints", 10, state, {"model": shape_to_record(shape)})
     out = tmp_path / "megatron"
     answered = answer(capsys, 0, "export", tmp_path / "run", "--format", "megatron", "--out", out)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from stretto.engine import flex
-from stretto.engine.documents import Documents
+from stretto.engine.documents import DocumentStarts
 from stretto.engine.models import causal
 from stretto.engine.models.causal import CausalAttention
 from stretto.errors import StrettoError
@@ -42,16 +42,18 @@ def trains(monkeypatch: pytest.MonkeyPatch) -> Generator[list[dict[str, Any]]]:
     flex.refusal.cache_clear()
 
 
-def documents(begins: list[list[int]], n: int) -> Documents:
+def documents(begins: list[list[int]], n: int) -> DocumentStarts:
     """Of samples of n tokens, in which documents begin at these positions and at 0."""
     rows = torch.zeros(len(begins), n, dtype=torch.int64)
     for row, of in zip(rows, begins, strict=True):
         for at in sorted(of):
             row[at:] = at
-    return Documents(rows)
+    return DocumentStarts(rows)
 
 
-def core(kernel: Any, window: int | None, softcap: float | None, of: Documents | None) -> CausalAttention:
+def core(
+    kernel: Any, window: int | None, softcap: float | None, of: DocumentStarts | None
+) -> CausalAttention:
     made = CausalAttention(0.0, window=window, softcap=softcap, scale=0.3)
     made.kernel, made.packing.documents = kernel, of
     return made

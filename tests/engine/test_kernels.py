@@ -13,23 +13,23 @@ from stretto.engine.kernels import (
     TILE,
     Band,
     DropoutMask,
-    Efficient,
-    Explicit,
-    Flash,
+    FlashAttention,
     Kernel,
-    Scores,
+    MemoryEfficient,
+    NaiveAttention,
+    ScoreOptions,
     add_block,
     add_sinks,
     kernel_for,
     sinks_gradient,
 )
 
-HALF = Scores(8**-0.5)
+HALF = ScoreOptions(8**-0.5)
 FULL, CAUSAL = Band(10**6), Band()
 
 
 def formula(
-    q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores = HALF, factors: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, band: Band, scores: ScoreOptions = HALF, factors: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention as it is written, and the log-sum-exp of its scores."""
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
@@ -126,7 +126,7 @@ def test_any_band_is_the_formula(
     assert torch.equal(seen, band.mask(*seen.shape, torch.device("cpu")))
     assert band.full(*seen.shape) == bool(seen.all())
     n, m = seen.shape
-    scores = Scores(0.4, softcap)
+    scores = ScoreOptions(0.4, softcap)
     torch.manual_seed(n)
     q, k = (torch.randn(2, h, s, 8).double() for h, s in ((kv_heads * group, n), (kv_heads, m)))
     v = torch.randn(2, kv_heads, m, dv).double()
@@ -147,9 +147,9 @@ def test_any_band_is_the_formula(
 @pytest.mark.parametrize(
     ("kernel", "dtype", "dv"),
     [
-        (Flash(0.1), torch.bfloat16, 64),
-        (Efficient(0.1), torch.float32, 64),
-        (Efficient(0.1), torch.float32, 48),
+        (FlashAttention(0.1), torch.bfloat16, 64),
+        (MemoryEfficient(0.1), torch.float32, 64),
+        (MemoryEfficient(0.1), torch.float32, 48),
     ],
 )
 @pytest.mark.parametrize("band", [FULL, Band(8, 30)])
@@ -262,7 +262,7 @@ def scores_formed(n: int, band: Band) -> int:
     x = torch.randn(1, 1, n, 8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "amax", count)
-        Explicit(HALF).forward(x, x, x, band)
+        NaiveAttention(HALF).forward(x, x, x, band)
     return made
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stretto.engine.parallel.fragment import Piece, Placed
+from stretto.engine.parallel.fragment import ShardPlacement, TensorBox
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.prove.compare import Comparison, compare, misplaced, relative
 from stretto.prove.diagnose import TOLERANCE, Evidence, Sum, diagnose, times
@@ -237,7 +237,7 @@ def test_a_ratio_is_told_from_one(ratio: float, said: str) -> None:
 
 def test_compare_measures_error_ratio_and_residual() -> None:
     reference = {"a": torch.tensor([1.0, -4.0]).double(), "b": torch.tensor([2.0, 2.0]).double()}
-    places = {name: Placed.whole(name, (2,)) for name in reference}
+    places = {name: ShardPlacement.unsharded(name, (2,)) for name in reference}
     ours = {"a": 3 * reference["a"], "b": torch.tensor([2.0, 2.5]).double()}
     comparison = compare(ours, places, reference)
     assert comparison.errors == {"a": pytest.approx(2.0), "b": pytest.approx(0.25)}
@@ -252,14 +252,14 @@ def test_compare_measures_error_ratio_and_residual() -> None:
 def test_what_is_no_number_is_infinitely_wrong() -> None:
     reference = {"a": torch.ones(2).double()}
     ours = {"a": torch.tensor([1.0, float("nan")]).double()}
-    assert compare(ours, {"a": Placed.whole("a", (2,))}, reference).error == float("inf")
+    assert compare(ours, {"a": ShardPlacement.unsharded("a", (2,))}, reference).error == float("inf")
     assert relative(float("nan"), 1.0) == float("inf")
 
 
 def error_beside(ours: float, reference: float) -> float:
     """The error of a parameter of these values in a model whose largest value is 1."""
     pair = [{"a": torch.ones(2).double(), "b": torch.full((2,), b).double()} for b in (ours, reference)]
-    return compare(pair[0], {n: Placed.whole(n, (2,)) for n in pair[1]}, pair[1]).errors["b"]
+    return compare(pair[0], {n: ShardPlacement.unsharded(n, (2,)) for n in pair[1]}, pair[1]).errors["b"]
 
 
 ROUNDING = torch.finfo(torch.float64).eps
@@ -291,25 +291,34 @@ def test_a_gradient_that_should_be_zero_and_is_not_is_an_error(reference: float)
 @pytest.mark.parametrize(
     ("pieces", "says"),
     [
-        ((Piece(offsets=(0,), sizes=(4,), local=(0,)),), None),
-        ((Piece(offsets=(0,), sizes=(2,), local=(0,)), Piece(offsets=(2,), sizes=(2,), local=(2,))), None),
-        ((Piece(offsets=(0,), sizes=(3,), local=(0,)),), "a part of it is on no rank"),
+        ((TensorBox(offsets=(0,), sizes=(4,), local=(0,)),), None),
         (
-            (Piece(offsets=(0,), sizes=(4,), local=(0,)), Piece(offsets=(1,), sizes=(1,), local=(1,))),
+            (
+                TensorBox(offsets=(0,), sizes=(2,), local=(0,)),
+                TensorBox(offsets=(2,), sizes=(2,), local=(2,)),
+            ),
+            None,
+        ),
+        ((TensorBox(offsets=(0,), sizes=(3,), local=(0,)),), "a part of it is on no rank"),
+        (
+            (
+                TensorBox(offsets=(0,), sizes=(4,), local=(0,)),
+                TensorBox(offsets=(1,), sizes=(1,), local=(1,)),
+            ),
             "a part of it is counted 2 times",
         ),
         (
             (
-                Piece(offsets=(0,), sizes=(3,), local=(0,)),
-                Piece(offsets=(3,), sizes=(1,), local=(3,), owned=False),
+                TensorBox(offsets=(0,), sizes=(3,), local=(0,)),
+                TensorBox(offsets=(3,), sizes=(1,), local=(3,), owned=False),
             ),
             "a part of it is not counted",
         ),
     ],
 )
-def test_misplaced_pieces_are_detected(pieces: tuple[Piece, ...], says: str | None) -> None:
+def test_misplaced_pieces_are_detected(pieces: tuple[TensorBox, ...], says: str | None) -> None:
     tensors = {"a": torch.ones(4).double()}
-    faults = misplaced(tensors, {"a": Placed("a", (4,), pieces)}, tensors, lambda over: 1)
+    faults = misplaced(tensors, {"a": ShardPlacement("a", (4,), pieces)}, tensors, lambda over: 1)
     assert faults == ({} if says is None else {"a": says})
 
 
@@ -318,7 +327,9 @@ def test_copies_are_counted_over_the_axes_that_a_parameter_is_spread_over(
     copies: int, says: str | None
 ) -> None:
     tensors = {"a": torch.ones(4).double()}
-    placed = Placed("a", (4,), (Piece(offsets=(0,), sizes=(4,), local=(0,)),), over="expert_tp-ep")
+    placed = ShardPlacement(
+        "a", (4,), (TensorBox(offsets=(0,), sizes=(4,), local=(0,)),), over="expert_tp-ep"
+    )
     faults = misplaced(tensors, {"a": placed}, tensors, {"expert_tp-ep": copies, "tp": 7}.__getitem__)
     assert faults == ({} if says is None else {"a": says})
 

@@ -294,10 +294,12 @@ def _checkpoint(folder: Path) -> Path:
     import torch
 
     from stretto.engine.checkpoint.save import save
-    from stretto.engine.parallel.fragment import Placed
+    from stretto.engine.parallel.fragment import ShardPlacement
 
     value = torch.arange(6.0).view(2, 3)
-    tensors = {name: (value, Placed.whole(name, (2, 3))) for name in ("model.a", "optim.exp_avg.a")}
+    tensors = {
+        name: (value, ShardPlacement.unsharded(name, (2, 3))) for name in ("model.a", "optim.exp_avg.a")
+    }
     sizes = {"family": "dlrm", "bottom": [4, 2], "tables": {"C1": {"rows": 3}}}
     return save(folder, 3, tensors, {"step": 3, "samples": 12, "model": sizes, "loss": 1.5})
 

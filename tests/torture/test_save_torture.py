@@ -33,13 +33,13 @@ from stretto.engine.checkpoint.folder import Retention
 from stretto.engine.checkpoint.load import latest, load
 from stretto.engine.checkpoint.manifest import problems
 from stretto.engine.checkpoint.save import save
-from stretto.engine.parallel.fragment import Placed
+from stretto.engine.parallel.fragment import ShardPlacement
 from stretto.run.launch.local import RankFailed
 
 COMMAND = "pytest -m slow tests/torture/test_save_torture.py"
 HANDS = Hand(tp=2)
 WAYS = ("waited for", "background")
-Tensors = dict[str, tuple[Tensor, Placed]]
+Tensors = dict[str, tuple[Tensor, ShardPlacement]]
 
 
 def marked(mark: int, hand: Hand = HANDS, rank: int = 0) -> Tensors:
@@ -160,7 +160,7 @@ def small_disk(path: Path, kib: int) -> Iterator[None]:
 def put_large(folder: Path, step: int, way: str) -> None:
     """A checkpoint of 512 KiB in eight tensors."""
     names = [f"model.{i}" for i in range(8)]
-    tensors = {n: (torch.full((16384,), float(step)), Placed.whole(n, (16384,))) for n in names}
+    tensors = {n: (torch.full((16384,), float(step)), ShardPlacement.unsharded(n, (16384,))) for n in names}
     if way == WAYS[0]:
         save(folder, step, tensors, {})
         return

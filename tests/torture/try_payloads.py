@@ -62,7 +62,7 @@ def tries(folder: Path, canary: Path, secret: Path) -> Iterator[Try]:
     from stretto.engine.checkpoint.load import verify
     from stretto.engine.checkpoint.read import read_whole
     from stretto.engine.checkpoint.save import save
-    from stretto.engine.parallel.fragment import Placed
+    from stretto.engine.parallel.fragment import ShardPlacement
     from stretto.run.data.chat_template import ChatTemplate
     from stretto.run.diagnose.dump import read_dumps
     from stretto.run.train.metrics import read_lines
@@ -75,7 +75,7 @@ def tries(folder: Path, canary: Path, secret: Path) -> Iterator[Try]:
         parser = entry(place)
         for kind, data in {**wrapped, **(tags if parser.file.endswith("yaml") else {})}.items():
             yield f"{name}: {kind}", partial(_read, parser.read, place / parser.file, data)
-    whole = Placed.whole("model.a", (4, 4))
+    whole = ShardPlacement.unsharded("model.a", (4, 4))
     saved = save(
         folder=folder / "valid",
         step=1,

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from stretto.engine.device import moved
-from stretto.engine.kernels import Band, Flash, Kernel, Piece, Runs, exact_type
+from stretto.engine.kernels import AttentionTile, Band, FlashAttention, Kernel, PackedRuns, exact_type
 
 T = TypeVar("T")
 Run = tuple[int, int, int]  # the position at which its document begins, first index, and the index after
 
 
-class Documents:
+class DocumentStarts:
     """The documents of the samples of one microbatch.
 
     Args:
@@ -81,7 +81,9 @@ class Documents:
         """
         return self.begins[:, at.clamp(max=self.length - 1)]
 
-    def inside(self, piece: Piece, mine: Sequence[list[Run]], theirs: Sequence[list[Run]]) -> list[Piece]:
+    def inside(
+        self, piece: AttentionTile, mine: Sequence[list[Run]], theirs: Sequence[list[Run]]
+    ) -> list[AttentionTile]:
         """The parts of a piece of attention that are inside documents.
 
         Args:
@@ -96,33 +98,33 @@ class Documents:
                 q, k = _common(piece.queries, *queries), _common(piece.keys, *keys)
                 if q.start < q.stop and k.start < k.stop:
                     rows.setdefault((q.start, q.stop, k.start, k.stop), []).append(row)
-        parts = list[Piece]()
+        parts = list[AttentionTile]()
         for (*queries, first, last), members in rows.items():
             part = piece.part(slice(*queries), slice(first, last))
             if part is not None:
                 parts += [part.of_rows(some) for some in _consecutive(members)]
         return parts
 
-    def pieces(self, n: int, window: int | None) -> list[Piece]:
+    def pieces(self, n: int, window: int | None) -> list[AttentionTile]:
         """All of the attention of n positions to themselves."""
 
-        def make() -> list[Piece]:
-            whole, runs = Piece(slice(0, n), slice(0, n), Band(0, window)), self.runs(torch.arange(n))
+        def make() -> list[AttentionTile]:
+            whole, runs = AttentionTile(slice(0, n), slice(0, n), Band(0, window)), self.runs(torch.arange(n))
             return self.inside(whole, runs, runs)
 
         return self.kept(("pieces", n, window), make)
 
-    def laid_end_to_end(self, n: int, device: torch.device) -> Runs:
+    def laid_end_to_end(self, n: int, device: torch.device) -> PackedRuns:
         """The documents as runs of the positions of all samples."""
 
-        def make() -> Runs:
+        def make() -> PackedRuns:
             runs = [
                 (row * n + first, row * n + last)
                 for row, of in enumerate(self.runs(torch.arange(n)))
                 for _, first, last in of
             ]
             cuts = torch.tensor([0, *(last for _, last in runs)], dtype=torch.int32)
-            return Runs(moved(cuts, device), max(last - first for first, last in runs))
+            return PackedRuns(moved(cuts, device), max(last - first for first, last in runs))
 
         return self.kept(("runs", n, device), make)
 
@@ -131,7 +133,7 @@ class Documents:
     ) -> tuple[Tensor, Tensor]:
         """As `Kernel.forward`, for causal attention of n positions inside self."""
         b, heads, n, _ = q.shape
-        if isinstance(kernel, Flash):
+        if isinstance(kernel, FlashAttention):
             return kernel.forward_runs(q, k, v, self.laid_end_to_end(n, q.device), window)
         y = q.new_empty(b, n, heads, v.shape[-1]).transpose(1, 2)
         lse = q.new_empty(b, heads, n, dtype=exact_type(q.dtype))
@@ -155,7 +157,7 @@ class Documents:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `Kernel.backward`, for causal attention of n positions inside self."""
         n = q.shape[2]
-        if isinstance(kernel, Flash):
+        if isinstance(kernel, FlashAttention):
             runs = self.laid_end_to_end(n, q.device)
             return kernel.backward_runs(dy=dy, q=q, k=k, v=v, y=y, lse=lse, runs=runs, window=window)
         dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
@@ -188,7 +190,7 @@ class Packing:
     """
 
     def __init__(self) -> None:
-        self.documents: Documents | None = None
+        self.documents: DocumentStarts | None = None
         self.decoder: Tensor | None = None
         self.lengths: Tensor | None = None
 

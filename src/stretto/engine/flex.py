@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from stretto.engine.compiler import BACKEND, one_thread
-from stretto.engine.documents import Documents
-from stretto.engine.kernels import Explicit, Scores, add_sinks, sinks_gradient
+from stretto.engine.documents import DocumentStarts
+from stretto.engine.kernels import NaiveAttention, ScoreOptions, add_sinks, sinks_gradient
 from stretto.errors import StrettoError
 from stretto.spec.devices import HOST
 
@@ -33,10 +33,10 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scores: Scores,
+    scores: ScoreOptions,
     *,
     sinks: Tensor | None = None,
-    documents: Documents | None = None,
+    documents: DocumentStarts | None = None,
 ) -> Tensor:
     """As `CausalAttention`: q [b, heads, n, d], k [b, kv_heads, n, d] and v [b, kv_heads, n, dv] to
     [b, heads, n, dv], in memory like q.
@@ -139,7 +139,9 @@ def _capped(cap: float) -> Callable[..., Tensor]:
     return capped
 
 
-def block_mask(n: int, window: int | None, documents: Documents | None, device: torch.device) -> BlockMask:
+def block_mask(
+    n: int, window: int | None, documents: DocumentStarts | None, device: torch.device
+) -> BlockMask:
     """Which keys n queries see, and which blocks of keys a block of queries: made once for all layers with
     this window, and where there are documents once a microbatch.
     """
@@ -209,12 +211,12 @@ class _Trial:
             return torch.randn(shape, generator=random).to(device, dtype)
 
         n = _TRIED
-        self.scores = Scores(d**-0.5, 2.0, BLOCK + 9)
+        self.scores = ScoreOptions(d**-0.5, 2.0, BLOCK + 9)
         self.leaves = [draw(1, 2 * group, n, d), draw(1, 2, n, d), draw(1, 2, n, dv), draw(2 * group)]
         self.dy = draw(1, 2 * group, n, dv)
         begins = torch.zeros(1, n, dtype=torch.int64)
         begins[:, BLOCK + 20 :] = BLOCK + 20
-        self.documents = Documents(begins)
+        self.documents = DocumentStarts(begins)
 
     def results(self) -> list[Tensor]:
         """Output and gradients."""
@@ -225,7 +227,7 @@ class _Trial:
     def wanted(self) -> list[Tensor]:
         """The same of the formula written out."""
         q, k, v, sinks = self.leaves
-        kernel, window = Explicit(self.scores), self.scores.window
+        kernel, window = NaiveAttention(self.scores), self.scores.window
         y, lse = self.documents.forward(kernel, q, k, v, window)
         y, lse = add_sinks(y, lse, sinks)
         grads = self.documents.backward(kernel, dy=self.dy, q=q, k=k, v=v, y=y, lse=lse, window=window)

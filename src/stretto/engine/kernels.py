@@ -64,7 +64,7 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Piece:
+class AttentionTile:
     """Some queries and some keys of a block, and which of them see which.
 
     rows: the samples.
@@ -75,7 +75,7 @@ class Piece:
     band: Band
     rows: slice = field(default_factory=lambda: slice(None))
 
-    def part(self, queries: slice, keys: slice) -> Piece | None:
+    def part(self, queries: slice, keys: slice) -> AttentionTile | None:
         """The piece of some of these queries and keys, without those that have no partner; None if none
         has.
         """
@@ -84,11 +84,11 @@ class Piece:
         seen = band.trim(queries.stop - first, keys.stop - before)
         if seen is None:
             return None
-        return Piece(_shifted(seen[0], first), _shifted(seen[1], before), band.at(*seen), self.rows)
+        return AttentionTile(_shifted(seen[0], first), _shifted(seen[1], before), band.at(*seen), self.rows)
 
-    def of_rows(self, rows: slice) -> Piece:
+    def of_rows(self, rows: slice) -> AttentionTile:
         """The piece of these samples."""
-        return Piece(self.queries, self.keys, self.band, rows)
+        return AttentionTile(self.queries, self.keys, self.band, rows)
 
     def of_queries(self, x: Tensor) -> Tensor:
         """The part of x [b, heads, n, ...]."""
@@ -104,7 +104,7 @@ def _shifted(x: slice, by: int) -> slice:
 
 
 @dataclass(frozen=True)
-class Runs:
+class PackedRuns:
     """Runs of the positions of all samples, laid end to end; each attends to itself.
 
     cuts: int32 [runs + 1], where they begin, and the end of the last.
@@ -116,7 +116,7 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class Scores:
+class ScoreOptions:
     """How scores are made of the products of queries and keys; see `CausalAttention`."""
 
     scale: float
@@ -141,7 +141,7 @@ class Kernel(Protocol):
 
 
 @dataclass(frozen=True)
-class Cpu:
+class CpuFlash:
     """Torch's tiled attention on CPUs: any strides, any floating type, grouped heads; values as wide as keys.
 
     The kernel computes the scores that a mask hides too. So a window goes through blocks of queries, each
@@ -224,7 +224,7 @@ def _blocks(q: Tensor, k: Tensor, band: Band) -> Iterator[tuple[slice, slice, bo
 
 
 @dataclass(frozen=True)
-class Flash:
+class FlashAttention:
     """FlashAttention on CUDA: 16-bit types, grouped heads, windows; values as wide as keys."""
 
     scale: float
@@ -259,7 +259,7 @@ class Flash:
         return dq, dk, dv
 
     def forward_runs(
-        self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, runs: PackedRuns, window: int | None
     ) -> tuple[Tensor, Tensor]:
         """As `forward`, causally inside each run of positions: one call of the "varlen" kernel."""
         b, n = q.shape[0], q.shape[2]
@@ -277,7 +277,7 @@ class Flash:
         v: Tensor,
         y: Tensor,
         lse: Tensor,
-        runs: Runs,
+        runs: PackedRuns,
         window: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of `forward_runs`."""
@@ -302,7 +302,7 @@ def _end_to_end(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def _limits(runs: Runs) -> tuple[Tensor, Tensor, int, int]:
+def _limits(runs: PackedRuns) -> tuple[Tensor, Tensor, int, int]:
     """Of queries and keys. A longest run of 1 would choose a kernel for generation, with other results."""
     longest = max(runs.longest, 2)
     return runs.cuts, runs.cuts, longest, longest
@@ -318,7 +318,7 @@ def _sides(n: int, m: int, band: Band) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Efficient:
+class MemoryEfficient:
     """Memory-efficient attention on CUDA, which takes float32 too and values of another width than keys, but
     no grouped heads. Other bands than full and triangular ones go to the formula written out.
     """
@@ -327,7 +327,7 @@ class Efficient:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
         if not self._takes(q, k, band):
-            return Explicit(Scores(self.scale)).forward(q, k, v, band)
+            return NaiveAttention(ScoreOptions(self.scale)).forward(q, k, v, band)
         causal = not band.full(q.shape[2], k.shape[2])
         k, v = (_repeat_heads(t, q.shape[1]) for t in (k, v))
         y, lse = _aten._scaled_dot_product_efficient_attention(
@@ -339,7 +339,7 @@ class Efficient:
         self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, band: Band
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not self._takes(q, k, band):
-            written_out = Explicit(Scores(self.scale))
+            written_out = NaiveAttention(ScoreOptions(self.scale))
             return written_out.backward(dy=dy, q=q, k=k, v=v, y=y, lse=lse, band=band)
         causal = not band.full(q.shape[2], k.shape[2])
         lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))  # the kernel's alignment
@@ -406,12 +406,12 @@ class _Tile:
 
 
 @dataclass(frozen=True)
-class Explicit:
+class NaiveAttention:
     """The formula written out, for any device and type, soft-capped scores, and dropout. It goes through
     tiles of queries, so that only one tile's scores are in memory, and skips keys that a tile does not see.
     """
 
-    scores: Scores
+    scores: ScoreOptions
     dropout: DropoutMask | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
@@ -575,20 +575,20 @@ def sinks_gradient(dy: Tensor, y: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 
 def kernel_for(
-    q: Tensor, v: Tensor, scores: Scores, explicit: bool = False, dropout: DropoutMask | None = None
+    q: Tensor, v: Tensor, scores: ScoreOptions, explicit: bool = False, dropout: DropoutMask | None = None
 ) -> Kernel:
     """The fastest kernel for queries and values like these; the formula written out with `explicit` or
     dropout.
     """
     if explicit or dropout is not None or scores.softcap is not None or not q.is_floating_point():
-        return Explicit(scores, dropout)
+        return NaiveAttention(scores, dropout)
     d, equal = q.shape[-1], q.shape[-1] == v.shape[-1]
     if q.device.type == "cpu" and equal:  # padding the values takes longer than the formula in tiles
-        return Cpu(scores.scale)
+        return CpuFlash(scores.scale)
     if has_cuda_kernels(q.device) and d % 8 == 0 and v.shape[-1] % 8 == 0:
         half = q.dtype in (torch.float16, torch.bfloat16)
         if half and equal and d <= 256:
-            return Flash(scores.scale)
+            return FlashAttention(scores.scale)
         if half or q.dtype == torch.float32:
-            return Efficient(scores.scale)
-    return Explicit(scores, dropout)
+            return MemoryEfficient(scores.scale)
+    return NaiveAttention(scores, dropout)

@@ -31,7 +31,7 @@ def label(text: str) -> Label:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class RankMarks:
     """What was read of one rank.
 
     Attributes:
@@ -56,12 +56,12 @@ class Row:
     host: str
 
 
-def read_row(data: bytes | memoryview) -> Row:
+def read_row(data: bytes | memoryview) -> RankMarks:
     """The row that SIZE bytes hold."""
     marks, marked = _MARK.unpack_from(data, 0)
     alive, process = _ALIVE.unpack_from(data, _AT_ALIVE)
     limit, long_limit, step = _LIMITS.unpack_from(data, _AT_LIMITS)
-    return Row(
+    return RankMarks(
         marks=marks,
         marked_ns=marked,
         alive_ns=alive,
@@ -78,7 +78,7 @@ def _read(data: bytes | memoryview) -> str:
     return bytes(data).rstrip(b"\0").decode(errors="replace")
 
 
-class Progress:
+class ProgressMarks:
     """The marks of this rank.
 
     Attributes:
@@ -154,4 +154,4 @@ class Progress:
         return bytes(self._row)
 
 
-PROGRESS = Progress()  # of this process
+PROGRESS = ProgressMarks()  # of this process

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from stretto.engine.device import carrier
 from stretto.engine.parallel.control import gather_json, world_size
-from stretto.engine.parallel.fragment import Piece, Placed
+from stretto.engine.parallel.fragment import ShardPlacement, TensorBox
 
 FLOOR = 1e-6
 
@@ -82,7 +82,7 @@ def _order(error: float) -> float:
 
 def compare(
     ours: Mapping[str, Tensor],
-    places: Mapping[str, Placed],
+    places: Mapping[str, ShardPlacement],
     reference: Mapping[str, Tensor],
     scales: Mapping[str, float] | None = None,
 ) -> Comparison:
@@ -159,7 +159,9 @@ def _ratios(pairs: Sequence[Pairs]) -> Tensor:
     return torch.where(products[1] > 0, products[0] / products[1], 1.0)
 
 
-def _pairs(ours: Mapping[str, Tensor], places: Mapping[str, Placed], name: str, whole: Tensor) -> Pairs:
+def _pairs(
+    ours: Mapping[str, Tensor], places: Mapping[str, ShardPlacement], name: str, whole: Tensor
+) -> Pairs:
     """The pieces held here: ours and the reference's."""
     if name not in ours:
         return []
@@ -169,7 +171,7 @@ def _pairs(ours: Mapping[str, Tensor], places: Mapping[str, Placed], name: str, 
 
 def misplaced(
     ours: Mapping[str, Tensor],
-    places: Mapping[str, Placed],
+    places: Mapping[str, ShardPlacement],
     reference: Mapping[str, Tensor],
     copies: Callable[[str], int],
 ) -> dict[str, str]:
@@ -179,7 +181,7 @@ def misplaced(
     checkpoints) once in it.
 
     Args:
-        copies: how many there are of the parameters that are spread over these axes (`Placed.over`).
+        copies: how many there are of the parameters that are spread over these axes (`ShardPlacement.over`).
     """
     spread: list[dict[str, str]] = gather_json({name: placed.over for name, placed in places.items()})
     over = {name: axes for rank in spread for name, axes in rank.items()}
@@ -199,7 +201,7 @@ def misplaced(
     return wrong
 
 
-def _box(piece: Piece) -> Box:
+def _box(piece: TensorBox) -> Box:
     ends = [start + size for start, size in zip(piece.offsets, piece.sizes, strict=True)]
     return list(piece.offsets), ends, piece.owned
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from stretto.engine.parallel.collectives import all_sum
 from stretto.engine.parallel.control import gather_json
-from stretto.engine.parallel.parallelize import HELD, Held
+from stretto.engine.parallel.parallelize import SPLIT_RECORD, SplitRecord
 from stretto.errors import StrettoError, nearest
 
 WRAPPERS = {"module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"}
@@ -75,7 +75,7 @@ def _gathered(local: Tensor, group: ProcessGroup | None) -> list[Tensor]:
 class Pieces:
     """A parameter that `stretto.parallelize` has split by a sharding plan."""
 
-    held: Held
+    held: SplitRecord
 
     def whole(self, local: Tensor) -> Tensor:
         """The whole tensor, of the pieces that each rank owns. Collective over the ranks of one copy."""
@@ -291,7 +291,7 @@ class Holdings:
         for pattern, rule in self._gather.items():
             if fnmatchcase(name, pattern) or fnmatchcase(local, pattern):
                 return rule
-        if isinstance(held := getattr(tensor, HELD, None), Held):
+        if isinstance(held := getattr(tensor, SPLIT_RECORD, None), SplitRecord):
             return Pieces(held)
         parallel = sys.modules.get("megatron.core.parallel_state")
         if parallel is not None and getattr(tensor, "tensor_model_parallel", False):

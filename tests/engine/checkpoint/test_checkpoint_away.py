@@ -16,7 +16,7 @@ from stretto.engine.offload.tensor_files import at_hand, is_away
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.sharded_optimizer import ShardedOptimizer
 from stretto.engine.optim.states import state_tensors
-from stretto.engine.parallel.fragment import Fragment, Placed
+from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement
 from stretto.spec.data_parallel import Offload
 from stretto.spec.optimiser import Optimiser
 
@@ -24,30 +24,32 @@ UNITS, ROWS, COLUMNS = 6, 40, 33
 SIZE = ROWS * COLUMNS
 
 
-def optimizer_of(where: Offload, path: Path, seed: int) -> tuple[ShardedOptimizer, list[Fragment]]:
+def optimizer_of(where: Offload, path: Path, seed: int) -> tuple[ShardedOptimizer, list[ParameterFragment]]:
     """Units of a matrix with a row of padding, and of a flat one in two parts, from inside a row."""
     torch.manual_seed(seed)
-    every, shape = list[Fragment](), (ROWS, COLUMNS)
+    every, shape = list[ParameterFragment](), (ROWS, COLUMNS)
     for unit in range(UNITS):
         padded = torch.zeros(ROWS + 1, COLUMNS)
         padded[:ROWS] = torch.randn(shape)
         every.append(
-            Fragment(
+            ParameterFragment(
                 name=f"{unit}.a",
                 parameter=nn.Parameter(padded),
-                placed=Placed.whole(f"{unit}.a", shape),
+                placed=ShardPlacement.unsharded(f"{unit}.a", shape),
                 unit=unit,
             )
         )
-        flat = Placed.whole(f"{unit}.b", shape).part(shape, 0, SIZE)
+        flat = ShardPlacement.unsharded(f"{unit}.b", shape).part(shape, 0, SIZE)
         every.append(
-            Fragment(name=f"{unit}.b", parameter=nn.Parameter(torch.randn(SIZE)), placed=flat, unit=unit)
+            ParameterFragment(
+                name=f"{unit}.b", parameter=nn.Parameter(torch.randn(SIZE)), placed=flat, unit=unit
+            )
         )
     config = Optimiser(name="adamw")
     return ShardedOptimizer(every, lambda some: build_optimizer(some, config), where=where, path=path), every
 
 
-def train(sharded: ShardedOptimizer, every: Sequence[Fragment], steps: int) -> None:
+def train(sharded: ShardedOptimizer, every: Sequence[ParameterFragment], steps: int) -> None:
     for _ in range(steps):
         for fragment in every:
             fragment.gradient = torch.randn(fragment.parameter.shape)
@@ -57,7 +59,7 @@ def train(sharded: ShardedOptimizer, every: Sequence[Fragment], steps: int) -> N
 
 
 def table(sharded: ShardedOptimizer) -> Tensors:
-    results = dict[str, tuple[Tensor, Placed]]()
+    results = dict[str, tuple[Tensor, ShardPlacement]]()
     for optimizer, fragment in sharded.owners():
         results[f"model.{fragment.name}"] = fragment.parameter.detach(), fragment.counted
         for key, value in state_tensors(optimizer, fragment).items():

@@ -16,7 +16,7 @@ from stretto.engine.checkpoint.read import read_whole, shape_of
 from stretto.engine.checkpoint.save import save
 from stretto.engine.models.build import build
 from stretto.engine.models.weights import initialise
-from stretto.engine.parallel.fragment import Piece, Placed
+from stretto.engine.parallel.fragment import ShardPlacement, TensorBox
 from stretto.errors import StrettoError
 from stretto.spec.shape import ModelShape
 from stretto_interop.checkpoints.dcp.exporting import export_dcp
@@ -29,16 +29,16 @@ SHAPES = {
 }
 
 
-def halves(name: str, tensor: Tensor) -> tuple[Tensor, Placed]:
+def halves(name: str, tensor: Tensor) -> tuple[Tensor, ShardPlacement]:
     """The tensor in two pieces that lie the other way round locally, as sharded layouts may leave them."""
     half = tensor.shape[0] // 2
     rest, tail = tensor.shape[0] - half, tuple(tensor.shape[1:])
     zeros = (0,) * len(tail)
     pieces = (
-        Piece(offsets=(0, *zeros), sizes=(half, *tail), local=(rest, *zeros)),
-        Piece(offsets=(half, *zeros), sizes=(rest, *tail), local=(0, *zeros)),
+        TensorBox(offsets=(0, *zeros), sizes=(half, *tail), local=(rest, *zeros)),
+        TensorBox(offsets=(half, *zeros), sizes=(rest, *tail), local=(0, *zeros)),
     )
-    return torch.cat([tensor[half:], tensor[:half]]), Placed(name, tuple(tensor.shape), pieces)
+    return torch.cat([tensor[half:], tensor[:half]]), ShardPlacement(name, tuple(tensor.shape), pieces)
 
 
 def written(folder: Path, family: str) -> tuple[Path, torch.nn.Module]:
@@ -49,7 +49,7 @@ def written(folder: Path, family: str) -> tuple[Path, torch.nn.Module]:
     weights = dict(model.named_parameters())
     state = {f"model.{n}": halves(n, w) for n, w in weights.items()}
     state |= {
-        f"optim.exp_avg.{n}": (torch.ones_like(w), Placed.whole(n, tuple(w.shape)))
+        f"optim.exp_avg.{n}": (torch.ones_like(w), ShardPlacement.unsharded(n, tuple(w.shape)))
         for n, w in weights.items()
     }
     return save(folder, 5, state, {"model": asdict(shape)}), model
@@ -90,7 +90,7 @@ def test_exports_and_imports_do_not_overwrite(tmp_path: Path) -> None:
 
 
 def test_a_recommender_is_told_what_it_can_be_exported_to(tmp_path: Path) -> None:
-    dense = {"model.w": (torch.ones(2), Placed.whole("model.w", (2,)))}
+    dense = {"model.w": (torch.ones(2), ShardPlacement.unsharded("model.w", (2,)))}
     path = save(tmp_path / "run", 1, dense, {"model": {"family": "dlrm", "tables": {"C3": {}, "C4": {}}}})
     for export in (export_huggingface, export_dcp):
         with pytest.raises(StrettoError, match="is of a recommender, and other libraries") as caught:
@@ -101,7 +101,7 @@ def test_a_recommender_is_told_what_it_can_be_exported_to(tmp_path: Path) -> Non
 
 
 def test_a_users_own_model_cannot_be_exported(tmp_path: Path) -> None:
-    mine = {"model.w": (torch.ones(2), Placed.whole("model.w", (2,)))}
+    mine = {"model.w": (torch.ones(2), ShardPlacement.unsharded("model.w", (2,)))}
     for meta in ({}, {"model": {"layers": 2}}, {"model": "gpt"}):
         path = save(tmp_path / "run", 1, mine, meta)
         with pytest.raises(StrettoError, match=r"has no sizes of its model"):

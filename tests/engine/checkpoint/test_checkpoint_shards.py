@@ -20,7 +20,7 @@ from ranks import on_ranks
 from stretto.engine.checkpoint.load import load, tensor_index
 from stretto.engine.checkpoint.save import save
 from stretto.engine.checkpoint.shards import Shards, ShardsSavePlanner, shards
-from stretto.engine.parallel.fragment import Piece, Placed
+from stretto.engine.parallel.fragment import ShardPlacement, TensorBox
 from stretto.errors import StrettoError
 from stretto.layout.shards import ShardSizes, padded, shard_sizes
 
@@ -38,7 +38,7 @@ EXPERTS = {"experts.up": (4, 5, 6), "experts.bias": (4, 3)}
 
 WHOLE = ShardSizes()
 
-Held = dict[str, tuple[Tensor, Placed]]
+Held = dict[str, tuple[Tensor, ShardPlacement]]
 
 
 @dataclass(frozen=True)
@@ -70,27 +70,27 @@ def full(name: str) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(crc32(name.encode())))
 
 
-def split(how: Cut, rank: int) -> list[tuple[list[tuple[str, tuple[int, ...], Placed]], int, int]]:
+def split(how: Cut, rank: int) -> list[tuple[list[tuple[str, tuple[int, ...], ShardPlacement]], int, int]]:
     """The rank's units: names with local shapes and places, how many ranks hold the same, which this one is.
 
     Experts lie whole on a rank, over all of tp x ep: expert parallel ranks follow each other.
     """
     tp, dp = rank % how.tp, rank // how.tp
-    dense = list[tuple[str, tuple[int, ...], Placed]]()
+    dense = list[tuple[str, tuple[int, ...], ShardPlacement]]()
     for name, shape in DENSE.items():
         local, pieces = cut(name, shape, how.tp, tp, tp == 0 if name in ("norm", "scale", "bias") else True)
-        dense.append((name, local, Placed(name, shape, pieces)))
+        dense.append((name, local, ShardPlacement(name, shape, pieces)))
     ep, copies = dp % how.ep, how.dp // how.ep
-    experts = list[tuple[str, tuple[int, ...], Placed]]()
+    experts = list[tuple[str, tuple[int, ...], ShardPlacement]]()
     for name, shape in EXPERTS.items():
         local = (shape[0] // how.ep, *shape[1:])
-        piece = Piece(
+        piece = TensorBox(
             offsets=(ep * local[0], *[0] * (len(shape) - 1)),
             sizes=local,
             local=(0,) * len(shape),
             owned=tp == 0,
         )
-        experts.append((name, local, Placed(name, shape, (piece,), "expert_tp-ep")))
+        experts.append((name, local, ShardPlacement(name, shape, (piece,), "expert_tp-ep")))
     return [(dense, how.dp, dp), (experts, copies, dp // how.ep)]
 
 
@@ -166,7 +166,7 @@ def test_any_two_splits_of_four_and_two_ranks_read_each_other(written: Path) -> 
 
 def test_one_process_reads_checkpoints_of_four_ranks(written: Path) -> None:
     for at, path in enumerate(of_four(written)):
-        want = {n: (full(n), Placed.whole(n, s)) for n, s in (DENSE | EXPERTS).items()}
+        want = {n: (full(n), ShardPlacement.unsharded(n, s)) for n, s in (DENSE | EXPERTS).items()}
         if at == BFLOAT:
             want = {n: (t.bfloat16().float(), p) for n, (t, p) in want.items()}
         got = {n: (torch.full_like(t, 77), p) for n, (t, p) in want.items()}
@@ -197,7 +197,7 @@ def test_the_hand_made_shards_differ_from_the_default() -> None:
     ) + prod((1, 6))  # the padding of the embedding; the unit's own lies in no tensor
 
 
-FLAT = Piece(offsets=(0, 0), sizes=(2, 3), local=(1,), strides=(4, 1))  # its last element is the eighth
+FLAT = TensorBox(offsets=(0, 0), sizes=(2, 3), local=(1,), strides=(4, 1))  # its last element is the eighth
 
 
 @pytest.mark.parametrize(
@@ -205,17 +205,27 @@ FLAT = Piece(offsets=(0, 0), sizes=(2, 3), local=(1,), strides=(4, 1))  # its la
     [
         (FLAT, (8,), True),
         (FLAT, (7,), False),
-        (Piece(offsets=(0, 0), sizes=(2, 3), local=(-1,), strides=(4, 1)), (8,), False),
-        (Piece(offsets=(0, 0), sizes=(2, 3), local=(1, 0), strides=(4, 1)), (8,), False),
-        (Piece(offsets=(0, 0), sizes=(2, 3), local=(1,), strides=(4,)), (8,), False),
-        (Piece(offsets=(0, 0), sizes=(2, 3), local=(1,), strides=(2, 1)), (8,), False),  # its rows overlap
+        (TensorBox(offsets=(0, 0), sizes=(2, 3), local=(-1,), strides=(4, 1)), (8,), False),
+        (TensorBox(offsets=(0, 0), sizes=(2, 3), local=(1, 0), strides=(4, 1)), (8,), False),
+        (TensorBox(offsets=(0, 0), sizes=(2, 3), local=(1,), strides=(4,)), (8,), False),
+        (
+            TensorBox(offsets=(0, 0), sizes=(2, 3), local=(1,), strides=(2, 1)),
+            (8,),
+            False,
+        ),  # its rows overlap
         (FLAT, (2, 4), False),
-        (Piece(offsets=(0, 0), sizes=(1, 3), local=(5,), strides=(0, 1)), (8,), True),
-        (Piece(offsets=(3, 0), sizes=(2, 3), local=(1,), strides=(4, 1)), (8,), False),  # in the plain tensor
+        (TensorBox(offsets=(0, 0), sizes=(1, 3), local=(5,), strides=(0, 1)), (8,), True),
+        (
+            TensorBox(offsets=(3, 0), sizes=(2, 3), local=(1,), strides=(4, 1)),
+            (8,),
+            False,
+        ),  # in the plain tensor
     ],
 )
-def test_a_piece_must_lie_inside_its_flat_tensor(piece: Piece, local: tuple[int, ...], fits: bool) -> None:
-    tensors = {"w": (torch.zeros(local), Placed("w", (4, 4), (piece,)))}
+def test_a_piece_must_lie_inside_its_flat_tensor(
+    piece: TensorBox, local: tuple[int, ...], fits: bool
+) -> None:
+    tensors = {"w": (torch.zeros(local), ShardPlacement("w", (4, 4), (piece,)))}
     if fits:
         assert isinstance(shards(tensors)["w"], Shards)
     else:
@@ -226,13 +236,13 @@ def test_a_piece_must_lie_inside_its_flat_tensor(piece: Piece, local: tuple[int,
 
 def test_a_flat_tensor_that_is_not_contiguous_is_refused() -> None:
     with pytest.raises(StrettoError, match="lies outside the local"):
-        shards({"w": (torch.zeros(16)[::2], Placed("w", (4, 4), (FLAT,)))})
+        shards({"w": (torch.zeros(16)[::2], ShardPlacement("w", (4, 4), (FLAT,)))})
 
 
 def test_a_tensor_of_two_types_is_refused() -> None:
     plans = list[SavePlan]()
     for rank, dtype in enumerate((torch.bfloat16, torch.float32)):
-        placed = Placed("w", (4,), (Piece(offsets=(2 * rank,), sizes=(2,), local=(0,)),))
+        placed = ShardPlacement("w", (4,), (TensorBox(offsets=(2 * rank,), sizes=(2,), local=(0,)),))
         plans.append(SavePlan(Shards(torch.zeros(2, dtype=dtype), placed).__create_write_items__("w", None)))
     message = "tensor w is torch.bfloat16 on one rank, torch.float32 on another"
     with pytest.raises(StrettoError, match=message):

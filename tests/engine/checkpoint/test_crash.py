@@ -22,12 +22,12 @@ from stretto.engine.checkpoint.folder import Retention, checkpoints
 from stretto.engine.checkpoint.load import latest, load, verify
 from stretto.engine.checkpoint.save import save
 from stretto.engine.parallel.control import CollectiveError
-from stretto.engine.parallel.fragment import Placed
+from stretto.engine.parallel.fragment import ShardPlacement
 from stretto.errors import StrettoError
 from stretto.run.launch.local import RankFailed
 
 FEW = ("model.scale", "model.embed", "model.blocks.0.qkv", "model.table.ids")
-Tensors = dict[str, tuple[torch.Tensor, Placed]]
+Tensors = dict[str, tuple[torch.Tensor, ShardPlacement]]
 
 
 def marked(value: float) -> Tensors:
@@ -211,8 +211,8 @@ def test_invalid_steps_are_refused(tmp_path: Path, bad: Any) -> None:
 
 
 def test_pieces_that_leave_a_gap_are_refused(tmp_path: Path) -> None:
-    whole = Placed.whole("w", (4, 2))
-    hole = Placed("w", (5, 2), whole.pieces)
+    whole = ShardPlacement.unsharded("w", (4, 2))
+    hole = ShardPlacement("w", (5, 2), whole.pieces)
     with pytest.raises(StrettoError, match=r"tensor w of shape \[5, 2\]: pieces hold 8 elements of 10"):
         save(tmp_path, 1, {"w": (torch.ones(4, 2), hole)}, {})
     with pytest.raises(
@@ -249,7 +249,10 @@ def fail_in_many_ways(root: str) -> list[str]:
         reported.append(attempt(write()))
     reported.append(attempt(write(meta={"x": object()} if rank else {})))
     reported.append(attempt(write(step=2 + rank)))
-    other = {**state, "model.scale": (torch.ones(2), Placed.whole("model.scale", (2,), owned=rank == 1))}
+    other = {
+        **state,
+        "model.scale": (torch.ones(2), ShardPlacement.unsharded("model.scale", (2,), owned=rank == 1)),
+    }
     reported.append(attempt(write(tensors=other if rank else state)))
     reported.append(attempt(write(tensors={n: s for n, s in state.items() if rank == 0})))
     dist.barrier()

@@ -32,7 +32,7 @@ from stretto.engine.checkpoint.manifest import (
     write_manifest,
 )
 from stretto.engine.checkpoint.save import save
-from stretto.engine.parallel.fragment import Placed
+from stretto.engine.parallel.fragment import ShardPlacement
 from stretto.errors import StrettoError
 
 SHARD = "shard-00000.safetensors"
@@ -376,7 +376,7 @@ class TestAnotherModel:
         return caught.value
 
     def test_shape(self, run: Path) -> None:
-        new = (torch.full((13, 8), 77.0), Placed.whole("model.embed", (13, 8)))
+        new = (torch.full((13, 8), 77.0), ShardPlacement.unsharded("model.embed", (13, 8)))
         error = self.refused(run, lambda s: s.update({"model.embed": new}))
         assert "model.embed has shape [13, 6], in the model [13, 8]" in error.message
 
@@ -390,7 +390,7 @@ class TestAnotherModel:
         assert "it holds model.scale and 1 more tensors" in error.message
 
     def test_dtype(self, run: Path) -> None:
-        ids = (torch.full((5,), 77.0), Placed.whole("model.table.ids", (5,)))
+        ids = (torch.full((5,), 77.0), ShardPlacement.unsharded("model.table.ids", (5,)))
         error = self.refused(run, lambda s: s.update({"model.table.ids": ids}))
         assert "dtype int64" in error.message
 

@@ -22,7 +22,7 @@ from stretto.engine.checkpoint.huggingface.importing import Importing, import_hu
 from stretto.engine.checkpoint.manifest import problems
 from stretto.engine.checkpoint.read import StoredTensors, read_whole
 from stretto.engine.checkpoint.save import save
-from stretto.engine.parallel.fragment import Piece, Placed
+from stretto.engine.parallel.fragment import ShardPlacement, TensorBox
 from stretto.errors import StrettoError
 from stretto.spec.parameters import parameter_shapes
 from stretto.spec.shape import ModelShape, shape_to_record
@@ -53,16 +53,16 @@ def peak(act: Callable[[Callable[[int, int], object]], object]) -> int:
 
 def saved(folder: Path, shape: ModelShape, ranks: int = 1) -> Path:
     """A checkpoint of random weights in bfloat16 as ranks of tp would write them: rows dealt out in turn."""
-    state: dict[str, tuple[Tensor, Placed]] = {}
+    state: dict[str, tuple[Tensor, ShardPlacement]] = {}
     generator = torch.Generator().manual_seed(1)
     for name, sizes in parameter_shapes(shape).items():
         tensor = torch.empty(sizes, dtype=torch.bfloat16).normal_(generator=generator)
         rows, zeros = sizes[0] // ranks, (0,) * (len(sizes) - 1)
         cuts = [(r * rows, rows if r < ranks - 1 else sizes[0] - r * rows) for r in range(ranks)]
         pieces = tuple(
-            Piece(offsets=(at, *zeros), sizes=(n, *sizes[1:]), local=(at, *zeros)) for at, n in cuts
+            TensorBox(offsets=(at, *zeros), sizes=(n, *sizes[1:]), local=(at, *zeros)) for at, n in cuts
         )
-        state[f"model.{name}"] = (tensor, Placed(f"model.{name}", tuple(sizes), pieces))
+        state[f"model.{name}"] = (tensor, ShardPlacement(f"model.{name}", tuple(sizes), pieces))
     return save(folder, 3, state, {"model": shape_to_record(shape)})
 
 

@@ -14,7 +14,7 @@ from ranks import on_ranks
 from stretto.engine.checkpoint.load import latest, load, tensor_index, verify
 from stretto.engine.checkpoint.manifest import read_manifest
 from stretto.engine.checkpoint.save import save
-from stretto.engine.parallel.fragment import Placed
+from stretto.engine.parallel.fragment import ShardPlacement
 from torture import counts
 
 FOUR = [
@@ -120,7 +120,7 @@ def test_shard_files_are_plain_safetensors(written: Path) -> None:
 
 def test_only_the_model_of_a_checkpoint_is_read(written: Path) -> None:
     names = [n for n in shapes() if n.startswith("model.")]
-    model = {n: (torch.empty_like(full(n)), Placed.whole(n, shapes()[n])) for n in names}
+    model = {n: (torch.empty_like(full(n)), ShardPlacement.unsharded(n, shapes()[n])) for n in names}
     load(of_four(written)[0], model, ignore=["optim."])
     assert all(torch.equal(model[n][0], full(n)) for n in names)
 

@@ -27,7 +27,7 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import parallelize
 from stretto.engine.parallel.recompute import MODES, recompute_blocks
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
-from stretto.engine.parallel.tensor.norm import lean_norms
+from stretto.engine.parallel.tensor.norm import use_memory_efficient_norms
 from stretto.planner.counts.activations import (
     ComputeConfig,
     block_saved,
@@ -86,7 +86,7 @@ def parallel_model(shape: ModelShape, compute: ComputeConfig, mesh: Mesh) -> Lan
     model, keys = build(shape), DropoutKeys(2)
     keys.samples = range(compute.batch)
     choose_kernel(model, compute.attention)
-    lean_norms(model)
+    use_memory_efficient_norms(model)
     key_dropout(model, keys)
     job = Job(
         shape=shape,

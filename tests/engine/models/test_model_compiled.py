@@ -19,7 +19,12 @@ from stretto.engine.models.compiled import _exact, compile_blocks
 from stretto.engine.models.language import LanguageModel
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.recompute import recompute_blocks
-from stretto.engine.parallel.tensor.linear import Deferred, Fused, adopt, work_off
+from stretto.engine.parallel.tensor.linear import (
+    AccumulatesOwnGradients,
+    DeferredGradient,
+    convert_linears,
+    run_deferred,
+)
 from stretto.layout.layout import Layout
 from stretto.spec.attention import AttentionShape
 from stretto.spec.experts import ExpertShape
@@ -83,15 +88,15 @@ def test_weight_gradients_are_deferred_and_blocks_recomputed_as_without(compiler
     plain, compiled = models(LLAMA, compiler)
     expected = gradients(plain)
     recompute_blocks([*compiled.blocks], ["full", "selective"], Mesh(Layout()))
-    assert adopt(compiled)
-    queue = list[Deferred]()
+    assert convert_linears(compiled)
+    queue = list[DeferredGradient]()
     for module in compiled.modules():
-        if isinstance(module, Fused):
+        if isinstance(module, AccumulatesOwnGradients):
             module.queue = queue
     got = gradients(compiled)
     assert compiled.blocks[0].get_parameter("attn.qkv.weight").grad is None, "left to W"
     assert not torch.equal(got["blocks.0.norm1.weight"], torch.zeros(16)), "I has it"
-    work_off(queue)
+    run_deferred(queue)
     for name, gradient in expected.items():
         torch.testing.assert_close(compiled.get_parameter(name).grad, gradient, rtol=1e-12, atol=1e-14)
     # the recomputed block runs without gradients first

@@ -20,7 +20,7 @@ from stretto.engine.checkpoint.read import read_whole, shape_of
 from stretto.engine.checkpoint.save import save
 from stretto.engine.models import LanguageModel, build, initialise
 from stretto.engine.models.huggingface import from_huggingface, to_huggingface
-from stretto.engine.parallel.fragment import Placed
+from stretto.engine.parallel.fragment import ShardPlacement
 from stretto.errors import StrettoError
 from stretto.spec.huggingface import config_to_huggingface, differences, shape_from_huggingface
 from stretto.spec.parameters import count_parameters
@@ -229,7 +229,9 @@ def test_expert_weights_have_the_names_of_published_files(tmp_path: Path):
 def test_expert_blocks_survive_a_round_trip_through_a_checkpoint(tmp_path: Path):
     shape = replace(EXPERTS["mixtral"], norm_eps=1e-6)
     weights = dict(randomised(shape).named_parameters())
-    places = {f"model.{n}": (w, Placed.whole(f"model.{n}", tuple(w.shape))) for n, w in weights.items()}
+    places = {
+        f"model.{n}": (w, ShardPlacement.unsharded(f"model.{n}", tuple(w.shape))) for n, w in weights.items()
+    }
     saved = save(tmp_path / "run" / "checkpoints", 7, places, {"model": shape_to_record(shape)})
     export_huggingface(saved, tmp_path / "out", shard_bytes=20_000)
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()

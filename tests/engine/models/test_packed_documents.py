@@ -16,7 +16,7 @@ from torch import Tensor
 
 from closeness import check_close
 from stretto.engine import kernels
-from stretto.engine.documents import Documents, Packing, share_packing
+from stretto.engine.documents import DocumentStarts, Packing, share_packing
 from stretto.engine.models.build import build
 from stretto.engine.models.causal import CausalAttention
 from stretto.engine.models.language import IGNORED, LanguageModel
@@ -87,9 +87,9 @@ def packed_loss(model: LanguageModel, ids: Tensor, begins: Tensor) -> Tensor:
     """With all documents at once."""
     packing = Packing()
     share_packing(model, packing)
-    packing.documents = Documents(begins)
+    packing.documents = DocumentStarts(begins)
     loss = model.loss(model(ids), targets_of(ids, begins)) + model.auxiliary()
-    packing.documents = Documents(begins[:1])  # another microbatch may come before the backward
+    packing.documents = DocumentStarts(begins[:1])  # another microbatch may come before the backward
     return loss
 
 
@@ -156,7 +156,7 @@ def test_recomputation_sees_the_documents_of_its_microbatch() -> None:
     share_packing(model, packing)
     for block in model.blocks:
         recompute(block)
-    packing.documents = Documents(begins)
+    packing.documents = DocumentStarts(begins)
     loss = model.loss(model(ids), targets_of(ids, begins))
     got = gradients(loss, model)  # as the pipeline does before a backward, the documents are those of it
     for name, gradient in got.items():
@@ -195,7 +195,7 @@ def test_other_types(dtype: torch.dtype, dv: int) -> None:
     results = list[list[Tensor]]()
     for kind in (torch.float64, dtype):
         core = CausalAttention(0.0, window=6)
-        core.packing.documents = Documents(begins)
+        core.packing.documents = DocumentStarts(begins)
         leaves = [t.to(dtype).to(kind).requires_grad_() for t in (q, k, v)]
         y = core(*leaves)
         assert y.dtype == kind
@@ -207,7 +207,7 @@ def test_other_types(dtype: torch.dtype, dv: int) -> None:
 
 def test_pieces_hold_no_work_between_documents() -> None:
     """Equal rows are one piece, and no score between documents is computed."""
-    documents = Documents(begins_of([[8, 16], [8, 16], [24], [8, 16]]))
+    documents = DocumentStarts(begins_of([[8, 16], [8, 16], [24], [8, 16]]))
     pieces = documents.pieces(LENGTH, None)
     assert sorted((p.rows.start, p.rows.stop, p.queries.start, p.queries.stop) for p in pieces) == [
         *((0, 2, 0, 8), (0, 2, 8, 24), (2, 3, 0, 24), (3, 4, 0, 8), (3, 4, 8, 24)),
@@ -262,7 +262,7 @@ def test_flash_attention_takes_all_documents_in_one_call(
     b = len(lengths)
     sizes = ((4, LENGTH, 8), (2, LENGTH, 8), (2, LENGTH, 8), (4, LENGTH, 8))
     q, k, v, dy = (torch.randn(b, *size, dtype=torch.float64) for size in sizes)
-    documents, varlen = Documents(begins_of(lengths)), _Varlen()
+    documents, varlen = DocumentStarts(begins_of(lengths)), _Varlen()
     results = list[list[Tensor]]()
     for kernel in (kernels.Cpu(0.3), kernels.Flash(0.3)):
         if isinstance(kernel, kernels.Flash):

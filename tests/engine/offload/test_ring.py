@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stretto.engine.offload import scratch
-from stretto.engine.offload.ring import Ring
+from stretto.engine.offload.ring import PrefetchRing
 from stretto.engine.offload.scratch import OffloadError, ScratchFile
 
 
 @pytest.fixture
-def ring(tmp_path: Path) -> Iterator[Ring]:
-    made = Ring(tmp_path, "block", slots=3)
+def ring(tmp_path: Path) -> Iterator[PrefetchRing]:
+    made = PrefetchRing(tmp_path, "block", slots=3)
     yield made
     made.close()
 
 
-def filled(ring: Ring, blocks: int, size: int = 5000) -> dict[int, Tensor]:
+def filled(ring: PrefetchRing, blocks: int, size: int = 5000) -> dict[int, Tensor]:
     want = dict[int, Tensor]()
     for key in range(blocks):
         memory = ring.add(key, size + key)
@@ -48,7 +48,7 @@ def filled(ring: Ring, blocks: int, size: int = 5000) -> dict[int, Tensor]:
 def test_any_order_of_calls_gives_what_was_put(
     calls: list[tuple[str, int]], slots: int, delay: int, tmp_path_factory: pytest.TempPathFactory
 ):
-    ring = Ring(tmp_path_factory.mktemp("ring"), "block", slots, threads=1 + delay % 2)
+    ring = PrefetchRing(tmp_path_factory.mktemp("ring"), "block", slots, threads=1 + delay % 2)
     want, held = filled(ring, 7), dict[int, Tensor]()
     for at, (call, key) in enumerate(calls):
         if call == "start":
@@ -91,7 +91,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, name: str, seconds: float) -> list[str
 
 
 def test_a_read_waits_for_the_write_of_the_same_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    ring = Ring(tmp_path, "block", threads=4)  # one is free to read too early
+    ring = PrefetchRing(tmp_path, "block", threads=4)  # one is free to read too early
     want = filled(ring, 6)
     ring.drain()
     slow(monkeypatch, "write", 0.1)
@@ -108,7 +108,7 @@ def test_a_read_waits_for_the_write_of_the_same_block(tmp_path: Path, monkeypatc
 
 
 def test_memory_is_reused_only_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    ring = Ring(tmp_path, "block", slots=1, threads=4)
+    ring = PrefetchRing(tmp_path, "block", slots=1, threads=4)
     want = filled(ring, 2)
     ring.drain()
     slow(monkeypatch, "write", 0.1)
@@ -120,7 +120,9 @@ def test_memory_is_reused_only_when_it_is_written(tmp_path: Path, monkeypatch: p
     ring.close()
 
 
-def test_reads_ahead_and_writes_behind_run_beside_the_caller(ring: Ring, monkeypatch: pytest.MonkeyPatch):
+def test_reads_ahead_and_writes_behind_run_beside_the_caller(
+    ring: PrefetchRing, monkeypatch: pytest.MonkeyPatch
+):
     filled(ring, 6)
     ring.drain()
     waited, moved, bytes_before = ring.waited_s, ring.moved_s, ring.moved
@@ -140,7 +142,7 @@ def test_reads_ahead_and_writes_behind_run_beside_the_caller(ring: Ring, monkeyp
     assert waited < 0.5 * moved
 
 
-def test_a_ring_uses_the_memory_of_its_slots(ring: Ring):
+def test_a_ring_uses_the_memory_of_its_slots(ring: PrefetchRing):
     filled(ring, 9)
     for key in range(9):
         ring.start_fetch(key)
@@ -156,7 +158,7 @@ def test_a_ring_uses_the_memory_of_its_slots(ring: Ring):
         ring.release(key)
 
 
-def test_a_needed_block_evicts_one_that_was_read_ahead(ring: Ring):
+def test_a_needed_block_evicts_one_that_was_read_ahead(ring: PrefetchRing):
     want = filled(ring, 7)
     for key in (4, 5, 6):
         ring.start_fetch(key)
@@ -164,7 +166,7 @@ def test_a_needed_block_evicts_one_that_was_read_ahead(ring: Ring):
         assert torch.equal(ring.fetch(key)[: 5000 + key], want[key])
 
 
-def test_a_failed_write_is_raised_by_the_next_call(ring: Ring, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_write_is_raised_by_the_next_call(ring: PrefetchRing, monkeypatch: pytest.MonkeyPatch):
     filled(ring, 5)
     ring.drain()
     real = scratch.os.pwritev
@@ -186,7 +188,7 @@ def test_a_failed_write_is_raised_by_the_next_call(ring: Ring, monkeypatch: pyte
     monkeypatch.setattr(scratch.os, "pwritev", real)
 
 
-def test_check_raises_the_errors_of_finished_transfers(ring: Ring, monkeypatch: pytest.MonkeyPatch):
+def test_check_raises_the_errors_of_finished_transfers(ring: PrefetchRing, monkeypatch: pytest.MonkeyPatch):
     filled(ring, 2)
     ring.check()
     ring.drain()
@@ -205,7 +207,7 @@ def test_check_raises_the_errors_of_finished_transfers(ring: Ring, monkeypatch: 
         ring.check()
 
 
-def test_blocks_in_memory_are_not_read_again(ring: Ring, monkeypatch: pytest.MonkeyPatch):
+def test_blocks_in_memory_are_not_read_again(ring: PrefetchRing, monkeypatch: pytest.MonkeyPatch):
     want = filled(ring, 3)
     reads = slow(monkeypatch, "read", 0.0)
     for _ in range(3):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from stretto.engine.parallel.fragment import Fragment, Piece, Placed
+from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement, TensorBox
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed.tok.weight": (11, 6),
@@ -35,40 +35,44 @@ def values(seed: int) -> dict[str, Tensor]:
     return results
 
 
-def split_by_tp(name: str, tp: int, rank: int) -> tuple[Placed, tuple[int, ...]]:
+def split_by_tp(name: str, tp: int, rank: int) -> tuple[ShardPlacement, tuple[int, ...]]:
     """Where the part of a tensor that one of tp ranks holds lies, and its local shape."""
     shape = SHAPES[name]
     start = (0,) * len(shape)
     if name in ("embed.tok.weight", "head.out.weight"):  # padded: the last ranks have less
         rows = -(-shape[0] // tp) + 1
         low, high = min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0])
-        pieces = (Piece(offsets=(low, 0), sizes=(high - low, shape[1]), local=(0, 0)),) if high > low else ()
-        return Placed(name, shape, pieces), (rows, shape[1])
+        pieces = (
+            (TensorBox(offsets=(low, 0), sizes=(high - low, shape[1]), local=(0, 0)),) if high > low else ()
+        )
+        return ShardPlacement(name, shape, pieces), (rows, shape[1])
     if "qkv" in name:  # 8 rows of queries split, 4 of keys and 4 of values held by pairs of ranks
         copies = max(1, tp // 2)
         n, m = 8 // tp, 4 // (tp // copies)
         rest, rest_size = start[1:], shape[1:]
         runs = [(rank * n, n, True)]
         runs += [(at + rank // copies * m, m, rank % copies == 0) for at in (8, 12)]
-        pieces, at = list[Piece](), 0
+        pieces, at = list[TensorBox](), 0
         for first, size, owned in runs:
             pieces.append(
-                Piece(offsets=(first, *rest), sizes=(size, *rest_size), local=(at, *rest), owned=owned)
+                TensorBox(offsets=(first, *rest), sizes=(size, *rest_size), local=(at, *rest), owned=owned)
             )
             at += size
-        return Placed(name, shape, tuple(pieces)), (at, *rest_size)
+        return ShardPlacement(name, shape, tuple(pieces)), (at, *rest_size)
     if "proj" in name:
         n = shape[1] // tp
-        return Placed(name, shape, (Piece(offsets=(0, rank * n), sizes=(shape[0], n), local=(0, 0)),)), (
+        return ShardPlacement(
+            name, shape, (TensorBox(offsets=(0, rank * n), sizes=(shape[0], n), local=(0, 0)),)
+        ), (
             shape[0],
             n,
         )
     if "experts" in name:
         n = shape[0] // tp
         rest, rest_size = start[1:], shape[1:]
-        piece = Piece(offsets=(rank * n, *rest), sizes=(n, *rest_size), local=start)
-        return Placed(name, shape, (piece,)), (n, *rest_size)
-    return Placed.whole(name, shape, rank == 0), shape
+        piece = TensorBox(offsets=(rank * n, *rest), sizes=(n, *rest_size), local=start)
+        return ShardPlacement(name, shape, (piece,)), (n, *rest_size)
+    return ShardPlacement.unsharded(name, shape, rank == 0), shape
 
 
 @dataclass
@@ -79,13 +83,15 @@ class Split:
     shards: int
     seed: int = 0
 
-    def of(self, rank: int, holders: ProcessGroup | None, start: dict[str, Tensor]) -> list[Fragment]:
+    def of(
+        self, rank: int, holders: ProcessGroup | None, start: dict[str, Tensor]
+    ) -> list[ParameterFragment]:
         """The fragments of one rank of tp x shards, with `start` for values."""
         tp_rank, shard = rank % self.tp, rank // self.tp
         places = {name: split_by_tp(name, self.tp, tp_rank) for name in SHAPES}
         sizes = [prod(local) for _, local in places.values()]
         low, high = self._cuts(sum(sizes))[shard : shard + 2]
-        fragments, at = list[Fragment](), 0
+        fragments, at = list[ParameterFragment](), 0
         for (name, (placed, local)), size in zip(places.items(), sizes, strict=True):
             if self.shards > 1:
                 first, last = min(max(low - at, 0), size), min(max(high - at, 0), size)
@@ -95,7 +101,9 @@ class Split:
                 parameter = nn.Parameter(torch.zeros(local, dtype=torch.float64))
             placed.fill(parameter, start[name])
             fragments.append(
-                Fragment(name=name, parameter=parameter, placed=placed, gradient=None, holders=holders)
+                ParameterFragment(
+                    name=name, parameter=parameter, placed=placed, gradient=None, holders=holders
+                )
             )
             at += size
         return fragments
@@ -105,7 +113,7 @@ class Split:
         return [0, *sorted(draw.randrange(size) for _ in range(self.shards - 1)), size]
 
 
-def set_gradients(fragments: list[Fragment], gradients: dict[str, Tensor]) -> None:
+def set_gradients(fragments: list[ParameterFragment], gradients: dict[str, Tensor]) -> None:
     """Each fragment's part of the plain model's gradients, ready for a step."""
     for fragment in fragments:
         fragment.gradient = torch.zeros_like(fragment.parameter)
@@ -113,11 +121,13 @@ def set_gradients(fragments: list[Fragment], gradients: dict[str, Tensor]) -> No
         fragment.parameter.grad = fragment.gradient
 
 
-def whole(start: dict[str, Tensor]) -> list[Fragment]:
+def whole(start: dict[str, Tensor]) -> list[ParameterFragment]:
     """The same in one process."""
     return [
-        Fragment(
-            name=name, parameter=nn.Parameter(tensor.clone()), placed=Placed.whole(name, tuple(tensor.shape))
+        ParameterFragment(
+            name=name,
+            parameter=nn.Parameter(tensor.clone()),
+            placed=ShardPlacement.unsharded(name, tuple(tensor.shape)),
         )
         for name, tensor in start.items()
     ]

@@ -84,7 +84,7 @@ def trained(mode: str, settings: dict[str, Any], norms: list[float]) -> dict[str
         norms.append(float(optimizer.clip(0.5)))
         optimizer.step()
         optimizer.zero_grad()
-    results = model.whole()
+    results = model.full_state_dict()
     optimizer.close()
     mesh.close()
     return results

@@ -16,9 +16,9 @@ from stretto.engine.models.build import build
 from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.optim.norm import GradientNorm, clip
 from stretto.engine.parallel.data.reduction import shard_groups
-from stretto.engine.parallel.fragment import Fragment, Placed
+from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement
 from stretto.engine.parallel.mesh import Mesh
-from stretto.engine.parallel.parallelize import Sharded, materialise, parallelize
+from stretto.engine.parallel.parallelize import ShardedParameter, materialise, parallelize
 from stretto.layout.shards import ShardSizes
 from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
@@ -38,9 +38,11 @@ def gradients(shape: ModelShape) -> dict[str, Tensor]:
     }
 
 
-def fragments_of(parameters: Mapping[str, nn.Parameter], places: Mapping[str, Placed]) -> list[Fragment]:
+def fragments_of(
+    parameters: Mapping[str, nn.Parameter], places: Mapping[str, ShardPlacement]
+) -> list[ParameterFragment]:
     """Parameters that are not sharded over data-parallel ranks."""
-    return [Fragment(name=name, parameter=p, placed=places[name]) for name, p in parameters.items()]
+    return [ParameterFragment(name=name, parameter=p, placed=places[name]) for name, p in parameters.items()]
 
 
 def replica(mesh: Mesh) -> dict[str, ProcessGroup | None]:
@@ -52,7 +54,9 @@ def whole_norm(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([t.flatten() for t in tensors]).norm()
 
 
-def places_of(table: dict[str, Sharded], made: Iterable[str], first: bool) -> dict[str, Placed]:
+def places_of(
+    table: dict[str, ShardedParameter], made: Iterable[str], first: bool
+) -> dict[str, ShardPlacement]:
     """As `assemble` has them: of a tied parameter only the first stage's copy is owned."""
     results = {}
     for name in made:
@@ -110,7 +114,7 @@ def nothing_here(layout: Layout, dtype: torch.dtype) -> tuple[float, float]:
     if mesh.index("pp") == 2:
         parameters["w"] = nn.Parameter(torch.zeros(2, dtype=dtype))
         parameters["w"].grad = torch.tensor([3.0, 4.0], dtype=dtype)
-    places = {n: Placed.whole(n, (2,)) for n in parameters}
+    places = {n: ShardPlacement.unsharded(n, (2,)) for n in parameters}
     norm = GradientNorm(fragments_of(parameters, places), replica(mesh))()
     clip([], norm, 1.0)  # nothing to scale
     mesh.close()
@@ -131,23 +135,23 @@ def test_every_layout_has_the_norm_of_the_plain_model():
 def test_parameters_without_gradient_count_nothing():
     a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     a.grad = torch.tensor([3.0, 4.0])
-    places = {"a": Placed.whole("a", (2,)), "b": Placed.whole("b", (2,))}
+    places = {"a": ShardPlacement.unsharded("a", (2,)), "b": ShardPlacement.unsharded("b", (2,))}
     assert GradientNorm(fragments_of({"a": a, "b": b}, places), {"tp": None})() == 5.0
     assert GradientNorm([], {"tp": None})() == 0.0
 
 
 def test_padding_and_pieces_owned_elsewhere_are_left_out():
-    from stretto.engine.parallel.fragment import Piece
+    from stretto.engine.parallel.fragment import TensorBox
 
     w = nn.Parameter(torch.zeros(4))
     w.grad = torch.tensor([3.0, 4.0, 100.0, 0.0])
     pieces = (
-        Piece(offsets=(0,), sizes=(2,), local=(0,)),
-        Piece(offsets=(2,), sizes=(1,), local=(2,), owned=False),
+        TensorBox(offsets=(0,), sizes=(2,), local=(0,)),
+        TensorBox(offsets=(2,), sizes=(1,), local=(2,), owned=False),
     )
-    (fragment,) = fragments_of({"w": w}, {"w": Placed("w", (3,), pieces)})
+    (fragment,) = fragments_of({"w": w}, {"w": ShardPlacement("w", (3,), pieces)})
     assert GradientNorm([fragment], {"tp": None})() == 5.0
-    fragment.elsewhere = True
+    fragment.counted_elsewhere = True
     assert GradientNorm([fragment], {"tp": None})() == 0.0
 
 
@@ -161,7 +165,7 @@ def test_clipping_is_torchs(dtype: torch.dtype, largest: float):
         a.grad = torch.randn(a.shape, dtype=dtype) * 10
         b.grad = a.grad.clone()
     before = [a.grad.clone() for a in ours if a.grad is not None]
-    places = {str(i): Placed.whole(str(i), tuple(p.shape)) for i, p in enumerate(ours)}
+    places = {str(i): ShardPlacement.unsharded(str(i), tuple(p.shape)) for i, p in enumerate(ours)}
     fragments = fragments_of({str(i): p for i, p in enumerate(ours)}, places)
     norm = GradientNorm(fragments, {"tp": None})()
     clip([p.grad for p in ours if p.grad is not None], norm, largest)
@@ -203,10 +207,10 @@ def test_scaled_gradients_are_clipped_like_unscaled_ones(largest: float | None):
     plain = [torch.randn(5, dtype=torch.float64), torch.randn(3, dtype=torch.float32)]
     scaled = [1024 * g for g in plain]
     fragments = [
-        Fragment(
+        ParameterFragment(
             name="w",
             parameter=nn.Parameter(torch.zeros_like(g)),
-            placed=Placed.whole("w", tuple(g.shape)),
+            placed=ShardPlacement.unsharded("w", tuple(g.shape)),
             gradient=g,
         )
         for g in scaled
@@ -220,8 +224,8 @@ def test_scaled_gradients_are_clipped_like_unscaled_ones(largest: float | None):
 
 
 def test_the_norm_of_sixteen_bits_neither_overflows_nor_rounds():
-    fragment = Fragment(
-        name="w", parameter=nn.Parameter(torch.zeros(4096)), placed=Placed.whole("w", (4096,))
+    fragment = ParameterFragment(
+        name="w", parameter=nn.Parameter(torch.zeros(4096)), placed=ShardPlacement.unsharded("w", (4096,))
     )
     fragment.gradient = torch.full((4096,), 3e4, dtype=torch.float16)  # its norm is more than float16 has
     assert float(GradientNorm([fragment], {"tp": None})()) == pytest.approx(64 * 3e4, rel=1e-5)
@@ -230,10 +234,10 @@ def test_the_norm_of_sixteen_bits_neither_overflows_nor_rounds():
 def test_shards_count_what_they_hold():
     """Flat parts of a tensor, of different types, in one process."""
     whole = torch.randn(6, 4, dtype=torch.float64)
-    placed = Placed.whole("w", (6, 4))
+    placed = ShardPlacement.unsharded("w", (6, 4))
     parts = [(0, 3), (3, 17), (17, 24), (24, 24)]
     fragments = [
-        Fragment(
+        ParameterFragment(
             name="w",
             parameter=nn.Parameter(torch.zeros(b - a)),
             placed=placed.part((6, 4), a, b),

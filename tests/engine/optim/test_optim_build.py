@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.engine.optim.build import build_optimizer
-from stretto.engine.parallel.fragment import Fragment, Placed
+from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement
 from stretto.spec.optimiser import Optimiser
 
 
@@ -55,7 +55,11 @@ def test_fragments_decay_by_the_shape_of_the_plain_tensor():
     """Which is no longer that of a flat shard; biases of experts are stacked."""
     shapes = {"w": (4, 3), "norm": (4,), "experts.up": (2, 4, 3), "experts.up_bias": (2, 4)}
     fragments = [
-        Fragment(name=n, parameter=nn.Parameter(torch.zeros(2)), placed=Placed.whole(n, s).part(s, 0, 2))
+        ParameterFragment(
+            name=n,
+            parameter=nn.Parameter(torch.zeros(2)),
+            placed=ShardPlacement.unsharded(n, s).part(s, 0, 2),
+        )
         for n, s in shapes.items()
     ]
     for name in ("adamw", "sgd", "lamb", "adafactor", "muon"):

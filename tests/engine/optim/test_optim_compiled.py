@@ -18,7 +18,7 @@ from stretto.engine import loops
 from stretto.engine.optim import base, chunks
 from stretto.engine.optim.base import FragmentOptimizer
 from stretto.engine.optim.build import build_optimizer
-from stretto.engine.parallel.fragment import Fragment, Placed
+from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement
 from stretto.errors import StrettoError
 from stretto.spec.optimiser import Optimiser
 
@@ -36,7 +36,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 
 
-def optimiser(name: str, fragments: Iterable[Fragment], compiled: bool) -> FragmentOptimizer:
+def optimiser(name: str, fragments: Iterable[ParameterFragment], compiled: bool) -> FragmentOptimizer:
     """Built, with all that it decides at its first update."""
     result = build_optimizer(fragments, CONFIGS[name])
     assert isinstance(result, FragmentOptimizer)
@@ -46,14 +46,14 @@ def optimiser(name: str, fragments: Iterable[Fragment], compiled: bool) -> Fragm
     return result
 
 
-def fragments_of(tensors: dict[str, Tensor], gradients: dict[str, Tensor]) -> list[Fragment]:
+def fragments_of(tensors: dict[str, Tensor], gradients: dict[str, Tensor]) -> list[ParameterFragment]:
     """Whole tensors with their gradients."""
-    results = list[Fragment]()
+    results = list[ParameterFragment]()
     for name, tensor in tensors.items():
         parameter = nn.Parameter(tensor.clone(memory_format=torch.preserve_format))
         parameter.grad = gradients[name].clone(memory_format=torch.preserve_format)
-        placed = Placed.whole(name, tuple(tensor.shape))
-        results.append(Fragment(name=name, parameter=parameter, placed=placed))
+        placed = ShardPlacement.unsharded(name, tuple(tensor.shape))
+        results.append(ParameterFragment(name=name, parameter=parameter, placed=placed))
     return results
 
 
@@ -62,7 +62,7 @@ def random(shapes: dict[str, tuple[int, ...]], seed: int, dtype: torch.dtype) ->
     return {n: torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for n, s in shapes.items()}
 
 
-def train(name: str, fragments: list[Fragment], compiled: bool, steps: int = 3) -> list[Tensor]:
+def train(name: str, fragments: list[ParameterFragment], compiled: bool, steps: int = 3) -> list[Tensor]:
     """The weights and states afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loops, "has_numba", lambda: compiled)
@@ -105,7 +105,7 @@ def test_loops_and_operators_make_the_same_update(data: st.DataObject, name: str
                 parameter = nn.Parameter(weights[fragment.name].flatten()[low:high].clone())
                 parameter.grad = gradients[fragment.name].flatten()[low:high].clone()
                 placed = fragment.placed.part(fragment.placed.shape, low, high)
-                fragments[at] = Fragment(name=fragment.name, parameter=parameter, placed=placed)
+                fragments[at] = ParameterFragment(name=fragment.name, parameter=parameter, placed=placed)
             results.append(train(name, fragments, compiled))
     tolerance = {"rtol": 1e-11, "atol": 1e-13} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-6}
     for one, other in zip(*results, strict=True):

@@ -8,11 +8,11 @@ from splits import SHAPES, Split, values
 
 from ranks import on_ranks
 from stretto.engine.optim.base import is_block_matrix
-from stretto.engine.optim.muon import Exchange
-from stretto.engine.parallel.fragment import Fragment
+from stretto.engine.optim.muon import MatrixExchange
+from stretto.engine.parallel.fragment import ParameterFragment
 
 
-def matrices_of(fragments: list[Fragment]) -> list[Fragment]:
+def matrices_of(fragments: list[ParameterFragment]) -> list[ParameterFragment]:
     return [f for f in fragments if is_block_matrix(f.name, f.placed.shape)]
 
 
@@ -21,7 +21,7 @@ def there_and_back() -> list[list[tuple[str, tuple[int, ...]]]]:
     results = list[list[tuple[str, tuple[int, ...]]]]()
     for split in (Split(4, 1), Split(2, 2, seed=1), Split(1, 4)):
         fragments = matrices_of(split.of(dist.get_rank(), dist.group.WORLD, values(0)))
-        exchange = Exchange(fragments)
+        exchange = MatrixExchange(fragments)
         tensors = [f.parameter.detach().clone() for f in fragments]
         whole = exchange.gather(tensors)
         for (tensor, member), matrix in whole.items():
@@ -50,7 +50,7 @@ def _cost(shape: tuple[int, ...]) -> int:
 
 def test_one_process_exchanges_nothing():
     fragments = matrices_of(Split(1, 1).of(0, None, values(0)))
-    exchange = Exchange(fragments)
+    exchange = MatrixExchange(fragments)
     whole = exchange.gather([f.parameter.detach() for f in fragments])
     assert len(whole) == 6
     into = [torch.zeros_like(f.parameter) for f in fragments]

@@ -20,7 +20,7 @@ from stretto.engine import loops
 from stretto.engine.optim import base
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.states import prepare, state_tensors
-from stretto.engine.parallel.fragment import Fragment, Piece, Placed
+from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement, TensorBox
 from stretto.spec.optimiser import Optimiser
 
 CONFIGS = {
@@ -38,7 +38,7 @@ SPLITS = [Split(4, 1), Split(1, 4), Split(2, 2), Split(2, 2, seed=3), Split(2, 1
 STEPS = 3
 
 
-def train(fragments: list[Fragment], config: Optimiser, steps: int = STEPS) -> torch.optim.Optimizer:
+def train(fragments: list[ParameterFragment], config: Optimiser, steps: int = STEPS) -> torch.optim.Optimizer:
     optimizer = build_optimizer(fragments, config)
     for step in range(steps):
         set_gradients(fragments, values(100 + step))
@@ -47,12 +47,12 @@ def train(fragments: list[Fragment], config: Optimiser, steps: int = STEPS) -> t
 
 
 @cache
-def one_process(name: str) -> tuple[list[Fragment], torch.optim.Optimizer]:
+def one_process(name: str) -> tuple[list[ParameterFragment], torch.optim.Optimizer]:
     plain = whole(values(0))
     return plain, train(plain, CONFIGS[name])
 
 
-def difference(fragments: list[Fragment], name: str) -> float:
+def difference(fragments: list[ParameterFragment], name: str) -> float:
     """Train them: how far any part of a weight or state is then from that of one process, by its size."""
     results, (plain, wanted), worst = train(fragments, CONFIGS[name]), one_process(name), 0.0
     for fragment, one in zip(fragments, plain, strict=True):
@@ -98,12 +98,12 @@ def every_split() -> dict[str, list[float]]:
     return results
 
 
-def nothing(holders: ProcessGroup | None = None) -> list[Fragment]:
+def nothing(holders: ProcessGroup | None = None) -> list[ParameterFragment]:
     return [
-        Fragment(
+        ParameterFragment(
             name=n,
             parameter=nn.Parameter(torch.zeros(0, dtype=torch.float64)),
-            placed=Placed(n, shape, ()),
+            placed=ShardPlacement(n, shape, ()),
             gradient=None,
             holders=holders,
         )
@@ -119,7 +119,7 @@ def test_every_split_is_one_process():
     assert all(max(column) > 1e-3 for column in zip(*(rank["alone"] for rank in results), strict=True))
 
 
-def padding(fragments: list[Fragment]) -> list[Tensor]:
+def padding(fragments: list[ParameterFragment]) -> list[Tensor]:
     """What is in no piece."""
     results = list[Tensor]()
     for fragment in fragments:
@@ -170,7 +170,7 @@ def test_an_optimiser_continues_from_loaded_states(name: str):
     first = whole(values(0))
     saved = train(first, config, STEPS - 1)
     second = [
-        Fragment(name=f.name, parameter=nn.Parameter(f.parameter.detach().clone()), placed=f.placed)
+        ParameterFragment(name=f.name, parameter=nn.Parameter(f.parameter.detach().clone()), placed=f.placed)
         for f in first
     ]
     resumed = build_optimizer(second, config)
@@ -212,7 +212,7 @@ def owners(split: Split, away: bool = False) -> dict[str, dict[str, int]]:
     for rank in range(split.tp * split.shards):
         fragments = split.of(rank, None, values(0))
         for fragment in fragments:
-            fragment.elsewhere = away
+            fragment.counted_elsewhere = away
         optimizer = build_optimizer(fragments, CONFIGS["adafactor"])
         prepare(optimizer, fragments, 0)
         for fragment in fragments:
@@ -239,7 +239,7 @@ def test_one_holder_writes_each_state(split: Split):
 @given(data=st.data(), name=st.sampled_from(WHOLE))
 def test_any_pieces_of_a_tensor_make_its_update(compiled: bool, data: st.DataObject, name: str):
     """Boxes that tile the tensors, in any order in flat memory with gaps, in one process."""
-    tiled = list[Fragment]()
+    tiled = list[ParameterFragment]()
     for full, shape in SHAPES.items():
         boxes = [((0,) * len(shape), shape)]
         for _ in range(data.draw(st.integers(0, 3))):
@@ -254,15 +254,15 @@ def test_any_pieces_of_a_tensor_make_its_update(compiled: bool, data: st.DataObj
                 )
                 moved = (*offsets[:dim], offsets[dim] + cut, *offsets[dim + 1 :])
                 boxes[at : at + 1] = [(offsets, one), (moved, two)]
-        pieces, end = list[Piece](), 0
+        pieces, end = list[TensorBox](), 0
         for offsets, sizes in data.draw(st.permutations(boxes)):
             strides = tuple(prod(sizes[i + 1 :]) for i in range(len(sizes)))
-            pieces.append(Piece(offsets=offsets, sizes=sizes, local=(end,), owned=True, strides=strides))
+            pieces.append(TensorBox(offsets=offsets, sizes=sizes, local=(end,), owned=True, strides=strides))
             end += prod(sizes) + data.draw(st.integers(0, 2))
-        placed = Placed(full, shape, tuple(pieces))
+        placed = ShardPlacement(full, shape, tuple(pieces))
         parameter = nn.Parameter(torch.zeros(end, dtype=torch.float64))
         placed.fill(parameter, values(0)[full])
-        tiled.append(Fragment(name=full, parameter=parameter, placed=placed))
+        tiled.append(ParameterFragment(name=full, parameter=parameter, placed=placed))
     with pytest.MonkeyPatch.context() as patch:
         if not compiled:
             patch.setattr(loops, "has_numba", lambda: False)

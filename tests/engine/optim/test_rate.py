@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
-from stretto.engine.optim.rate import Rate, delay_ratio
+from stretto.engine.optim.rate import LearningRate, delay_ratio
 from stretto.spec.optimiser import DecayShape, RateSchedule, RateShape
 
 PEAK, STEPS, WARMUP, FLOOR = 3e-3, 50, 10, 0.1
@@ -31,7 +31,7 @@ def torch_rates(make: Callable[[torch.optim.Optimizer], LRScheduler], steps: int
 
 
 def ours(steps: int = STEPS, **options: object) -> list[float]:
-    rate = Rate(RateSchedule(**options), PEAK, STEPS)  # pyright: ignore[reportArgumentType]
+    rate = LearningRate(RateSchedule(**options), PEAK, STEPS)  # pyright: ignore[reportArgumentType]
     return [rate(step) for step in range(steps)]
 
 
@@ -78,7 +78,7 @@ def test_wsd_decay_shapes_differ_between_the_same_ends() -> None:
     halves: dict[str, float] = {}
     for decay in get_args(DecayShape):
         schedule = RateSchedule(schedule="wsd", min_ratio=0.2, decay_fraction=0.4, decay=decay)
-        rate = Rate(schedule, peak=1.0, steps=100)
+        rate = LearningRate(schedule, peak=1.0, steps=100)
         assert rate(60) == 1.0
         assert rate(100) == pytest.approx(0.2)
         halves[decay] = rate(70)  # a quarter of the way down
@@ -88,7 +88,7 @@ def test_wsd_decay_shapes_differ_between_the_same_ends() -> None:
 
 
 def test_the_first_update_already_learns() -> None:
-    rate = Rate(RateSchedule(warmup=4), peak=1.0, steps=100)
+    rate = LearningRate(RateSchedule(warmup=4), peak=1.0, steps=100)
     assert [rate(step) for step in (0, 3, 4)] == [0.25, 1.0, 1.0]
 
 
@@ -103,7 +103,7 @@ def test_rises_then_never_rises_again_and_ends_at_the_floor(
     schedule: RateShape, steps: int, warmup: int, floor: float, fraction: float
 ) -> None:
     how = RateSchedule(schedule=schedule, warmup=warmup, min_ratio=floor, decay_fraction=fraction)
-    rate = Rate(how, peak=2.0, steps=steps)
+    rate = LearningRate(how, peak=2.0, steps=steps)
     rates = [rate(step) for step in range(steps + warmup + 3)]
     assert all(0.0 < r <= 2.0 or floor == 0.0 for r in rates)
     warmup = int(how.warmup_steps(steps))
@@ -186,7 +186,7 @@ def test_every_step_has_megatrons_rate_also_after_the_decay(
     of_end = warmup * end if isinstance(warmup, float) else warmup
     if style == "inverse-square-root" and not warmup:
         batch = 1  # without a warm-up its curve starts from the first sample, whatever the batch
-    rate = Rate(how, PEAK, steps)
+    rate = LearningRate(how, PEAK, steps)
     for step in range(steps + 50):
         wanted = megatron(
             step * batch,
@@ -206,7 +206,7 @@ def test_a_warmup_that_does_not_fit_is_cut() -> None:
     assert RateSchedule(warmup=20).warmup_steps(6) == 6
     assert RateSchedule(warmup=20, decay_steps=12).warmup_steps(300) == 12
     assert RateSchedule(warmup=20, schedule="wsd", decay_fraction=0.5).warmup_steps(30) == 15
-    rate = Rate(RateSchedule(warmup=20), peak=1.0, steps=6)
+    rate = LearningRate(RateSchedule(warmup=20), peak=1.0, steps=6)
     assert [rate(step) for step in range(6)] == pytest.approx([(step + 1) / 6 for step in range(6)])
 
 

@@ -16,7 +16,7 @@ from stretto.engine.optim import sharded_optimizer
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.sharded_optimizer import ShardedOptimizer
 from stretto.engine.optim.states import state_tensors
-from stretto.engine.parallel.fragment import Fragment, Placed
+from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement
 from stretto.spec.data_parallel import Offload
 from stretto.spec.optimiser import Optimiser
 
@@ -32,18 +32,18 @@ CONFIGS = [
 ]
 
 
-def fragments() -> list[Fragment]:
+def fragments() -> list[ParameterFragment]:
     """Parameters of five units; those of a unit are views of one flat tensor, as masters are."""
     torch.manual_seed(0)
-    results = list[Fragment]()
+    results = list[ParameterFragment]()
     for unit in range(5):
         shapes = SHAPES[2 * unit : 2 * unit + 2]
         flat = torch.randn(sum(torch.Size(s).numel() for s in shapes))
         for shape, part in zip(shapes, flat.split([torch.Size(s).numel() for s in shapes]), strict=True):
             name = f"blocks.{unit}.weight"
-            placed = Placed.whole(name, shape)
+            placed = ShardPlacement.unsharded(name, shape)
             results.append(
-                Fragment(
+                ParameterFragment(
                     name=name,
                     parameter=nn.Parameter(part.view(shape)),
                     placed=placed,
@@ -54,14 +54,14 @@ def fragments() -> list[Fragment]:
     return results
 
 
-def give_gradients(every: Sequence[Fragment], step: int, dtype: torch.dtype) -> None:
+def give_gradients(every: Sequence[ParameterFragment], step: int, dtype: torch.dtype) -> None:
     torch.manual_seed(100 + step)
     for at, fragment in enumerate(every):
         gradient = torch.randn(fragment.placed.shape).to(dtype)
         fragment.gradient = None if (at, step) == (4, 0) else gradient  # one gets none at first
 
 
-def builder(config: Optimiser) -> Callable[[Sequence[Fragment]], torch.optim.Optimizer]:
+def builder(config: Optimiser) -> Callable[[Sequence[ParameterFragment]], torch.optim.Optimizer]:
     return lambda some: build_optimizer(some, config)
 
 
@@ -139,7 +139,7 @@ def test_updates_beside_the_backward(where: Offload, tmp_path: Path):
 
 def test_masters_are_consumed_as_they_are_made(tmp_path: Path):
     """So that there are never all of them: two units at most."""
-    made = list[Fragment]()
+    made = list[ParameterFragment]()
 
     def one_by_one():
         for fragment in fragments():

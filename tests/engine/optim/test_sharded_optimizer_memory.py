@@ -18,8 +18,8 @@ from stretto.spec.optimiser import Optimiser
 from stretto.engine.offload.tensor_files import at_hand
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.sharded_optimizer import ShardedOptimizer
-from stretto.engine.parallel.fragment import Fragment
-from stretto.engine.parallel.fragment import Placed
+from stretto.engine.parallel.fragment import ParameterFragment
+from stretto.engine.parallel.fragment import ShardPlacement
 
 torch.set_num_threads(1)
 threading.stack_size(2**20)  # which the limit counts
@@ -28,14 +28,15 @@ config = Optimiser(name="adamw", weight_decay=0.0)
 gradient = torch.linspace(-1, 1, SIZE)
 
 
-def fragments() -> Iterator[Fragment]:
+def fragments() -> Iterator[ParameterFragment]:
     for unit in range(UNITS):
         name = str(unit)
         parameter = nn.Parameter(torch.full((SIZE,), float(unit)))
-        yield Fragment(name=name, parameter=parameter, placed=Placed.whole(name, (SIZE,)), unit=unit)
+        placed = ShardPlacement.unsharded(name, (SIZE,))
+        yield ParameterFragment(name=name, parameter=parameter, placed=placed, unit=unit)
 
 
-def train(where: str) -> tuple[ShardedOptimizer, list[Fragment]]:
+def train(where: str) -> tuple[ShardedOptimizer, list[ParameterFragment]]:
     every = []
     sharded = ShardedOptimizer(
         (every.append(f) or f for f in fragments()),

@@ -26,7 +26,7 @@ from stretto import (
     parallelize,
     sum_gradients,
 )
-from stretto.engine.parallel.late import late_messages
+from stretto.engine.parallel.late import delay_messages
 from stretto.engine.parallel.styles import ParallelStyle
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.rounds import InRounds
@@ -107,7 +107,7 @@ def _schedules() -> dict[str, float]:
         model, mine, y = net()
         table = parallelize(model, net_plan(GatherBatch(schedule)), mesh)
         if late:
-            with late_messages(seed=mesh.rank) as slow:
+            with delay_messages(seed=mesh.rank) as slow:
                 output = model(mine)
                 F.cross_entropy(output, y).backward()
                 sum_gradients(model, table)

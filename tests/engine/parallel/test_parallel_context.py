@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from closeness import check_close
 from ranks import on_ranks
-from stretto.engine.documents import Documents
+from stretto.engine.documents import DocumentStarts
 from stretto.engine.models.causal import CausalAttention
 from stretto.engine.parallel.context.style import ContextAttention
 from stretto.engine.parallel.mesh import Mesh
@@ -59,7 +59,7 @@ def core_of(case: Case) -> CausalAttention:
         for row in range(case.batch):
             firsts = [first + row for first in case.documents if first + row < case.length]
             edges[row, firsts] = torch.tensor(firsts)
-        core.packing.documents = Documents(edges.cummax(1).values)
+        core.packing.documents = DocumentStarts(edges.cummax(1).values)
     return core
 
 
@@ -68,10 +68,10 @@ def swapped(case: Case, mesh: Mesh) -> nn.Module:
     core, style = core_of(case), ContextAttention(case.method, case.length)
     drop = SplitDropout(heads=(1, case.heads))
     if case.dropout_first:
-        core.drop = drop.swap(core.get_submodule("drop"), mesh)
-        return style.swap(core, mesh)
-    module = style.swap(core, mesh)
-    module.drop = drop.swap(module.get_submodule("drop"), mesh)
+        core.drop = drop.replace_module(core.get_submodule("drop"), mesh)
+        return style.replace_module(core, mesh)
+    module = style.replace_module(core, mesh)
+    module.drop = drop.replace_module(module.get_submodule("drop"), mesh)
     return module
 
 

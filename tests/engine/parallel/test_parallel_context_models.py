@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ranks import on_ranks
-from stretto.engine.documents import Documents, Packing, share_packing
+from stretto.engine.documents import DocumentStarts, Packing, share_packing
 from stretto.engine.models.build import build
 from stretto.engine.models.language import IGNORED, LanguageModel
 from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.mesh import Mesh
-from stretto.engine.parallel.parallelize import Sharded, parallelize
+from stretto.engine.parallel.parallelize import ShardedParameter, parallelize
 from stretto.engine.parallel.recompute import recompute
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
@@ -66,14 +66,14 @@ def plain_model(shape: ModelShape) -> LanguageModel:
     return model
 
 
-def documents_of(case: Case) -> Documents | None:
+def documents_of(case: Case) -> DocumentStarts | None:
     """Of a token, some tokens, and the rest, in each sample others."""
     if not case.packed:
         return None
     begins = torch.zeros(2, case.length, dtype=torch.int64)
     for row, firsts in zip(begins, ([5, 6, 8], [1, case.length // 2]), strict=True):
         row[firsts] = torch.tensor(firsts)
-    return Documents(begins.cummax(1).values)
+    return DocumentStarts(begins.cummax(1).values)
 
 
 def step(
@@ -120,7 +120,7 @@ def check(case: Case, mesh: Mesh) -> None:
 
 
 def compare(
-    case: Case, plain: LanguageModel, ours: LanguageModel, table: dict[str, Sharded], mesh: Mesh
+    case: Case, plain: LanguageModel, ours: LanguageModel, table: dict[str, ShardedParameter], mesh: Mesh
 ) -> None:
     held = dict(ours.named_parameters())
     sum_partial([PartialGradient(held[n], shared) for n, s in table.items() for shared in s.shared])

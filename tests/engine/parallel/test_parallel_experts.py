@@ -30,9 +30,9 @@ from stretto.engine.optim.norm import GradientNorm
 from stretto.engine.parallel.data.reduction import shard_groups
 from stretto.engine.parallel.expert.auxiliary import Auxiliary, bind_auxiliary
 from stretto.engine.parallel.expert.experts import ExpertParallel, ExpertWeights
-from stretto.engine.parallel.fragment import Fragment
+from stretto.engine.parallel.fragment import ParameterFragment
 from stretto.engine.parallel.mesh import COPIES, Mesh
-from stretto.engine.parallel.parallelize import Sharded, parallelize
+from stretto.engine.parallel.parallelize import ShardedParameter, parallelize
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.errors import StrettoError
@@ -45,7 +45,7 @@ def local(x: Tensor, split: SequenceSplit) -> Tensor:
     return split.take(x, 1, 0.0).chunk(split.tp, 1)[split.tp_index].contiguous()
 
 
-def reduce(table: dict[str, Sharded], parameters: dict[str, nn.Parameter], mesh: Mesh) -> None:
+def reduce(table: dict[str, ShardedParameter], parameters: dict[str, nn.Parameter], mesh: Mesh) -> None:
     """What a step does at its end."""
     for name, parameter in parameters.items():
         assert parameter.grad is not None, name
@@ -74,8 +74,10 @@ class Norms:
     everywhere: float  # every rank's experts counted, copies too
 
 
-def norms(parameters: dict[str, nn.Parameter], table: dict[str, Sharded], mesh: Mesh) -> Norms:
-    fragments = [Fragment(name=n, parameter=p, placed=table[n].placed) for n, p in parameters.items()]
+def norms(parameters: dict[str, nn.Parameter], table: dict[str, ShardedParameter], mesh: Mesh) -> Norms:
+    fragments = [
+        ParameterFragment(name=n, parameter=p, placed=table[n].placed) for n, p in parameters.items()
+    ]
     groups = {over: shard_groups(mesh, over, ShardSizes()).counted for over in COPIES}
 
     def norm(groups: dict[str, dist.ProcessGroup | None]) -> float:

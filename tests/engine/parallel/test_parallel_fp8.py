@@ -29,8 +29,14 @@ from stretto.engine.parallel.tensor.fp8 import (
     power_of_two,
     product,
 )
-from stretto.engine.parallel.tensor.linear import AdoptedLinear, Deferred, Fused, FusedLinear, work_off
-from stretto.engine.parallel.tensor.norm import lean_norms
+from stretto.engine.parallel.tensor.linear import (
+    AccumulatesOwnGradients,
+    AdoptedLinear,
+    DeferredGradient,
+    FusedLinear,
+    run_deferred,
+)
+from stretto.engine.parallel.tensor.norm import use_memory_efficient_norms
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.pipeline.shared import PartialGradient, sum_partial
 from stretto.errors import StrettoError
@@ -195,7 +201,9 @@ def plain_model(shape: ModelShape, spread: float = 3.0) -> LanguageModel:
     return model
 
 
-def run(model: LanguageModel, batches: list[tuple[Tensor, Tensor]], queue: list[Deferred] | None) -> Tensor:
+def run(
+    model: LanguageModel, batches: list[tuple[Tensor, Tensor]], queue: list[DeferredGradient] | None
+) -> Tensor:
     """Two microbatches, the sum of their losses."""
     total = torch.zeros((), dtype=torch.float64)
     for ids, targets in batches:
@@ -204,7 +212,7 @@ def run(model: LanguageModel, batches: list[tuple[Tensor, Tensor]], queue: list[
         total += loss.detach()
         if queue is not None:
             with torch.no_grad():
-                work_off(queue)
+                run_deferred(queue)
     return total
 
 
@@ -226,9 +234,9 @@ def check(case: Case, mesh: Mesh) -> None:
     plain.train(case.shape.moe is None)
     if case.recompute:
         recompute_blocks(list(ours.blocks), ["full"] * case.shape.layers, mesh)
-    queue: list[Deferred] | None = [] if case.later else None
+    queue: list[DeferredGradient] | None = [] if case.later else None
     for layer in ours.modules():
-        if isinstance(layer, Fused):
+        if isinstance(layer, AccumulatesOwnGradients):
             layer.queue = queue
     torch.manual_seed(12)
     ids, targets = torch.randint(case.shape.vocab, (2, 2, BATCH, LENGTH))
@@ -269,7 +277,7 @@ def test_8_bits_with_16_bit_weights(how: str, dtype: torch.dtype) -> None:
     """Loss and gradients stay within what 8 bits lose."""
     exact, short = plain_model(LLAMA, 0.0), plain_model(LLAMA, 0.0)
     parallelize(short, sharding_plan(Job(shape=LLAMA)), Mesh(Layout()))
-    lean_norms(short)
+    use_memory_efficient_norms(short)
     to_halves(short, dtype)
     enable_fp8(short, how)
     ids, targets = torch.randint(LLAMA.vocab, (2, 2, LENGTH), generator=torch.Generator().manual_seed(3))

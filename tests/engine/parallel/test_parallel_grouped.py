@@ -20,7 +20,7 @@ from stretto.engine.parallel.expert.grouped import (
     in_one_call,
 )
 from stretto.engine.parallel.tensor import matmul
-from stretto.engine.parallel.tensor.linear import Deferred
+from stretto.engine.parallel.tensor.linear import DeferredGradient
 
 CPU = torch.device("cpu")
 
@@ -61,7 +61,7 @@ def test_products_and_gradients(
     dy = torch.randn(groups.rows, width[0], dtype=dtype)
     wanted = plain(layer, x, groups.counts)
     dx, dw, db = torch.autograd.grad(wanted, (x, layer.up, layer.up_bias), dy)
-    reported, queue = list[Tensor](), list[Deferred]()
+    reported, queue = list[Tensor](), list[DeferredGradient]()
     layer.on_gradient, layer.queue = reported.append, queue if later else None
     y = layer(x, groups)
     y.backward(dy)

@@ -19,13 +19,13 @@ from stretto.engine.parallel.collectives import (
     start_gather_into,
     start_sum,
 )
-from stretto.engine.parallel.late import late_messages
+from stretto.engine.parallel.late import delay_messages
 
 
 def both_ways(communicate: Callable[[], list[Tensor]]) -> None:
     """The results are those without delays."""
     expected = communicate()
-    with late_messages(seed=1) as late:
+    with delay_messages(seed=1) as late:
         results = communicate()
     assert late.broken == []
     assert late.messages > 0
@@ -66,7 +66,7 @@ def wrong_use() -> None:
     rank, n, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert group is not None
     x = torch.full((4,), float(rank))
-    with late_messages(seed=1) as late:
+    with delay_messages(seed=1) as late:
         work = start_sum(x, group)
         assert bool(x.isnan().all()), "nothing has arrived before the wait"
         assert not work.is_completed()
@@ -77,7 +77,7 @@ def wrong_use() -> None:
     assert late.broken == []
 
     whole, part = torch.zeros(2 * n), torch.ones(2)
-    with late_messages(seed=1) as late:
+    with delay_messages(seed=1) as late:
         work = start_gather_into(whole, part, group)
         part.fill_(5)
         work.wait()
@@ -86,19 +86,19 @@ def wrong_use() -> None:
     ]
     assert whole.tolist() == [1] * (2 * n)
 
-    with late_messages(seed=1) as late:
+    with delay_messages(seed=1) as late:
         start_gather_into(whole, part, group)
     (said,) = late.broken
     assert said.startswith("the allgather over ranks 0, 1")
     assert said.endswith("starts is never waited for")
 
-    with late_messages(seed=1) as late:
+    with delay_messages(seed=1) as late:
         one, other = start_sum(x, group), start_sum(x[:2], group)
         one.wait()
         other.wait()
     assert [" uses memory of another one in flight: " in what for what in late.broken] == [True]
 
-    with late_messages(seed=1) as late:
+    with delay_messages(seed=1) as late:
         work = start_gather_into(whole, part, group)
         whole.untyped_storage().resize_(0)
         work.wait()

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ranks import on_ranks
-from stretto.engine.parallel.tensor.linear import Deferred, ParallelLinear, Product, adopt, work_off
+from stretto.engine.parallel.tensor.linear import (
+    DeferredGradient,
+    ParallelLinear,
+    WeightProduct,
+    convert_linears,
+    run_deferred,
+)
 
 
 def equal(ours: Tensor | None, plain: Tensor | None, what: str) -> None:
@@ -210,7 +216,7 @@ def test_adopted_torch_layers_defer_their_weight_gradients():
     plain = copy.deepcopy(model)
     names, seen = list(model.state_dict()), []
     model[1].register_forward_hook(lambda *_: seen.append(True))
-    assert adopt(model)
+    assert convert_linears(model)
     assert isinstance(model[1], nn.Linear)
     assert list(model.state_dict()) == names
     queue: list = []
@@ -231,22 +237,24 @@ def test_adopted_torch_layers_defer_their_weight_gradients():
 
 
 def test_modules_that_are_not_adopted():
-    assert not adopt(nn.Sequential(nn.Conv2d(8, 8, 3), nn.Linear(2, 2)))  # most products are not its
-    assert not adopt(nn.Sequential(nn.LayerNorm(3)))
+    assert not convert_linears(
+        nn.Sequential(nn.Conv2d(8, 8, 3), nn.Linear(2, 2))
+    )  # most products are not its
+    assert not convert_linears(nn.Sequential(nn.LayerNorm(3)))
     hooked = nn.Linear(3, 3)
     hooked.weight.register_hook(lambda dw: 2 * dw)
-    assert not adopt(hooked)
+    assert not convert_linears(hooked)
     assert type(hooked) is nn.Linear
     later = nn.Linear(3, 3)
     later.weight.register_post_accumulate_grad_hook(lambda p: None)
-    assert not adopt(later)
+    assert not convert_linears(later)
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("later", [True, False])
 def test_on_gradient_is_called_once_for_each_gradient(bias: bool, later: bool):
     layer, reported = nn.Linear(3, 2, bias=bias), list[int]()
-    assert adopt(layer)
+    assert convert_linears(layer)
     layer.on_gradient = lambda p: reported.append(id(p))
     layer.queue = [] if later else None
     layer(torch.ones(4, 3, requires_grad=True)).sum().backward()
@@ -260,22 +268,22 @@ def test_on_gradient_is_called_once_for_each_gradient(bias: bool, later: bool):
 def test_deferred_gradients_keep_no_graph_and_are_freed_one_by_one():
     """Else the input of a block that is made again would keep all that came before it until W."""
     first, second = (ParallelLinear(nn.Parameter(torch.randn(4, 4)), None) for _ in range(2))
-    queue: list[Deferred] = []
+    queue: list[DeferredGradient] = []
     first.queue = second.queue = queue
     x = torch.randn(3, 4, requires_grad=True)
     second(first(x).relu()).sum().backward()
     assert [entry.x.grad_fn for entry in queue] == [None, None]
     alive = [weakref.ref(entry) for entry in queue]
     left = list[int]()
-    inner = Product.finish
+    inner = WeightProduct.finish
 
-    def finish(self: Product) -> None:
+    def finish(self: WeightProduct) -> None:
         left.append(sum(ref() is not None for ref in alive))
         inner(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Product, "finish", finish)
-        work_off(queue)
+        patch.setattr(WeightProduct, "finish", finish)
+        run_deferred(queue)
     assert left == [2, 1]
     assert queue == []
     assert first.weight.grad is not None

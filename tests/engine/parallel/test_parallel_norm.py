@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.engine.parallel.tensor.norm import LeanLayerNorm, LeanRMSNorm, _LayerNorm, lean_norms
+from stretto.engine.parallel.tensor.norm import (
+    MemoryEfficientLayerNorm,
+    MemoryEfficientRMSNorm,
+    _LayerNorm,
+    use_memory_efficient_norms,
+)
 
 
 @pytest.mark.parametrize("size", [(2, 5, 8), (7, 8), (3, 0, 8)])
@@ -16,8 +21,8 @@ def test_our_rms_norm_equals_torchs(size: tuple[int, ...], affine: bool):
     if affine:
         nn.init.normal_(plain.weight)
     ours = copy.deepcopy(plain)
-    lean_norms(ours)
-    assert type(ours) is LeanRMSNorm
+    use_memory_efficient_norms(ours)
+    assert type(ours) is MemoryEfficientRMSNorm
     results = list[list[torch.Tensor]]()
     for module in (plain, ours):
         x = torch.randn(
@@ -31,13 +36,13 @@ def test_our_rms_norm_equals_torchs(size: tuple[int, ...], affine: bool):
 
 
 def test_gradients_are_exact():
-    norm = LeanRMSNorm(6, dtype=torch.float64)
+    norm = MemoryEfficientRMSNorm(6, dtype=torch.float64)
     x, w = torch.randn(3, 6, dtype=torch.float64, requires_grad=True), norm.weight
     assert torch.autograd.gradcheck(lambda x, w: torch.func.functional_call(norm, {"weight": w}, x), (x, w))
 
 
 def test_half_precision_rounds_once():
-    norm = LeanRMSNorm(64, dtype=torch.bfloat16)
+    norm = MemoryEfficientRMSNorm(64, dtype=torch.bfloat16)
     x = torch.randn(4, 64).bfloat16()
     exact = nn.RMSNorm(64, eps=torch.finfo(torch.bfloat16).eps)(x.float())
     assert torch.equal(norm(x), exact.bfloat16())
@@ -45,8 +50,13 @@ def test_half_precision_rounds_once():
 
 def test_only_norms_over_one_dimension_change():
     model = nn.Sequential(nn.RMSNorm(4), nn.RMSNorm([2, 4]), nn.LayerNorm(4), nn.LayerNorm([2, 4]))
-    lean_norms(model)
-    assert [type(m) for m in model] == [LeanRMSNorm, nn.RMSNorm, LeanLayerNorm, nn.LayerNorm]
+    use_memory_efficient_norms(model)
+    assert [type(m) for m in model] == [
+        MemoryEfficientRMSNorm,
+        nn.RMSNorm,
+        MemoryEfficientLayerNorm,
+        nn.LayerNorm,
+    ]
 
 
 def layer_norm(norm: nn.LayerNorm, x: torch.Tensor, on_device: bool) -> torch.Tensor:
@@ -86,7 +96,7 @@ def test_float32_weights_beside_16_bits(made: type[nn.Module], dtype: torch.dtyp
     for parameter in exact.parameters():
         nn.init.normal_(parameter)
     norm = copy.deepcopy(exact)
-    lean_norms(norm)
+    use_memory_efficient_norms(norm)
     exact.double()
     x, dy = torch.randn(4, 512, 64).to(dtype), torch.randn(4, 512, 64).to(dtype)
     here, there = x.clone().requires_grad_(), x.double().requires_grad_()
@@ -103,7 +113,7 @@ def test_float32_weights_beside_16_bits(made: type[nn.Module], dtype: torch.dtyp
         torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("norm", [LeanRMSNorm, LeanLayerNorm])
+@pytest.mark.parametrize("norm", [MemoryEfficientRMSNorm, MemoryEfficientLayerNorm])
 def test_gradients_of_16_bit_weights_can_be_float32(norm: type[nn.Module]):
     made = norm(16, eps=1e-5, dtype=torch.bfloat16)
     for parameter in made.parameters():

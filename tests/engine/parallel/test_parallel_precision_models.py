@@ -19,11 +19,11 @@ from stretto.engine.models.language import IGNORED, LanguageModel
 from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.expert.auxiliary import Auxiliary, bind_auxiliary
 from stretto.engine.parallel.mesh import Mesh
-from stretto.engine.parallel.parallelize import Sharded, parallelize
+from stretto.engine.parallel.parallelize import ShardedParameter, parallelize
 from stretto.engine.parallel.recompute import recompute_blocks
 from stretto.engine.parallel.tensor import matmul
-from stretto.engine.parallel.tensor.linear import Deferred, Fused, work_off
-from stretto.engine.parallel.tensor.norm import lean_norms
+from stretto.engine.parallel.tensor.linear import AccumulatesOwnGradients, DeferredGradient, run_deferred
+from stretto.engine.parallel.tensor.norm import use_memory_efficient_norms
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.pipeline.shared import PartialGradient, sum_partial
 from stretto.layout.layout import Layout
@@ -49,7 +49,7 @@ def made(shape: ModelShape, dtype: torch.dtype | None = torch.bfloat16, **how: A
     """One process' model as ranks have it; None: in float64."""
     torch.manual_seed(5)
     model = build(shape)
-    lean_norms(model)
+    use_memory_efficient_norms(model)
     parallelize(model, sharding_plan(Job(shape=shape)), Mesh(Layout()))
     bind_auxiliary(model, Auxiliary())
     model.bfloat16().float()  # values that all types hold
@@ -196,11 +196,11 @@ def cases() -> Iterator[Case]:
     yield Case(EXPERTS, Layout(dp=2, ep=2), later=True)
 
 
-def run(case: Case, mesh: Mesh, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Sharded]]:
+def run(case: Case, mesh: Mesh, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, ShardedParameter]]:
     """This rank's gradients of two microbatches, float32 for 16 bits."""
     torch.manual_seed(5)
     model = build(case.shape)
-    lean_norms(model)
+    use_memory_efficient_norms(model)
     model.bfloat16().float()
     if case.explicit:
         choose_kernel(model, "explicit")
@@ -215,9 +215,9 @@ def run(case: Case, mesh: Mesh, dtype: torch.dtype) -> tuple[dict[str, Tensor], 
     bind_auxiliary(model, Auxiliary())
     model.double() if dtype == torch.float64 else to_halves(model, dtype)
     recompute_blocks(list(model.blocks), [case.recompute] * case.shape.layers, mesh)  # type: ignore[list-item]
-    queue: list[Deferred] | None = [] if case.later else None
+    queue: list[DeferredGradient] | None = [] if case.later else None
     for layer in model.modules():
-        if isinstance(layer, Fused):
+        if isinstance(layer, AccumulatesOwnGradients):
             layer.queue = queue
     split = SequenceSplit.of(mesh, LENGTH, case.sequence_parallel)
     for ids, targets in batches(2):
@@ -226,7 +226,7 @@ def run(case: Case, mesh: Mesh, dtype: torch.dtype) -> tuple[dict[str, Tensor], 
         (0.01 * model.loss(model(x), y)).backward()
         if queue is not None:
             with torch.no_grad():
-                work_off(queue)
+                run_deferred(queue)
     held = dict(model.named_parameters())
     sum_partial([PartialGradient(held[n], shared) for n, s in table.items() for shared in s.shared])
     for name, parameter in held.items():

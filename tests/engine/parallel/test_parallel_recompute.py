@@ -16,13 +16,13 @@ from ranks import on_ranks
 from stretto import Layout
 from stretto.engine.models.build import build
 from stretto.engine.models.causal import choose_kernel
-from stretto.engine.models.language import Block
+from stretto.engine.models.language import TransformerBlock
 from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import parallelize
 from stretto.engine.parallel.recompute import MODES, Mode, recompute, recompute_blocks
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
-from stretto.engine.parallel.tensor.linear import Deferred, FusedLinear
+from stretto.engine.parallel.tensor.linear import DeferredGradient, FusedLinear
 from stretto.errors import StrettoError
 from stretto.spec.flops import hardware_flops_per_token
 from stretto.spec.job import Job
@@ -152,9 +152,9 @@ def test_inputs_changed_in_between_are_refused():
 
 
 @pytest.fixture
-def block() -> Block:
+def block() -> TransformerBlock:
     torch.manual_seed(1)
-    made, keys = Block(SHAPE).double(), DropoutKeys(2)
+    made, keys = TransformerBlock(SHAPE).double(), DropoutKeys(2)
     keys.samples = [4, 5]
     key_dropout(made, keys)
     return made
@@ -163,7 +163,7 @@ def block() -> Block:
 X = torch.randn(2, 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
 
-def test_every_mode_of_a_block_gives_the_same(block: Block):
+def test_every_mode_of_a_block_gives_the_same(block: TransformerBlock):
     plain, names = gradients(block, X), [n for n, _ in block.named_parameters()]
     sizes = dict[Mode, int]()
     for mode in (*MODES, *reversed(MODES)):
@@ -177,7 +177,7 @@ def test_every_mode_of_a_block_gives_the_same(block: Block):
     assert sizes["none"] - sizes["selective"] == core
 
 
-def test_selective_inside_full_is_full(block: Block):
+def test_selective_inside_full_is_full(block: TransformerBlock):
     plain = gradients(block, X)
     recompute(block.attn.core)
     recompute(block)
@@ -185,11 +185,11 @@ def test_selective_inside_full_is_full(block: Block):
     assert kept(lambda: block(X * 1.0)) == X.numel() * 8
 
 
-def test_deferred_weight_gradients(block: Block):
+def test_deferred_weight_gradients(block: TransformerBlock):
     parallelize(block, _block_plan(), Mesh(Layout()))
     plain = gradients(block, X)
     for mode in MODES:
-        queue: list[Deferred] = []
+        queue: list[DeferredGradient] = []
         for part in block.modules():
             if isinstance(part, FusedLinear):
                 part.queue = queue
@@ -215,7 +215,7 @@ def on_two_or_three(ranks: int) -> None:
     shape = ModelShape(family="gpt", layers=1, hidden=12, heads=6, vocab=8, sequence=8, dropout=0.2)
     for length in (6, 7, 1):
         torch.manual_seed(1)
-        block, keys = Block(shape).double(), DropoutKeys(2)
+        block, keys = TransformerBlock(shape).double(), DropoutKeys(2)
         keys.samples = [4, 5]
         key_dropout(block, keys)
         styles = sharding_plan(Job(shape=shape, layout=mesh.layout, sequence=length))

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ranks import on_ranks
-from stretto.engine.documents import Documents
-from stretto.engine.kernels import Scores
+from stretto.engine.documents import DocumentStarts
+from stretto.engine.kernels import ScoreOptions
 from stretto.engine.models.causal import CausalAttention
 from stretto.engine.parallel.context import ring as ring_attention
-from stretto.engine.parallel.context.ring import Ring
+from stretto.engine.parallel.context.ring import RingMember
 from stretto.engine.parallel.context.style import ContextAttention
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor.sequence import zigzag
@@ -26,9 +26,9 @@ from stretto.layout.layout import Layout
 # ---------------------------------------------------------------------- the rounds
 
 
-def ring(index: int, size: int, window: int | None = None) -> Ring:
+def ring(index: int, size: int, window: int | None = None) -> RingMember:
     no_group: Any = None  # nothing is sent
-    return Ring(group=no_group, index=index, size=size, scores=Scores(1.0, window=window))
+    return RingMember(group=no_group, index=index, size=size, scores=ScoreOptions(1.0, window=window))
 
 
 @given(st.integers(2, 7), st.integers(1, 4), st.none() | st.integers(1, 60))
@@ -71,7 +71,7 @@ def test_rounds_cover_each_visible_score_inside_documents_once(
     seen = torch.zeros(b, s, s, dtype=torch.int64)
     for index in range(size):
         mine = zigzag(s, size, index)
-        for here in replace(ring(index, size, window), documents=Documents(begins)).rounds(n):
+        for here in replace(ring(index, size, window), documents=DocumentStarts(begins)).rounds(n):
             pairs = torch.zeros(b, n, n, dtype=torch.int64)
             for piece in here.pieces:
                 part = pairs[piece.rows, piece.queries, piece.keys]
@@ -95,7 +95,7 @@ def test_blocks_out_of_the_window_are_computed_by_nobody() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordingRing(Ring):
+class RecordingRing(RingMember):
     """A ring that records its messages instead of sending them."""
 
     log: list[str] = field(default_factory=list[str])
@@ -110,7 +110,7 @@ class RecordingRing(Ring):
 
 def test_the_next_block_is_sent_while_one_is_used() -> None:
     no_group: Any = None
-    middle = RecordingRing(group=no_group, index=1, size=4, scores=Scores(1.0))
+    middle = RecordingRing(group=no_group, index=1, size=4, scores=ScoreOptions(1.0))
     for block, here in zip(middle.blocks(torch.zeros(4, 2)), middle.rounds(4), strict=True):
         middle.log.append(f"use {len(block)} of {here.owner}")
     assert middle.log == [
@@ -123,7 +123,7 @@ def test_the_next_block_is_sent_while_one_is_used() -> None:
 
 def test_ring_backward_overlaps_compute_with_every_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     no_group: Any = None
-    last = RecordingRing(group=no_group, index=2, size=3, scores=Scores(1.0))
+    last = RecordingRing(group=no_group, index=2, size=3, scores=ScoreOptions(1.0))
 
     class Nothing:
         def backward(self, q: Tensor, k: Tensor, **_: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,7 +171,7 @@ def given_to(kind: str, n: int, heads: int, kv_heads: int) -> list[Tensor]:
 def kept_and_sent() -> None:
     size = torch.distributed.get_world_size()
     mesh, n, heads, kv_heads = Mesh(Layout(cp=size)), 6, 4, 2
-    module = ContextAttention("ring", n * size).swap(CausalAttention(0.0), mesh)
+    module = ContextAttention("ring", n * size).replace_module(CausalAttention(0.0), mesh)
     q_bytes, kv_bytes, lse = 4 * n * heads * 8, 2 * 4 * n * kv_heads * 8, 4 * n * heads
     for kind in ("fused", "turned"):
         held = kept(module, given_to(kind, n, heads, kv_heads))
@@ -201,7 +201,7 @@ def autocast() -> None:
     for method in ("ring", "ulysses"):
         for explicit in (False, True):
             core = CausalAttention(0.0, explicit)
-            module = ContextAttention(method, 8).swap(core, mesh)
+            module = ContextAttention(method, 8).replace_module(core, mesh)
             with torch.autocast("cpu", torch.bfloat16):
                 y = module(*(torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3)))
             assert y.dtype == torch.bfloat16, (method, explicit)

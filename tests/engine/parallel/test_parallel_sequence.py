@@ -17,10 +17,10 @@ from stretto.engine.models.language import IGNORED, LanguageModel
 from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.collectives import join, start_gather
 from stretto.engine.parallel.mesh import Mesh
-from stretto.engine.parallel.parallelize import Sharded, parallelize
+from stretto.engine.parallel.parallelize import ShardedParameter, parallelize
 from stretto.engine.parallel.styles import ColumnParallel, ParallelStyle, RowParallel
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
-from stretto.engine.parallel.tensor.linear import Deferred, Fused
+from stretto.engine.parallel.tensor.linear import AccumulatesOwnGradients, DeferredGradient
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.parallel.traffic import traffic
 from stretto.engine.pipeline.shared import PartialGradient, sum_partial
@@ -99,12 +99,12 @@ class Both:
         self.keys.samples = range(7, 7 + case.samples)
         for model in (self.plain, self.ours):
             key_dropout(model, self.keys)
-        self.table: dict[str, Sharded] = parallelize(self.ours, plan_of(case, mesh), mesh)
+        self.table: dict[str, ShardedParameter] = parallelize(self.ours, plan_of(case, mesh), mesh)
         self.split = SequenceSplit.of(mesh, case.length, sequence_parallel=True)
-        self.queue: list[Deferred] = []
+        self.queue: list[DeferredGradient] = []
         if case.deferred:
             for layer in self.ours.modules():
-                if isinstance(layer, Fused):
+                if isinstance(layer, AccumulatesOwnGradients):
                     layer.queue = self.queue
 
     def finish(self) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from stretto.engine.parallel.styles import (
     ColumnParallel,
-    Heads,
+    HeadParallel,
     ParameterShard,
     Replicate,
     RowParallel,
@@ -21,8 +21,8 @@ from stretto.engine.parallel.styles import (
     SplitDropout,
     VocabParallel,
     VocabParallelLoss,
+    empty_shard,
     padded,
-    shrink,
 )
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, KeyedDropout
 from stretto.engine.parallel.tensor.linear import GatherLinear, ParallelLinear, ScatterLinear
@@ -126,7 +126,7 @@ def test_vocabulary_shares_are_equal_padded_and_as_small_as_can_be(size, tp, mul
 def test_the_loss_knows_which_columns_of_the_logits_are_real(size, tp, multiple):
     for index in range(tp):
         part = VocabParallel(multiple).parts("out", linear(size, 2, bias=False), index, tp)["weight"]
-        loss = VocabParallelLoss(size, multiple).swap(nn.Identity(), FakeMesh(tp, index))
+        loss = VocabParallelLoss(size, multiple).replace_module(nn.Identity(), FakeMesh(tp, index))
         assert loss.real == sum(run.size for run in part.runs)
         assert loss.start == index * part.size
     table = nn.Embedding(size, 2, device="meta")
@@ -139,7 +139,7 @@ def test_replicate_holds_everything_everywhere():
         "weight": ParameterShard(dim=None),
         "bias": ParameterShard(dim=None),
     }
-    assert Replicate().swap(norm, FakeMesh(2)) is norm
+    assert Replicate().replace_module(norm, FakeMesh(2)) is norm
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_replicate_holds_everything_everywhere():
         (VocabParallel(), nn.LayerNorm(4), 2, ("m is LayerNorm", "nn.Embedding or nn.Linear")),
         (VocabParallel(), nn.Embedding(4, 2, padding_idx=0), 2, ("m has padding_idx=0", "Replicate")),
         (VocabParallel(), nn.Embedding(4, 2, max_norm=1.0), 2, ("m has max_norm=1.0", "Replicate")),
-        (Heads(), nn.LayerNorm(4), 2, ("m (LayerNorm)", "kv_heads")),
+        (HeadParallel(), nn.LayerNorm(4), 2, ("m (LayerNorm)", "kv_heads")),
     ],
 )
 def test_a_style_that_does_not_fit_names_the_module(style, module, tp, words):
@@ -175,42 +175,42 @@ class Attention(nn.Module):
 )
 def test_heads_become_local_numbers(heads, kv, tp, local):
     module = Attention(heads, kv)
-    assert Heads().parts("attn", module, 0, tp) == {}
-    assert Heads().swap(module, FakeMesh(tp)) is module
+    assert HeadParallel().parts("attn", module, 0, tp) == {}
+    assert HeadParallel().replace_module(module, FakeMesh(tp)) is module
     assert (module.heads, module.kv_heads) == local
 
 
 def test_sinks_are_split_like_query_heads():
     module = Attention(8, 2)
     module.sinks = nn.Parameter(torch.zeros(8))
-    parts = [Heads().parts("attn", module, index, 4) for index in range(4)]
+    parts = [HeadParallel().parts("attn", module, index, 4) for index in range(4)]
     assert parts == [{"sinks": ParameterShard(dim=0, runs=(ShardRange(2 * index, 2),))} for index in range(4)]
 
 
 def test_query_heads_are_never_copied():
     with pytest.raises(StrettoError, match=r"attn\.heads: size 2 does not divide over tp=4"):
-        Heads().parts("attn", Attention(2, 2), 0, 4)
+        HeadParallel().parts("attn", Attention(2, 2), 0, 4)
 
 
 def test_dropout_of_a_split_activation_takes_its_slice():
     keyed = KeyedDropout(0.5, "a.drop", DropoutKeys(0)).eval()
-    split = SplitDropout(heads=(1, 8)).swap(keyed, FakeMesh(4, 3))
+    split = SplitDropout(heads=(1, 8)).replace_module(keyed, FakeMesh(4, 3))
     (cut,) = split.cuts
     assert (split.p, split.name, cut.dim, cut.size, cut.indices.tolist()) == (0.5, "a.drop", 1, 8, [6, 7])
     assert not split.training
     identity = nn.Identity()
-    assert SplitDropout(heads=(1, 8)).swap(identity, FakeMesh(4, 3)) is identity
+    assert SplitDropout(heads=(1, 8)).replace_module(identity, FakeMesh(4, 3)) is identity
     with pytest.raises(StrettoError, match="key_dropout"):
-        SplitDropout(heads=(1, 8)).swap(nn.Dropout(0.1), FakeMesh(2))
+        SplitDropout(heads=(1, 8)).replace_module(nn.Dropout(0.1), FakeMesh(2))
 
 
 def test_shrink_gives_the_local_shape_and_type():
     full = torch.zeros(4, 6, dtype=torch.float64)
-    assert shrink(full, ParameterShard(dim=None)).shape == (4, 6)
-    local = shrink(full, ParameterShard(dim=1, runs=(ShardRange(0, 2),), padding=1))
+    assert empty_shard(full, ParameterShard(dim=None)).shape == (4, 6)
+    local = empty_shard(full, ParameterShard(dim=1, runs=(ShardRange(0, 2),), padding=1))
     assert local.shape == (4, 3)
     assert local.dtype == torch.float64
-    assert shrink(full.to("meta"), ParameterShard(dim=0, runs=(ShardRange(0, 2),))).is_meta
+    assert empty_shard(full.to("meta"), ParameterShard(dim=0, runs=(ShardRange(0, 2),))).is_meta
 
 
 class TwoRanks(FakeMesh):
@@ -228,14 +228,14 @@ def test_layers_along_the_sequence_gather_and_scatter_where_there_are_ranks_to()
         (RowParallel(sequence=True), ScatterLinear),
         (RowParallel(sequence=True, ordered=False), ScatterLinear),
     ):
-        split = style.swap(nn.Linear(4, 2), TwoRanks(2))
+        split = style.replace_module(nn.Linear(4, 2), TwoRanks(2))
         assert type(split) is kind
         assert split.group == "the tp ranks"
         assert split.ordered == getattr(style, "ordered", True)
-        assert type(style.swap(nn.Linear(4, 2), FakeMesh(1))) is ParallelLinear
-    table = VocabParallel(sequence=True).swap(nn.Embedding(4, 2), TwoRanks(2))
+        assert type(style.replace_module(nn.Linear(4, 2), FakeMesh(1))) is ParallelLinear
+    table = VocabParallel(sequence=True).replace_module(nn.Embedding(4, 2), TwoRanks(2))
     assert table.sequence
-    assert not VocabParallel().swap(nn.Embedding(4, 2), TwoRanks(2)).sequence
+    assert not VocabParallel().replace_module(nn.Embedding(4, 2), TwoRanks(2)).sequence
 
 
 def test_row_parallel_biases_get_partial_gradients_under_sequence_parallelism():

@@ -83,9 +83,9 @@ def core(dropout: float = 0.0, explicit: bool = False) -> CausalAttention:
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_one_context_rank_keeps_the_plain_core(method: str) -> None:
     plain = core(0.5)
-    assert ContextAttention(method, 8).swap(plain, Alone(tp=2)) is plain  # type: ignore[arg-type]
+    assert ContextAttention(method, 8).replace_module(plain, Alone(tp=2)) is plain  # type: ignore[arg-type]
     plain = core()
-    assert ContextAttention(method, 7).swap(plain, Alone(tp=2)) is plain  # type: ignore[arg-type]
+    assert ContextAttention(method, 7).replace_module(plain, Alone(tp=2)) is plain  # type: ignore[arg-type]
 
 
 def test_padding_for_tensor_parallel_ranks_alone_leaves_the_masks_of_samples() -> None:
@@ -94,8 +94,8 @@ def test_padding_for_tensor_parallel_ranks_alone_leaves_the_masks_of_samples() -
     q, k, v = (torch.randn(1, 4, 7, 8).double() for _ in range(3))
     plain = core(0.5)(q, k, v)
     mesh: Any = Alone(tp=2, rank=1)
-    module = ContextAttention("ring", 7).swap(core(0.5), mesh)
-    module.drop = SplitDropout(heads=(1, 4)).swap(module.get_submodule("drop"), mesh)
+    module = ContextAttention("ring", 7).replace_module(core(0.5), mesh)
+    module.drop = SplitDropout(heads=(1, 4)).replace_module(module.get_submodule("drop"), mesh)
     end = torch.full((1, 2, 1, 8), 9.0).double()
     ours = module(*(torch.cat([x[:, 2:], end], 2) for x in (q, k, v)))
     torch.testing.assert_close(ours[:, :, :7], plain[:, 2:], rtol=1e-12, atol=1e-12)
@@ -106,7 +106,7 @@ def test_context_attention_keeps_the_cores_options(made: type[RingAttention]) ->
     method = "ring" if made is RingAttention else "ulysses"
     mesh: Any = Alone(cp=2)
     for explicit in (False, True):
-        module = ContextAttention(method, 8).swap(core(explicit=explicit).eval(), mesh)
+        module = ContextAttention(method, 8).replace_module(core(explicit=explicit).eval(), mesh)
         assert isinstance(module, made)
         assert module.explicit is explicit
         assert not any(part.training for part in module.modules())
@@ -120,7 +120,7 @@ def misuse(style: Callable[[], ContextAttention], module: nn.Module, n: int = 4)
     made = style()
     made.parts("blocks.0.attn.core", module, 0, 1)
     q = torch.randn(1, 3, n, 8)
-    made.swap(module, mesh)(q, q, q)
+    made.replace_module(module, mesh)(q, q, q)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_every_mistake_is_named(method: str, length: int, module: nn.Module, wor
 
 def exchanged() -> None:
     mesh = Mesh(Layout(cp=2))
-    module = ContextAttention("ulysses", 8).swap(core(), mesh)
+    module = ContextAttention("ulysses", 8).replace_module(core(), mesh)
     q, k, v = (torch.randn(2, h, 4, 8).double().requires_grad_() for h in (4, 2, 2))
     with traffic() as sent:
         y = module(q, k, v)

@@ -124,7 +124,7 @@ class Boxes(ParallelStyle):
         start, size = ((0, self.rows), (3, 3))[index % 2]
         return {"w": ParameterShard(dim=1, runs=(ShardRange(start, size),), within=(0, index // 2 * 2, 2))}
 
-    def swap(self, module, mesh):
+    def replace_module(self, module, mesh):
         return module
 
 

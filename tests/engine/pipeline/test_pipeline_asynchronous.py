@@ -19,7 +19,7 @@ from ranks import on_ranks
 from stretto import Layout, schedule
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.pipeline import Pipeline, ReplicatedWeights
-from stretto.engine.pipeline.rounds import repeated
+from stretto.engine.pipeline.steady_state import repeated
 from stretto.errors import StrettoError
 from stretto.program.checks.versions import weight_versions
 from stretto.program.lower import LOOKAHEAD

@@ -17,7 +17,7 @@ from stretto import Layout, schedule
 from stretto.engine.models.build import build
 from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.mesh import Mesh
-from stretto.engine.parallel.parallelize import Sharded, parallelize
+from stretto.engine.parallel.parallelize import ShardedParameter, parallelize
 from stretto.engine.parallel.recompute import Mode, recompute_blocks
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, KeyedDropout, key_dropout
 from stretto.engine.pipeline import PartialGradient, Pipeline, ReplicatedWeights
@@ -99,7 +99,7 @@ class Rank:
         self.masks = Masks()
         key_dropout(self.model, keys)
         plan = sharding_plan(Job(shape=shape, layout=mesh.layout))
-        self.table: dict[str, Sharded] = parallelize(self.model, plan, mesh)
+        self.table: dict[str, ShardedParameter] = parallelize(self.model, plan, mesh)
         for part in self.model.modules():
             if isinstance(part, KeyedDropout):
                 self.masks.watch(part)

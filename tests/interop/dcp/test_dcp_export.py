@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from stretto.engine.checkpoint.read import read_whole
 from stretto.engine.checkpoint.save import save
 from stretto.engine.models.weights import initial_values
-from stretto.engine.parallel.fragment import Piece, Placed
+from stretto.engine.parallel.fragment import ShardPlacement, TensorBox
 from stretto.errors import StrettoError
 from stretto.spec.parameters import parameter_shapes
 from stretto.spec.shape import ModelShape, shape_to_record
@@ -36,16 +36,16 @@ META: dict[str, Any] = {"updates": 6, "tokens": 500, "config": {"optim": OPTIM, 
 STATES = ("exp_avg", "exp_avg_sq")
 
 
-def in_two(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Placed]:
+def in_two(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, ShardPlacement]:
     """The tensor in two pieces, as sharded layouts leave them."""
     half, tail = tensor.shape[0] // 2, tuple(tensor.shape[1:])
     zeros = (0,) * len(tail)
     rest = tensor.shape[0] - half
     pieces = (
-        Piece(offsets=(0, *zeros), sizes=(half, *tail), local=(rest, *zeros)),
-        Piece(offsets=(half, *zeros), sizes=(rest, *tail), local=(0, *zeros)),
+        TensorBox(offsets=(0, *zeros), sizes=(half, *tail), local=(rest, *zeros)),
+        TensorBox(offsets=(half, *zeros), sizes=(rest, *tail), local=(0, *zeros)),
     )
-    return torch.cat([tensor[half:], tensor[:half]]), Placed(name, tuple(tensor.shape), pieces)
+    return torch.cat([tensor[half:], tensor[:half]]), ShardPlacement(name, tuple(tensor.shape), pieces)
 
 
 def written(folder: Path, shape: ModelShape = SHAPE, meta: dict[str, Any] = META) -> Path:

@@ -13,7 +13,7 @@ import torch
 from stretto.engine.checkpoint.read import read_whole
 from stretto.engine.checkpoint.save import save
 from stretto.engine.models.build import build
-from stretto.engine.parallel.fragment import Placed
+from stretto.engine.parallel.fragment import ShardPlacement
 from stretto.errors import StrettoError
 from stretto.spec.attention import AttentionShape, LatentShape, RopeScaling
 from stretto.spec.experts import ExpertShape
@@ -83,7 +83,7 @@ def test_every_model_comes_back_bit_for_bit(tmp_path: Path, name: str, version: 
         kinds = ("model", *states)
         for kind in kinds:
             full = f"{kind}.{ours}"
-            tensors[full] = (torch.rand(sizes, generator=stream), Placed.whole(full, sizes))
+            tensors[full] = (torch.rand(sizes, generator=stream), ShardPlacement.unsharded(full, sizes))
     path = save(tmp_path / "run", 5, tensors, {"model": shape_to_record(shape)})
     done = export_dcp(path, tmp_path / "out", version)
     assert done.step == 5

@@ -16,7 +16,7 @@ from stretto.engine.checkpoint.read import read_whole
 from stretto.engine.checkpoint.save import save
 from stretto.engine.models.build import build
 from stretto.engine.models.weights import initial_values
-from stretto.engine.parallel.fragment import Placed
+from stretto.engine.parallel.fragment import ShardPlacement
 from stretto.errors import StrettoError
 from stretto.spec.experts import ExpertShape
 from stretto.spec.parameters import parameter_shapes
@@ -51,7 +51,7 @@ def written(folder: Path, shape: ModelShape, dtype: str = "float32", *, states: 
         for name, sizes in parameter_shapes(shape).items():
             if prefix == "model" or not name.endswith("correction"):
                 values = initial_values(name, sizes, seed, shape) + torch.rand(sizes)
-                tensors[f"{prefix}.{name}"] = (values, Placed.whole(name, sizes))
+                tensors[f"{prefix}.{name}"] = (values, ShardPlacement.unsharded(name, sizes))
     config = {
         "optim": OPTIM,
         "train": {"steps": 10, "dtype": dtype},

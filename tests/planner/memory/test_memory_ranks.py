@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.engine.pipeline.live import assign_slots
 from stretto.engine.pipeline.pipeline import LOOKAHEAD as POSTED
+from stretto.engine.pipeline.rank_buffers import assign_slots
 from stretto.layout.layout import Layout
 from stretto.planner.counts.activations import ComputeConfig, block_saved, total
 from stretto.planner.counts.state_bytes import StateConfig

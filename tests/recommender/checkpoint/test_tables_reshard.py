@@ -14,7 +14,7 @@ from torch import Tensor
 from ranks import on_ranks
 from stretto.engine.checkpoint.load import load
 from stretto.engine.checkpoint.save import save
-from stretto.engine.parallel.fragment import Placed
+from stretto.engine.parallel.fragment import ShardPlacement
 from stretto.recommender.checkpoint.load import load_tables
 from stretto.recommender.checkpoint.names import TABLES
 from stretto.recommender.checkpoint.save import tensors_to_save
@@ -95,7 +95,7 @@ def _save(rank: int, world: int, placements: Placements, folder: Path) -> None:
     held = _held(rank, world, placements, STATES)
     for one in held:
         one.write(0, _own(one))
-    dense = {"model.bottom": (torch.arange(3.0), Placed.whole("model.bottom", (3,)))}
+    dense = {"model.bottom": (torch.arange(3.0), ShardPlacement.unsharded("model.bottom", (3,)))}
     save(folder, 5, {**dense, **tensors_to_save(held, SPECS, box=100)}, {})
 
 
@@ -106,7 +106,12 @@ def _check(rank: int, world: int, placements: Placements, path: Path) -> None:
         for name, value in one.read(0, one.shard.rows).items():
             assert torch.equal(value, _own(one)[name]), (one.shard, name)
     dense = torch.zeros(3)
-    load(path, {"model.bottom": (dense, Placed.whole("model.bottom", (3,)))}, ignore=[TABLES], check=False)
+    load(
+        path,
+        {"model.bottom": (dense, ShardPlacement.unsharded("model.bottom", (3,)))},
+        ignore=[TABLES],
+        check=False,
+    )
     assert dense.tolist() == [0, 1, 2]
 
 

@@ -24,7 +24,7 @@ from stretto.engine.checkpoint.save import save
 from stretto.engine.models import build
 from stretto.engine.models.cache import KeyValueCache, cacheable
 from stretto.engine.models.generate import stream
-from stretto.engine.parallel.fragment import Placed
+from stretto.engine.parallel.fragment import ShardPlacement
 from stretto.engine.parallel.mesh import Mesh
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
@@ -73,10 +73,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer_folder(folder, "llama3")
     for name, shape in SHAPES.items():
         model, draw = build(shape), torch.Generator().manual_seed(3)
-        tensors = dict[str, tuple[Tensor, Placed]]()
+        tensors = dict[str, tuple[Tensor, ShardPlacement]]()
         for key, weight in model.named_parameters():
             values = torch.empty(weight.shape).normal_(std=0.2, generator=draw)
-            tensors[MODEL + key] = (values, Placed.whole(key, tuple(weight.shape)))
+            tensors[MODEL + key] = (values, ShardPlacement.unsharded(key, tuple(weight.shape)))
         save(folder / name, 1, tensors, {"model": shape_to_record(shape)})
     return folder
 

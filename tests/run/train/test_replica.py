@@ -96,7 +96,7 @@ def trained(place: Any, path: str | None) -> dict[str, list[float]]:
     replica = sharded("zero3", layers=24, offload=place, offload_parameters=place, path=path)
     for step in range(4):
         random_step_done(replica, step)
-    with replica.states.whole() as weights:
+    with replica.states.full_weights() as weights:
         values = {name: weight.flatten().tolist() for name, weight in weights.items()}
     replica.close()
     return values

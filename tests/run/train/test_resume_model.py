@@ -13,7 +13,7 @@ import torch
 from stretto.engine.checkpoint.index import INDEX, write_index
 from stretto.engine.checkpoint.manifest import Manifest, write_manifest
 from stretto.engine.checkpoint.save import save
-from stretto.engine.parallel.fragment import Placed
+from stretto.engine.parallel.fragment import ShardPlacement
 from stretto.errors import StrettoError
 from stretto.run.config.load import parse
 from stretto.run.config.schema import TrainConfig
@@ -209,7 +209,7 @@ WHOLE = {"step": 3, "samples": 12, "tokens": 48, "loss": 1.5, "model": shape_to_
 def states(tmp_path: Path, meta: dict[str, Any], name: str = "optim.exp_avg.w") -> Path:
     """A checkpoint of step 3 with a tensor of that name."""
     value = torch.zeros(2)
-    return save(tmp_path, 3, {name: (value, Placed.whole(name, (2,)))}, meta)
+    return save(tmp_path, 3, {name: (value, ShardPlacement.unsharded(name, (2,)))}, meta)
 
 
 def test_facts_to_go_on_with_are_there(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from planted_faults import Planted, prove_planted
 from stretto.engine.models.weights import initial_values
-from stretto.engine.parallel.adapters import WholeFactor
+from stretto.engine.parallel.adapters import ReplicatedFactor
 from stretto.errors import StrettoError
 from stretto.run.config.schema import TrainConfig
 from stretto.run.verify.job import verify
@@ -75,12 +75,12 @@ def test_dropout_of_adapters_drops_the_same_on_every_layout(folder: Path) -> Non
 
 def sum_nothing(patch: pytest.MonkeyPatch) -> None:
     """Gradients of factors that every rank has whole stay those of its own tokens."""
-    right = WholeFactor.parts
+    right = ReplicatedFactor.parts
 
-    def parts(self: WholeFactor, *arguments: object) -> object:
-        return right(WholeFactor(sequence=False), *arguments)  # pyright: ignore
+    def parts(self: ReplicatedFactor, *arguments: object) -> object:
+        return right(ReplicatedFactor(sequence=False), *arguments)  # pyright: ignore
 
-    patch.setattr(WholeFactor, "parts", parts)
+    patch.setattr(ReplicatedFactor, "parts", parts)
 
 
 ALL = [Planted(sum_nothing, changes(tp=2, sequence_parallel=True), ("lora",))]

@@ -19,10 +19,10 @@ import stretto.run.train.step as step_module
 from stretto.engine.models.language import IGNORED
 from stretto.engine.parallel.data.sharded import ShardedStates
 from stretto.engine.parallel.expert.dispatch import Dispatch
-from stretto.engine.parallel.fragment import Fragment
+from stretto.engine.parallel.fragment import ParameterFragment
 from stretto.engine.parallel.styles import ParameterShard, RowParallel
 from stretto.engine.pipeline import Pipeline
-from stretto.engine.pipeline.compute import Compute
+from stretto.engine.pipeline.compute import ComputeCalls
 from stretto.engine.pipeline.versions import WeightVersions
 from stretto.prove.diagnose import TOLERANCE, Verdict
 from stretto.run.config.schema import TrainConfig
@@ -101,7 +101,7 @@ def drop_routing() -> None:
     reweight(torch.ones_like)
 
 
-def change_fragments(change: Callable[[ShardedStates, Fragment], None]) -> None:
+def change_fragments(change: Callable[[ShardedStates, ParameterFragment], None]) -> None:
     begin = ShardedStates.begin
 
     def changed(self: ShardedStates, *arguments: Any) -> Any:
@@ -115,9 +115,9 @@ def change_fragments(change: Callable[[ShardedStates, Fragment], None]) -> None:
 def count_all_copies() -> None:
     """Tied parameters are owned on every stage, replicated ones on every tensor-parallel rank."""
 
-    def everywhere(_: ShardedStates, fragment: Fragment) -> None:
+    def everywhere(_: ShardedStates, fragment: ParameterFragment) -> None:
         pieces = tuple(replace(piece, owned=True) for piece in fragment.placed.pieces)
-        fragment.placed, fragment.elsewhere = replace(fragment.placed, pieces=pieces), False
+        fragment.placed, fragment.counted_elsewhere = replace(fragment.placed, pieces=pieces), False
 
     change_fragments(everywhere)
 
@@ -125,9 +125,9 @@ def count_all_copies() -> None:
 def leave_a_shard_out() -> None:
     """The last tensor-parallel rank's share of the first block is not in the norm."""
 
-    def partly(states: ShardedStates, fragment: Fragment) -> None:
+    def partly(states: ShardedStates, fragment: ParameterFragment) -> None:
         if states.mesh.index("tp") == 1 and fragment.name == "blocks.0.mlp.up.weight":
-            fragment.placed = fragment.placed.elsewhere()
+            fragment.placed = fragment.placed.unowned()
 
     change_fragments(partly)
 
@@ -344,16 +344,16 @@ def test_wrong_dropout_is_traced_to_the_first_wrong_output(folder: Path) -> None
 
 def drop_out_otherwise_again() -> None:
     """Recomputation uses the dropout of the newest microbatch."""
-    right = Compute.backward
+    right = ComputeCalls.backward
 
-    def backward(self: Compute, action: Any) -> Any:
+    def backward(self: ComputeCalls, action: Any) -> Any:
         self._prepare = lambda action: None
         try:
             return right(self, action)
         finally:
             del self._prepare
 
-    Compute.backward = backward
+    ComputeCalls.backward = backward
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])

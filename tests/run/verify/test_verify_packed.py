@@ -13,7 +13,7 @@ from torch import Tensor
 
 import stretto.run.train.assemble as assemble_module
 import stretto.run.train.batches as batches_module
-from stretto.engine.documents import Documents
+from stretto.engine.documents import DocumentStarts
 from stretto.engine.models.language import IGNORED
 from stretto.run.config import TrainConfig
 from stretto.run.data.dataset import whole_split_of
@@ -71,7 +71,7 @@ def test_samples_hold_all_kinds_of_documents(folder: Path) -> None:
     config = config_of(folder)
     batch, *_ = batches(config, prepare_data(config, quiet=True), 1)
     assert batch.begins is not None
-    runs = Documents(batch.begins).runs(batch.begins.new_tensor(range(16)))
+    runs = DocumentStarts(batch.begins).runs(batch.begins.new_tensor(range(16)))
     assert len({len(row) for row in runs}) > 2
     assert {1, 2} & {last - first for row in runs for _, first, last in row}
     assert bool((batch.targets == IGNORED).any())
@@ -106,10 +106,10 @@ def share_nothing() -> None:
 
 def documents_of_the_first_microbatch() -> None:
     """Every microbatch of a rank gets them."""
-    kept = list[Documents]()
+    kept = list[DocumentStarts]()
 
-    def first(begins: Tensor) -> Documents:
-        kept.append(Documents(begins))
+    def first(begins: Tensor) -> DocumentStarts:
+        kept.append(DocumentStarts(begins))
         return kept[0]
 
     batches_module.Documents = first

@@ -16,7 +16,7 @@ import stretto.engine.parallel.data.sharded as sharded_module
 from planted_faults import Planted, parameters, prove_planted, selected
 from stretto.engine.parallel.data.gradients import GradientBuffer
 from stretto.engine.parallel.data.reduction import ShardGroups
-from stretto.engine.parallel.data.unit import Unit
+from stretto.engine.parallel.data.unit import FlatParameter
 from stretto.prove.diagnose import TOLERANCE, Verdict
 from tiny_job import EIGHT, LLAMA, changes, job, name_of
 
@@ -90,24 +90,24 @@ def lose_the_last_microbatch(patch: pytest.MonkeyPatch) -> None:
 
 def forget_to_gather(patch: pytest.MonkeyPatch) -> None:
     """Updated weights are not sent to the other ranks."""
-    patch.setattr(Unit, "_spread", lambda self, *_: iter(()))
+    patch.setattr(FlatParameter, "_spread", lambda self, *_: iter(()))
 
 
 def keep_what_was_gathered(patch: pytest.MonkeyPatch) -> None:
     """Weights that a layer has gathered are kept after the update."""
-    release, made = Unit.release, set[int]()
+    release, made = FlatParameter.release, set[int]()
 
-    def once(self: Unit) -> None:
+    def once(self: FlatParameter) -> None:
         if id(self) not in made:
             made.add(id(self))
             release(self)
 
-    patch.setattr(Unit, "release", once)
+    patch.setattr(FlatParameter, "release", once)
 
 
 def forget_to_copy(patch: pytest.MonkeyPatch) -> None:
     """The optimiser's masters are not copied into the weights."""
-    patch.setattr(Unit, "take", lambda self: None)
+    patch.setattr(FlatParameter, "take", lambda self: None)
 
 
 def count_copies_of_shards(patch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ import stretto.run.train.batches as batches_module
 import stretto.run.train.replica as replica_module
 from planted_faults import Planted, parameters, prove_planted, selected
 from stretto.engine.parallel.data.layer_gather import LayerGather
-from stretto.engine.parallel.data.unit import Unit
-from stretto.engine.pipeline.exchange import Exchange, Transfer
+from stretto.engine.parallel.data.unit import FlatParameter
+from stretto.engine.pipeline.exchange import Transfer, TransferCalls
 from stretto.prove.diagnose import Verdict
 from stretto.run.train.batches import Batches
 from stretto.run.verify.job import verify
@@ -36,18 +36,18 @@ def layers_do_not_wait(patch: pytest.MonkeyPatch) -> None:
 def gather_a_stale_shard(patch: pytest.MonkeyPatch) -> None:
     """A gather does not wait for the update that is still spreading."""
 
-    def gather(self: Unit) -> None:
+    def gather(self: FlatParameter) -> None:
         if not self._gathered:
             self._gathered = True
             self._start(self._bring())
 
-    patch.setattr(Unit, "gather", gather)
+    patch.setattr(FlatParameter, "gather", gather)
 
 
 def do_not_wait_for_messages(patch: pytest.MonkeyPatch) -> None:
-    right = Exchange.incoming
+    right = TransferCalls.incoming
 
-    def incoming(self: Exchange, action: Any) -> Any:
+    def incoming(self: TransferCalls, action: Any) -> Any:
         call, receives = right(self, action), self.live.receives
 
         def fixed() -> Any:
@@ -56,11 +56,11 @@ def do_not_wait_for_messages(patch: pytest.MonkeyPatch) -> None:
 
         return fixed
 
-    def wait(self: Exchange, action: Any) -> Any:
+    def wait(self: TransferCalls, action: Any) -> Any:
         return lambda: None
 
-    patch.setattr(Exchange, "incoming", incoming)
-    patch.setattr(Exchange, "wait", wait)
+    patch.setattr(TransferCalls, "incoming", incoming)
+    patch.setattr(TransferCalls, "wait", wait)
 
 
 def overwrite_what_is_sent(patch: pytest.MonkeyPatch) -> None:
@@ -78,13 +78,13 @@ def overwrite_what_is_sent(patch: pytest.MonkeyPatch) -> None:
 
 def share_a_slot(patch: pytest.MonkeyPatch) -> None:
     """All messages into a stage arrive in one buffer."""
-    right = Exchange._buffers
+    right = TransferCalls._buffers
 
-    def buffers(self: Exchange, action: Any) -> Any:
+    def buffers(self: TransferCalls, action: Any) -> Any:
         self.slots = dict.fromkeys(self.slots, 0)
         return right(self, action)
 
-    patch.setattr(Exchange, "_buffers", buffers)
+    patch.setattr(TransferCalls, "_buffers", buffers)
 
 
 def dropout_of_the_first_replica(patch: pytest.MonkeyPatch) -> None:

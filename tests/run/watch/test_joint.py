@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stretto.engine.progress import PROGRESS, SIZE, Progress, label, read_row
+from stretto.engine.progress import PROGRESS, SIZE, ProgressMarks, label, read_row
 from stretto.run.watch import joint
 from stretto.run.watch.joint import JointWatch, _key, _packed, _unpacked
 
@@ -60,7 +60,7 @@ class Job:
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
         self.store, self.rank = Store(), rank
-        self.others = {other: Progress() for other in range(world) if other != rank}
+        self.others = {other: ProgressMarks() for other in range(world) if other != rank}
         for other, progress in self.others.items():
             progress.attach(memoryview(bytearray(SIZE)), 2**30 + other, f"host{other}")
         for progress in (PROGRESS, *self.others.values()):

@@ -18,7 +18,7 @@ import pytest
 
 from stretto.cli import main
 from stretto.engine.pipeline.words import in_words
-from stretto.engine.progress import PROGRESS, SIZE, Progress, Row, label, read_row
+from stretto.engine.progress import PROGRESS, SIZE, ProgressMarks, RankMarks, label, read_row
 from stretto.program.action import Action, ActionKind
 from stretto.run.diagnose.dump import Call, Group, RankDump
 from stretto.run.diagnose.hang import diagnose
@@ -32,7 +32,9 @@ from stretto.run.watch.record import record_environment
 from tiny_job import job
 from train_runs import at_step, hooked
 
-ROW = Row(marks=5, marked_ns=0, alive_ns=0, process=1, step=3, limit=10.0, waits=True, text="F", host="here")
+ROW = RankMarks(
+    marks=5, marked_ns=0, alive_ns=0, process=1, step=3, limit=10.0, waits=True, text="F", host="here"
+)
 
 
 def seen(rank: int, *, seconds: float = 11.0, mute: float = 0.0, state: str = "S", **row: Any) -> Seen:
@@ -47,7 +49,7 @@ def among(*ranks: Seen) -> dict[int, Seen]:
 
 
 def test_a_row_says_what_was_marked() -> None:
-    progress, row = Progress(), memoryview(bytearray(SIZE))
+    progress, row = ProgressMarks(), memoryview(bytearray(SIZE))
     assert read_row(row).marks == 0
     progress.attach(row, 77, "machine")
     assert (read_row(row).process, read_row(row).host, read_row(row).limit) == (77, "machine", inf)
@@ -134,7 +136,7 @@ class Processes:
         monkeypatch.setattr("stretto.run.watch.local.process_state", lambda one: self.state.get(one, "S"))
         monkeypatch.setattr("stretto.run.watch.local.os.kill", lambda *_: None)
         self.watch = Watch(self.board)
-        self.ranks = [Progress() for _ in range(ranks)]
+        self.ranks = [ProgressMarks() for _ in range(ranks)]
         for rank, progress in enumerate(self.ranks):
             progress.attach(self.board.memory(rank), rank, "here")
             progress.limit(10.0, 100.0, 1)

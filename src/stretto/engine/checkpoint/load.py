@@ -26,7 +26,7 @@ from stretto.engine.parallel.control import (
     this_rank,
     world_size,
 )
-from stretto.engine.parallel.fragment import Placed
+from stretto.engine.parallel.fragment import ShardPlacement
 from stretto.errors import StrettoError, nearest
 
 
@@ -105,7 +105,10 @@ def load(path: str | Path, tensors: Tensors, *, ignore: Sequence[str] = (), chec
         for part in state.values():
             if part.padded:
                 part.zero()
-    whole = {**state, **shards({n: (t, Placed.whole(n, tuple(t.shape))) for n, t in per_rank.items()})}
+    whole = {
+        **state,
+        **shards({n: (t, ShardPlacement.unsharded(n, tuple(t.shape))) for n, t in per_rank.items()}),
+    }
     run_collective(
         lambda: dcp_load(
             cast(dict[str, Any], whole),
@@ -141,7 +144,7 @@ def _matched(folder: Path, manifest: Manifest, tensors: Tensors) -> tuple[Index,
     return index, shards(tensors)
 
 
-def _same(name: str, saved: SavedTensor, local: Tensor, placed: Placed) -> None:
+def _same(name: str, saved: SavedTensor, local: Tensor, placed: ShardPlacement) -> None:
     if saved.shape != tuple(placed.shape):
         raise StrettoError(
             f"checkpoint of another model: {name} has shape {list(saved.shape)}, in the model "

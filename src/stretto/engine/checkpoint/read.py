@@ -14,7 +14,7 @@ from stretto.engine.checkpoint.files import DamageError, plain_file
 from stretto.engine.checkpoint.index import DTYPES, MODEL, SavedPiece, SavedTensor, piece_key
 from stretto.engine.checkpoint.load import Loaded, load, tensor_index
 from stretto.engine.checkpoint.manifest import read_manifest
-from stretto.engine.parallel.fragment import Placed
+from stretto.engine.parallel.fragment import ShardPlacement
 from stretto.errors import StrettoError
 from stretto.spec.shape import ModelShape, shape_from_record
 
@@ -107,7 +107,9 @@ def read_whole(path: str | Path, prefix: str = MODEL) -> tuple[dict[str, Tensor]
     }
     if not whole:
         raise StrettoError(f"checkpoint {path} holds no tensors named {prefix}...")
-    places = {name: (tensor, Placed.whole(name, tuple(tensor.shape))) for name, tensor in whole.items()}
+    places = {
+        name: (tensor, ShardPlacement.unsharded(name, tuple(tensor.shape))) for name, tensor in whole.items()
+    }
     loaded = load(path, places, ignore=[name for name in index if name not in whole])
     return {name.removeprefix(prefix): tensor for name, tensor in whole.items()}, loaded
 

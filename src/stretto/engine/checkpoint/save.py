@@ -41,7 +41,7 @@ from stretto.engine.parallel.control import (
     this_rank,
     world_size,
 )
-from stretto.engine.parallel.fragment import Placed
+from stretto.engine.parallel.fragment import ShardPlacement
 from stretto.errors import StrettoError
 
 Written = dict[str, tuple[int, int]]
@@ -273,7 +273,9 @@ def _state(
     if problem := metadata_problem(meta, step, world_size()):  # no reader would take it
         raise StrettoError(f"metadata of the checkpoint: {problem}")
     mine = {rank_name(this_rank(), name): value for name, value in (per_rank or {}).items()}
-    state = {name: (value, Placed.whole(name, tuple(value.shape))) for name, value in mine.items()}
+    state = {
+        name: (value, ShardPlacement.unsharded(name, tuple(value.shape))) for name, value in mine.items()
+    }
     streamed = {name: each for name, each in tensors.items() if isinstance(each, Streamed)}
     placed = {name: each for name, each in tensors.items() if not isinstance(each, Streamed)}
     types = {name: each.dtype for name, each in streamed.items()}

@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from stretto.engine.checkpoint.index import Box, untiled
 from stretto.engine.offload.tensor_files import at_hand, is_away
-from stretto.engine.parallel.fragment import Piece, Placed
+from stretto.engine.parallel.fragment import ShardPlacement, TensorBox
 from stretto.errors import StrettoError
 
-Tensors = Mapping[str, tuple[Tensor, Placed]]
+Tensors = Mapping[str, tuple[Tensor, ShardPlacement]]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Streamed:
         return self.boxes[tuple(index.offset or ())][1]()
 
 
-Saved = Mapping[str, tuple[Tensor, Placed] | Streamed]
+Saved = Mapping[str, tuple[Tensor, ShardPlacement] | Streamed]
 
 
 class Shards:
@@ -78,7 +78,7 @@ class Shards:
     none.
     """
 
-    def __init__(self, local: Tensor, placed: Placed) -> None:
+    def __init__(self, local: Tensor, placed: ShardPlacement) -> None:
         self.local = local.detach()
         self.shape = placed.shape
         self.away = is_away(local)
@@ -131,7 +131,7 @@ class Shards:
 State = Mapping[str, Shards | Streamed]
 
 
-def _chunk(piece: Piece) -> ChunkStorageMetadata:
+def _chunk(piece: TensorBox) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
 
 
@@ -144,7 +144,7 @@ def shards(tensors: Tensors) -> dict[str, Shards]:
     return {name: _checked(name, local, placed) for name, (local, placed) in tensors.items()}
 
 
-def _checked(name: str, local: Tensor, placed: Placed) -> Shards:
+def _checked(name: str, local: Tensor, placed: ShardPlacement) -> Shards:
     shape = tuple(local.shape)
     for piece in placed.pieces:
         if not _inside(piece.offsets, piece.sizes, placed.shape):
@@ -160,7 +160,7 @@ def _inside(start: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) ->
     )
 
 
-def _fits(piece: Piece, local: Tensor) -> bool:
+def _fits(piece: TensorBox, local: Tensor) -> bool:
     """Whether a box of a flat tensor lies inside it: its first and last element do, its strides are those of
     consecutive rows, and the flat tensor is contiguous.
     """
@@ -179,13 +179,13 @@ def _fits(piece: Piece, local: Tensor) -> bool:
 
 
 def _outside(
-    name: str, piece: Piece, which: str, start: Sequence[int], shape: tuple[int, ...]
+    name: str, piece: TensorBox, which: str, start: Sequence[int], shape: tuple[int, ...]
 ) -> StrettoError:
     strides = "" if piece.strides is None else f" with strides {list(piece.strides)}"
     return StrettoError(
         f"tensor {name}: piece at {list(start)} of size {list(piece.sizes)}{strides} lies outside the "
         f"{which} tensor of shape {list(shape)}",
-        hint="its Placed does not belong to this tensor",
+        hint="its placement does not belong to this tensor",
     )
 
 

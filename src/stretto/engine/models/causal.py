@@ -11,12 +11,12 @@ from torch.nn.attention import SDPBackend
 
 from stretto.engine import flex
 from stretto.engine.device import on_accelerator
-from stretto.engine.documents import Documents, Packing
+from stretto.engine.documents import DocumentStarts, Packing
 from stretto.engine.kernels import (
     Band,
-    Efficient,
-    Explicit,
-    Scores,
+    MemoryEfficient,
+    NaiveAttention,
+    ScoreOptions,
     add_sinks,
     kernel_for,
     rows,
@@ -130,11 +130,11 @@ class CausalAttention(nn.Module):
         if scores.softcap is None and sinks is None and not apart:
             return False
         kernel = kernel_for(q, v, scores)
-        return isinstance(kernel, Explicit) or (apart and isinstance(kernel, Efficient))
+        return isinstance(kernel, NaiveAttention) or (apart and isinstance(kernel, MemoryEfficient))
 
-    def scores(self, d: int) -> Scores:
+    def scores(self, d: int) -> ScoreOptions:
         """How scores are made, with keys of d features."""
-        return Scores(d**-0.5 if self.scale is None else self.scale, self.softcap, self.window)
+        return ScoreOptions(d**-0.5 if self.scale is None else self.scale, self.softcap, self.window)
 
 
 def choose_kernel(model: nn.Module, kernel: AttentionKernel) -> None:
@@ -149,7 +149,7 @@ def choose_kernel(model: nn.Module, kernel: AttentionKernel) -> None:
 
 
 def causal_probabilities(
-    q: Tensor, k: Tensor, scores: Scores, sinks: Tensor | None = None, apart: Tensor | None = None
+    q: Tensor, k: Tensor, scores: ScoreOptions, sinks: Tensor | None = None, apart: Tensor | None = None
 ) -> Tensor:
     """Attention probabilities [b, heads, n, m] of q [b, heads, n, d] and k [b, kv_heads, m, d].
 
@@ -217,8 +217,8 @@ def _attend(
     v: Tensor,
     sinks: Tensor | None,
     *,
-    scores: Scores,
-    documents: Documents | None = None,
+    scores: ScoreOptions,
+    documents: DocumentStarts | None = None,
 ) -> Tensor:
     """What `CausalAttention` computes, without the keys that are out of every query's sight."""
     first = 0 if scores.window is None else max(0, k.shape[2] - q.shape[2] - scores.window + 1)
@@ -233,7 +233,13 @@ def _attend(
 
 
 def _by_flex(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, scores: Scores, documents: Documents | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    *,
+    scores: ScoreOptions,
+    documents: DocumentStarts | None,
 ) -> Tensor:
     """The same by FlexAttention."""
     kind = q.device.type
@@ -254,8 +260,8 @@ class _Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        scores: Scores,
-        documents: Documents | None,
+        scores: ScoreOptions,
+        documents: DocumentStarts | None,
     ) -> Tensor:
         ctx.scores, ctx.documents = scores, documents
         q = by_position(rows(q))
@@ -285,7 +291,7 @@ class _Attention(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None, None
 
 
-def _band(q: Tensor, k: Tensor, scores: Scores) -> Band:
+def _band(q: Tensor, k: Tensor, scores: ScoreOptions) -> Band:
     return Band(k.shape[2] - q.shape[2], scores.window)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from stretto.engine.compiler import Compiler
 from stretto.engine.models.attention import SelfAttention
-from stretto.engine.models.language import Block, LanguageModel
+from stretto.engine.models.language import LanguageModel, TransformerBlock
 from stretto.engine.models.mlp import MLP, activate
 from stretto.engine.models.moe import Experts
 from stretto.engine.models.regions import (
@@ -46,7 +46,7 @@ def compile_blocks(model: LanguageModel, compiler: Compiler) -> None:
                 cast(Any, module).compiler = compiler
 
 
-class _CompiledBlock(Block):
+class _CompiledBlock(TransformerBlock):
     compiler: Compiler
 
     def normed(self, x: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class _CompiledExperts(Experts):
 
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
-    Block: _CompiledBlock,
+    TransformerBlock: _CompiledBlock,
     SelfAttention: _CompiledAttention,
     MLP: _CompiledMLP,
     Experts: _CompiledExperts,

@@ -41,7 +41,7 @@ _PICTURES = ("vision_tower.", "multi_modal_projector.")
 _FURTHER = (".eh_proj.", ".enorm.", ".hnorm.", ".shared_head.")  # in a layer that predicts further tokens
 
 
-class Form(Protocol):
+class WeightForm(Protocol):
     """How tensors of theirs make up one of ours."""
 
     def join(self, parts: list[Tensor]) -> Tensor:
@@ -54,7 +54,7 @@ class Form(Protocol):
 
 
 @dataclass(frozen=True)
-class Stacked:
+class StackedRows:
     """Theirs are stacked by rows in ours; those of experts then have another first dimension."""
 
     rows: tuple[int, ...]
@@ -115,7 +115,7 @@ class Transposed:
 
 
 @dataclass(frozen=True)
-class After:
+class RowOffset:
     """Theirs begins with some rows that are not used."""
 
     rows: int
@@ -128,7 +128,7 @@ class After:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class WeightRule:
     """One of our tensors, and the tensors of theirs that make it up.
 
     sizes: names and shapes of theirs, in the order of `join` and `split`.
@@ -136,7 +136,7 @@ class Rule:
 
     ours: str
     sizes: Mapping[str, Sizes]
-    form: Form
+    form: WeightForm
 
     @property
     def theirs(self) -> tuple[str, ...]:
@@ -152,7 +152,7 @@ class Rule:
         return self.form.split(whole)
 
 
-def rules(shape: ModelShape, present: Collection[str] = ()) -> Iterator[Rule]:
+def rules(shape: ModelShape, present: Collection[str] = ()) -> Iterator[WeightRule]:
     """A rule for every parameter of the model; a tied head is left out.
 
     Args:
@@ -348,18 +348,20 @@ _MIXTRAL_PARTS = {"gate_up": ("w1", "w3"), "down": ("w2",)}
 _PARTS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 
 
-def _gpt2_rule(ours: str, sizes: Sizes, shape: ModelShape) -> Rule:
+def _gpt2_rule(ours: str, sizes: Sizes, shape: ModelShape) -> WeightRule:
     prefix, module, kind = _parse(ours, "transformer.h.")
     theirs = prefix + _GPT2[module]
     linear = bool(prefix) and len(sizes) == 2
     whole = {f"{theirs}.{kind}": sizes[::-1] if linear else sizes}
     biased = bool(prefix) or module == "head.norm"
     if shape.bias or not biased or kind == "bias":
-        return Rule(ours=ours, sizes=whole, form=Gpt2Linear(linear))
-    return Rule(ours=ours, sizes={**whole, f"{theirs}.bias": sizes[:1]}, form=Gpt2Linear(linear, sizes[0]))
+        return WeightRule(ours=ours, sizes=whole, form=Gpt2Linear(linear))
+    return WeightRule(
+        ours=ours, sizes={**whole, f"{theirs}.bias": sizes[:1]}, form=Gpt2Linear(linear, sizes[0])
+    )
 
 
-def _stacks_rule(ours: str, sizes: Sizes, kind: str, shape: ModelShape) -> Rule:
+def _stacks_rule(ours: str, sizes: Sizes, kind: str, shape: ModelShape) -> WeightRule:
     """The rule of a parameter of a model with an encoder."""
     stack, _, inside = ours.partition(".")
     if stack not in _STACK_BLOCKS[kind]:
@@ -367,23 +369,23 @@ def _stacks_rule(ours: str, sizes: Sizes, kind: str, shape: ModelShape) -> Rule:
         theirs = f"{_STACKS[kind][module]}.{leaf}"
         if module.endswith(".pos"):
             whole = (sizes[0] + _BART_OFFSET, *sizes[1:])
-            return Rule(ours=ours, sizes={theirs: whole}, form=After(_BART_OFFSET))
-        return Rule(ours=ours, sizes={theirs: sizes}, form=Stacked(sizes[:1]))
+            return WeightRule(ours=ours, sizes={theirs: whole}, form=RowOffset(_BART_OFFSET))
+        return WeightRule(ours=ours, sizes={theirs: sizes}, form=StackedRows(sizes[:1]))
     block, _, module = inside.partition(".")
     prefix, last = f"{_STACK_BLOCKS[kind][stack]}{block}.", 1 if stack == "encoder" else 2
     if module == "attn.relative":
         (theirs,) = _STACK_MODULES[kind][module]
-        return Rule(ours=ours, sizes={f"{prefix}{theirs}.weight": sizes[::-1]}, form=Transposed())
+        return WeightRule(ours=ours, sizes={f"{prefix}{theirs}.weight": sizes[::-1]}, form=Transposed())
     module, _, leaf = module.rpartition(".")
     names = [f"{prefix}{name.format(last=last)}.{leaf}" for name in _STACK_MODULES[kind][module]]
     rows = (sizes[0] // len(names),) * len(names)
     if module == "attn.qkv":
         rows = (shape.attention_width, shape.kv_width, shape.kv_width)
     theirs_sizes = {name: (count, *sizes[1:]) for name, count in zip(names, rows, strict=True)}
-    return Rule(ours=ours, sizes=theirs_sizes, form=Stacked(rows))
+    return WeightRule(ours=ours, sizes=theirs_sizes, form=StackedRows(rows))
 
 
-def _rule(ours: str, sizes: Sizes, *, kind: str, shape: ModelShape, present: Collection[str]) -> Rule:
+def _rule(ours: str, sizes: Sizes, *, kind: str, shape: ModelShape, present: Collection[str]) -> WeightRule:
     prefix, module, suffix = _parse(ours, "model.layers.")
     names = _OF_KIND.get(kind, {}).get(module) or _NAMES[module]
     if kind == "mixtral" and f"{prefix}mlp.gate.weight" in present and module == "mlp.router.gate":
@@ -393,10 +395,10 @@ def _rule(ours: str, sizes: Sizes, *, kind: str, shape: ModelShape, present: Col
         rows = (shape.attention_width, shape.kv_width, shape.kv_width)
     ends = f".{suffix}" if suffix else ""
     theirs = {f"{prefix}{name}{ends}": (count, *sizes[1:]) for name, count in zip(names, rows, strict=True)}
-    return Rule(ours=ours, sizes=theirs, form=Stacked(rows))
+    return WeightRule(ours=ours, sizes=theirs, form=StackedRows(rows))
 
 
-def _experts_rule(ours: str, sizes: Sizes, *, kind: str, present: Collection[str]) -> Rule:
+def _experts_rule(ours: str, sizes: Sizes, *, kind: str, present: Collection[str]) -> WeightRule:
     """The rule of one linear of all experts of a block, or of its biases, as blocks.3.mlp.experts.gate_up."""
     prefix, module, _ = _parse(ours, "model.layers.")
     linear = module.removeprefix("mlp.experts.").removesuffix("_bias")
@@ -405,9 +407,9 @@ def _experts_rule(ours: str, sizes: Sizes, *, kind: str, present: Collection[str
         biases = module.endswith("_bias")
         theirs = f"{whole}_bias" if biases else whole
         turned = sizes if biases else (sizes[0], sizes[2], sizes[1])
-        return Rule(ours=ours, sizes={theirs: turned}, form=GptOssExperts(linear == "gate_up"))
+        return WeightRule(ours=ours, sizes={theirs: turned}, form=GptOssExperts(linear == "gate_up"))
     if whole in present:
-        return Rule(ours=ours, sizes={whole: sizes}, form=Stacked(sizes[:1]))
+        return WeightRule(ours=ours, sizes={whole: sizes}, form=StackedRows(sizes[:1]))
     name, parts = (_MIXTRAL_EXPERT, _MIXTRAL_PARTS) if kind == "mixtral" else (_EXPERT, _PARTS)
     each = (sizes[1] // len(parts[linear]), sizes[2])
     theirs = {
@@ -415,7 +417,7 @@ def _experts_rule(ours: str, sizes: Sizes, *, kind: str, present: Collection[str
         for expert in range(sizes[0])
         for part in parts[linear]
     }
-    return Rule(ours=ours, sizes=theirs, form=Stacked((each[0],) * len(theirs), sizes[0]))
+    return WeightRule(ours=ours, sizes=theirs, form=StackedRows((each[0],) * len(theirs), sizes[0]))
 
 
 def _parse(ours: str, blocks: str) -> tuple[str, str, str]:

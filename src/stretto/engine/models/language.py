@@ -91,7 +91,7 @@ class DecoderEmbedding(Embedding):
         return super().forward(ids), x if self.memory_norm is None else self.memory_norm(x)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention, in a decoder beside an encoder also to the memory, then an MLP or experts, each applied to
     the normalised residual stream and added to it; with "sandwich" norms each is normalised once more before
     it is added. With "post" norms it is the sum that is normalised.
@@ -208,10 +208,10 @@ class LanguageModel(nn.Module):
         self.packing = Packing()
         if shape.encoder_layers:
             stack = shape.encoder_stack
-            self.encoder.extend(Block(stack.block(i)) for i in range(stack.layers))
+            self.encoder.extend(TransformerBlock(stack.block(i)) for i in range(stack.layers))
             self.decoder_embed = DecoderEmbedding(shape)
         self.blocks = nn.ModuleList(
-            Block(shape.block(i), last=i + 1 == shape.layers) for i in range(shape.layers)
+            TransformerBlock(shape.block(i), last=i + 1 == shape.layers) for i in range(shape.layers)
         )
         self.head = Head(shape)
         self.loss: nn.Module = CrossEntropy()

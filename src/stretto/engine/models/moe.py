@@ -20,7 +20,7 @@ from stretto.spec.experts import ExpertShape
 from stretto.spec.shape import Mlp, ModelShape
 
 
-class Choice(NamedTuple):
+class Routing(NamedTuple):
     """Where tokens are routed; the leading dimensions are those of the logits."""
 
     experts: Tensor  # [..., top_k], int64, each token's likeliest expert first
@@ -58,7 +58,7 @@ class Router(nn.Module):
             bias = self.gate.bias.to(exact) if self.moe.router_bias else None
             return F.linear(x.to(exact), self.gate.weight.to(exact), bias)
 
-    def choose(self, logits: Tensor) -> Choice:
+    def choose(self, logits: Tensor) -> Routing:
         """The `top_k` experts that `preference` ranks first, and the weights of their outputs, which know
         nothing of the correction. Scores are normalised in log space, so that they sum to 1 even where some
         underflow.
@@ -70,7 +70,7 @@ class Router(nn.Module):
             weights = chosen.softmax(-1)
         else:
             weights = chosen.exp() if self.moe.score == "sigmoid" else scores.gather(-1, experts)
-        return Choice(experts, weights if self.moe.scale == 1.0 else weights * self.moe.scale, scores)
+        return Routing(experts, weights if self.moe.scale == 1.0 else weights * self.moe.scale, scores)
 
     @torch.no_grad()
     def preference(self, logits: Tensor) -> Tensor:
@@ -233,13 +233,13 @@ class MoE(nn.Module):
             y = y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
         return self.drop(y)
 
-    def _losses(self, logits: Tensor, choice: Choice) -> Tensor:
+    def _losses(self, logits: Tensor, choice: Routing) -> Tensor:
         router = self.router
         counts, mass = router.counts(choice.experts), router.mass(choice.scores)
         self.load = counts.sum(0)
         return router.balance(counts, mass, logits.shape[1]) + router.z(logits)
 
-    def _mix(self, x: Tensor, choice: Choice, kept: Tensor | None) -> Tensor:
+    def _mix(self, x: Tensor, choice: Routing, kept: Tensor | None) -> Tensor:
         """Tokens [n, hidden] through their experts. A token's copies are summed in the order of its choices,
         as under every layout.
         """

@@ -32,7 +32,7 @@ _REFUSED = {  # what changes the function, and its only value here
 
 
 @dataclass(frozen=True)
-class Linear:
+class PeftLinear:
     """One linear of theirs, and which projections of ours it is.
 
     Attributes:
@@ -51,7 +51,7 @@ class Linear:
         return f"blocks.{self.block}.{self.module}.lora.{projection}.{factor}.weight"
 
 
-def linears(shape: ModelShape) -> Iterator[Linear]:
+def linears(shape: ModelShape) -> Iterator[PeftLinear]:
     """The linears of all blocks that may have adapters."""
     base = replace(shape, lora=None)
     body = _body(base)
@@ -66,7 +66,7 @@ def linears(shape: ModelShape) -> Iterator[Linear]:
         theirs = [body + name.removesuffix(".weight") for name in rule.theirs if name.endswith(".weight")]
         parts = [named] if len(theirs) == 1 else [(one,) for one in named]
         for name, projections in zip(theirs, parts, strict=True):
-            yield Linear(name, int(number), module, projections)
+            yield PeftLinear(name, int(number), module, projections)
 
 
 def _body(base: ModelShape) -> str:
@@ -188,11 +188,11 @@ def merged(
     return total.to(weight.dtype)
 
 
-def _name(linear: Linear, factor: str) -> str:
+def _name(linear: PeftLinear, factor: str) -> str:
     return f"{_PREFIX}{linear.theirs}.lora_{factor}.weight"
 
 
-def _diagonal(linear: Linear, names: Sequence[str], weights: Mapping[str, Tensor], rank: int) -> Tensor:
+def _diagonal(linear: PeftLinear, names: Sequence[str], weights: Mapping[str, Tensor], rank: int) -> Tensor:
     """B of all projections: a block of rows and columns for each, the rest zero."""
     if len(linear.projections) == 1:
         return weights[linear.ours(names[0], "B")]
@@ -207,7 +207,7 @@ def _diagonal(linear: Linear, names: Sequence[str], weights: Mapping[str, Tensor
     return whole
 
 
-def _ours(linear: Linear, a: Tensor, b: Tensor, rank: int) -> dict[str, Tensor]:
+def _ours(linear: PeftLinear, a: Tensor, b: Tensor, rank: int) -> dict[str, Tensor]:
     """Our factors of theirs: A [n rank, in], B [out, n rank]."""
     n, rest = divmod(len(a), rank)
     if rest or n not in (1, len(linear.projections)) or b.shape[1] != len(a):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.engine.device import is_capturing
-from stretto.engine.documents import Documents, Packing
+from stretto.engine.documents import DocumentStarts, Packing
 from stretto.spec.attention import RopeScaling
 from stretto.spec.shape import ModelShape
 
@@ -120,7 +120,7 @@ class Rotary(nn.Module):
             self._rows = known = positions, (cos[positions], sin[positions])
         return known[1]
 
-    def _tables_of(self, x: Tensor, documents: Documents) -> tuple[Tensor, Tensor]:
+    def _tables_of(self, x: Tensor, documents: DocumentStarts) -> tuple[Tensor, Tensor]:
         """The tables' rows at the positions within documents, [b, 1, s, dim / 2]."""
         at, angles = self.positions, self._angles(self._whole(documents.length))
 

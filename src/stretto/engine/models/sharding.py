@@ -12,16 +12,16 @@ from stretto.engine.parallel.context.style import ContextAttention
 from stretto.engine.parallel.expert.experts import ExpertParallel, ExpertWeights
 from stretto.engine.parallel.styles import (
     ColumnParallel,
-    Heads,
+    HeadParallel,
     ParallelStyle,
     Replicate,
+    ReplicatedLinear,
     RowParallel,
     ShardedPositions,
-    Shared,
+    SharedInput,
     SplitDropout,
     VocabParallel,
     VocabParallelLoss,
-    WholeLinear,
 )
 from stretto.spec.attention import LatentShape
 from stretto.spec.experts import ExpertShape
@@ -149,7 +149,7 @@ def _heads(name: str, job: Job, shape: ModelShape) -> dict[str, ParallelStyle]:
     """Of softmax(q k^T) v, each rank with some of the heads, and of what follows."""
     plain = name == "attn" and shape.attention.causal and not shape.relative
     return {
-        name: Heads(),
+        name: HeadParallel(),
         **({f"{name}.core": ContextAttention(job.context, job.sequence)} if plain else {}),
         f"{name}.core.drop": SplitDropout(heads=(1, shape.heads)),
         f"{name}.proj": RowParallel(sequence=_sequence_parallel(job)),
@@ -168,11 +168,11 @@ def _latent(job: Job, shape: ModelShape, latent: LatentShape) -> dict[str, Paral
     queries = "attn.q" if latent.q_rank is None else "attn.q_up"
     return {
         **_heads("attn", job, shape),
-        **{name: WholeLinear(sequence=sp) for name in narrow},
+        **{name: ReplicatedLinear(sequence=sp) for name in narrow},
         **{f"{name}_norm": Replicate(sequence=sp) for name in narrow},
         queries: ColumnParallel(segments=((shape.heads, shape.head_dim),), sequence=sp),
         "attn.kv_up": ColumnParallel(segments=((shape.heads, rows),), sequence=sp),
-        "attn.shared_key": Shared(sequence=sp),
+        "attn.shared_key": SharedInput(sequence=sp),
         "attn.rotary": ShardedPositions(job.sequence, sp),
     }
 

@@ -39,7 +39,7 @@ class _Slot:
     used: int = 0
 
 
-class Ring:
+class PrefetchRing:
     """Blocks by number. Not thread-safe.
 
     Args:

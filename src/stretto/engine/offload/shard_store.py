@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stretto.engine.device import CopyStreams, current_stream, on_accelerator, on_stream, recorded_event
-from stretto.engine.offload.ring import Ring
+from stretto.engine.offload.ring import PrefetchRing
 from stretto.engine.offload.scratch import Scratch
 from stretto.engine.offload.tensor_files import away
 
@@ -66,10 +66,10 @@ class ShardStore:
         self._parts = list[_Part]()
         self._looked: tuple[int, Tensor] | None = None
         self._changed = False
-        self.ring: Ring | None = None
+        self.ring: PrefetchRing | None = None
         if path is not None:
             self._scratch = Scratch(path, rank)
-            self.ring = Ring(self._scratch.folder, "parameters of unit", slots, self._copies)
+            self.ring = PrefetchRing(self._scratch.folder, "parameters of unit", slots, self._copies)
 
     def add(self, key: int, tensor: Tensor) -> None:
         """Copy a tensor into the store, off the device.
@@ -181,7 +181,7 @@ class ShardStore:
     # ------------------------------------------------------------------ copies
 
     @property
-    def _files(self) -> Ring:
+    def _files(self) -> PrefetchRing:
         assert self.ring is not None
         return self.ring
 

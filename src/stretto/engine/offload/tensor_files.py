@@ -11,14 +11,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from stretto.engine.offload.ring import Ring
+from stretto.engine.offload.ring import PrefetchRing
 from stretto.engine.offload.scratch import Scratch
 from stretto.errors import StrettoError
 
 _ALIGN = 64  # bytes; the alignment of tensors that torch allocates on the CPU
 
 
-class Parcel:
+class DetachableTensors:
     """Tensors whose memory can be detached and restored, while the tensor objects stay the same.
 
     Detached ("away") tensors keep their shapes and dtypes. Reading one gives NaN (the maximum for integers)
@@ -99,7 +99,7 @@ def _no_value(dtype: torch.dtype) -> Tensor:
     return torch.full((), torch.iinfo(dtype).max if dtype != torch.bool else True, dtype=dtype)
 
 
-class Away(Protocol):
+class DetachedValues(Protocol):
     """Where the values of a tensor are while it is away."""
 
     def look(self, change: bool) -> Tensor | None:
@@ -107,10 +107,10 @@ class Away(Protocol):
         ...
 
 
-_AWAY = weakref.WeakValueDictionary[int, Away]()
+_AWAY = weakref.WeakValueDictionary[int, DetachedValues]()
 
 
-def away(tensor: Tensor, place: Away) -> Tensor:
+def away(tensor: Tensor, place: DetachedValues) -> Tensor:
     """A tensor of the same shape without memory, whose values `at_hand` finds at `place`. The caller keeps
     the place alive.
     """
@@ -152,8 +152,8 @@ class TensorFiles:
         pin: bool = False,
     ) -> None:
         self._scratch = Scratch(path, rank)
-        self.ring = Ring(self._scratch.folder, what, slots, pin)
-        self._parcels = dict[int, Parcel]()
+        self.ring = PrefetchRing(self._scratch.folder, what, slots, pin)
+        self._parcels = dict[int, DetachableTensors]()
         self._places = list[_Place]()
         self._looked: tuple[int, list[Tensor]] | None = None
         self._changed = False
@@ -168,7 +168,7 @@ class TensorFiles:
         Raises:
             StrettoError: not enough disk space.
         """
-        parcel = self._parcels[key] = Parcel(tensors)
+        parcel = self._parcels[key] = DetachableTensors(tensors)
         for index, at in enumerate(parcel.marks()):
             self._places.append(_Place(self, key, index))
             _AWAY[at] = self._places[-1]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from stretto.engine.optim.base import (
-    Batch,
     FragmentOptimizer,
     Group,
+    TensorGroup,
     count,
     counted_pieces,
     member_shape,
@@ -22,12 +22,12 @@ from stretto.engine.optim.base import (
 )
 from stretto.engine.optim.chunks import BatchLoops, BoundLoops
 from stretto.engine.optim.whole import (
-    in_turn,
     is_whole,
     member_squares,
+    round_robin,
     subtract_scaled,
 )
-from stretto.engine.parallel.fragment import Fragment
+from stretto.engine.parallel.fragment import ParameterFragment
 
 # The paper's values (section 9)
 BETA2_DECAY = -0.8  # beta2 at step t is 1 - t^BETA2_DECAY
@@ -53,11 +53,11 @@ class Adafactor(FragmentOptimizer):
     replicated: ClassVar[frozenset[str]] = frozenset({"row_var", "col_var"})
     compiled = True
 
-    def __init__(self, groups: list[Group], fragments: Iterable[Fragment], lr: float) -> None:
+    def __init__(self, groups: list[Group], fragments: Iterable[ParameterFragment], lr: float) -> None:
         super().__init__(groups, fragments, {"lr": lr, "weight_decay": 0.0})
         self._loops = BatchLoops(matrices=True)
 
-    def new_state(self, fragment: Fragment) -> dict[str, Tensor]:
+    def new_state(self, fragment: ParameterFragment) -> dict[str, Tensor]:
         """Second moments."""
         p, shape = fragment.parameter, fragment.placed.shape
         if not _factored(fragment):
@@ -70,9 +70,9 @@ class Adafactor(FragmentOptimizer):
     def step(self, closure: Any = None) -> None:  # pyright: ignore
         """One update. Collective over the holders."""
         for batches in rounds(self.begin()):
-            in_turn(batches, [self._update(batch) for batch in batches])
+            round_robin(batches, [self._update(batch) for batch in batches])
 
-    def _update(self, batch: Batch) -> Iterator[Tensor]:
+    def _update(self, batch: TensorGroup) -> Iterator[Tensor]:
         first, second = (
             [state["variance"] if "variance" in state else state[name] for state in batch.states]
             for name in ("row_var", "col_var")
@@ -81,8 +81,8 @@ class Adafactor(FragmentOptimizer):
         return _update(batch, self.scratch(batch)) if loops is None else _compiled_update(batch, loops)
 
 
-def _update(batch: Batch, updates: list[Tensor]) -> Iterator[Tensor]:
-    """An update by torch's operators; see `in_turn`.
+def _update(batch: TensorGroup, updates: list[Tensor]) -> Iterator[Tensor]:
+    """An update by torch's operators; see `round_robin`.
 
     Args:
         updates: memory for them.
@@ -110,7 +110,7 @@ def _update(batch: Batch, updates: list[Tensor]) -> Iterator[Tensor]:
     subtract_scaled(batch, updates, rates)
 
 
-def _compiled_update(batch: Batch, loops: BoundLoops) -> Iterator[Tensor]:
+def _compiled_update(batch: TensorGroup, loops: BoundLoops) -> Iterator[Tensor]:
     """The same by compiled loops, in three passes over each run. Of a matrix an update is the gradient times
     the factor of its row and the factor of its column, so it is computed twice and never stored.
     """
@@ -139,14 +139,14 @@ def _compiled_update(batch: Batch, loops: BoundLoops) -> Iterator[Tensor]:
         loops.over_chunks("adafactor_apply", run, factors, chunks.lines, SMALLEST, kept, rates)
 
 
-def _factored(fragment: Fragment) -> bool:
+def _factored(fragment: ParameterFragment) -> bool:
     return len(member_shape(fragment)) == 2
 
 
 Sums = tuple[()] | tuple[Tensor, Tensor]
 
 
-def _sums(batch: Batch, scratch: Sequence[Tensor]) -> list[Sums]:
+def _sums(batch: TensorGroup, scratch: Sequence[Tensor]) -> list[Sums]:
     """For each matrix the sums of the counted elements' squares: of each row, [..., rows], and column,
     [..., columns]; float64 where they are not those of the whole tensor yet. For a vector nothing.
     """
@@ -161,7 +161,7 @@ def _whole_sums(gradient: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
     return squares.sum(-1), squares.sum(-2)
 
 
-def _part_sums(fragment: Fragment, gradient: Tensor) -> tuple[Tensor, Tensor]:
+def _part_sums(fragment: ParameterFragment, gradient: Tensor) -> tuple[Tensor, Tensor]:
     shape, device = fragment.placed.shape, gradient.device
     rows = torch.zeros(shape[:-1], dtype=torch.float64, device=device)
     columns = torch.zeros((*shape[:-2], shape[-1]), dtype=torch.float64, device=device)
@@ -173,7 +173,7 @@ def _part_sums(fragment: Fragment, gradient: Tensor) -> tuple[Tensor, Tensor]:
     return rows, columns
 
 
-def _make_updates(batch: Batch, sums: Sequence[Sums], into: Sequence[Tensor]) -> None:
+def _make_updates(batch: TensorGroup, sums: Sequence[Sums], into: Sequence[Tensor]) -> None:
     """Move the second moments, and divide the gradients by their roots.
 
     Args:
@@ -198,7 +198,9 @@ def _make_updates(batch: Batch, sums: Sequence[Sums], into: Sequence[Tensor]) ->
             _divide(fragment, gradient, state["row_var"], state["col_var"], into[at])
 
 
-def _divide(fragment: Fragment, gradient: Tensor, rows: Tensor, columns: Tensor, into: Tensor) -> None:
+def _divide(
+    fragment: ParameterFragment, gradient: Tensor, rows: Tensor, columns: Tensor, into: Tensor
+) -> None:
     """The gradient divided by the root of the second moments, which are rows x columns / mean of rows and at
     least epsilon 1: the root of each factor is that of a vector, so none is taken of a matrix.
     """

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.engine.optim.base import Batch, FragmentOptimizer, Group, count, rounds
+from stretto.engine.optim.base import FragmentOptimizer, Group, TensorGroup, count, rounds
 from stretto.engine.optim.chunks import BatchLoops, BoundLoops
-from stretto.engine.optim.whole import in_turn, member_squares, subtract_scaled
-from stretto.engine.parallel.fragment import Fragment
+from stretto.engine.optim.whole import member_squares, round_robin, subtract_scaled
+from stretto.engine.parallel.fragment import ParameterFragment
 
 CHUNK = 1 << 16  # elements whose moments are widened at a time: they stay in the CPU's cache
 
@@ -33,14 +33,14 @@ class _Adam(FragmentOptimizer):
     def __init__(
         self,
         groups: list[Group],
-        fragments: Iterable[Fragment],
+        fragments: Iterable[ParameterFragment],
         lr: float,
         betas: tuple[float, float],
         eps: float,
     ) -> None:
         super().__init__(groups, fragments, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
 
-    def new_state(self, fragment: Fragment) -> dict[str, Tensor]:
+    def new_state(self, fragment: ParameterFragment) -> dict[str, Tensor]:
         """First and second moments."""
         p = fragment.parameter
         first, second = (torch.zeros_like(p, dtype=self.moments) for _ in range(2))
@@ -102,16 +102,16 @@ class Lamb(_Adam):
     def step(self, closure: Any = None) -> None:  # pyright: ignore
         """One update. Collective over the holders."""
         for batches in rounds(self.begin()):
-            in_turn(batches, [self._update(batch) for batch in batches])
+            round_robin(batches, [self._update(batch) for batch in batches])
 
-    def _update(self, batch: Batch) -> Iterator[Tensor]:
+    def _update(self, batch: TensorGroup) -> Iterator[Tensor]:
         moments = (batch.state("exp_avg"), batch.state("exp_avg_sq"))
         loops = self._loops.bind(batch, batch.parameters, batch.gradients, *moments, scratch=True)
         return _update(batch, self.scratch(batch)) if loops is None else _compiled_update(batch, loops)
 
 
-def _update(batch: Batch, directions: list[Tensor]) -> Iterator[Tensor]:
-    """An update by torch's operators; see `in_turn`.
+def _update(batch: TensorGroup, directions: list[Tensor]) -> Iterator[Tensor]:
+    """An update by torch's operators; see `round_robin`.
 
     Args:
         directions: memory for Adam's step plus decay of each fragment, before the learning rate.
@@ -133,7 +133,7 @@ def _update(batch: Batch, directions: list[Tensor]) -> Iterator[Tensor]:
     subtract_scaled(batch, directions, batch.group["lr"] * ratio)
 
 
-def _compiled_update(batch: Batch, loops: BoundLoops) -> Iterator[Tensor]:
+def _compiled_update(batch: TensorGroup, loops: BoundLoops) -> Iterator[Tensor]:
     """The same by compiled loops, in two passes over each run."""
     chunks, group = loops.chunks, batch.group
     numbers = np.array((*group["betas"], group["eps"], group["weight_decay"]), np.float64)

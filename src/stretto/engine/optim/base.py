@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.engine import loops
-from stretto.engine.parallel.fragment import Fragment, Piece
+from stretto.engine.parallel.fragment import ParameterFragment, TensorBox
 from stretto.errors import StrettoError
 from stretto.spec.parameters import in_linear_of_block
 
@@ -24,13 +24,13 @@ CACHED = 1 << 19  # elements whose weights, gradients and states stay in a CPU's
 
 
 @dataclass(kw_only=True, eq=False)
-class Batch:
+class TensorGroup:
     """Fragments that are updated together, with lists of tensors for torch's `_foreach_` operators: of one
     group of parameters, dtype, device and holders.
     """
 
     group: Group
-    fragments: list[Fragment] = field(default_factory=list[Fragment])
+    fragments: list[ParameterFragment] = field(default_factory=list[ParameterFragment])
     parameters: list[Tensor] = field(default_factory=list[Tensor])
     gradients: list[Tensor] = field(default_factory=list[Tensor])
     states: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
@@ -65,7 +65,7 @@ class Batch:
             len(counted_pieces(fragment)) == len(fragment.placed.pieces) for fragment in self.fragments
         )
 
-    def __iter__(self) -> Iterator[tuple[Fragment, Tensor, dict[str, Tensor]]]:
+    def __iter__(self) -> Iterator[tuple[ParameterFragment, Tensor, dict[str, Tensor]]]:
         """Each fragment with its gradient and its states."""
         return zip(self.fragments, self.gradients, self.states, strict=True)
 
@@ -83,13 +83,15 @@ class FragmentOptimizer(torch.optim.Optimizer):
     replicated: ClassVar[frozenset[str]] = frozenset()
     compiled: ClassVar[bool] = False  # has loops that keep to the cache by themselves
 
-    def __init__(self, groups: list[Group], fragments: Iterable[Fragment], defaults: dict[str, Any]) -> None:
+    def __init__(
+        self, groups: list[Group], fragments: Iterable[ParameterFragment], defaults: dict[str, Any]
+    ) -> None:
         super().__init__(groups, defaults)
         self.fragments = {fragment.parameter: fragment for fragment in fragments}
-        self._known, self._batches = list[int](), list[Batch]()
+        self._known, self._batches = list[int](), list[TensorGroup]()
         self._scratch: dict[torch.dtype, Tensor] = {}
 
-    def new_state(self, fragment: Fragment) -> dict[str, Tensor]:
+    def new_state(self, fragment: ParameterFragment) -> dict[str, Tensor]:
         """Zero states, for the first update or for a checkpoint to be read into."""
         raise NotImplementedError
 
@@ -111,7 +113,7 @@ class FragmentOptimizer(torch.optim.Optimizer):
                         hint="load the states of the same parameters in the same layout",
                     )
 
-    def begin(self) -> list[Batch]:
+    def begin(self) -> list[TensorGroup]:
         """The fragments that have a gradient, with gradients in the parameter's type, and their states, with
         `step` (where there is one) increased to count this update.
 
@@ -138,15 +140,15 @@ class FragmentOptimizer(torch.optim.Optimizer):
                 torch._foreach_add_(batch.state("step"), 1.0)
         return self._batches
 
-    def _batched(self, moving: Iterable[tuple[int, nn.Parameter]]) -> list[Batch]:
+    def _batched(self, moving: Iterable[tuple[int, nn.Parameter]]) -> list[TensorGroup]:
         """Fragments by the number of their group and their parameter."""
-        batches, opened = list[Batch](), dict[tuple[Any, ...], Batch]()
+        batches, opened = list[TensorGroup](), dict[tuple[Any, ...], TensorGroup]()
         for number, parameter in moving:
             fragment = self.fragments[parameter]
             alike = (number, parameter.dtype, parameter.device, fragment.holders)
             batch = opened.get(alike)
             if batch is None:
-                batch = Batch(group=self.param_groups[number])
+                batch = TensorGroup(group=self.param_groups[number])
                 opened[alike] = batch
                 batches.append(batch)
             batch.fragments.append(fragment)
@@ -157,7 +159,7 @@ class FragmentOptimizer(torch.optim.Optimizer):
                 del opened[alike]
         return batches
 
-    def scratch(self, batch: Batch) -> list[Tensor]:
+    def scratch(self, batch: TensorGroup) -> list[Tensor]:
         """Memory for an update of each parameter, in its shape, with any values. That of batches which are
         updated one after the other is the same, which is in the CPU's cache.
         """
@@ -172,7 +174,7 @@ class FragmentOptimizer(torch.optim.Optimizer):
         return [part.view(p.shape) for part, p in zip(parts, batch.parameters, strict=True)]
 
 
-def counted_pieces(fragment: Fragment) -> tuple[Piece, ...]:
+def counted_pieces(fragment: ParameterFragment) -> tuple[TensorBox, ...]:
     """The pieces that this rank contributes to a sum over the holders, so that each element of the plain
     tensor counts once.
     """
@@ -181,11 +183,11 @@ def counted_pieces(fragment: Fragment) -> tuple[Piece, ...]:
     return tuple(piece for piece in fragment.placed.pieces if piece.owned)
 
 
-def rounds(batches: Iterable[Batch]) -> list[list[Batch]]:
+def rounds(batches: Iterable[TensorGroup]) -> list[list[TensorGroup]]:
     """Batches that an update goes through side by side: those with holders together, so that a group of
     holders has one all-reduce for all of them, each of the others by itself.
     """
-    alone, together = list[list[Batch]](), list[Batch]()
+    alone, together = list[list[TensorGroup]](), list[TensorGroup]()
     for batch in batches:
         if batch.fragments[0].holders is None:
             alone.append([batch])
@@ -206,22 +208,22 @@ def stack_depth(name: str, shape: Sequence[int]) -> int:
     return max(0, len(shape) - (1 if name.endswith("bias") else 2))
 
 
-def depth_of(fragment: Fragment) -> int:
+def depth_of(fragment: ParameterFragment) -> int:
     """`stack_depth` of the plain tensor."""
     return stack_depth(fragment.name, fragment.placed.shape)
 
 
-def members_of(fragment: Fragment) -> tuple[int, ...]:
+def members_of(fragment: ParameterFragment) -> tuple[int, ...]:
     """The stacked dimensions of the plain tensor; () where it is one tensor."""
     return fragment.placed.shape[: depth_of(fragment)]
 
 
-def member_shape(fragment: Fragment) -> tuple[int, ...]:
+def member_shape(fragment: ParameterFragment) -> tuple[int, ...]:
     """The shape of one member of the stack."""
     return fragment.placed.shape[depth_of(fragment) :]
 
 
-def member_size(fragment: Fragment) -> int:
+def member_size(fragment: ParameterFragment) -> int:
     """Elements of one member, padding left out."""
     return prod(member_shape(fragment))
 
@@ -242,7 +244,7 @@ def is_block_matrix(name: str, shape: Sequence[int]) -> bool:
 
 
 def decay_groups(
-    fragments: Iterable[Fragment], weight_decay: float, exempt: Sequence[str] = ()
+    fragments: Iterable[ParameterFragment], weight_decay: float, exempt: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """The optimiser's parameter groups: one with weight decay and one without. Empty groups are left out,
     except on a rank without parameters, since torch's optimisers need one.

@@ -11,7 +11,7 @@ from stretto.engine.optim.adafactor import Adafactor
 from stretto.engine.optim.adam import Lamb, NarrowAdamW
 from stretto.engine.optim.base import decay_groups, is_block_matrix
 from stretto.engine.optim.muon import Muon
-from stretto.engine.parallel.fragment import Fragment, whole_fragments
+from stretto.engine.parallel.fragment import ParameterFragment, unsharded_fragments
 from stretto.spec.optimiser import Optimiser
 
 
@@ -33,7 +33,7 @@ class DecoupledSGD(torch.optim.SGD):
 
 
 def build_optimizer(
-    parameters: Iterable[Fragment] | Iterable[tuple[str, nn.Parameter]], how: Optimiser
+    parameters: Iterable[ParameterFragment] | Iterable[tuple[str, nn.Parameter]], how: Optimiser
 ) -> torch.optim.Optimizer:
     """The optimiser of this rank's fragments, or of one process's parameters by name.
 
@@ -58,14 +58,18 @@ def build_optimizer(
     return torch.optim.SGD(groups, lr=how.lr, momentum=how.momentum)
 
 
-def _fragments(parameters: Iterable[Fragment] | Iterable[tuple[str, nn.Parameter]]) -> list[Fragment]:
-    fragments = list[Fragment]()
+def _fragments(
+    parameters: Iterable[ParameterFragment] | Iterable[tuple[str, nn.Parameter]],
+) -> list[ParameterFragment]:
+    fragments = list[ParameterFragment]()
     for parameter in parameters:
-        fragments += [parameter] if isinstance(parameter, Fragment) else whole_fragments([parameter])
+        fragments += (
+            [parameter] if isinstance(parameter, ParameterFragment) else unsharded_fragments([parameter])
+        )
     return fragments
 
 
-def _muon(fragments: Sequence[Fragment], how: Optimiser) -> Muon:
+def _muon(fragments: Sequence[ParameterFragment], how: Optimiser) -> Muon:
     by_muon = [f for f in fragments if is_block_matrix(f.name, f.placed.shape)]
     others = [f for f in fragments if not is_block_matrix(f.name, f.placed.shape)]
     rest = None

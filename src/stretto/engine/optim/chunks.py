@@ -15,8 +15,15 @@ from torch import Tensor, nn
 
 from stretto.engine import loops
 from stretto.engine.optim import base
-from stretto.engine.optim.base import Batch, counted_pieces, depth_of, member_shape, member_size, members_of
-from stretto.engine.parallel.fragment import Fragment, Piece
+from stretto.engine.optim.base import (
+    TensorGroup,
+    counted_pieces,
+    depth_of,
+    member_shape,
+    member_size,
+    members_of,
+)
+from stretto.engine.parallel.fragment import ParameterFragment, TensorBox
 
 Array = np.ndarray[Any, np.dtype[Any]]
 SIZE = 1 << 16  # elements of a chunk: what a thread does at a time, and what a partial sum is of
@@ -91,7 +98,7 @@ class Chunks:
         elements: [fragments] float64, of one member.
     """
 
-    def __init__(self, batch: Batch, matrices: bool) -> None:
+    def __init__(self, batch: TensorGroup, matrices: bool) -> None:
         chunks, members = list[tuple[int, ...]](), list[tuple[int, ...]]()
         self.runs, offsets = list[Run](), list[int]()
         all_rows = all_columns = self.sums = self.scratch = elements = 0
@@ -124,7 +131,7 @@ class Chunks:
         self.elements: Array = np.array([member_size(f) for f in batch.fragments], np.float64)
 
 
-def _boxes(fragment: Fragment) -> Iterator[tuple[int, bool, Box]]:
+def _boxes(fragment: ParameterFragment) -> Iterator[tuple[int, bool, Box]]:
     """The pieces of a fragment: number in the stack, whether sums count it, and the box."""
     counted = {id(piece) for piece in counted_pieces(fragment)}
     depth, stack = depth_of(fragment), members_of(fragment)
@@ -148,7 +155,7 @@ def _boxes(fragment: Fragment) -> Iterator[tuple[int, bool, Box]]:
             yield member, id(piece) in counted, box
 
 
-def _in_memory(piece: Piece, local: Tensor) -> tuple[int, tuple[int, ...]]:
+def _in_memory(piece: TensorBox, local: Tensor) -> tuple[int, tuple[int, ...]]:
     """The offset of a piece's first element in the local tensor's memory, and its strides."""
     if piece.strides is not None:
         return piece.local[0], piece.strides
@@ -190,10 +197,12 @@ class BatchLoops:
     """
 
     def __init__(self, matrices: bool) -> None:
-        self._matrices, self._chunks = matrices, WeakKeyDictionary[Batch, Chunks]()
+        self._matrices, self._chunks = matrices, WeakKeyDictionary[TensorGroup, Chunks]()
         self._scratch: dict[torch.dtype, Tensor] = {}
 
-    def bind(self, batch: Batch, *tensors: Sequence[Tensor], scratch: bool = False) -> BoundLoops | None:
+    def bind(
+        self, batch: TensorGroup, *tensors: Sequence[Tensor], scratch: bool = False
+    ) -> BoundLoops | None:
         """Loops over tensors of a batch, one list for each of their arguments. None where none can be
         compiled, or tensors are not contiguous or have no values.
 

@@ -16,7 +16,7 @@ from stretto.engine.parallel.data.buffers import SharedBuffers, check_alike
 from stretto.engine.parallel.data.gradients import BUCKET_BYTES
 from stretto.engine.parallel.data.layer_gather import LayerGather, tensors_in
 from stretto.engine.parallel.data.sharded import ShardedStates
-from stretto.engine.parallel.fragment import Fragment, Placed
+from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import SUMMED
 from stretto.engine.parallel.precision import HALVES, kept, master_dtype
@@ -42,7 +42,7 @@ def data_parallel(
     offload_parameters: Offload = "none",
     path: str | None = None,
     layers: Sequence[nn.Module] | None = None,
-    places: Mapping[str, Placed] | None = None,
+    places: Mapping[str, ShardPlacement] | None = None,
     bucket_mib: float = BUCKET_BYTES / 2**20,
 ) -> DataParallel:
     """Train `module` on the data-parallel ranks of a mesh (those of dp and cp); see `DataParallel`.
@@ -135,7 +135,7 @@ class DataParallel(nn.Module):
         dtype: torch.dtype | None,
         types: Mapping[str, torch.dtype],
         layers: Sequence[nn.Module] | None,
-        places: Mapping[str, Placed],
+        places: Mapping[str, ShardPlacement],
         bucket_bytes: int,
     ) -> None:
         super().__init__()
@@ -149,7 +149,8 @@ class DataParallel(nn.Module):
         for name, parameter in named.items():
             parameter.data = parameter.data.to(types[name])
         placed_by_name = {
-            name: places.get(name) or Placed.whole(name, tuple(p.shape)) for name, p in named.items()
+            name: places.get(name) or ShardPlacement.unsharded(name, tuple(p.shape))
+            for name, p in named.items()
         }
         over = sorted({placed.over for placed in placed_by_name.values()})
         self.states = ShardedStates(
@@ -263,13 +264,13 @@ class DataParallel(nn.Module):
             how = _settings(rule, settings)
             return DataParallelOptimizer(self, lambda fragments: build_optimizer(fragments, how))
 
-        def build(fragments: Sequence[Fragment]) -> torch.optim.Optimizer:
+        def build(fragments: Sequence[ParameterFragment]) -> torch.optim.Optimizer:
             return rule([f.parameter for f in fragments if f.parameter.numel()], **settings)
 
         return DataParallelOptimizer(self, build)
 
     def make_optimizer(
-        self, build: Callable[[Sequence[Fragment]], torch.optim.Optimizer]
+        self, build: Callable[[Sequence[ParameterFragment]], torch.optim.Optimizer]
     ) -> ShardedOptimizer:
         """The update of all fragments with optimisers that `build` makes."""
         return ShardedOptimizer(
@@ -287,9 +288,9 @@ class DataParallel(nn.Module):
         """The norm of all gradients."""
         return GradientNorm(self.fragments, {axes: self.states.groups[axes].counted for axes in self._over})
 
-    def whole(self) -> dict[str, Tensor]:
+    def full_state_dict(self) -> dict[str, Tensor]:
         """All weights of this rank by name, copied. Collective."""
-        with self.states.whole() as weights:
+        with self.states.full_weights() as weights:
             return {name: weight.clone() for name, weight in weights.items()}
 
 
@@ -297,7 +298,7 @@ class DataParallelOptimizer:
     """The optimiser of a `DataParallel` module: updates this rank's states, then the weights on all ranks."""
 
     def __init__(
-        self, model: DataParallel, build: Callable[[Sequence[Fragment]], torch.optim.Optimizer]
+        self, model: DataParallel, build: Callable[[Sequence[ParameterFragment]], torch.optim.Optimizer]
     ) -> None:
         self._model, self._norm = model, model.norm()
         self.sharded = model.make_optimizer(build)

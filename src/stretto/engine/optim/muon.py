@@ -12,14 +12,21 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from stretto.engine.device import compute_capability, on_accelerator
-from stretto.engine.optim.base import Batch, FragmentOptimizer, Group, depth_of, member_shape, members_of
+from stretto.engine.optim.base import (
+    FragmentOptimizer,
+    Group,
+    TensorGroup,
+    depth_of,
+    member_shape,
+    members_of,
+)
 from stretto.engine.optim.whole import is_whole, sendable
 from stretto.engine.parallel.collectives import start_exchange, start_gather
-from stretto.engine.parallel.fragment import Fragment
+from stretto.engine.parallel.fragment import ParameterFragment
 from stretto.engine.parallel.tensor.matmul import product as matrix_product
 
 
-class Box(NamedTuple):
+class MatrixPart(NamedTuple):
     """A part of one matrix that a rank holds."""
 
     tensor: int  # index of its fragment
@@ -38,7 +45,7 @@ class Box(NamedTuple):
         return matrix[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))]
 
 
-class Exchange:
+class MatrixExchange:
     """Gathers each matrix on one of the holders of some fragments, and scatters the results back.
 
     Matrices are assigned greedily: the costliest first, each to the least loaded rank; the cost is rows x
@@ -49,7 +56,7 @@ class Exchange:
         fragments: with the same `holders`, matrices or stacks of matrices.
     """
 
-    def __init__(self, fragments: Sequence[Fragment]) -> None:
+    def __init__(self, fragments: Sequence[ParameterFragment]) -> None:
         self._fragments = fragments
         self._group: ProcessGroup | None = fragments[0].holders
         self._rank = 0 if self._group is None else self._group.rank()
@@ -105,7 +112,7 @@ class Exchange:
             self._view(box, tensors).copy_(received[at : at + size].view(box.sizes))
             at += size
 
-    def _view(self, box: Box, tensors: Sequence[Tensor]) -> Tensor:
+    def _view(self, box: MatrixPart, tensors: Sequence[Tensor]) -> Tensor:
         fragment = self._fragments[box.tensor]
         piece = fragment.placed.pieces[box.piece]
         local_member = tuple(m - o for m, o in zip(box.member, piece.offsets, strict=False))
@@ -125,15 +132,15 @@ class Exchange:
         return out.to(like.device)
 
 
-def _elements(parts: Sequence[Sequence[Box]]) -> list[int]:
+def _elements(parts: Sequence[Sequence[MatrixPart]]) -> list[int]:
     return [sum(prod(box.sizes) for box in part) for part in parts]
 
 
-def _boxes(tensor: int, fragment: Fragment) -> list[Box]:
+def _boxes(tensor: int, fragment: ParameterFragment) -> list[MatrixPart]:
     """This rank's boxes of one fragment."""
     depth = depth_of(fragment)
     return [
-        Box(
+        MatrixPart(
             tensor=tensor,
             piece=i,
             member=member,
@@ -148,7 +155,9 @@ def _boxes(tensor: int, fragment: Fragment) -> list[Box]:
     ]
 
 
-def _boxes_of_all(fragments: Sequence[Fragment], group: ProcessGroup | None) -> list[list[Box]]:
+def _boxes_of_all(
+    fragments: Sequence[ParameterFragment], group: ProcessGroup | None
+) -> list[list[MatrixPart]]:
     """Every holder's boxes. They are gathered as integers, one row for each box: tensor, piece, owned,
     offsets, sizes, and the member, padded to the deepest stack.
     """
@@ -172,7 +181,7 @@ def _boxes_of_all(fragments: Sequence[Fragment], group: ProcessGroup | None) -> 
     work.wait()
     return [
         [
-            Box(
+            MatrixPart(
                 tensor=row[0],
                 piece=row[1],
                 member=tuple(row[7 : 7 + depths[row[0]]]),
@@ -210,7 +219,7 @@ class Muon(FragmentOptimizer):
     def __init__(
         self,
         groups: list[Group],
-        fragments: Iterable[Fragment],
+        fragments: Iterable[ParameterFragment],
         lr: float,
         momentum: float,
         rest: torch.optim.Optimizer | None,
@@ -220,16 +229,16 @@ class Muon(FragmentOptimizer):
         if rest is not None:  # to callers this is one optimiser, with the groups and states of both
             self.param_groups += rest.param_groups
             rest.state = self.state
-        self._exchanges: dict[tuple[int, ...], Exchange] = {}
+        self._exchanges: dict[tuple[int, ...], MatrixExchange] = {}
 
-    def new_state(self, fragment: Fragment) -> dict[str, Tensor]:
+    def new_state(self, fragment: ParameterFragment) -> dict[str, Tensor]:
         """The momentum."""
         return {"momentum_buffer": torch.zeros_like(fragment.parameter)}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore
         """One update. Collective over the holders."""
-        shared: dict[ProcessGroup, list[Batch]] = {}
+        shared: dict[ProcessGroup, list[TensorGroup]] = {}
         for batch in self.begin():
             holders = batch.fragments[0].holders
             if holders is not None:
@@ -241,7 +250,7 @@ class Muon(FragmentOptimizer):
         if self.rest is not None:
             self.rest.step()
 
-    def _update(self, batches: Sequence[Batch]) -> None:
+    def _update(self, batches: Sequence[TensorGroup]) -> None:
         """Update fragments of the same holders."""
         updates = [_directions(batch) for batch in batches]
         fragments = [fragment for batch in batches for fragment in batch.fragments]
@@ -252,7 +261,7 @@ class Muon(FragmentOptimizer):
         else:
             key = tuple(map(id, fragments))
             if key not in self._exchanges:
-                self._exchanges[key] = Exchange(fragments)
+                self._exchanges[key] = MatrixExchange(fragments)
             exchange = self._exchanges[key]
             gathered = exchange.gather(flat)
             results = orthogonal_all(list(gathered.values()))
@@ -264,7 +273,7 @@ class Muon(FragmentOptimizer):
             torch._foreach_add_(batch.parameters, of_batch)
 
 
-def _directions(batch: Batch) -> list[Tensor]:
+def _directions(batch: TensorGroup) -> list[Tensor]:
     """Move the momenta; Nesterov's form of them, in new memory."""
     momentum: float = batch.group["momentum"]
     buffers = batch.state("momentum_buffer")

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from stretto.engine.device import moved
 from stretto.engine.optim.whole import sendable
 from stretto.engine.parallel.collectives import all_sum
-from stretto.engine.parallel.fragment import Fragment, Placed
+from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement
 
 
 class GradientNorm:
@@ -20,16 +20,22 @@ class GradientNorm:
     Args:
         fragments: of this rank; pieces that another rank owns are left out, unless they are not finite, which
             makes the norm NaN.
-        groups: for each `Placed.over` in the model, the ranks that together hold one copy of those
+        groups: for each `ShardPlacement.over` in the model, the ranks that together hold one copy of those
             parameters, or None if this rank holds all of them: for dense parameters, split over "tp", the
             ranks of tp and pp; for experts those of expert_tp, ep and pp; each times the ranks that share
             gradients. The keys are the same on every rank.
     """
 
-    def __init__(self, fragments: Iterable[Fragment], groups: Mapping[str, ProcessGroup | None]) -> None:
+    def __init__(
+        self, fragments: Iterable[ParameterFragment], groups: Mapping[str, ProcessGroup | None]
+    ) -> None:
         self.groups = dict(groups)
-        self._parts: dict[str, list[tuple[Fragment, Placed | None]]] = {over: [] for over in groups}
-        self._copies: dict[str, list[tuple[Fragment, Placed | None]]] = {over: [] for over in groups}
+        self._parts: dict[str, list[tuple[ParameterFragment, ShardPlacement | None]]] = {
+            over: [] for over in groups
+        }
+        self._copies: dict[str, list[tuple[ParameterFragment, ShardPlacement | None]]] = {
+            over: [] for over in groups
+        }
         for fragment in fragments:
             placed = fragment.counted
             if all(p.owned for p in placed.pieces):  # the gradient of padding is zero: take the whole tensor
@@ -59,7 +65,7 @@ class GradientNorm:
         return total.sqrt() / scale
 
 
-def _square(parts: Sequence[tuple[Fragment, Placed | None]]) -> Tensor:
+def _square(parts: Sequence[tuple[ParameterFragment, ShardPlacement | None]]) -> Tensor:
     """The sum of squares of the elements that this rank owns, float64, on the gradients' device."""
     views: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for fragment, placed in parts:

@@ -47,7 +47,7 @@ def decay_ratio(shape: DecayShape, done: float, floor: float) -> float:
 
 
 @dataclass(frozen=True)
-class Rate:
+class LearningRate:
     """A learning-rate schedule of a run of `steps` updates; call it with a step to get the learning rate,
     which stays at its least value once the decay has ended.
     """
@@ -57,7 +57,7 @@ class Rate:
     steps: int
 
     @classmethod
-    def of(cls, optimiser: Optimiser, steps: int) -> Rate:
+    def of(cls, optimiser: Optimiser, steps: int) -> LearningRate:
         """The learning rate of a run of `steps` updates."""
         return cls(optimiser.rate, optimiser.lr, steps)
 

@@ -21,7 +21,7 @@ from stretto.engine.device import current_stream, new_stream, on_accelerator, on
 from stretto.engine.offload.tensor_files import TensorFiles
 from stretto.engine.optim.norm import finite
 from stretto.engine.optim.states import STEP, prepare
-from stretto.engine.parallel.fragment import Fragment
+from stretto.engine.parallel.fragment import ParameterFragment
 from stretto.spec.data_parallel import Offload
 
 
@@ -59,7 +59,7 @@ class GradientCopies:
         return self._memory[key]
 
 
-Build = Callable[[Sequence[Fragment]], torch.optim.Optimizer]
+Build = Callable[[Sequence[ParameterFragment]], torch.optim.Optimizer]
 UnitCallback = Callable[[int], None]
 READ_AHEAD = 2  # units
 
@@ -93,7 +93,7 @@ class ShardedOptimizer:
 
     def __init__(
         self,
-        fragments: Iterable[Fragment],
+        fragments: Iterable[ParameterFragment],
         build: Build,
         *,
         where: Offload = "none",
@@ -111,7 +111,7 @@ class ShardedOptimizer:
             assert path is not None, "files need a path"
             pin = self._device is not None
             self.files = TensorFiles(path, rank, "optimiser states of unit", READ_AHEAD + 1, pin)
-        self._units = dict[int, list[Fragment]]()
+        self._units = dict[int, list[ParameterFragment]]()
         self._of = dict[int, torch.optim.Optimizer]()
         for unit, group in groupby(fragments, lambda fragment: fragment.unit):
             assert unit not in self._units, f"fragments of unit {unit} are apart"
@@ -126,9 +126,9 @@ class ShardedOptimizer:
             self.optimizers = [one]
         else:
             self.optimizers = list(self._of.values())
-        self._apart = where != "none"
-        self._host = GradientCopies() if self._device is not None and self._apart else None
-        assert not eager or self._apart, "one optimiser updates everything at once"
+        self._offloads = where != "none"
+        self._host = GradientCopies() if self._device is not None and self._offloads else None
+        assert not eager or self._offloads, "one optimiser updates everything at once"
         self._thread = ThreadPoolExecutor(1, "stretto-update") if eager else None
         self._begun = dict[int, Future[None]]()
         self._read_ahead(list(self._units))
@@ -150,7 +150,7 @@ class ShardedOptimizer:
         """Numbers of the units, in the order of their updates."""
         return list(self._units)
 
-    def owners(self) -> Iterator[tuple[torch.optim.Optimizer, Fragment]]:
+    def owners(self) -> Iterator[tuple[torch.optim.Optimizer, ParameterFragment]]:
         """All fragments with the torch optimiser that holds their states, in the order of units. Where states
         are in files, access parameters and states through `stretto.engine.offload.tensor_files.at_hand`.
         """
@@ -235,7 +235,7 @@ class ShardedOptimizer:
         if self._thread is not None:
             assert ratio == 1.0, "updates have begun"
             self._finish()
-        elif not self._apart:
+        elif not self._offloads:
             self._update_all(ratio)
         else:
             for at, unit in enumerate(self._units):
@@ -278,7 +278,9 @@ class ShardedOptimizer:
                 current_stream(self._device).synchronize()
             self.files.put(unit)
 
-    def _step(self, optimizer: torch.optim.Optimizer, fragments: Sequence[Fragment], ratio: float) -> None:
+    def _step(
+        self, optimizer: torch.optim.Optimizer, fragments: Sequence[ParameterFragment], ratio: float
+    ) -> None:
         """One torch optimiser's update; `parameter.grad` is set for it and restored."""
         before = [fragment.parameter.grad for fragment in fragments]
         gradients = [self._gradient(fragment) for fragment in fragments]
@@ -292,7 +294,7 @@ class ShardedOptimizer:
         for fragment, gradient in zip(fragments, before, strict=True):
             fragment.parameter.grad = gradient
 
-    def _gradient(self, fragment: Fragment) -> Tensor | None:
+    def _gradient(self, fragment: ParameterFragment) -> Tensor | None:
         """The fragment's gradient, in the parameter's dtype and on its device."""
         if self._host is not None and (copied := self._host.take(id(fragment))) is not None:
             return copied

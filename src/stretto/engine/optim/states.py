@@ -10,12 +10,14 @@ from torch import Tensor
 
 from stretto.engine.optim.base import FragmentOptimizer, count
 from stretto.engine.optim.muon import Muon
-from stretto.engine.parallel.fragment import Fragment, Piece, Placed
+from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement, TensorBox
 
 STEP = "step"  # the count of updates: a checkpoint stores it once for the run, not for each tensor
 
 
-def state_tensors(optimizer: torch.optim.Optimizer, fragment: Fragment) -> dict[str, tuple[Tensor, Placed]]:
+def state_tensors(
+    optimizer: torch.optim.Optimizer, fragment: ParameterFragment
+) -> dict[str, tuple[Tensor, ShardPlacement]]:
     """The fragment's states by name, each with its place; none before the first update or `prepare`.
 
     Most have the fragment's shape and place. States that an optimiser lists as `replicated` have a different
@@ -30,7 +32,9 @@ def state_tensors(optimizer: torch.optim.Optimizer, fragment: Fragment) -> dict[
     }
 
 
-def prepare(optimizer: torch.optim.Optimizer, fragments: Iterable[Fragment], weight_updates: int) -> None:
+def prepare(
+    optimizer: torch.optim.Optimizer, fragments: Iterable[ParameterFragment], weight_updates: int
+) -> None:
     """Give the fragments zero states with `step` = `weight_updates`, for a checkpoint to be read into."""
     for fragment in fragments:
         state = optimizer.state[fragment.parameter]
@@ -40,7 +44,7 @@ def prepare(optimizer: torch.optim.Optimizer, fragments: Iterable[Fragment], wei
             state[STEP].fill_(weight_updates)
 
 
-def _zeros(optimizer: torch.optim.Optimizer, fragment: Fragment) -> dict[str, Tensor]:
+def _zeros(optimizer: torch.optim.Optimizer, fragment: ParameterFragment) -> dict[str, Tensor]:
     """States before the first update."""
     if isinstance(optimizer, FragmentOptimizer) and fragment.parameter in optimizer.fragments:
         return optimizer.new_state(fragment)
@@ -56,10 +60,10 @@ def _zeros(optimizer: torch.optim.Optimizer, fragment: Fragment) -> dict[str, Te
     return {"momentum_buffer": torch.zeros_like(parameter)} if momentum else {}
 
 
-def _replicated(fragment: Fragment, value: Tensor) -> Placed:
+def _replicated(fragment: ParameterFragment, value: Tensor) -> ShardPlacement:
     """The place of a state that is whole on every holder."""
     pieces = fragment.counted.pieces
     first = any(p.owned and prod(p.sizes) > 0 and not any(p.offsets) for p in pieces)
     shape, start = tuple(value.shape), (0,) * value.dim()
-    piece = Piece(offsets=start, sizes=shape, local=start, owned=first)
-    return Placed(fragment.name, shape, (piece,), fragment.placed.over)
+    piece = TensorBox(offsets=start, sizes=shape, local=start, owned=first)
+    return ShardPlacement(fragment.name, shape, (piece,), fragment.placed.over)

@@ -10,17 +10,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from stretto.engine.device import moved
-from stretto.engine.optim.base import Batch, counted_pieces
+from stretto.engine.optim.base import TensorGroup, counted_pieces
 from stretto.engine.parallel.collectives import start_sum
-from stretto.engine.parallel.fragment import Fragment, Piece
+from stretto.engine.parallel.fragment import ParameterFragment, TensorBox
 
 
-def stack_slice(piece: Piece, depth: int) -> tuple[slice, ...]:
+def stack_slice(piece: TensorBox, depth: int) -> tuple[slice, ...]:
     """The members of the stack that the piece covers."""
     return tuple(slice(o, o + n) for o, n in zip(piece.offsets[:depth], piece.sizes[:depth], strict=True))
 
 
-def in_turn(batches: Sequence[Batch], updates: Sequence[Iterator[Tensor]]) -> None:
+def round_robin(batches: Sequence[TensorGroup], updates: Sequence[Iterator[Tensor]]) -> None:
     """Carry out the updates of batches side by side.
 
     Args:
@@ -31,7 +31,7 @@ def in_turn(batches: Sequence[Batch], updates: Sequence[Iterator[Tensor]]) -> No
         sum_over_holders((b.fragments[0], tensor) for b, tensor in zip(batches, tensors, strict=True))
 
 
-def sum_over_holders(parts: Iterable[tuple[Fragment, Tensor]]) -> None:
+def sum_over_holders(parts: Iterable[tuple[ParameterFragment, Tensor]]) -> None:
     """Sum each tensor over the holders of its fragment, in place, with one all-reduce for each group of
     holders. The tensors are float64, of the same shape on all holders.
     """
@@ -55,14 +55,14 @@ def sendable(tensor: Tensor, group: ProcessGroup) -> Tensor:
     return tensor if any(d.type == tensor.device.type for d in devices) else moved(tensor, devices[0])
 
 
-def is_whole(fragment: Fragment) -> bool:
+def is_whole(fragment: ParameterFragment) -> bool:
     """Whether the local tensor is the whole tensor of the plain model, in its own shape."""
     pieces, shape = fragment.placed.pieces, fragment.placed.shape
     whole = len(pieces) == 1 and pieces[0].strides is None and pieces[0].sizes == shape
     return whole and fragment.holders is None and tuple(fragment.parameter.shape) == shape
 
 
-def member_squares(batch: Batch, tensors: list[Tensor]) -> Tensor:
+def member_squares(batch: TensorGroup, tensors: list[Tensor]) -> Tensor:
     """The sum of squares of the counted elements of every member of the fragments' stacks, one after the
     other, not yet summed over the holders; float64.
 
@@ -82,7 +82,7 @@ def member_squares(batch: Batch, tensors: list[Tensor]) -> Tensor:
     return torch.cat(sums)
 
 
-def by_fragment(batch: Batch, members: Tensor) -> list[Tensor]:
+def by_fragment(batch: TensorGroup, members: Tensor) -> list[Tensor]:
     """What `member_squares` returns, as a view for each fragment, in the shape of its stack: () for a single
     tensor.
     """
@@ -90,7 +90,7 @@ def by_fragment(batch: Batch, members: Tensor) -> list[Tensor]:
     return [part.view((*lead, *shape)) for part, shape in zip(parts, batch.members, strict=True)]
 
 
-def subtract_scaled(batch: Batch, updates: Sequence[Tensor], factors: Tensor) -> None:
+def subtract_scaled(batch: TensorGroup, updates: Sequence[Tensor], factors: Tensor) -> None:
     """Subtract factor x update from the parameters.
 
     Args:

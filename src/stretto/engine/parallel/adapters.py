@@ -69,9 +69,9 @@ class Adapted(ParallelStyle):
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
         return self.base.parts(name, _bare(name, module), index, tp)
 
-    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+    def replace_module(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         bare, adapters = _bare("Adapted", module), module.get_submodule(ADAPTERS)
-        linear = self.base.swap(bare, mesh)
+        linear = self.base.replace_module(bare, mesh)
         linear.__class__ = _CLASSES[type(linear)]
         if isinstance(self.base, ColumnParallel):  # one run for each projection
             part = self.base.parts("Adapted", bare, mesh.index("tp"), mesh.size("tp"))["weight"]
@@ -81,7 +81,7 @@ class Adapted(ParallelStyle):
 
 
 @dataclass(frozen=True)
-class WholeFactor(ParallelStyle):
+class ReplicatedFactor(ParallelStyle):
     """A factor of an adapter that every rank has whole. With `sequence` each rank applies it to its own
     tokens, so that its gradients are summed over the ranks.
     """
@@ -91,7 +91,7 @@ class WholeFactor(ParallelStyle):
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
         return {"weight": ParameterShard(dim=None, partial=self.sequence)}
 
-    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+    def replace_module(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         assert isinstance(module, nn.Linear)
         return ParallelLinear(cast(nn.Parameter, module.weight), None)
 
@@ -124,7 +124,7 @@ def adapter_styles(
             factor = base
             drop = SplitDropout(heads=(2, columns), sequence=(*tokens[:2], False))
         styles |= {
-            f"{ADAPTERS}.{name}.{whole}": WholeFactor(base.sequence),
+            f"{ADAPTERS}.{name}.{whole}": ReplicatedFactor(base.sequence),
             f"{ADAPTERS}.{name}.{split}": factor,
             f"{ADAPTERS}.{name}.drop": drop,
         }

@@ -14,7 +14,7 @@ from stretto.layout.shards import boxes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class TensorBox:
     """A box of the full tensor held by this rank.
 
     `offsets` and `sizes` place it in the full tensor, `local` is where it starts in the local one. With
@@ -41,7 +41,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Placed:
+class ShardPlacement:
     """Where a parameter of the plain model lies on this rank: its plain name and shape, and the pieces here.
 
     Local elements that no piece covers are padding: zero, and without effect on loss, gradients and
@@ -51,21 +51,21 @@ class Placed:
 
     name: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorBox, ...]
     over: str = "tp"
 
     @classmethod
-    def whole(cls, name: str, shape: tuple[int, ...], owned: bool = True) -> Placed:
+    def unsharded(cls, name: str, shape: tuple[int, ...], owned: bool = True) -> ShardPlacement:
         """The whole tensor, held here."""
         start = (0,) * len(shape)
-        return cls(name, shape, (Piece(offsets=start, sizes=shape, local=start, owned=owned),))
+        return cls(name, shape, (TensorBox(offsets=start, sizes=shape, local=start, owned=owned),))
 
-    def part(self, local: Sequence[int], start: int, stop: int) -> Placed:
+    def part(self, local: Sequence[int], start: int, stop: int) -> ShardPlacement:
         """The place of elements [start, stop) in row-major order of the local tensor of shape `local`, as a
         separate flat tensor.
         """
         strides = tuple(prod(local[dim + 1 :]) for dim in range(len(local)))
-        pieces = list[Piece]()
+        pieces = list[TensorBox]()
         for piece in self.pieces:
             assert piece.strides is None, "already a part: parts of parts are not supported"
             for offsets, sizes in boxes(tuple(local), start, stop):
@@ -78,11 +78,11 @@ class Placed:
                     )
                     at = sum(f * s for f, s in zip(first, strides, strict=True)) - start
                     pieces.append(
-                        Piece(offsets=there, sizes=size, local=(at,), owned=piece.owned, strides=strides)
+                        TensorBox(offsets=there, sizes=size, local=(at,), owned=piece.owned, strides=strides)
                     )
         return replace(self, pieces=tuple(pieces))
 
-    def elsewhere(self) -> Placed:
+    def unowned(self) -> ShardPlacement:
         """The same pieces, owned by other ranks."""
         return replace(self, pieces=tuple(replace(piece, owned=False) for piece in self.pieces))
 
@@ -95,7 +95,7 @@ class Placed:
 
 
 @dataclass(eq=False, kw_only=True)
-class Fragment:
+class ParameterFragment:
     """The part of a plain parameter that this rank's optimiser updates.
 
     Attributes:
@@ -107,27 +107,29 @@ class Fragment:
         placed: where the elements lie. Over `holders` each element of the plain tensor is owned once.
         holders: the ranks that together hold one copy of the tensor; None where it is whole here. They have
             the same fragments in the same order, some perhaps without elements.
-        elsewhere: the norm counts and checkpoints write a copy in another pipeline stage instead.
+        counted_elsewhere: the norm counts and checkpoints write a copy in another pipeline stage instead.
         unit: fragments with the same number are reduced, updated and moved together.
     """
 
     name: str
     parameter: nn.Parameter
-    placed: Placed
+    placed: ShardPlacement
     gradient: Tensor | None = None
     holders: ProcessGroup | None = None
-    elsewhere: bool = False
+    counted_elsewhere: bool = False
     unit: int = 0
 
     @property
-    def counted(self) -> Placed:
+    def counted(self) -> ShardPlacement:
         """`placed`, in which `owned` marks what the norm counts and checkpoints write."""
-        return self.placed.elsewhere() if self.elsewhere else self.placed
+        return self.placed.unowned() if self.counted_elsewhere else self.placed
 
 
-def whole_fragments(named: Iterable[tuple[str, nn.Parameter]]) -> list[Fragment]:
+def unsharded_fragments(named: Iterable[tuple[str, nn.Parameter]]) -> list[ParameterFragment]:
     """Whole parameters as fragments, in one process."""
     return [
-        Fragment(name=name, parameter=p, placed=Placed.whole(name, tuple(p.shape)), gradient=p.grad)
+        ParameterFragment(
+            name=name, parameter=p, placed=ShardPlacement.unsharded(name, tuple(p.shape)), gradient=p.grad
+        )
         for name, p in named
     ]

@@ -1,14 +1,14 @@
 """Messages that are as late as they may be, to find what does not wait for them.
 
-    with late_messages(seed=1) as late:
+    with delay_messages(seed=1) as delayed:
         step()
-    assert not late.broken
+    assert not delayed.broken
 
 Over a fast link a message has arrived before anybody looks, so a missing wait changes nothing, until the
 link is slow. Within the context everything that a communication promises only after its `wait()` is kept back
 until then: it runs on private copies, its results hold NaN (integers: 0) before, and what it sends must be
 unchanged when it is waited for. A missing wait, a buffer that is used twice or freed in flight, or a message
-that is never waited for then gives wrong numbers or an entry in `Late.broken` each time, not by chance.
+that is never waited for then gives wrong numbers or an entry in `DelayedMessages.broken` every time.
 Starts, waits, and jobs of the threads that move offloaded tensors are delayed at random as well, so that
 ranks and threads meet in other orders.
 
@@ -66,7 +66,7 @@ _THREADS = "stretto-"  # how the names of the threads begin that move offloaded 
 _SHOWN = 8  # entries of `broken` that are kept
 
 
-class Late:
+class DelayedMessages:
     """What was found within the context.
 
     Attributes:
@@ -89,7 +89,7 @@ class Late:
         if seconds:
             time.sleep(seconds)
 
-    def blame(self, what: str) -> None:
+    def report_violation(self, what: str) -> None:
         """Add to `broken`, once."""
         with self._lock:
             if what not in self.broken and len(self.broken) < _SHOWN:
@@ -103,7 +103,7 @@ class Late:
             self._flying[id(message)] = message
         for other in flying:
             if _collide(message, other):
-                self.blame(f"{message} uses memory of another one in flight: {other}")
+                self.report_violation(f"{message} uses memory of another one in flight: {other}")
 
     def end(self, message: _Message) -> None:
         """It has been waited for."""
@@ -120,7 +120,7 @@ class Late:
     def check_end(self) -> None:
         """Blame what was never waited for."""
         for message in self.in_flight:
-            self.blame(f"{message} is never waited for")
+            self.report_violation(f"{message} is never waited for")
 
 
 class _Message:
@@ -133,7 +133,7 @@ class _Message:
 
     def __init__(
         self,
-        late: Late,
+        late: DelayedMessages,
         method: str,
         group: ProcessGroup,
         read: Sequence[tuple[Tensor, Tensor]],
@@ -170,10 +170,10 @@ class _Message:
         self._done = True
         self._late.end(self)
         if not all(_allocated(mine) for mine, _ in (*self._read, *self._written)):
-            self._late.blame(f"{self} is in flight while its memory is freed")
+            self._late.report_violation(f"{self} is in flight while its memory is freed")
             return True
         if not all(_same_bits(mine, copy) for mine, copy in self._read):
-            self._late.blame(f"{self} is in flight while what it sends is overwritten")
+            self._late.report_violation(f"{self} is in flight while what it sends is overwritten")
         for mine, arrived in self._written:
             mine.data.copy_(arrived)
         return True
@@ -227,13 +227,13 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 @contextmanager
-def late_messages(seed: int) -> Generator[Late]:
+def delay_messages(seed: int) -> Generator[DelayedMessages]:
     """Keep back what messages bring until they are waited for, on all threads of this process.
 
     Args:
         seed: of the random delays, which also depend on the rank.
     """
-    late, replaced = Late(seed), dict[str, Any]()
+    late, replaced = DelayedMessages(seed), dict[str, Any]()
     submit = ThreadPoolExecutor.submit
     for method, roles in _ROLES.items():
         if method in vars(ProcessGroup):
@@ -260,7 +260,7 @@ def late_messages(seed: int) -> Generator[Late]:
             setattr(ProcessGroup, method, original)
 
 
-def _keeping_back(original: Any, method: str, roles: Sequence[str], late: Late) -> Any:
+def _keeping_back(original: Any, method: str, roles: Sequence[str], late: DelayedMessages) -> Any:
     """The method, on private copies of the tensors in its first arguments."""
 
     def call(group: ProcessGroup, *arguments: Any, **named: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from stretto.engine.parallel.copies import checksum, in_memory
+from stretto.engine.parallel.replica_check import checksum, in_memory
 
 
 class MemoryCheck:

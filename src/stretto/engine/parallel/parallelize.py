@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from stretto.engine.parallel.follow import Flow, check_call, declared, defaults, follow
-from stretto.engine.parallel.fragment import Piece, Placed
+from stretto.engine.parallel.fragment import ShardPlacement, TensorBox
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.random_ops import draws, watch_first_forward
 from stretto.engine.parallel.splits import AfterModule, BeforeModule, Split
@@ -25,7 +25,7 @@ from stretto.engine.parallel.styles import (
     ParallelStyle,
     ParameterShard,
     Replicate,
-    shrink,
+    empty_shard,
 )
 from stretto.engine.parallel.tensor.batch_norm import over_ranks
 from stretto.engine.parallel.tensor.dropout import Cut, KeyedDropout
@@ -45,21 +45,21 @@ class SharedSlice(NamedTuple):
     group: ProcessGroup
 
 
-class Held(NamedTuple):
+class SplitRecord(NamedTuple):
     """Where a split parameter of a parallelized module lies, kept on the parameter itself under the attribute
-    `HELD`, and the ranks that hold one copy of it together.
+    `SPLIT_RECORD`, and the ranks that hold one copy of it together.
     """
 
-    placed: Placed
+    placed: ShardPlacement
     group: ProcessGroup | None
 
 
-HELD = "_stretto_held"
+SPLIT_RECORD = "_stretto_held"
 SUMMED = "_stretto_summed"  # set on parameters whose gradients are summed over ranks once a step
 
 
 @dataclass
-class Sharded:
+class ShardedParameter:
     """One parameter of the plain model as this rank holds it.
 
     names: all of the parameter's names (several if it is tied); the first is its name in checkpoints.
@@ -67,7 +67,7 @@ class Sharded:
     """
 
     names: tuple[str, ...]
-    placed: Placed
+    placed: ShardPlacement
     shared: tuple[SharedSlice, ...] = ()
 
 
@@ -90,7 +90,7 @@ def parallelize(
     convert: bool | None = None,
     inputs: Split = "whole",
     outputs: Split = "whole",
-) -> dict[str, Sharded]:
+) -> dict[str, ShardedParameter]:
     """Replace the modules of `model` by their tensor-parallel forms under `plan`, in place, with this rank's
     part of the parameters.
 
@@ -132,7 +132,7 @@ def parallelize(
     for name, (module, style) in styles.items():
         size = mesh.size(style.axes)
         parts[name] = [style.parts(name, module, i, size) for i in range(size)]
-    table = dict[str, Sharded]()
+    table = dict[str, ShardedParameter]()
     local = dict[int, nn.Parameter]()  # by id of the plain parameter, so that tied parameters stay tied
     for parameter, aliases in names:
         shares, owner = _shares(aliases, parts)
@@ -140,20 +140,20 @@ def parallelize(
         _cover(aliases[0], parameter, shares)
         index = mesh.index(axes)
         placed = _placed(aliases[0], parameter, shares[index], index, axes)
-        table[aliases[0]] = Sharded(aliases, placed, _shared(parameter, shares[index], mesh, axes))
-        share = shrink(parameter.detach(), shares[index])
+        table[aliases[0]] = ShardedParameter(aliases, placed, _shared(parameter, shares[index], mesh, axes))
+        share = empty_shard(parameter.detach(), shares[index])
         if not share.is_meta:
             placed.fill(share, parameter.detach())
         local[id(parameter)] = nn.Parameter(share, parameter.requires_grad)
         if shares[index].dim is not None:
-            setattr(local[id(parameter)], HELD, Held(placed, mesh.group(axes)))
+            setattr(local[id(parameter)], SPLIT_RECORD, SplitRecord(placed, mesh.group(axes)))
         if table[aliases[0]].shared:
             setattr(local[id(parameter)], SUMMED, True)
     _replace_parameters(model, local)
     swapped = dict[int, nn.Module]()  # by id of the plain module, so that shared modules stay shared
     for name, (module, style) in styles.items():
         if id(module) not in swapped:
-            swapped[id(module)] = style.swap(module, mesh)
+            swapped[id(module)] = style.replace_module(module, mesh)
         _set(model, name, swapped[id(module)])
     if flow is not None:
         _connect(model, styles, flow, mesh)
@@ -350,11 +350,13 @@ def _cover_along(name: str, parameter: nn.Parameter, dim: int, spans: Sequence[t
         )
 
 
-def _placed(name: str, parameter: nn.Parameter, part: ParameterShard, index: int, axes: str) -> Placed:
+def _placed(
+    name: str, parameter: nn.Parameter, part: ParameterShard, index: int, axes: str
+) -> ShardPlacement:
     shape = tuple(parameter.shape)
     if part.dim is None:
-        return replace(Placed.whole(name, shape, owned=index == 0), over=axes)
-    pieces, at = list[Piece](), 0
+        return replace(ShardPlacement.unsharded(name, shape, owned=index == 0), over=axes)
+    pieces, at = list[TensorBox](), 0
     for run in part.runs:
         offsets = [0] * len(shape)
         sizes = list(shape)
@@ -364,9 +366,11 @@ def _placed(name: str, parameter: nn.Parameter, part: ParameterShard, index: int
         local[part.dim] = at
         if part.within is not None:
             dim, offsets[dim], sizes[dim] = part.within
-        pieces.append(Piece(offsets=tuple(offsets), sizes=tuple(sizes), local=tuple(local), owned=run.owned))
+        pieces.append(
+            TensorBox(offsets=tuple(offsets), sizes=tuple(sizes), local=tuple(local), owned=run.owned)
+        )
         at += run.size
-    return Placed(name, shape, tuple(pieces), axes)
+    return ShardPlacement(name, shape, tuple(pieces), axes)
 
 
 def _shared(parameter: nn.Parameter, part: ParameterShard, mesh: Mesh, axes: str) -> tuple[SharedSlice, ...]:
@@ -408,11 +412,11 @@ def _set(model: nn.Module, name: str, module: nn.Module) -> None:
 @torch.no_grad()
 def materialise(
     layers: Sequence[tuple[str, nn.Module]],
-    table: Mapping[str, Sharded],
+    table: Mapping[str, ShardedParameter],
     values: Callable[[str, tuple[int, ...]], Tensor] | None,
     device: torch.device | str,
     dtype: torch.dtype | Callable[[str], torch.dtype],
-    hollow: bool = False,
+    without_storage: bool = False,
 ) -> dict[str, nn.Parameter]:
     """Give this rank's layers real parameters; the other layers stay on the meta device.
 
@@ -421,7 +425,7 @@ def materialise(
         values: full initial value of a parameter, from its name and full shape; None leaves parameters
             uninitialised (a checkpoint follows).
         dtype: of all parameters, or of each by plain name.
-        hollow: parameters get no memory yet; `ShardedStates` allocates it.
+        without_storage: parameters get no memory yet; `ShardedStates` allocates it.
 
     Returns:
         This rank's parameters by plain-model name; a parameter tied between layers held here is one tensor.
@@ -439,7 +443,7 @@ def materialise(
                 if key not in made:
                     kind = dtype if isinstance(dtype, torch.dtype) else dtype(key)
                     real = torch.empty(parameter.shape, dtype=kind, device=device)
-                    if hollow:
+                    if without_storage:
                         real.untyped_storage().resize_(0)
                     if values is not None:
                         sharded.placed.fill(real, values(key, sharded.placed.shape))
@@ -449,12 +453,12 @@ def materialise(
 
 
 __all__ = [
-    "HELD",
+    "SPLIT_RECORD",
     "SUMMED",
-    "Held",
     "Plan",
-    "Sharded",
+    "ShardedParameter",
     "SharedSlice",
+    "SplitRecord",
     "matches",
     "materialise",
     "parallelize",

@@ -114,12 +114,12 @@ def recompute(module: nn.Module, shards: ProcessGroup | None = None) -> None:
         shards: ranks that all have the inputs, and each save a part of their dimension 1.
     """
     undo_recompute(module)
-    module.forward = Recompute(module, shards)
+    module.forward = RecomputedForward(module, shards)
 
 
 def undo_recompute(module: nn.Module) -> None:
     """Undo `recompute`."""
-    if isinstance(module.__dict__.get("forward"), Recompute):
+    if isinstance(module.__dict__.get("forward"), RecomputedForward):
         del module.__dict__["forward"]
 
 
@@ -133,7 +133,7 @@ def _cores(block: nn.Module) -> list[nn.Module]:
     return [named[name] for name in ("attn.core", "cross.core") if name in named]
 
 
-class Recompute:
+class RecomputedForward:
     """Replaces a module's forward, with the same arguments and results."""
 
     def __init__(self, module: nn.Module, shards: ProcessGroup | None = None) -> None:
@@ -175,7 +175,7 @@ class Recompute:
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, of: Recompute, anchor: Tensor | None, *inputs: Any) -> Any:
+    def forward(ctx: Any, of: RecomputedForward, anchor: Tensor | None, *inputs: Any) -> Any:
         ctx.of = of
         ctx.precision = _Precision(inputs)
         random = RandomState()
@@ -195,7 +195,7 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        of: Recompute = ctx.of
+        of: RecomputedForward = ctx.of
         inputs, needs = list[Any](ctx.constants), ctx.needs_input_grad[2:]
         for at, saved in enumerate(ctx.saved_tensors):
             if saved is not None:

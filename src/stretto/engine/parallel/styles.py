@@ -1,7 +1,7 @@
 """How one module is split over tensor-parallel ranks: the values of a sharding plan.
 
 A style says which part of each parameter every rank holds (`parts`), without communication, and replaces the
-module by one that computes with this rank's part (`swap`).
+module by one that computes with this rank's part (`replace_module`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from stretto.engine.parallel.tensor.linear import GatherLinear, ParallelLinear, 
 from stretto.engine.parallel.tensor.rounds import SCHEDULES, Schedule, in_rounds
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.parallel.tensor.vocabulary import (
+    GatheredLogits,
     VocabParallelCrossEntropy,
     VocabParallelEmbedding,
-    WholeLogits,
 )
 from stretto.errors import StrettoError, nearest
 
@@ -108,7 +108,7 @@ class ParallelStyle(ABC):
         """
 
     @abstractmethod
-    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+    def replace_module(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         """The module's replacement. The module's parameters have been replaced by this rank's parts
         before.
         """
@@ -118,7 +118,7 @@ def _linear(module: nn.Module, name: str) -> nn.Linear:
     if not isinstance(module, nn.Linear):
         raise StrettoError(
             f"{name} is {type(module).__name__}",
-            hint="ColumnParallel, RowParallel and WholeLinear styles take nn.Linear",
+            hint="ColumnParallel, RowParallel and ReplicatedLinear styles take nn.Linear",
         )
     _replaceable(name, module, nn.Linear)
     return module
@@ -173,7 +173,7 @@ class Replicate(ParallelStyle):
             for n, p in module.named_parameters()
         }
 
-    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+    def replace_module(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         return module
 
     @property
@@ -198,7 +198,7 @@ class BatchParallel(ParallelStyle):
                 )
         return {n: ParameterShard(dim=None, partial=p.requires_grad) for n, p in module.named_parameters()}
 
-    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+    def replace_module(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         return module
 
     @property
@@ -232,7 +232,7 @@ class GatherBatch(ParallelStyle):
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
         return {n: ParameterShard(dim=None) for n, _ in module.named_parameters()}
 
-    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+    def replace_module(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         group = mesh.group("tp")
         return module if group is None else in_rounds(module, group, self.schedule)
 
@@ -242,11 +242,11 @@ class GatherBatch(ParallelStyle):
 
 
 @dataclass(frozen=True)
-class WholeLinear(Replicate):
+class ReplicatedLinear(Replicate):
     """An nn.Linear with Replicate style that accumulates its gradients in place, as split ones do."""
 
-    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
-        return ParallelLinear(*_weight_and_bias(_linear(module, "WholeLinear")))
+    def replace_module(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        return ParallelLinear(*_weight_and_bias(_linear(module, "ReplicatedLinear")))
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ class ColumnParallel(ParallelStyle):
         part = ParameterShard(dim=0, runs=tuple(runs))
         return {n: part for n, _ in module.named_parameters()}
 
-    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+    def replace_module(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         return _column(_linear(module, "ColumnParallel"), mesh, self.sequence, self.ordered)
 
     @property
@@ -305,7 +305,7 @@ class RowParallel(ParallelStyle):
         bias = ParameterShard(dim=None, partial=self.sequence)
         return {n: part if n == "weight" else bias for n, _ in module.named_parameters()}
 
-    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+    def replace_module(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         parameters, group = _weight_and_bias(_linear(module, "RowParallel")), mesh.group("tp")
         if self.sequence and group is not None:
             return ScatterLinear(*parameters, group, self.ordered)
@@ -339,9 +339,9 @@ class VocabParallel(ParallelStyle):
         part = padded(module.weight.shape[0], index, tp, self.multiple)
         return {n: part for n, _ in module.named_parameters()}
 
-    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+    def replace_module(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         if isinstance(module, nn.Linear) and self.whole:
-            return WholeLogits(cast(nn.Parameter, module.weight), module.out_features, mesh.group("tp"))
+            return GatheredLogits(cast(nn.Parameter, module.weight), module.out_features, mesh.group("tp"))
         if isinstance(module, nn.Linear):
             return _column(module, mesh, self.sequence, ordered=True)
         assert isinstance(module, nn.Embedding)
@@ -372,14 +372,14 @@ class VocabParallelLoss(ParallelStyle):
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
         return {}
 
-    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+    def replace_module(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         part = padded(self.vocab, mesh.index("tp"), mesh.size("tp"), self.multiple)
         real = sum(run.size for run in part.runs)
         return VocabParallelCrossEntropy(mesh.index("tp") * part.size, real, mesh.group("tp"))
 
 
 @dataclass(frozen=True)
-class Heads(ParallelStyle):
+class HeadParallel(ParallelStyle):
     """An attention module whose `heads` and `kv_heads` become the numbers of heads held locally; its `sinks`
     and the rows of `relative`, if it has any, are split like its query heads.
     """
@@ -389,7 +389,7 @@ class Heads(ParallelStyle):
         if not isinstance(heads, int) or not isinstance(getattr(module, "kv_heads", None), int):
             raise StrettoError(
                 f"{name} ({type(module).__name__}) has no heads and kv_heads",
-                hint="Heads style is for attention modules that read self.heads and self.kv_heads",
+                hint="HeadParallel style is for attention modules that read self.heads and self.kv_heads",
             )
         mine = even(f"{name}.heads", heads, index, tp)  # key heads may be copied, query heads may not
         parameters = (leaf for leaf, _ in module.named_parameters(recurse=False))
@@ -397,7 +397,7 @@ class Heads(ParallelStyle):
             leaf: ParameterShard(dim=0, runs=(mine,)) for leaf in parameters if leaf in ("sinks", "relative")
         }
 
-    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+    def replace_module(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         tp = mesh.size("tp")
         for attribute in ("heads", "kv_heads"):
             count = getattr(module, attribute)
@@ -406,7 +406,7 @@ class Heads(ParallelStyle):
 
 
 @dataclass(frozen=True)
-class Shared(ParallelStyle):
+class SharedInput(ParallelStyle):
     """An nn.Identity through which all ranks' heads get the same tensor [b, s, n], whose gradients are summed
     over the ranks. With `sequence` each rank has its part of the tokens before, and all of them after.
     """
@@ -415,10 +415,12 @@ class Shared(ParallelStyle):
 
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
         if type(module) is not nn.Identity:
-            raise StrettoError(f"{name} is {type(module).__name__}", hint="Shared style takes nn.Identity")
+            raise StrettoError(
+                f"{name} is {type(module).__name__}", hint="SharedInput style takes nn.Identity"
+            )
         return {}
 
-    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+    def replace_module(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         group = mesh.group("tp")
         return module if group is None else ToHeads(group, self.sequence)
 
@@ -437,7 +439,7 @@ class SplitDropout(ParallelStyle):
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
         return {}
 
-    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+    def replace_module(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         if isinstance(module, KeyedDropout):
             split = KeyedDropout(module.p, module.name, module.keys, self._cuts(mesh))
             return split.train(module.training)
@@ -480,7 +482,7 @@ class ShardedPositions(ParallelStyle):
             )
         return {}
 
-    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+    def replace_module(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         split = SequenceSplit.of(mesh, self.length, self.sequence)
         if not split.whole or split.padded > self.length:
             setattr(module, "positions", _positions(split, self.sharded, mesh.device))  # noqa: B010
@@ -495,7 +497,7 @@ def _positions(split: SequenceSplit, sharded: bool, device: torch.device) -> tor
     return (split.shard if sharded else split.positions).to(device)
 
 
-def shrink(parameter: torch.Tensor, part: ParameterShard) -> torch.Tensor:
+def empty_shard(parameter: torch.Tensor, part: ParameterShard) -> torch.Tensor:
     """An empty tensor of the local shape on the parameter's device."""
     if part.dim is None:
         return torch.empty_like(parameter)

@@ -15,10 +15,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from stretto.engine.device import CopyStreams
 from stretto.engine.parallel.recompute import RandomState
-from stretto.engine.parallel.tensor.linear import Deferred, work_off
+from stretto.engine.parallel.tensor.linear import DeferredGradient, run_deferred
 from stretto.engine.pipeline.activation_offload import ActivationCopies
-from stretto.engine.pipeline.exchange import Exchange
-from stretto.engine.pipeline.live import Bundle, Call, Live, same_memory
+from stretto.engine.pipeline.exchange import TransferCalls
+from stretto.engine.pipeline.rank_buffers import Bundle, Call, RankBuffers, same_memory
 from stretto.engine.pipeline.versions import WeightVersions, ages
 from stretto.program.action import Action, ActionKind
 from stretto.program.messages import needed_by
@@ -39,7 +39,7 @@ class LayerLoss(Protocol):
     def __call__(self, y: Any, targets: Any) -> Tensor: ...
 
 
-class Compute:
+class ComputeCalls:
     """Makes the calls of one rank's compute actions.
 
     Args:
@@ -55,8 +55,8 @@ class Compute:
         self,
         program: Program,
         rank: int,
-        live: Live,
-        exchange: Exchange | None,
+        live: RankBuffers,
+        exchange: TransferCalls | None,
         loss: Callable[[Any, Any], Tensor] | None,
         before: Callable[[int], None] | None,
         versions: dict[int, WeightVersions] | None = None,
@@ -76,7 +76,9 @@ class Compute:
             (a.stage, live.place(a)): ActivationCopies(streams) for a in order if a.kind is ActionKind.OFFLOAD
         }
         self.random = dict[tuple[int, int], RandomState]()
-        queue: list[Deferred] = []  # one for all stages: they may share a layer, and each I empties it
+        queue: list[
+            DeferredGradient
+        ] = []  # one for all stages: they may share a layer, and each I empties it
         for stage in self.split:
             live.stages[stage].split_backward(queue)
         self.ages = {s: ages([a for a in order if a.stage == s], program.versions[s]) for s in self.versions}
@@ -372,7 +374,7 @@ class Compute:
         def call() -> None:
             entries, rest[mb] = rest[mb], None
             with torch.no_grad():  # as inside autograd's engine, where B runs them
-                work_off(entries)
+                run_deferred(entries)
 
         return call
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from stretto.engine.parallel.mesh import make_group
-from stretto.engine.pipeline.live import Boundaries, Boundary, Bundle, Call, Live
+from stretto.engine.pipeline.rank_buffers import Boundaries, Boundary, Bundle, Call, RankBuffers
 from stretto.errors import StrettoError
 from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program
@@ -181,7 +181,7 @@ class Inbox:
             self._header = self._transfer.receive(header, self._channel), header
 
 
-class Exchange:
+class TransferCalls:
     """Makes the calls of one rank's transfers.
 
     Args:
@@ -194,7 +194,7 @@ class Exchange:
         self,
         program: Program,
         rank: int,
-        live: Live,
+        live: RankBuffers,
         slots: Mapping[Action, int],
         transfer: Transfer,
         boundaries: Mapping[int, Boundaries] | None,

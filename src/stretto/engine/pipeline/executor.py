@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from stretto.engine.parallel.data.stage_weights import SHARED, StageWeights
-from stretto.engine.pipeline.compute import Compute
-from stretto.engine.pipeline.exchange import Exchange, Transfer
+from stretto.engine.pipeline.compute import ComputeCalls
+from stretto.engine.pipeline.exchange import Transfer, TransferCalls
 from stretto.engine.pipeline.graphs import MicrobatchGraph
-from stretto.engine.pipeline.live import Batch, Boundaries, Call, Live, microbatch_of
+from stretto.engine.pipeline.rank_buffers import Batch, Boundaries, Call, RankBuffers, microbatch_of
 from stretto.engine.pipeline.recorder import Recorder
-from stretto.engine.pipeline.rounds import Rounds
+from stretto.engine.pipeline.steady_state import SteadyState
 from stretto.engine.pipeline.versions import WeightVersions
 from stretto.engine.pipeline.words import in_words
 from stretto.engine.progress import PROGRESS, Label, label
@@ -60,7 +60,7 @@ def error_text(error: Exception) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class ExecutorInputs:
     """What a rank's program works on and with.
 
     Attributes:
@@ -72,7 +72,7 @@ class Work:
             microbatches.
         reduce_tied: called once, at this rank's last REDUCE_TIED.
         before_forward: called before each forward with the microbatch's place in a ring of them
-            (`Rounds.ring`); within one step that is its number.
+            (`SteadyState.ring`); within one step that is its number.
         versions: of each stage, where weights change within the step.
         graphs: the device replays each microbatch as one graph.
     """
@@ -134,7 +134,9 @@ class Executor:
         place: where the first microbatch of the last step is kept.
     """
 
-    def __init__(self, rounds: Rounds, rank: int, work: Work, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, rounds: SteadyState, rank: int, work: ExecutorInputs, device: torch.device | str = "cpu"
+    ) -> None:
         program, device = rounds.program, torch.device(device)
         assert program.lowered
         self.rounds = rounds
@@ -142,10 +144,10 @@ class Executor:
         self.rank = rank
         self.work = work
         self.device = device
-        self.live = Live(work.stages, rounds.ring)
+        self.live = RankBuffers(work.stages, rounds.ring)
         trains = any(a.kind in (ActionKind.B, ActionKind.I) for a in program.orders[rank])
         self._exchange = (
-            Exchange(
+            TransferCalls(
                 program=program,
                 rank=rank,
                 live=self.live,
@@ -158,7 +160,7 @@ class Executor:
             if work.transfer is not None
             else None
         )
-        self._compute = Compute(
+        self._compute = ComputeCalls(
             program=program,
             rank=rank,
             live=self.live,
@@ -209,7 +211,7 @@ class Executor:
         Args:
             enter: called once for each step of the window, in order, when this rank first needs its batch.
             steps: of the window. It may become shorter while it runs, to no less than those that have come to
-                an end and `Rounds.ahead` more.
+                an end and `SteadyState.ahead` more.
             recorder: times every call; None disables timing.
         """
         rounds, m = self.rounds, self.rounds.microbatches
@@ -229,23 +231,23 @@ class Executor:
         try:
             self._run(segment, recorder)
         except BaseException:
-            self._forget()
+            self._reset_window()
             raise
         self.place = self.step * m % rounds.ring
-        self.live.leave(self.place, m)
+        self.live.clear_batch(self.place, m)
         self.step += 1
         if self.step == steps:
             for works, _ in self.live.sends.values():  # no later message proves these to be done
                 for work in works:
                     work.wait()
             self.live.sends.clear()
-            self._forget()
+            self._reset_window()
 
-    def _forget(self) -> None:
+    def _reset_window(self) -> None:
         """End the window: the next step finds the pipeline empty."""
         self.step = self._entered = 0
         self._fetch = None
-        self.live.leave(0, self.rounds.ring)
+        self.live.clear_batch(0, self.rounds.ring)
 
     def _run(self, segment: _Segment, recorder: Recorder | None) -> None:
         at = 0
@@ -276,7 +278,7 @@ class Executor:
         """Take the batch of the next step."""
         assert self._fetch is not None
         m = self.rounds.microbatches
-        self.live.enter(self._entered * m % self.rounds.ring, m, self._fetch(self._entered))
+        self.live.set_batch(self._entered * m % self.rounds.ring, m, self._fetch(self._entered))
         self._entered += 1
 
     # ------------------------------------------------------------------ binding

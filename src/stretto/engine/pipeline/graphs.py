@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from stretto.engine.device import Graph, has_graphs
-from stretto.engine.pipeline.compute import Compute
-from stretto.engine.pipeline.live import Live
+from stretto.engine.pipeline.compute import ComputeCalls
+from stretto.engine.pipeline.rank_buffers import RankBuffers
 from stretto.errors import StrettoError
 from stretto.program.action import ActionKind
 from stretto.program.checks.in_turn import in_turn
@@ -63,8 +63,8 @@ class MicrobatchGraph:
         before: Callable[[int], None] | None,
         device: torch.device,
     ) -> None:
-        self._live = Live(stages, 1)
-        compute = Compute(
+        self._live = RankBuffers(stages, 1)
+        compute = ComputeCalls(
             program=program, rank=rank, live=self._live, exchange=None, loss=loss, before=before
         )
         order = program.orders[rank]
@@ -74,7 +74,7 @@ class MicrobatchGraph:
         self._batch: list[Tensor] = []  # where the graph reads inputs, targets and the loss's gradient
         self._warmed = 0
 
-    def run(self, live: Live, at: int) -> None:
+    def run(self, live: RankBuffers, at: int) -> None:
         """Forward and backward of the microbatch at this place; its loss is put there.
 
         Raises:

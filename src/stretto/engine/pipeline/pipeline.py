@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from stretto.engine.device import moved
 from stretto.engine.parallel.data.stage_weights import ReplicatedWeights, StageWeights
 from stretto.engine.parallel.mesh import Mesh
-from stretto.engine.parallel.tensor.linear import adopt
+from stretto.engine.parallel.tensor.linear import convert_linears
 from stretto.engine.pipeline.exchange import Transfer
-from stretto.engine.pipeline.executor import Enter, Executor, Work
+from stretto.engine.pipeline.executor import Enter, Executor, ExecutorInputs
 from stretto.engine.pipeline.graphs import check_capturable
-from stretto.engine.pipeline.live import Batch, Boundaries, Boundary
 from stretto.engine.pipeline.probe import probe_boundaries
+from stretto.engine.pipeline.rank_buffers import Batch, Boundaries, Boundary
 from stretto.engine.pipeline.recorder import Recorder
-from stretto.engine.pipeline.rounds import Rounds, once, repeated
 from stretto.engine.pipeline.shared import PartialGradient, SharedGradients, Tie, find_ties, sum_partial
 from stretto.engine.pipeline.skips import Skip, Stage, check_skips
+from stretto.engine.pipeline.steady_state import SteadyState, once, repeated
 from stretto.engine.pipeline.versions import WeightVersions
 from stretto.errors import StrettoError
 from stretto.layout.cut import cut as even_cut
@@ -198,7 +198,7 @@ class Pipeline:
         self.late = max(1, -(-(program.ranks - 1) // program.microbatches))
         self.stages = {s: self._stage(layers, s) for s in program.stages_of(self.rank)}
         for s in {a.stage for a in program.orders[self.rank] if a.kind is ActionKind.W}:
-            adopt(self.stages[s])
+            convert_linears(self.stages[s])
         self.holds_loss = any(program.is_last(s) for s in self.stages)
         self._loss = loss
         self._before = before_forward
@@ -242,7 +242,7 @@ class Pipeline:
         """
         return self._shared.copies_elsewhere(self.rank)
 
-    def changing(self) -> list[nn.Parameter]:
+    def post_reduced_parameters(self) -> list[nn.Parameter]:
         """Parameters whose gradients are summed further after the data-parallel reduction: over
         tensor-parallel ranks, stages, or copies of a stage.
         """
@@ -460,7 +460,7 @@ class Pipeline:
         mine = self.cut[stage % self.program.depth]
         return Stage([layers[i] for i in mine], mine.start, self._skips)
 
-    def _executor(self, rounds: Rounds, inputs: Sequence[Any]) -> Executor:
+    def _executor(self, rounds: SteadyState, inputs: Sequence[Any]) -> Executor:
         if self._boundaries is None and not self._varying:
             self._boundaries = probe_boundaries(
                 program=self.program,
@@ -472,7 +472,7 @@ class Pipeline:
                 group=self.mesh.group("pp"),
                 device=self.mesh.device,
             )
-        work = Work(
+        work = ExecutorInputs(
             stages=self.stages,
             weights=self.weights,
             loss=self._loss,
@@ -498,7 +498,7 @@ class Pipeline:
         if not self.program.versions:
             return {}
         return {
-            s: WeightVersions(stage, self._update(s), partial(self.weights.renew, s))
+            s: WeightVersions(stage, self._update(s), partial(self.weights.recreate_storage, s))
             for s, stage in self.stages.items()
         }
 

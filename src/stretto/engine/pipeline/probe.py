@@ -13,7 +13,7 @@ from stretto.engine.device import forked_random
 from stretto.engine.parallel.collectives import all_sum
 from stretto.engine.pipeline.exchange import FORWARD, HEADER, Transfer, boundaries_of, pack, unpack
 from stretto.engine.pipeline.executor import PipelineError, error_text
-from stretto.engine.pipeline.live import Boundaries
+from stretto.engine.pipeline.rank_buffers import Boundaries
 from stretto.errors import StrettoError
 from stretto.program.program import Program
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from stretto.engine.device import new_event, on_accelerator, synchronize
-from stretto.engine.pipeline.live import Call
+from stretto.engine.pipeline.rank_buffers import Call
 
 T = TypeVar("T")
 

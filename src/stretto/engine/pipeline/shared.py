@@ -15,7 +15,7 @@ from stretto.engine.parallel.collectives import all_sum, start_sum
 from stretto.engine.parallel.data.gradients import GradientBuffer
 from stretto.engine.parallel.data.reduction import same_place
 from stretto.engine.parallel.mesh import Mesh
-from stretto.engine.parallel.parallelize import Sharded, SharedSlice
+from stretto.engine.parallel.parallelize import ShardedParameter, SharedSlice
 from stretto.engine.pipeline.skips import Stage
 from stretto.errors import StrettoError
 from stretto.program.program import Program
@@ -94,7 +94,7 @@ def sum_partial(parts: Sequence[PartialGradient], reduced: Reduced | None = None
                 view.copy_(summed.view_as(view))
 
 
-def sum_gradients(model: nn.Module, table: Mapping[str, Sharded]) -> None:
+def sum_gradients(model: nn.Module, table: Mapping[str, ShardedParameter]) -> None:
     """Sum the gradients to which several ranks contribute, as with BatchParallel style: once a step, after
     the last backward and before clipping. Collective over the ranks of tp.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from stretto.engine.pipeline.live import microbatch_of
+from stretto.engine.pipeline.rank_buffers import microbatch_of
 from stretto.program.action import Action, ActionKind
 
 NEVER = sys.maxsize  # a microbatch that does not come
@@ -29,7 +29,7 @@ class WeightVersions:
     Args:
         module: the stage.
         step: applies the gradients to the module's parameters, in place, and clears them.
-        renew: moves the parameters to new memory with the same values.
+        recreate_storage: moves the parameters to new memory with the same values.
 
     Attributes:
         newest: number of the newest version.
@@ -37,9 +37,11 @@ class WeightVersions:
         left: the first microbatch that will not come, in the numbers of the program that is bound.
     """
 
-    def __init__(self, module: nn.Module, step: Callable[[], None], renew: Callable[[], None]) -> None:
+    def __init__(
+        self, module: nn.Module, step: Callable[[], None], recreate_storage: Callable[[], None]
+    ) -> None:
         self._step = step
-        self._renew = renew
+        self._recreate_storage = recreate_storage
         self._masters = [p for p in module.parameters() if p.requires_grad]
         at = {id(p): i for i, p in enumerate(self._masters)}
         self._places = [
@@ -88,7 +90,7 @@ class WeightVersions:
             following: the next microbatch that computes with the version that is replaced.
         """
         if following < self.left:
-            self._renew()  # the version before keeps the old memory
+            self._recreate_storage()  # the version before keeps the old memory
         else:
             del self._held[self.newest]
         self._step()
@@ -119,7 +121,7 @@ class WeightVersions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ages:
+class VersionAges:
     """Which versions of a stage's weights its actions use, from the newest at that place in the order back.
 
     Attributes:
@@ -132,7 +134,7 @@ class Ages:
     following: Mapping[Action, int]
 
 
-def ages(order: Sequence[Action], versions: Sequence[int]) -> Ages:
+def ages(order: Sequence[Action], versions: Sequence[int]) -> VersionAges:
     """The ages of the versions that a stage uses.
 
     Args:
@@ -156,4 +158,4 @@ def ages(order: Sequence[Action], versions: Sequence[int]) -> Ages:
             version = versions[microbatch_of(action)]
             following[action] = users.get(version, NEVER)
             users[version] = min(microbatch_of(action), users.get(version, NEVER))
-    return Ages(of=of, following=following)
+    return VersionAges(of=of, following=following)

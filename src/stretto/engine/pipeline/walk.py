@@ -35,7 +35,7 @@ _Known = tuple[GradientEdge, Tensor]  # an edge of the graph and the gradient th
 
 
 @dataclass
-class Rest:
+class WeightWork:
     """What I leaves for W.
 
     Attributes:
@@ -65,7 +65,7 @@ class GraphSplit:
         roots: Sequence[GradientEdge | Tensor],
         gradients: Sequence[Tensor | None],
         inputs: Sequence[Tensor],
-    ) -> Rest:
+    ) -> WeightWork:
         """I: leave the gradient of each input in its `.grad`.
 
         Args:
@@ -78,7 +78,7 @@ class GraphSplit:
         """
         starts, arriving = _starts(roots, gradients)
         if not inputs:
-            return Rest([], [], list(zip(starts, arriving, strict=True)))
+            return WeightWork([], [], list(zip(starts, arriving, strict=True)))
         if not self._learns:
             return _undivided(starts, arriving)
         targets = list({id(x): x for x in inputs}.values())
@@ -88,7 +88,7 @@ class GraphSplit:
             return _undivided(starts, arriving)
         return _run_inputs(cut, starts, arriving, targets, ends)
 
-    def weight_gradients(self, rest: Rest) -> None:
+    def weight_gradients(self, rest: WeightWork) -> None:
         """W: add the deferred weight gradients into `parameter.grad`, and free the graph."""
         alone = rest.alone
         shared = rest.shared
@@ -138,10 +138,10 @@ def _run_all(known: list[_Known]) -> None:
     _run_backward(places, gradients, False, False, (), True, True)
 
 
-def _undivided(starts: list[GradientEdge], arriving: list[Tensor]) -> Rest:
+def _undivided(starts: list[GradientEdge], arriving: list[Tensor]) -> WeightWork:
     if starts:
         _run_all(list(zip(starts, arriving, strict=True)))
-    return Rest([], [], [])
+    return WeightWork([], [], [])
 
 
 def _run_inputs(
@@ -150,7 +150,7 @@ def _run_inputs(
     arriving: list[Tensor],
     targets: list[Tensor],
     ends: list[GradientEdge],
-) -> Rest:
+) -> WeightWork:
     """Run autograd for the inputs and record the incoming gradients of the sources."""
     wanted = (*ends, *cut.early, *(place for source in cut.sources for place in source.places))
     computed: list[Tensor | None] = (
@@ -164,7 +164,7 @@ def _run_inputs(
         if dx is not None:
             x.grad = dx if x.grad is None else x.grad + dx
     now = [(leaf, dw) for leaf in cut.early if (dw := next(came)) is not None]
-    rest = Rest([], [], [])
+    rest = WeightWork([], [], [])
     for source in cut.sources:
         known = [(place, dy) for place in source.places if (dy := next(came)) is not None]
         if known and source.leaves is not None:

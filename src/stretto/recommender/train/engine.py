@@ -22,7 +22,7 @@ from torch.distributed import AllreduceOptions, ProcessGroup, Work
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.norm import finite
 from stretto.engine.optim.states import prepare, state_tensors
-from stretto.engine.parallel.fragment import Fragment, Placed, whole_fragments
+from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement, unsharded_fragments
 from stretto.engine.parallel.mesh import make_group
 from stretto.recommender.clicks.batch import ClickBatch
 from stretto.recommender.config.schema import RecommenderConfig
@@ -130,7 +130,7 @@ class DenseReplica:
         """Creates zero states, as after `updates` updates, for a checkpoint to be loaded into."""
         prepare(self.optimizer, self._fragments(), updates)
 
-    def tensors(self) -> Iterable[tuple[str, str, Tensor, Placed]]:
+    def tensors(self) -> Iterable[tuple[str, str, Tensor, ShardPlacement]]:
         """For each parameter and state: the state's name or "", the parameter's, the tensor, its place."""
         if not self.optimizer.state:
             self.prepare(0)
@@ -139,8 +139,8 @@ class DenseReplica:
             for key, (value, place) in state_tensors(self.optimizer, fragment).items():
                 yield key, fragment.name, value, place
 
-    def _fragments(self) -> list[Fragment]:
-        return whole_fragments(self.net.named_parameters())
+    def _fragments(self) -> list[ParameterFragment]:
+        return unsharded_fragments(self.net.named_parameters())
 
 
 _TYPES = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from stretto.engine.parallel.copies import Held
-from stretto.engine.parallel.fragment import Placed
+from stretto.engine.parallel.fragment import ShardPlacement
+from stretto.engine.parallel.replica_check import RankTensors
 from stretto.recommender.stores.store import DeviceStore
 from stretto.recommender.train.engine import Recommender
 
@@ -24,11 +24,11 @@ def updated_by(recommender: Recommender) -> dict[str, Tensor]:
     return updated
 
 
-def held_by(recommender: Recommender) -> Held:
+def held_by(recommender: Recommender) -> RankTensors:
     """Weights and optimiser states by name, each with its place. Of copied tables those on the device: a
     cache has other rows on each rank.
     """
-    held = dict[str, tuple[Tensor, Placed]]()
+    held = dict[str, tuple[Tensor, ShardPlacement]]()
     for key, name, tensor, place in recommender.dense.tensors():
         held[f"{key or 'weights'}.{name}"] = tensor, place
     for pool in recommender.tables.replicated_pools:
@@ -37,5 +37,5 @@ def held_by(recommender: Recommender) -> Held:
         tables = "+".join(recommender.tables.shard_map.tables[one.table].name for one in pool.pool.shards)
         for state, tensor in {"weights": pool.store.weight, **pool.store.states}.items():
             name = f"{state} of tables {tables}"
-            held[name] = tensor, Placed.whole(name, tuple(tensor.shape))
+            held[name] = tensor, ShardPlacement.unsharded(name, tuple(tensor.shape))
     return held

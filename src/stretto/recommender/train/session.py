@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.engine.parallel.copies import Held
+from stretto.engine.parallel.replica_check import RankTensors
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements
 from stretto.recommender.train.clicks import ClickData, open_clicks
@@ -162,7 +162,7 @@ class Session(TrainingLoop[RecommenderConfig, ClickPosition]):
             self.metrics.evaluation(self._quality)
         return self._quality.logloss
 
-    def _held(self) -> Held:
+    def _held(self) -> RankTensors:
         return held_by(self.recommender)
 
     def _updated(self) -> Mapping[str, Tensor]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from stretto.engine.checkpoint.background import BackgroundSave
 from stretto.engine.device import on_accelerator, peak_memory
-from stretto.engine.optim.rate import Rate
+from stretto.engine.optim.rate import LearningRate
 from stretto.engine.parallel.control import gather_json
 from stretto.engine.parallel.memory_check import MemoryCheck
 from stretto.engine.progress import PROGRESS, label
@@ -196,6 +196,6 @@ class TrainingStep:
         return self.source.batch(first, self._size, self._part)
 
 
-def rate_of(config: RecommenderConfig) -> Rate:
+def rate_of(config: RecommenderConfig) -> LearningRate:
     """The schedule of both learning rates, with a peak of 1."""
-    return Rate(config.optim.rate.settings(), 1.0, config.train.steps)
+    return LearningRate(config.optim.rate.settings(), 1.0, config.train.steps)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from stretto.engine.device import on_accelerator
 from stretto.engine.models.rotary import Rotary
 from stretto.engine.parallel.tensor import matmul
-from stretto.engine.parallel.tensor.norm import LeanLayerNorm
+from stretto.engine.parallel.tensor.norm import MemoryEfficientLayerNorm
 from stretto.planner.machines.device import Precision
 from stretto.run.calibrate.stopwatch import Stopwatch
 
@@ -202,7 +202,7 @@ def _both(x: Tensor, forward: Callable[[Tensor], Tensor], bytes_: float) -> Pass
 
 
 def _norm(device: torch.device, rows: int) -> Passes:
-    norm = LeanLayerNorm(_WIDTH, device=device)
+    norm = MemoryEfficientLayerNorm(_WIDTH, device=device)
     return _both(_tensor(device, rows, _WIDTH), norm, 2 + 3)
 
 

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from stretto.engine.kernels import Explicit
-from stretto.engine.pipeline.live import Call
+from stretto.engine.kernels import NaiveAttention
+from stretto.engine.pipeline.rank_buffers import Call
 from stretto.engine.pipeline.recorder import Recorder
 from stretto.program.action import Action
 from stretto.run.dryrun.fake import AFTER, BACKWARD, FORWARD, Following
@@ -140,7 +140,7 @@ def tiles_once(following: Following) -> Generator[None]:
     known = dict[Any, tuple[Counter[str], Counter[str], list[Any]]]()
 
     def once(method: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-        def call(kernel: Explicit, *arguments: Any, **named: Any) -> tuple[Tensor, ...]:
+        def call(kernel: NaiveAttention, *arguments: Any, **named: Any) -> tuple[Tensor, ...]:
             if kernel.dropout is not None:
                 return method(kernel, *arguments, **named)
             key = method, kernel, *map(_described, (*arguments, *named.values()))
@@ -157,12 +157,12 @@ def tiles_once(following: Following) -> Generator[None]:
 
         return call
 
-    was = Explicit.forward, Explicit.backward
-    Explicit.forward, Explicit.backward = map(once, was)  # pyright: ignore[reportAttributeAccessIssue]
+    was = NaiveAttention.forward, NaiveAttention.backward
+    NaiveAttention.forward, NaiveAttention.backward = map(once, was)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
-        Explicit.forward, Explicit.backward = was
+        NaiveAttention.forward, NaiveAttention.backward = was
 
 
 def _measured(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from stretto.engine.parallel.mesh import Mesh
-from stretto.engine.parallel.recompute import Recompute
+from stretto.engine.parallel.recompute import RecomputedForward
 from stretto.engine.parallel.traffic import traffic
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout, axes_of
@@ -215,7 +215,7 @@ def _again(replica: Replica, following: Following) -> Generator[None]:
         forward
         for stage in replica.pipeline.stages.values()
         for module in stage.modules()
-        if isinstance(forward := module.__dict__.get("forward"), Recompute)
+        if isinstance(forward := module.__dict__.get("forward"), RecomputedForward)
     ]
     plain = [one.run for one in checkpointed]
     for one, run in zip(checkpointed, plain, strict=True):

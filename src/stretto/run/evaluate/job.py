@@ -201,7 +201,7 @@ def _evaluate_rank(
     """Evaluate as one rank of the job that RANK and WORLD_SIZE describe."""
     import torch.distributed as dist
 
-    from stretto.engine.optim.rate import Rate
+    from stretto.engine.optim.rate import LearningRate
     from stretto.engine.parallel.mesh import Mesh
     from stretto.run.config.job import job_of
     from stretto.run.evaluate.progress import PassBar
@@ -221,7 +221,7 @@ def _evaluate_rank(
         replica = assemble(job, mesh, seed=config.train.seed, fresh=False)
         cleanup.callback(replica.close)
         load_weights(replica, request.trained.checkpoint)
-        step = TrainingStep(replica, Rate.of(job.optimiser, 1))
+        step = TrainingStep(replica, LearningRate.of(job.optimiser, 1))
         evaluation = Evaluation(step, _splits(config, request, source), request.limit)
         bar = cleanup.enter_context(PassBar("evaluate", evaluation.batches, quiet or mesh.rank > 0))
 

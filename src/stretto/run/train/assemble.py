@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.engine.compiler import Compiler
-from stretto.engine.documents import Documents, Packing, share_packing
+from stretto.engine.documents import DocumentStarts, Packing, share_packing
 from stretto.engine.models.build import build
 from stretto.engine.models.causal import choose_kernel
 from stretto.engine.models.compiled import compile_blocks
@@ -21,20 +21,20 @@ from stretto.engine.optim.norm import GradientNorm
 from stretto.engine.optim.scale import LossScale
 from stretto.engine.parallel.data.sharded import ShardedStates
 from stretto.engine.parallel.expert.auxiliary import Auxiliary, bind_auxiliary
-from stretto.engine.parallel.fragment import Placed
+from stretto.engine.parallel.fragment import ShardPlacement
 from stretto.engine.parallel.mesh import Mesh
-from stretto.engine.parallel.parallelize import Sharded, materialise, parallelize
+from stretto.engine.parallel.parallelize import ShardedParameter, materialise, parallelize
 from stretto.engine.parallel.precision import master_dtype, weight_dtype
 from stretto.engine.parallel.recompute import recompute_blocks
 from stretto.engine.parallel.tensor.chunked_loss import ChunkedCrossEntropy
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.fp8 import enable_fp8
 from stretto.engine.parallel.tensor.linear import ParallelLinear
-from stretto.engine.parallel.tensor.norm import lean_norms
+from stretto.engine.parallel.tensor.norm import use_memory_efficient_norms
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.parallel.tensor.vocabulary import VocabParallelCrossEntropy
 from stretto.engine.pipeline import Boundary, PartialGradient, Pipeline
-from stretto.engine.pipeline.live import Boundaries
+from stretto.engine.pipeline.rank_buffers import Boundaries
 from stretto.engine.pipeline.shared import Tie, find_ties
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.memory.job import memory_of
@@ -81,7 +81,7 @@ class _Setup:
     compiler: Compiler | None
     packing: Packing = field(default_factory=Packing)
     samples: list[range] = field(default_factory=list[range])
-    documents: list[Documents] = field(default_factory=list[Documents])
+    documents: list[DocumentStarts] = field(default_factory=list[DocumentStarts])
     decoders: list[tuple[Tensor, Tensor | None]] = field(default_factory=list[tuple[Tensor, Tensor | None]])
     auxiliary_scales: list[float] = field(default_factory=list[float])
 
@@ -158,14 +158,14 @@ def _plain_model(setup: _Setup) -> LanguageModel:
     freeze(model, setup.job.trained)
     key_dropout(model, setup.keys)
     share_packing(model, setup.packing)
-    lean_norms(model)
+    use_memory_efficient_norms(model)
     choose_kernel(model, setup.job.attention)
     if setup.compiler is not None:
         compile_blocks(model, setup.compiler)
     return model
 
 
-def _shard(setup: _Setup, model: LanguageModel) -> dict[str, Sharded]:
+def _shard(setup: _Setup, model: LanguageModel) -> dict[str, ShardedParameter]:
     """Replace modules by this rank's shards of them; returns where each parameter lies, by name."""
     job, mesh = setup.job, setup.mesh
     table = parallelize(model, sharding_plan(job), mesh)
@@ -189,7 +189,7 @@ def _chunk_loss(job: Job, model: LanguageModel) -> None:
         head.loss, model.loss = chunked.of, chunked
 
 
-def _cut_stages(setup: _Setup, model: LanguageModel, table: dict[str, Sharded]) -> _Stages:
+def _cut_stages(setup: _Setup, model: LanguageModel, table: dict[str, ShardedParameter]) -> _Stages:
     """Cut the layers into stages; the parameters of those on this rank leave the meta device, without
     memory yet.
     """
@@ -205,12 +205,12 @@ def _cut_stages(setup: _Setup, model: LanguageModel, table: dict[str, Sharded]) 
         None,
         setup.mesh.device,
         lambda name: dtype_of(job.precision, name),
-        hollow=True,
+        without_storage=True,
     )
     return _Stages(layers=stages, ties=ties, parameters=parameters)
 
 
-def _share_weights(setup: _Setup, stages: _Stages, table: dict[str, Sharded]) -> ShardedStates:
+def _share_weights(setup: _Setup, stages: _Stages, table: dict[str, ShardedParameter]) -> ShardedStates:
     """How the data-parallel ranks share the parameters, their gradients and optimiser states."""
     job, program = setup.job, setup.program
     sums_in_float32 = job.precision.half and job.precision.gradients == "float32"
@@ -232,7 +232,7 @@ def _share_weights(setup: _Setup, stages: _Stages, table: dict[str, Sharded]) ->
 def _connect(
     setup: _Setup,
     model: LanguageModel,
-    table: dict[str, Sharded],
+    table: dict[str, ShardedParameter],
     stages: _Stages,
     states: ShardedStates,
 ) -> Pipeline:
@@ -303,16 +303,16 @@ def _begin_optimizer(
         return initial_values(name, size, setup.seed, setup.job.shape, setup.job.initial)
 
     optimizer.begin(values if fresh else None, elsewhere, bool(setup.program.versions))
-    optimizer.follow_reductions(frozenset(id(p) for p in pipeline.changing()))
+    optimizer.follow_reductions(frozenset(id(p) for p in pipeline.post_reduced_parameters()))
 
 
-def _gradient_norm(states: ShardedStates, table: dict[str, Sharded]) -> GradientNorm:
+def _gradient_norm(states: ShardedStates, table: dict[str, ShardedParameter]) -> GradientNorm:
     counted = {axes: states.groups[axes].counted for axes in _axes(table)}
     return GradientNorm(states.fragments, counted)
 
 
-def _axes(table: dict[str, Sharded]) -> list[str]:
-    """The axes over which any parameter is sharded (`Placed.over`)."""
+def _axes(table: dict[str, ShardedParameter]) -> list[str]:
+    """The axes over which any parameter is sharded (`ShardPlacement.over`)."""
     return sorted({sharded.placed.over for sharded in table.values()})
 
 
@@ -323,6 +323,6 @@ def loss_scale(precision: Precision) -> LossScale | None:
     return LossScale(value=precision.loss_scale, steps=precision.loss_scale_steps)
 
 
-def _place(placed: Placed, elsewhere: bool) -> Placed:
+def _place(placed: ShardPlacement, elsewhere: bool) -> ShardPlacement:
     """Where a parameter lies; only the first stage's copy of a tied parameter is owned."""
-    return placed.elsewhere() if elsewhere else placed
+    return placed.unowned() if elsewhere else placed

@@ -18,7 +18,7 @@ from stretto.engine.device import (
     on_stream,
     recorded_event,
 )
-from stretto.engine.documents import Documents
+from stretto.engine.documents import DocumentStarts
 from stretto.engine.models.language import IGNORED
 from stretto.engine.parallel.collectives import all_sum
 from stretto.run.data.dataset import Batch, indices_after
@@ -147,7 +147,7 @@ class Batches:
                 for one in whole
                 if one.decoder is not None
             ]
-        self.replica.documents[place] = map(Documents, begins)
+        self.replica.documents[place] = map(DocumentStarts, begins)
         return ([inputs for inputs, _ in pairs], [targets for _, targets in pairs]), counts
 
     def indices(self, seen: int, replica: int) -> list[range]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from stretto.engine.parallel.copies import Held
+from stretto.engine.parallel.replica_check import RankTensors
 from stretto.run.train.replica import MODEL, Replica, tensors_of
 
 
-def held_by(replica: Replica) -> Held:
+def held_by(replica: Replica) -> RankTensors:
     """Weights as the modules compute with them and what the optimisers hold, by name, each with its place.
     Where both are the same memory it is there once.
     """

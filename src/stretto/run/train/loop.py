@@ -26,8 +26,8 @@ from stretto.engine.checkpoint.load import latest
 from stretto.engine.checkpoint.save import save
 from stretto.engine.device import backend_for, rank_device
 from stretto.engine.parallel.control import CollectiveError, gather_json, run_on_first, this_rank
-from stretto.engine.parallel.copies import Copies, Held, report
 from stretto.engine.parallel.memory_check import MemoryCheck
+from stretto.engine.parallel.replica_check import RankTensors, ReplicaConsistencyCheck, report
 from stretto.engine.progress import PROGRESS
 from stretto.errors import StrettoError
 from stretto.run.config import dump
@@ -192,7 +192,7 @@ class TrainingLoop(ABC, Generic[C, P]):
         self._saved_at = position.step if saved is not None else -1
         self.guard = Guard(config.guard, position.history)
         self._bad: BadStep | None = None  # a step that is to be rolled back
-        self._copies, self._compared_at = Copies(), position.step
+        self._copies, self._compared_at = ReplicaConsistencyCheck(), position.step
         self._memory = MemoryCheck()
         self._limit = StepLimit(config.train.hang_s, config.train.timeout_s)
         self._slow: SlowRanks | None = None  # on rank 0
@@ -215,7 +215,7 @@ class TrainingLoop(ABC, Generic[C, P]):
         """Write a checkpoint of this step with `save`, or begin to. Collective over all ranks."""
 
     @abstractmethod
-    def _held(self) -> Held:
+    def _held(self) -> RankTensors:
         """Weights and optimiser states of this rank, of which other ranks may have copies."""
 
     @abstractmethod

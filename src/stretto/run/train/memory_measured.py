@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto.engine.device import backend_for, rank_device
 from stretto.engine.parallel.mesh import Mesh
-from stretto.engine.pipeline.live import Call
+from stretto.engine.pipeline.rank_buffers import Call
 from stretto.engine.pipeline.recorder import Recorder
 from stretto.run.config.schema import LoopConfig
 from stretto.run.train.assemble import assemble

@@ -15,8 +15,8 @@ from stretto.engine.optim.rate import delay_ratio
 from stretto.engine.optim.sharded_optimizer import ShardedOptimizer
 from stretto.engine.parallel.collectives import all_max
 from stretto.engine.parallel.data.sharded import ShardedStates
-from stretto.engine.parallel.data.unit import Unit
-from stretto.engine.parallel.fragment import Fragment
+from stretto.engine.parallel.data.unit import FlatParameter
+from stretto.engine.parallel.fragment import ParameterFragment
 from stretto.program.action import ActionKind
 from stretto.program.program import Program
 from stretto.spec.flops import layer_names
@@ -143,7 +143,7 @@ class ReplicaOptimizer:
         for stage, group in groupby(fragments, lambda fragment: self._stage_of[fragment.unit]):
             self._of[stage] = self._sharded(list(group))
 
-    def _sharded(self, fragments: Iterable[Fragment]) -> ShardedOptimizer:
+    def _sharded(self, fragments: Iterable[ParameterFragment]) -> ShardedOptimizer:
         dp, mesh = self.job.dp, self.states.mesh
         return ShardedOptimizer(
             fragments,
@@ -167,14 +167,14 @@ class ReplicaOptimizer:
             return
         sharded = self._of[_ALL_STAGES]
 
-        def reduced(unit: Unit) -> None:
+        def reduced(unit: FlatParameter) -> None:
             if not any(id(p) in changing for p in unit.parameters):
                 sharded.gradient_ready(unit.number)
 
         for buffer in self.states.buffers.values():
             buffer.on_reduced = reduced
 
-    def _build(self, fragments: Sequence[Fragment]) -> torch.optim.Optimizer:
+    def _build(self, fragments: Sequence[ParameterFragment]) -> torch.optim.Optimizer:
         return build_optimizer(fragments, self.job.optimiser)
 
     @property

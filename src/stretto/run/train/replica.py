@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from stretto.engine.checkpoint.index import MODEL, OPTIM
 from stretto.engine.checkpoint.shards import Tensors
 from stretto.engine.compiler import Compiler
-from stretto.engine.documents import Documents
+from stretto.engine.documents import DocumentStarts
 from stretto.engine.models.language import IGNORED
 from stretto.engine.optim.norm import GradientNorm, ratio
 from stretto.engine.optim.scale import LossScale
 from stretto.engine.optim.states import state_tensors
 from stretto.engine.parallel.data.sharded import ShardedStates
 from stretto.engine.parallel.expert.auxiliary import Auxiliary
-from stretto.engine.parallel.fragment import Fragment, Placed
+from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.pipeline import Pipeline, Recorder
@@ -52,12 +52,12 @@ class Replica:
     mesh: Mesh
     pipeline: Pipeline
     parameters: dict[str, nn.Parameter]
-    places: dict[str, Placed]
+    places: dict[str, ShardPlacement]
     states: ShardedStates
     optimizer: ReplicaOptimizer
     norm: GradientNorm | None
     samples: list[range]
-    documents: list[Documents]
+    documents: list[DocumentStarts]
     decoders: list[tuple[Tensor, Tensor | None]]
     split: SequenceSplit
     auxiliary: Auxiliary
@@ -134,7 +134,7 @@ class Replica:
         return self.split.take(inputs, 1, 0), self.split.take(targets, 1, IGNORED)
 
     @property
-    def fragments(self) -> list[Fragment]:
+    def fragments(self) -> list[ParameterFragment]:
         """What this rank's optimisers update."""
         return self.states.fragments
 
@@ -216,7 +216,7 @@ def tensors_of(replica: Replica) -> Tensors:
     read into; weights that ranks are still sending each other have arrived.
     """
     replica.states.ready()  # what the optimiser updates may be a part of the memory that is gathered into
-    tensors = dict[str, tuple[Tensor, Placed]]()
+    tensors = dict[str, tuple[Tensor, ShardPlacement]]()
     replica.optimizer.ensure_states()
     for fragment in replica.states.frozen:
         tensors[MODEL + fragment.name] = (fragment.parameter.detach(), fragment.counted)

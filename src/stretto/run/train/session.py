@@ -11,8 +11,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from stretto.engine.optim.rate import Rate
-from stretto.engine.parallel.copies import Held
+from stretto.engine.optim.rate import LearningRate
+from stretto.engine.parallel.replica_check import RankTensors
 from stretto.engine.pipeline import Recorder
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.mixture import epochs, held_out, parts_of, training_samples
@@ -64,7 +64,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         self.replica = replica
         self.mesh = replica.mesh
         self._source = source
-        rate = Rate.of(replica.job.optimiser, config.train.steps)
+        rate = LearningRate.of(replica.job.optimiser, config.train.steps)
         self._training = TrainingStep(replica, rate, self.note, self.guard, self._memory)
         left = config.train.steps - position.step
         self._traced = position.step + min(config.metrics.trace, left) if config.metrics.trace else 0
@@ -252,7 +252,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
     def _drained(self) -> bool:
         return self._training.drained
 
-    def _held(self) -> Held:
+    def _held(self) -> RankTensors:
         return held_by(self.replica)
 
     def _updated(self) -> Mapping[str, Tensor]:

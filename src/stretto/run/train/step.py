@@ -18,7 +18,7 @@ from stretto.engine.checkpoint.background import BackgroundSave
 from stretto.engine.device import moved, on_accelerator, peak_memory
 from stretto.engine.models.moe import correct
 from stretto.engine.optim.norm import finite
-from stretto.engine.optim.rate import Rate
+from stretto.engine.optim.rate import LearningRate
 from stretto.engine.optim.scale import SMALLEST
 from stretto.engine.parallel.memory_check import MemoryCheck
 from stretto.engine.pipeline import Recorder
@@ -123,7 +123,7 @@ class TrainingStep:
     def __init__(
         self,
         replica: Replica,
-        rate: Rate,
+        rate: LearningRate,
         note: Callable[[str], None] | None = None,
         guard: Guard | None = None,
         memory: MemoryCheck | None = None,

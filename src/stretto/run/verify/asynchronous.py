@@ -275,7 +275,7 @@ def _likely(replica: Replica, delays: Delays, windows: tuple[int, ...], replay: 
         tried.insert(0, ("of a pipeline that drains after each step", delays, one_by_one))
     for said, other, among in tried:
         snapshot = replay(other, among)[-1]
-        with replica.states.whole() as ours:
+        with replica.states.full_weights() as ours:
             error = compare(ours, replica.places, snapshot.weights).error
         if error <= ADAPTIVE:
             return f"they are those {said}"

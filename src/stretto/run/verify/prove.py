@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from stretto.engine.parallel.late import late_messages
+from stretto.engine.parallel.late import delay_messages
 from stretto.engine.parallel.mesh import Mesh
 from stretto.prove.diagnose import Verdict, routed
 from stretto.prove.outputs import beside_positions, first_difference, recorded, row_factors
@@ -143,7 +143,7 @@ def _located(verdict: Verdict, job: Job, trial: Trial) -> Verdict:
     with _assembled(job, trial) as replica:
         padding, reference = replica.split.padded > replica.split.length, None
         # late: steps that use messages wrongly might hang as they come
-        with late_messages(trial.seed), recorded(modules_of(replica)) as ours, suppress(TrainingFailed):
+        with delay_messages(trial.seed), recorded(modules_of(replica)) as ours, suppress(TrainingFailed):
             TrialStep(replica, trial).make(0)
         if replica.mesh.rank == 0:
             plain, first = build_reference(job, trial.seed), trial.batches[0].take(slice(0, job.micro_batch))

@@ -10,12 +10,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from stretto.engine.documents import Documents, Packing, share_packing
+from stretto.engine.documents import DocumentStarts, Packing, share_packing
 from stretto.engine.models.build import build
 from stretto.engine.models.language import IGNORED, LanguageModel
 from stretto.engine.models.moe import MoE, correct
 from stretto.engine.models.weights import freeze, initialise
-from stretto.engine.optim.rate import Rate
+from stretto.engine.optim.rate import LearningRate
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.fp8 import enable_fp8
 from stretto.prove.compare import scales_of, share
@@ -42,9 +42,9 @@ class Trial:
     twice: bool = False
     timeout: timedelta | None = None
 
-    def rate(self, job: Job) -> Rate:
+    def rate(self, job: Job) -> LearningRate:
         """The learning rate by step."""
-        return Rate.of(job.optimiser, self.total_steps)
+        return LearningRate.of(job.optimiser, self.total_steps)
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Plain:
             samples: their numbers, on which dropout depends.
         """
         self.keys.samples = samples
-        self.packing.documents = None if batch.begins is None else Documents(batch.begins)
+        self.packing.documents = None if batch.begins is None else DocumentStarts(batch.begins)
         self.packing.decoder, self.packing.lengths = batch.decoder, batch.lengths
 
 

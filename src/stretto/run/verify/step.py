@@ -11,7 +11,7 @@ from torch import Tensor
 from stretto.engine.offload.tensor_files import at_hand
 from stretto.engine.optim.scale import LossScale
 from stretto.engine.parallel.control import gather_json
-from stretto.engine.parallel.fragment import Fragment, Piece, Placed
+from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement, TensorBox
 from stretto.prove.compare import misplaced, relative
 from stretto.run.data.dataset import Batch
 from stretto.run.train.replica import Replica
@@ -111,9 +111,9 @@ def own_part(weights: Mapping[str, Tensor], replica: Replica) -> Held:
         whole = torch.zeros(shape, dtype=weights[name].dtype)
         for piece in replica.places[name].pieces:
             piece.of_full(whole).copy_(piece.of_local(weights[name]))
-        boxes = [Piece(offsets=p.offsets, sizes=p.sizes, local=p.offsets) for p in fragment.placed.pieces]
+        boxes = [TensorBox(offsets=p.offsets, sizes=p.sizes, local=p.offsets) for p in fragment.placed.pieces]
         updated.add(fragment, whole)
-        updated.places[name] = Placed(name, shape, tuple(boxes))
+        updated.places[name] = ShardPlacement(name, shape, tuple(boxes))
     return updated
 
 
@@ -122,9 +122,9 @@ class Held:
     """Tensors by plain name, and where they lie."""
 
     tensors: dict[str, Tensor]
-    places: dict[str, Placed]
+    places: dict[str, ShardPlacement]
 
-    def add(self, fragment: Fragment, tensor: Tensor) -> None:
+    def add(self, fragment: ParameterFragment, tensor: Tensor) -> None:
         """What is held of a fragment."""
         self.tensors[fragment.name], self.places[fragment.name] = tensor, fragment.counted
 

@@ -164,7 +164,7 @@ def _weights(replica: Replica, expected: Snapshot) -> tuple[Comparison, Comparis
     """
     held = masters_of(replica)
     masters = compare(held.tensors, held.places, expected.weights, expected.weight_scales)
-    with replica.states.whole() as ours:
+    with replica.states.full_weights() as ours:
         weights = compare(ours, replica.places, expected.weights, expected.weight_scales)
         if weights.error <= TOLERANCE:  # the same on every rank
             return weights, masters, None

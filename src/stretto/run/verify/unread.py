@@ -2,7 +2,8 @@
 
 A layer that does not wait for its updated weights is right whenever somebody has waited before it. So the
 weights are compared once, after the last step. Nor may it matter when messages arrive: the steps are made
-with every message and every thread late, and come to the same bits as without (`engine.parallel.late`).
+with every message and every thread late (`engine.parallel.late`), and come to the same bits
+as without.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from itertools import accumulate
 import torch
 
 from stretto.engine.parallel.control import gather_json
-from stretto.engine.parallel.late import late_messages
+from stretto.engine.parallel.late import delay_messages
 from stretto.prove.compare import Comparison, compare, relative
 from stretto.prove.diagnose import Verdict
 from stretto.run.launch.failure import TrainingFailed
@@ -78,7 +79,7 @@ def run_steps(
     """
     if not late:
         return _run(replica, trial, reference, windows)
-    with late_messages(trial.seed) as seen:
+    with delay_messages(trial.seed) as seen:
         ran = _run(replica, trial, reference, windows)
         if ran.failure is not None:
             flying: list[list[str]] = gather_json(seen.in_flight)
@@ -112,7 +113,7 @@ def _run(replica: Replica, trial: Trial, reference: Sequence[Snapshot], windows:
     if norms:
         of_steps = zip(worst(norms, reference), reference, strict=True)
         ran.norms += [relative(norm, float(one.norm)) for norm, one in of_steps]
-    with replica.states.whole() as ours:
+    with replica.states.full_weights() as ours:
         for weight in ours.values():  # of a copy: memory that numpy sees cannot be released
             digest.update(weight.clone(memory_format=torch.contiguous_format).numpy().tobytes())
         last = reference[-1]
@@ -159,7 +160,7 @@ _WHEN_LATE = "equal where messages arrive at once; where they are late,"
 
 
 def wrong_use_verdict(layout: str, ran: Ran) -> Verdict:
-    """The verdict on steps that use messages wrongly. They are not made again: without `late_messages` ranks
+    """The verdict on steps that use messages wrongly. They are not made again: without `delay_messages` ranks
     might wait for each other for ever.
     """
     nothing = Verdict(

@@ -10,7 +10,7 @@ from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
-from stretto.engine.progress import SIZE, Row, read_row
+from stretto.engine.progress import SIZE, RankMarks, read_row
 
 _MEMORY = "/dev/shm"
 # dumps the Python stacks of a rank that cannot answer; programs use the first of these signals
@@ -47,7 +47,7 @@ class Board:
         """Where a rank writes its row."""
         return self._rows[rank * SIZE : (rank + 1) * SIZE]
 
-    def row(self, rank: int) -> Row:
+    def row(self, rank: int) -> RankMarks:
         """The row of a rank."""
         return read_row(bytes(self.memory(rank)))
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stretto.engine.progress import Row
+from stretto.engine.progress import RankMarks
 from stretto.errors import StrettoError
 from stretto.run.diagnose.dump import read_dumps
 from stretto.run.diagnose.hang import Diagnosis, diagnose
@@ -39,7 +39,7 @@ class Seen:
     """
 
     rank: int
-    row: Row
+    row: RankMarks
     seconds: float
     mute: float
     state: str = ""

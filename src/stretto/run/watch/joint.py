@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from stretto.engine.progress import PROGRESS, SIZE, Row, read_row
+from stretto.engine.progress import PROGRESS, SIZE, RankMarks, read_row
 from stretto.run.watch.hang import RECORD, Seen, failure, judge, process_state, read_records, remove_records
 from stretto.run.watch.record import write_now
 from stretto.run.watch.waits import counted_waits
@@ -73,14 +73,14 @@ class _Heard:
     """What is known of one rank's row, and since when it is as it is."""
 
     def __init__(self) -> None:
-        self.row: Row | None = None
+        self.row: RankMarks | None = None
         self.seconds = self.mute = 0.0
 
     def pass_time(self, seconds: float) -> None:
         self.seconds += seconds
         self.mute += seconds
 
-    def update(self, row: Row) -> None:
+    def update(self, row: RankMarks) -> None:
         if self.row is None or row.marks != self.row.marks:
             self.seconds = 0.0
         if self.row is None or row.alive_ns != self.row.alive_ns:
@@ -256,17 +256,17 @@ def _key(rank: int) -> str:
     return f"watch/{rank}"
 
 
-def _packed(row: Row) -> str:
+def _packed(row: RankMarks) -> str:
     """A row as JSON; JSON has no infinity."""
     return json.dumps({**asdict(row), "limit": min(row.limit, 1e300)})
 
 
-def _unpacked(text: bytes) -> Row:
+def _unpacked(text: bytes) -> RankMarks:
     """The row of another rank; what does not say as much as a row says raises RuntimeError."""
     try:
         facts = json.loads(text)
         limit = float(facts["limit"])
-        return Row(
+        return RankMarks(
             **{name: int(facts[name]) for name in ("marks", "marked_ns", "alive_ns", "process", "step")},
             limit=inf if limit >= 1e300 else limit,
             waits=bool(facts["waits"]),

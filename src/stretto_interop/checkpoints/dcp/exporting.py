@@ -20,7 +20,7 @@ from stretto.engine.checkpoint.index import MODEL, OPTIM
 from stretto.engine.checkpoint.read import StoredTensors
 from stretto.engine.checkpoint.shards import Streamed
 from stretto.engine.optim.base import decays
-from stretto.engine.optim.rate import Rate
+from stretto.engine.optim.rate import LearningRate
 from stretto.spec.optimiser import Optimiser
 from stretto.spec.shape import ModelShape
 from stretto_interop.checkpoints.dcp.groups import MOMENTS
@@ -144,7 +144,7 @@ def _groups(
     mapping: Sequence[Rule], version: str, optimiser: Optimiser, updates: int, steps: int | None
 ) -> dict[str, Any]:
     """AdamW's settings, once for every parameter, with the learning rate of the next update."""
-    rate = optimiser.lr if steps is None else Rate.of(optimiser, steps)(updates)
+    rate = optimiser.lr if steps is None else LearningRate.of(optimiser, steps)(updates)
     adamw = torch.optim.AdamW(
         [torch.zeros(1)],
         lr=optimiser.lr,

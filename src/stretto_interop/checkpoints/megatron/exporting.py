@@ -22,7 +22,7 @@ from torch import Tensor
 from stretto.engine.checkpoint.index import MODEL
 from stretto.engine.checkpoint.read import StoredTensors
 from stretto.engine.checkpoint.shards import Streamed
-from stretto.engine.optim.rate import Rate
+from stretto.engine.optim.rate import LearningRate
 from stretto.spec.optimiser import Optimiser
 from stretto.spec.shape import ModelShape
 from stretto_interop.checkpoints.dcp.streaming import (
@@ -233,7 +233,7 @@ def _optimiser_state(
     """The optimiser's settings where each of Megatron's optimisers looks; with experts that are spread over
     ranks, the two optimisers' by number.
     """
-    rate = optimiser.lr if steps is None else Rate.of(optimiser, steps)(updates)
+    rate = optimiser.lr if steps is None else LearningRate.of(optimiser, steps)(updates)
 
     def group(decays: bool, experts: bool) -> dict[str, Any]:
         return {

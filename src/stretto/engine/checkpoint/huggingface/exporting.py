@@ -16,7 +16,7 @@ from stretto.engine.checkpoint.huggingface.folder import CONFIG, MAP, WEIGHTS, w
 from stretto.engine.checkpoint.huggingface.importing import Progress
 from stretto.engine.checkpoint.read import StoredTensors, shape_of
 from stretto.engine.checkpoint.storage import Entry, dtype_name, write_tensors
-from stretto.engine.models.huggingface import Rule, rules
+from stretto.engine.models.huggingface import WeightRule, rules
 from stretto.engine.models.peft import merged
 from stretto.engine.models.weights import check_weights
 from stretto.errors import StrettoError
@@ -37,7 +37,7 @@ class _Part:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    rule: Rule
+    rule: WeightRule
     index: int
 
     @property

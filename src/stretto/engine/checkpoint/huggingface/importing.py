@@ -20,7 +20,7 @@ from stretto.engine.checkpoint.index import MODEL
 from stretto.engine.checkpoint.save import save
 from stretto.engine.checkpoint.shards import Streamed
 from stretto.engine.checkpoint.storage import dtype_name
-from stretto.engine.models.huggingface import HEAD, Rule, Stacked, plain_names, rules
+from stretto.engine.models.huggingface import HEAD, StackedRows, WeightRule, plain_names, rules
 from stretto.engine.models.weights import check_weights
 from stretto.errors import StrettoError
 from stretto.spec.huggingface.read import read_file
@@ -36,7 +36,7 @@ Progress = Callable[[int, int], object]  # bytes written so far, of all
 class _Part:
     """One of our tensors: its rule, the names in the files, and what comes of them."""
 
-    rule: Rule
+    rule: WeightRule
     names: list[str]
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -194,7 +194,7 @@ class Importing:
                 progress(done, self.bytes)
             theirs = (self._weights.read(name).to(part.dtype) for name in part.names)
             # parts that are consecutive rows are written as they are read, without a copy
-            return theirs if isinstance(part.rule.form, Stacked) else part.rule.join(list(theirs))
+            return theirs if isinstance(part.rule.form, StackedRows) else part.rule.join(list(theirs))
 
         tensors = {
             MODEL + part.rule.ours: Streamed(

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, Work
 
-from stretto.engine.documents import Documents
+from stretto.engine.documents import DocumentStarts
 from stretto.engine.kernels import (
+    AttentionTile,
     Band,
     DropoutMask,
-    Piece,
-    Scores,
+    ScoreOptions,
     add_block,
     add_sinks,
     exact_type,
@@ -39,7 +39,7 @@ from stretto.engine.parallel.tensor.sequence import zigzag
 
 
 @dataclass(frozen=True)
-class Round:
+class RingRound:
     """A rank's attention to the keys in the block of `owner`.
 
     queries, keys: that hold those of all pieces; of the keys, no others are sent here.
@@ -48,11 +48,11 @@ class Round:
     owner: int
     queries: slice
     keys: slice
-    pieces: tuple[Piece, ...]
+    pieces: tuple[AttentionTile, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ring:
+class RingMember:
     """This rank's place among those that share a sequence.
 
     Args:
@@ -65,18 +65,18 @@ class Ring:
     group: ProcessGroup
     index: int
     size: int
-    scores: Scores
+    scores: ScoreOptions
     explicit: bool = False
-    documents: Documents | None = None
+    documents: DocumentStarts | None = None
 
-    def rounds(self, n: int) -> list[Round]:
+    def rounds(self, n: int) -> list[RingRound]:
         """A round for each rank's block of n keys, in the order of arrival; this rank's block is first."""
         documents = self.documents
         rounds = [self._round((self.index + step) % self.size, n) for step in range(self.size)]
         if documents is None:
             return rounds
 
-        def make() -> list[Round]:
+        def make() -> list[RingRound]:
             runs = [documents.runs(zigzag(n * self.size, self.size, rank)) for rank in range(self.size)]
             mine = runs[self.index]
             return [
@@ -93,20 +93,20 @@ class Ring:
 
         return documents.kept(("rounds", n, self.scores.window), make)
 
-    def _round(self, owner: int, n: int) -> Round:
+    def _round(self, owner: int, n: int) -> RingRound:
         whole = slice(0, n)
         lower, upper = slice(0, n // 2), slice(n // 2, n)
         window = self.scores.window
         if window is not None and window >= n * self.size:
             window = None
         if owner == self.index:
-            return Round(owner, whole, whole, tuple(self._pieces(owner, n, window)))
+            return RingRound(owner, whole, whole, tuple(self._pieces(owner, n, window)))
         queries, keys = (whole, lower) if owner < self.index else (upper, whole)
         if window is None:
-            return Round(owner, queries, keys, (Piece(queries, keys, Band(n * self.size)),))
-        return Round(owner, queries, keys, tuple(self._pieces(owner, n, window)))
+            return RingRound(owner, queries, keys, (AttentionTile(queries, keys, Band(n * self.size)),))
+        return RingRound(owner, queries, keys, tuple(self._pieces(owner, n, window)))
 
-    def _pieces(self, owner: int, n: int, window: int | None) -> Iterator[Piece]:
+    def _pieces(self, owner: int, n: int, window: int | None) -> Iterator[AttentionTile]:
         """What queries of this rank see of a block of n keys, by pairs of halves."""
         half, last = n // 2, 2 * self.size - 1
         mine, theirs = (self.index, last - self.index), (owner, last - owner)
@@ -116,7 +116,7 @@ class Ring:
                 queries, keys = (
                     slice(x.start + at * half, x.stop + at * half) for x, at in zip(seen, (i, j), strict=True)
                 )
-                yield Piece(queries, keys, band.at(*seen))
+                yield AttentionTile(queries, keys, band.at(*seen))
 
     def blocks(self, local: Tensor) -> Iterator[Tensor]:
         """Every rank's block, as much of it as is needed here, in the order of `rounds`. The next one is
@@ -161,7 +161,7 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    ring: Ring,
+    ring: RingMember,
     masks: list[DropoutMask] | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -188,7 +188,7 @@ class _RingAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        ring: Ring,
+        ring: RingMember,
         masks: list[DropoutMask] | None,
         sinks: Tensor | None,
     ) -> Tensor:
@@ -216,7 +216,9 @@ class _RingAttention(torch.autograd.Function):
         return (*backward.run(), None, None, d_sinks)
 
 
-def _forward(q: Tensor, local: Tensor, ring: Ring, masks: list[DropoutMask] | None) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, local: Tensor, ring: RingMember, masks: list[DropoutMask] | None
+) -> tuple[Tensor, Tensor]:
     b, heads, n, d = q.shape
     y = q.new_zeros(b, n, heads, local.shape[-1] - d, dtype=exact_type(q.dtype)).transpose(1, 2)
     lse = y.new_full((b, heads, n), float("-inf"))
@@ -229,7 +231,9 @@ def _forward(q: Tensor, local: Tensor, ring: Ring, masks: list[DropoutMask] | No
     return y, lse
 
 
-def _mask(masks: list[DropoutMask] | None, step: int, here: Round, piece: Piece) -> DropoutMask | None:
+def _mask(
+    masks: list[DropoutMask] | None, step: int, here: RingRound, piece: AttentionTile
+) -> DropoutMask | None:
     """Dropout's mask of a piece of a round."""
     if masks is None:
         return None
@@ -257,7 +261,7 @@ class Backward:
         local: Tensor,
         y: Tensor,
         lse: Tensor,
-        ring: Ring,
+        ring: RingMember,
         masks: list[DropoutMask] | None,
     ) -> None:
         self.dy = dy
@@ -304,13 +308,15 @@ class Backward:
         n = self.n if owner else self.n // 2
         return self.d_local.new_empty(n, *self.d_local.shape[1:])
 
-    def _within(self, here: Round, diagonal: bool) -> None:
+    def _within(self, here: RingRound, diagonal: bool) -> None:
         """The pieces of this rank's keys, on the diagonal or off it."""
         for piece in here.pieces:
             if (piece.band.shift == 0) == diagonal:
                 self._add(self.d_local, piece, self._add_dq(0, here, piece, self.local))
 
-    def _add_dq(self, step: int, here: Round, piece: Piece, block: Tensor) -> tuple[Tensor, Tensor]:
+    def _add_dq(
+        self, step: int, here: RingRound, piece: AttentionTile, block: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Add to dq what some queries get from a block; returns the gradients of its keys and values."""
         dy, q, y, lse = map(piece.of_queries, (self.dy, self.q, self.y, self.lse))
         k, v = _unpack(block[piece.keys, piece.rows], q.shape[-1])
@@ -319,7 +325,7 @@ class Backward:
         piece.of_queries(self.dq).add_(dq)
         return dk, dv
 
-    def _add(self, block: Tensor, piece: Piece, parts: tuple[Tensor, Tensor]) -> None:
+    def _add(self, block: Tensor, piece: AttentionTile, parts: tuple[Tensor, Tensor]) -> None:
         """Add to a message, in place, what is [b, kv_heads, n, d] for a piece's keys and for its values."""
         here = block[piece.keys, piece.rows]
         for into, part in zip(_unpack(here, self.q.shape[-1]), parts, strict=True):

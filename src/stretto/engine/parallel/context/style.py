@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from stretto.engine.documents import Packing
-from stretto.engine.kernels import DropoutMask, Scores, rows
-from stretto.engine.parallel.context.ring import Ring, attend
+from stretto.engine.kernels import DropoutMask, ScoreOptions, rows
+from stretto.engine.parallel.context.ring import RingMember, attend
 from stretto.engine.parallel.context.ulysses import to_heads, to_positions
 from stretto.engine.parallel.styles import ParallelStyle, ParameterShard
 from stretto.engine.parallel.tensor.dropout import Cut, KeyedDropout
@@ -60,7 +60,7 @@ class ContextAttention(ParallelStyle):
                 )
         return {}
 
-    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+    def replace_module(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         cp, group = mesh.size("cp"), mesh.group("cp")
         if group is None:
             # where samples are padded for tensor-parallel ranks, the masks are still those of unpadded
@@ -117,7 +117,7 @@ class RingAttention(_Attention):
     def __init__(self, core: nn.Module, group: ProcessGroup | None, index: int, cp: int, length: int) -> None:
         super().__init__(core, group, index, cp, length)
         self.explicit = bool(core.explicit)
-        self.scores = cast("Callable[[int], Scores]", core.scores)
+        self.scores = cast("Callable[[int], ScoreOptions]", core.scores)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """q [b, heads, n, d], k [b, kv_heads, n, d] and v [b, kv_heads, n, dv] of this rank's positions, and
@@ -125,7 +125,7 @@ class RingAttention(_Attention):
         """
         self._check(q.shape[2])
         assert self.group is not None
-        ring = Ring(
+        ring = RingMember(
             group=self.group,
             index=self.index,
             size=self.cp,
@@ -140,7 +140,7 @@ class RingAttention(_Attention):
         with torch.autocast(kind, enabled=False):
             return attend(rows(q), rows(k), rows(v), ring, masks=masks, sinks=sinks)
 
-    def _masks(self, q: Tensor, ring: Ring) -> list[DropoutMask] | None:
+    def _masks(self, q: Tensor, ring: RingMember) -> list[DropoutMask] | None:
         """Dropout's mask for each round; None if nothing is dropped."""
         drop = self._dropout
         if drop is None:

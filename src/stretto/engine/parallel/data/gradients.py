@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from stretto.engine.parallel.data.reduction import Reduction, one_group, reduce_to, reduce_to_first
-from stretto.engine.parallel.data.unit import Unit
-from stretto.engine.parallel.tensor.linear import Fused
+from stretto.engine.parallel.data.unit import FlatParameter
+from stretto.engine.parallel.tensor.linear import AccumulatesOwnGradients
 from stretto.engine.parallel.tensor.vocabulary import VocabParallelEmbedding
 
 BUCKET_BYTES = 25 * 2**20
 _UNDER_WAY = 2  # reductions in flight at once, each of which holds memory
 
 
-class UnitGradient:
+class FlatGradient:
     """The gradient of one unit.
 
     Attributes:
@@ -33,7 +33,7 @@ class UnitGradient:
         None where no other rank shares the parameters.
     """
 
-    def __init__(self, unit: Unit, dtype: torch.dtype, each: bool, lasting: bool) -> None:
+    def __init__(self, unit: FlatParameter, dtype: torch.dtype, each: bool, lasting: bool) -> None:
         """
         Args:
             dtype: that gradients accumulate in.
@@ -188,7 +188,7 @@ class GradientBuffer:
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        units: Sequence[FlatParameter],
         modules: Sequence[nn.Module],
         dtype: torch.dtype | None = None,
         each: bool = False,
@@ -198,10 +198,12 @@ class GradientBuffer:
         Args:
             modules: that hold the parameters; fused layers among them report the gradients that they
                 accumulate outside autograd.
-            dtype, each, lasting: see `UnitGradient`; by default the type of the weights.
+            dtype, each, lasting: see `FlatGradient`; by default the type of the weights.
         """
-        self.gradients = [UnitGradient(unit, dtype or unit.dtype, each, lasting) for unit in units]
-        self.on_reduced: Callable[[Unit], None] | None = None  # called with each unit that is reduced
+        self.gradients = [FlatGradient(unit, dtype or unit.dtype, each, lasting) for unit in units]
+        self.on_reduced: Callable[[FlatParameter], None] | None = (
+            None  # called with each unit that is reduced
+        )
         self._of = {
             id(p): (at, i)
             for at, gradient in enumerate(self.gradients)
@@ -224,7 +226,7 @@ class GradientBuffer:
         fused = set[int]()
         for module in modules:
             for layer in module.modules():
-                if isinstance(layer, Fused | VocabParallelEmbedding):
+                if isinstance(layer, AccumulatesOwnGradients | VocabParallelEmbedding):
                     here = [p for p in layer.fused if id(p) in self._of]
                     if here:  # all of a layer's parameters are in one stage's buffer
                         layer.on_gradient = self._ready
@@ -353,7 +355,7 @@ class GradientBuffer:
         if gradient.kept is None:
             self._report(gradient.unit)
 
-    def _report(self, unit: Unit) -> None:
+    def _report(self, unit: FlatParameter) -> None:
         if self.on_reduced is not None:
             self.on_reduced(unit)
 
@@ -363,11 +365,11 @@ Groups = Callable[[nn.Parameter], ProcessGroup | None]
 
 def cut_units(
     parameters: Sequence[nn.Parameter],
-    make: Callable[[list[nn.Parameter]], Unit],
+    make: Callable[[list[nn.Parameter]], FlatParameter],
     key: Callable[[nn.Parameter], object],
     bucket_bytes: int = BUCKET_BYTES,
     alone: frozenset[int] = frozenset(),
-) -> list[Unit]:
+) -> list[FlatParameter]:
     """Group parameters into units, last parameters first: the order of the backward.
 
     Args:
@@ -406,8 +408,8 @@ def buffer_of(
         group_of: the ranks over which a parameter's gradient is summed.
     """
 
-    def make(members: list[nn.Parameter]) -> Unit:
-        return Unit(members, one_group(group_of(members[0])))
+    def make(members: list[nn.Parameter]) -> FlatParameter:
+        return FlatParameter(members, one_group(group_of(members[0])))
 
     def key(parameter: nn.Parameter) -> object:
         return id(group_of(parameter)), parameter.dtype, parameter.device

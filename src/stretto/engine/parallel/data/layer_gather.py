@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.engine.parallel.data.unit import Unit
+from stretto.engine.parallel.data.unit import FlatParameter
 
 
 class LayerGather:
@@ -27,10 +27,10 @@ class LayerGather:
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], units: Sequence[Sequence[Unit]], ahead: bool = True
+        self, layers: Sequence[nn.Module], units: Sequence[Sequence[FlatParameter]], ahead: bool = True
     ) -> None:
         self._units, self._ahead = [list(layer_units) for layer_units in units], ahead
-        self._ours = dict[int, Unit]()
+        self._ours = dict[int, FlatParameter]()
         for at, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._before(at))
             layer.register_forward_hook(self._after(at))

@@ -1,6 +1,6 @@
 """Sharded data parallelism: parameters, gradients and optimiser states of a rank in any data-parallel mode.
 
-Every stage's parameters are grouped into units (`Unit`), its gradients into the same units
+Every stage's parameters are grouped into units (`FlatParameter`), its gradients into the same units
 (`GradientBuffer`), and the optimiser updates the `fragments` of units. Sources: Rajbhandari et al. 2019
 ("ZeRO") for stages 1 to 3; Li et al. 2014 for the parameter server, of which there is one.
 """
@@ -19,8 +19,8 @@ from stretto.engine.parallel.data.gradients import BUCKET_BYTES, GradientBuffer,
 from stretto.engine.parallel.data.layer_gather import LayerGather
 from stretto.engine.parallel.data.reduction import ShardGroups, shard_groups
 from stretto.engine.parallel.data.stage_weights import SHARED, frozen_parameters, trained_parameters
-from stretto.engine.parallel.data.unit import Unit
-from stretto.engine.parallel.fragment import Fragment, Placed
+from stretto.engine.parallel.data.unit import FlatParameter
+from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement
 from stretto.engine.parallel.mesh import Mesh
 from stretto.spec.data_parallel import DataParallel
 from stretto.spec.finetune import adjusted
@@ -30,7 +30,7 @@ class ShardedStates:
     """All units of one rank: the `StageWeights` of every data-parallel mode.
 
     Args:
-        parameters: of this rank by plain name, without memory yet (see `Unit.allocate`).
+        parameters: of this rank by plain name, without memory yet (see `FlatParameter.allocate`).
         places: where each lies in the plain model.
 
     Attributes:
@@ -47,7 +47,7 @@ class ShardedStates:
         self,
         mesh: Mesh,
         parameters: Mapping[str, nn.Parameter],
-        places: Mapping[str, Placed],
+        places: Mapping[str, ShardPlacement],
         over: Sequence[str] = ("tp",),
         dp: DataParallel | None = None,
         *,
@@ -83,13 +83,13 @@ class ShardedStates:
         self.groups: dict[str, ShardGroups] = {
             axes: shard_groups(mesh, axes, self.sizes) for axes in sorted({"tp", *over})
         }
-        self.units = dict[int, list[Unit]]()
+        self.units = dict[int, list[FlatParameter]]()
         self.buffers = dict[int, GradientBuffer]()
-        self.fragments: list[Fragment] = []
-        self.frozen: list[Fragment] = []
+        self.fragments: list[ParameterFragment] = []
+        self.frozen: list[ParameterFragment] = []
         self._names = {id(p): name for name, p in self.parameters.items()}
         self._hooks = dict[int, LayerGather]()
-        self._numbered = dict[int, Unit]()
+        self._numbered = dict[int, FlatParameter]()
         self._gathered_stages = set[int]()
         self.stage_update: Callable[[int], None] | None = None
         self._store = None
@@ -139,7 +139,7 @@ class ShardedStates:
 
     def _units(
         self, parameters: Sequence[nn.Parameter], layers: Sequence[nn.Module], alone: frozenset[int]
-    ) -> list[Unit]:
+    ) -> list[FlatParameter]:
         """New units of a stage's parameters, with memory for the weights; see `buffer`."""
         # memory that is allocated and freed within a step goes layer by layer, to keep the peak low
         by_layer = self.sizes.parameters > 1 or (self._each_microbatch and self.sizes.gradients > 1)
@@ -152,11 +152,13 @@ class ShardedStates:
             layer = layer_of.get(id(parameter)) if by_layer else None
             return over(parameter), parameter.dtype, layer, adjusted(self._names[id(parameter)])
 
-        def make(members: list[nn.Parameter]) -> Unit:
+        def make(members: list[nn.Parameter]) -> FlatParameter:
             groups = self.groups[over(members[0])]
             if adjusted(self._names[id(members[0])]):
-                return Unit(members)
-            return Unit(members, groups, self._master, self.dp.offload != "none", self.dp.mode == "server")
+                return FlatParameter(members)
+            return FlatParameter(
+                members, groups, self._master, self.dp.offload != "none", self.dp.mode == "server"
+            )
 
         most = sys.maxsize if self.sizes.parameters > 1 else self._bucket_bytes
         units = cut_units(parameters, make, key, most, alone)
@@ -185,7 +187,7 @@ class ShardedStates:
         self,
         values: Callable[[str], Tensor] | None = None,
         elsewhere: frozenset[int] = frozenset(),
-    ) -> Generator[Fragment]:
+    ) -> Generator[ParameterFragment]:
         """Make what the optimiser updates: lazily, one unit at a time, so that an optimiser with offloaded
         states can move each unit away before the next is made.
 
@@ -206,8 +208,8 @@ class ShardedStates:
                 yield from fragments
 
     def _begin(
-        self, unit: Unit, values: Callable[[str], Tensor] | None, elsewhere: frozenset[int]
-    ) -> list[Fragment]:
+        self, unit: FlatParameter, values: Callable[[str], Tensor] | None, elsewhere: frozenset[int]
+    ) -> list[ParameterFragment]:
         unit.begin()
         names = [self._names[id(p)] for p in unit.parameters]
         if values is not None:
@@ -231,8 +233,8 @@ class ShardedStates:
         """After `take`: start sending the weights of a unit to all ranks that hold them."""
         self.unit(number).publish()
 
-    def unit(self, number: int) -> Unit:
-        """A unit by its number (`Fragment.unit`)."""
+    def unit(self, number: int) -> FlatParameter:
+        """A unit by its number (`ParameterFragment.unit`)."""
         return self._numbered[number]
 
     def ready(self) -> None:
@@ -276,11 +278,11 @@ class ShardedStates:
         assert self.stage_update is not None, "no optimiser for stages"
         self.stage_update(stage)
 
-    def renew(self, stage: int) -> None:
+    def recreate_storage(self, stage: int) -> None:
         """Move a stage's weights to new memory with the same values."""
         for unit in self.units[stage]:
             if not unit.frozen:
-                unit.renew()
+                unit.recreate_storage()
 
     def from_server(self, number: Tensor) -> Tensor:
         """A scalar of the server's, broadcast to all ranks; in other modes unchanged, since all
@@ -292,7 +294,7 @@ class ShardedStates:
         return number
 
     @contextmanager
-    def whole(self) -> Generator[dict[str, Tensor]]:
+    def full_weights(self) -> Generator[dict[str, Tensor]]:
         """All weights of this rank by plain name, while inside. Collective."""
         self.ready()
         gathered = [unit for unit in self._all() if not unit.gathered]
@@ -308,9 +310,9 @@ class ShardedStates:
         if self._store is not None:
             self._store.close()
 
-    def _all(self) -> list[Unit]:
+    def _all(self) -> list[FlatParameter]:
         return [unit for units in self.units.values() for unit in units]
 
-    def _of(self, stage: int) -> list[Unit]:
+    def _of(self, stage: int) -> list[FlatParameter]:
         """The units that a stage uses, including those shared with other stages."""
         return [*self.units[stage], *self.units.get(SHARED, [])]

@@ -82,7 +82,7 @@ class StageWeights(Protocol):
         """Apply the stage's reduced gradients, and wait for the new weights."""
         ...
 
-    def renew(self, stage: int) -> None:
+    def recreate_storage(self, stage: int) -> None:
         """Move the stage's parameters to new memory, values unchanged; older versions keep the old memory."""
         ...
 
@@ -184,7 +184,7 @@ class ReplicatedWeights:
         if stage in self.optimizers:
             self.optimizers[stage].step()
 
-    def renew(self, stage: int) -> None:
+    def recreate_storage(self, stage: int) -> None:
         """A copy of each parameter."""
         for parameter in self._parameters[stage]:
             parameter.data = parameter.data.clone()

@@ -12,11 +12,11 @@ from stretto.engine.device import on_accelerator
 from stretto.engine.offload.shard_store import ShardStore
 from stretto.engine.parallel.collectives import Pending, start_gather_into
 from stretto.engine.parallel.data.reduction import ShardGroups
-from stretto.engine.parallel.fragment import Fragment, Placed
+from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement
 from stretto.layout.shards import ShardSizes, padded
 
 
-class Unit:
+class FlatParameter:
     """Parameters laid out one after the other, that are reduced, updated and gathered together.
 
     Attributes:
@@ -66,7 +66,7 @@ class Unit:
             self.starts.append(at)
             at += parameter.numel()
         self.size = padded(at, self.groups.sizes.states)
-        self._apart = host or (master is not None and master != self.dtype)
+        self._has_master = host or (master is not None and master != self.dtype)
         self._master_dtype, self._host = master or self.dtype, host
         self.flat: Tensor | None = None
         self.shard: Tensor | None = None
@@ -87,7 +87,7 @@ class Unit:
     @property
     def plain(self) -> bool:
         """Whether the optimiser works on the parameters themselves."""
-        return self.groups.sizes.whole and not self._apart and not self.server
+        return self.groups.sizes.whole and not self._has_master and not self.server
 
     @property
     def state_span(self) -> tuple[int, int]:
@@ -123,7 +123,7 @@ class Unit:
         low, high = self.groups.span(self.size, 1)
         self.shard = self.flat.new_zeros(high - low) if self.split else self.flat
         if store is not None and self.split:
-            self._apart, self.store = not self.frozen, store
+            self._has_master, self.store = not self.frozen, store
             store.add(number, self.shard)
             self.shard = None
         self.release()
@@ -136,7 +136,7 @@ class Unit:
         if self.store is not None and self.frozen:
             self._hold(self.store.parts(self.number, [self._local(at) for at in range(len(self.starts))]))
             return
-        if self._apart:
+        if self._has_master:
             device = torch.device("cpu") if self._host else self.device
             pin = self._host and on_accelerator(self.device)
             part = torch.zeros(stop - start, dtype=self._master_dtype, device=device, pin_memory=pin)
@@ -178,7 +178,7 @@ class Unit:
             whole[start : start + value.numel()].copy_(value.reshape(-1))
         low, high = self.groups.span(self.size, 1)
         self._blank().copy_(whole[low:high])
-        if self._apart:
+        if self._has_master:
             start, stop = self.state_span
             for held, part in zip(self.held, self._parts(whole[start:stop], self.state_span), strict=True):
                 held.copy_(part)
@@ -197,7 +197,7 @@ class Unit:
         for start, parameter in zip(self.starts, self.parameters, strict=True):
             parameter.data = self.flat[start : start + parameter.numel()].view(parameter.shape)
 
-    def renew(self) -> None:
+    def recreate_storage(self) -> None:
         """Move to new memory with the same values; older weight versions keep the old memory."""
         assert not self.split, "weights with versions are whole"
         if self.plain:
@@ -207,7 +207,7 @@ class Unit:
         assert self.flat is not None
         self.flat = self.shard = self.flat.clone()
         self._bind()
-        if not self._apart:
+        if not self._has_master:
             start, stop = self.state_span
             parts = self._parts(self.flat[start:stop], self.state_span)
             for held, part in zip(self.held, parts, strict=True):
@@ -218,7 +218,7 @@ class Unit:
     @torch.no_grad()
     def take(self) -> None:
         """After the optimiser's update: copy masters to this rank's part of the weights, rounding."""
-        if not self._apart:
+        if not self._has_master:
             return
         start, stop = self.state_span
         low = self.groups.span(self.size, 1)[0]
@@ -301,21 +301,21 @@ class Unit:
     # ------------------------------------------------------------------ what the optimiser sees
 
     def fragments(
-        self, names: Sequence[str], places: Sequence[Placed], elsewhere: Sequence[bool], number: int
-    ) -> list[Fragment]:
+        self, names: Sequence[str], places: Sequence[ShardPlacement], elsewhere: Sequence[bool], number: int
+    ) -> list[ParameterFragment]:
         """A fragment for each parameter; `gradient` is not set."""
-        fragments = list[Fragment]()
+        fragments = list[ParameterFragment]()
         for at, (name, placed, away) in enumerate(zip(names, places, elsewhere, strict=True)):
             if not self.plain:
                 placed = placed.part(tuple(self.parameters[at].shape), *self.inside(at, self.state_span))
             fragments.append(
-                Fragment(
+                ParameterFragment(
                     name=name,
                     parameter=self.held[at],
                     placed=placed,
                     gradient=None,
                     holders=self.groups.holders,
-                    elsewhere=away,
+                    counted_elsewhere=away,
                     unit=number,
                 )
             )

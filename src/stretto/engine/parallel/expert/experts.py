@@ -51,7 +51,7 @@ class _OnDevice(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Samples:
+class SampleTokens:
     """The tokens of each sample on this rank, and the ranks with its other tokens.
 
     length: tokens of a sample.
@@ -69,7 +69,7 @@ class Samples:
     )
 
     @classmethod
-    def of(cls, mesh: Mesh, length: int, *, sequence: bool, apart: bool) -> Samples:
+    def of(cls, mesh: Mesh, length: int, *, sequence: bool, apart: bool) -> SampleTokens:
         """This rank's part of samples of `length` tokens.
 
         Args:
@@ -196,7 +196,7 @@ class ParallelMoE(Reporting):
     shared_gate: Any  # likewise
     drop: Any
 
-    def __init__(self, plain: nn.Module, tokens: Tokens, samples: Samples, ranks: ExpertRanks) -> None:
+    def __init__(self, plain: nn.Module, tokens: Tokens, samples: SampleTokens, ranks: ExpertRanks) -> None:
         super().__init__()
         for child in CHILDREN:
             setattr(self, child, getattr(plain, child, None))
@@ -328,13 +328,13 @@ class ExpertParallel(ParallelStyle):
             )
         return {}
 
-    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+    def replace_module(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         ranks, layout = ExpertRanks.of(mesh), mesh.layout
         apart = ranks.ep > 1 or layout.group(mesh.rank, "expert_tp") != layout.group(mesh.rank, "tp")
         return ParallelMoE(
             module,
             Tokens(apart, self.sequence, mesh.group("tp")),
-            Samples.of(mesh, self.length, sequence=self.sequence, apart=apart),
+            SampleTokens.of(mesh, self.length, sequence=self.sequence, apart=apart),
             ranks if apart else ExpertRanks(),
         )
 
@@ -373,7 +373,7 @@ class ExpertWeights(ParallelStyle):
             parts[leaf] = ParameterShard(dim=dim, runs=runs, within=(0, here.start, here.size))
         return parts
 
-    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+    def replace_module(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         held = {name for name, _ in module.named_parameters(recurse=False)}
         into = "gate_up" if "gate_up" in held else "up"
         return GroupedExperts(module, into, biased=mesh.index("expert_tp") == 0)

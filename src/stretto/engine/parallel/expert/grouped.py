@@ -21,7 +21,7 @@ from torch.nn import functional
 from stretto.engine.device import compute_capability, moved, on_accelerator
 from stretto.engine.parallel.precision import HALVES, gradient_dtype
 from stretto.engine.parallel.tensor import matmul
-from stretto.engine.parallel.tensor.linear import Fused, add_sum
+from stretto.engine.parallel.tensor.linear import AccumulatesOwnGradients, add_sum
 
 ALIGNED = 16  # bytes that rows must be multiples of
 
@@ -179,7 +179,7 @@ class _GroupedFunction(torch.autograd.Function):
         return dx, None, None, None
 
 
-class GroupedLayer(Fused):
+class GroupedLayer(AccumulatesOwnGradients):
     """A layer of stacked matrices that accumulates their gradients itself. It has no child with
     parameters.
     """

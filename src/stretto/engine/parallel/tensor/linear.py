@@ -3,7 +3,7 @@
 The weight gradient is added into `weight.grad` by one matrix product (no temporary, no second pass), while
 the input gradient is being reduced over the tensor-parallel group. It can also be deferred: a stage whose
 schedule splits the backward gives its layers a queue, which the W action processes. nn.Linear layers can be
-converted to do the same (`adopt`).
+converted to do the same (`convert_linears`).
 
 Under sequence parallelism (Korthikanti et al. 2022, section 4.2.2), `GatherLinear` and `ScatterLinear` lie
 between a part of the model that is split along the sequence and one that is split by features. Only this
@@ -46,7 +46,7 @@ def add_sum(grad: Tensor | None, dy: Tensor, dtype: torch.dtype) -> Tensor:
     return total.to(dtype) if grad is None else grad.add_(total)
 
 
-class Products(Protocol):
+class LayerProducts(Protocol):
     """Matrix products that replace a layer's plain ones; see `fp8`."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
@@ -54,7 +54,7 @@ class Products(Protocol):
     def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor: ...
 
 
-class Deferred(Protocol):
+class DeferredGradient(Protocol):
     """A deferred weight gradient: `start` begins its communication, `finish` adds it to `weight.grad`."""
 
     def start(self) -> None: ...
@@ -62,7 +62,7 @@ class Deferred(Protocol):
     def finish(self) -> None: ...
 
 
-def work_off(entries: list[Deferred]) -> None:
+def run_deferred(entries: list[DeferredGradient]) -> None:
     """Finish deferred gradients in order, starting each before its predecessor finishes, and freeing each
     when it is done. Empties the list.
     """
@@ -78,7 +78,7 @@ def work_off(entries: list[Deferred]) -> None:
         entry = following
 
 
-class Fused(nn.Module):
+class AccumulatesOwnGradients(nn.Module):
     """A layer that accumulates its weight gradients itself, outside autograd: at once, or later from `queue`.
 
     Attributes:
@@ -86,7 +86,7 @@ class Fused(nn.Module):
         on_gradient: called with each parameter that has received a gradient.
     """
 
-    queue: list[Deferred] | None = None
+    queue: list[DeferredGradient] | None = None
     on_gradient: Callable[[Tensor], None] | None = None
 
     @property
@@ -96,7 +96,7 @@ class Fused(nn.Module):
 
 
 @dataclass
-class Product:
+class WeightProduct:
     """The deferred weight gradient of one product."""
 
     layer: FusedLinear
@@ -143,13 +143,13 @@ class _LinearFunction(torch.autograd.Function):
             layer.add_weight_gradient(x, dy)
         else:
             # detached: x's graph would keep everything before it alive
-            layer.queue.append(Product(layer, None if x is None else x.detach(), dy))
+            layer.queue.append(WeightProduct(layer, None if x is None else x.detach(), dy))
         if work is not None:
             work.wait()
         return dx, None, None, None
 
 
-class FusedLinear(Fused):
+class FusedLinear(AccumulatesOwnGradients):
     """A linear layer, whole or one rank's part of it, that accumulates its weight gradients itself.
 
     Attributes:
@@ -164,7 +164,7 @@ class FusedLinear(Fused):
     bias: nn.Parameter | None
     input_group: ProcessGroup | None = None
     output_group: ProcessGroup | None = None
-    products: Products | None = None
+    products: LayerProducts | None = None
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x weight^T + bias."""
@@ -252,7 +252,7 @@ class AdoptedLinear(FusedLinear, nn.Linear):  # pyright: ignore[reportIncompatib
         return self.product(input, self.bias)
 
 
-def adopt(module: nn.Module) -> bool:
+def convert_linears(module: nn.Module) -> bool:
     """Convert the nn.Linear layers in `module` to AdoptedLinear in place; returns whether it did.
 
     Parameters, names and hooks stay; only the class changes, to a subclass of nn.Linear. Nothing is converted
@@ -464,7 +464,7 @@ class _Scattered(torch.autograd.Function):
             if dx.dim() > 3:
                 dx = join(dx, 1) if layer.ordered else dx.flatten(0, 1)
         if ctx.needs_input_grad[1]:
-            rest = Product(layer, x.detach(), dy)
+            rest = WeightProduct(layer, x.detach(), dy)
             if layer.queue is None:
                 rest.finish()
             else:

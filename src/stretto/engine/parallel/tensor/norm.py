@@ -17,7 +17,7 @@ from stretto.engine.device import has_cuda_kernels
 from stretto.engine.parallel.precision import HALVES
 
 
-class LeanRMSNorm(nn.RMSNorm):
+class MemoryEfficientRMSNorm(nn.RMSNorm):
     """nn.RMSNorm over the last dimension, which saves less for the backward."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ class LeanRMSNorm(nn.RMSNorm):
         return cast(Tensor, _RMSNorm.apply(x, self.weight, eps))
 
 
-class LeanLayerNorm(nn.LayerNorm):
+class MemoryEfficientLayerNorm(nn.LayerNorm):
     """nn.LayerNorm over the last dimension, with exact weight gradients of 16-bit inputs on CPUs, and weights
     that may be wider than the input.
     """
@@ -41,13 +41,13 @@ class LeanLayerNorm(nn.LayerNorm):
         return super().forward(input)
 
 
-def lean_norms(model: nn.Module) -> None:
+def use_memory_efficient_norms(model: nn.Module) -> None:
     """Let all norms over one dimension in `model` save no more than they need; in place."""
     for module in model.modules():
         if type(module) is nn.RMSNorm and len(module.normalized_shape) == 1:
-            module.__class__ = LeanRMSNorm
+            module.__class__ = MemoryEfficientRMSNorm
         if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
-            module.__class__ = LeanLayerNorm
+            module.__class__ = MemoryEfficientLayerNorm
 
 
 def _mixed(x: Tensor, weight: Tensor | None) -> bool:

@@ -123,7 +123,7 @@ class _Rows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round:
+class GatherRound:
     """One round of `InRounds.rounds`.
 
     output: of the module, for this round's rows.
@@ -151,7 +151,7 @@ class InRounds(nn.Module):
             return cast(Tensor, _Rounds.apply(self, rows, x, *self.parameters()))
         return rows.ordered([self._compute(whole, rows, k) for k, whole in _gathered(rows)])
 
-    def rounds(self, x: Tensor) -> Iterator[Round]:
+    def rounds(self, x: Tensor) -> Iterator[GatherRound]:
         """One round after another, of which each is to be followed by its backward:
 
             for one in model.classifier.rounds(x):
@@ -172,7 +172,7 @@ class InRounds(nn.Module):
         returned = list[Callable[[], object]]()
         for k, whole in _gathered(rows):
             leaf = whole.requires_grad_()
-            yield Round(
+            yield GatherRound(
                 output=self._compute(leaf, rows, k), rows=rows.of_round(k), number=k, rounds=rows.rounds
             )
             if leaf.grad is None:

@@ -86,7 +86,7 @@ class VocabParallelEmbedding(nn.Module):
         return scatter_to(rows, self.group, 0).squeeze(0) if self.sequence else reduce_from(rows, self.group)
 
 
-class WholeLogits(ParallelLinear):
+class GatheredLogits(ParallelLinear):
     """An output layer split by vocabulary rows that gives every rank the logits of all `vocab` entries. For
     generation: the gathered logits have no gradient.
     """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import Work
 
-from stretto.engine.parallel.tensor.linear import Deferred, Fused
+from stretto.engine.parallel.tensor.linear import AccumulatesOwnGradients, DeferredGradient
 from stretto.program.action import Action, ActionKind
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Boundary:
 Boundaries = tuple[Boundary, ...]
 
 
-class StageLive:
+class StageBuffers:
     """What the next actions of one stage of this rank need, by microbatch."""
 
     def __init__(self, module: nn.Module, microbatches: int) -> None:
@@ -48,15 +48,15 @@ class StageLive:
         self.root: list[Any] = [None] * microbatches  # where the backward starts, for each floating output
         self.dx: list[Any] = [None] * microbatches  # input gradients not yet sent or used
         self.rest: list[Any] = [None] * microbatches  # what W needs, between I and W
-        self.queue: list[Deferred] = []  # the weight gradients that this stage's layers defer
+        self.queue: list[DeferredGradient] = []  # the weight gradients that this stage's layers defer
         self.walk: GraphSplit | None = None  # for stages without layers that can defer
 
-    def split_backward(self, queue: list[Deferred]) -> None:
+    def split_backward(self, queue: list[DeferredGradient]) -> None:
         """Let the stage's linear layers defer their weight gradients into `queue`; the backward of a stage
         without such layers is split by walking its graph.
         """
         self.queue = queue
-        layers = [layer for layer in self.module.modules() if isinstance(layer, Fused)]
+        layers = [layer for layer in self.module.modules() if isinstance(layer, AccumulatesOwnGradients)]
         for layer in layers:
             layer.queue = queue
         if not layers:
@@ -65,7 +65,7 @@ class StageLive:
             self.walk = GraphSplit(self.module.parameters())
 
 
-class Live:
+class RankBuffers:
     """The state of one rank: what is alive of each microbatch, at its place in a ring of them.
 
     Args:
@@ -81,7 +81,7 @@ class Live:
 
     def __init__(self, modules: Mapping[int, nn.Module], ring: int) -> None:
         self.ring = ring
-        self.stages = {s: StageLive(module, ring) for s, module in modules.items()}
+        self.stages = {s: StageBuffers(module, ring) for s, module in modules.items()}
         self.inputs: list[Any] = [None] * ring
         self.targets: list[Any] = [None] * ring
         self.scales: list[Tensor | None] = [None] * ring
@@ -98,13 +98,13 @@ class Live:
         """An action of a program of any length as messages under way are kept: by its microbatch's place."""
         return Action(action.stage, action.kind, self.place(action))
 
-    def enter(self, at: int, microbatches: int, batch: Batch) -> None:
+    def set_batch(self, at: int, microbatches: int, batch: Batch) -> None:
         """Keep a batch from place `at` on; a rank without the first or last stage need not have its parts."""
         for kept, values in zip((self.inputs, self.targets, self.scales), batch, strict=True):
             if len(values) == microbatches:
                 kept[at : at + microbatches] = values
 
-    def leave(self, at: int, microbatches: int) -> None:
+    def clear_batch(self, at: int, microbatches: int) -> None:
         """Drop a batch, so that nothing of it outlives its step."""
         for kept in (self.inputs, self.targets, self.scales):
             kept[at : at + microbatches] = [None] * microbatches

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ranks import on_ranks
 from stretto.engine.parallel.control import this_rank
-from stretto.engine.parallel.copies import Copies, Difference, checksum, report
-from stretto.engine.parallel.fragment import Piece, Placed
+from stretto.engine.parallel.fragment import ShardPlacement, TensorBox
+from stretto.engine.parallel.replica_check import ReplicaConsistencyCheck, ReplicaMismatch, checksum, report
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn)
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -40,23 +40,23 @@ def test_padding_and_layout_do_not_count() -> None:
     assert int(checksum(torch.cat([torch.zeros(1), tensor.view(-1)])[1:])) == int(checksum(tensor))
 
 
-def held() -> dict[str, tuple[Tensor, Placed]]:
+def held() -> dict[str, tuple[Tensor, ShardPlacement]]:
     """On four ranks: `all` on every one, `pair` twice, `own` once each, `away` without memory."""
     rank = this_rank()
-    pair = Piece(offsets=(4 * (rank // 2),), sizes=(4,), local=(0,))
-    own = Piece(offsets=(4 * rank,), sizes=(4,), local=(0,))
+    pair = TensorBox(offsets=(4 * (rank // 2),), sizes=(4,), local=(0,))
+    own = TensorBox(offsets=(4 * rank,), sizes=(4,), local=(0,))
     away = torch.zeros(1000)
     away.untyped_storage().resize_(0)
     return {
-        "all": (torch.arange(5.0), Placed.whole("all", (5,))),
-        "pair": (torch.full((4,), float(rank // 2)), Placed("pair", (8,), (pair,))),
-        "own": (torch.full((4,), float(rank)), Placed("own", (16,), (own,))),
-        "away": (away, Placed.whole("away", (1000,))),
+        "all": (torch.arange(5.0), ShardPlacement.unsharded("all", (5,))),
+        "pair": (torch.full((4,), float(rank // 2)), ShardPlacement("pair", (8,), (pair,))),
+        "own": (torch.full((4,), float(rank)), ShardPlacement("own", (16,), (own,))),
+        "away": (away, ShardPlacement.unsharded("away", (1000,))),
     }
 
 
-def compared(flips: list[tuple[int, str]]) -> tuple[list[Difference], list[Difference], int]:
-    copies, mine = Copies(), held()
+def compared(flips: list[tuple[int, str]]) -> tuple[list[ReplicaMismatch], list[ReplicaMismatch], int]:
+    copies, mine = ReplicaConsistencyCheck(), held()
     before = copies.differences(mine)
     for rank, name in flips:
         if rank == this_rank():
@@ -69,8 +69,8 @@ def test_a_flip_is_named_with_its_rank() -> None:
         assert before == []
         assert number == 4  # `all`, `away`, and `pair` of either half
         assert after == [
-            Difference(name="all", holders=(0, 1, 2, 3), suspects=(2,)),
-            Difference(name="pair", holders=(2, 3), suspects=(2, 3)),
+            ReplicaMismatch(name="all", holders=(0, 1, 2, 3), suspects=(2,)),
+            ReplicaMismatch(name="pair", holders=(2, 3), suspects=(2, 3)),
         ]
         assert report(after) == (
             "all on rank 2 is not what 3 other ranks have; "
@@ -79,4 +79,7 @@ def test_a_flip_is_named_with_its_rank() -> None:
 
 
 def test_one_process_has_no_copies() -> None:
-    assert Copies().differences({"all": (torch.ones(3), Placed.whole("all", (3,)))}) == []
+    assert (
+        ReplicaConsistencyCheck().differences({"all": (torch.ones(3), ShardPlacement.unsharded("all", (3,)))})
+        == []
+    )

@@ -18,18 +18,18 @@ from torch import Tensor
 
 from stretto.engine.device import carrier
 from stretto.engine.parallel.control import gather_json, has_group, this_rank, world_size
-from stretto.engine.parallel.fragment import Placed
+from stretto.engine.parallel.fragment import ShardPlacement
 
-Held = Mapping[str, tuple[Tensor, Placed]]
+RankTensors = Mapping[str, tuple[Tensor, ShardPlacement]]
 """Tensors of this rank by name, with their places; names are the same on all ranks that hold the same."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LEAST = torch.iinfo(torch.int64).min
-MOST_NAMED = 5  # tensors that a message lists
+MAX_LISTED = 5  # tensors that a message lists
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class ReplicaMismatch:
     """A tensor whose copies differ.
 
     Attributes:
@@ -61,7 +61,7 @@ def checksum(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(kind).sum(dtype=kind).to(torch.int64)
 
 
-class Copies:
+class ReplicaConsistencyCheck:
     """What this rank holds that other ranks hold too. The first comparison finds out which; all ranks go on
     holding the same tensors from then on.
     """
@@ -71,7 +71,7 @@ class Copies:
         self._number = 0
 
     @torch.no_grad()
-    def differences(self, held: Held) -> list[Difference]:
+    def differences(self, held: RankTensors) -> list[ReplicaMismatch]:
         """Tensors whose copies differ, the same on every rank; tensors without memory are left out, as
         weights that are gathered when they are used. Collective over all ranks.
         """
@@ -101,7 +101,7 @@ class Copies:
         """Different tensors that several ranks hold, after the first comparison."""
         return self._number
 
-    def _shared(self, held: Held) -> dict[str, int]:
+    def _shared(self, held: RankTensors) -> dict[str, int]:
         """The tensors of this rank that others hold too, each with its number among all such. Collective."""
         of_name = {name: _digest(name, tensor, placed) for name, (tensor, placed) in held.items()}
         everywhere: list[list[int]] = gather_json(sorted(set(of_name.values())))
@@ -110,28 +110,28 @@ class Copies:
         self._number = len(shared)
         return {name: shared[digest] for name, digest in of_name.items() if digest in shared}
 
-    def _named(self, ours: Tensor, wrong: Tensor) -> list[Difference]:
+    def _named(self, ours: Tensor, wrong: Tensor) -> list[ReplicaMismatch]:
         """Which tensors these are, and on which ranks they are off. Collective."""
         assert self._place is not None
         sums = dict(zip(wrong.tolist(), ours[wrong].tolist(), strict=True))
         names = {number: name for name, number in self._place.items() if number in sums}
         facts = {str(n): [names[n], one] for n, one in sums.items() if n in names and one != _LEAST}
         everywhere: list[dict[str, list[str | int]]] = gather_json(facts)
-        differences = list[Difference]()
+        differences = list[ReplicaMismatch]()
         for number in sums:
             by_rank = {r: of[str(number)] for r, of in enumerate(everywhere) if str(number) in of}
             times = Counter(one for _, one in by_rank.values())
             (usual, most), *_ = times.most_common(1)
             off = tuple(r for r, (_, one) in by_rank.items() if one != usual or 2 * most <= len(by_rank))
             name = str(next(iter(by_rank.values()))[0])
-            differences.append(Difference(name=name, holders=tuple(by_rank), suspects=off))
+            differences.append(ReplicaMismatch(name=name, holders=tuple(by_rank), suspects=off))
         return sorted(differences, key=lambda one: (one.suspects, one.name))
 
 
-def report(differences: list[Difference]) -> str:
+def report(differences: list[ReplicaMismatch]) -> str:
     """The first of them in words."""
-    more = len(differences) - MOST_NAMED
-    lines = [str(one) for one in differences[:MOST_NAMED]]
+    more = len(differences) - MAX_LISTED
+    lines = [str(one) for one in differences[:MAX_LISTED]]
     return "; ".join([*lines, *([f"and {more} tensors more"] if more > 0 else [])])
 
 
@@ -143,7 +143,7 @@ def in_memory(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and last * tensor.element_size() <= tensor.untyped_storage().size()
 
 
-def _digest(name: str, tensor: Tensor, placed: Placed) -> int:
+def _digest(name: str, tensor: Tensor, placed: ShardPlacement) -> int:
     """A number of 63 bits for what a tensor is of; of a tensor without a piece, which is padding, this rank's
     own.
     """

@@ -9,8 +9,8 @@ from torch import nn
 
 from stretto import schedule
 from stretto.engine.pipeline.exchange import BACKWARD, FORWARD, channels
-from stretto.engine.pipeline.live import assign_slots
 from stretto.engine.pipeline.pipeline import forward_only
+from stretto.engine.pipeline.rank_buffers import assign_slots
 from stretto.engine.pipeline.shared import Tie, find_ties
 from stretto.program import Action, ActionKind, lower
 from stretto.program.program import Program

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import lcm
 
-from stretto.engine.pipeline.live import assign_slots, microbatch_of
+from stretto.engine.pipeline.rank_buffers import assign_slots, microbatch_of
 from stretto.program.action import Action, ActionKind
 from stretto.program.checks.check import check
 from stretto.program.lower import RankLowering, lower, send_releases
@@ -24,7 +24,7 @@ _Pool = tuple[int, ActionKind]  # receives of one stage in one direction, which 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rounds:
+class SteadyState:
     """What is bound of a lowered program, and how it is repeated.
 
     Attributes:
@@ -73,9 +73,9 @@ class Rounds:
         return step if step < self.fill else self.fill + (step - self.fill) % self.cycle
 
 
-def once(program: Program) -> Rounds:
+def once(program: Program) -> SteadyState:
     """A lowered program whose window is one step."""
-    return Rounds(program=program, microbatches=program.microbatches)
+    return SteadyState(program=program, microbatches=program.microbatches)
 
 
 _LONGEST = 1024  # microbatches that are bound so that no more receive buffers are made than needed
@@ -83,7 +83,7 @@ _LONGEST = 1024  # microbatches that are bound so that no more receive buffers a
 
 def repeated(
     build: Callable[[int], Program], rank: int, tied: Iterable[Iterable[int]] = (), lookahead: int = 1
-) -> Rounds:
+) -> SteadyState:
     """An asynchronous schedule for windows of any length, as one rank runs it.
 
     Args:
@@ -105,7 +105,7 @@ def repeated(
     cycle = ring // m * -(-together * m // ring)
     program = RankLowering(build(2 * margin + cycle), tied, lookahead).lowered([rank])
     _check_steady(program, rank, fill=margin, cycle=cycle, m=m)
-    return Rounds(
+    return SteadyState(
         program=program,
         microbatches=m,
         fill=margin,

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.engine.parallel.fragment import Piece, Placed
+from stretto.engine.parallel.fragment import ShardPlacement, TensorBox
 
 
 @given(
@@ -26,12 +26,12 @@ def test_fill_copies_each_piece_to_its_place_and_zeros_the_rest(rows, held, colu
         start = [0, 0]
         sizes, local = list(shape), [0, 0]
         start[dim], sizes[dim], local[dim] = sum(rows[:run]), rows[run], at
-        pieces.append(Piece(offsets=tuple(start), sizes=tuple(sizes), local=tuple(local)))
+        pieces.append(TensorBox(offsets=tuple(start), sizes=tuple(sizes), local=tuple(local)))
         at += rows[run]
     size = list(shape)
     size[dim] = at + padding
     local = torch.full(size, torch.nan)
-    Placed("w", shape, tuple(pieces)).fill(local, full)
+    ShardPlacement("w", shape, tuple(pieces)).fill(local, full)
 
     starts = [sum(rows[:run]) for run in mine]
     parts = [full.narrow(dim, start, rows[run]) for start, run in zip(starts, mine, strict=True)]
@@ -43,7 +43,7 @@ def test_fill_copies_each_piece_to_its_place_and_zeros_the_rest(rows, held, colu
 
 
 def test_boxes_are_views():
-    piece = Piece(offsets=(1, 2), sizes=(2, 1), local=(0, 0))
+    piece = TensorBox(offsets=(1, 2), sizes=(2, 1), local=(0, 0))
     full, local = torch.zeros(4, 4), torch.zeros(2, 2)
     piece.of_full(full).fill_(1.0)
     piece.of_local(local).fill_(2.0)
@@ -54,15 +54,15 @@ def test_boxes_are_views():
 
 def test_a_whole_tensor_is_one_owned_piece():
     full = torch.randn(3, 2)
-    placed = Placed.whole("w", (3, 2))
+    placed = ShardPlacement.unsharded("w", (3, 2))
     local = torch.empty(3, 2)
     placed.fill(local, full)
     assert torch.equal(local, full)
     assert [piece.owned for piece in placed.pieces] == [True]
-    assert [piece.owned for piece in Placed.whole("w", (3, 2), owned=False).pieces] == [False]
+    assert [piece.owned for piece in ShardPlacement.unsharded("w", (3, 2), owned=False).pieces] == [False]
 
 
 def test_a_scalar_is_filled():
     local = torch.zeros(())
-    Placed.whole("scale", ()).fill(local, torch.tensor(3.0))
+    ShardPlacement.unsharded("scale", ()).fill(local, torch.tensor(3.0))
     assert local == 3.0

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from stretto.engine.offload.scratch import aligned_memory
-from stretto.engine.offload.tensor_files import Parcel, mark
+from stretto.engine.offload.tensor_files import DetachableTensors, mark
 
 
 def test_tensors_that_share_memory_go_on_sharing_it():
@@ -15,7 +15,7 @@ def test_tensors_that_share_memory_go_on_sharing_it():
     flats = flat[10:60]
     a, b = nn.Parameter(flat[10:40].view(5, 6)), nn.Parameter(flat[40:60])
     other = torch.arange(7, dtype=torch.int64)
-    parcel = Parcel([a, b, flats, other])
+    parcel = DetachableTensors([a, b, flats, other])
     assert parcel.size == 256 + 64  # 50 numbers of 4 bytes, which began inside of 64, and 7 of 8
     memory = aligned_memory(parcel.size)
     parcel.pack(memory)
@@ -35,7 +35,7 @@ def test_tensors_that_share_memory_go_on_sharing_it():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8])
 def test_an_offloaded_tensor_keeps_its_shape_reads_nan_and_refuses_writes(dtype: torch.dtype):
     tensor = torch.ones((3, 4), dtype=dtype)
-    parcel = Parcel([tensor])
+    parcel = DetachableTensors([tensor])
     parcel.pack(aligned_memory(parcel.size))
     here = mark(tensor)
     parcel.away()
@@ -51,7 +51,7 @@ def test_an_offloaded_tensor_keeps_its_shape_reads_nan_and_refuses_writes(dtype:
 def test_single_elements_stay_and_keep_no_memory():
     flat = torch.arange(1000.0)
     one, none = nn.Parameter(flat[999:]), nn.Parameter(flat[:0])
-    parcel = Parcel([one, none])
+    parcel = DetachableTensors([one, none])
     assert parcel.size == 0
     parcel.away()
     assert one.item() == 999
@@ -72,7 +72,7 @@ def test_optimiser_states_survive_offloading():
             optimizer.step()
         states = [t for p in parameters for t in pairs[0][1].state[p].values() if t.dim()]
         if parcel is None:
-            parcel = Parcel([*parameters, *states])
+            parcel = DetachableTensors([*parameters, *states])
             memory = aligned_memory(parcel.size)
             parcel.pack(memory)
         parcel.away()
