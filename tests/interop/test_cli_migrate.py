@@ -76,6 +76,59 @@ def test_arguments_alone_and_standard_input(
     assert "dp: 2" in first
 
 
+LOOPS = f"""#!/bin/bash
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=4
+TP=1
+while [[ $# -gt 0 ]]; do
+  case $1 in --tp) TP=$2; shift 2 ;; *) shift ;; esac
+done
+train() {{
+  local EXTRA="--save ${{DIR#/}}"
+  "$@" pretrain_gpt.py {ARGUMENTS} $EXTRA --seed $(python -c 'print(7 * 6)') --tensor-model-parallel-size $TP
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("launch", "dp"),
+    [
+        ("train torchrun --nproc_per_node 4", 2),
+        ("train srun python -u", 2),
+        ("train python -m torch.distributed.run --nproc_per_node=2", 1),
+        ('ARGS=$(train echo); srun sh -c "python $ARGS"', 2),
+        ("sbatch --wait <<EOF\ntorchrun --nproc_per_node 2 $(train echo)\nEOF", 1),
+    ],
+)
+def test_a_script_is_run_only_if_that_is_asked_for(
+    launch: str, dp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With loops and functions it is refused; with --run its launchers print their arguments."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.sh").write_text(f"{LOOPS}touch was-run\n{launch}\n")
+    words = ["migrate", "run.sh", "--tp", "2", "DIR=/runs/looped", "--out", "made.yaml"]
+    assert run(words) == BAD_INPUT
+    assert "error: run.sh:5: `while` is not read" in (error := capsys.readouterr().err)
+    assert "hint: " in error
+    assert "--run" in error
+    assert not (tmp_path / "was-run").exists()
+    assert run([*words, "--run"]) == DONE
+    config = load(tmp_path / "made.yaml")
+    assert (config.layout.tp, config.layout.dp, config.train.seed) == (2, dp, 42)
+    assert str(config.run.folder) == "runs/looped"
+
+
+def test_a_script_that_launches_nothing_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("exit 3")
+    assert run(["migrate", str(script), "--run"]) == BAD_INPUT
+    assert "launched nothing and ended with 3" in capsys.readouterr().err
+    assert run(["migrate", ARGUMENTS, "--run"]) == BAD_INPUT
+    assert "--run needs a script" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

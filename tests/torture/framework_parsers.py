@@ -15,14 +15,14 @@ __all__ = ["PARSERS"]
 
 SCRIPT = """#!/bin/bash
 GPUS=${GPUS:-8}
-train() { torchrun --nproc-per-node $GPUS pretrain_gpt.py "$@" --train-iters $((5 * 2)) ; }
 SIZES=(--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32)
 if [[ "$GPUS" == "8" ]] && [ -z "$MORE" ]; then SIZES+=(--swiglu "--bf16"); else MORE=--fp16; fi
-while [[ $# -gt 0 ]]; do case $1 in --tp) TP=$2; shift 2 ;; *) shift ;; esac; done
+[ -d "$2" ] && { TP=$2; }
 cat <<EOF > ds.json
 {"train_batch_size": $GPUS}
 EOF
-train "${SIZES[@]}" --max-position-embeddings 32 --vocab-size ${VOCAB:-500} --lr 1e-3 \\
+eval torchrun --nproc-per-node $GPUS pretrain_gpt.py --train-iters $((5 * 2)) \\
+    "${SIZES[@]}" --max-position-embeddings 32 --vocab-size ${VOCAB:-500} --lr 1e-3 \\
     --data-path a.`date` --micro-batch-size 1 --global-batch-size 8 --tensor-model-parallel-size ${TP:-1}
 """
 TWISTED = [
@@ -42,7 +42,7 @@ TWISTED = [
     "fi",
     "done",
     "<<EOF",
-    "shift",
+    "if",
 ]
 
 

@@ -69,7 +69,7 @@ def app_commands() -> list[str]:
     return [name for name in COMMANDS if name in interop.COMMANDS or find_spec(f"stretto.cli.{name}")]
 
 
-def _app(name: str) -> typer.Typer:
+def app_of(name: str) -> typer.Typer:
     """The app of a command's module."""
     if name in interop.COMMANDS:
         return interop.load(interop.COMMANDS[name]).app
@@ -85,7 +85,7 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.list_commands(ctx):
             return None
-        command = get_command(_app(cmd_name))
+        command = get_command(app_of(cmd_name))
         command.name = cmd_name
         for one in (command, *getattr(command, "commands", {}).values()):
             one.help = _unwrapped(one.help)
@@ -93,7 +93,7 @@ class _Commands(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Each command's name and the first paragraph of its help; its options are not built for that."""
-        apps = {name: _app(name) for name in self.list_commands(ctx) if interop.is_installed(name)}
+        apps = {name: app_of(name) for name in self.list_commands(ctx) if interop.is_installed(name)}
         with formatter.section("Commands"):
             formatter.write_dl([(name, _summary(one)) for name, one in apps.items()])
 

@@ -52,21 +52,34 @@ def migrate(
             help="gpt: the script's program, whose name is not known, trains as pretrain_gpt.py does."
         ),
     ] = None,
+    run: Annotated[
+        bool,
+        typer.Option(
+            "--run",
+            help="Run the script, with a torchrun, srun and python that only record their arguments; for "
+            "scripts with loops, functions and the like.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Turn a script of Megatron-LM into a config, and tell of each of its arguments what became of it.
+    """Turn a script of Megatron-LM into a config, and report what became of each of its arguments.
 
-    The script is read, not run. Arguments are mapped to fields, needless here, or named with the reason why
-    they have no counterpart; the exit code is 1 if there are any of the last kind.
+    The script is read, not run, unless --run is given. Arguments are mapped to fields, needless here, or
+    named with the reason why they have no counterpart; the exit code is 1 if there are any of the last kind.
     """
     from stretto.run.config.load import run_name
     from stretto_interop.frameworks.mapping import Start
     from stretto_interop.frameworks.migrate import migrate as migrated
     from stretto_interop.frameworks.registry import framework
+    from stretto_interop.frameworks.stubs import run_script
 
     if program not in (None, "gpt"):
         raise StrettoError(f"--program is {program!r}", hint="gpt is read; leave it out for pretrain_gpt.py")
     request = _request(words)
+    if run:
+        if request.source in ("the command line", "standard input"):
+            raise StrettoError(f"--run needs a script, not {request.source}", hint="give the script's file")
+        request.text = run_script(request.path, request.words, request.variables)
     known = framework("megatron")
     start = Start(
         devices=devices, wins=True, words=request.words, variables=request.variables, program=program

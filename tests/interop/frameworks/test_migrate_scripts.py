@@ -64,7 +64,7 @@ def test_what_stands_behind_the_launch_is_passed_over_with_a_note(behind: str) -
     made = moved(f"{LAUNCH}{behind}\n")
     assert (made.lost, config_of(made).model.layers) == ({}, 4)
     assert "run.sh:2: " in made.notes[0]
-    assert "behind the launch, and is passed over" in made.notes[0]
+    assert "after the launch, and is passed over" in made.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_what_stands_behind_the_launch_is_passed_over_with_a_note(behind: str) -
     ],
 )
 def test_a_loop_around_a_launch_is_refused(script: str) -> None:
-    with pytest.raises(StrettoError, match="for is not read"):
+    with pytest.raises(StrettoError, match="`for` is not read"):
         moved(script)
 
 

@@ -14,8 +14,8 @@ from importlib.resources import files
 from typing import Any
 
 from stretto.errors import StrettoError, nearest
+from stretto_interop.frameworks.bash import unknown_in
 from stretto_interop.frameworks.mapping import Former, NamedFile, Unread
-from stretto_interop.frameworks.shell_values import unknown_in
 
 VERSION = "core_v0.19.0"
 

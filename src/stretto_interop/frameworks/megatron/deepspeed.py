@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import StrettoError, read_text
+from stretto_interop.frameworks.bash import unknown_in
 from stretto_interop.frameworks.choices import RUN_DEFAULTS, reading
 from stretto_interop.frameworks.deepspeed import DEEPSPEED
 from stretto_interop.frameworks.mapping import Beside, NamedFile, Start, read_rule, shown
-from stretto_interop.frameworks.shell_values import unknown_in
 
 NAME = "deepspeed_config"
 _TAKEN = ("batch.", "dp.", "precision.", "train.dtype", "train.bucket_mib", "optim.clip", "optim.rate.")

@@ -9,10 +9,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from stretto.errors import StrettoError
+from stretto_interop.frameworks.bash import MARK, Command, batch_variables, commands, parameters
 from stretto_interop.frameworks.mapping import NamedFile, Open, Remark, Settings, Start, Unread
 from stretto_interop.frameworks.megatron.arguments import VERSION, arguments, read_arguments
-from stretto_interop.frameworks.shell import Command, batch_variables, commands, parameters
-from stretto_interop.frameworks.shell_values import MARK
 
 _NODE = 8  # devices of a node, unless GPUS_PER_NODE says otherwise
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
