@@ -265,7 +265,8 @@ class _Script:
 
     def _statement(self, join: _Join) -> Iterator[Command]:
         """Read one command: assignments are carried out, the command itself is handed on."""
-        taken, words, raw = self._taken(join), list[_Pieces](), list[str]()
+        words, raw = list[_Pieces](), list[str]()
+        taken = self._taken(join)
         to: str | None = None
         document: str | None = None
         line, declaring = self.line, False
@@ -537,7 +538,8 @@ class _Script:
         match = re.fullmatch(r"([A-Za-z_]\w*|\d+)(\[(?:[@*]|\d+)\])?(?:(:?[-=?+])(.*))?", inside, re.DOTALL)
         if match is None:  # `${NAME#prefix}` and its kind
             return unknown(f"${{{inside}}}")
-        name, item, sign, operand = match[1], (match[2] or "").strip("[]"), match[3] or "", match[4]
+        name, item = match[1], (match[2] or "").strip("[]")
+        sign, operand = match[3] or "", match[4]
         value = self.variables.get(name)
         if item.isdecimal() and isinstance(value, list):
             value = value[int(item)] if len(item) < 7 and int(item) < len(value) else None
