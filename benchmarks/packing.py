@@ -19,7 +19,7 @@ from harness import Laps, Step, arguments, compare, laps, report
 from stretto.engine.documents import DocumentStarts, Packing, share_packing
 from stretto.engine.models.build import build
 from stretto.engine.models.language import LanguageModel
-from stretto.run.data.dataset import Samples
+from stretto.run.data.dataset import WindowSamples
 from stretto.run.data.token_source import TokenSource
 from stretto.run.data.tokenizer import Tokenizer
 from stretto.spec.shape import ModelShape
@@ -50,7 +50,7 @@ class Stream(TokenSource):
 def steps(model: LanguageModel, packing: Packing, sequence: int) -> dict[str, Step]:
     """A step on plain windows, and on windows of documents of each length."""
 
-    def step(samples: Samples, at: list[int]) -> None:
+    def step(samples: WindowSamples, at: list[int]) -> None:
         model.zero_grad()
         at[0] += BATCH
         batch = samples.batch(range(at[0], at[0] + BATCH))
@@ -58,7 +58,7 @@ def steps(model: LanguageModel, packing: Packing, sequence: int) -> dict[str, St
         model.loss(model(batch.inputs), batch.targets).backward()
 
     def contestant(length: int, apart: bool) -> Step:
-        samples, at = Samples(Stream(length), "train", sequence, apart=apart), [0]
+        samples, at = WindowSamples(Stream(length), "train", sequence, apart=apart), [0]
         return lambda: step(samples, at)
 
     lengths = {"whole samples": 4 * sequence, "1/4 of a sample": sequence // 4, "1/16": sequence // 16}

@@ -27,10 +27,10 @@ from harness import Step, arguments, race, report
 
 from stretto.engine.optim.rate import LearningRate
 from stretto.run.config.load import parse
-from stretto.run.data.dataset import Batch, Samples
+from stretto.run.data.dataset import Batch, WindowSamples
 from stretto.run.data.mixture import Mixture, TrainingSamples, training_samples
 from stretto.run.data.open import open_source
-from stretto.run.data.read_ahead import ReadAhead
+from stretto.run.data.prefetch import Prefetcher
 from stretto.run.data.token_folder import TokenFolder, TokenWriter
 from stretto.run.data.tokenizer import Tokenizer
 from stretto.run.train.batches import SampleSource
@@ -88,7 +88,7 @@ class Trainer:
 class InMemory:
     """The first samples of another source again and again, read once."""
 
-    def __init__(self, samples: Samples, number: int) -> None:
+    def __init__(self, samples: WindowSamples, number: int) -> None:
         self._samples, self._number = samples, number
         self._known = dict[tuple[int, ...], Batch]()
 
@@ -107,7 +107,7 @@ def epoch(url: str, cache: Path) -> float:
         f"cache: {cache}}}"
     )
     samples = training_samples(open_source(config.data), config)
-    assert isinstance(samples, Samples)
+    assert isinstance(samples, WindowSamples)
     started, batches = time.perf_counter(), len(samples) // BATCH
     for number in range(batches):
         samples.batch(range(number * BATCH, (number + 1) * BATCH))
@@ -148,10 +148,10 @@ def main() -> None:
         report(title, timings, "one source", args.out)
 
         size, length = small_gpt.MICROBATCHES * small_gpt.SAMPLES, small_gpt.SEQUENCE
-        windows: Callable[[], Samples] = lambda: Samples(sources["a"], "train", length)  # noqa: E731
+        windows: Callable[[], WindowSamples] = lambda: WindowSamples(sources["a"], "train", length)  # noqa: E731
         steps = {
             "random tokens in memory": Trainer(InMemory(windows(), 2 * size)),
-            "read ahead": Trainer(ReadAhead(windows(), size)),
+            "read ahead": Trainer(Prefetcher(windows(), size)),
             "read in the step": Trainer(windows()),
         }
         timings = race(steps, "random tokens in memory", rounds=args.rounds)

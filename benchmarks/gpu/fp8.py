@@ -16,9 +16,9 @@ from gpu.setting import Setting
 from gpu.speed import attempt, torchao_fp8
 from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
-from stretto.run.data.marks import vocabulary
 from stretto.run.data.mixture import training_samples
 from stretto.run.data.prepare import prepare_data
+from stretto.run.data.sentinels import vocabulary
 from stretto.run.train.batches import SampleSource
 from stretto.spec.job import Job
 

@@ -164,7 +164,7 @@ def token_index(folder: Path) -> Parser:
 
 @parser
 def megatron_index(folder: Path) -> Parser:
-    from stretto.run.data.megatron import MegatronDataset, Vocabulary
+    from stretto.run.data.megatron import DatasetVocabulary, MegatronDataset
 
     sizes, documents = [3, 4, 5], [0, 1, 3]
     head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, len(sizes), len(documents))
@@ -174,7 +174,7 @@ def megatron_index(folder: Path) -> Parser:
 
     def read(path: Path) -> object:
         (folder / "tokens.idx").write_bytes(path.read_bytes())
-        opened = MegatronDataset(folder / "tokens", Vocabulary(size=50))
+        opened = MegatronDataset(folder / "tokens", DatasetVocabulary(size=50))
         opened.verify()
         return opened
 

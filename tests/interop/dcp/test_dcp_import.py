@@ -14,7 +14,7 @@ from stretto.engine.checkpoint.manifest import read_manifest
 from stretto.engine.checkpoint.read import read_whole
 from stretto.engine.models.build import build
 from stretto.run.config import TrainConfig
-from stretto.run.data.dataset import Samples
+from stretto.run.data.dataset import WindowSamples
 from stretto.run.data.prepare import prepare_data
 from stretto.run.data.token_folder import TokenFolder
 from stretto.spec.shape import ModelShape
@@ -106,6 +106,6 @@ def test_training_goes_on_as_it_would_have_there(tmp_path: Path, kind: str, layo
 def first_batch(config: TrainConfig) -> tuple[torch.Tensor, torch.Tensor]:
     folder = prepare_data(config, quiet=True)
     assert isinstance(folder, TokenFolder)
-    samples = Samples(folder, "train", config.data.sequence, config.train.seed, ratio=config.data.split)
+    samples = WindowSamples(folder, "train", config.data.sequence, config.train.seed, ratio=config.data.split)
     batch = samples.batch(range(config.batch.global_size))
     return batch.inputs, batch.targets

@@ -16,7 +16,7 @@ from stretto.engine.checkpoint.read import read_whole
 from stretto.engine.models.build import build
 from stretto.errors import StrettoError
 from stretto.run.config import TrainConfig
-from stretto.run.data.dataset import Samples
+from stretto.run.data.dataset import WindowSamples
 from stretto.run.data.prepare import prepare_data
 from stretto.run.data.token_folder import TokenFolder
 from stretto.spec.shape import ModelShape
@@ -163,7 +163,7 @@ def _written(
 def _first_batch(config: TrainConfig) -> tuple[Tensor, Tensor]:
     folder = prepare_data(config, quiet=True)
     assert isinstance(folder, TokenFolder)
-    samples = Samples(folder, "train", config.data.sequence, config.train.seed, ratio=config.data.split)
+    samples = WindowSamples(folder, "train", config.data.sequence, config.train.seed, ratio=config.data.split)
     batch = samples.batch(range(config.batch.global_size))
     return batch.inputs, batch.targets
 

@@ -11,7 +11,7 @@ from stretto.errors import StrettoError
 from stretto.run.config.data import ReadOptions
 from stretto.run.data import build as building
 from stretto.run.data import token_folder as indexed
-from stretto.run.data.build import Progress, build, cache_dir
+from stretto.run.data.build import BuildProgress, build, cache_dir
 from stretto.run.data.token_folder import TokenFolder
 from stretto.run.data.tokenizer import Tokenizer
 
@@ -49,7 +49,7 @@ def test_the_documents_are_in_the_folder(source: Path, private_cache: Path):
 
 
 def test_a_second_build_reads_the_first_and_a_change_makes_another(source: Path, tmp_path: Path):
-    reports: list[Progress] = []
+    reports: list[BuildProgress] = []
     first = build(source, vocab=300, progress=reports.append)
     assert {p.stage for p in reports} == {"train tokenizer", "encode"}
     assert (reports[-1].documents, reports[-1].tokens) == (6, first.index.tokens)

@@ -24,7 +24,7 @@ from stretto.errors import StrettoError
 from stretto.run.config.data import DataConfig, Packing, ReadOptions
 from stretto.run.data.build import build
 from stretto.run.data.chat_template import ChatTemplate
-from stretto.run.data.dataset import Documents, Samples, samples_of, whole_split_of
+from stretto.run.data.dataset import DocumentSamples, WindowSamples, samples_of, whole_split_of
 from stretto.run.data.token_folder import TokenFolder
 
 CHATS = {
@@ -285,7 +285,7 @@ def expected(ids: list[int], mask: list[int], sequence: int, pad: int) -> tuple[
 
 @pytest.mark.parametrize("sequence", [64, 4096])
 def test_each_sample_is_one_conversation(chats: TokenFolder, sequence: int):
-    samples = Documents(chats, "train", sequence, shuffle=False, ratio="1,0,0")
+    samples = DocumentSamples(chats, "train", sequence, shuffle=False, ratio="1,0,0")
     assert (samples.total, len(samples)) == (60, 60)
     batch = samples.batch(range(60))
     inputs, targets = batch.inputs, batch.targets
@@ -294,27 +294,28 @@ def test_each_sample_is_one_conversation(chats: TokenFolder, sequence: int):
             ids, mask, sequence, chats.index.endoftext
         )
     assert samples.too_long == sum(len(ids) > sequence + 1 for ids, _ in documents(chats))
-    shuffled = Documents(chats, "train", sequence, seed=1, ratio="1,0,0").batch(range(60)).inputs
+    shuffled = DocumentSamples(chats, "train", sequence, seed=1, ratio="1,0,0").batch(range(60)).inputs
     assert sorted(shuffled.tolist()) == sorted(inputs.tolist())
     assert shuffled.tolist() != inputs.tolist()
 
 
 def test_long_conversations_are_dropped_by_choice_and_those_without_a_target_always(chats: TokenFolder):
-    dropping = Documents(chats, "train", 200, ratio="1,0,0", drop=True)
+    dropping = DocumentSamples(chats, "train", 200, ratio="1,0,0", drop=True)
     fits = [ids for ids, _ in documents(chats) if len(ids) <= 201]
     assert 0 < len(dropping) == len(fits) < 60
     assert dropping.too_long == 60 - len(fits)
-    short = Documents(chats, "train", 51, ratio="1,0,0")  # ends within some of the first questions
+    short = DocumentSamples(chats, "train", 51, ratio="1,0,0")  # ends within some of the first questions
     beginnings = [mask[1:52] for _, mask in documents(chats)]
     assert short.untrained == sum(not any(mask) for mask in beginnings) > 0
     assert bool(((short.batch(range(len(short))).targets != IGNORED).sum(1) > 0).all())
     with pytest.raises(StrettoError, match="no other has a token to train on"):
-        Documents(chats, "train", 5, ratio="1,0,0")
+        DocumentSamples(chats, "train", 5, ratio="1,0,0")
 
 
 def test_splits_share_no_conversation(chats: TokenFolder):
     splits = [
-        Documents(chats, name, 4096, ratio="6,3,1", shuffle=False) for name in ("train", "valid", "test")
+        DocumentSamples(chats, name, 4096, ratio="6,3,1", shuffle=False)
+        for name in ("train", "valid", "test")
     ]
     assert sum(map(len, splits)) == 60
     assert all(len(one) > 3 for one in splits)
@@ -322,7 +323,7 @@ def test_splits_share_no_conversation(chats: TokenFolder):
 
 def test_packed_conversations_fill_windows(chats: TokenFolder):
     packed = samples_of(chats, DataConfig(chat="assistant", packing="stream", sequence=60), "train", seed=0)
-    assert isinstance(packed, Samples)
+    assert isinstance(packed, WindowSamples)
     batch = packed.batch([3, 5])
     inputs, targets = batch.inputs, batch.targets
     assert chats.mask is not None
@@ -330,7 +331,7 @@ def test_packed_conversations_fill_windows(chats: TokenFolder):
         assert inputs[row].tolist() == chats.tokens[start : start + 60].tolist()
         window = chats.mask[start + 1 : start + 61].astype(bool)
         assert torch.equal(targets[row] != IGNORED, torch.from_numpy(window))
-    assert isinstance(samples_of(chats, DataConfig(sequence=60), "train", seed=0), Documents)
+    assert isinstance(samples_of(chats, DataConfig(sequence=60), "train", seed=0), DocumentSamples)
 
 
 @pytest.mark.parametrize("packing", ["none", "stream"])

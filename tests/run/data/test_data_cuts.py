@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from published_files import published
 from stretto.run.data import readers
 from stretto.run.data.cuts import _BYTE_LEVEL_WORDS, ExactCuts
-from stretto.run.data.readers import Piece, cut_pieces
+from stretto.run.data.readers import TextPiece, cut_pieces
 from stretto.run.data.tokenizer_files import read_tokenizer
 from stretto.run.data.word_pattern import UnsupportedRuleError, WordPattern
 
@@ -115,13 +115,13 @@ def test_a_long_line_is_cut(monkeypatch: pytest.MonkeyPatch):
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     cuts = ExactCuts.of(inner)
-    pieces = list(cut_pieces([Piece("a", text, ends=True), Piece("b", "b", ends=True)], lambda: cuts))
+    pieces = list(cut_pieces([TextPiece("a", text, ends=True), TextPiece("b", "b", ends=True)], lambda: cuts))
     assert "".join(piece.text for piece in pieces) == text + "b"
     assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 2) + [True, True]
     assert all(900 <= len(piece.text) <= 1000 for piece in pieces[:-2])
     # without a place to cut there is none
     for whole in ("a" * 5000, "a" * 2500 + " " + "a" * 2500):
-        pieces = list(cut_pieces([Piece("a", whole, ends=True)], lambda: cuts))
+        pieces = list(cut_pieces([TextPiece("a", whole, ends=True)], lambda: cuts))
         assert [len(piece.text) for piece in pieces] == ([2500, 2501] if " " in whole else [5000])
 
 

@@ -8,7 +8,7 @@ from test_data_indexed import make
 
 from stretto.engine.models.language import IGNORED
 from stretto.errors import StrettoError
-from stretto.run.data.dataset import Samples, WholeSplit
+from stretto.run.data.dataset import WholeSplit, WindowSamples
 from stretto.run.data.permutation import Permutation
 from stretto.run.data.token_folder import TokenFolder
 
@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> TokenFolder:
 
 
 def test_an_epoch_predicts_every_token_once(folder: TokenFolder):
-    samples = Samples(folder, "train", 33, seed=3)
+    samples = WindowSamples(folder, "train", 33, seed=3)
     assert samples.range == range(9490)
     assert len(samples) == (9490 - 1) // 33
     stream = folder.tokens[samples.range.start : samples.range.stop]
@@ -33,7 +33,7 @@ def test_an_epoch_predicts_every_token_once(folder: TokenFolder):
 
 
 def test_targets_are_the_inputs_one_on(folder: TokenFolder):
-    samples = Samples(folder, "valid", 16, seed=1)
+    samples = WindowSamples(folder, "valid", 16, seed=1)
     batch = samples.batch([4, 0, 100_000])
     inputs, targets = batch.inputs, batch.targets
     assert batch.begins is None
@@ -47,37 +47,37 @@ def test_targets_are_the_inputs_one_on(folder: TokenFolder):
 
 
 def test_each_epoch_has_an_order_of_its_own(folder: TokenFolder):
-    samples = Samples(folder, "train", 100, seed=0)
+    samples = WindowSamples(folder, "train", 100, seed=0)
     n = len(samples)
     epochs = [tuple(samples.starts(range(e * n, (e + 1) * n)).tolist()) for e in range(5)]
     assert len(set(epochs)) == 5
     assert len({tuple(sorted(e)) for e in epochs}) == 1
     # a batch that reaches over the end of an epoch
     assert samples.starts(range(n - 3, n + 3)).tolist() == [*epochs[0][-3:], *epochs[1][:3]]
-    assert tuple(Samples(folder, "train", 100, seed=1).starts(range(n)).tolist()) not in epochs
-    assert tuple(Samples(folder, "train", 100, seed=0).starts(range(n)).tolist()) == epochs[0]
+    assert tuple(WindowSamples(folder, "train", 100, seed=1).starts(range(n)).tolist()) not in epochs
+    assert tuple(WindowSamples(folder, "train", 100, seed=0).starts(range(n)).tolist()) == epochs[0]
 
 
 def test_without_shuffling_the_stream_comes_in_order(folder: TokenFolder):
-    samples = Samples(folder, "valid", 10, shuffle=False)
+    samples = WindowSamples(folder, "valid", 10, shuffle=False)
     n = len(samples)
     assert samples.starts(range(2 * n)).tolist() == [samples.range.start + 10 * (k % n) for k in range(2 * n)]
 
 
 def test_splits_do_not_share_tokens(folder: TokenFolder):
-    seen = [Samples(folder, name, 5, ratio="8,1,1").range for name in ("train", "valid", "test")]
+    seen = [WindowSamples(folder, name, 5, ratio="8,1,1").range for name in ("train", "valid", "test")]
     assert [i for part in seen for i in part] == list(range(10_000))
 
 
 def test_a_split_shorter_than_a_sample(folder: TokenFolder):
-    Samples(folder, "test", 9)
+    WindowSamples(folder, "test", 9)
     with pytest.raises(
         StrettoError, match=r"test split .* 10 tokens of 10000.* sequence 10 needs 11"
     ) as caught:
-        Samples(folder, "test", 10)
+        WindowSamples(folder, "test", 10)
     assert "use sequence 9 or less" in (caught.value.hint or "")
     with pytest.raises(StrettoError, match="0 tokens") as caught:
-        Samples(folder, "test", 1, ratio="1,1,0")
+        WindowSamples(folder, "test", 1, ratio="1,1,0")
     assert "larger share" in (caught.value.hint or "")
     assert "use sequence" not in (caught.value.hint or "")
 
@@ -85,16 +85,16 @@ def test_a_split_shorter_than_a_sample(folder: TokenFolder):
 def test_a_corpus_shorter_than_one_sequence(tmp_path: Path):
     folder = make(tmp_path / "t", [[1, 2, 3]])
     with pytest.raises(StrettoError, match="sequence 128 needs 129"):
-        Samples(folder, "train", 128)
+        WindowSamples(folder, "train", 128)
 
 
 def test_wrong_names_and_lengths(folder: TokenFolder):
     with pytest.raises(StrettoError, match=r"'vald'.*\n.*did you mean valid"):
-        Samples(folder, "vald", 8)
+        WindowSamples(folder, "vald", 8)
     with pytest.raises(StrettoError, match="sequence 0"):
-        Samples(folder, "train", 0)
+        WindowSamples(folder, "train", 0)
     with pytest.raises(StrettoError, match="'1,2'"):
-        Samples(folder, "train", 8, ratio="1,2")
+        WindowSamples(folder, "train", 8, ratio="1,2")
 
 
 @pytest.mark.parametrize(("split", "sequence"), [("valid", 33), ("test", 9), ("test", 200), ("all", 64)])
@@ -122,8 +122,8 @@ def test_a_split_without_a_token_to_predict(folder: TokenFolder) -> None:
 
 def test_samples_are_shuffled_within_windows(tmp_path: Path) -> None:
     source = make(tmp_path, [list(range(1, 200))] * 40)
-    whole = Samples(source, "train", 2, seed=3)
-    near = Samples(source, "train", 2, seed=3, within=1 << 10)
+    whole = WindowSamples(source, "train", 2, seed=3)
+    near = WindowSamples(source, "train", 2, seed=3, within=1 << 10)
     assert (whole.block, near.block) == (0, 8)
     for epoch in range(2):
         order = near.positions(range(epoch * len(near), (epoch + 1) * len(near)))
@@ -131,6 +131,6 @@ def test_samples_are_shuffled_within_windows(tmp_path: Path) -> None:
         first = order[: 64 * 8]
         assert len({*(first // 8).tolist()}) == 64, "64 runs of 8 samples, wherever they lie"
     assert near.positions([5]).tolist() == [int(near.positions(range(10))[5])]
-    assert Samples(source, "train", 2, seed=3).positions(range(9)).tolist() == [
+    assert WindowSamples(source, "train", 2, seed=3).positions(range(9)).tolist() == [
         int(p) for p in Permutation(len(whole), 3)(range(9))
     ], "without a window the order is what it was"

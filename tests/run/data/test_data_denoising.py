@@ -26,10 +26,10 @@ from stretto.run.config.denoising import Corruption, Denoising, denoising
 from stretto.run.config.load import parse
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.boundaries import Boundaries
-from stretto.run.data.dataset import Batch, Samples, WholeSplit
+from stretto.run.data.dataset import Batch, WholeSplit, WindowSamples
 from stretto.run.data.denoising import Denoised, DenoisedSplit, corrupt
-from stretto.run.data.marks import Marks, marks_of, vocabulary
 from stretto.run.data.mixture import Mixture, epochs, held_out, parts_of, training_samples
+from stretto.run.data.sentinels import SentinelIds, sentinel_ids, vocabulary
 from stretto.run.data.token_folder import TokenFolder, TokenWriter
 from stretto.run.data.tokenizer import Tokenizer
 
@@ -51,7 +51,7 @@ def denoised(lengths: Denoising, *, seed: int = 0, more: int = 0) -> Denoised[Co
     top = 10**9
     same = lengths.corruption == "infilling"
     spans = (top,) * lengths.spans if same else tuple(top - i for i in range(lengths.spans))
-    marks = Marks(spans=spans, end=END, start=START)
+    marks = SentinelIds(spans=spans, end=END, start=START)
     return Denoised(
         Counting(lengths.window), lengths=lengths, marks=marks, seed=seed, targets=lengths.targets + more
     )
@@ -234,9 +234,9 @@ def test_windows_of_a_split_are_denoised(folder: TokenFolder) -> None:
     the same in the order of the stream.
     """
     lengths = denoising("span-corruption", 20, 0.2, 2.0)
-    marks = marks_of(folder, DataConfig(), lengths, rows=1100)
+    marks = sentinel_ids(folder, DataConfig(), lengths, rows=1100)
     made: dict[str, Any] = {"lengths": lengths, "marks": marks, "targets": lengths.targets}
-    windows = Samples(folder, "train", lengths.window, 3, ratio="1,0,0")
+    windows = WindowSamples(folder, "train", lengths.window, 3, ratio="1,0,0")
     samples = Denoised(windows, **made, seed=3)
     epoch = samples.batch(range(len(windows)))
     again = samples.batch(range(len(windows), 2 * len(windows)))
@@ -252,7 +252,7 @@ def test_windows_of_a_split_are_denoised(folder: TokenFolder) -> None:
     assert sorted(tokens(first, marks)) == sorted(folder.tokens[: len(split) * lengths.window].tolist())
 
 
-def tokens(batch: Batch, marks: Marks) -> list[int]:
+def tokens(batch: Batch, marks: SentinelIds) -> list[int]:
     """The text of inputs and targets."""
     every = [*batch.inputs[:, :-1].flatten().tolist(), *batch.targets[:, :-1].flatten().tolist()]
     return [token for token in every if token not in marks.spans]
@@ -283,28 +283,28 @@ def test_marks_are_the_tokenizers_or_the_last_of_the_vocabulary(folder: TokenFol
     assert vocabulary(folder, config("data.objective=infilling")) == folder.vocab + 1
     assert vocabulary(folder, config("data.first_sentinel=5")) == folder.vocab
     rows = folder.vocab + 2
-    assert marks_of(folder, data, spans, rows).spans == (rows - 1, rows - 2)
-    assert marks_of(folder, data, mask, rows).spans == (rows - 1,) * 4
-    named = marks_of(folder, DataConfig(first_sentinel=77), spans, rows)
+    assert sentinel_ids(folder, data, spans, rows).spans == (rows - 1, rows - 2)
+    assert sentinel_ids(folder, data, mask, rows).spans == (rows - 1,) * 4
+    named = sentinel_ids(folder, DataConfig(first_sentinel=77), spans, rows)
     assert (named.spans, named.end, named.start) == ((77, 76), folder.endoftext, folder.endoftext)
     special = with_special(tmp_path / "t5", ["<pad>", "<extra_id_1>", "<extra_id_0>", "<mask>"])
     assert vocabulary(special, config()) == special.vocab == 14
-    assert marks_of(special, data, spans, 14) == Marks(spans=(12, 11), end=0, start=10)
-    assert marks_of(special, data, mask, 14) == Marks(spans=(13,) * 4, end=0, start=0)
+    assert sentinel_ids(special, data, spans, 14) == SentinelIds(spans=(12, 11), end=0, start=10)
+    assert sentinel_ids(special, data, mask, 14) == SentinelIds(spans=(13,) * 4, end=0, start=0)
 
 
 def test_vocabularies_without_room_are_refused(folder: TokenFolder, tmp_path: Path) -> None:
     spans = denoising("span-corruption", 60, 0.2, 3.0)
     with pytest.raises(Problem, match=rf"model\.vocab is {folder.vocab + 3}: .* 3 are left") as caught:
-        marks_of(folder, DataConfig(), spans, folder.vocab + 3)
+        sentinel_ids(folder, DataConfig(), spans, folder.vocab + 3)
     assert f"model.vocab={folder.vocab + 5}" in (caught.value.hint or "")
     with pytest.raises(Problem, match="first_sentinel is 2"):
-        marks_of(folder, DataConfig(first_sentinel=2), spans, 2000)
+        sentinel_ids(folder, DataConfig(first_sentinel=2), spans, 2000)
     with pytest.raises(Problem, match="first_sentinel is 2000"):
-        marks_of(folder, DataConfig(first_sentinel=2000), spans, 2000)
+        sentinel_ids(folder, DataConfig(first_sentinel=2000), spans, 2000)
     few = with_special(tmp_path / "few", ["<extra_id_1>", "<extra_id_0>"])
     with pytest.raises(StrettoError, match="5 spans, and the tokenizer has 2 sentinels"):
-        marks_of(few, DataConfig(), spans, 2000)
+        sentinel_ids(few, DataConfig(), spans, 2000)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from stretto.run.config.data import DataConfig
 from stretto.run.config.sources import megatron_prefix
 from stretto.run.data import megatron
 from stretto.run.data.build import build, build_megatron
-from stretto.run.data.dataset import Documents, Samples
-from stretto.run.data.megatron import MegatronDataset, Vocabulary
+from stretto.run.data.dataset import DocumentSamples, WindowSamples
+from stretto.run.data.megatron import DatasetVocabulary, MegatronDataset
 from stretto.run.data.open import open_source
 from stretto.run.data.split import split_tokens
 from stretto.run.data.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ def write(
 
 
 def opened(prefix: Path, vocab: int = 10) -> MegatronDataset:
-    return MegatronDataset(prefix, Vocabulary(size=vocab))
+    return MegatronDataset(prefix, DatasetVocabulary(size=vocab))
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -80,12 +80,12 @@ def test_samples_and_splits(tmp_path: Path) -> None:
     dataset = opened(write(tmp_path / "d", DOCUMENTS))
     assert split_tokens(dataset.offsets, "7,5,0") == {"train": range(7), "valid": range(7, 12),
                                                       "test": range(12, 12)}  # fmt: skip
-    samples = Samples(dataset, "train", 3, ratio="1,0,0", shuffle=False)
+    samples = WindowSamples(dataset, "train", 3, ratio="1,0,0", shuffle=False)
     batch = samples.batch([0, 1])
     inputs, targets = batch.inputs, batch.targets
     assert inputs.tolist() == [[5, 6, 7], [8, 0, 1]]
     assert targets.tolist() == [[6, 7, 8], [0, 1, 0]]
-    documents = Documents(dataset, "train", 4, ratio="1,0,0", shuffle=False)
+    documents = DocumentSamples(dataset, "train", 4, ratio="1,0,0", shuffle=False)
     assert documents.batch([0, 1, 2]).inputs.tolist() == [[5, 6, 7, 8], [1, 0, 0, 0], [9, 9, 9, 9]]
 
 
@@ -117,7 +117,7 @@ def test_several_are_joined(tmp_path: Path) -> None:
     assert source.offsets[:].tolist() == [0, 5, 7, 7, 12, 14, 17]
     assert [source.offsets[i] for i in range(-1, len(source.offsets))][:2] == [17, 0]
     assert (source.documents, source.size, source.identity()) == (6, 17, {"tokens": 17, "documents": 6})
-    batch = Samples(source, "train", 4, ratio="1,0,0", shuffle=False).batch([0, 2])
+    batch = WindowSamples(source, "train", 4, ratio="1,0,0", shuffle=False).batch([0, 2])
     inputs, targets = batch.inputs, batch.targets
     assert inputs.tolist() == [[5, 6, 7, 8], [9, 9, 9, 0]]
     assert targets[1].tolist() == [9, 9, 0, 3]  # the last is of the second dataset

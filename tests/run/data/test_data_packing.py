@@ -11,7 +11,7 @@ from test_data_indexed import make
 from stretto.engine.models.language import IGNORED
 from stretto.errors import StrettoError
 from stretto.run.config.data import DataConfig
-from stretto.run.data.dataset import Batch, Samples, WholeSplit, keep_apart, samples_of, whole_split_of
+from stretto.run.data.dataset import Batch, WholeSplit, WindowSamples, keep_apart, samples_of, whole_split_of
 from stretto.run.data.token_folder import TokenFolder
 
 LENGTHS = (9, 1, 24, 7, 2, 1, 1, 40, 16, 8, 3)  # of a document's tokens, with its end of text
@@ -46,7 +46,7 @@ def check(folder: TokenFolder, batch: Batch, starts: list[int], sequence: int, e
 @given(st.integers(1, 60), st.integers(0, 5))
 @settings(max_examples=12)
 def test_documents_of_windows(folder: TokenFolder, sequence: int, seed: int) -> None:
-    samples = Samples(folder, "train", sequence, seed, ratio="1,0,0", apart=True)
+    samples = WindowSamples(folder, "train", sequence, seed, ratio="1,0,0", apart=True)
     indices = range(2 * len(samples))
     check(folder, samples.batch(indices), samples.starts(indices).tolist(), sequence, sum(LENGTHS))
     whole = WholeSplit(folder, "all", sequence, apart=True)
@@ -59,7 +59,9 @@ def test_documents_of_windows(folder: TokenFolder, sequence: int, seed: int) -> 
 
 def test_the_stream_is_as_it_is_with_documents_kept_apart(folder: TokenFolder) -> None:
     """The same windows in the same order; but what follows a document's end has no target."""
-    plain, apart = (Samples(folder, "train", 13, 4, ratio="1,0,0", apart=apart) for apart in (False, True))
+    plain, apart = (
+        WindowSamples(folder, "train", 13, 4, ratio="1,0,0", apart=apart) for apart in (False, True)
+    )
     ours, theirs = apart.batch(range(20)), plain.batch(range(20))
     assert theirs.begins is None
     assert torch.equal(ours.inputs, theirs.inputs)
@@ -79,7 +81,7 @@ def test_a_mask_of_tokens_is_kept(folder: TokenFolder) -> None:
 
 
 def test_parts_of_a_batch_keep_their_documents(folder: TokenFolder) -> None:
-    samples = Samples(folder, "train", 13, ratio="1,0,0", apart=True)
+    samples = WindowSamples(folder, "train", 13, ratio="1,0,0", apart=True)
     whole, parts = samples.batch([1, 2, 5]), [samples.batch([1]), samples.batch([2, 5])]
     for again in (Batch.concatenated(parts), whole.take([0, 1, 2]), whole.take(slice(None))):
         assert again.begins is not None

@@ -19,7 +19,7 @@ from stretto.run.config import TrainConfig
 from stretto.run.config.check import check
 from stretto.run.data.dataset import samples_of
 from stretto.run.data.mixture import MixedSamples, Mixture, epochs, training_samples
-from stretto.run.data.mixture_order import BLOCK, MixtureOrder, Phase
+from stretto.run.data.mixture_order import BLOCK, MixtureOrder, WeightPhase
 from stretto.run.data.prepare import describe_samples, prepare_data
 from stretto.run.train.metrics import read_lines
 from tiny_job import LLAMA, job
@@ -35,7 +35,7 @@ def test_no_sample_is_lost_or_repeated(weights: list[list[float]], seed: int, da
     weights = [one[:count] if any(one[:count]) else [1.0] * count for one in weights]
     lengths = [3 * BLOCK // 2 if data is None else data.draw(st.integers(1, 70_000)) for _ in weights]
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    phases = [Phase(start, tuple(one)) for start, one in zip(starts, weights, strict=True)]
+    phases = [WeightPhase(start, tuple(one)) for start, one in zip(starts, weights, strict=True)]
     order = MixtureOrder(phases, seed)
     total = sum(lengths)
     sources, positions = order(range(total))
@@ -53,15 +53,17 @@ def test_no_sample_is_lost_or_repeated(weights: list[list[float]], seed: int, da
 
 def test_a_million_samples_have_the_weights() -> None:
     weights = (0.62, 0.3, 0.05, 0.02, 0.01)
-    drawn = MixtureOrder([Phase(0, weights)], 1).drawn(10**6) / 10**6
+    drawn = MixtureOrder([WeightPhase(0, weights)], 1).drawn(10**6) / 10**6
     assert np.abs(drawn / weights - 1).max() < 1e-3
-    orders = {tuple(MixtureOrder([Phase(0, weights)], seed)(range(50))[0].tolist()) for seed in range(20)}
+    orders = {
+        tuple(MixtureOrder([WeightPhase(0, weights)], seed)(range(50))[0].tolist()) for seed in range(20)
+    }
     assert len(orders) == 20, "seeds give other orders"
 
 
 def test_a_weight_that_never_comes_up_is_refused() -> None:
     with pytest.raises(StrettoError, match="less than one sample in 65,536"):
-        MixtureOrder([Phase(0, (1.0, 1e-6))], 0)
+        MixtureOrder([WeightPhase(0, (1.0, 1e-6))], 0)
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +92,9 @@ def test_samples_are_those_of_the_sources(folder: Path) -> None:
     samples = training_samples(source, config)
     assert isinstance(samples, MixedSamples)
     size, parts = config.batch.global_size, list(samples.parts.values())
-    sources, positions = MixtureOrder([Phase(0, (6, 2, 0)), Phase(3 * size, (0, 1, 1))], config.train.seed)(
-        range(6 * size)
-    )
+    sources, positions = MixtureOrder(
+        [WeightPhase(0, (6, 2, 0)), WeightPhase(3 * size, (0, 1, 1))], config.train.seed
+    )(range(6 * size))
     batch = samples.batch(range(6 * size))
     for row, (one, position) in enumerate(zip(sources.tolist(), positions.tolist(), strict=True)):
         wanted = parts[one].batch([position])

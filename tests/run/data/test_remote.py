@@ -25,9 +25,9 @@ from stretto.run.config.schema import TrainConfig
 from stretto.run.data import corpus, remote
 from stretto.run.data.block_cache import BlockCache
 from stretto.run.data.build import build
-from stretto.run.data.dataset import Samples, samples_of
+from stretto.run.data.dataset import WindowSamples, samples_of
 from stretto.run.data.joined import JoinedSource
-from stretto.run.data.megatron import MegatronDataset, MegatronWriter, Vocabulary
+from stretto.run.data.megatron import DatasetVocabulary, MegatronDataset, MegatronWriter
 from stretto.run.data.mixture import training_samples
 from stretto.run.data.open import open_source, open_tokens
 from stretto.run.data.remote import RemoteArray, RemoteFile, RemotePath
@@ -110,7 +110,7 @@ def test_a_megatron_dataset_at_a_url_is_the_dataset(tmp_path: Path, cache: Block
             writer.add([token % 250 for token in document], ends=True)
         writer.commit()
     put(tmp_path / "m", "memory://b/m")
-    local = MegatronDataset(tmp_path / "m" / "d", Vocabulary.of(tmp_path / "m" / "d", None))
+    local = MegatronDataset(tmp_path / "m" / "d", DatasetVocabulary.of(tmp_path / "m" / "d", None))
     there = open_tokens(f"memory://b/m/{name}", cache=cache)
     assert same(there, local)
     assert there.tokenizer().to_bytes() == tokenizer.to_bytes()
@@ -156,7 +156,7 @@ def test_the_order_is_by_windows_at_urls_and_global_elsewhere(tmp_path: Path, ca
         (JoinedSource([local, local]), [], False),
     ):
         samples = training_samples(source, train_config(window, *overrides))
-        assert isinstance(samples, Samples)
+        assert isinstance(samples, WindowSamples)
         assert bool(samples.block) == shuffled
 
 
@@ -296,7 +296,7 @@ def test_each_block_is_fetched_once_an_epoch_by_a_small_cache(
     limit = needed * 16 // 15 * 132 // 128 * 6 // 5
     config = train_config("data.source=memory://b/t", f"data.cache_gib={limit / 2**30!r}", *window)
     samples = training_samples(open_source(config.data), config)
-    assert isinstance(samples, Samples)
+    assert isinstance(samples, WindowSamples)
     fetches, most = Fetches(monkeypatch), 0
     for first in range(0, len(samples) - 8, 8):
         samples.batch(range(first, first + 8))
@@ -316,7 +316,7 @@ def test_blocks_come_before_they_are_read(tmp_path: Path, monkeypatch: pytest.Mo
         "data.source=memory://b/t", "data.shuffle_window=16384", f"data.cache={tmp_path / 'cache'}"
     )
     samples = training_samples(open_source(config.data), config)
-    assert isinstance(samples, Samples)
+    assert isinstance(samples, WindowSamples)
     span = samples.block * 64
     (array,) = samples.source.cached
     assert isinstance(array, RemoteArray)
@@ -414,7 +414,7 @@ def test_text_that_was_written_again_is_another(
     path = RemotePath("memory://versions/a.txt", BlockCache(tmp_path, 1 << 20))
     versions = list[str]()
     for moment in ({"updated": "2026-11-01T00:00:00Z"}, {"updated": "2026-11-02T00:00:00Z"}, {}):
-        facts = remote._facts({"size": 3, "type": "file", **moment})
+        facts = remote.file_info({"size": 3, "type": "file", **moment})
         monkeypatch.setattr(RemotePath, "stat", lambda _, facts=facts: facts)
         versions.append(corpus._file(path, "a.txt").version)
     assert len(set(versions)) == 3

@@ -13,7 +13,7 @@ from stretto.program import names, schedule
 from stretto.program.action import ActionKind
 from stretto.run.config import TrainConfig
 from stretto.run.config.job import job_of
-from stretto.run.data.dataset import Samples
+from stretto.run.data.dataset import WindowSamples
 from stretto.run.data.prepare import prepare_data
 from stretto.run.train.banner import banner
 from stretto.run.train.metrics import read_lines
@@ -210,7 +210,7 @@ def test_evaluation_is_of_the_held_out_samples(folder: Path) -> None:
     words = ("train.dtype=float64", "train.steps=1", "optim.lr=1e-12", "eval.every=1", "eval.batches=1")
     config = llama(folder, "held", *words, "data.split=8,2,0", "optim.rate.warmup=0")
     train(config)
-    samples = Samples(
+    samples = WindowSamples(
         prepare_data(config, quiet=True),
         "valid",
         config.data.sequence,
@@ -227,7 +227,7 @@ def test_evaluation_is_of_the_held_out_samples(folder: Path) -> None:
 def test_a_second_epoch_is_shown_and_told_once(folder: Path) -> None:
     words = ("train.steps=6", EIGHT, "data.split=5,95,0", "run.name=again", "checkpoint.every=5")
     config = job(folder, *words, model=LLAMA)
-    epoch = len(Samples(prepare_data(config, quiet=True), "train", 16, ratio=config.data.split))
+    epoch = len(WindowSamples(prepare_data(config, quiet=True), "train", 16, ratio=config.data.split))
     assert 2 * 8 < epoch < 3 * 8, "the third step is the first to reach into the second epoch"
     notes = folder / "notes"
     train(config, keep_notes(str(notes)))

@@ -24,8 +24,8 @@ from stretto.run.data.boundaries import Boundary
 from stretto.run.data.chat import Conversations
 from stretto.run.data.conversation import TrainOn
 from stretto.run.data.corpus import Corpus, Source, find_corpus
-from stretto.run.data.megatron import MegatronDataset, MegatronWriter, Vocabulary
-from stretto.run.data.readers import Piece, cut_pieces
+from stretto.run.data.megatron import DatasetVocabulary, MegatronDataset, MegatronWriter
+from stretto.run.data.readers import TextPiece, cut_pieces
 from stretto.run.data.row_errors import describe_skipped
 from stretto.run.data.token_folder import (
     FILES,
@@ -46,7 +46,7 @@ _RECIPE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class BuildProgress:
     """Progress of a build: `characters` of about `total`; `stage` is "train tokenizer" or "encode"."""
 
     stage: str
@@ -56,7 +56,7 @@ class Progress:
     tokens: int = 0
 
 
-Report = Callable[[Progress], None]
+Report = Callable[[BuildProgress], None]
 
 
 def build(
@@ -169,7 +169,7 @@ def build_megatron(
         _encode(corpus, chosen, writer, report)
         writer.commit()
     _report_bad_rows(prefix, writer.bad_rows)
-    return MegatronDataset(prefix, Vocabulary.of(prefix, None))
+    return MegatronDataset(prefix, DatasetVocabulary.of(prefix, None))
 
 
 def _report_bad_rows(target: Path, bad_rows: Mapping[str, Any] | None) -> None:
@@ -276,18 +276,18 @@ def _check_source(target: Path, sources: list[str]) -> None:
 
 
 def _train(corpus: Corpus, vocab: int, report: Report) -> Tokenizer:
-    report(Progress(stage="train tokenizer", characters=0, total=min(corpus.size, TRAINING_CHARACTERS)))
+    report(BuildProgress(stage="train tokenizer", characters=0, total=min(corpus.size, TRAINING_CHARACTERS)))
     return Tokenizer.train(corpus.sample(TRAINING_CHARACTERS), vocab)
 
 
 def _encoded(
-    pieces: Iterable[Piece], tokenizer: Tokenizer
-) -> Iterator[tuple[list[Piece], list[NDArray[np.uint32]]]]:
+    pieces: Iterable[TextPiece], tokenizer: Tokenizer
+) -> Iterator[tuple[list[TextPiece], list[NDArray[np.uint32]]]]:
     """Pieces in batches, and the ids of each. While the library encodes a batch, the next is read, and the
     one before it is with the caller.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="encode") as thread:
-        batch = list[Piece]()
+        batch = list[TextPiece]()
         coming: Future[list[NDArray[np.uint32]]] = thread.submit(list)
         for following in in_batches(pieces, lambda piece: len(piece.text)):
             later = thread.submit(tokenizer.encode_batch, [piece.text for piece in following])
@@ -307,7 +307,7 @@ def _encode(
             writer.add(ids, piece.ends)
         characters += sum(len(piece.text) for piece in batch)
         report(
-            Progress(
+            BuildProgress(
                 stage="encode",
                 characters=characters,
                 total=corpus.size,
@@ -336,7 +336,7 @@ def _encode_conversations(
                 writer.blank += 1
             characters += one.characters
         report(
-            Progress(
+            BuildProgress(
                 stage="encode",
                 characters=min(characters, corpus.size),  # a template may repeat what it renders
                 total=corpus.size,

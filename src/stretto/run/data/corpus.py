@@ -29,8 +29,8 @@ from stretto.run.config.sources import (
 from stretto.run.data.block_cache import block_cache
 from stretto.run.data.cuts import trained_cuts
 from stretto.run.data.file_format import EncodingError, is_binary, is_named_text
-from stretto.run.data.readers import Piece, cut_pieces, opened, read_documents, unreadable
-from stretto.run.data.remote import Facts, Place, RemotePath
+from stretto.run.data.readers import TextPiece, cut_pieces, opened, read_documents, unreadable
+from stretto.run.data.remote import FileInfo, Place, RemotePath
 from stretto.run.data.row_errors import RowErrors
 
 Source = str | os.PathLike[str]
@@ -78,7 +78,7 @@ class Corpus:
         """Bytes of all files."""
         return sum(file.size for file in self.files)
 
-    def read(self, file: CorpusFile) -> Iterator[Piece]:
+    def read(self, file: CorpusFile) -> Iterator[TextPiece]:
         """The pieces of one file's documents.
 
         Raises:
@@ -98,7 +98,7 @@ class Corpus:
         """Reset the counts, since the files are read from the start."""
         self.blank, self.errors = 0, RowErrors(on_error=self.reading.on_error)
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TextPiece]:
         """The pieces of all documents that are not blank, in corpus order."""
         self.begin()
         for file in self.files:
@@ -219,7 +219,7 @@ def _missing_hint(path: Path) -> str:
 def _file(path: Place, name: str, lenient: bool = False) -> CorpusFile:
     facts = path.stat()
     version = str(facts.st_mtime_ns)
-    if isinstance(facts, Facts):
+    if isinstance(facts, FileInfo):
         version = facts.version
         if not facts.marked:
             print(

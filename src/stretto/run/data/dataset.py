@@ -124,7 +124,7 @@ def indices_after(
     return range(first, first + micro_batch)
 
 
-class Samples(Ordered):
+class WindowSamples(Ordered):
     """Windows of the stream of one split."""
 
     def __init__(
@@ -216,7 +216,7 @@ def keep_apart(sources: Sequence[TokenSource], starts: Sequence[int], batch: Bat
     return Batch(inputs=batch.inputs, targets=targets, begins=torch.from_numpy(begins[:, :-1].copy()))
 
 
-class Documents(Ordered):
+class DocumentSamples(Ordered):
     """Single documents, such as conversations: each sample is one, padded or cut to `sequence`.
 
     A document belongs to the split in which it begins. One without a target in its first `sequence + 1`
@@ -328,7 +328,7 @@ def _has_target(
 
 def samples_of(
     source: TokenSource, data: DataConfig, split: str, seed: int, shuffle: bool = True
-) -> Samples | Documents:
+) -> WindowSamples | DocumentSamples:
     """The samples of a split as a config has them: windows of the stream, or single documents.
 
     Raises:
@@ -341,8 +341,8 @@ def samples_of(
         "within": shuffled_within(source, data),
     }
     if packing != "none":
-        return Samples(source, split, data.sequence, seed, **order, apart=packing == "documents")
-    return Documents(source, split, data.sequence, seed, **order, drop=data.too_long == "drop")
+        return WindowSamples(source, split, data.sequence, seed, **order, apart=packing == "documents")
+    return DocumentSamples(source, split, data.sequence, seed, **order, drop=data.too_long == "drop")
 
 
 def shuffled_within(source: TokenSource, data: DataConfig) -> int:
@@ -450,7 +450,7 @@ class WholeSplit:
         return keep_apart([self.source] * len(starts), starts, batch) if self._apart else batch
 
 
-class WholeDocuments(Documents):
+class WholeDocuments(DocumentSamples):
     """Every document of a split once in the order of the stream, for evaluation; samples from `len` on are
     empty, as those of `WholeSplit`.
     """
@@ -462,7 +462,7 @@ class WholeDocuments(Documents):
         return None
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """As `Documents.batch`."""
+        """As `DocumentSamples.batch`."""
         there = [index for index in indices if index < len(self)]
         missing = (len(indices) - len(there), self.sequence)
         inputs, targets = torch.full(missing, self.source.padding), torch.full(missing, IGNORED)

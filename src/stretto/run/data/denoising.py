@@ -26,8 +26,8 @@ from stretto.engine.models.language import IGNORED
 from stretto.errors import StrettoError
 from stretto.run.config.denoising import Corruption, Denoising
 from stretto.run.data.dataset import Batch, WholeSplit
-from stretto.run.data.marks import Marks
 from stretto.run.data.permutation import random_bits
+from stretto.run.data.sentinels import SentinelIds
 from stretto.run.data.token_source import TokenSource
 
 Ints = NDArray[np.int64]
@@ -52,7 +52,9 @@ class Denoised(Generic[W]):
         targets: tokens of the decoder's samples; what is left of them after the end has no target.
     """
 
-    def __init__(self, windows: W, *, lengths: Denoising, marks: Marks, seed: int, targets: int) -> None:
+    def __init__(
+        self, windows: W, *, lengths: Denoising, marks: SentinelIds, seed: int, targets: int
+    ) -> None:
         assert targets >= lengths.targets
         self.windows = windows
         self.lengths, self.marks = lengths, marks
@@ -110,7 +112,7 @@ class DenoisedSplit(Denoised[WholeSplit]):
         StrettoError: the split has not one window.
     """
 
-    def __init__(self, windows: WholeSplit, *, lengths: Denoising, marks: Marks, targets: int) -> None:
+    def __init__(self, windows: WholeSplit, *, lengths: Denoising, marks: SentinelIds, targets: int) -> None:
         super().__init__(windows, lengths=lengths, marks=marks, seed=0, targets=targets)
         self.source: TokenSource = windows.source
         self.split, self.range = windows.split, windows.range

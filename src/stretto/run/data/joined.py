@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import StrettoError
-from stretto.run.data.token_source import Array, RemoteElements, TokenSource, check_boundaries
+from stretto.run.data.token_source import LazyArray, RemoteElements, TokenSource, check_boundaries
 from stretto.run.data.tokenizer import Tokenizer
 
 
@@ -23,7 +23,7 @@ class JoinedArray:
         remote_bytes: of the files of all of them, as far as they are remote.
     """
 
-    def __init__(self, parts: Sequence[Array], lengths: Sequence[int], shifts: Sequence[int]) -> None:
+    def __init__(self, parts: Sequence[LazyArray], lengths: Sequence[int], shifts: Sequence[int]) -> None:
         self._parts, self._shifts = parts, shifts
         self._bounds = [0, *accumulate(lengths)]
         self._starts = np.array(self._bounds, dtype=np.int64)

@@ -27,7 +27,7 @@ from stretto.run.data.boundaries import Boundary, token_number
 from stretto.run.data.checksum import SummedFile
 from stretto.run.data.commit import PartialFolder
 from stretto.run.data.remote import Place, RemotePath, load_tokenizer, mapped, read_head
-from stretto.run.data.token_source import Array, TokenSource
+from stretto.run.data.token_source import LazyArray, TokenSource
 from stretto.run.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG, Tokenizer
 from stretto.run.data.tokenizer_files import TokenizerPath
 
@@ -62,7 +62,7 @@ def check_halves(prefix: Place) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vocabulary:
+class DatasetVocabulary:
     """What a dataset itself does not say.
 
     Attributes:
@@ -88,7 +88,7 @@ class Vocabulary:
         *,
         end: Boundary | None = None,
         begin: Boundary | None = None,
-    ) -> Vocabulary:
+    ) -> DatasetVocabulary:
         """That of a tokenizer: the one named, else the one that `stretto data build` left beside the dataset;
         without either, `size` ids.
 
@@ -138,7 +138,7 @@ class MegatronDataset(TokenSource):
         sequences: number of those that documents consist of.
     """
 
-    def __init__(self, prefix: Place, vocabulary: Vocabulary) -> None:
+    def __init__(self, prefix: Place, vocabulary: DatasetVocabulary) -> None:
         """Open and check: of large files the sizes, and the first and last entries and ids.
 
         Raises:
@@ -267,7 +267,7 @@ class _Index:
             raise StrettoError(f"{self._path}: holds no document", hint="build it from text")
         return np.dtype(_TYPES[code]), sequences, boundaries
 
-    def map_ids(self, path: Place) -> Array:
+    def map_ids(self, path: Place) -> LazyArray:
         """The ids in the `.bin`: [tokens]."""
         size, expected = path.stat().st_size, self.tokens * self._item
         if size != expected:

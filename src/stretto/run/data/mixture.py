@@ -16,10 +16,10 @@ from stretto.run.config.schema import TrainConfig
 from stretto.run.data.block_cache import block_cache
 from stretto.run.data.dataset import (
     Batch,
-    Documents,
-    Samples,
+    DocumentSamples,
     WholeDocuments,
     WholeSplit,
+    WindowSamples,
     packing_of,
     samples_of,
     shuffled_within,
@@ -27,9 +27,9 @@ from stretto.run.data.dataset import (
     windows,
 )
 from stretto.run.data.denoising import Denoised, DenoisedSplit
-from stretto.run.data.marks import Marks, marks_of, vocabulary
-from stretto.run.data.mixture_order import MixtureOrder, Phase
-from stretto.run.data.order import Runs
+from stretto.run.data.mixture_order import MixtureOrder, WeightPhase
+from stretto.run.data.order import ChunkedFunction
+from stretto.run.data.sentinels import SentinelIds, sentinel_ids, vocabulary
 from stretto.run.data.token_source import TokenData, TokenSource, check_boundaries
 from stretto.run.data.tokenizer import Tokenizer
 
@@ -103,11 +103,11 @@ class MixedSamples:
         parts: the samples of each source.
     """
 
-    def __init__(self, parts: Mapping[str, Samples | Documents], order: MixtureOrder) -> None:
+    def __init__(self, parts: Mapping[str, WindowSamples | DocumentSamples], order: MixtureOrder) -> None:
         self.parts = dict(parts)
         self._order = order
-        self._placed = Runs(self._places)
-        self._windows = all(isinstance(part, Samples) for part in parts.values())
+        self._placed = ChunkedFunction(self._places)
+        self._windows = all(isinstance(part, WindowSamples) for part in parts.values())
 
     def drawn(self, samples: int) -> list[int]:
         """How many of the first `samples` samples are of each source."""
@@ -118,7 +118,7 @@ class MixedSamples:
         parts, placed = list(self.parts.values()), self._placed(indices)
         if self._windows:
             self._fetch_ahead(max(indices, default=0))
-            several, first = cast(list[Samples], parts), cast(Samples, parts[0])
+            several, first = cast(list[WindowSamples], parts), cast(WindowSamples, parts[0])
             sources = [several[part].source for part in placed[:, 0].tolist()]
             return windows(sources, placed[:, 1].tolist(), first.sequence, apart=first.apart)
         rows = {number: np.flatnonzero(placed[:, 0] == number) for number in {*placed[:, 0].tolist()}}
@@ -138,11 +138,11 @@ class MixedSamples:
         sources, positions = self._order(indices)
         for number, part in enumerate(self.parts.values()) if self._windows else ():
             here = sources == number
-            positions[here] = cast(Samples, part).starts(positions[here])
+            positions[here] = cast(WindowSamples, part).starts(positions[here])
         return np.stack([sources, positions], axis=1)
 
 
-Ordinary = Samples | Documents | MixedSamples
+Ordinary = WindowSamples | DocumentSamples | MixedSamples
 TrainingSamples = Ordinary | Denoised[Ordinary]
 
 
@@ -163,7 +163,7 @@ def training_samples(source: TokenData, config: TrainConfig) -> TrainingSamples:
     )
 
 
-def _marks(source: TokenData, config: TrainConfig) -> Marks:
+def _marks(source: TokenData, config: TrainConfig) -> SentinelIds:
     """The ids that stand for spans of a source's text.
 
     Raises:
@@ -177,7 +177,7 @@ def _marks(source: TokenData, config: TrainConfig) -> Marks:
             held = "" if one.mask is None else f", and {one.name} holds conversations"
             raise Problem("data.packing", data.packing, rule + held, "data.packing=stream")
     rows = config.shape(vocabulary(source, config)).vocab
-    return marks_of(source, data, lengths, rows)
+    return sentinel_ids(source, data, lengths, rows)
 
 
 def _in_order(source: TokenData, config: TrainConfig, data: DataConfig) -> Ordinary:
@@ -189,15 +189,15 @@ def _in_order(source: TokenData, config: TrainConfig, data: DataConfig) -> Ordin
         (alone,) = parts.values()
         return alone
     names, size = list(parts), config.batch.global_size
-    phases = [Phase(0, tuple(source.weights[name] for name in names))]
+    phases = [WeightPhase(0, tuple(source.weights[name] for name in names))]
     phases += [
-        Phase(phase.from_step * size, tuple(phase.weights.get(name, 0.0) for name in names))
+        WeightPhase(phase.from_step * size, tuple(phase.weights.get(name, 0.0) for name in names))
         for phase in data.phases
     ]
     return MixedSamples(parts, MixtureOrder(phases, seed))
 
 
-def _check_cache(parts: Mapping[str, Samples | Documents], data: DataConfig) -> None:
+def _check_cache(parts: Mapping[str, WindowSamples | DocumentSamples], data: DataConfig) -> None:
     """Check that the cache holds what sources at URLs have to keep there."""
     needed = sum(part.cache_bytes for part in parts.values())
     cache = block_cache(data)
@@ -219,7 +219,7 @@ def _gib(size: float) -> str:
     return f"{ceil(size / 2**30 * 10**digits) / 10**digits:.{max(0, digits)}f}"
 
 
-def parts_of(samples: TrainingSamples) -> Mapping[str, Samples | Documents]:
+def parts_of(samples: TrainingSamples) -> Mapping[str, WindowSamples | DocumentSamples]:
     """The samples of each source by its name."""
     samples = samples.windows if isinstance(samples, Denoised) else samples
     return samples.parts if isinstance(samples, MixedSamples) else {samples.source.name: samples}

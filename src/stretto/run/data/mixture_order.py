@@ -24,7 +24,7 @@ BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
-class Phase:
+class WeightPhase:
     """The weights of all sources from sample `start` on, up to the next phase."""
 
     start: int
@@ -42,7 +42,7 @@ class MixtureOrder:
         StrettoError: a positive weight below a 131,072nd of their sum, which would never come up.
     """
 
-    def __init__(self, phases: Sequence[Phase], seed: int) -> None:
+    def __init__(self, phases: Sequence[WeightPhase], seed: int) -> None:
         assert phases
         assert phases[0].start == 0
         assert all(a.start < b.start for a, b in pairwise(phases))

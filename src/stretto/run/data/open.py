@@ -11,7 +11,7 @@ from stretto.run.data.block_cache import BlockCache, block_cache
 from stretto.run.data.boundaries import Boundary
 from stretto.run.data.build import Report, build, shared_tokenizer
 from stretto.run.data.joined import JoinedSource
-from stretto.run.data.megatron import MegatronDataset, Vocabulary, beside
+from stretto.run.data.megatron import DatasetVocabulary, MegatronDataset, beside
 from stretto.run.data.remote import RemotePath
 from stretto.run.data.token_folder import TokenFolder
 from stretto.run.data.token_source import TokenData, TokenSource
@@ -111,7 +111,7 @@ def open_tokens(
         place = token_folder(name) or Path(name).expanduser()
         prefix = megatron_prefix(name)
     if prefix is not None:
-        return MegatronDataset(prefix, Vocabulary.of(prefix, tokenizer, vocab, end=end, begin=begin))
+        return MegatronDataset(prefix, DatasetVocabulary.of(prefix, tokenizer, vocab, end=end, begin=begin))
     folder = TokenFolder(place)
     if (end, begin) != (None, None):
         wanted = folder.tokenizer().with_boundaries(end, begin)

@@ -15,7 +15,7 @@ from stretto.run.data.token_source import RemoteElements, TokenSource
 _RUN = 1 << 10
 
 
-class Runs:
+class ChunkedFunction:
     """A function of sample numbers, computed for runs of 1,024 of them: many cost hardly more than one.
 
     Args:
@@ -84,7 +84,7 @@ class Ordered:
         self._each = sequence  # tokens from one sample to the next
         # runs, counted over the epochs: the first of the window that is read, and up to which blocks come
         self._window = self._ahead = -1
-        self._order = Runs(self._ordered)
+        self._order = ChunkedFunction(self._ordered)
 
     def __len__(self) -> int:
         """Samples in an epoch."""

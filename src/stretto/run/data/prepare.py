@@ -99,7 +99,7 @@ def describe_samples(config: TrainConfig, source: TokenData) -> list[str]:
     Raises:
         StrettoError: a split has not one sample.
     """
-    from stretto.run.data.dataset import Documents
+    from stretto.run.data.dataset import DocumentSamples
     from stretto.run.data.mixture import epochs, held_out, parts_of, training_samples
 
     train = training_samples(source, config)
@@ -116,7 +116,7 @@ def describe_samples(config: TrainConfig, source: TokenData) -> list[str]:
     samples = [*parts.values()]
     samples += [one.split for one in held_out(source, config, "valid")] if config.eval.every else []
     lines += [config.denoising.describe()] if config.denoising else []
-    return lines + [one.describe() for one in samples if isinstance(one, Documents)]
+    return lines + [one.describe() for one in samples if isinstance(one, DocumentSamples)]
 
 
 class BuildBar:

@@ -32,7 +32,7 @@ _LONGEST_CELL = 1 << 30  # characters; the library's own limit is 131,072
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """A run of one document's text.
 
     Attributes:
@@ -46,7 +46,7 @@ class Piece:
     blank: bool = False
 
 
-def read_documents(path: Place, name: str, reading: ReadOptions, errors: RowErrors) -> Iterator[Piece]:
+def read_documents(path: Place, name: str, reading: ReadOptions, errors: RowErrors) -> Iterator[TextPiece]:
     """The documents of one file, in the file's order; a blank one is a single piece without text.
 
     Plain text is one document; of other formats every row is one: the text in its field `reading.text_field`.
@@ -192,19 +192,19 @@ def _decoded(path: Place, file: IO[bytes]) -> Iterator[str]:
         head = False
 
 
-def _pieces(name: str, blocks: Iterable[str]) -> Iterator[Piece]:
+def _pieces(name: str, blocks: Iterable[str]) -> Iterator[TextPiece]:
     """One document's blocks of text as pieces."""
     waiting, begun = "", False
     for block in blocks:
         if waiting and block:
-            yield Piece(name, waiting, ends=False)
+            yield TextPiece(name, waiting, ends=False)
             waiting, begun = "", True
         waiting += block
     blank = not begun and not waiting.strip()
-    yield Piece(name, "" if blank else waiting, ends=True, blank=blank)
+    yield TextPiece(name, "" if blank else waiting, ends=True, blank=blank)
 
 
-def cut_pieces(pieces: Iterable[Piece], cuts_of: Callable[[], ExactCuts | None]) -> Iterator[Piece]:
+def cut_pieces(pieces: Iterable[TextPiece], cuts_of: Callable[[], ExactCuts | None]) -> Iterator[TextPiece]:
     """The same documents, in pieces of about `PIECE` characters whose tokens are those of the whole; where no
     text may be cut, each in one piece.
 
@@ -223,7 +223,7 @@ def cut_pieces(pieces: Iterable[Piece], cuts_of: Callable[[], ExactCuts | None])
             at = cuts.last(waiting, max(start + 1, searched + 1, stop - _REACH), stop)
             searched = stop
             if at is not None:
-                yield Piece(piece.name, waiting[start:at], ends=False)
+                yield TextPiece(piece.name, waiting[start:at], ends=False)
                 start = searched = at
         waiting, searched = waiting[start:], searched - start
         if piece.ends:

@@ -27,7 +27,7 @@ from stretto.run.config.sources import is_url, protocol_problem
 from stretto.run.data.block_cache import BlockCache
 from stretto.run.data.boundaries import Boundary
 from stretto.run.data.checksum import FileSums
-from stretto.run.data.token_source import Array
+from stretto.run.data.token_source import LazyArray
 from stretto.run.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG, Tokenizer
 from stretto.run.data.tokenizer_files import TokenizerPath
 
@@ -43,7 +43,7 @@ _MARKS = ("ETag", "etag", "generation", "md5Hash", *_TIMES)
 T = TypeVar("T")
 
 
-class Facts(NamedTuple):
+class FileInfo(NamedTuple):
     """Size and time of a file, as `os.stat` names them; its version, as far as the file system tells, and
     whether that is more than the size.
     """
@@ -112,13 +112,13 @@ class RemotePath:
         """The path beside it of this name."""
         return RemotePath(f"{self.url.rpartition('/')[0]}/{name}", self.cache, self.versions)
 
-    def stat(self) -> Facts:
+    def stat(self) -> FileInfo:
         """What is known of the file now.
 
         Raises:
             StrettoError: there is none, or it cannot be reached.
         """
-        return _facts(self.call("looked up", lambda files, path: files.info(path)))
+        return file_info(self.call("looked up", lambda files, path: files.info(path)))
 
     def is_file(self) -> bool:
         """Whether there is a file."""
@@ -270,7 +270,7 @@ class RemoteFile:
 
         def act(files: Any, path: str) -> bytes:
             data = files.cat_file(path, start=part.start, end=part.stop)
-            if _facts(files.info(path)).version != self.path.versions[self.path.url]:
+            if file_info(files.info(path)).version != self.path.versions[self.path.url]:
                 raise _changed(self.path.url)
             if len(data) != len(part):
                 raise OSError(f"{len(data)} bytes came")
@@ -352,7 +352,7 @@ def mapped(
     length: int | None = None,
     sums: FileSums | None = None,
     block: int = BLOCK,
-) -> Array:
+) -> LazyArray:
     """The array in a file: mapped into memory, or read by blocks from a URL; arguments as of `RemoteArray`
     and `RemoteFile`.
 
@@ -446,12 +446,12 @@ def _kind(files: Any, path: str) -> str | None:
         return None
 
 
-def _facts(info: dict[str, Any]) -> Facts:
+def file_info(info: dict[str, Any]) -> FileInfo:
     mark = next((f"{name} {info[name]}" for name in _MARKS if info.get(name) is not None), "")
     moment = next((info[name] for name in _TIMES if info.get(name) is not None), 0)
     seconds = moment.timestamp() if isinstance(moment, datetime) else moment
     changed = int(seconds * 1e9) if isinstance(seconds, int | float) else 0  # some give it as text
-    return Facts(info["size"], changed, f"{info['size']} bytes, {mark}", bool(mark))
+    return FileInfo(info["size"], changed, f"{info['size']} bytes, {mark}", bool(mark))
 
 
 def _final(url: str, done: str, error: Exception) -> StrettoError | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import isfinite
 
 from stretto.errors import StrettoError, nearest
-from stretto.run.data.token_source import Array, TokenSource
+from stretto.run.data.token_source import LazyArray, TokenSource
 
 SPLITS = ("train", "valid", "test")
 ALL = "all"
@@ -34,7 +34,7 @@ def parse_ratio(ratio: str) -> tuple[float, float, float]:
     return train, valid, test
 
 
-def split_tokens(offsets: Array, ratio: str) -> dict[str, range]:
+def split_tokens(offsets: LazyArray, ratio: str) -> dict[str, range]:
     """Token ranges of each split, in the order train, valid, test; together they cover the stream.
 
     `offsets` are the documents' first tokens followed by the token count. Cuts are made at the document
@@ -56,7 +56,7 @@ def split_tokens(offsets: Array, ratio: str) -> dict[str, range]:
     return {name: ranges.get(name, range(total, total)) for name in SPLITS}
 
 
-def _nearest(offsets: Array, position: int) -> int:
+def _nearest(offsets: LazyArray, position: int) -> int:
     """The document boundary nearest to `position`."""
     at = bisect_left(offsets, position)
     around = [int(offsets[i]) for i in (at - 1, at) if 0 <= i < len(offsets)]

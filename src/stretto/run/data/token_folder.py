@@ -28,7 +28,7 @@ from stretto.run.config.sources import INDEX, TOKENS, is_token_folder
 from stretto.run.data.checksum import FileSums, SummedFile, check_chunks, check_size
 from stretto.run.data.commit import PartialFolder
 from stretto.run.data.remote import BLOCK, Place, RemoteFile, RemotePath, load_tokenizer, mapped
-from stretto.run.data.token_source import Array, TokenSource
+from stretto.run.data.token_source import LazyArray, TokenSource
 from stretto.run.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG, Tokenizer
 
 FORMAT = "stretto-tokens"
@@ -263,7 +263,7 @@ class TokenFolder(TokenSource):
     def _item(self) -> int:
         return ITEM_BYTES[self.index.dtype]
 
-    def _map(self, name: str, dtype: str) -> Array:
+    def _map(self, name: str, dtype: str) -> LazyArray:
         sums, block = self.index.files[name], self.index.chunk
         try:
             return mapped(self.path / name, dtype, sums=sums, block=block)

@@ -16,7 +16,7 @@ from stretto.run.data.tokenizer import Tokenizer
 _COUNTED = 1 << 22  # tokens whose bytes are counted at a time
 
 
-class Array(Protocol):
+class LazyArray(Protocol):
     """A read-only array of one dimension, of which only what is indexed need be in memory."""
 
     def __len__(self) -> int:
@@ -29,7 +29,7 @@ class Array(Protocol):
 
 
 @runtime_checkable
-class RemoteElements(Array, Protocol):
+class RemoteElements(LazyArray, Protocol):
     """An array that is read by blocks over a network, through a cache on the disk.
 
     Attributes:
@@ -140,9 +140,9 @@ class TokenSource(TokenData):
         mask: uint8 [size], 1 where the loss counts the token; None: it counts all.
     """
 
-    tokens: Array
-    offsets: Array
-    mask: Array | None
+    tokens: LazyArray
+    offsets: LazyArray
+    mask: LazyArray | None
 
     @property
     def streams(self) -> Mapping[str, TokenSource]:

@@ -20,9 +20,9 @@ from stretto.run.config.schema import (
 )
 from stretto.run.config.sources import vocabulary_is_known
 from stretto.run.config.states import RecomputeConfig
-from stretto.run.data.marks import vocabulary
 from stretto.run.data.mixture import HeldOut, held_out
 from stretto.run.data.prepare import prepare_data
+from stretto.run.data.sentinels import vocabulary
 from stretto.run.data.split import ALL
 from stretto.run.data.token_source import TokenData
 from stretto.run.data.tokenizer import TOKENIZER

@@ -22,7 +22,7 @@ from stretto.engine.documents import DocumentStarts
 from stretto.engine.models.language import IGNORED
 from stretto.engine.parallel.collectives import all_sum
 from stretto.run.data.dataset import Batch, indices_after
-from stretto.run.data.read_ahead import ReadAhead
+from stretto.run.data.prefetch import Prefetcher
 from stretto.run.train.replica import Replica
 
 Pairs = list[tuple[Tensor, Tensor]]  # inputs and targets of microbatches
@@ -75,7 +75,7 @@ class CopiedAhead:
 
     def __init__(self, samples: SampleSource, device: torch.device, stride: int) -> None:
         self._device = device
-        self._ahead = ReadAhead(_Copies(samples, device), stride)
+        self._ahead = Prefetcher(_Copies(samples, device), stride)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """The samples of a range of indices, for the current stream."""
@@ -97,7 +97,7 @@ def read_ahead(samples: SampleSource, replica: Replica) -> Closing:
     accelerator where that has streams.
     """
     device, stride = replica.mesh.device, replica.job.global_batch
-    return CopiedAhead(samples, device, stride) if has_streams(device) else ReadAhead(samples, stride)
+    return CopiedAhead(samples, device, stride) if has_streams(device) else Prefetcher(samples, stride)
 
 
 class Batches:

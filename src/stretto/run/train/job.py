@@ -20,8 +20,8 @@ from stretto.run.config.graphs import no_graphs
 from stretto.run.config.job import job_of
 from stretto.run.config.required import check_required
 from stretto.run.config.schema import JobConfig, LoopConfig, TrainConfig
-from stretto.run.data.marks import vocabulary
 from stretto.run.data.prepare import check_samples, check_vocabulary, describe_samples, prepare_data
+from stretto.run.data.sentinels import vocabulary
 from stretto.run.launch.lease import STALE_S, lease
 from stretto.run.launch.local import RanksStopped, check_port, check_ranks, prepare, run_ranks
 from stretto.run.launch.network import check_interfaces, describe, local_environment, stay_inside

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from stretto.engine.parallel.mesh import Mesh
 from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
-from stretto.run.data.marks import vocabulary
 from stretto.run.data.prepare import check_vocabulary, prepare_data
+from stretto.run.data.sentinels import vocabulary
 from stretto.run.data.token_source import TokenData
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.assemble import assemble

@@ -12,8 +12,8 @@ from stretto.errors import StrettoError
 from stretto.run.config.compiler import compiler_problems
 from stretto.run.config.run_checks import raise_first
 from stretto.run.config.schema import TrainConfig
-from stretto.run.data.marks import vocabulary
 from stretto.run.data.prepare import check_samples, prepare_data
+from stretto.run.data.sentinels import vocabulary
 from stretto.run.launch.local import check_ranks, prepare, run_ranks
 from stretto.run.train.job import PRELOAD
 from stretto.spec.devices import HOST

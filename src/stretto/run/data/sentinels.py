@@ -14,7 +14,7 @@ _MASKS = ("<mask>", "[MASK]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Marks:
+class SentinelIds:
     """Ids of tokens that stand for no text.
 
     spans: in the place of each span, by number: sentinels, or the same mask for all.
@@ -37,7 +37,7 @@ def vocabulary(source: TokenData, config: TrainConfig) -> int:
     return source.vocab + data.marks(corruption)
 
 
-def marks_of(source: TokenData, data: DataConfig, lengths: Denoising, rows: int) -> Marks:
+def sentinel_ids(source: TokenData, data: DataConfig, lengths: Denoising, rows: int) -> SentinelIds:
     """The ids of a source's marks: sentinels from `data.first_sentinel` downwards, else the tokenizer's own
     `<extra_id_0>`, `<extra_id_1>`, ..., else the last of the vocabulary, downwards; a mask likewise.
 
@@ -64,7 +64,7 @@ def marks_of(source: TokenData, data: DataConfig, lengths: Denoising, rows: int)
     start = None  # T5's decoder starts with the padding, BART's with the end
     if corruption == "span-corruption" and source.fingerprint is not None:
         start = source.tokenizer().special("<pad>")
-    return Marks(
+    return SentinelIds(
         spans=tuple(ids) * (spans // len(ids)),
         end=source.endoftext,
         start=source.endoftext if start is None else start,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from stretto.run.data.read_ahead import ReadAhead
+from stretto.run.data.prefetch import Prefetcher
 
 
 class Numbers:
@@ -33,7 +33,7 @@ class Numbers:
 
 def test_the_next_step_is_read_before_it_is_taken() -> None:
     numbers = Numbers()
-    ahead = ReadAhead(numbers, 8)
+    ahead = Prefetcher(numbers, 8)
     for microbatch in (0, 2):
         ahead.batch(range(microbatch, microbatch + 2))
     for first in (8, 10):
@@ -48,7 +48,7 @@ def test_the_next_step_is_read_before_it_is_taken() -> None:
 
 def test_any_samples_may_be_taken() -> None:
     numbers = Numbers()
-    ahead = ReadAhead(numbers, 4)
+    ahead = Prefetcher(numbers, 4)
     places = [0, 2, 4, 6, 100, 102, 104, 106, 3, 7, 11, 0, 2]
     assert [ahead.batch(range(at, at + 2)) for at in places] == [[at, at + 1] for at in places]
     assert len(ahead._coming) <= 4, "what was read for another position is dropped"
@@ -56,7 +56,7 @@ def test_any_samples_may_be_taken() -> None:
 
 
 def test_an_error_is_raised_where_the_samples_are_taken() -> None:
-    ahead = ReadAhead(Numbers(bad=5), 4)
+    ahead = Prefetcher(Numbers(bad=5), 4)
     assert ahead.batch(range(2)) == [0, 1]
     with pytest.raises(OSError, match="planted"):
         ahead.batch(range(4, 6))

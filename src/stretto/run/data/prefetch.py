@@ -17,7 +17,7 @@ class Batched(Protocol[B]):
         ...
 
 
-class ReadAhead(Generic[B]):
+class Prefetcher(Generic[B]):
     """The same samples, of which those `stride` further on are read before they are taken.
 
     Any samples may be taken at any time; only those that follow at the stride come without a wait. What goes
