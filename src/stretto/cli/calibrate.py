@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.output import Json, command_app, report
+from stretto.cli.options import Json
+from stretto.cli.output import command_app, report
 from stretto.spec.devices import METAVAR, check_device
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from stretto.cli.output import Json, command_app, report
+from stretto.cli.options import Json
+from stretto.cli.output import command_app, report
 
 if TYPE_CHECKING:
     from rich.console import Console

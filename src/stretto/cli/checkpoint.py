@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from stretto.cli import interop
-from stretto.cli.output import Json, byte_progress, command_app, report, say_no
+from stretto.cli.options import Json
+from stretto.cli.output import byte_progress, command_app, report, say_no
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stretto.cli.output import Json, command_app, report, say_no, write_text
+from stretto.cli.options import Json
+from stretto.cli.output import command_app, report, say_no, write_text
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ import typer
 
 from stretto.cli import interop
 from stretto.cli.interop import Emit, Output
-from stretto.cli.output import Json, command_app, report
+from stretto.cli.options import Json
+from stretto.cli.output import command_app, report
 from stretto.errors import StrettoError
 
 app = command_app()

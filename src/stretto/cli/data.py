@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from stretto.cli import data_clicks, data_show
-from stretto.cli.output import Json, command_app, report, stage_progress
+from stretto.cli.options import Json
+from stretto.cli.output import command_app, report, stage_progress
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:

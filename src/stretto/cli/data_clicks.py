@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from stretto.cli.output import Json, report, stage_progress
+from stretto.cli.options import Json
+from stretto.cli.output import report, stage_progress
 from stretto.errors import StrettoError, nearest
 
 if TYPE_CHECKING:

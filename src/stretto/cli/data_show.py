@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stretto.cli.output import Json, coloured, report
+from stretto.cli.options import Json
+from stretto.cli.output import coloured, report
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:

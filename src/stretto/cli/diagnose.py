@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.output import Json, command_app, report, say_no
+from stretto.cli.options import Json
+from stretto.cli.output import command_app, report, say_no
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.output import Json, command_app, memory_size, report, side_table
+from stretto.cli.options import Json
+from stretto.cli.output import command_app, memory_size, report, side_table
 
 if TYPE_CHECKING:
     from rich.console import Console

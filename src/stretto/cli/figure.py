@@ -7,15 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.output import (
-    Json,
-    check_writable,
-    command_app,
-    fitting_table,
-    report,
-    write_bytes,
-    write_text,
-)
+from stretto.cli.options import Json
+from stretto.cli.output import check_writable, command_app, fitting_table, report, write_bytes, write_text
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from stretto.cli.output import Json, command_app
+from stretto.cli.options import Json
+from stretto.cli.output import command_app
 from stretto.errors import StrettoError, read_text
 from stretto.spec.devices import METAVAR, check_device
 

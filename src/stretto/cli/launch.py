@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from stretto.cli.output import Json, command_app, report
+from stretto.cli.options import Json
+from stretto.cli.output import command_app, report
 from stretto.errors import StrettoError
 
 app = command_app()

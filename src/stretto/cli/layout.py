@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.output import Json, check_writable, command_app, report, write_text
+from stretto.cli.options import Json, Picture
+from stretto.cli.output import check_writable, command_app
+from stretto.cli.report import CommandReport
+from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.text import Text
 
     from stretto.layout import Layout
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from stretto.view.exchanges import Exchange
 
 app = command_app()
+
+_LISTED = 64  # groups on the terminal, and ranks of a group
 
 
 @app.command(
@@ -52,7 +56,7 @@ def layout(
     cluster: Annotated[
         str | None, typer.Option(help="Name the links of this cluster, as in dgx-h100; `stretto catalogue`.")
     ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write the picture here.")] = None,
+    svg: Picture = None,
     html: Annotated[
         Path | None,
         typer.Option(
@@ -65,10 +69,17 @@ def layout(
     """Show which rank holds which stage, shard and replica, the process groups, and what they send."""
     from stretto.layout import Layout
     from stretto.view.exchanges import exchanges, link_text
+    from stretto.view.grid import grid, grid_svg
+    from stretto.view.layout_page import layout_page
 
     check_writable(svg, html)
-    described = Layout.fill(world, tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, order=order, expert_tp=expert_tp)
-    encoder = _check_encoder(encoder_pp, described)
+    layout = Layout.fill(world, tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, order=order, expert_tp=expert_tp)
+    if encoder_pp is not None and encoder_pp >= layout.pp:
+        raise StrettoError(
+            f"--encoder-pp {encoder_pp} leaves none of the {layout.pp} pipeline ranks to the decoder",
+            hint=f"--encoder-pp {layout.pp - 1}, or more --pp" if layout.pp > 1 else "--pp 2, or more",
+        )
+    encoder = encoder_pp or 0
     machine = None
     if cluster is not None:
         from stretto.planner.machines.catalogue import find_cluster
@@ -76,65 +87,63 @@ def layout(
         machine = find_cluster(cluster).sized(world)
     node = ranks_per_node or (machine.node if machine else 8)
     listed = tuple(axes.strip() for axes in groups.split(",")) if groups is not None else ()
-    communicating = exchanges(described, node, listed, encoder_pp=encoder)
-    if svg is not None:
-        from stretto.view.grid import grid_svg
+    messages = exchanges(layout, node, listed, encoder_pp=encoder)
 
-        write_text(svg, grid_svg(described, ranks_per_node=node, groups=communicating, encoder_pp=encoder))
-    if html is not None:
-        from stretto.view.layout_page import layout_page
-
-        page = layout_page(described, communicating, ranks_per_node=node, cluster=machine, encoder_pp=encoder)
-        write_text(html, page)
-
-    def text(to: Console) -> None:
-        _show(to, described, node, communicating, encoder)
-        if machine is not None:
-            inside, between = link_text(machine.inner), link_text(machine.outer)
-            to.print(f"\n{machine.name}: inside a node {inside}; between nodes {between}", soft_wrap=True)
-        for axes in dict.fromkeys(listed):
-            _list(to, described, axes, node)
-        for path in filter(None, (svg, html)):
-            to.print(f"\nwrote {path}" if path is (svg or html) else f"wrote {path}", soft_wrap=True)
-
-    known = facts(described, communicating, node, machine, listed) if as_json else {}
-    if known and encoder_pp is not None:
-        known["encoder_pp"] = encoder_pp
-    report(known, as_json, text)
-
-
-def _check_encoder(encoder_pp: int | None, layout: Layout) -> int:
-    """The pipeline ranks of the encoder; 0: there is none."""
-    if encoder_pp is None or encoder_pp < layout.pp:
-        return encoder_pp or 0
-    from stretto.errors import StrettoError
-
-    raise StrettoError(
-        f"--encoder-pp {encoder_pp} leaves none of the {layout.pp} pipeline ranks to the decoder",
-        hint=f"--encoder-pp {layout.pp - 1}, or more --pp" if layout.pp > 1 else "--pp 2, or more",
+    report = CommandReport(lambda: _record(layout, messages, node, machine, listed, encoder))
+    report.draw(
+        lambda to: (
+            f"[bold]{layout}[/]: {world} rank{'s' * (world > 1)}, order {layout.order} (fastest first)\n"
+        )
     )
+    report.draw(lambda to: grid(layout, width=to.width, ranks_per_node=node, encoder_pp=encoder))
+    if messages:
+        report.line()
+        report.draw(lambda to: _group_lines(layout, to.width, messages))
+    if machine is not None:
+        inner, outer = link_text(machine.inner), link_text(machine.outer)
+        report.line(f"\n{machine.name}: inside a node {inner}; between nodes {outer}")
+    for axes in dict.fromkeys(listed):
+        ranks_of_groups = layout.groups(axes)
+        count = len(ranks_of_groups)
+        report.line(f"\n{axes}: {count} group{'s' * (count > 1)} of {len(ranks_of_groups[0])}")
+        for number, ranks in enumerate(ranks_of_groups[:_LISTED]):
+            nodes = len({(rank - layout.offset) // node for rank in ranks})
+            shown = ranks if len(ranks) <= _LISTED else [*ranks[: _LISTED - 1], "...", ranks[-1]]
+            on = f"{nodes} node{'s' * (nodes > 1)}"
+            report.line(f"{number:>4}  {on:<9} [{', '.join(map(str, shown))}]")
+        if count > _LISTED:
+            report.line(f"... {count - _LISTED} more groups; --json has them all")
+    if svg or html:
+        report.line()
+    report.write(svg, lambda: grid_svg(layout, ranks_per_node=node, groups=messages, encoder_pp=encoder))
+    report.write(
+        html,
+        lambda: layout_page(layout, messages, ranks_per_node=node, cluster=machine, encoder_pp=encoder),
+    )
+    report.print(as_json)
 
 
-def facts(
+def _record(
     layout: Layout,
     exchanges: Sequence[Exchange],
     ranks_per_node: int,
     cluster: Cluster | None,
     listed: Sequence[str],
+    encoder_pp: int,
 ) -> dict[str, Any]:
-    """The layout as the command's JSON; `coordinates` has one entry per rank.
+    """The layout as JSON; `coordinates` has one entry per rank.
 
     Args:
         listed: axes of further groups to list, as in "tp-pp".
+        encoder_pp: pipeline ranks of an encoder.
     """
     axes = [axis for axis in layout.order.split("-") if axis != "ep" or layout.ep > 1]
-    coordinates = [layout.coordinates(rank) for rank in range(layout.world)]
     record: dict[str, Any] = {
         "world": layout.world,
         "layout": str(layout),
         "sizes": layout.sizes,
         "order": layout.order,
-        "coordinates": coordinates,
+        "coordinates": [layout.coordinates(rank) for rank in range(layout.world)],
         "groups": {axis: layout.groups(axis) for axis in dict.fromkeys([*axes, *listed])},
         "ranks_per_node": ranks_per_node,
         "exchanges": [asdict(each) | {"links": each.links} for each in exchanges],
@@ -149,25 +158,15 @@ def facts(
             "coordinates": [grid.coordinates(rank) for rank in range(layout.world)],
             "groups": {axis: grid.groups(axis) for axis in grid.sizes},
         }
+    if encoder_pp:
+        record["encoder_pp"] = encoder_pp
     return record
 
 
-def _show(
-    to: Console, layout: Layout, ranks_per_node: int, exchanges: Sequence[Exchange], encoder_pp: int
-) -> None:
-    from stretto.view.grid import grid
-
-    ranks = f"{layout.world} ranks" if layout.world > 1 else "1 rank"
-    to.print(f"[bold]{layout}[/]: {ranks}, order {layout.order} (fastest first)\n")
-    drawn = grid(layout, width=to.width, ranks_per_node=ranks_per_node, encoder_pp=encoder_pp)
-    to.print(drawn, soft_wrap=True)
-    if exchanges:
-        to.print()
-        to.print(_groups(layout, to.width, exchanges), soft_wrap=True)
-
-
-def _groups(layout: Layout, width: int, exchanges: Sequence[Exchange]) -> Text:
-    """One line per axis: size and number of its groups, where they run, and the first of them."""
+def _group_lines(layout: Layout, width: int, exchanges: Sequence[Exchange]) -> Text:
+    """One line per axis: size and number of its groups, their links, and as many of them as fit, each
+    shortened to its first and last ranks if it is long.
+    """
     from rich.text import Text
 
     name = max(8, *(len(each.axes) for each in exchanges))
@@ -175,35 +174,14 @@ def _groups(layout: Layout, width: int, exchanges: Sequence[Exchange]) -> Text:
     lines = [Text(f"{'groups':<{name}}{'size':>6}{'number':>8}  {'links':<{links}}", style="bold")]
     for each in exchanges:
         line = f"{each.axes:<{name}}{each.size:>6}{each.count:>8}  {each.links:<{links}}  "
-        lines.append(Text(line + _some_groups(layout.groups(each.axes), width - len(line))))
+        begin, groups = len(line), layout.groups(each.axes)
+        for index, group in enumerate(groups):
+            shown = [*map(str, group[:4]), "...", str(group[-1])] if len(group) > 8 else list(map(str, group))
+            word = f"[{', '.join(shown)}] "
+            more = "" if index == len(groups) - 1 else "..."
+            if index and len(line) + len(word) + len(more) > width:
+                line += "..."
+                break
+            line += word
+        lines.append(Text(line if len(line) == begin else line.rstrip()))
     return Text("\n").join(lines)
-
-
-_MOST_LISTED = 64  # groups on the terminal
-
-
-def _list(to: Console, layout: Layout, axes: str, ranks_per_node: int) -> None:
-    """Every group over the axes on a line, with the number of its nodes."""
-    groups = layout.groups(axes)
-    many = "1 group" if len(groups) == 1 else f"{len(groups)} groups"
-    to.print(f"\n[bold]{axes}[/]: {many} of {len(groups[0])}", soft_wrap=True)
-    for number, ranks in enumerate(groups[:_MOST_LISTED]):
-        on = len({(rank - layout.offset) // ranks_per_node for rank in ranks})
-        nodes = "1 node" if on == 1 else f"{on} nodes"
-        shown = ", ".join(map(str, ranks if len(ranks) <= 64 else [*ranks[:63], "...", ranks[-1]]))
-        to.print(f"{number:>4}  {nodes:<9} [{shown}]", soft_wrap=True, markup=False)
-    if len(groups) > _MOST_LISTED:
-        to.print(f"... {len(groups) - _MOST_LISTED} more groups; --json has them all", soft_wrap=True)
-
-
-def _some_groups(groups: list[list[int]], room: int) -> str:
-    """As many groups as fit, each shortened to its first and last ranks where it is long."""
-    text = ""
-    for number, group in enumerate(groups):
-        shown = [*map(str, group[:4]), "...", str(group[-1])] if len(group) > 8 else list(map(str, group))
-        word = f"[{', '.join(shown)}] "
-        rest = "" if number == len(groups) - 1 else "..."
-        if number and len(text) + len(word) + len(rest) > room:
-            return text + "..."
-        text += word
-    return text.rstrip()

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.output import Json, command_app, memory_size, report, side_table
+from stretto.cli.options import Json
+from stretto.cli.output import command_app, memory_size, report, side_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 
 LONGEST_MESSAGE = 2000  # characters of an error or a hint
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 def command_app(**settings: Any) -> typer.Typer:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.output import Json, command_app, report, write_text
+from stretto.cli.options import Json
+from stretto.cli.output import command_app, report, write_text
 from stretto.errors import StrettoError, nearest, read_text
 
 if TYPE_CHECKING:

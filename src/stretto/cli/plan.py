@@ -11,8 +11,8 @@ import typer
 
 from stretto.cli import interop
 from stretto.cli.interop import Emit, Output
+from stretto.cli.options import Json
 from stretto.cli.output import (
-    Json,
     check_writable,
     command_app,
     command_line,

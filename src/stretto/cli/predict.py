@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stretto.cli import interop
+from stretto.cli.options import Json
 from stretto.cli.output import (
-    Json,
     check_writable,
     command_app,
     plain_table,

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.output import Json, command_app, failures_reported, report, say_no
+from stretto.cli.options import Json
+from stretto.cli.output import command_app, failures_reported, report, say_no
 from stretto.errors import StrettoError, nearest, read_text
 
 if TYPE_CHECKING:

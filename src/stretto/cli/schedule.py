@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.output import Json, coloured, command_app, report, write_bytes, write_text
+from stretto.cli.options import Json
+from stretto.cli.output import coloured, command_app, report, write_bytes, write_text
 from stretto.cli.schedule_export import exported_for
 from stretto.errors import StrettoError, nearest
 

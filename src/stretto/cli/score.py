@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from stretto.cli.output import Json, command_app
+from stretto.cli.options import Json
+from stretto.cli.output import command_app
 from stretto.errors import StrettoError, nearest
 
 app = command_app()

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from stretto.cli.output import Json, check_writable, command_app, failures_reported, report, write_text
+from stretto.cli.options import Json
+from stretto.cli.output import check_writable, command_app, failures_reported, report, write_text
 from stretto.cli.prove import checked_function
 from stretto.errors import StrettoError, nearest
 

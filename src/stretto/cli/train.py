@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from stretto.cli.output import Json, command_app, print_error, say_no
+from stretto.cli.options import Json
+from stretto.cli.output import command_app, print_error, say_no
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:

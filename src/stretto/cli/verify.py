@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.output import Json, command_app, failures_reported, report, say_no
+from stretto.cli.options import Json
+from stretto.cli.output import command_app, failures_reported, report, say_no
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:

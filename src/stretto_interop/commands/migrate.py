@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.output import Json, command_app, labelled, report, say_no, write_text
+from stretto.cli.options import Json
+from stretto.cli.output import command_app, labelled, report, say_no, write_text
 from stretto.errors import StrettoError, read_text
 
 if TYPE_CHECKING:

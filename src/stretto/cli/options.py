@@ -1,0 +1,72 @@
+"""Options that several commands share, and options gathered in one object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from inspect import Parameter, Signature
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+ConfigFile = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="A YAML file, as `stretto train` takes it.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="Fields of CONFIG to override.")
+]
+ModelName = Annotated[
+    str | None, typer.Option(metavar="NAME", help="A model of `stretto catalogue`, or its config.json.")
+]
+ClusterName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME[:N]",
+        help="A cluster or device of `stretto catalogue` and how many devices, as in h100:64; a YAML file; "
+        "or here: this machine, as `stretto calibrate` measured it.",
+    ),
+]
+PipelineRanks = Annotated[int | None, typer.Option(min=1, help="Pipeline ranks.")]
+Microbatches = Annotated[int | None, typer.Option(min=1, help="Microbatches of a step.")]
+Chunks = Annotated[int | None, typer.Option(min=1, help="Stages per rank, for schedules that have several.")]
+ScheduleOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE", help="Another option of the schedule, as `stretto schedule --list` shows."
+    ),
+]
+Picture = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the picture here as SVG.")]
+Page = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with pictures here.")]
+
+T = TypeVar("T")
+
+
+def grouped(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+    """Let a command take its options as one object.
+
+    Args:
+        options: a dataclass whose fields are declared as the parameters of a Typer command are.
+    """
+
+    def decorate(command: Callable[[T], None]) -> Callable[..., None]:
+        def parse(**values: Any) -> None:
+            command(options(**values))
+
+        hints = get_type_hints(options, include_extras=True)
+        parse.__name__, parse.__doc__, parse.__annotations__ = command.__name__, command.__doc__, hints
+        parse.__signature__ = Signature(  # pyright: ignore[reportFunctionMemberAccess]
+            [
+                Parameter(
+                    field.name,
+                    Parameter.KEYWORD_ONLY,
+                    default=Parameter.empty if field.default is MISSING else field.default,
+                    annotation=hints[field.name],
+                )
+                for field in fields(options)  # pyright: ignore[reportArgumentType]
+            ]
+        )
+        return parse
+
+    return decorate

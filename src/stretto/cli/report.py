@@ -1,0 +1,172 @@
+"""The report of a command: one JSON object, and text for people.
+
+A command reads from top to bottom: check the options, compute, report. The report collects text in the order
+in which it is read, and prints either that or the JSON:
+
+    report = CommandReport({"step_s": 3.2, "layers": [...]})  # what --json prints, and nothing else
+    report.line("3.2 s a step")
+    report.table([text("layer"), number("ms", ".3f")], [["attention", 1.52], ["mlp", 3.08]])
+    report.write(svg, lambda: picture(...))
+    report.print(as_json)
+
+The JSON object may be a function that makes it, if that takes long. What depends on the terminal, such as a
+picture, is added by `draw`. Exit codes follow after `print`.
+
+A command with a function for JSON (`facts`), one for text (`show`) and `output.report` is converted thus: the
+JSON function's body becomes the argument of `CommandReport`, each `to.print(...)` a `line`, each rich table a
+`table`, each file that the user named a `write`; helpers that only passed these on go. A command with more
+than about ten options takes them as one object (`options.grouped`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from stretto.cli.output import console, labelled, memory_size, write_bytes, write_text
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+
+LABEL = 10  # columns of a label of `CommandReport.value`
+
+Cell = str | float | None
+Record = Mapping[str, Any]
+
+
+class ColumnStyle(NamedTuple):
+    """The title of a column, and how its cells are shown: text as it is, None as nothing, numbers by `show`.
+
+    show: a format such as ",.3f", or a function of the number.
+    """
+
+    title: str
+    show: str | Callable[[Any], str] = ""
+    left: bool = False
+
+    def cell(self, value: Cell) -> str:
+        if value is None or isinstance(value, str):
+            return value or ""
+        return format(value, self.show) if isinstance(self.show, str) else self.show(value)
+
+
+def text(title: str) -> ColumnStyle:
+    """A column of names or words, aligned left."""
+    return ColumnStyle(title, left=True)
+
+
+def number(title: str, show: str | Callable[[Any], str] = "") -> ColumnStyle:
+    """A column of numbers, aligned right; `show` is a format such as ",.3f", or a function."""
+    return ColumnStyle(title, show)
+
+
+def size(title: str) -> ColumnStyle:
+    """A column of bytes, shown as in 1.25 GiB."""
+    return ColumnStyle(title, memory_size)
+
+
+class CommandReport:
+    """What a command reports.
+
+    Args:
+        record: the object that `--json` prints, or a function that returns it.
+    """
+
+    def __init__(self, record: Record | Callable[[], Record]) -> None:
+        self.record = record
+        self._blocks: list[Callable[[Console], None]] = []
+
+    def line(self, text: str = "", style: str | None = None) -> None:
+        """Add one or more lines, which are neither wrapped nor cut."""
+        self.draw(lambda to: to.print(text, style=style, soft_wrap=True, markup=False, highlight=False))
+
+    def lines(self, texts: Iterable[str]) -> None:
+        """Add a line for each text."""
+        for each in texts:
+            self.line(each)
+
+    def value(self, label: str, text: str, indent: int = LABEL) -> None:
+        """Add a named value; its text wraps at spaces, right of the label."""
+        self.draw(lambda to: labelled(to, label, text, indent))
+
+    def table(
+        self,
+        columns: Sequence[ColumnStyle],
+        rows: Iterable[Sequence[Cell]],
+        *,
+        optional: Sequence[str] = (),
+        drop_empty: bool = False,
+    ) -> None:
+        """Add a table; no cell is ever cut.
+
+        Args:
+            optional: titles of columns that a narrow terminal leaves out, in this order.
+            drop_empty: leave out columns that no row fills.
+        """
+        cells = [[column.cell(cell) for column, cell in zip(columns, row, strict=True)] for row in rows]
+        shown = [at for at in range(len(columns)) if not drop_empty or any(row[at] for row in cells)]
+        self.draw(lambda to: to.print(_table(to, columns, cells, shown, list(optional)), soft_wrap=True))
+
+    def draw(self, draw: Callable[[Console], RenderableType | None]) -> None:
+        """Add what is drawn for the terminal: `draw` returns it, or prints it itself."""
+
+        def block(to: Console) -> None:
+            if (drawn := draw(to)) is not None:
+                to.print(drawn, soft_wrap=True)
+
+        self._blocks.append(block)
+
+    def write(self, path: Path | None, content: Callable[[], str | bytes], note: str = "") -> None:
+        """Write a file that the user named, now, and add a line that it was written; None is no file.
+
+        Raises:
+            StrettoError: the file cannot be written.
+        """
+        if path is None:
+            return
+        made = content()
+        if isinstance(made, str):
+            write_text(path, made)
+        else:
+            write_bytes(path, made)
+        self.line(f"wrote {path}{note}")
+
+    def print(self, as_json: bool) -> None:
+        """Print the JSON object, or the text."""
+        if as_json:
+            print(json.dumps(self.record() if callable(self.record) else self.record))
+        else:
+            self.render(console())
+
+    def render(self, to: Console) -> None:
+        """Print the text."""
+        for block in self._blocks:
+            block(to)
+
+
+def _table(
+    to: Console,
+    columns: Sequence[ColumnStyle],
+    rows: Sequence[Sequence[str]],
+    shown: Sequence[int],
+    optional: list[str],
+) -> Table:
+    """The table with as many columns as fit, at its full width: printed with `soft_wrap`, lines run over."""
+    from rich.box import SIMPLE_HEAD
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    while True:
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+        for at in shown:
+            table.add_column(columns[at].title, justify="left" if columns[at].left else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*(row[at] for at in shown))
+        table.width = Measurement.get(to, to.options.update(max_width=1000), table).maximum
+        if table.width <= to.width or not optional:
+            return table
+        omitted = optional.pop(0)
+        shown = [at for at in shown if columns[at].title != omitted]
