@@ -89,7 +89,7 @@ def layout(
     listed = tuple(axes.strip() for axes in groups.split(",")) if groups is not None else ()
     messages = exchanges(layout, node, listed, encoder_pp=encoder)
 
-    report = CommandReport(lambda: _record(layout, messages, node, machine, listed, encoder))
+    report = CommandReport(lambda: _record(layout, messages, node, machine, listed, encoder_pp=encoder))
     report.draw(
         lambda to: (
             f"[bold]{layout}[/]: {world} rank{'s' * (world > 1)}, order {layout.order} (fastest first)\n"
@@ -129,6 +129,7 @@ def _record(
     ranks_per_node: int,
     cluster: Cluster | None,
     listed: Sequence[str],
+    *,
     encoder_pp: int,
 ) -> dict[str, Any]:
     """The layout as JSON; `coordinates` has one entry per rank.
