@@ -55,7 +55,8 @@ def grouped(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., N
             command(options(**values))
 
         hints = get_type_hints(options, include_extras=True)
-        parse.__name__, parse.__doc__, parse.__annotations__ = command.__name__, command.__doc__, hints
+        parse.__name__, parse.__doc__ = command.__name__, command.__doc__
+        parse.__annotations__ = hints
         parse.__signature__ = Signature(  # pyright: ignore[reportFunctionMemberAccess]
             [
                 Parameter(
