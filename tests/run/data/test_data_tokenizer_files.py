@@ -7,8 +7,9 @@ import hashlib
 import io
 import json
 import random
+import sys
 from collections.abc import Iterator, Mapping
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +44,16 @@ BITS = [*WORDS, "the ", " .", " ", "   ", "\t", "\n", "\n\n", "\r\n", "\u00a0", 
 
 
 @pytest.fixture(autouse=True, scope="module")
-def rules_read_once() -> Iterator[None]:
-    """Models that are trained here have few tables of rules, which take long to read and to check."""
+def rules_checked_once() -> Iterator[None]:
+    """Models that are trained here have few tables of rules, which take long to check."""
     unequal, checked = sentencepiece_model.unequal, dict[int, str | None]()
 
     def unequal_once(rules: Mapping[str, str]) -> str | None:
-        if rules and id(rules) not in checked:  # the cache below keeps them, so that no other gets the number
-            checked[id(rules)] = unequal(rules)
-        return checked[id(rules)] if rules else None
+        if (key := len(rules)) not in checked:  # no two of the tables have the same number of rules
+            checked[key] = unequal(rules)
+        return checked[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sentencepiece_model, "rules_of", cache(sentencepiece_model.rules_of))
         patch.setattr(sentencepiece_model, "unequal", unequal_once)
         yield
 
@@ -316,9 +316,20 @@ def test_ranks_of_megatron_are_named(tmp_path: Path) -> None:
 
 def test_damaged_models(tmp_path: Path) -> None:
     data = train_pieces("bpe")
-    (tmp_path / "t.model").write_bytes(data[: len(data) // 2])
-    with pytest.raises(StrettoError, match="damaged SentencePiece model"):
+    table = train_pieces("bpe", normalization_rule_name="nfkc")
+    at = table.index(b"nfkc") + 100  # within the table of rules
+    for damaged in (data[: len(data) // 2], table[:at] + b"\xff" * 99 + table[at + 99 :]):
+        (tmp_path / "t.model").write_bytes(damaged)
+        with pytest.raises(StrettoError, match="damaged SentencePiece model"):
+            Tokenizer.load(tmp_path / "t.model")
+
+
+def test_models_take_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "t.model").write_bytes(train_pieces("bpe"))
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(StrettoError, match="takes the package sentencepiece") as caught:
         Tokenizer.load(tmp_path / "t.model")
+    assert caught.value.hint == "pip install 'stretto[sentencepiece]'"
 
 
 def test_the_tokens_keep_the_tokenizer_as_a_json_file(tmp_path: Path) -> None:

@@ -1,27 +1,33 @@
-"""Models of SentencePiece (Kudo & Richardson 2018) as objects of the `tokenizers` library.
+"""Models of SentencePiece (Kudo & Richardson 2018) as objects of the `tokenizers` library with the same ids.
 
-The `.model` is a protocol buffer of the message `ModelProto` in SentencePiece's `sentencepiece_model.proto`;
-only the fields named here are read. Models whose ids the library would not reproduce are refused. Two
-differences remain: of two cuts into unigrams with the same score either may be chosen, and a text that is
+The `sentencepiece` package reads the `.model`, a protocol buffer. Token folders, checkpoints and exports keep
+a `tokenizer.json`, so the model becomes one; models whose ids the library would not reproduce are refused.
+Two differences remain: of two cuts into unigrams with the same score either may be chosen, and a text that is
 nothing but a user-defined symbol lacks the space that a BPE with `add_dummy_prefix` puts before it.
+
+SentencePiece rewrites text by a table (`precompiled_charsmap`): from the left, the longest run of characters
+that has a rule is replaced; the rules are those of Unicode's NFKC and some more. The library's own
+`Precompiled` handles single characters: of a letter with several accents it loses some. So text is cut where
+SentencePiece cuts it, by marks that no text has; `Precompiled` rewrites the characters one by one; and NFC,
+which does not reach across a mark, composes those of one rule.
 """
 
 from __future__ import annotations
 
 import re
-import struct
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from stretto.errors import StrettoError
-from stretto.run.data.charsmap import character_class, rewriting, rules_of, unequal
 
 SPACE = "▁"  # U+2581, which stands for a space
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = range(1, 6)
 _UNIGRAM, _BPE = 1, 2
 _KINDS = {3: "WORD", 4: "CHAR"}
 _NEVER = 1000.0
@@ -30,255 +36,288 @@ _INSTEAD = (
     "tokenise the text with SentencePiece itself, as Megatron's preprocess_data.py does, and name the PREFIX"
     " of the result as data.source with model.vocab=N"
 )
+_ESCAPE = "\ufff0"
+"""Begins a mark. No character: it ends what a reader sees as a letter, and composes with nothing."""
+_ITSELF, _CUT, _ALONE = (_ESCAPE + digit for digit in "012")
+_JOINS = r"\p{M}\x{200C}\x{200D}\x{E33}\x{EB3}\x{1F3FB}-\x{1F3FF}\x{E0020}-\x{E007F}\x{16D67}"
+"""Continues the letter before it: marks, joiners, colours of skin, tags."""
+_PLANE = 0x10000
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     text: str
     score: float
     kind: int
 
 
-@dataclass(kw_only=True)
-class _Model:
-    """The fields of the message that decide about ids, with the format's defaults."""
+@dataclass(frozen=True)
+class SentencePieceModel:
+    """The pieces, the specifications of trainer and normalizer (`sentencepiece_model.proto`), and the rules
+    by which text is rewritten.
+    """
 
-    pieces: list[_Piece] = field(default_factory=list[_Piece])
-    kind: int = _UNIGRAM
-    byte_fallback: bool = False
-    suffix: bool = False
-    """Whether the space belongs to the word before it."""
-    charsmap: bytes = b""
-    prefix: bool = True
-    """Whether text begins with a space that it does not have."""
-    trim: bool = True
-    """Whether spaces at the ends and repeated ones are removed."""
-    escape: bool = True
-    ending: str = "</s>"
+    pieces: Sequence[_Piece]
+    trainer: Any
+    normalizer: Any
+    rules: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, path: Path, data: bytes) -> SentencePieceModel:
+        """Read the content of a `.model`.
+
+        Raises:
+            StrettoError: damaged, or the package is missing.
+        """
+        try:
+            from google.protobuf.message import DecodeError  # pyright: ignore[reportMissingImports]
+            from sentencepiece import SentencePieceNormalizer  # pyright: ignore[reportMissingImports]
+            from sentencepiece.sentencepiece_model_pb2 import (  # pyright: ignore[reportMissingImports]
+                ModelProto,  # pyright: ignore[reportAttributeAccessIssue]
+            )
+        except ImportError:
+            raise StrettoError(
+                f"tokenizer {path}: a SentencePiece model, which takes the package sentencepiece",
+                hint="pip install 'stretto[sentencepiece]'",
+            ) from None
+        model = ModelProto()
+        try:
+            model.ParseFromString(data)
+            if not (model.HasField("trainer_spec") and model.HasField("normalizer_spec")):
+                raise ValueError("it ends after its pieces")
+            spec = model.normalizer_spec
+            has_rules = bool(spec.precompiled_charsmap)
+            return cls(
+                pieces=[_Piece(piece.piece, piece.score, piece.type) for piece in model.pieces],
+                trainer=model.trainer_spec,
+                normalizer=spec,
+                rules=dict(SentencePieceNormalizer(normalizer_spec=spec).decompile()) if has_rules else {},
+            )
+        except (DecodeError, ValueError, RuntimeError) as error:
+            raise StrettoError(
+                f"tokenizer {path}: damaged SentencePiece model ({error})", hint="copy it again"
+            ) from None
+
+    @cached_property
+    def scores(self) -> dict[str, float]:
+        """The score of each piece of plain text."""
+        return {piece.text: piece.score for piece in self.pieces if piece.kind == _NORMAL}
+
+    @cached_property
+    def symbols(self) -> list[str]:
+        """The user-defined symbols: each is a token wherever text spells it."""
+        return [piece.text for piece in self.pieces if piece.kind == _USER]
+
+    @cached_property
+    def alphabet(self) -> set[str]:
+        """The characters of all pieces of text."""
+        return {character for text in (*self.scores, *self.symbols) for character in text}
+
+    @cached_property
+    def special_characters(self) -> set[str]:
+        """The characters that special pieces are spelt with."""
+        special = (piece.text for piece in self.pieces if piece.kind not in (_NORMAL, _USER))
+        return {character for text in special for character in text}
+
+    @cached_property
+    def unknown(self) -> int | None:
+        """The id of the piece for unknown text."""
+        return next((i for i, piece in enumerate(self.pieces) if piece.kind == _UNKNOWN), None)
 
     @property
     def end(self) -> int | None:
-        """The piece that ends a text (`eos`)."""
-        ends = (
-            i for i, piece in enumerate(self.pieces) if (piece.text, piece.kind) == (self.ending, _CONTROL)
-        )
-        return next(ends, None)
-
-    @property
-    def alphabet(self) -> set[str]:
-        """The characters that pieces of text consist of."""
-        return {letter for piece in self.pieces if piece.kind in (_NORMAL, _USER) for letter in piece.text}
-
-    @property
-    def spelling(self) -> set[str]:
-        """The characters that special pieces are spelt with."""
-        return {
-            letter for piece in self.pieces if piece.kind not in (_NORMAL, _USER) for letter in piece.text
-        }
-
-    @property
-    def symbols(self) -> list[str]:
-        """What is always a token where text spells it."""
-        return [piece.text for piece in self.pieces if piece.kind == _USER]
+        """The id of the piece that ends a text (`eos`)."""
+        ending = (self.trainer.eos_piece, _CONTROL)
+        return next((i for i, piece in enumerate(self.pieces) if (piece.text, piece.kind) == ending), None)
 
 
 def is_sentencepiece(data: bytes) -> bool:
-    """Whether data begins as a model does: with a piece that has a text."""
-    try:
-        number, value = next(_fields(data[: 1 << 16], partial=True))
-        return number == 1 and isinstance(value, bytes) and any(n == 1 for n, _ in _fields(value))
-    except (ValueError, StopIteration):
-        return False
+    """Return True if data begins as a model does: with a piece, whose first field is its text."""
+    match = re.match(rb"\n([\x03-\x7f])\n([\x01-\x7f])", data, re.DOTALL)
+    return match is not None and match[2][0] <= match[1][0] - 2
 
 
 def read_sentencepiece(path: Path, data: bytes) -> tuple[tokenizers.Tokenizer, int | None]:
-    """The tokenizer in the content of a `.model`, and the id of its end of text, if it has one.
+    """Return the tokenizer in the content of a `.model`, and the id of its end of text, if it has one.
 
     Raises:
-        StrettoError: damaged, or of a kind whose ids would differ.
+        StrettoError: damaged, of a kind whose ids would differ, or the package is missing.
     """
-    try:
-        model = _parse(data)
-        rules = rules_of(model.charsmap) if model.charsmap else {}
-    except (ValueError, struct.error, UnicodeDecodeError) as error:
-        raise StrettoError(
-            f"tokenizer {path}: damaged SentencePiece model ({error})", hint="copy it again"
-        ) from None
-    if why := _different(model, rules):
-        raise StrettoError(f"tokenizer {path}: a SentencePiece model {why}", hint=_INSTEAD)
-    inner = tokenizers.Tokenizer(_unigram(model) if model.kind == _UNIGRAM else _bpe(model))
-    inner.normalizer = normalizers.Sequence(_normalizers(model, rules))
-    cuts = list[str]()
-    if not any(re.search(f"[^{SPACE}]{SPACE}", p.text) for p in model.pieces if p.kind in (_NORMAL, _USER)):
+    model = SentencePieceModel.parse(path, data)
+    if problem := _unsupported(model):
+        raise StrettoError(f"tokenizer {path}: a SentencePiece model {problem}", hint=_INSTEAD)
+    is_unigram = model.trainer.model_type == _UNIGRAM
+    inner = tokenizers.Tokenizer(_unigram(model) if is_unigram else _bpe(model))
+    inner.normalizer = normalizers.Sequence(_normalizers(model))
+    patterns = list[str]()
+    if not any(re.search(f"[^{SPACE}]{SPACE}", text) for text in (*model.scores, *model.symbols)):
         # nothing is merged across the beginning of a word, and words are looked up once
-        cuts.append(f"{SPACE}*[^{SPACE}]+|{SPACE}+")
-    if model.kind == _UNIGRAM and model.spelling - model.alphabet:
+        patterns.append(f"{SPACE}*[^{SPACE}]+|{SPACE}+")
+    if is_unigram and model.special_characters - model.alphabet:
         # text that spells `</s>` is no piece: a slash that pieces of text lack is cut out before
-        cuts.append(f"[^{character_class(model.alphabet)}]+")
-    splits = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in cuts]
+        patterns.append(f"[^{character_class(model.alphabet)}]+")
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
     inner.pre_tokenizer = (
         pre_tokenizers.Sequence(splits) if len(splits) > 1 else splits[0] if splits else None
     )
-    strip = [decoders.Strip(" ", 1, 0)] if model.prefix or model.trim else []
+    strips = model.normalizer.add_dummy_prefix or model.normalizer.remove_extra_whitespaces
     inner.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        [
+            decoders.Replace(SPACE, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            *([decoders.Strip(" ", 1, 0)] if strips else []),
+        ]
     )
-    inner.add_special_tokens([p.text for p in model.pieces if p.kind in (_CONTROL, _UNKNOWN)])
-    if model.kind == _BPE:  # cut out before anything is merged; of unigrams the score decides
+    inner.add_special_tokens([piece.text for piece in model.pieces if piece.kind in (_CONTROL, _UNKNOWN)])
+    if not is_unigram:  # cut out before anything is merged; of unigrams the score decides
         inner.add_tokens([AddedToken(text, normalized=True, special=False) for text in model.symbols])
     return inner, model.end
 
 
-def _different(model: _Model, rules: Mapping[str, str]) -> str | None:
-    """Why the library would give other ids; None where it gives the same."""
-    if model.kind not in (_UNIGRAM, _BPE):
-        return f"of kind {_KINDS.get(model.kind, model.kind)}; BPE and UNIGRAM are read"
-    if (unused := next((p.text for p in model.pieces if p.kind == _UNUSED), None)) is not None:
+def _unsupported(model: SentencePieceModel) -> str | None:
+    """Return why the library would give other ids, or None if it gives the same."""
+    kind = model.trainer.model_type
+    if kind not in (_UNIGRAM, _BPE):
+        return f"of kind {_KINDS.get(kind, kind)}; BPE and UNIGRAM are read"
+    if (unused := next((piece.text for piece in model.pieces if piece.kind == _UNUSED), None)) is not None:
         return f"with unused pieces ({unused!r}), which are cut out of text in a way of their own"
-    if (rule := unequal(rules)) is not None:
+    if (rule := unequal(model.rules)) is not None:
         return f"that rewrites text by rules of its own, such as {rule!r} (normalization_rule_name)"
-    rewritten = normalizers.Sequence(rewriting(model.charsmap, rules) if rules else [])
+    charsmap = model.normalizer.precompiled_charsmap
+    rewritten = normalizers.Sequence(rewriting(charsmap, model.rules) if model.rules else [])
     for symbol in model.symbols:
         if " " in symbol or rewritten.normalize_str(symbol) != symbol:
             return f"with the user-defined symbol {symbol!r}, which its own rules would rewrite"
-    if model.suffix:
+    if model.trainer.treat_whitespace_as_suffix:
         return "with treat_whitespace_as_suffix"
-    if not model.escape:
+    if not model.normalizer.escape_whitespaces:
         return "with escape_whitespaces=false"
     if len({piece.text for piece in model.pieces}) < len(model.pieces):
         return "in which two pieces are alike"
-    if not any(piece.kind == _UNKNOWN for piece in model.pieces):
+    if model.unknown is None:
         return "without an unknown piece"
-    normal = {piece.text for piece in model.pieces if piece.kind == _NORMAL}
-    others = (model.spelling & model.alphabet) - normal
-    if model.kind == _UNIGRAM and others:
-        return f"of kind UNIGRAM with the character {min(others)!r} of special pieces only inside of others"
+    inside = (model.special_characters & model.alphabet) - model.scores.keys()
+    if kind == _UNIGRAM and inside:
+        return f"of kind UNIGRAM with the character {min(inside)!r} of special pieces only inside of others"
     return None
 
 
-def _normalizers(model: _Model, rules: Mapping[str, str]) -> list[normalizers.Normalizer]:
-    steps = rewriting(model.charsmap, rules, model.symbols) if rules else []
-    prefix = [normalizers.Prepend(SPACE)] if model.prefix else []
-    if model.trim:
+def _normalizers(model: SentencePieceModel) -> list[normalizers.Normalizer]:
+    rules, options = model.rules, model.normalizer
+    steps = rewriting(options.precompiled_charsmap, rules, model.symbols) if rules else []
+    prefix = [normalizers.Prepend(SPACE)] if options.add_dummy_prefix else []
+    if options.remove_extra_whitespaces:
         steps.append(normalizers.Replace(Regex(r"\A +"), ""))
         steps.append(normalizers.Replace(Regex(" {2,}"), " "))
         steps += prefix
     else:  # before text of which the rules leave nothing, too
         steps = [*prefix, *steps]
     steps.append(normalizers.Replace(" ", SPACE))
-    if model.trim:
+    if options.remove_extra_whitespaces:
         steps.append(normalizers.Replace(Regex(rf"{SPACE}+\z"), ""))
-    if model.prefix and model.kind == _BPE and model.symbols:
+    if prefix and model.trainer.model_type == _BPE and model.symbols:
         # the library looks for symbols as the steps leave them: without the prefix
-        alone = "|".join(map(re.escape, model.symbols))
-        steps.append(normalizers.Replace(Regex(rf"\A{SPACE}(?=(?:{alone})\z)"), ""))
+        symbols = "|".join(map(re.escape, model.symbols))
+        steps.append(normalizers.Replace(Regex(rf"\A{SPACE}(?=(?:{symbols})\z)"), ""))
     return steps
 
 
-def _unigram(model: _Model) -> models.Unigram:
-    scores = [p.score for p in model.pieces if p.kind == _NORMAL] or [0.0]
-    vocab = [
-        (
-            p.text,
-            p.score
-            if p.kind == _NORMAL
-            else len(p.text.encode()) * max(scores) - 0.1  # SentencePiece's own score
-            if p.kind == _USER
-            else min(scores) - _NEVER,
-        )
-        for p in model.pieces
-    ]
-    unknown = next(i for i, p in enumerate(model.pieces) if p.kind == _UNKNOWN)
-    return models.Unigram(vocab, unknown, model.byte_fallback)
+def _unigram(model: SentencePieceModel) -> models.Unigram:
+    scores = [*model.scores.values()] or [0.0]
+    never, best = min(scores) - _NEVER, max(scores)
+    vocab = list[tuple[str, float]]()
+    for text, score, kind in model.pieces:
+        symbol = len(text.encode()) * best - 0.1  # SentencePiece's own score
+        vocab.append((text, score if kind == _NORMAL else symbol if kind == _USER else never))
+    return models.Unigram(vocab, model.unknown, model.trainer.byte_fallback)
 
 
-def _bpe(model: _Model) -> models.BPE:
-    """Two neighbours are merged where together they are a piece, those of the best score first."""
-    normal = {p.text: p.score for p in model.pieces if p.kind == _NORMAL}
-    ids = {p.text: i for i, p in enumerate(model.pieces)}
+def _bpe(model: SentencePieceModel) -> models.BPE:
+    """Two neighbours are merged if together they are a piece, those of the best score first."""
+    scores = model.scores
+    ids = {piece.text: i for i, piece in enumerate(model.pieces)}
     merges = list[tuple[str, str]]()
-    for text in sorted(normal, key=lambda text: (-normal[text], ids[text])):
+    for text in sorted(scores, key=lambda text: (-scores[text], ids[text])):
         cuts = [(text[:i], text[i:]) for i in range(1, len(text))]
-        halves = [(a, b) for a, b in cuts if a in normal and b in normal]
+        halves = [(a, b) for a, b in cuts if a in scores and b in scores]
         merges += sorted(halves, key=lambda half: (ids[half[0]], ids[half[1]]))
-    unknown = next(p.text for p in model.pieces if p.kind == _UNKNOWN)
-    return models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=model.byte_fallback)
+    assert model.unknown is not None
+    unknown = model.pieces[model.unknown].text
+    byte_fallback = model.trainer.byte_fallback
+    return models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback)
 
 
-def _parse(data: bytes) -> _Model:
-    model, parts = _Model(), set[int]()
-    for number, value in _fields(data):
-        parts.add(number)
-        if number == 1:
-            model.pieces.append(_piece(_bytes(value)))
-        elif number == 2:
-            trainer = dict(_fields(_bytes(value)))
-            model.kind = _int(trainer.get(3, _UNIGRAM))
-            model.suffix = bool(trainer.get(24, 0))
-            model.byte_fallback = bool(trainer.get(35, 0))
-            model.ending = _bytes(trainer.get(47, b"</s>")).decode()
-        elif number == 3:
-            normalizer = dict(_fields(_bytes(value)))
-            model.charsmap = _bytes(normalizer.get(2, b""))
-            model.prefix = bool(normalizer.get(3, 1))
-            model.trim = bool(normalizer.get(4, 1))
-            model.escape = bool(normalizer.get(5, 1))
-    if not {1, 2, 3} <= parts:
-        raise ValueError("it ends after its pieces")
-    return model
+# ---------------------------------------------------------------------- rewriting by the table
 
 
-def _piece(data: bytes) -> _Piece:
-    fields = dict(_fields(data))
-    (score,) = struct.unpack("<f", _bytes(fields.get(2, b"\0\0\0\0")))
-    return _Piece(_bytes(fields.get(1, b"")).decode(), score, _int(fields.get(3, _NORMAL)))
-
-
-def _bytes(value: int | bytes) -> bytes:
-    if not isinstance(value, bytes):
-        raise ValueError("a number where bytes belong")
-    return value
-
-
-def _int(value: int | bytes) -> int:
-    if not isinstance(value, int):
-        raise ValueError("bytes where a number belongs")
-    return value
-
-
-def _fields(data: bytes, partial: bool = False) -> Iterator[tuple[int, int | bytes]]:
-    """Numbers and values of the fields of a message (protobuf's wire format): integers as such, everything
-    else as bytes; `partial`: the message may be cut off.
+def unequal(rules: Mapping[str, str]) -> str | None:
+    """Return a rule that `rewriting` would not follow, or None if it follows all (except for composing
+    characters of scripts that are newer than the library's tables of Unicode, beyond U+FFFF).
     """
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        number, wire = key >> 3, key & 7
-        if wire == 0:
-            value, at = _varint(data, at)
-            yield number, value
-            continue
-        if wire == 2:
-            size, at = _varint(data, at)
-        elif wire in (1, 5):
-            size = 8 if wire == 1 else 4
+    several = [text for text in rules if len(text) > 1]
+    if not several:
+        return None
+    composed = normalizers.NFC().normalize_str(
+        _ESCAPE.join("".join(rules.get(c, c) for c in text) for text in several)
+    )
+    for text, result in zip(several, composed.split(_ESCAPE), strict=True):
+        if result != rules[text] and max(map(ord, text)) < _PLANE:
+            return text
+    odd = (text for text in rules if text[0] in "012" + _ESCAPE or "\0" in text)
+    return next(odd, None)
+
+
+def rewriting(
+    charsmap: bytes, rules: Mapping[str, str], protected: Sequence[str] = ()
+) -> list[normalizers.Normalizer]:
+    """Return the steps that rewrite text by the rules.
+
+    Args:
+        protected: texts that no rule changes or reaches into.
+    """
+    several = [text for text in rules if len(text) > 1]
+    follow = {c for text in several for c in text[1:]}
+    follow |= {c for c, new in rules.items() if len(c) == 1 and new[:1] in follow}
+    joins = f"[{_JOINS}{character_class(follow)}]"
+    symbols = "".join(f"{re.escape(text)}|" for text in sorted(protected, key=len, reverse=True))
+    keys = f"(?:{_matching(several)}|(?m:.))" if several else "(?m:.)"
+    removed = [text for text, new in rules.items() if len(text) == 1 and not new]
+    return [
+        normalizers.Replace(_ESCAPE, _ITSELF),
+        normalizers.Replace(Regex(rf"(?:{symbols}(?=(?m:.){joins}){keys})\K"), _CUT),
+        # Precompiled panics where it removes what a text begins with
+        *([normalizers.Replace(Regex(f"[{character_class(removed)}]"), "")] if removed else []),
+        normalizers.Replace(Regex(rf"(?!\A)(?={joins})|(?<=\r)(?=\n)"), _ALONE),
+        normalizers.Precompiled(charsmap),
+        normalizers.Replace(_ALONE, ""),
+        normalizers.NFC(),
+        normalizers.Replace(_CUT, ""),
+        normalizers.Replace(_ITSELF, _ESCAPE),
+    ]
+
+
+def _matching(texts: Iterable[str]) -> str:
+    """Return an expression for the longest of these texts; firsts with the same continuations share one."""
+    tails = dict[str, set[str]]()
+    for text in texts:
+        tails.setdefault(text[0], set()).add(text[1:])
+    alike = dict[frozenset[str], list[str]]()
+    for first, continuations in tails.items():
+        alike.setdefault(frozenset(continuations), []).append(first)
+    branches = list[str]()
+    for continuations, firsts in alike.items():
+        longer = sorted(continuations - {""})
+        tail = f"(?:{_matching(longer)})" + "?" * ("" in continuations) if longer else ""
+        branches.append(f"[{character_class(firsts)}]{tail}")
+    return "|".join(branches)
+
+
+def character_class(characters: Iterable[str]) -> str:
+    """Return the inside of a class of characters in a regular expression."""
+    ranges = list[list[int]]()
+    for code in sorted(map(ord, characters)):
+        if ranges and code <= ranges[-1][1] + 1:
+            ranges[-1][1] = code
         else:
-            raise ValueError(f"wire type {wire} at byte {at}")
-        if not number or (at + size > len(data) and not partial):
-            raise ValueError(f"field {number} of {size} bytes at byte {at} of {len(data)}")
-        yield number, data[at : at + size]
-        at += size
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """An integer in seven bits a byte, and where it ends."""
-    value = 0
-    for shift in range(0, 70, 7):
-        if at >= len(data):
-            raise ValueError("cut off")
-        byte = data[at]
-        at += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value, at
-    raise ValueError(f"an integer of more than 10 bytes at byte {at}")
+            ranges.append([code, code])
+    return "".join(rf"\x{{{a:X}}}" + (rf"-\x{{{b:X}}}" if b > a else "") for a, b in ranges)
