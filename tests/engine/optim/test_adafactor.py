@@ -7,20 +7,12 @@ import torch
 from splits import SHAPES, set_gradients, values, whole
 from torch import nn
 
-from stretto.engine import loops
 from stretto.engine.optim.base import decays, stack_depth
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.states import state_tensors
 from stretto.spec.optimiser import Optimiser
 
 EPS = torch.finfo(torch.float32).eps  # torch's own in float32
-
-
-@pytest.fixture(autouse=True, params=["loops", "operators"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With compiled loops, where numba is installed, and by torch's operators."""
-    if request.param == "operators":
-        monkeypatch.setattr(loops, "has_numba", lambda: False)
 
 
 @pytest.mark.parametrize(

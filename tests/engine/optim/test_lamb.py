@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from splits import set_gradients, values, whole
 from torch import Tensor
 
-from stretto.engine import loops
 from stretto.engine.optim.base import decays, stack_depth
 from stretto.engine.optim.build import build_optimizer
 from stretto.spec.optimiser import Optimiser
 
 LR, BETAS, EPS, DECAY = 0.1, (0.8, 0.9), 1e-6, 0.3
-
-
-@pytest.fixture(autouse=True, params=["loops", "operators"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With compiled loops, where numba is installed, and by torch's operators."""
-    if request.param == "operators":
-        monkeypatch.setattr(loops, "has_numba", lambda: False)
 
 
 def by_the_paper(weight: Tensor, gradients: list[Tensor], decay: float) -> Tensor:

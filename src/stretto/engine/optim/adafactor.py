@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,8 +19,7 @@ from stretto.engine.optim.base import (
     member_size,
     rounds,
 )
-from stretto.engine.optim.chunks import BatchLoops, BoundLoops
-from stretto.engine.optim.whole import (
+from stretto.engine.optim.tensor_sums import (
     is_whole,
     member_squares,
     round_robin,
@@ -43,19 +41,17 @@ class Adafactor(FragmentOptimizer):
     decoupled decay, and epsilon 1 bounds the second moments from below. Epsilon 1 is float32's for every
     dtype: float64's would scale up gradients that are mere rounding, such as those of key biases. Each expert
     of a stack counts as a tensor. Two all-reduces a step for each group of holders: row and column sums with
-    the weights' squares, then the updates' squares. Torch's operators keep the updates in memory in between
-    (without holders, on a CPU, those of a batch); compiled loops compute them twice.
+    the weights' squares, then the updates' squares. The updates stay in memory in between (without holders,
+    on a CPU, those of a batch).
 
     States: for a matrix `row_var` [..., rows] and `col_var` [..., columns], whole on every rank; for a vector
     `variance`, of the fragment's shape.
     """
 
     replicated: ClassVar[frozenset[str]] = frozenset({"row_var", "col_var"})
-    compiled = True
 
     def __init__(self, groups: list[Group], fragments: Iterable[ParameterFragment], lr: float) -> None:
         super().__init__(groups, fragments, {"lr": lr, "weight_decay": 0.0})
-        self._loops = BatchLoops(matrices=True)
 
     def new_state(self, fragment: ParameterFragment) -> dict[str, Tensor]:
         """Second moments."""
@@ -70,15 +66,7 @@ class Adafactor(FragmentOptimizer):
     def step(self, closure: Any = None) -> None:  # pyright: ignore
         """One update. Collective over the holders."""
         for batches in rounds(self.begin()):
-            round_robin(batches, [self._update(batch) for batch in batches])
-
-    def _update(self, batch: TensorGroup) -> Iterator[Tensor]:
-        first, second = (
-            [state["variance"] if "variance" in state else state[name] for state in batch.states]
-            for name in ("row_var", "col_var")
-        )
-        loops = self._loops.bind(batch, batch.parameters, batch.gradients, first, second)
-        return _update(batch, self.scratch(batch)) if loops is None else _compiled_update(batch, loops)
+            round_robin(batches, [_update(batch, self.scratch(batch)) for batch in batches])
 
 
 def _update(batch: TensorGroup, updates: list[Tensor]) -> Iterator[Tensor]:
@@ -89,7 +77,6 @@ def _update(batch: TensorGroup, updates: list[Tensor]) -> Iterator[Tensor]:
     """
     sizes, sums = member_squares(batch, batch.parameters), _sums(batch, updates)
     if batch.fragments[0].holders is not None:
-        # in the order of the loops' totals, which other holders may use
         parts = [*(two[0] for two in sums if two), *(two[1] for two in sums if two), sizes]
         summed = torch.cat([part.flatten() for part in parts])
         yield summed
@@ -108,35 +95,6 @@ def _update(batch: TensorGroup, updates: list[Tensor]) -> Iterator[Tensor]:
     if batch.group["weight_decay"]:
         torch._foreach_mul_(batch.parameters, 1.0 - lr * batch.group["weight_decay"])
     subtract_scaled(batch, updates, rates)
-
-
-def _compiled_update(batch: TensorGroup, loops: BoundLoops) -> Iterator[Tensor]:
-    """The same by compiled loops, in three passes over each run. Of a matrix an update is the gradient times
-    the factor of its row and the factor of its column, so it is computed twice and never stored.
-    """
-    chunks, lr = loops.chunks, batch.group["lr"]
-    lines, members = int(chunks.lines.sum()), len(chunks.members)
-    totals = torch.zeros(lines + members, dtype=torch.float64)
-    lengths = torch.zeros(1, members, dtype=torch.float64)
-    sums, of_updates = np.empty(chunks.sums), np.empty((len(chunks.chunks), 1))
-    rates = np.empty(members)
-    factors = np.empty(lines, loops.like.dtype)
-    steps = torch.stack(batch.state("step")).double().numpy()
-    facts = np.column_stack((np.minimum(lr, steps**-0.5), chunks.elements))
-    moving = (chunks.lines, steps**BETA2_DECAY, SMALLEST)
-    constants, kept = np.array((SMALLEST_SCALE, CLIP)), 1.0 - lr * batch.group["weight_decay"]
-    for run in chunks.runs:
-        loops.over_chunks("adafactor_squares", run, sums)
-        loops.over("adafactor_totals", run.chunks, sums, totals.numpy(), chunks.lines)
-        yield totals
-        loops.over("adafactor_factors", run.members, totals.numpy(), *moving, factors)
-        loops.over_chunks("adafactor_lengths", run, factors, *moving, of_updates)
-        loops.over("add_sums", run.chunks, of_updates, lengths.numpy())
-        yield lengths
-        loops.over(
-            "adafactor_rates", run.members, totals[lines:].numpy(), lengths.numpy(), facts, constants, rates
-        )
-        loops.over_chunks("adafactor_apply", run, factors, chunks.lines, SMALLEST, kept, rates)
 
 
 def _factored(fragment: ParameterFragment) -> bool:
@@ -158,7 +116,7 @@ def _sums(batch: TensorGroup, scratch: Sequence[Tensor]) -> list[Sums]:
 
 def _whole_sums(gradient: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
     squares = torch.mul(gradient, gradient, out=scratch)
-    return squares.sum(-1), squares.sum(-2)
+    return squares.sum(-1, dtype=torch.float64), squares.sum(-2, dtype=torch.float64)
 
 
 def _part_sums(fragment: ParameterFragment, gradient: Tensor) -> tuple[Tensor, Tensor]:

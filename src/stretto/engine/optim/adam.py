@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from stretto.engine.optim.base import FragmentOptimizer, Group, TensorGroup, count, rounds
-from stretto.engine.optim.chunks import BatchLoops, BoundLoops
-from stretto.engine.optim.whole import member_squares, round_robin, subtract_scaled
+from stretto.engine.optim.tensor_sums import member_squares, round_robin, subtract_scaled
 from stretto.engine.parallel.fragment import ParameterFragment
 
 CHUNK = 1 << 16  # elements whose moments are widened at a time: they stay in the CPU's cache
@@ -92,61 +90,30 @@ class Lamb(_Adam):
     update, which takes as much memory as the fragments (without holders, on a CPU, as those of a batch).
     """
 
-    compiled = True
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self._loops = BatchLoops(matrices=False)
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore
         """One update. Collective over the holders."""
         for batches in rounds(self.begin()):
-            round_robin(batches, [self._update(batch) for batch in batches])
+            round_robin(batches, [self._update(batch, self.scratch(batch)) for batch in batches])
 
-    def _update(self, batch: TensorGroup) -> Iterator[Tensor]:
-        moments = (batch.state("exp_avg"), batch.state("exp_avg_sq"))
-        loops = self._loops.bind(batch, batch.parameters, batch.gradients, *moments, scratch=True)
-        return _update(batch, self.scratch(batch)) if loops is None else _compiled_update(batch, loops)
-
-
-def _update(batch: TensorGroup, directions: list[Tensor]) -> Iterator[Tensor]:
-    """An update by torch's operators; see `round_robin`.
-
-    Args:
-        directions: memory for Adam's step plus decay of each fragment, before the learning rate.
-    """
-    for direction, parameter in zip(directions, batch.parameters, strict=True):
-        torch.mul(parameter, batch.group["weight_decay"], out=direction)
-    _add_adam_steps(
-        group=batch.group,
-        into=directions,
-        gradients=batch.gradients,
-        first=batch.state("exp_avg"),
-        second=batch.state("exp_avg_sq"),
-        steps=batch.state("step"),
-    )
-    squares = torch.stack([member_squares(batch, each) for each in (batch.parameters, directions)])
-    yield squares
-    weight, length = squares.sqrt_()
-    ratio = torch.where((weight > 0) & (length > 0), weight / length, 1.0)
-    subtract_scaled(batch, directions, batch.group["lr"] * ratio)
-
-
-def _compiled_update(batch: TensorGroup, loops: BoundLoops) -> Iterator[Tensor]:
-    """The same by compiled loops, in two passes over each run."""
-    chunks, group = loops.chunks, batch.group
-    numbers = np.array((*group["betas"], group["eps"], group["weight_decay"]), np.float64)
-    steps = torch.stack(batch.state("step")).double().numpy()
-    sums, factors = np.empty((len(chunks.chunks), 2)), np.empty(len(chunks.members))
-    squares = torch.zeros(2, len(chunks.members), dtype=torch.float64)
-    of_members = squares.numpy()
-    for run in chunks.runs:
-        loops.over_chunks("lamb_directions", run, numbers, steps, sums)
-        loops.over("add_sums", run.chunks, sums, of_members)
+    @staticmethod
+    def _update(batch: TensorGroup, directions: list[Tensor]) -> Iterator[Tensor]:
+        """The update of one batch, for `round_robin`; `directions` is memory for Adam's step plus decay."""
+        for direction, parameter in zip(directions, batch.parameters, strict=True):
+            torch.mul(parameter, batch.group["weight_decay"], out=direction)
+        _add_adam_steps(
+            group=batch.group,
+            into=directions,
+            gradients=batch.gradients,
+            first=batch.state("exp_avg"),
+            second=batch.state("exp_avg_sq"),
+            steps=batch.state("step"),
+        )
+        squares = torch.stack([member_squares(batch, tensors) for tensors in (batch.parameters, directions)])
         yield squares
-        loops.over("lamb_factors", run.members, of_members, group["lr"], factors)
-        loops.over_chunks("lamb_subtract", run, factors)
+        weight, length = squares.sqrt_()
+        ratio = torch.where((weight > 0) & (length > 0), weight / length, 1.0)
+        subtract_scaled(batch, directions, batch.group["lr"] * ratio)
 
 
 def _add_adam_steps(

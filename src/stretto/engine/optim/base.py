@@ -14,7 +14,6 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from stretto.engine import loops
 from stretto.engine.parallel.fragment import ParameterFragment, TensorBox
 from stretto.errors import StrettoError
 from stretto.spec.parameters import in_linear_of_block
@@ -43,13 +42,6 @@ class TensorGroup:
     def alone(self) -> bool:
         """Whether it is updated by itself, in a CPU's cache: see `FragmentOptimizer.begin`."""
         return self.fragments[0].holders is None and self.parameters[0].device.type == "cpu"
-
-    @property
-    def compilable(self) -> bool:
-        """Whether loops can be compiled for it: on a CPU, in types that numba has."""
-        first = self.parameters[0]
-        wide = first.dtype in (torch.float32, torch.float64)
-        return wide and first.device.type == "cpu" and loops.has_numba()
 
     @cached_property
     def members(self) -> tuple[tuple[int, ...], ...]:
@@ -81,7 +73,6 @@ class FragmentOptimizer(torch.optim.Optimizer):
     """
 
     replicated: ClassVar[frozenset[str]] = frozenset()
-    compiled: ClassVar[bool] = False  # has loops that keep to the cache by themselves
 
     def __init__(
         self, groups: list[Group], fragments: Iterable[ParameterFragment], defaults: dict[str, Any]
@@ -99,7 +90,7 @@ class FragmentOptimizer(torch.optim.Optimizer):
         """As torch's.
 
         Raises:
-            StrettoError: a state lacks a tensor, or one has another shape: compiled loops go by addresses.
+            StrettoError: a state lacks a tensor, or one has another shape.
         """
         super().load_state_dict(state_dict)
         for parameter, fragment in self.fragments.items():
@@ -117,10 +108,9 @@ class FragmentOptimizer(torch.optim.Optimizer):
         """The fragments that have a gradient, with gradients in the parameter's type, and their states, with
         `step` (where there is one) increased to count this update.
 
-        An accelerator's kernels and compiled loops take as many tensors as possible at once. For torch's
-        operators on a CPU, a batch of fragments without holders is closed at `CACHED` elements: the passes
-        of an update after the first then find their tensors in the cache. (Holders of a tensor have to wait
-        for each other between two passes.)
+        An accelerator's kernels take as many tensors as possible at once. On a CPU, a group of fragments
+        without holders is closed at `CACHED` elements: the passes of an update after the first then find
+        their tensors in the cache. (Holders of a tensor have to wait for each other between two passes.)
         """
         moving = [
             (number, parameter)
@@ -154,8 +144,7 @@ class FragmentOptimizer(torch.optim.Optimizer):
             batch.fragments.append(fragment)
             batch.parameters.append(parameter)
             batch.states.append(self.state[parameter])
-            in_loops = self.compiled and batch.compilable
-            if batch.alone and not in_loops and sum(one.numel() for one in batch.parameters) >= CACHED:
+            if batch.alone and sum(one.numel() for one in batch.parameters) >= CACHED:
                 del opened[alike]
         return batches
 

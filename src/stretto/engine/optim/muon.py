@@ -20,7 +20,7 @@ from stretto.engine.optim.base import (
     member_shape,
     members_of,
 )
-from stretto.engine.optim.whole import is_whole, sendable
+from stretto.engine.optim.tensor_sums import is_whole, sendable
 from stretto.engine.parallel.collectives import start_exchange, start_gather
 from stretto.engine.parallel.fragment import ParameterFragment
 from stretto.engine.parallel.tensor.matmul import product as matrix_product

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from stretto.engine.device import moved
-from stretto.engine.optim.whole import sendable
+from stretto.engine.optim.tensor_sums import sendable
 from stretto.engine.parallel.collectives import all_sum
 from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement
 

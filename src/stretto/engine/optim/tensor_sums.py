@@ -14,6 +14,8 @@ from stretto.engine.optim.base import TensorGroup, counted_pieces
 from stretto.engine.parallel.collectives import start_sum
 from stretto.engine.parallel.fragment import ParameterFragment, TensorBox
 
+RUN = 1024  # elements whose squares are added in the tensors' own type
+
 
 def stack_slice(piece: TensorBox, depth: int) -> tuple[slice, ...]:
     """The members of the stack that the piece covers."""
@@ -69,17 +71,30 @@ def member_squares(batch: TensorGroup, tensors: list[Tensor]) -> Tensor:
     Args:
         tensors: one of each fragment, of its local shape.
     """
-    if batch.plain:
+    if batch.plain and tensors[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(tensors)).double().square_()
     sums = list[Tensor]()
     for fragment, tensor, shape in zip(batch.fragments, tensors, batch.members, strict=True):
-        depth, total = len(shape), torch.zeros(shape, dtype=torch.float64, device=tensor.device)
-        for piece in counted_pieces(fragment):
+        pieces, depth = counted_pieces(fragment), len(shape)
+        if not shape and len(pieces) == len(fragment.placed.pieces):  # padding is zero
+            sums.append(_sum_of_squares(tensor).view(1))
+            continue
+        total = torch.zeros(shape, dtype=torch.float64, device=tensor.device)
+        for piece in pieces:
             view = piece.of_local(tensor)
-            norms = torch.linalg.vector_norm(view, dim=tuple(range(depth, view.dim())))
-            total[stack_slice(piece, depth)] += norms.double().square_()
+            rows = view if view.dim() == depth + 2 else view.unsqueeze(depth)
+            norms = torch.linalg.vector_norm(rows, dim=-1) if view.dim() > depth else rows.abs()
+            total[stack_slice(piece, depth)] += norms.double().square_().sum(-1)
         sums.append(total.flatten())
     return torch.cat(sums)
+
+
+def _sum_of_squares(tensor: Tensor) -> Tensor:
+    """Sum in float64 of the sums over `RUN` elements: one long sum in float32 loses digits on a CPU."""
+    flat = tensor.reshape(-1)
+    even = flat.numel() // RUN * RUN
+    norms = torch.linalg.vector_norm(flat[:even].view(-1, RUN), dim=1)
+    return torch.cat([norms, torch.linalg.vector_norm(flat[even:]).view(1)]).double().square_().sum()
 
 
 def by_fragment(batch: TensorGroup, members: Tensor) -> list[Tensor]:
@@ -103,6 +118,9 @@ def subtract_scaled(batch: TensorGroup, updates: Sequence[Tensor], factors: Tens
     each = by_fragment(batch, factors)
     for fragment, update, factor in zip(batch.fragments, updates, each, strict=True):
         depth = factor.dim()
+        if not depth:
+            fragment.parameter.addcmul_(update, factor, value=-1.0)
+            continue
         for piece in fragment.placed.pieces:
             view, of_piece = piece.of_local(update), factor[stack_slice(piece, depth)]
             of_piece = of_piece.reshape((*of_piece.shape, *(1,) * (view.dim() - depth)))
