@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from stretto.cli.options import Json
-from stretto.cli.output import command_app, report
+from stretto.cli.output import command_app
+from stretto.cli.report import CommandReport, number, text
+from stretto.errors import StrettoError
 from stretto.spec.devices import METAVAR, check_device
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from stretto.planner.machines.cluster import Cluster
 
 app = command_app()
 
@@ -48,34 +47,68 @@ def calibrate(
     From then on training predicts its steps with this profile; `stretto plan` and `stretto predict` use it
     with --cluster here, or --cluster FILE.
     """
-    import time
-
     from stretto.planner.machines.catalogue import history_path, profile_path
     from stretto.planner.machines.describe import save_cluster
     from stretto.run.calibrate.profile import calibrate as measure
 
     check_device(device, "--device")
     path = out or profile_path()
-    _check_place(path, default=out is None)
+    _check_writable(path, default=out is None)
     begun = time.monotonic()
     cluster = measure(ranks, quick, quiet=as_json, device=device)
     save_cluster(cluster, path)
     if history_path(path).is_file():
         history_path(path).unlink()  # corrections of an earlier profile do not apply to this one
     seconds = time.monotonic() - begun
-    report(
-        {"profile": _facts(cluster), "path": str(path), "seconds": seconds},
-        as_json,
-        lambda to: _show(to, cluster, path, seconds),
+
+    measured, link = cluster.device, cluster.inner
+    launch_us, layer_us, action_us = (
+        1e6 * value if isinstance(value := measured.kernels.get(name), float) else 0.0
+        for name in ("launch", "layer", "action")
     )
+    collectives: dict[str, list[list[float]]] = {
+        kind: rows if isinstance(rows, list) else [] for kind, rows in cluster.tables.items()
+    }
+    profile: dict[str, Any] = {  # the main results; the file has every row
+        "name": cluster.name,
+        "device": measured.name,
+        "tflops": dict(measured.sustained),
+        "bandwidth_gbs": measured.bandwidth / 1e9,
+        "computing": cluster.computing,
+        "link": {"bandwidth_gbs": link.bandwidth / 1e9, "latency_us": link.latency * 1e6},
+        "launch_us": launch_us,
+        "layer_us": layer_us,
+        "action_us": action_us,
+        "collectives": collectives,
+    }
+    report = CommandReport({"profile": profile, "path": str(path), "seconds": seconds})
+    report.line(f"{measured.name} ({measured.notes})")
+    speeds = ", ".join(f"{dtype} {1e3 * tflops:.0f} GFLOP/s" for dtype, tflops in measured.sustained.items())
+    report.line(f"{speeds}; copies at {measured.bandwidth / 1e9:.1f} GB/s")
+    if layer_us:
+        report.line(
+            f"host overhead: a block {layer_us:.0f} us, an action {action_us:.0f} us; ranks share "
+            f"{cluster.computing} cores"
+        )
+    columns = [text("collective"), number("ranks", ".0f"), number("bytes", ".0f"), number("time, ms", ".2f")]
+    rows = [
+        (kind, row[0], row[2], 1e3 * row[3])
+        for kind, measurements in collectives.items()
+        for row in measurements
+        if row[2] in (min(r[2] for r in measurements), max(r[2] for r in measurements))
+    ]
+    if rows:
+        report.table(columns, rows)
+    report.line(f"profile: {path}  ({seconds:.0f} s; use it with --cluster here)")
+    report.print(as_json)
 
 
-def _check_place(path: Path, default: bool) -> None:
-    """Raise StrettoError before measuring where the profile could not be written."""
-    import os
+def _check_writable(path: Path, *, default: bool) -> None:
+    """Raise StrettoError, before measuring, if the profile cannot be written.
 
-    from stretto.errors import StrettoError
-
+    Args:
+        default: the path is not the user's, and its folder may be made.
+    """
     if path.suffix not in (".yaml", ".yml"):
         raise StrettoError(f"--out {path}: a profile is a YAML file", hint=f"--out {path}.yaml")
     try:
@@ -87,48 +120,3 @@ def _check_place(path: Path, default: bool) -> None:
         raise StrettoError(f"--out {path}: there is no folder {path.parent}", hint="make it first")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise StrettoError(f"{path} cannot be written to", hint="give --out FILE in a writable folder")
-
-
-def _facts(cluster: Cluster) -> dict[str, Any]:
-    """The main results; the file has every row."""
-    device = cluster.device
-    return {
-        "name": cluster.name,
-        "device": device.name,
-        "tflops": dict(device.sustained),
-        "bandwidth_gbs": device.bandwidth / 1e9,
-        "computing": cluster.computing,
-        "link": {"bandwidth_gbs": cluster.inner.bandwidth / 1e9, "latency_us": cluster.inner.latency * 1e6},
-        "launch_us": 1e6 * _number(device.kernels.get("launch")),
-        "layer_us": 1e6 * _number(device.kernels.get("layer")),
-        "action_us": 1e6 * _number(device.kernels.get("action")),
-        "collectives": {kind: _rows(rows) for kind, rows in cluster.tables.items()},
-    }
-
-
-def _number(value: object) -> float:
-    return value if isinstance(value, float) else 0.0
-
-
-def _rows(value: object) -> list[list[float]]:
-    return value if isinstance(value, list) else []
-
-
-def _show(to: Console, cluster: Cluster, path: Path, seconds: float) -> None:
-    from rich.table import Table
-
-    facts = _facts(cluster)
-    speeds = ", ".join(f"{p} {1e3 * v:.0f} GFLOP/s" for p, v in facts["tflops"].items())
-    to.print(f"{cluster.device.name} ({cluster.device.notes})")
-    to.print(f"{speeds}; copies at {facts['bandwidth_gbs']:.1f} GB/s")
-    beside = f"a block {facts['layer_us']:.0f} us, an action {facts['action_us']:.0f} us"
-    if facts["layer_us"]:
-        to.print(f"host overhead: {beside}; ranks share {cluster.computing} cores")
-    table = Table("collective", "ranks", "bytes", "time, ms")
-    for kind, rows in facts["collectives"].items():
-        ends = [row for row in rows if row[2] in (min(r[2] for r in rows), max(r[2] for r in rows))]
-        for ranks, _, size, duration in ends:
-            table.add_row(kind, f"{ranks:.0f}", f"{size:.0f}", f"{1e3 * duration:.2f}")
-    if table.row_count:
-        to.print(table)
-    to.print(f"profile: {path}  ({seconds:.0f} s; use it with --cluster here)")

@@ -6,17 +6,15 @@ import sys
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stretto.cli.options import Json
-from stretto.cli.output import command_app, memory_size, report, side_table
+from stretto.cli.options import ConfigFile, Json, Overrides
+from stretto.cli.output import command_app
+from stretto.cli.report import Cell, CommandReport, number, size, text
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from stretto.layout.layout import Layout
     from stretto.planner.rank_step.counts import Counts
     from stretto.run.dryrun.run import DryRun
@@ -28,10 +26,8 @@ _Counted = Mapping[tuple[str, str], int]
 
 @app.command(epilog="Example: stretto dryrun configs/llama-1b-64gpu.yaml layout.tp=8 --rank 21")
 def dryrun(
-    path: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, as `stretto train` takes it.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="Fields to override.")
-    ] = None,
+    path: ConfigFile,
+    overrides: Overrides = None,
     rank: Annotated[int, typer.Option("--rank", help="The rank to run, from 0.")] = 0,
     quick: Annotated[
         bool,
@@ -58,36 +54,34 @@ def dryrun(
     from stretto.run.config.job import job_of
     from stretto.spec.rules import problems
 
-    config = load_language(path, overrides or [])
-    job = job_of(config)
-    wrong = problems(job)
-    if wrong:
+    job = job_of(load_language(path, overrides or []))
+    if wrong := problems(job):
         raise wrong[0]
     job.layout.coordinates(rank)  # raises for a rank outside the layout
-    what = f"rank {rank} of {job.layout.world}, {job.microbatches} microbatches"
-    with _progress(what, as_json) as progress:  # before torch is imported, which takes seconds
+    title = f"dry run of rank {rank} of {job.layout.world}, {job.microbatches} microbatches"
+    with _progress(title, as_json) as progress:  # before torch is imported, which takes seconds
         from stretto.run.dryrun.run import dry_run
 
         ran = dry_run(job, rank, quick=quick, progress=progress)
         if progress is not None:
             progress("the planner's counts", 0, 1)
-        held = memory_of(job, job.program())  # of one step, as it ran
-        predicted = counts(job, rank, held) if countable(job, held) else None
-        memory = one_rank(held, ran.coordinates["pp"]).total
-    report(_facts(ran, predicted, memory), as_json, lambda to: _show(to, job.layout, ran, predicted, memory))
+        memory = memory_of(job, job.program())  # of one step, as it ran
+        predicted = counts(job, rank, memory) if countable(job, memory) else None
+        predicted_peak = one_rank(memory, ran.coordinates["pp"]).total
+    _report(job.layout, ran, predicted, predicted_peak).print(as_json)
 
 
-_EVERY = 10.0  # seconds between lines where stderr is no terminal
+_EVERY = 10.0  # seconds between lines if stderr is no terminal
 
 
 @contextmanager
-def _progress(what: str, quiet: bool) -> Generator[Callable[[str, int, int], None] | None]:
+def _progress(title: str, quiet: bool) -> Generator[Callable[[str, int, int], None] | None]:
     """Show on stderr what runs and how far it is: a bar in a terminal, elsewhere a line every few seconds."""
     if quiet:
         yield None
     elif not sys.stderr.isatty():
         started = last = time.monotonic()
-        print(f"dry run of {what}", file=sys.stderr, flush=True)
+        print(title, file=sys.stderr, flush=True)
 
         def line(phase: str, done: int, of: int) -> None:
             nonlocal last
@@ -103,99 +97,93 @@ def _progress(what: str, quiet: bool) -> Generator[Callable[[str, int, int], Non
 
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(f"dry run of {what}", total=None)
+            task = bar.add_task(title, total=None)
             yield lambda phase, done, of: bar.update(
-                task, description=f"dry run of {what}: {phase}", completed=done, total=of if done else None
+                task, description=f"{title}: {phase}", completed=done, total=of if done else None
             )
 
 
-# ------------------------------------------------------------------ JSON
+def _report(layout: Layout, ran: DryRun, predicted: Counts | None, predicted_peak: int) -> CommandReport:
+    report = CommandReport(
+        {
+            "rank": ran.rank,
+            "coordinates": ran.coordinates,
+            "flops": _nested(ran.flops),
+            "bytes": _nested(ran.bytes),
+            "calls": _nested(ran.calls),
+            "peak_memory_bytes": ran.peak,
+            "at": ran.at,
+            "memory": ran.kinds,
+            "operators": ran.operators,
+            "seconds": ran.seconds,
+            "predicted": {
+                "flops": None if predicted is None else _nested(predicted.flops),
+                "bytes": None if predicted is None else _nested(predicted.bytes),
+                "calls": None if predicted is None else _nested(predicted.calls),
+                "peak_memory_bytes": predicted_peak,
+            },
+        }
+    )
+    coordinates = ", ".join(f"{axis} {position}" for axis, position in ran.coordinates.items())
+    report.line(f"rank {ran.rank} of {layout.world} ({layout.describe()}): {coordinates}\n")
+    compared = [number("predicted", ","), number("difference")]
 
-
-def _facts(ran: DryRun, predicted: Counts | None, memory: int) -> dict[str, Any]:
-    return {
-        "rank": ran.rank,
-        "coordinates": ran.coordinates,
-        "flops": _nested(ran.flops),
-        "bytes": _nested(ran.bytes),
-        "calls": _nested(ran.calls),
-        "peak_memory_bytes": ran.peak,
-        "at": ran.at,
-        "memory": ran.kinds,
-        "operators": ran.operators,
-        "seconds": ran.seconds,
-        "predicted": {
-            "flops": None if predicted is None else _nested(predicted.flops),
-            "bytes": None if predicted is None else _nested(predicted.bytes),
-            "calls": None if predicted is None else _nested(predicted.calls),
-            "peak_memory_bytes": memory,
-        },
-    }
+    flops = _pairs(ran.flops, None if predicted is None else predicted.flops)
+    phases = ("forward", "recompute", "backward")
+    report.table(
+        [text("operations"), number("dry run", ","), *compared],
+        [
+            (" ".join(key), count, *_difference(count, guess))
+            for key, (count, guess) in sorted(
+                flops.items(),
+                key=lambda item: (
+                    phases.index(item[0][0]) if item[0][0] in phases else len(phases),
+                    item[0][1],
+                ),
+            )
+            if count or guess
+        ],
+    )
+    if traffic := _pairs(ran.bytes, None if predicted is None else predicted.bytes):
+        report.table(
+            [text("over, kind"), number("calls", ","), number("bytes", ","), *compared],
+            [
+                (" ".join(key), ran.calls.get(key, 0), count, *_difference(count, guess))
+                for key, (count, guess) in sorted(traffic.items())
+            ],
+        )
+    kinds = sorted(ran.kinds.items(), key=lambda item: -item[1])
+    peak = (f"peak, during {ran.at}", ran.peak, predicted_peak, predicted_peak / ran.peak - 1)
+    report.table(
+        [text("memory"), size("dry run"), size("predicted"), number("difference", "+.2%")],
+        [peak, *((f"  of it {kind}", bytes_, None, None) for kind, bytes_ in kinds)],
+    )
+    if predicted is None:
+        report.line(
+            "the planner does not count the operations and messages of this schedule, optimizer or precision"
+        )
+    report.line(f"{ran.operators:,} operators in {ran.seconds:.1f} s")
+    return report
 
 
 def _nested(counted: _Counted) -> dict[str, dict[str, int]]:
-    """Nested by the first key, then the second, without zeros."""
+    """Counts nested by the first key, then the second, without zeros."""
     nested = dict[str, dict[str, int]]()
-    for (first, second), count in sorted(counted.items()):
+    for (outer, inner), count in sorted(counted.items()):
         if count:
-            nested.setdefault(first, {})[second] = count
+            nested.setdefault(outer, {})[inner] = count
     return nested
 
 
-# ------------------------------------------------------------------ text
+def _pairs(counted: _Counted, predicted: _Counted | None) -> dict[tuple[str, str], tuple[int, int | None]]:
+    """The count and the prediction by key; None if nothing is predicted."""
+    return {
+        key: (counted.get(key, 0), None if predicted is None else predicted.get(key, 0))
+        for key in {*counted, *(predicted or {})}
+    }
 
 
-def _show(to: Console, layout: Layout, ran: DryRun, predicted: Counts | None, memory: int) -> None:
-    where = ", ".join(f"{axis} {at}" for axis, at in ran.coordinates.items())
-    to.print(f"rank {ran.rank} of {layout.world} ({layout.describe()}): {where}", soft_wrap=True)
-    to.print()
-    to.print(_flops_table(ran, predicted), soft_wrap=True)
-    if ran.bytes or (predicted is not None and predicted.bytes):
-        to.print(_traffic_table(ran, predicted), soft_wrap=True)
-    table = side_table("memory", "dry run", "predicted", "difference")
-    table.add_row(
-        f"peak, during {ran.at}",
-        memory_size(ran.peak),
-        memory_size(memory),
-        f"{100 * (memory / ran.peak - 1):+.2f}%",
-    )
-    for kind, size in sorted(ran.kinds.items(), key=lambda item: -item[1]):
-        table.add_row(f"  of it {kind}", memory_size(size), "", "")
-    to.print(table, soft_wrap=True)
+def _difference(count: int, predicted: int | None) -> tuple[Cell, Cell]:
     if predicted is None:
-        to.print(
-            "the planner does not count the operations and messages of this schedule, optimizer or precision"
-        )
-    to.print(f"{ran.operators:,} operators in {ran.seconds:.1f} s")
-
-
-def _flops_table(ran: DryRun, predicted: Counts | None) -> Table:
-    table = side_table("operations", "dry run", "predicted", "difference")
-    for key in sorted(_keys(ran.flops, None if predicted is None else predicted.flops), key=_order):
-        one, other = ran.flops.get(key, 0), None if predicted is None else predicted.flops.get(key, 0)
-        if one or other:
-            table.add_row(" ".join(key), f"{one:,}", *_beside(one, other))
-    return table
-
-
-def _order(key: tuple[str, str]) -> tuple[int, str]:
-    phases = ("forward", "recompute", "backward")
-    return (phases.index(key[0]) if key[0] in phases else len(phases)), key[1]
-
-
-def _traffic_table(ran: DryRun, predicted: Counts | None) -> Table:
-    table = side_table("over, kind", "calls", "bytes", "predicted", "difference")
-    for key in sorted(_keys(ran.bytes, None if predicted is None else predicted.bytes)):
-        one, other = ran.bytes.get(key, 0), None if predicted is None else predicted.bytes.get(key, 0)
-        table.add_row(" ".join(key), f"{ran.calls.get(key, 0):,}", f"{one:,}", *_beside(one, other))
-    return table
-
-
-def _keys(one: _Counted, other: _Counted | None) -> set[tuple[str, str]]:
-    return set(one) | set(other or {})
-
-
-def _beside(one: int, other: int | None) -> tuple[str, str]:
-    if other is None:
-        return "", ""
-    return f"{other:,}", "none" if one == other else f"{other - one:+,}"
+        return None, None
+    return predicted, "none" if count == predicted else f"{predicted - count:+,}"

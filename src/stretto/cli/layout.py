@@ -70,7 +70,6 @@ def layout(
     from stretto.layout import Layout
     from stretto.view.exchanges import exchanges, link_text
     from stretto.view.grid import grid, grid_svg
-    from stretto.view.layout_page import layout_page
 
     check_writable(svg, html)
     layout = Layout.fill(world, tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, order=order, expert_tp=expert_tp)
@@ -115,11 +114,14 @@ def layout(
             report.line(f"... {count - _LISTED} more groups; --json has them all")
     if svg or html:
         report.line()
-    report.write(svg, lambda: grid_svg(layout, ranks_per_node=node, groups=messages, encoder_pp=encoder))
-    report.write(
-        html,
-        lambda: layout_page(layout, messages, ranks_per_node=node, cluster=machine, encoder_pp=encoder),
-    )
+    if svg is not None:
+        picture = grid_svg(layout, ranks_per_node=node, groups=messages, encoder_pp=encoder)
+        report.write(svg, picture)
+    if html is not None:
+        from stretto.view.layout_page import layout_page
+
+        page = layout_page(layout, messages, ranks_per_node=node, cluster=machine, encoder_pp=encoder)
+        report.write(html, page)
     report.print(as_json)
 
 

@@ -7,18 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.options import Json
-from stretto.cli.output import command_app, memory_size, report, side_table
+from stretto.cli.options import ConfigFile, Json, Overrides
+from stretto.cli.output import command_app, memory_size
+from stretto.cli.report import CommandReport, number, size, text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from rich.console import Console
-    from rich.table import Table
+    from collections.abc import Sequence
 
     from stretto.layout.shards import Mode
-    from stretto.planner.memory.alternatives import Advice, ModeBytes
-    from stretto.planner.memory.ranks import MemoryJob, RankMemory
+    from stretto.planner.memory.ranks import RankMemory
     from stretto.run.config.schema import LoopConfig
     from stretto.run.train.memory_measured import RankHeld
     from stretto.spec.job import Job
@@ -26,17 +23,25 @@ if TYPE_CHECKING:
 
 app = command_app()
 
-_KINDS = ("weights", "gradients", "optimizer", "activations", "ends", "messages", "transient")
-# shown where some rank has any: 16-bit weights' masters, transiently gathered tensors, offloaded ones
-_SOME = ("masters", "gathered", "open", "versions", "saving", "host", "disk")
+_KINDS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "ends",
+    "messages",
+    "transient",
+    "batch",
+    "total",
+)
+# shown if some rank has any: 16-bit weights' masters, transiently gathered tensors, offloaded ones
+_RARE_KINDS = ("masters", "gathered", "open", "versions", "saving", "host", "disk")
 
 
 @app.command(epilog="Example: stretto memory configs/llama-1b-64gpu.yaml layout.sequence_parallel=true")
 def memory(
-    path: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, as `stretto train` takes it.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="Fields to override.")
-    ] = None,
+    path: ConfigFile,
+    overrides: Overrides = None,
     measure: Annotated[
         bool,
         typer.Option(
@@ -62,233 +67,185 @@ def memory(
     allocator fragmentation, several GiB in all.
     """
     from stretto.cli.jobs import load_language
+    from stretto.run.config.job import job_of
+    from stretto.spec.rules import problems
+
+    config = load_language(path, overrides or [])
+    job = job_of(config)
+    if modes:
+        _mode_report(job).print(as_json)
+        return
+    if wrong := problems(job):  # files and devices, which may be elsewhere, are not checked
+        raise wrong[0]
+    _rank_report(job, config.train if measure else None).print(as_json)
+
+
+def _rank_report(job: Job, train: LoopConfig | None) -> CommandReport:
+    """The memory of every rank, also measured on local ranks if `train` is given."""
+    from stretto.planner.counts.activations import block_saved, total
+    from stretto.planner.counts.published_activations import published_formula
     from stretto.planner.memory.alternatives import advice
     from stretto.planner.memory.job import memory_of
     from stretto.planner.memory.ranks import rank_memory
-    from stretto.run.config.job import job_of
 
-    config = load_language(path, overrides or [])
-    if modes:
-        show_modes(job_of(config), as_json)
-        return
-    described = job_of(config)
-    _check(described)
-    if measure:  # steps that save nothing
-        described = replace(described, async_save=False)
-    held = _measured(described, config.train) if measure else None
-    # what is measured are steps that drain
-    program = described.program() if measure else None
-    job = memory_of(described, program, apart=measure and _apart(described))
-    ranks = rank_memory(job)
-    advices = advice(job)
-    report(
-        _facts(job, ranks, advices, held) if as_json else {},
-        as_json,
-        lambda to: _show(to, job, ranks, advices, held),
+    measured: list[RankHeld] | None = None
+    if train is None:
+        predicted = memory_of(job, apart=False)
+    else:
+        from stretto.engine.parallel.tensor.matmul import ONEDNN
+        from stretto.run.launch.local import check_ranks, run_ranks
+        from stretto.run.train.memory_measured import measure_rank
+
+        job = replace(job, async_save=False)  # the measured steps save nothing
+        check_ranks(job.layout.world)
+        measured = run_ranks(job.layout.world, measure_rank, job, train, threads=train.threads)
+        # the measured steps drain; oneDNN forms weight gradients in a buffer of their own
+        separate_gradients = ONEDNN and job.precision.dtype == "float32"
+        predicted = memory_of(job, job.program(), apart=separate_gradients)
+    ranks = rank_memory(predicted)
+    fullest = max(ranks, key=lambda rank: rank.total)
+    # blocks may differ in recomputation: most have this
+    recompute = max(predicted.modes, key=predicted.modes.count, default=predicted.compute.recompute)
+    compute = replace(predicted.compute, recompute=recompute)
+    saved = block_saved(predicted.shape, compute)
+    published = published_formula(predicted.shape, compute)
+    settings = advice(predicted)
+
+    report = CommandReport(
+        {
+            "block": [asdict(tensor) for tensor in saved],
+            "published": None if published is None else asdict(published),
+            "modes": list(predicted.modes),
+            "ranks": [{**asdict(rank), "states": rank.states, "total": rank.total} for rank in ranks],
+            "fullest": ranks.index(fullest),
+            "advice": [asdict(setting) for setting in settings],
+            "measured": None if measured is None else [_measured_record(rank, ranks) for rank in measured],
+        }
     )
+    rows = [(tensor.name, tensor.bytes, tensor.formula) for tensor in saved]
+    rows.append(("sum", total(saved), ""))
+    if published is not None:
+        rows.append((published.source, round(published.bytes), published.formula))
+    report.table([text("one block keeps"), number("bytes", ","), text("formula")], rows)
+    report.line()
+    # ranks that differ in other axes only hold the same
+    report.table(
+        [text("rank"), *map(size, _KINDS), number("in flight")],
+        [
+            (rank.rank, *(getattr(rank, kind) for kind in _KINDS), " ".join(map(str, rank.flights.values())))
+            for rank in ranks
+        ],
+    )
+    if rare := [kind for kind in _RARE_KINDS if any(getattr(rank, kind) for rank in ranks)]:
+        report.table(
+            [text("rank"), *map(size, rare)],
+            [(rank.rank, *(getattr(rank, kind) for kind in rare)) for rank in ranks],
+        )
+    flights = ", ".join(
+        f"stage {stage}: {count} x {memory_size(fullest.stages[stage])}"
+        for stage, count in fullest.flights.items()
+    )
+    report.line(
+        f"fullest: pipeline rank {fullest.rank} during {fullest.at}; microbatches in flight there: {flights}"
+    )
+    for setting in settings:
+        if setting.cheaper:
+            report.line(
+                f"{setting.setting} saves {memory_size(setting.saved)} of {memory_size(fullest.total)}"
+            )
+    if measured is not None:
+        predictions = [ranks[rank.pipeline] for rank in measured]
+        report.line()
+        report.table(
+            [
+                text("rank"),
+                number("pipeline rank"),
+                size("measured"),
+                size("predicted"),
+                number("difference", "+.2%"),
+                size("between actions"),
+                size("predicted"),
+            ],
+            [
+                (
+                    rank.rank,
+                    rank.pipeline,
+                    rank.peak,
+                    guess.total,
+                    guess.total / rank.peak - 1,
+                    rank.held,
+                    guess.held,
+                )
+                for rank, guess in zip(measured, predictions, strict=True)
+            ],
+        )
+    return report
 
 
-def _check(job: Job) -> None:
-    """Raise StrettoError for an illegal job; files and devices, which may be elsewhere, are not checked."""
-    from stretto.spec.rules import problems
-
-    broken = problems(job)
-    if broken:
-        raise broken[0]
-
-
-def _measured(job: Job, train: LoopConfig) -> list[RankHeld]:
-    """The memory that local ranks hold while they train."""
-    from stretto.run.launch.local import check_ranks, run_ranks
-    from stretto.run.train.memory_measured import measure_rank
-
-    check_ranks(job.layout.world)
-    return run_ranks(job.layout.world, measure_rank, job, train, threads=train.threads)
-
-
-def _apart(job: Job) -> bool:
-    """Whether this machine's library forms weight gradients in a buffer of their own."""
-    from stretto.engine.parallel.tensor.matmul import ONEDNN
-
-    return ONEDNN and job.precision.dtype == "float32"
-
-
-# ------------------------------------------------------------------ JSON
-
-
-def _facts(
-    job: MemoryJob, ranks: Sequence[RankMemory], advices: Sequence[Advice], held: Sequence[RankHeld] | None
-) -> dict[str, Any]:
-    from stretto.planner.counts.activations import block_saved
-    from stretto.planner.counts.published_activations import published_formula
-
-    published = published_formula(job.shape, _how(job))
+def _measured_record(measured: RankHeld, ranks: Sequence[RankMemory]) -> dict[str, Any]:
+    predicted = ranks[measured.pipeline]
     return {
-        "block": [asdict(saved) for saved in block_saved(job.shape, _how(job))],
-        "published": None if published is None else asdict(published),
-        "modes": list(job.modes),
-        "ranks": [{**asdict(rank), "states": rank.states, "total": rank.total} for rank in ranks],
-        "fullest": max(range(len(ranks)), key=lambda r: ranks[r].total),
-        "advice": [asdict(one) for one in advices],
-        "measured": None if held is None else [_measured_facts(one, ranks) for one in held],
-    }
-
-
-def _measured_facts(held: RankHeld, ranks: Sequence[RankMemory]) -> dict[str, Any]:
-    predicted = ranks[held.pipeline]
-    return {
-        "rank": held.rank,
-        "pipeline": held.pipeline,
-        "peak": held.peak,
-        "held": held.held,
-        "kinds": held.kinds,
+        "rank": measured.rank,
+        "pipeline": measured.pipeline,
+        "peak": measured.peak,
+        "held": measured.held,
+        "kinds": measured.kinds,
         "predicted_peak": predicted.total,
         "predicted_held": predicted.held,
-        "error": predicted.total / held.peak - 1,
+        "error": predicted.total / measured.peak - 1,
     }
 
 
-# ------------------------------------------------------------------ text
-
-
-def _show(
-    to: Console,
-    job: MemoryJob,
-    ranks: Sequence[RankMemory],
-    advices: Sequence[Advice],
-    held: Sequence[RankHeld] | None,
-) -> None:
-    to.print(_block_table(job), soft_wrap=True)
-    to.print()
-    to.print(_rank_table(ranks), soft_wrap=True)
-    some = [kind for kind in _SOME if any(getattr(rank, kind) for rank in ranks)]
-    if some:
-        others = side_table("rank", *some)
-        for rank in ranks:
-            others.add_row(str(rank.rank), *(memory_size(getattr(rank, kind)) for kind in some))
-        to.print(others, soft_wrap=True)
-    fullest = max(ranks, key=lambda rank: rank.total)
-    flights = ", ".join(
-        f"stage {s}: {n} x {memory_size(fullest.stages[s])}" for s, n in fullest.flights.items()
-    )
-    to.print(
-        f"fullest: pipeline rank {fullest.rank} during {fullest.at}; microbatches in flight there: {flights}",
-        soft_wrap=True,
-    )
-    for one in advices:
-        if one.cheaper:
-            to.print(
-                f"{one.setting} saves {memory_size(one.saved)} of {memory_size(fullest.total)}",
-                soft_wrap=True,
-            )
-    if held is not None:
-        to.print()
-        to.print(_measured_table(ranks, held), soft_wrap=True)
-
-
-def _block_table(job: MemoryJob) -> Table:
-    """The tensors that one block saves for its backward."""
-    from stretto.planner.counts.activations import block_saved, total
-    from stretto.planner.counts.published_activations import published_formula
-
-    compute = _how(job)
-    table = side_table("one block keeps", "bytes", "formula")
-    saved = block_saved(job.shape, compute)
-    for tensor in saved:
-        table.add_row(tensor.name, f"{tensor.bytes:,}", tensor.formula)
-    table.add_section()
-    table.add_row("sum", f"{total(saved):,}", "")
-    published = published_formula(job.shape, compute)
-    if published is not None:
-        table.add_row(published.source, f"{published.bytes:,.0f}", published.formula)
-    return table
-
-
-def _rank_table(ranks: Sequence[RankMemory]) -> Table:
-    """One line per pipeline rank; ranks that differ in other axes only hold the same."""
-    kinds = [*_KINDS, "batch", "total"]
-    table = side_table("rank", *kinds, "in flight")
-    for rank in ranks:
-        table.add_row(
-            str(rank.rank),
-            *(memory_size(getattr(rank, kind)) for kind in kinds),
-            " ".join(str(n) for n in rank.flights.values()),
-        )
-    return table
-
-
-def _measured_table(ranks: Sequence[RankMemory], held: Sequence[RankHeld]) -> Table:
-    table = side_table(
-        "rank", "pipeline rank", "measured", "predicted", "difference", "between actions", "predicted"
-    )
-    for one in held:
-        rank = ranks[one.pipeline]
-        table.add_row(
-            str(one.rank),
-            str(one.pipeline),
-            memory_size(one.peak),
-            memory_size(rank.total),
-            f"{100 * (rank.total / one.peak - 1):+.2f}%",
-            memory_size(one.held),
-            memory_size(rank.held),
-        )
-    return table
-
-
-def _how(job: MemoryJob) -> Any:
-    """The computation of most blocks, where their recomputation differs."""
-    most = max(set(job.modes), key=job.modes.count) if job.modes else job.compute.recompute
-    return replace(job.compute, recompute=most)
-
-
-def show_modes(job: Job, as_json: bool) -> None:
-    """Print all modes that are legal on the job's layout.
+def _mode_report(job: Job) -> CommandReport:
+    """The memory in every data-parallel mode that is legal on the job's layout.
 
     Raises:
         StrettoError: the job is not legal in any mode.
     """
     from stretto.planner.memory.alternatives import compare_modes
     from stretto.planner.memory.job import memory_of
-    from stretto.spec.data_parallel import MODES
+    from stretto.spec.data_parallel import MODES, DataParallel
     from stretto.spec.rules import problems
 
-    jobs: dict[Mode, Job] = {mode: _in_mode(job, mode) for mode in MODES}
-    wrong = {mode: problems(one) for mode, one in jobs.items()}
+    # shard sizes and the moments of reductions belong to the job's own mode
+    jobs: dict[Mode, Job] = {
+        mode: replace(job, dp=DataParallel(mode=mode, offload=job.dp.offload, path=job.dp.path))
+        for mode in MODES
+    }
+    jobs[job.dp.mode] = job
+    wrong = {mode: problems(variant) for mode, variant in jobs.items()}
     legal: list[Mode] = [mode for mode in MODES if not wrong[mode]]
     if not legal:
         raise wrong["ddp"][0]
     compared = compare_modes(legal, lambda mode: memory_of(jobs[mode]))
     refused: dict[Mode, str] = {mode: wrong[mode][0].message for mode in MODES if wrong[mode]}
-    facts = {
-        "copies": job.copies,
-        "modes": [{**asdict(one), "states": one.states} for one in compared],
-        "refused": refused,
-    }
-    report(facts, as_json, lambda to: _show_modes(to, compared, refused, job.copies, job.precision.half))
 
-
-def _in_mode(job: Job, mode: Mode) -> Job:
-    """The job in another mode; shard sizes and the moments of reductions belong to the job's own mode."""
-    from stretto.spec.data_parallel import DataParallel
-
-    if mode == job.dp.mode:
-        return job
-    return replace(job, dp=DataParallel(mode=mode, offload=job.dp.offload, path=job.dp.path))
-
-
-def _show_modes(
-    to: Console, compared: Sequence[ModeBytes], refused: Mapping[Mode, str], copies: int, half: bool
-) -> None:
-    away = [kind for kind in ("host", "disk") if any(getattr(one, kind) for one in compared)]
-    kinds = ["weights", "gradients", "masters", "optimizer", "states", *away, "peak"]
-    table = side_table("mode", *kinds, "ZeRO paper")
-    for one in compared:
-        paper = "" if one.published is None else memory_size(round(one.published))
-        table.add_row(one.mode, *(memory_size(getattr(one, kind)) for kind in kinds), paper)
-    to.print(table, soft_wrap=True)
-    ranks = f"{copies} ranks have" if copies > 1 else "one rank has"
-    to.print(f"on the fullest rank; {ranks} the same parameters", soft_wrap=True)
-    count = "the paper counts 2 + 2 + 12 bytes a parameter: 16-bit weights and gradients, AdamW in 32 bits"
-    to.print(count + ("" if half else "; the weights here are wider"), soft_wrap=True)
-    for mode, why in refused.items():
-        to.print(f"{mode}: {why}", soft_wrap=True)
+    report = CommandReport(
+        {
+            "copies": job.copies,
+            "modes": [{**asdict(row), "states": row.states} for row in compared],
+            "refused": refused,
+        }
+    )
+    offloaded = [kind for kind in ("host", "disk") if any(getattr(row, kind) for row in compared)]
+    kinds = ["weights", "gradients", "masters", "optimizer", "states", *offloaded, "peak"]
+    report.table(
+        [text("mode"), *map(size, kinds), size("ZeRO paper")],
+        [
+            (
+                row.mode,
+                *(getattr(row, kind) for kind in kinds),
+                None if row.published is None else round(row.published),
+            )
+            for row in compared
+        ],
+    )
+    ranks = f"{job.copies} ranks have" if job.copies > 1 else "one rank has"
+    report.line(f"on the fullest rank; {ranks} the same parameters")
+    wider = "" if job.precision.half else "; the weights here are wider"
+    report.line(
+        "the paper counts 2 + 2 + 12 bytes a parameter: 16-bit weights and gradients, AdamW in 32 bits"
+        + wider
+    )
+    report.lines(f"{mode}: {reason}" for mode, reason in refused.items())
+    return report

@@ -6,7 +6,7 @@ in which it is read, and prints either that or the JSON:
     report = CommandReport({"step_s": 3.2, "layers": [...]})  # what --json prints, and nothing else
     report.line("3.2 s a step")
     report.table([text("layer"), number("ms", ".3f")], [["attention", 1.52], ["mlp", 3.08]])
-    report.write(svg, lambda: picture(...))
+    report.write(svg, picture)
     report.print(as_json)
 
 The JSON object may be a function that makes it, if that takes long. What depends on the terminal, such as a
@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stretto.cli.output import console, labelled, memory_size, write_bytes, write_text
+from stretto.cli.output import console, labelled, memory_size, write_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -81,12 +81,18 @@ class CommandReport:
 
     def line(self, text: str = "", style: str | None = None) -> None:
         """Add one or more lines, which are neither wrapped nor cut."""
-        self.draw(lambda to: to.print(text, style=style, soft_wrap=True, markup=False, highlight=False))
+        self.draw(
+            lambda to: to.print(text, style=style, soft_wrap=True, markup=False, highlight=False, emoji=False)
+        )
 
     def lines(self, texts: Iterable[str]) -> None:
         """Add a line for each text."""
         for each in texts:
             self.line(each)
+
+    def verbatim(self, text: str) -> None:
+        """Add a text exactly as it is, such as a script; it ends with its own line break."""
+        self._blocks.append(lambda to: print(text, end="", file=to.file))
 
     def value(self, label: str, text: str, indent: int = LABEL) -> None:
         """Add a named value; its text wraps at spaces, right of the label."""
@@ -119,19 +125,13 @@ class CommandReport:
 
         self._blocks.append(block)
 
-    def write(self, path: Path | None, content: Callable[[], str | bytes], note: str = "") -> None:
-        """Write a file that the user named, now, and add a line that it was written; None is no file.
+    def write(self, path: Path, content: str | bytes, note: str = "") -> None:
+        """Write a file that the user named, now, and add a line that says so, followed by `note`.
 
         Raises:
             StrettoError: the file cannot be written.
         """
-        if path is None:
-            return
-        made = content()
-        if isinstance(made, str):
-            write_text(path, made)
-        else:
-            write_bytes(path, made)
+        write_bytes(path, content.encode() if isinstance(content, str) else content)
         self.line(f"wrote {path}{note}")
 
     def print(self, as_json: bool) -> None:
