@@ -2,157 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
 from stretto.cli.options import Json
-from stretto.cli.output import command_app, report
+from stretto.cli.output import command_app
+from stretto.cli.report import CommandReport, Record, number, text
+from stretto.errors import StrettoError, UnknownName, nearest
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from stretto.planner.machines.cluster import Cluster, Link
     from stretto.planner.machines.device import Device
     from stretto.recommender.shape import DlrmShape
     from stretto.spec.shape import ModelShape
-
-
-Facts = Mapping[str, Any]
-
-
-def devices(entries: Sequence[Facts]) -> Table:
-    """One row per device."""
-    rows = [
-        (
-            f["name"],
-            _peak(f["tflops"], "bf16", "fp16", "fp32"),
-            _peak(f["sustained_tflops"], "bf16", "fp16", "fp32"),
-            _peak(f["tflops"], "fp8"),
-            f"{f['memory_gib']:g}",
-            f"{f['bandwidth_gbs']:g}",
-            "" if f["price"] is None else f"{f['price']:.2f}",
-        )
-        for f in entries
-    ]
-    titles = ("device", "16-bit TFLOP/s", "sustained", "8-bit", "GiB", "memory GB/s", "$/h")
-    return _table(titles, rows)
-
-
-def clusters(entries: Sequence[Facts]) -> Table:
-    """One row per cluster."""
-    rows = [(f["name"], f["device"], str(f["node"]), _link(f["inner"]), _link(f["outer"])) for f in entries]
-    return _table(("cluster", "device", "a node", "inside a node, GB/s", "between nodes, GB/s"), rows, 2)
-
-
-def models(entries: Sequence[Facts]) -> Table:
-    """One row per model."""
-    rows: list[tuple[str, ...]] = []
-    for f in entries:
-        shape, moe = f["shape"], f["shape"]["moe"]
-        active = "" if f["active_parameters"] == f["parameters"] else _billions(f["active_parameters"])
-        experts = f"{moe['top_k']} of {moe['experts']}" if moe else ""
-        sizes = [str(shape[name]) for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")]
-        built = "trains" if f["trains_here"] else "plans"
-        rows.append((f["name"], _billions(f["parameters"]), active, *sizes, experts, built))
-    titles = (
-        "model",
-        "parameters",
-        "active",
-        "layers",
-        "hidden",
-        "heads",
-        "kv",
-        "ffn",
-        "vocab",
-        "experts",
-        "",
-    )
-    return _table(titles, rows)
-
-
-def recommenders(entries: Sequence[Facts]) -> Table:
-    """One row per recommender."""
-    rows = [
-        (
-            f["name"],
-            _billions(f["parameters"]),
-            f"{f['dense_parameters'] / 1e6:.2f} M",
-            str(len(f["shape"]["tables"])),
-            f"{f['lookups_per_sample']:g}",
-            str(f["shape"]["interaction"]),
-        )
-        for f in entries
-    ]
-    titles = ("recommender", "parameters", "dense", "tables", "ids a sample", "interaction")
-    return _table(titles, rows)
-
-
-TABLES: dict[str, Callable[[Sequence[Facts]], Table]] = {
-    "devices": devices,
-    "clusters": clusters,
-    "models": models,
-    "recommenders": recommenders,
-}
-
-
-def in_full(kind: str, facts: Facts) -> Table:
-    """One entry in full, one row per property."""
-    from rich.table import Table
-
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row(kind, f"[bold]{facts['name']}[/]")
-    for name, value in facts.items():
-        text = _text(value)
-        if name != "name" and text:
-            table.add_row(name.replace("_", " "), text)
-    return table
-
-
-def _text(value: object) -> str:
-    """A value as text; "" where it is unknown."""
-    if value is None:
-        return ""
-    if isinstance(value, dict):
-        items = [(str(k), _text(v)) for k, v in cast(dict[str, object], value).items()]
-        return ", ".join(f"{name} {text}" for name, text in items if text)
-    if isinstance(value, list | tuple):
-        items = [_text(item) for item in cast(Sequence[object], value)]
-        return "; ".join(items[:8]) + (f"; and {len(items) - 8} more" if len(items) > 8 else "")
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}" if value >= 100_000 else str(value)
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], names: int = 1) -> Table:
-    """A table whose first `names` columns are text and whose others are numbers."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for i, title in enumerate(titles):
-        table.add_column(title, justify="left" if i < names else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _peak(tflops: Mapping[str, float], *formats: str) -> str:
-    return next((f"{tflops[name]:g}" for name in formats if name in tflops), "")
-
-
-def _link(link: Facts) -> str:
-    return f"{link['kind']} {link['bandwidth_gbs']:g}"
-
-
-def _billions(number: int) -> str:
-    return f"{number / 1e9:.2f} B"
 
 
 app = command_app()
@@ -178,72 +46,72 @@ def catalogue(
     `outer`, `price`, `device` by name or described), or everything; `stretto calibrate` writes one for this
     machine.
     """
-    if name is not None:
-        entry = one(name)
-        report(entry, as_json, lambda to: _show_one(to, entry))
-        return
-    lists = everything(only)
-    report(lists, as_json, lambda to: _show_lists(to, lists))
+    record = entries_named(name) if name is not None else entry_lists(only)
+    report = CommandReport(record)
+    for index, (kind, entries) in enumerate(record.items()):
+        if index:
+            report.line()
+        if name is None:
+            _add_list(report, kind, entries)
+        else:
+            report.draw(lambda _, kind=kind, entry=entries: _properties(kind, entry))
+    report.print(as_json)
 
 
-def everything(only: Kind | None = None) -> dict[str, Any]:
-    """The command's JSON: a list for each kind, with one object per entry."""
+# ------------------------------------------------------------------ JSON
+
+
+def entry_lists(only: Kind | None = None) -> dict[str, Any]:
+    """The entries of every kind, or of one."""
     from stretto.planner.machines.catalogue import clusters, entries
     from stretto.recommender.shape import DLRM_PRESETS
     from stretto.spec.presets import PRESETS, preset
 
-    lists: dict[str, Any] = {}
-    if only in (None, "devices"):
-        lists["devices"] = [device_facts(entry.device) for entry in entries()]
-    if only in (None, "clusters"):
-        lists["clusters"] = [cluster_facts(cluster) for cluster in clusters()]
-    if only in (None, "models"):
-        lists["models"] = [model_facts(name, preset(name)) for name in PRESETS]
-    if only in (None, "recommenders"):
-        lists["recommenders"] = [dlrm_facts(name, shape) for name, shape in DLRM_PRESETS.items()]
-    return lists
+    lists = {
+        "devices": lambda: [_device_record(entry.device) for entry in entries()],
+        "clusters": lambda: [_cluster_record(cluster) for cluster in clusters()],
+        "models": lambda: [_model_record(name, preset(name)) for name in PRESETS],
+        "recommenders": lambda: [_recommender_record(name, shape) for name, shape in DLRM_PRESETS.items()],
+    }
+    return {kind: entries_of_kind() for kind, entries_of_kind in lists.items() if only in (None, kind)}
 
 
-def one(name: str) -> dict[str, Any]:
-    """Everything known by that name: a model, a device with its usual cluster, or a cluster.
+def entries_named(name: str) -> dict[str, Any]:
+    """All entries of that name: a model, a device with its default cluster, or a cluster.
 
     Raises:
-        StrettoError: nothing has that name; the hint names the nearest that exists.
+        StrettoError: no entry has that name; the hint names the nearest that exists.
     """
-    from stretto.errors import StrettoError, UnknownName, nearest
     from stretto.planner.machines.catalogue import SOURCES, clusters, entries, find_cluster, find_device
     from stretto.recommender.shape import DLRM_PRESETS
     from stretto.spec.presets import PRESETS, find_shape
+    from stretto.spec.presets_data import SOURCES as MODEL_SOURCES
 
     if name.lower() in DLRM_PRESETS:
-        return {"recommender": dlrm_facts(name.lower(), DLRM_PRESETS[name.lower()])}
+        return {"recommender": _recommender_record(name.lower(), DLRM_PRESETS[name.lower()])}
     try:
-        return {"model": model_facts(name, find_shape(name)) | {"sources": _model_sources(name)}}
+        sources = name if "/" in name or name.endswith(".json") else MODEL_SOURCES
+        return {"model": _model_record(name, find_shape(name)) | {"sources": sources}}
     except UnknownName:
-        facts: dict[str, Any] = {}
+        found: dict[str, Any] = {}
     with suppress(StrettoError):
-        facts["device"] = device_facts(find_device(name)) | {"sources": SOURCES}
+        found["device"] = _device_record(find_device(name)) | {"sources": SOURCES}
+    is_file = name.endswith((".yaml", ".yml"))
     try:
         cluster = find_cluster(name)
     except StrettoError as error:
-        if name.endswith((".yaml", ".yml")) or facts:
+        if is_file or found:
             raise
-        known = [*PRESETS, *DLRM_PRESETS, *(e.device.name for e in entries()), *(c.name for c in clusters())]
-        near = nearest(name.lower(), known)
-        hint = f"did you mean {near!r}?" if near else error.hint
+        names = [*PRESETS, *DLRM_PRESETS, *(e.device.name for e in entries()), *(c.name for c in clusters())]
+        similar = nearest(name.lower(), names)
+        hint = f"did you mean {similar!r}?" if similar else error.hint
         raise StrettoError(f"no device, cluster or model is known as {name!r}", hint=hint) from None
-    sources = {} if name.endswith((".yaml", ".yml")) else {"sources": SOURCES}
-    described = {"device": device_facts(cluster.device) | sources, **facts}
-    return {**described, "cluster": cluster_facts(cluster) | sources}
+    of_file = {} if is_file else {"sources": SOURCES}
+    described = {"device": _device_record(cluster.device) | of_file, **found}
+    return {**described, "cluster": _cluster_record(cluster) | of_file}
 
 
-def _model_sources(name: str) -> str:
-    from stretto.spec.presets_data import SOURCES
-
-    return name if "/" in name or name.endswith(".json") else SOURCES
-
-
-def device_facts(device: Device) -> dict[str, Any]:
+def _device_record(device: Device) -> dict[str, Any]:
     """A device in plain values; GiB as a program sees them, GB/s, dollars an hour."""
     return {
         "name": device.name,
@@ -257,15 +125,15 @@ def device_facts(device: Device) -> dict[str, Any]:
     }
 
 
-def cluster_facts(cluster: Cluster) -> dict[str, Any]:
+def _cluster_record(cluster: Cluster) -> dict[str, Any]:
     """A cluster in plain values; GB/s of one device in one direction, microseconds."""
     return {
         "name": cluster.name,
         "device": cluster.device.name,
         "node": cluster.node,
         "nodes": cluster.nodes,
-        "inner": _link_facts(cluster.inner),
-        "outer": _link_facts(cluster.outer),
+        "inner": _link_record(cluster.inner),
+        "outer": _link_record(cluster.outer),
         "computing": cluster.computing,
         "price": cluster.device.price if cluster.price is None else cluster.price,
         "correction": cluster.correction,
@@ -274,7 +142,7 @@ def cluster_facts(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _link_facts(link: Link) -> dict[str, Any]:
+def _link_record(link: Link) -> dict[str, Any]:
     return {
         "kind": link.kind,
         "bandwidth_gbs": round(link.bandwidth / 1e9, 4),
@@ -283,7 +151,7 @@ def _link_facts(link: Link) -> dict[str, Any]:
     }
 
 
-def model_facts(name: str, shape: ModelShape) -> dict[str, Any]:
+def _model_record(name: str, shape: ModelShape) -> dict[str, Any]:
     """A model in plain values; parameters to the integer, FLOPs of a token by both conventions."""
     from stretto.spec.flops import model_flops_per_token
     from stretto.spec.parameters import count_parameters
@@ -303,10 +171,7 @@ def model_facts(name: str, shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def dlrm_facts(name: str, shape: DlrmShape) -> dict[str, Any]:
-    """A recommender in plain values."""
-    from dataclasses import asdict
-
+def _recommender_record(name: str, shape: DlrmShape) -> dict[str, Any]:
     from stretto.recommender.shape import count_dlrm, dlrm_flops_per_sample
 
     count = count_dlrm(shape)
@@ -320,17 +185,108 @@ def dlrm_facts(name: str, shape: DlrmShape) -> dict[str, Any]:
     }
 
 
-def _show_lists(to: Console, lists: dict[str, Any]) -> None:
-
-    for i, (kind, entries) in enumerate(lists.items()):
-        if i:
-            to.print()
-        to.print(TABLES[kind](entries))
+# ------------------------------------------------------------------ text
 
 
-def _show_one(to: Console, facts: dict[str, Any]) -> None:
+def _add_list(report: CommandReport, kind: str, entries: Sequence[Record]) -> None:
+    """Add one list as a table with a row per entry."""
+    if kind == "devices":
+        columns = [
+            text("device"),
+            number("16-bit TFLOP/s", "g"),
+            number("sustained", "g"),
+            number("8-bit", "g"),
+        ]
+        columns += [number("GiB", "g"), number("memory GB/s", "g"), number("$/h", ".2f")]
+        half = ("bf16", "fp16", "fp32")
+        rows = [
+            (
+                entry["name"],
+                _peak(entry["tflops"], half),
+                _peak(entry["sustained_tflops"], half),
+                _peak(entry["tflops"], ("fp8",)),
+                *(entry[name] for name in ("memory_gib", "bandwidth_gbs", "price")),
+            )
+            for entry in entries
+        ]
+    elif kind == "clusters":
+        columns = [text("cluster"), text("device"), number("a node")]
+        columns += [number("inside a node, GB/s"), number("between nodes, GB/s")]
+        rows = [
+            (
+                *(entry[name] for name in ("name", "device", "node")),
+                *(f"{entry[name]['kind']} {entry[name]['bandwidth_gbs']:g}" for name in ("inner", "outer")),
+            )
+            for entry in entries
+        ]
+    elif kind == "models":
+        sizes = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+        columns = [text("model"), number("parameters", _billions), number("active", _billions)]
+        columns += [*(number(name.removesuffix("_heads")) for name in sizes), number("experts"), number("")]
+        rows = [
+            (
+                entry["name"],
+                entry["parameters"],
+                None if entry["active_parameters"] == entry["parameters"] else entry["active_parameters"],
+                *(str(shape[name]) for name in sizes),
+                f"{moe['top_k']} of {moe['experts']}" if (moe := shape["moe"]) else None,
+                "trains" if entry["trains_here"] else "plans",
+            )
+            for entry in entries
+            for shape in [entry["shape"]]
+        ]
+    else:
+        columns = [text("recommender"), number("parameters", _billions), number("dense")]
+        columns += [number("tables"), number("ids a sample", "g"), number("interaction")]
+        rows = [
+            (
+                entry["name"],
+                entry["parameters"],
+                f"{entry['dense_parameters'] / 1e6:.2f} M",
+                len(entry["shape"]["tables"]),
+                entry["lookups_per_sample"],
+                str(entry["shape"]["interaction"]),
+            )
+            for entry in entries
+        ]
+    report.table(columns, rows)
 
-    for i, (kind, values) in enumerate(facts.items()):
-        if i:
-            to.print()
-        to.print(in_full(kind, values))
+
+def _peak(tflops: Mapping[str, float], dtypes: Sequence[str]) -> float | None:
+    return next((tflops[dtype] for dtype in dtypes if dtype in tflops), None)
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:.2f} B"
+
+
+def _properties(kind: str, entry: Record) -> Table:
+    """One entry in full, one row per property."""
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row(kind, f"[bold]{entry['name']}[/]")
+    for name, value in entry.items():
+        shown = _value_text(value)
+        if name != "name" and shown:
+            table.add_row(name.replace("_", " "), shown)
+    return table
+
+
+def _value_text(value: object) -> str:
+    """A value as text; "" if it is unknown."""
+    if value is None:
+        return ""
+    if isinstance(value, dict):
+        items = [(str(k), _value_text(v)) for k, v in cast(dict[str, object], value).items()]
+        return ", ".join(f"{name} {text}" for name, text in items if text)
+    if isinstance(value, list | tuple):
+        items = [_value_text(item) for item in cast(Sequence[object], value)]
+        return "; ".join(items[:8]) + (f"; and {len(items) - 8} more" if len(items) > 8 else "")
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}" if value >= 100_000 else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
