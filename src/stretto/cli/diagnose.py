@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from stretto.cli.options import Json
-from stretto.cli.output import command_app, report, say_no
+from stretto.cli.output import command_app, say_no
+from stretto.cli.report import CommandReport
+from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from stretto.run.diagnose.dump import Call
-    from stretto.run.diagnose.hang import Diagnosis, Mismatch, Wait
+    from stretto.run.diagnose.hang import Diagnosis, Mismatch
 
 app = command_app()
 
-_MOST = 12  # waits and chains that are printed
-_SECOND = 1_000_000_000
+_SHOWN = 12  # waits and chains that are printed
 
 
 @app.command(
@@ -46,30 +45,26 @@ def diagnose(
     """
     from stretto.run.diagnose.dump import read_dumps
     from stretto.run.diagnose.hang import diagnose as compare_ranks
+    from stretto.run.watch.hang import summary_lines
 
     read = read_dumps(dumps)
     if ranks is not None and read[-1].rank >= ranks:
-        from stretto.errors import StrettoError
-
         raise StrettoError(
             f"--ranks is {ranks}, and there is a dump of rank {read[-1].rank}",
             hint=f"nearest is --ranks {read[-1].rank + 1}",
         )
     diagnosis = compare_ranks(read, ranks)
-    from stretto.run.watch.hang import summary_lines
-
-    last = summary_lines(dumps)
-    report(
-        {**facts(diagnosis), "watch": last} if as_json else {},
-        as_json,
-        lambda to: _print(to, diagnosis, last),
-    )
+    summary = summary_lines(dumps)
+    report = CommandReport(lambda: {**_record(diagnosis), "watch": summary})
+    report.lines(lines(diagnosis))
+    if summary:
+        report.lines(["", *summary])
+    report.print(as_json)
     if diagnosis.verdict != "fine":
         raise say_no()
 
 
-def facts(diagnosis: Diagnosis) -> dict[str, Any]:
-    """The diagnosis as the command's JSON."""
+def _record(diagnosis: Diagnosis) -> dict[str, Any]:
     return {
         "verdict": diagnosis.verdict,
         "ranks": diagnosis.world,
@@ -84,7 +79,7 @@ def facts(diagnosis: Diagnosis) -> dict[str, Any]:
                 "about": each.about,
                 "odd": list(each.odd),
                 "slip": each.slip,
-                "calls": {rank: _call(call) for rank, call in each.calls.items()},
+                "calls": {rank: _call_record(call) for rank, call in each.calls.items()},
             }
             for each in diagnosis.mismatches
         ],
@@ -94,26 +89,33 @@ def facts(diagnosis: Diagnosis) -> dict[str, Any]:
                 "number": each.number,
                 "missing": list(each.missing),
                 "members_known": each.members_known,
-                "waiting": {rank: _call(call) for rank, call in each.waiting.items()},
+                "waiting": {rank: _call_record(call) for rank, call in each.waiting.items()},
             }
             for each in diagnosis.missing
         ],
         "stalled": [
-            {"open_on": list(each.open_on), "queued": list(each.queued), "calls": _calls(each.calls.values())}
+            {
+                "open_on": list(each.open_on),
+                "queued": list(each.queued),
+                "calls": [_call_record(call) for call in each.calls.values()],
+            }
             for each in diagnosis.stalled
         ],
         "waits": [
-            {"rank": wait.rank, "target": wait.target, "call": _call(wait.call)} for wait in diagnosis.waits
+            {"rank": wait.rank, "target": wait.target, "call": _call_record(wait.call)}
+            for wait in diagnosis.waits
         ],
-        "last": {rank: _call(call) for rank, call in diagnosis.last.items()},
+        "last": {rank: _call_record(call) for rank, call in diagnosis.last.items()},
     }
 
 
-def _calls(calls: Any) -> list[dict[str, Any]]:
-    return [_call(call) for call in calls]
-
-
-def _call(call: Call) -> dict[str, Any]:
+def _call_record(call: Call) -> dict[str, Any]:
+    if call.completed:
+        state = "completed"
+    elif call.retired:
+        state = "retired"
+    else:
+        state = "started" if call.started else "scheduled"
     return {
         "rank": call.rank,
         "operation": call.operation,
@@ -123,19 +125,10 @@ def _call(call: Call) -> dict[str, Any]:
         "input_sizes": [list(size) for size in call.input_sizes],
         "output_sizes": [list(size) for size in call.output_sizes],
         "dtypes": sorted({*call.input_dtypes, *call.output_dtypes}),
-        "state": "completed" if call.completed else "retired" if call.retired else _begun(call),
+        "state": state,
         "created_ns": call.created_ns,
         "place": None if call.place is None else str(call.place),
     }
-
-
-def _begun(call: Call) -> str:
-    return "started" if call.started else "scheduled"
-
-
-def _print(to: Console, diagnosis: Diagnosis, last: Sequence[str]) -> None:
-    for line in [*lines(diagnosis), *([""] if last else []), *last]:
-        to.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def lines(diagnosis: Diagnosis) -> Iterator[str]:
@@ -150,18 +143,19 @@ def lines(diagnosis: Diagnosis) -> Iterator[str]:
     if diagnosis.waits:
         yield ""
         yield "who waits for whom"
-        for wait in diagnosis.waits[:_MOST]:
+        for wait in diagnosis.waits[:_SHOWN]:
             yield f"  rank {wait.rank} -> rank {wait.target}: {wait.call}{wait.call.sizes}{wait.call.at}"
-        if len(diagnosis.waits) > _MOST:
-            yield f"  and {len(diagnosis.waits) - _MOST} more: --json has all"
-    far = [
+        if len(diagnosis.waits) > _SHOWN:
+            yield f"  and {len(diagnosis.waits) - _SHOWN} more: --json has all"
+    chains = [
         chain for rank in sorted({w.rank for w in diagnosis.waits}) if len(chain := diagnosis.chain(rank)) > 1
     ]
-    if far:
+    if chains:
         yield ""
         yield "through others"
-        for chain in far[:_MOST]:
-            yield "  " + _chain(chain)
+        for chain in chains[:_SHOWN]:
+            steps = [f"rank {wait.target} ({wait.call.operation} of {wait.call.group})" for wait in chain]
+            yield f"  rank {chain[0].rank} waits for {', which waits for '.join(steps)}"
 
 
 def _cause(diagnosis: Diagnosis) -> Iterator[str]:
@@ -171,8 +165,8 @@ def _cause(diagnosis: Diagnosis) -> Iterator[str]:
         if set(each.missing) & set(diagnosis.culprits) or diagnosis.circle:
             first = next(iter(each.waiting.values()))
             yield (
-                f"{_ranks(each.missing)} {_is(each.missing)} missing in {first}: {_ranks(each.waiting)} "
-                f"{_verb(each.waiting, 'waits')} in it{first.at}"
+                f"{_ranks(each.missing, 'is', 'are')} missing in {first}: "
+                f"{_ranks(each.waiting, 'waits', 'wait')} in it{first.at}"
             )
             if not each.members_known:
                 yield f"  (no dump says who belongs to {each.group}: these are the ranks that used it)"
@@ -180,12 +174,19 @@ def _cause(diagnosis: Diagnosis) -> Iterator[str]:
         if stalled.queued:
             call = next(iter(stalled.calls.values()))
             yield (
-                f"{_ranks(stalled.open_on)} {_verb(stalled.open_on, 'waits')} in {call}{call.at}: "
-                f"{_ranks(stalled.queued)} {_has(stalled.queued)} asked for it too, and the device has not "
+                f"{_ranks(stalled.open_on, 'waits', 'wait')} in {call}{call.at}: "
+                f"{_ranks(stalled.queued, 'has', 'have')} asked for it too, and the device has not "
                 "begun with it, as it is busy or stuck before it"
             )
     for rank in diagnosis.culprits:
-        yield _last(diagnosis, rank)
+        if rank not in diagnosis.last:
+            yield f"  rank {rank} is not seen waiting for another: it has no dump, or none with calls"
+            continue
+        call = diagnosis.last[rank]
+        newest = max(other.created_ns for other in diagnosis.last.values())
+        seconds = (newest - call.created_ns) / 1e9
+        since = f", {seconds:.1f} s before the newest call of any rank" if seconds >= 0.1 else ""
+        yield f"  rank {rank} waits for no other rank; its last call was {call}{call.at}{since}"
     if diagnosis.circle:
         yield (
             f"ranks {' -> '.join(map(str, diagnosis.circle))} wait for each other in a circle: each asks for "
@@ -211,9 +212,10 @@ def _cause(diagnosis: Diagnosis) -> Iterator[str]:
 
 def _mismatch(mismatch: Mismatch) -> Iterator[str]:
     sample = next(iter(mismatch.calls.values()))
-    what = f"message {mismatch.number}" if sample.peer is not None else f"call #{mismatch.number}"
-    yield f"ranks differ in the {mismatch.about} of {what} of {mismatch.group}; {_ranks(mismatch.odd)} " + (
-        "against each other:" if len(mismatch.odd) == len(mismatch.calls) else "against the others:"
+    call_name = f"message {mismatch.number}" if sample.peer is not None else f"call #{mismatch.number}"
+    yield (
+        f"ranks differ in the {mismatch.about} of {call_name} of {mismatch.group}; {_ranks(mismatch.odd)} "
+        + ("against each other:" if len(mismatch.odd) == len(mismatch.calls) else "against the others:")
     )
     for rank, call in mismatch.calls.items():
         mark = " <-" if rank in mismatch.odd and len(mismatch.odd) < len(mismatch.calls) else ""
@@ -224,42 +226,14 @@ def _mismatch(mismatch: Mismatch) -> Iterator[str]:
         yield f"  as if rank {odd} had {did}"
 
 
-def _last(diagnosis: Diagnosis, rank: int) -> str:
-    if rank not in diagnosis.last:
-        return f"  rank {rank} is not seen waiting for another: it has no dump, or none with calls"
-    call = diagnosis.last[rank]
-    newest = max(other.created_ns for other in diagnosis.last.values())
-    ago = (newest - call.created_ns) / _SECOND
-    since = f", {ago:.1f} s before the newest call of any rank" if ago >= 0.1 else ""
-    return f"  rank {rank} waits for no other rank; its last call was {call}{call.at}{since}"
-
-
-def _chain(chain: Sequence[Wait]) -> str:
-    steps = [f"rank {chain[0].rank}"]
-    steps += [f"rank {wait.target} ({wait.call.operation} of {wait.call.group})" for wait in chain]
-    return " waits for ".join(steps[:2]) + "".join(f", which waits for {step}" for step in steps[2:])
-
-
-def _ranks(ranks: Any) -> str:
-    """Ranks in words: runs of neighbours as `3-6`."""
-    numbers = sorted(ranks)
+def _ranks(ranks: Collection[int], singular: str = "", plural: str = "") -> str:
+    """Ranks in words, runs of neighbours as `3-6`, followed by a verb in the singular or the plural."""
     runs = list[list[int]]()
-    for rank in numbers:
+    for rank in sorted(ranks):
         if runs and runs[-1][-1] == rank - 1:
             runs[-1].append(rank)
         else:
             runs.append([rank])
     parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"rank{'s' * (len(numbers) > 1)} {', '.join(parts)}"
-
-
-def _is(ranks: Any) -> str:
-    return "are" if len(ranks) > 1 else "is"
-
-
-def _has(ranks: Any) -> str:
-    return "have" if len(ranks) > 1 else "has"
-
-
-def _verb(ranks: Any, verb: str) -> str:
-    return verb.removesuffix("s") if len(ranks) > 1 else verb
+    verb = plural if len(ranks) > 1 else singular
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)} {verb}".rstrip()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stretto.layout.shards import Mode
-    from stretto.planner.memory.ranks import RankMemory
+    from stretto.planner.memory.ranks import MemoryJob, RankMemory
     from stretto.run.config.schema import LoopConfig
     from stretto.run.train.memory_measured import RankHeld
     from stretto.spec.job import Job
@@ -67,6 +67,7 @@ def memory(
     allocator fragmentation, several GiB in all.
     """
     from stretto.cli.jobs import load_language
+    from stretto.planner.memory.job import memory_of
     from stretto.run.config.job import job_of
     from stretto.spec.rules import problems
 
@@ -77,31 +78,35 @@ def memory(
         return
     if wrong := problems(job):  # files and devices, which may be elsewhere, are not checked
         raise wrong[0]
-    _rank_report(job, config.train if measure else None).print(as_json)
+    if measure:
+        predicted, measured = _measure(job, config.train)
+        _rank_report(predicted, measured).print(as_json)
+    else:
+        _rank_report(memory_of(job, apart=False), None).print(as_json)
 
 
-def _rank_report(job: Job, train: LoopConfig | None) -> CommandReport:
-    """The memory of every rank, also measured on local ranks if `train` is given."""
+def _measure(job: Job, train: LoopConfig) -> tuple[MemoryJob, list[RankHeld]]:
+    """Train two steps on local ranks, and predict the memory of these."""
+    from stretto.engine.parallel.tensor.matmul import ONEDNN
+    from stretto.planner.memory.job import memory_of
+    from stretto.run.launch.local import check_ranks, run_ranks
+    from stretto.run.train.memory_measured import measure_rank
+
+    job = replace(job, async_save=False)  # the steps save nothing
+    check_ranks(job.layout.world)
+    measured = run_ranks(job.layout.world, measure_rank, job, train, threads=train.threads)
+    # the steps drain; oneDNN forms weight gradients in a buffer of their own
+    separate_gradients = ONEDNN and job.precision.dtype == "float32"
+    return memory_of(job, job.program(), apart=separate_gradients), measured
+
+
+def _rank_report(predicted: MemoryJob, measured: Sequence[RankHeld] | None) -> CommandReport:
+    """The memory of every rank, beside what was measured."""
     from stretto.planner.counts.activations import block_saved, total
     from stretto.planner.counts.published_activations import published_formula
     from stretto.planner.memory.alternatives import advice
-    from stretto.planner.memory.job import memory_of
     from stretto.planner.memory.ranks import rank_memory
 
-    measured: list[RankHeld] | None = None
-    if train is None:
-        predicted = memory_of(job, apart=False)
-    else:
-        from stretto.engine.parallel.tensor.matmul import ONEDNN
-        from stretto.run.launch.local import check_ranks, run_ranks
-        from stretto.run.train.memory_measured import measure_rank
-
-        job = replace(job, async_save=False)  # the measured steps save nothing
-        check_ranks(job.layout.world)
-        measured = run_ranks(job.layout.world, measure_rank, job, train, threads=train.threads)
-        # the measured steps drain; oneDNN forms weight gradients in a buffer of their own
-        separate_gradients = ONEDNN and job.precision.dtype == "float32"
-        predicted = memory_of(job, job.program(), apart=separate_gradients)
     ranks = rank_memory(predicted)
     fullest = max(ranks, key=lambda rank: rank.total)
     # blocks may differ in recomputation: most have this
@@ -154,32 +159,37 @@ def _rank_report(job: Job, train: LoopConfig | None) -> CommandReport:
                 f"{setting.setting} saves {memory_size(setting.saved)} of {memory_size(fullest.total)}"
             )
     if measured is not None:
-        predictions = [ranks[rank.pipeline] for rank in measured]
-        report.line()
-        report.table(
-            [
-                text("rank"),
-                number("pipeline rank"),
-                size("measured"),
-                size("predicted"),
-                number("difference", "+.2%"),
-                size("between actions"),
-                size("predicted"),
-            ],
-            [
-                (
-                    rank.rank,
-                    rank.pipeline,
-                    rank.peak,
-                    guess.total,
-                    guess.total / rank.peak - 1,
-                    rank.held,
-                    guess.held,
-                )
-                for rank, guess in zip(measured, predictions, strict=True)
-            ],
-        )
+        _add_measured(report, measured, ranks)
     return report
+
+
+def _add_measured(report: CommandReport, measured: Sequence[RankHeld], ranks: Sequence[RankMemory]) -> None:
+    """Add a table of measured beside predicted memory."""
+    predictions = [ranks[rank.pipeline] for rank in measured]
+    report.line()
+    report.table(
+        [
+            text("rank"),
+            number("pipeline rank"),
+            size("measured"),
+            size("predicted"),
+            number("difference", "+.2%"),
+            size("between actions"),
+            size("predicted"),
+        ],
+        [
+            (
+                rank.rank,
+                rank.pipeline,
+                rank.peak,
+                guess.total,
+                guess.total / rank.peak - 1,
+                rank.held,
+                guess.held,
+            )
+            for rank, guess in zip(measured, predictions, strict=True)
+        ],
+    )
 
 
 def _measured_record(measured: RankHeld, ranks: Sequence[RankMemory]) -> dict[str, Any]:
