@@ -93,21 +93,21 @@ def entries_named(name: str) -> dict[str, Any]:
         sources = name if "/" in name or name.endswith(".json") else MODEL_SOURCES
         return {"model": _model_record(name, find_shape(name)) | {"sources": sources}}
     except UnknownName:
-        found: dict[str, Any] = {}
+        device: dict[str, Any] = {}
     with suppress(StrettoError):
-        found["device"] = _device_record(find_device(name)) | {"sources": SOURCES}
+        device["device"] = _device_record(find_device(name)) | {"sources": SOURCES}
     is_file = name.endswith((".yaml", ".yml"))
     try:
         cluster = find_cluster(name)
     except StrettoError as error:
-        if is_file or found:
+        if is_file or device:
             raise
         names = [*PRESETS, *DLRM_PRESETS, *(e.device.name for e in entries()), *(c.name for c in clusters())]
         similar = nearest(name.lower(), names)
         hint = f"did you mean {similar!r}?" if similar else error.hint
         raise StrettoError(f"no device, cluster or model is known as {name!r}", hint=hint) from None
     of_file = {} if is_file else {"sources": SOURCES}
-    described = {"device": _device_record(cluster.device) | of_file, **found}
+    described = {"device": _device_record(cluster.device) | of_file, **device}
     return {**described, "cluster": _cluster_record(cluster) | of_file}
 
 
