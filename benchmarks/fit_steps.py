@@ -26,12 +26,13 @@ import yaml
 from fitting import TABLES, Column
 from planning import HERE, is_fitted
 from published import adapted
+from published.rows import read_row
 
 from stretto.errors import StrettoError
 from stretto.planner.assumptions import SoftwareProfile, software_profiles
 from stretto.planner.estimate import estimate
-from stretto.planner.table.predicting import Predicted
-from stretto.planner.table.row import Row, read_row
+from stretto.planner.run_scores import PredictedRow
+from stretto.planner.runs import RunRecord
 
 MOST = 60  # rows of a table that a fit uses, evenly spaced: the others differ little
 
@@ -76,41 +77,44 @@ def applied(profile: str, software: SoftwareProfile, values: Values) -> Software
     return replace(software, **mine)
 
 
-def timed_rows(folder: Path, table: str) -> list[Row]:
+TimedRow = tuple[Mapping[str, str], RunRecord]  # its cells, and the run that they describe
+
+
+def timed_rows(folder: Path, table: str) -> list[TimedRow]:
     """The rows of a table with a measured time that can be predicted."""
-    rows = list[Row]()
+    rows = list[TimedRow]()
     for cells, refused in adapted(folder, table):
         if refused:
             continue
         try:
-            row = read_row(cells)
+            run = read_row(cells)
         except StrettoError:
             continue  # reported by planning.py
-        if row.measured.seconds is not None:
-            rows.append(row)
+        if run.measured.seconds is not None:
+            rows.append((cells, run))
     return rows
 
 
-def chosen_rows(rows: Sequence[Row]) -> list[Row]:
-    """At most `MOST` rows, evenly spaced, without those whose replay takes longest."""
-    quick = [row for row in rows if row.job.layout.pp * (row.job.microbatches or 1) < 20_000]
+def chosen_rows(rows: Sequence[TimedRow]) -> list[RunRecord]:
+    """At most `MOST` runs, evenly spaced, without those whose replay takes longest."""
+    quick = [run for _, run in rows if run.job.layout.pp * (run.job.microbatches or 1) < 20_000]
     return [quick[int(at)] for at in np.linspace(0, len(quick) - 1, min(MOST, len(quick)))]
 
 
-def profile_name(row: Row) -> str:
+def profile_name(row: RunRecord) -> str:
     """The name of the software profile of a row, which may state its kernel of attention beside it."""
     software = row.assumptions.software
     stated = {"attention": software.attention, "hopper": software.hopper}
     return next(n for n, profile in software_profiles().items() if replace(profile, **stated) == software)
 
 
-def with_constants(row: Row, values: Values) -> Row:
+def with_constants(row: RunRecord, values: Values) -> RunRecord:
     """The row run by software with these constants."""
     software = applied(profile_name(row), row.assumptions.software, values)
     return replace(row, assumptions=replace(row.assumptions, software=software))
 
 
-def log_errors(rows: Sequence[Row], values: Values) -> Column:
+def log_errors(rows: Sequence[RunRecord], values: Values) -> Column:
     """Logarithms of the ratio of predicted to measured seconds."""
     known = dict[object, float]()  # rows that repeat a job share its prediction
     logs = list[float]()
@@ -137,7 +141,7 @@ class Linear:
 STEP = 0.15  # of a constant's logarithm, for its slope; `alone` is so narrow that it takes a third
 
 
-def linearised(rows: Sequence[Row], point: Column) -> Linear:
+def linearised(rows: Sequence[RunRecord], point: Column) -> Linear:
     """One prediction of every row at the point, and one for each constant."""
     base = log_errors(rows, values_at(point))
     slopes = np.zeros((len(rows), len(point)))
@@ -205,7 +209,7 @@ def write(values: Values) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def fit(tables: Mapping[str, Sequence[Row]], start: Values, rounds: int = 2) -> dict[str, float]:
+def fit(tables: Mapping[str, Sequence[RunRecord]], start: Values, rounds: int = 2) -> dict[str, float]:
     """The constants for the rows of these tables."""
     point = point_of(start)
     for _ in range(rounds):
@@ -213,9 +217,9 @@ def fit(tables: Mapping[str, Sequence[Row]], start: Values, rounds: int = 2) -> 
     return values_at(point)
 
 
-def fits(split: dict[str, Any], table: str, row: Row) -> bool:
+def fits(split: dict[str, Any], table: str, row: TimedRow) -> bool:
     """Whether planning_split.yaml names the row."""
-    return is_fitted(split, table, Predicted(number=0, cells=row.cells, row=row))
+    return is_fitted(split, table, PredictedRow(number=0, cells=row[0], run=row[1]))
 
 
 def main() -> None:

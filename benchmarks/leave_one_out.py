@@ -3,7 +3,7 @@
 For each table of measured runs, refits the few constants that runs determine (fit_steps.py) on the other
 tables, predicts all rows of the table, and scores them: errors, regret and concordance of groups of
 alternative layouts, and the share of rows inside intervals whose width is calibrated on the other tables
-too. Beside it the two-line model (stretto.planner.table.scores), whose constant is fitted to the very rows.
+too. Beside it the two-line model (stretto.planner.run_scores), whose constant is fitted to the very rows.
 
     python benchmarks/leave_one_out.py --tables ../shared/tables [--only TABLE] [--csv rows.csv] [--write]
 
@@ -27,6 +27,7 @@ from time import perf_counter
 import numpy as np
 from fit_steps import (
     CONSTANTS,
+    TimedRow,
     Values,
     chosen_rows,
     linearised,
@@ -43,32 +44,32 @@ from published import ADAPTERS
 
 from stretto.planner.estimate import Estimate, estimate
 from stretto.planner.interval import interval
-from stretto.planner.table.predicting import Predicted, summary
-from stretto.planner.table.row import Row
+from stretto.planner.run_scores import PredictedRow, summary
 
 INSIDE = 0.9  # share of measured runs that intervals promise
 
 
-def predicted(rows: Sequence[Row], values: Values) -> list[Predicted]:
+def predicted(rows: Sequence[TimedRow], values: Values) -> list[PredictedRow]:
     """All rows with predictions by software with these constants."""
-    known = dict[object, Estimate]()  # rows that repeat a job share its prediction
-    made = list[Predicted]()
-    for number, row in enumerate((with_constants(row, values) for row in rows), 1):
-        key = (row.group, row.repeat)
-        if key not in known:
-            known[key] = estimate(row.job, row.cluster, row.assumptions, memory=False)
-        made.append(Predicted(number=number, cells=row.cells, row=row, estimate=known[key]))
+    estimates = dict[object, Estimate]()  # rows that repeat a job share its prediction
+    made = list[PredictedRow]()
+    for number, (cells, run) in enumerate(rows, 1):
+        run = with_constants(run, values)
+        key = (run.group, run.repeat)
+        if key not in estimates:
+            estimates[key] = estimate(run.job, run.cluster, run.assumptions, memory=False)
+        made.append(PredictedRow(number=number, cells=cells, run=run, estimate=estimates[key]))
     return made
 
 
-def needed_scales(rows: Sequence[Predicted]) -> list[float]:
+def needed_scales(rows: Sequence[PredictedRow]) -> list[float]:
     """The scale of all widths with which each measured run would be at the edge of its interval."""
     scales = list[float]()
     for one in rows:
-        assert one.row is not None
+        assert one.run is not None
         assert one.estimate is not None
-        assert one.row.measured.seconds is not None
-        off = abs(log(one.estimate.seconds / one.row.measured.seconds))
+        assert one.run.measured.seconds is not None
+        off = abs(log(one.estimate.seconds / one.run.measured.seconds))
         made = one.estimate
         unit = interval(made.job, made.cluster, made.precision, made.parts, scale=1.0)
         scales.append(off / log(unit.high))
@@ -84,7 +85,7 @@ def calibrated_scale(tables: Sequence[Sequence[float]]) -> float:
     return float(scales[order][np.searchsorted(passed, INSIDE - 1e-9)])
 
 
-def scaled(one: Predicted, scale: float) -> Predicted:
+def scaled(one: PredictedRow, scale: float) -> PredictedRow:
     """A prediction with its interval at that scale."""
     made = one.estimate
     assert made is not None
@@ -99,19 +100,19 @@ def constants_line(name: str, values: Values, scale: float) -> str:
     return f"| {name} | {' | '.join(shown)} | {scale:.2f} |"
 
 
-def write_rows(path: Path, tables: Mapping[str, Sequence[Predicted]]) -> None:
+def write_rows(path: Path, tables: Mapping[str, Sequence[PredictedRow]]) -> None:
     """One line a row: layout, measured, predicted, error, parts."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["table", "name", "measured", "predicted", "error_pct", "low", "high", "parts"])
         for table, rows in tables.items():
             for one in rows:
-                made, row = one.estimate, one.row
-                if made is None or row is None or row.measured.seconds is None:
+                made, run = one.estimate, one.run
+                if made is None or run is None or run.measured.seconds is None:
                     continue
-                error = 100 * (made.seconds / row.measured.seconds - 1)
+                error = 100 * (made.seconds / run.measured.seconds - 1)
                 parts = " ".join(f"{k}={v / made.seconds:.3f}" for k, v in made.parts.items() if v)
-                times = (f"{x:.4g}" for x in (row.measured.seconds, made.seconds, error, made.low, made.high))
+                times = (f"{x:.4g}" for x in (run.measured.seconds, made.seconds, error, made.low, made.high))
                 writer.writerow([table, one.name.partition(": ")[2], *times, parts])
 
 

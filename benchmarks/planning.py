@@ -1,7 +1,7 @@
 """Claim: predictions hold on runs of models and GPUs that no constant was fitted on.
 
 Predicts every table of measured runs and reports errors, bias, regret and concordance, compared with a
-two-line model whose one constant is fitted to the very same rows (stretto.planner.table.scores), and with
+two-line model whose one constant is fitted to the very same rows (stretto.planner.run_scores), and with
 the noise between repeated measurements. `planning_split.yaml` lists the rows used for fitting. Then prints
 the published tables of Narayanan et al. 2021 (table 1) and Korthikanti et al. 2022 (table 5), row by row.
 
@@ -25,14 +25,13 @@ import yaml
 from published import ADAPTERS, predictions
 
 from stretto.planner.estimate import NOISE, PARTS
-from stretto.planner.table.predicting import Predicted, Summary, columns, summary
-from stretto.planner.table.scores import Scores
+from stretto.planner.run_scores import PredictedRow, Scores, TableScores, added_columns, summary
 
 HERE = Path(__file__).parent
 TABLES = HERE.parent.parent / "shared" / "tables"
 
 
-def is_fitted(split: dict[str, Any], table: str, one: Predicted) -> bool:
+def is_fitted(split: dict[str, Any], table: str, one: PredictedRow) -> bool:
     """Whether the row was used for fitting."""
     rule = split["runs"].get(table)
     if rule is None:
@@ -55,7 +54,7 @@ def with_baseline(model: float | None, plain: float | None, sign: bool = False) 
     return "" if model is None else f"{percent(model, sign)} ({percent(plain, sign)})"
 
 
-def line(name: str, rows: Sequence[Predicted]) -> str:
+def line(name: str, rows: Sequence[PredictedRow]) -> str:
     totals = summary(rows)
     model, plain = totals.model, totals.baseline
     if model is None or plain is None:
@@ -80,26 +79,26 @@ HEAD = (
 )
 
 
-def by(rows: Iterable[Predicted], key: Callable[[Predicted], str]) -> dict[str, list[Predicted]]:
-    groups: dict[str, list[Predicted]] = {}
+def by(rows: Iterable[PredictedRow], key: Callable[[PredictedRow], str]) -> dict[str, list[PredictedRow]]:
+    groups: dict[str, list[PredictedRow]] = {}
     for one in rows:
-        if one.row is not None:
+        if one.run is not None:
             groups.setdefault(key(one), []).append(one)
     return dict(sorted(groups.items()))
 
 
-def family(one: Predicted) -> str:
-    assert one.row is not None
+def family(one: PredictedRow) -> str:
+    assert one.run is not None
     name = one.cells.get("model", "").lower()
     return next((f for f in ("llama", "nemotron", "mpt", "mixtral", "qwen") if f in name), "gpt")
 
 
-def hardware(one: Predicted) -> str:
-    assert one.row is not None
-    return one.row.hardware
+def hardware(one: PredictedRow) -> str:
+    assert one.run is not None
+    return one.run.cluster.device.name
 
 
-def table_of_scores(tables: dict[str, list[Predicted]], split: dict[str, Any]) -> str:
+def table_of_scores(tables: dict[str, list[PredictedRow]], split: dict[str, Any]) -> str:
     fitted = {t: [o for o in rows if is_fitted(split, t, o)] for t, rows in tables.items()}
     never = {t: [o for o in rows if not is_fitted(split, t, o)] for t, rows in tables.items()}
     every = [one for rows in never.values() for one in rows]
@@ -121,7 +120,7 @@ def table_of_scores(tables: dict[str, list[Predicted]], split: dict[str, Any]) -
     return "\n".join(lines)
 
 
-def published(title: str, rows: Iterable[Predicted]) -> str:
+def published(title: str, rows: Iterable[PredictedRow]) -> str:
     lines = [
         title,
         "",
@@ -130,9 +129,9 @@ def published(title: str, rows: Iterable[Predicted]) -> str:
     ]
     errors = list[float]()
     for one in rows:
-        if one.row is None or one.estimate is None or one.row.measured.seconds is None:
+        if one.run is None or one.estimate is None or one.run.measured.seconds is None:
             continue
-        job, measured = one.row.job, one.row.measured.seconds
+        job, measured = one.run.job, one.run.measured.seconds
         error = one.estimate.seconds / measured - 1
         errors.append(error)
         how = f"{job.layout}, {job.schedule}, {job.recompute.mode}"
@@ -144,7 +143,7 @@ def published(title: str, rows: Iterable[Predicted]) -> str:
     return "\n".join([*lines, "", f"Mean error {percent(mean)}."])
 
 
-def memory_scores(tables: dict[str, list[Predicted]]) -> str:
+def memory_scores(tables: dict[str, list[PredictedRow]]) -> str:
     lines = [
         "| table | rows with memory | MAPE | bias | ran out of memory; predicted fits / tight / does not fit "
         "| ran; predicted not to fit |",
@@ -160,7 +159,7 @@ def memory_scores(tables: dict[str, list[Predicted]]) -> str:
     return "\n".join(lines)
 
 
-def refusals(tables: dict[str, list[Predicted]]) -> str:
+def refusals(tables: dict[str, list[PredictedRow]]) -> str:
     lines = ["Refused rows:", ""]
     for table, rows in tables.items():
         for why, count in summary(rows).refused.items():
@@ -171,7 +170,7 @@ def refusals(tables: dict[str, list[Predicted]]) -> str:
 # ------------------------------------------------------------------ files
 
 
-def write_rows(path: Path, tables: dict[str, list[Predicted]], split: dict[str, Any]) -> None:
+def write_rows(path: Path, tables: dict[str, list[PredictedRow]], split: dict[str, Any]) -> None:
     """One line per row: prediction and its parts, measurement, and whether the row was used for fitting."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer: csv.DictWriter[str] | None = None
@@ -184,7 +183,7 @@ def write_rows(path: Path, tables: dict[str, list[Predicted]], split: dict[str, 
                     "fitted": int(is_fitted(split, table, one)),
                     "name": one.name,
                     **_job(one),
-                    **columns(one),
+                    **added_columns(one),
                     **{f"part_{name}": parts.get(name, 0.0) for name in PARTS},
                     "notes": one.cells.get("notes", ""),
                 }
@@ -192,14 +191,14 @@ def write_rows(path: Path, tables: dict[str, list[Predicted]], split: dict[str, 
                 writer.writerow(facts)
 
 
-def _job(one: Predicted) -> dict[str, Any]:
-    if one.row is None:
+def _job(one: PredictedRow) -> dict[str, Any]:
+    if one.run is None:
         return dict.fromkeys(
             ("gpu", "gpus", "layers", "hidden", "sequence", "microbatches", "micro", "schedule")
         )
-    job = one.row.job
+    job = one.run.job
     return {
-        "gpu": one.row.hardware,
+        "gpu": one.run.cluster.device.name,
         "gpus": job.layout.world,
         "layers": job.shape.layers,
         "hidden": job.shape.hidden,
@@ -228,14 +227,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="tables whose name has this")
     args = parser.parse_args()
     split = yaml.safe_load((HERE / "planning_split.yaml").read_text(encoding="utf-8"))
-    tables = dict[str, list[Predicted]]()
+    tables = dict[str, list[PredictedRow]]()
     for table in ADAPTERS:
         path = args.tables / f"{table}.csv"
         if args.only not in table or not path.exists():
             continue
         start = perf_counter()
         tables[table] = predictions(args.tables, table, args.memory)
-        totals: Summary = summary(tables[table])
+        totals: TableScores = summary(tables[table])
         took = perf_counter() - start
         print(
             f"{table}: {len(tables[table])} rows, {took:.1f} s, {summary_of(totals.model)}", file=sys.stderr

@@ -11,19 +11,20 @@ from math import log2
 from pathlib import Path
 
 from stretto.planner.estimate import Estimate
-from stretto.planner.table.predicting import predict_rows, read_table
+from stretto.planner.run_scores import predict_rows, read_table
+from stretto.planner.runs import read_run
 from stretto.view.colours import hexed, mix
 from stretto.view.plan_charts import PARTS
 from stretto.view.svg import element, page, words
 
 HERE = Path(__file__).parent
+TABLES = HERE.parent / "benchmarks" / "published" / "tables"
 FEWEST, MOST = 8, 16384  # devices
 Cells = dict[str, str]
 
 # 7B on A100 40 GB with 1600 Gbit/s a node: mosaicml/llm-foundry, scripts/train/benchmarking/README.md
 MPT: Cells = {
     "model": "MPT 7B",
-    "params_b": "6.7",
     "layers": "32",
     "hidden": "4096",
     "heads": "32",
@@ -37,6 +38,8 @@ MPT: Cells = {
     "micro_batch": "18",
     "recompute": "full",
     "precision": "bf16",
+    "software": "fused",
+    "framework": "fsdp",
 }
 MPT_RUNS = ((32, 576, 3725), (64, 1152, 3665), (128, 2304, 3623))  # devices, batch, tokens/s and device
 
@@ -97,7 +100,7 @@ def published_jobs() -> list[Published]:
         }
         for devices, batch, rate in MPT_RUNS
     ]
-    one, two = (read_table(HERE / "tables" / f"sc21_table_{number}.csv") for number in (1, 2))
+    one, two = (read_table(TABLES / f"sc21_table_{number}.csv") for number in (1, 2))
 
     def runs(panel: str, series: str) -> list[Cells]:
         return [cells for cells in two if (cells["x_panel"], cells["x_series"]) == (panel, series)]
@@ -130,7 +133,7 @@ def points(job: Published, weak: bool) -> list[Point]:
         size = max(size for size in range(1, min(micro, share) + 1) if share % size == 0)
         cells = base | {"gpus": str(dp * replica), "dp": str(dp)}
         cells |= {"global_batch": str(whole), "micro_batch": str(size)}
-        (one,) = predict_rows([cells])
+        (one,) = predict_rows([cells], read_run)
         if one.estimate is None or one.estimate.memory is None:
             continue  # the schedule has no such number of microbatches
         if one.estimate.memory.verdict != "does not fit":
@@ -152,11 +155,11 @@ def _copies(batch: int, published: list[int], weak: bool) -> Iterator[int]:
 
 def _published(run: Cells) -> float:
     """Model FLOPs utilisation of a published run."""
-    (one,) = predict_rows([run], memory=False)
+    (one,) = predict_rows([run], read_run, memory=False)
     assert one.estimate is not None
-    assert one.row is not None
-    assert one.row.measured.seconds is not None
-    return one.estimate.mfu * one.estimate.seconds / one.row.measured.seconds
+    assert one.run is not None
+    assert one.run.measured.seconds is not None
+    return one.estimate.mfu * one.estimate.seconds / one.run.measured.seconds
 
 
 # --- picture

@@ -73,7 +73,7 @@ def test_the_first_training_command_of_readme_works(bare: Environment, clone: Pa
     assert "saved runs/quickstart/checkpoints" in bare.type(words, clone)
 
 
-NO_TORCH = ("config", "layout", "schedule", "plan", "predict", "figure", "partition", "catalogue", "launch")
+NO_TORCH = ("config", "layout", "schedule", "plan", "predict", "partition", "catalogue", "launch")
 
 
 def test_commands_that_only_compute_work(bare: Environment, clone: Path) -> None:

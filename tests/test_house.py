@@ -452,7 +452,6 @@ DEVICES = {"engine/device.py", "spec/devices.py"}
 NAMED_ELSEWHERE = {
     "cli/diagnose.py": "the names of the files that NCCL's watchdog writes",
     "planner/machines/networks.py": "how tables of measurements write per device",
-    "planner/table/values.py": "how tables of measurements write that memory ran out",
     "run/diagnose/dump.py": "the names of the files that NCCL's watchdog writes",
     "stretto_interop/frameworks/megatron/script.py": "a variable of Megatron-LM's scripts",
     "stretto_interop/frameworks/megatron/training.py": "Megatron-LM trains on GPUs alone",

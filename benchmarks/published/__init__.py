@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from published import bigscience, megatron, mosaicml, nemo
+from published.rows import predict_rows
 from stretto.errors import StrettoError
-from stretto.planner.table.predicting import Predicted, predict_rows
+from stretto.planner.run_scores import PredictedRow
 
 Cells = dict[str, str]
 ADAPTERS: Mapping[str, Callable[[Cells], Cells]] = {
@@ -39,11 +40,13 @@ def _adapted(adapter: Callable[[Cells], Cells], row: Cells) -> tuple[Cells, str]
         return row, error.message
 
 
-def predictions(folder: Path, table: str, memory: bool = False) -> list[Predicted]:
+def predictions(folder: Path, table: str, memory: bool = False) -> list[PredictedRow]:
     """All rows of a table with their predictions."""
     rows = adapted(folder, table)
     predicted = predict_rows([cells for cells, why in rows if not why], memory=memory)
     return [
-        Predicted(number=number, cells=cells, refused=why) if why else replace(next(predicted), number=number)
+        PredictedRow(number=number, cells=cells, refused=why)
+        if why
+        else replace(next(predicted), number=number)
         for number, (cells, why) in enumerate(rows, 1)
     ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from published.megatron import HALF, megatron, split
-from stretto.planner.table.row import least_sharing, read_row
+from published.rows import read_row
+from stretto.planner.runs import least_sharing
 from stretto.spec.data_parallel import MODES
 
 # Layers and hidden size by billions of parameters: the scripts under experiments/gpt2-meg, and for 7.5, 22,

@@ -80,7 +80,7 @@ def test_a_plan_names_its_model_and_never_cuts_a_number() -> None:
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_a_prediction_is_never_cut(width: int) -> None:
     to = terminal(width=width, colours=False)
-    row = predict.row_from_arguments(["dp=8", "batch=64"], "gpt2-large", "dgx-a100-80gb:8")
+    row = predict.run_from_arguments(["dp=8", "batch=64"], "gpt2-large", "dgx-a100-80gb:8")
     predict.show(to, estimate(row.job, row.cluster, row.assumptions), row.defaults)
     text = printed(to)
     assert "where the time goes" in text

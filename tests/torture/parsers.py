@@ -426,13 +426,14 @@ def safetensors(folder: Path) -> Parser:
 
 @parser
 def prediction_table(_: Path) -> Parser:
-    from stretto.planner.table.predicting import predict_rows, read_table
+    from stretto.planner.run_scores import predict_rows, read_table
+    from stretto.planner.runs import read_run
 
-    names = ["model", "device", "devices", "tp", "pp", "dp", "batch", "micro_batch", "sequence", "dtype"]
+    names = ["model", "gpu", "gpus", "tp", "pp", "dp", "batch", "micro_batch", "seq", "precision"]
     row = ["llama3-8b", "H100", "8", "2", "2", "2", "64", "1", "4096", "bf16"]
 
     def read(path: Path) -> object:
-        return list(predict_rows(read_table(path)))
+        return list(predict_rows(read_table(path), read_run))
 
     valid = "\n".join(map(",".join, (names, row)))
     return Parser(lines([names, row], ","), read, "file.csv", valid.encode())

@@ -41,7 +41,6 @@ COMMANDS = (
     "dryrun",
     "plan",
     "predict",
-    "figure",
     "partition",
     "split",
     "data",

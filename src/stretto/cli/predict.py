@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,8 +31,8 @@ if TYPE_CHECKING:
     from stretto.planner.estimate import Estimate
     from stretto.planner.machines.cluster import Cluster
     from stretto.planner.memory.fits import Bytes, Fit
-    from stretto.planner.table.predicting import Predicted
-    from stretto.planner.table.row import Row
+    from stretto.planner.run_scores import PredictedRow
+    from stretto.planner.runs import RunRecord
     from stretto.spec.job import Job
     from stretto.spec.shape import ModelShape
 
@@ -71,7 +69,7 @@ def predict(
         Path | None, typer.Option(help="Write the table with added columns of predictions here.")
     ] = None,
     row: Annotated[
-        int | None, typer.Option(help="Predict this row of the table alone, and show how each cell is read.")
+        int | None, typer.Option(help="Predict this row of the table alone, and show its cells and defaults.")
     ] = None,
     memory: Annotated[bool, typer.Option(help="Predict memory too.")] = True,
     source: Annotated[
@@ -91,9 +89,8 @@ def predict(
     """Predict a step's time, with an interval, and the memory of the fullest rank.
 
     With --table, predict every row; where rows have measurements, report the errors, beside those of a
-    two-line model and the noise of measuring twice. Fields that are left out take defaults, which are shown.
-    What cells were taken for ("1 (all DP)", "8x200 Gb/s RoCE"), what was assumed where they say nothing, and
-    why rows are refused is listed; --row shows it cell by cell.
+    two-line model and the noise of measuring twice. Fields that are left out take defaults, which are listed,
+    as are the reasons why rows are refused; --row shows one row cell by cell.
     With --from, price what a file of another framework runs (a script that starts Megatron-LM, ...), and
     search for layouts of it that do the same work in less time.
 
@@ -121,9 +118,9 @@ def predict(
     if seconds is not None:
         raise StrettoError("--seconds is for --from", hint="without it nothing is searched")
     if table_columns:
-        from stretto.planner.table.columns import reference
+        from stretto.planner.runs import column_reference
 
-        text = reference()
+        text = column_reference()
         report({"columns": text}, as_json, lambda _: print(text, end=""))
         return
     if table is not None:
@@ -178,8 +175,8 @@ def _one(
     if model is None:
         raise StrettoError("--model is missing", hint="add --model llama3-8b, a config, or --table FILE.csv")
 
-    row = as_trained_here(row_from_arguments(words, model, cluster))
-    return estimate(row.job, row.cluster, row.assumptions, memory=memory), dict(row.defaults)
+    run = run_from_arguments(words, model, cluster)
+    return estimate(run.job, run.cluster, run.assumptions, memory=memory), dict(run.defaults)
 
 
 GIB = 2**30
@@ -190,61 +187,17 @@ _FIELDS = ("layout", "batch", "memory", "software")
 _MORE_FIELDS = ("dropout", "gpus", "node_size", "network", "network_gbs")
 
 
-def row_from_arguments(words: Sequence[str], model: str, cluster: str) -> Row:
-    """The layout described by arguments such as `tp=8 pp=4 batch=512`.
+def run_from_arguments(words: Sequence[str], model: str, cluster: str) -> RunRecord:
+    """Return the layout described by arguments such as `tp=8 pp=4 batch=512`.
 
     Raises:
         StrettoError: an argument that is not KEY=VALUE, a job that is not legal, or degrees that do not fit
             the cluster.
     """
     from stretto.planner.machines.catalogue import find_cluster
-    from stretto.planner.table.row import read_row
+    from stretto.planner.runs import SECTIONS, column_name, read_run
 
-    cells = _cells(words)
-    shape, machine = model_named(model), find_cluster(cluster)
-    if machine.devices is not None:
-        cells.setdefault("gpus", str(machine.devices))
-    sequence = {} if "seq" in cells else {"seq": str(shape.pretraining_sequence)}
-    row = read_row({**sequence, **cells, "model": model}, machine, shape, planned=True)
-    by_model = {name: f"{tokens} (the model's)" for name, tokens in sequence.items()}
-    return replace(row, defaults={**by_model, **row.defaults})
-
-
-def as_trained_here(row: Row) -> Row:
-    """The row's job as Stretto trains it and `plan` predicts it, unless it names another framework: a table's
-    rows without one are taken for runs of Megatron or FSDP, which pad and keep tensors differently, on old
-    devices with the kernels of their time.
-    """
-    from stretto.planner.assumptions import Assumptions
-    from stretto.planner.table.cells import Cells
-    from stretto.spec.framework import STRETTO
-    from stretto.spec.job import VOCAB_MULTIPLE
-
-    cells = Cells(row.cells)
-    if cells.word("framework") is not None:
-        return row
-    job, defaults = row.job, {**row.defaults, "framework": "stretto"}
-    kept = job.framework  # what the row says of recomputation is not a framework's habit
-    job = replace(
-        job,
-        framework=replace(STRETTO, operators=kept.operators, inputs_on_host=kept.inputs_on_host),
-        dp=replace(job.dp, reduce="auto"),
-        loss_chunk=None,
-        vocab_multiple=VOCAB_MULTIPLE,
-    )
-    assumptions = row.assumptions
-    if cells.word("attention") is None:
-        job, defaults["attention"] = replace(job, attention="auto"), "fused"
-    if cells.word("software") is None:
-        assumptions = replace(assumptions, software=Assumptions().software)
-        defaults["software"] = "today"
-    return replace(row, job=job, assumptions=assumptions, defaults=defaults)
-
-
-def _cells(words: Sequence[str]) -> dict[str, str]:
-    from stretto.planner.table.columns import SECTIONS, column
-
-    fields = {*_MORE_FIELDS, *(one.name for section in _FIELDS for one in SECTIONS[section])}
+    fields = {*_MORE_FIELDS, *(name for section in _FIELDS for name in SECTIONS[section])}
     cells = dict[str, str]()
     for word in words:
         key, equals, value = word.partition("=")
@@ -252,13 +205,13 @@ def _cells(words: Sequence[str]) -> dict[str, str]:
             raise StrettoError(
                 f"{word!r} is not of the form key=value", hint="as in tp=8 pp=4 micro=1 batch=512"
             )
-        name = column(key).name
+        name = column_name(key)
         if name not in fields:
             raise StrettoError(f"{key} is not a field of a layout", hint="--model and --cluster are options")
         if name in cells:
             raise StrettoError(f"{key} is given twice", hint="give every field at most once")
         cells[name] = value
-    return cells
+    return read_run({**cells, "model": model}, find_cluster(cluster), model_named(model))
 
 
 def model_named(name: str) -> ModelShape:
@@ -428,9 +381,10 @@ def predict_table(
         StrettoError: a file that is not a table or cannot be written, a row that it does not have, or an
             unknown model or cluster.
     """
-    from stretto.cli.predict_table import show_table
+    from stretto.cli.predict_table import show_table, table_csv
     from stretto.planner.machines.catalogue import find_cluster
-    from stretto.planner.table.predicting import predict_rows, read_table, summary
+    from stretto.planner.run_scores import predict_rows, read_table, summary
+    from stretto.planner.runs import read_run
 
     cells = read_table(table)
     shape = None if model is None else model_named(model)
@@ -439,76 +393,52 @@ def predict_table(
         raise StrettoError(f"{table} has no row {number}", hint=f"rows are numbered from 1 to {len(cells)}")
     check_writable(out)
     chosen = cells if number is None else cells[number - 1 : number]
-    rows = list(_watched(predict_rows(chosen, machine, shape, memory, first=number or 1), len(chosen)))
+    read = partial(read_run, cluster=machine, shape=shape)
+    predicted = predict_rows(chosen, read, memory, start=number or 1)
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import track
+
+        to_stderr = Console(stderr=True)
+        predicted = track(predicted, "predicting", len(chosen), console=to_stderr, transient=True)
+    rows = list(predicted)
     if out is not None:
-        write_text(out, written(rows))
+        write_text(out, table_csv(rows))
     scores = summary(rows)
-    facts = {"rows": [row_facts(one) for one in rows], **scores.facts()} if as_json else {}
+    facts = {"rows": [row_facts(row) for row in rows], **scores.as_dict()} if as_json else {}
     if number is not None:
         report(facts, as_json, lambda to: _show_row(to, rows[0]))
         return
     report(facts, as_json, lambda to: show_table(to, rows, scores, out))
 
 
-def _watched(rows: Iterable[Predicted], count: int) -> Iterator[Predicted]:
-    """The rows, with a progress bar where stderr is a terminal."""
-    if not sys.stderr.isatty():
-        yield from rows
-        return
-    from rich.console import Console
-    from rich.progress import track
-
-    yield from track(rows, "predicting", count, console=Console(stderr=True), transient=True)
-
-
-def written(rows: Sequence[Predicted]) -> str:
-    """The table as CSV: the original columns, then the added ones."""
-    from stretto.planner.table.predicting import ADDED, columns
-
-    names = list(dict.fromkeys(name for one in rows for name in one.cells))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [*names, *ADDED], extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    for one in rows:
-        added = {name: _short(value) for name, value in columns(one).items()}
-        writer.writerow({**one.cells, **added})
-    return text.getvalue()
-
-
-def _short(value: object) -> str:
-    if value is None:
-        return ""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def row_facts(one: Predicted) -> dict[str, Any]:
+def row_facts(row: PredictedRow) -> dict[str, Any]:
     """A row as JSON: predictions, measurements, and the original cells."""
-    from stretto.planner.table.predicting import columns
+    from stretto.planner.run_scores import memory_error, time_error
 
-    added = columns(one)
-    base: dict[str, Any] = {"row": one.number, "refused": one.refused or None}
-    if one.row is not None and one.estimate is not None:
-        base |= facts(one.estimate, one.row.defaults)
+    base: dict[str, Any] = {"row": row.number, "refused": row.refused or None}
+    if row.run is not None and row.estimate is not None:
+        base |= facts(row.estimate, row.run.defaults)
         base |= {
-            "measured_step_time_s": added["measured_step_time_s"],
-            "measured_by": added["measured_by"],
-            "error": None if added["error_pct"] is None else added["error_pct"] / 100,
-            "memory_error": None if added["memory_error_pct"] is None else added["memory_error_pct"] / 100,
-            "out_of_memory": one.row.measured.out_of_memory,
+            "measured_step_time_s": row.run.measured.seconds,
+            "measured_by": row.run.measured.by or None,
+            "error": time_error(row),
+            "memory_error": memory_error(row),
+            "out_of_memory": row.run.measured.out_of_memory,
         }
-    return {**base, "cells": dict(one.cells)}
+    return {**base, "cells": dict(row.cells)}
 
 
-def _show_row(to: Console, one: Predicted) -> None:
+def _show_row(to: Console, row: PredictedRow) -> None:
     """Print a row cell by cell, then its prediction or why there is none."""
     from stretto.cli.predict_table import percent_text, show_cells
+    from stretto.planner.run_scores import time_error
 
-    show_cells(to, one)
-    if one.estimate is None or one.row is None:
-        to.print(f"not predicted: {one.refused}", soft_wrap=True)
+    show_cells(to, row)
+    if row.estimate is None or row.run is None:
+        to.print(f"not predicted: {row.refused}", soft_wrap=True)
         return
-    show(to, one.estimate, {})
-    seconds = one.row.measured.seconds
-    if seconds is not None:
-        error = percent_text(one.estimate.seconds / seconds - 1, signed=True)
-        to.print(f"measured: {_seconds(seconds)} by {one.row.measured.by}, error {error}")
+    show(to, row.estimate, {})
+    if row.run.measured.seconds is not None:
+        error = percent_text(time_error(row), signed=True)
+        to.print(f"measured: {_seconds(row.run.measured.seconds)} by {row.run.measured.by}, error {error}")

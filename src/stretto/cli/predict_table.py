@@ -1,7 +1,9 @@
-"""A table of runs in the terminal: rows, scores, what cells were taken for, and what was refused."""
+"""A table of runs in the terminal and as CSV: rows, scores, defaults, and what was refused."""
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,19 +13,18 @@ from stretto.cli.output import plain_table, tflops_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stretto.planner.table.predicting import Predicted, Summary
-    from stretto.planner.table.scores import Scores
+    from stretto.planner.run_scores import PredictedRow, Scores, TableScores
 
 _ROWS, _WORST = 30, 5  # of a table that is shown row by row, and rows in a list
-_READINGS = 12  # kinds of readings that are shown, these columns first
-_WEIGHTY = ("software", "attention", "recompute", "zero", "flops_counted", "network", "layers")
+_DEFAULTS = 12  # kinds of defaults that are shown, these columns first
+_WEIGHTY = ("software", "attention", "recompute", "zero", "flops_counted", "network", "framework")
 
 
-def show_table(to: Console, rows: Sequence[Predicted], scores: Summary, out: Path | None) -> None:
+def show_table(to: Console, rows: Sequence[PredictedRow], scores: TableScores, out: Path | None) -> None:
     """Print the rows of a short table, the scores, memory, and the rows that could not be predicted."""
     if len(rows) <= _ROWS:
         _show_rows(to, rows)
-    predicted = sum(one.estimate is not None for one in rows)
+    predicted = sum(row.estimate is not None for row in rows)
     to.print(f"{len(rows)} rows, {predicted} predicted{f', written to {out}' if out else ''}")
     if scores.model is not None and scores.baseline is not None:
         _show_scores(to, scores.model, scores.baseline, scores.efficiency or 0.0)
@@ -31,46 +32,58 @@ def show_table(to: Console, rows: Sequence[Predicted], scores: Summary, out: Pat
             _show_worst(to, rows)
     _show_memory(to, scores)
     _show_undeclared(to, rows)
-    _show_readings(to, rows)
+    _show_defaults(to, rows)
     _show_refused(to, rows)
 
 
-def show_cells(to: Console, one: Predicted) -> None:
-    """Print a row cell by cell, with what each is taken for."""
-    from stretto.planner.table.columns import column
+def table_csv(rows: Sequence[PredictedRow]) -> str:
+    """Return the table as CSV: the original columns, then the added ones."""
+    from stretto.planner.run_scores import ADDED, added_columns
 
-    assumed = dict(one.row.defaults) if one.row is not None else {}
-    table = plain_table("column", "cell", "taken for" if one.row is not None else "", left=2)
-    for name, cell in one.cells.items():
-        known = name if name.startswith("x_") else column(name).name
+    names = list(dict.fromkeys(name for row in rows for name in row.cells))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*names, *ADDED], extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        added = {
+            name: "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+            for name, value in added_columns(row).items()
+        }
+        writer.writerow({**row.cells, **added})
+    return text.getvalue()
+
+
+def show_cells(to: Console, row: PredictedRow) -> None:
+    """Print a row cell by cell, with the defaults of empty cells."""
+    table = plain_table("column", "cell", "default" if row.run is not None else "", left=2)
+    defaults = dict(row.run.defaults) if row.run is not None else {}
+    for name, cell in row.cells.items():
         if cell.strip():
-            table.add_row(known, cell, assumed.pop(known, "as it stands" if one.row is not None else ""))
-    for name, value in assumed.items():
+            table.add_row(name, cell, defaults.pop(name, ""))
+    for name, value in defaults.items():
         table.add_row(name, "", value)
     to.print(table, soft_wrap=True)
 
 
-def _show_readings(to: Console, rows: Sequence[Predicted]) -> None:
-    """List what cells were taken for, and what was assumed where they say nothing, the weightiest first."""
+def _show_defaults(to: Console, rows: Sequence[PredictedRow]) -> None:
+    """List the defaults of empty cells, the weightiest first."""
     counts: dict[tuple[str, str], int] = {}
-    for one in rows:
-        for reading in one.row.defaults.items() if one.row is not None else ():
-            counts[reading] = counts.get(reading, 0) + 1
-    for title, read in (("cells that were read", True), ("assumed where cells say nothing", False)):
-        chosen = [(name, value, n) for (name, value), n in counts.items() if ("read from" in value) is read]
-        chosen.sort(key=lambda entry: (entry[0] not in _WEIGHTY, -entry[2]))
-        if chosen:
-            to.print(f"{title}:")
-        for name, value, n in chosen[:_READINGS]:
-            to.print(f"  {name}={value}: {n} row{'s' if n > 1 else ''}", soft_wrap=True, markup=False)
-        if len(chosen) > _READINGS:
-            to.print(
-                f"  and {len(chosen) - _READINGS} more: --out FILE.csv lists them by row, --row N one row"
-            )
+    for row in rows:
+        for default in row.run.defaults.items() if row.run is not None else ():
+            counts[default] = counts.get(default, 0) + 1
+    if not counts:
+        return
+    to.print("defaults of empty cells:")
+    chosen = sorted(counts.items(), key=lambda entry: (entry[0][0] not in _WEIGHTY, -entry[1]))
+    for (name, value), count in chosen[:_DEFAULTS]:
+        text = f"  {name}={value}: {count} row{'s' if count > 1 else ''}"
+        to.print(text, soft_wrap=True, markup=False)
+    if len(chosen) > _DEFAULTS:
+        to.print(f"  and {len(chosen) - _DEFAULTS} more: --out FILE.csv lists them by row, --row N one row")
 
 
-def _show_rows(to: Console, rows: Sequence[Predicted]) -> None:
-    from stretto.planner.table.predicting import columns
+def _show_rows(to: Console, rows: Sequence[PredictedRow]) -> None:
+    from stretto.planner.run_scores import added_columns
 
     table = plain_table(
         "row",
@@ -83,22 +96,22 @@ def _show_rows(to: Console, rows: Sequence[Predicted]) -> None:
         "dominant",
         left=2,
     )
-    for one in rows:
-        if one.estimate is None:
-            table.add_row(one.name, *[""] * 5, "refused", "")
+    for row in rows:
+        if row.estimate is None:
+            table.add_row(row.name, *[""] * 5, "refused", "")
             continue
-        added = columns(one)
+        added = added_columns(row)
         error = added["error_pct"]
         memory = added["predicted_memory_allocated_gib"]
         table.add_row(
-            one.name,
-            f"{one.estimate.seconds:.3g}",
+            row.name,
+            f"{row.estimate.seconds:.3g}",
             "" if added["measured_step_time_s"] is None else f"{added['measured_step_time_s']:.3g}",
             "" if error is None else f"{error:+.1f}%",
-            tflops_text(one.estimate.tflops_per_gpu),
+            tflops_text(row.estimate.tflops_per_gpu),
             "" if memory is None else f"{memory:.1f}",
             added["verdict"] or "",
-            one.estimate.dominant,
+            row.estimate.dominant,
         )
     to.print(table, soft_wrap=True)
 
@@ -132,40 +145,40 @@ def percent_text(value: float | None, signed: bool = False) -> str:
     return "" if value is None else f"{100 * value:{'+' if signed else ''}.1f}%"
 
 
-def _show_worst(to: Console, rows: Sequence[Predicted]) -> None:
-    from stretto.planner.table.predicting import columns
+def _show_worst(to: Console, rows: Sequence[PredictedRow]) -> None:
+    from stretto.planner.run_scores import time_error
 
-    timed = [(columns(one)["error_pct"], one) for one in rows]
-    known = sorted(((e, one) for e, one in timed if e is not None), key=lambda pair: -abs(pair[0]))
-    to.print(
-        "worst: " + "; ".join(f"{one.name} {error:+.0f}%" for error, one in known[:_WORST]), soft_wrap=True
-    )
+    timed = [(100 * error, row.name) for row in rows if (error := time_error(row)) is not None]
+    timed.sort(key=lambda pair: -abs(pair[0]))
+    worst = "; ".join(f"{name} {error:+.0f}%" for error, name in timed[:_WORST])
+    to.print(f"worst: {worst}", soft_wrap=True)
 
 
-def _show_memory(to: Console, scores: Summary) -> None:
-    held = scores.memory
-    if held.rows:
+def _show_memory(to: Console, scores: TableScores) -> None:
+    memory = scores.memory
+    if memory.rows:
         to.print(
-            f"memory: {held.rows} rows recorded, mean error {percent_text(held.mape)}, bias "
-            f"{percent_text(held.bias, True)}, worst {percent_text(held.worst, True)}",
+            f"memory: {memory.rows} rows recorded, mean error {percent_text(memory.mape)}, bias "
+            f"{percent_text(memory.bias, True)}, worst {percent_text(memory.worst, True)}",
             soft_wrap=True,
         )
-    failed = sum(held.out_of_memory.values())
+    failed = sum(memory.out_of_memory.values())
     if failed:
-        verdicts = ", ".join(f"{count} {verdict}" for verdict, count in held.out_of_memory.items())
+        verdicts = ", ".join(f"{count} {verdict}" for verdict, count in memory.out_of_memory.items())
         to.print(f"out of memory: {failed} rows, predicted: {verdicts}", soft_wrap=True)
-    if held.ran_does_not_fit:
+    if memory.ran_does_not_fit:
         to.print(
-            f"{held.ran_does_not_fit} of {held.ran} rows that ran were predicted not to fit", soft_wrap=True
+            f"{memory.ran_does_not_fit} of {memory.ran} rows that ran were predicted not to fit",
+            soft_wrap=True,
         )
 
 
-def _show_undeclared(to: Console, rows: Sequence[Predicted]) -> None:
+def _show_undeclared(to: Console, rows: Sequence[PredictedRow]) -> None:
     """List rows whose TFLOP/s may count recomputation: up to a third of the measured time depends on it."""
     undeclared = [
-        one.number
-        for one in rows
-        if one.row and "flops_counted" in one.row.defaults and one.row.job.recompute.mode != "none"
+        row.number
+        for row in rows
+        if row.run and "flops_counted" in row.run.defaults and row.run.job.recompute.mode != "none"
     ]
     if undeclared:
         to.print(
@@ -175,11 +188,11 @@ def _show_undeclared(to: Console, rows: Sequence[Predicted]) -> None:
         )
 
 
-def _show_refused(to: Console, rows: Sequence[Predicted]) -> None:
+def _show_refused(to: Console, rows: Sequence[PredictedRow]) -> None:
     reasons: dict[str, list[int]] = {}
-    for one in rows:
-        if one.refused:
-            reasons.setdefault(one.refused, []).append(one.number)
+    for row in rows:
+        if row.refused:
+            reasons.setdefault(row.refused, []).append(row.number)
     for why, numbers in sorted(reasons.items(), key=lambda pair: -len(pair[1])):
         to.print(f"not predicted: {len(numbers)} x {why} ({_rows_of(numbers)})", soft_wrap=True)
 

@@ -10,24 +10,24 @@ import pytest
 
 from stretto.planner.memory.fits import Fit
 from stretto.planner.memory.short_step import short_step_fit
-from stretto.planner.table.predicting import read_table
-from stretto.planner.table.row import Row, read_row
+from stretto.planner.run_scores import read_table
+from stretto.planner.runs import RunRecord, read_run
 from stretto.spec.framework import Framework
 
 TABLES = Path(__file__).parents[3] / "benchmarks" / "memory"
 
 
-def fit_of(row: Row) -> Fit:
+def fit_of(row: RunRecord) -> Fit:
     return short_step_fit(row.job, row.cluster.device, row.assumptions)
 
 
 @cache
-def rows(table: str) -> list[tuple[Row, Fit]]:
-    read = [read_row(cells) for cells in read_table(TABLES / f"{table}.csv")]
+def rows(table: str) -> list[tuple[RunRecord, Fit]]:
+    read = [read_run(cells) for cells in read_table(TABLES / f"{table}.csv")]
     return [(row, fit_of(row)) for row in read]
 
 
-def error(row: Row, held: Fit) -> float:
+def error(row: RunRecord, held: Fit) -> float:
     assert row.measured.memory is not None
     return getattr(held, row.measured.kind).mid / row.measured.memory - 1
 

@@ -18,11 +18,11 @@ from stretto.planner.memory.fits import fit
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import rank_memory
 from stretto.planner.memory.short_step import short_program, short_step_fit, short_step_memory
+from stretto.planner.run_scores import short_step_estimate
 from stretto.planner.search.fixed import fixed
 from stretto.planner.search.memory_bounds import MemoryBounds, peak_states
 from stretto.planner.search.search import search
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task, job_to_plan
-from stretto.planner.table.predicting import short_step_estimate
 from stretto.program import check, lower, schedule
 from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program

@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from functools import cache
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+from published import ADAPTERS, adapted  # pyright: ignore[reportMissingImports]
+from published.cells import SPELLINGS, column_name  # pyright: ignore[reportMissingImports]
+from published.rows import read_row  # pyright: ignore[reportMissingImports]
 
+from pages import ROOT
 from stretto.errors import StrettoError
 from stretto.planner.assumptions import software_profile
-from stretto.planner.table.columns import COLUMNS, column
-from stretto.planner.table.row import Row, read_row
+from stretto.planner.runs import RunRecord
 
-TABLES = Path(__file__).parents[4] / "shared" / "tables"
+TABLES = ROOT.parent / "shared" / "tables"
 needs_tables = pytest.mark.skipif(not TABLES.exists(), reason=f"no measured tables at {TABLES}")
 
 
-@cache
-def published() -> ModuleType:
-    """benchmarks/published."""
-    sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-    try:
-        import published  # pyright: ignore[reportMissingImports]
-    finally:
-        sys.path.pop(0)
-    return published
-
-
-def adapt(table: str, **cells: str) -> Row:
+def adapt(table: str, **cells: str) -> RunRecord:
     """A row of the table as it is read, all other cells empty."""
-    return read_row(published().ADAPTERS[table]({**EMPTY, **cells}))
+    return read_row(ADAPTERS[table]({**EMPTY, **cells}))
 
 
-EMPTY = {**dict.fromkeys(set(COLUMNS) - {"chunks"}, ""), "vp": ""}
+EMPTY = {**dict.fromkeys(set(SPELLINGS) - {"chunks", "step_time_s"}, ""), "vp": "", "iter_time_s": ""}
 GPT = {
     "model": "GPT",
     "layers": "96",
@@ -175,11 +163,11 @@ def test_every_published_row_is_a_job_or_has_a_reason() -> None:
     """The refusals that docs/planning.md counts."""
     refused = Counter[str]()
     count = 0
-    for table in published().ADAPTERS:
-        for cells, why in published().adapted(TABLES, table):
+    for table in ADAPTERS:
+        for cells, why in adapted(TABLES, table):
             count += 1
             for name in cells:
-                column(name)
+                column_name(name)
             try:
                 if not why:
                     read_row(cells)
@@ -200,7 +188,7 @@ def test_every_published_row_is_a_job_or_has_a_reason() -> None:
 @needs_tables
 def test_a_row_of_narayanan() -> None:
     """502 petaFLOP/s in all, of the FLOPs with recomputation (Narayanan et al. 2021, table 1)."""
-    rows = [cells for cells, _ in published().adapted(TABLES, "megatron_sc21_a100")]
+    rows = [cells for cells, _ in adapted(TABLES, "megatron_sc21_a100")]
     trillion = read_row(next(c for c in rows if c["params_b"] == "1008.0" and "Table 1" in c["source"]))
     assert str(trillion.job.layout) == "tp8 dp6 pp64"
     assert trillion.measured.by == "tflops_per_gpu (hardware FLOPs)"

@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
 
+from published.figures import Comparison, Point
 from stretto.view import colours
 from stretto.view.html import plain_html, table_html
 from stretto.view.panel import ticks
 from stretto.view.svg import element, page, words
-
-if TYPE_CHECKING:
-    from stretto.planner.table.published import Comparison, Point
 
 _WIDTH = 980.0
 _MARGIN = 16.0
@@ -252,10 +249,11 @@ def figure_html(comparison: Comparison) -> str:
                 f"{100 * point.error:+.1f}%",
             )
         )
+    command = f"python benchmarks/figure.py {figure.name} --html page.html --csv rows.csv"
     body = [
         f'<div class="figure">{figure_svg(comparison)}</div>',
         f"<p>Source: {escape(comparison.source)}. Numbers are quoted with their citation.</p>",
-        f"<p>Repeat it: <code>stretto figure {figure.name} --html page.html --csv rows.csv</code></p>",
+        f"<p>Repeat it: <code>{command}</code></p>",
         table_html(rows, f"{figure.measure}, by {figure.across}"),
     ]
     return plain_html(figure.title, "\n".join(body))

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from stretto.errors import StrettoError
-from stretto.planner.assumptions import SoftwareProfile, software_profile, software_profiles
+from published.cells import SpelledCells, data
+from stretto.planner.assumptions import software_profiles
 from stretto.planner.estimate import usual_dtype
 from stretto.planner.machines.device import Device
-from stretto.planner.machines.reading import shipped
-from stretto.planner.table.cells import Cells
 
 # FlashAttention came to PyTorch (2.0) and to Megatron in the same month, FlashAttention 2 half a year later.
 # NVIDIA's frameworks ran Transformer Engine's kernels by then, and cuDNN 9's since 2025.
@@ -39,69 +36,40 @@ _PAPERS = (
 _MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Software:
+class Software(NamedTuple):
     """The software of a run.
 
     Attributes:
-        name: of the profile.
-        profile: with the speed of the attention kernel that the row states.
-        attention: "fused", or "unfused" where scores are stored.
-        date: the month that decides what was usual, "2023-10"; "": a profile was named, or the run is planned
+        name: the profile.
+        date: the month that decides what was usual, as "2023-10"; "" if a profile was named.
     """
 
     name: str
-    profile: SoftwareProfile
-    attention: str
     date: str
 
     @property
     def early(self) -> bool:
-        """Whether it is like Megatron of 2020 to 2022: dropout, blocking messages, nothing overlaps."""
+        """True if it is like Megatron of 2020 to 2022: dropout, blocking messages, nothing overlaps."""
         return self.name in ("unfused", "eager")
 
     def is_before(self, month: str) -> bool:
-        """Whether it is known or taken to be older than that month."""
+        """True if it is known or taken to be older than that month."""
         return self.early and self.date < month
 
 
-def software_of(cells: Cells, device: Device, sequence: int, planned: bool = False) -> Software:
-    """The software of a row.
-
-    Args:
-        planned: the run is to be made with the software of today.
-
-    Raises:
-        StrettoError: a planned run names software that is no profile.
-    """
-    kernel = cells.word("attention")
+def fill_software(cells: SpelledCells, device: Device, sequence: int) -> Software:
+    """Fill in the profile of a row's software and its kind of attention."""
+    kernel, date = cells.get("attention", str), ""
     name = _named(cells.text("software"))
-    date, why = "", ""
-    if name is None and planned and cells.text("software"):
-        raise StrettoError(
-            f"software is {cells.text('software')!r}, allowed: {', '.join(software_profiles())}",
-            hint="a planned run takes one of these",
-        )
-    if name is None and planned:
-        name = cells.value_or("software", "unfused" if kernel == "unfused" or _old(device) else "today")
     if name is None:
-        date, why = _dated(cells, device)
+        date, reason = _dated(cells, device)
         name = _of_date(cells, date, device, sequence, kernel)
-        cells.report("software", name, why)
-    attention = kernel
-    if attention is None:
-        attention = "unfused" if name in ("unfused", "eager") or _old(device) else "fused"
-        cells.report("attention", attention, "" if planned else f"of software {name}")
-    profile = software_profile(name)
-    if kernel in _SPEEDS:
-        speeds = software_profile(_SPEEDS[kernel])
-        profile = replace(profile, attention=speeds.attention, hopper=speeds.hopper)
-    return Software(
-        name=name,
-        profile=profile,
-        attention="unfused" if attention == "unfused" else "fused",
-        date=date,
-    )
+        cells.report("software", name, reason)
+    cells.values["software"] = name
+    if kernel is None:
+        unfused = name in ("unfused", "eager") or _old(device)
+        cells.fill("attention", "unfused" if unfused else "fused", f"of software {name}")
+    return Software(name, date)
 
 
 def _old(device: Device) -> bool:
@@ -115,7 +83,7 @@ def _named(text: str) -> str | None:
     return words[0] if words[0] in software_profiles() else None
 
 
-def _of_date(cells: Cells, date: str, device: Device, sequence: int, kernel: str | None) -> str:
+def _of_date(cells: SpelledCells, date: str, device: Device, sequence: int, kernel: str | None) -> str:
     """The profile that was usual in a month, if the kernel of attention fits it."""
     software = cells.text("software")
     nvidia = _NVIDIA.search(f"{software} {cells.text('source')}") is not None
@@ -135,7 +103,7 @@ def _of_date(cells: Cells, date: str, device: Device, sequence: int, kernel: str
 # ------------------------------------------------------------------ dates
 
 
-def _dated(cells: Cells, device: Device) -> tuple[str, str]:
+def _dated(cells: SpelledCells, device: Device) -> tuple[str, str]:
     """The month of a row's software, and where it comes from."""
     for column in ("date", "software", "source"):
         text = cells.text(column)
@@ -206,4 +174,4 @@ def _later(month: str, years: int) -> str:
 
 @cache
 def _releases() -> Mapping[str, Any]:
-    return shipped("stretto.planner.table", "releases")
+    return data("releases")

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
+from published.cells import SpelledCells
+from published.values import squeezed
 from stretto.errors import StrettoError, nearest
-from stretto.planner.table.cells import Cells
-from stretto.planner.table.columns import COLUMNS
-from stretto.planner.table.values import squeezed
 from stretto.spec.framework import CORE, OPERATORS, Operator
 
 Mode = Literal["none", "selective", "full"]
@@ -138,7 +137,8 @@ def parse_recomputation(text: str) -> Recomputation:
         return Recomputation(mode="full", blocks=int(words[0]))
     near = nearest(first, (*_NONE, *_FULL, *_SELECTIVE, *_OPERATORS))
     raise StrettoError(
-        f"recompute is {text!r}, allowed: {COLUMNS['recompute'].allowed}",
+        f"recompute is {text!r}, allowed: none, selective, full, operators as in core_attn + mlp, "
+        f"or a part as in 'full, 4 layers' or 'every 2nd layer'",
         hint=f"did you mean {near!r}?" if near else None,
     )
 
@@ -180,17 +180,17 @@ def _blocks(text: str, share: float | None) -> int | None:
     return int(match[1] or match[2]) if match else None
 
 
-def stated_recomputation(cells: Cells) -> Recomputation | None:
+def stated_recomputation(cells: SpelledCells) -> Recomputation | None:
     """What the row says; None: nothing.
 
     Raises:
         StrettoError: neither a mode nor an operator is named, or cells contradict each other.
     """
-    text, blocks = cells.text("recompute"), cells.whole("recompute_layers")
+    text, blocks = cells.text("recompute"), cells.get("recompute_layers", int)
     text = "" if text.lower() == "auto" else text
     operators, on_host = (
         _listed_operators(cells.text("recompute_operators")),
-        cells.word("offload_inputs") == "cpu",
+        cells.get("offload_inputs", str) == "cpu",
     )
     if not text:
         if operators:
@@ -207,7 +207,7 @@ def stated_recomputation(cells: Cells) -> Recomputation | None:
                 f"{name} is {cells.text(name)}, but recompute is {known.mode}",
                 hint=f"recompute={mode}, or leave {name} empty",
             )
-    on_host = on_host or (known.to_host and cells.word("offload_inputs") is None)
+    on_host = on_host or (known.to_host and cells.get("offload_inputs", str) is None)
     blocks = known.blocks if blocks is None else blocks
     return replace(known, operators=operators or known.operators, to_host=on_host, blocks=blocks)
 

@@ -1,18 +1,21 @@
-"""Published measurements that ship with the package, and the figures that compare predictions with them.
+"""Published measurements in `tables`, and the figures that compare predictions with them.
 
-The tables are CSV in the columns of `stretto predict --table`, in `planner/data/published`. Their columns
-`x_panel`, `x_series` and `x_at` place a row in its figure.
+The tables are CSV in the columns of `stretto predict --table`. Their columns `x_panel`, `x_series` and `x_at`
+place a row in its figure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import as_file, files
+from pathlib import Path
 
 from stretto.errors import StrettoError, nearest
 from stretto.planner.estimate import Estimate
-from stretto.planner.table.predicting import Predicted, Summary, predict_rows, read_table, summary
+from stretto.planner.run_scores import PredictedRow, TableScores, predict_rows, read_table, summary
+from stretto.planner.runs import read_run
+
+TABLES = Path(__file__).parent / "tables"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,9 +128,9 @@ class Comparison:
 
     figure: Figure
     source: str
-    rows: Sequence[Predicted]
+    rows: Sequence[PredictedRow]
     points: Sequence[Point]
-    scores: Summary
+    scores: TableScores
 
 
 def find_figure(name: str) -> Figure:
@@ -154,30 +157,29 @@ def compare(figure: Figure) -> Comparison:
     """Predict every row of the figure's table.
 
     Raises:
-        StrettoError: a row that cannot be predicted; the shipped tables have none.
+        StrettoError: a row that cannot be predicted; the tables here have none.
     """
-    with as_file(files("stretto.planner") / "data" / "published" / f"{figure.table}.csv") as path:
-        rows = list(predict_rows(read_table(path), memory=False))
+    rows = list(predict_rows(read_table(TABLES / f"{figure.table}.csv"), read_run, memory=False))
     return Comparison(
         figure=figure,
         source=rows[0].cells["source"],
         rows=rows,
-        points=[_point(figure, one) for one in rows],
+        points=[_point(figure, row) for row in rows],
         scores=summary(rows),
     )
 
 
-def _point(figure: Figure, one: Predicted) -> Point:
-    if one.estimate is None or one.row is None or one.row.measured.seconds is None:
-        raise StrettoError(f"{figure.table}.csv, row {one.number}: {one.refused or 'no measured time'}")
-    estimate, measured = one.estimate, one.row.measured.seconds
-    work, job = figure.work(estimate), one.row.job
+def _point(figure: Figure, row: PredictedRow) -> Point:
+    if row.estimate is None or row.run is None or row.run.measured.seconds is None:
+        raise StrettoError(f"{figure.table}.csv, row {row.number}: {row.refused or 'no measured time'}")
+    estimate, measured = row.estimate, row.run.measured.seconds
+    work, job = figure.work(estimate), row.run.job
     chunks = job.options.get("chunks")
     schedule = f", {job.schedule}{f' x{chunks}' if chunks else ''}" if job.layout.pp > 1 else ""
     return Point(
-        panel=one.cells.get("x_panel", ""),
-        series=one.cells["x_series"],
-        at=one.cells["x_at"],
+        panel=row.cells.get("x_panel", ""),
+        series=row.cells["x_series"],
+        at=row.cells["x_at"],
         layout=f"{job.layout}{schedule}",
         published=work / measured,
         predicted=work / estimate.seconds,

@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
-
+import fit_steps  # pyright: ignore[reportMissingImports]
+import leave_one_out  # pyright: ignore[reportMissingImports]
 import numpy as np
 import pytest
 
-from pages import ROOT
 from stretto.planner.assumptions import software_profile
 
 
-@pytest.fixture(scope="module")
-def fit_steps() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        import fit_steps  # pyright: ignore[reportMissingImports]
-    finally:
-        sys.path.pop(0)
-    return fit_steps
-
-
-@pytest.fixture(scope="module")
-def leave_one_out() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        import leave_one_out  # pyright: ignore[reportMissingImports]
-    finally:
-        sys.path.pop(0)
-    return leave_one_out
-
-
-def test_a_fit_finds_the_constants_that_made_the_times(fit_steps: ModuleType) -> None:
+def test_a_fit_finds_the_constants_that_made_the_times() -> None:
     prior = fit_steps.point_of({name: one.prior for name, one in fit_steps.CONSTANTS.items()})
     names = list(fit_steps.CONSTANTS)
     slopes = np.random.default_rng(0).uniform(0.2, 1.0, (40, len(names)))
@@ -44,14 +22,14 @@ def test_a_fit_finds_the_constants_that_made_the_times(fit_steps: ModuleType) ->
     assert best[names.index("sharded")] == prior[names.index("sharded")], "nothing depends on it"
 
 
-def test_constants_reach_the_profiles_that_have_them(fit_steps: ModuleType) -> None:
+def test_constants_reach_the_profiles_that_have_them() -> None:
     values = {"host": 5e-5, "alone": 1.2}
     old, new = (fit_steps.applied(name, software_profile(name), values) for name in ("unfused", "tuned"))
     assert (old.host, old.alone, new.alone) == (5e-5, 1.2, 1.2)
     assert new.host == software_profile("tuned").host
 
 
-def test_a_width_holds_nine_of_ten_runs_of_each_table_equally(leave_one_out: ModuleType) -> None:
+def test_a_width_holds_nine_of_ten_runs_of_each_table_equally() -> None:
     one = [0.1 * at for at in range(1, 11)]
     assert leave_one_out.calibrated_scale([one]) == pytest.approx(0.9)
     # a table of a thousand narrow rows does not hide a small wide one

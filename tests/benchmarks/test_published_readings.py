@@ -6,13 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from published.recomputation import (  # pyright: ignore[reportMissingImports]
+    Recomputation,
+    parse_recomputation,
+)
+from published.rows import predict_rows, read_row  # pyright: ignore[reportMissingImports]
+from published.software import month_in  # pyright: ignore[reportMissingImports]
+from published.values import is_blank, read_number  # pyright: ignore[reportMissingImports]
 
 from stretto.errors import StrettoError
-from stretto.planner.table.predicting import columns, predict_rows
-from stretto.planner.table.recomputation import Recomputation, parse_recomputation
-from stretto.planner.table.row import Row, read_row
-from stretto.planner.table.software import month_in
-from stretto.planner.table.values import is_blank, read_number
+from stretto.planner.run_scores import added_columns
+from stretto.planner.runs import RunRecord
 from stretto.spec.framework import CORE
 
 RUN = {
@@ -38,7 +42,7 @@ GPT = {
 }
 
 
-def row(base: dict[str, str], **cells: str) -> Row:
+def row(base: dict[str, str], **cells: str) -> RunRecord:
     return read_row({**base, **cells})
 
 
@@ -114,7 +118,7 @@ def test_cells_mean_what_their_first_words_say(column: str, cell: str, plain: st
             "network",
             "RoCE, 6.25 GB/s a device (read from '4x100G RoCE', 8 devices a node)",
         ),
-        ({"iter_time_s": "OOM"}, "oom", "1 (iter_time_s is 'OOM')"),
+        ({"iter_time_s": "OOM"}, "oom", "1 (step_time_s is 'OOM')"),
     ],
 )
 def test_what_a_cell_was_taken_for_is_reported(cells: dict[str, str], column: str, value: str) -> None:
@@ -169,7 +173,7 @@ def test_what_a_cell_was_taken_for_is_reported(cells: dict[str, str], column: st
         ({"software": "DeepSpeed 0.12"}, lambda r: r.job.framework.lasting_gradients),
     ],
 )
-def test_what_rows_say_in_prose(cells: dict[str, str], read: Callable[[Row], bool]) -> None:
+def test_what_rows_say_in_prose(cells: dict[str, str], read: Callable[[RunRecord], bool]) -> None:
     assert read(row(RUN, **cells))
 
 
@@ -177,7 +181,7 @@ def test_what_rows_say_in_prose(cells: dict[str, str], read: Callable[[Row], boo
     ("cells", "why"),
     [
         ({"gpus": "16-32"}, "gpus is '16-32', allowed: a whole number above 0"),
-        ({"iter_time_s": "5 h"}, "iter_time_s is '5 h', allowed: a number above 0"),
+        ({"iter_time_s": "5 h"}, "step_time_s is '5 h', allowed: a number above 0"),
         ({"iter_time_s": "4.5-5"}, "allowed: a number above 0"),
         ({"chunks": "2", "schedule": "interleaved v=4"}, "chunks is 2, but schedule is 'interleaved v=4'"),
         ({"recompute": "perhaps"}, "recompute is 'perhaps', allowed: none, selective, full"),
@@ -196,7 +200,7 @@ def test_contradictions_and_gaps_are_refused_by_name(cells: dict[str, str], why:
 
 def test_a_refusal_carries_its_remedy() -> None:
     (refused,) = predict_rows([{**RUN, "gpu": ""}], memory=False)
-    assert columns(refused)["refused"] == "the row has no GPU; fill in gpu, as in A100-80GB-SXM"
+    assert added_columns(refused)["refused"] == "the row has no GPU; fill in gpu, as in A100-80GB-SXM"
 
 
 # ------------------------------------------------------------------ experts and sizes
@@ -289,8 +293,6 @@ def test_an_empty_recompute_is_the_least_that_fits() -> None:
     assert 0 < some.blocks < 16
     scores = read_row({**GPT, "micro_batch": "16", "seq": "2048", "recompute": ""})
     assert scores.job.recompute.mode == "selective"  # of 2021: the stored scores are what does not fit
-    planned = read_row(tight, planned=True)
-    assert (planned.job.recompute.mode, planned.defaults["recompute"]) == ("none", "none")
     assert read_row({**tight, "iter_time_s": "OOM"}).job.recompute.mode == "none"
 
 
@@ -397,13 +399,6 @@ def test_software_of_2021_brings_its_habits() -> None:
 def test_what_a_rate_counts(cells: dict[str, str], counted: str) -> None:
     read = row(GPT, iter_time_s="", tflops_per_gpu="140", **cells)
     assert read.measured.by == f"tflops_per_gpu ({counted} FLOPs)"
-
-
-def test_planned_runs_have_the_software_of_today() -> None:
-    read = read_row(GPT, planned=True)
-    assert (read.defaults["software"], read.job.attention, read.job.shape.dropout) == ("today", "auto", 0.0)
-    with pytest.raises(StrettoError, match="allowed: unfused, eager"):
-        read_row({**GPT, "software": "NeMo 24.07"}, planned=True)
 
 
 # ------------------------------------------------------------------ values

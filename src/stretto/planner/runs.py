@@ -1,0 +1,680 @@
+"""Runs in the rows of a table or as words: the columns, their defaults, and the job that a row describes.
+
+Every default that makes a choice is reported; one that says that something is absent is not. Cells that
+contradict each other are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypeVar, cast
+
+from stretto.errors import StrettoError, nearest
+from stretto.layout.layout import Layout
+from stretto.layout.shards import Mode
+from stretto.planner.assumptions import Assumptions, SoftwareProfile, software_profile, software_profiles
+from stretto.planner.estimate import precision_of, usual_dtype
+from stretto.planner.machines.catalogue import find_cluster
+from stretto.planner.machines.cluster import Cluster
+from stretto.planner.machines.networks import LATENCIES, parse_network
+from stretto.planner.machines.reading import shipped
+from stretto.program import names as schedules
+from stretto.spec.data_parallel import MODES, DataParallel, Dtype, Offload, Precision
+from stretto.spec.experts import ExpertShape
+from stretto.spec.families import FAMILIES, Family
+from stretto.spec.flops import hardware_flops_per_token, model_flops_per_token
+from stretto.spec.framework import CORE, OPERATORS, Framework, Operator, ways_of
+from stretto.spec.job import VOCAB_MULTIPLE, Job, Recompute, RecomputeMode
+from stretto.spec.parameters import count_parameters
+from stretto.spec.presets import find_shape
+from stretto.spec.rules import problems
+from stretto.spec.shape import ModelShape
+
+Value = int | float | bool | str
+T = TypeVar("T", bound=Value)
+Kind = Literal["count", "number", "share", "flag", "choice", "text"]
+MemoryKind = Literal["allocated", "reserved", "device"]
+FlopsKind = Literal["model", "hardware"]
+USER_PREFIX = "x_"  # of the names of columns that a user adds; they are copied and not read
+
+# ------------------------------------------------------------------ columns
+
+
+class Column(NamedTuple):
+    """A column of a table, and a word of `stretto predict`.
+
+    Attributes:
+        meaning: with the unit.
+        default: what an empty cell means, in words.
+        choices: the values of a `choice`.
+        alias: another name of the column.
+        allowed: the values of a cell, in words; for a text that is read.
+    """
+
+    kind: Kind
+    meaning: str
+    default: str = ""
+    choices: Sequence[str] = ()
+    alias: str = ""
+    allowed: str = ""
+
+
+def _sections() -> dict[str, dict[str, Column]]:
+    """Return the columns of `data/columns.yaml` by section."""
+    listed = {"schedules": tuple(schedules()), "families": FAMILIES, "profiles": tuple(software_profiles())}
+    operators = f"{', '.join(OPERATORS)}; several with +"
+
+    def column(fields: dict[str, Any]) -> Column:
+        choices: str | list[str] = fields.pop("choices", [])
+        choices = listed[choices] if isinstance(choices, str) else choices
+        allowed: str = fields.pop("allowed", "")
+        return Column(**fields, choices=choices, allowed=operators if allowed == "operators" else allowed)
+
+    sections: dict[str, dict[str, dict[str, Any]]] = shipped("stretto.planner", "columns")
+    return {
+        title: {name: column(fields) for name, fields in section.items()}
+        for title, section in sections.items()
+    }
+
+
+SECTIONS = _sections()
+COLUMNS = {name: column for section in SECTIONS.values() for name, column in section.items()}
+_NAMES = {spelling: name for name, column in COLUMNS.items() for spelling in (name, column.alias) if spelling}
+_LARGEST = 2**24  # counts above it are taken for mistakes
+_FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+
+
+def column_name(spelling: str) -> str:
+    """Return the name of the column with that name or alias.
+
+    Raises:
+        StrettoError: no such column; the hint has the nearest.
+    """
+    name = _NAMES.get(spelling.strip().lower())
+    if name is None:
+        similar = nearest(spelling.lower(), _NAMES)
+        hint = f"`stretto predict --table-columns` lists all; start columns of your own with {USER_PREFIX}"
+        raise StrettoError(
+            f"there is no column {spelling!r}",
+            hint=f"did you mean {similar!r}? {hint}" if similar else hint,
+        )
+    return name
+
+
+def allowed_values(name: str) -> str:
+    """Describe the values of a column."""
+    column = COLUMNS[name]
+    texts = {
+        "count": "a whole number above 0",
+        "number": "a number above 0",
+        "share": "a number from 0 to below 1",
+        "flag": "0 or 1",
+        "text": "any text",
+    }
+    return column.allowed or ", ".join(column.choices) or texts[column.kind]
+
+
+def read_value(name: str, cell: str) -> Value:
+    """Return the value of a cell that is not empty.
+
+    Raises:
+        StrettoError: a value that the column does not allow.
+    """
+    column, value = COLUMNS[name], None
+    if column.kind == "text":
+        value = cell
+    elif column.kind == "choice":
+        value = cell.lower() if cell.lower() in column.choices else None
+    elif column.kind == "flag":
+        value = _FLAGS.get(cell.lower())
+    else:
+        try:
+            number = float(cell)
+        except ValueError:
+            number = -1.0
+        if column.kind == "count":
+            value = int(number) if 1 <= number <= _LARGEST and number == int(number) else None
+        elif (column.kind == "share" and 0 <= number < 1) or 0 < number < float("inf"):
+            value = number if column.kind == "number" or number < 1 else None
+    if value is None:
+        similar = nearest(cell.lower(), column.choices)
+        raise StrettoError(
+            f"{name} is {cell!r}, allowed: {allowed_values(name)}",
+            hint=f"did you mean {similar!r}?" if similar else f"{name}: {column.meaning}",
+        )
+    return value
+
+
+def column_reference() -> str:
+    """Return the reference of all columns in Markdown, as `stretto predict --table-columns` prints it."""
+    lines = ["| column | also | meaning | allowed | where empty |", "|---|---|---|---|---|"]
+    for title, section in SECTIONS.items():
+        lines.append(f"| *{title}* | | | | |")
+        lines += [
+            f"| `{name}` | {column.alias} | {column.meaning} | {allowed_values(name)} | {column.default} |"
+            for name, column in section.items()
+        ]
+    return "\n".join(lines) + "\n"
+
+
+class Cells:
+    """The values of a row by column.
+
+    Attributes:
+        defaults: the values that empty cells were given, each with the reason.
+    """
+
+    def __init__(self, values: Mapping[str, Value]) -> None:
+        self.values = dict(values)
+        self.defaults = dict[str, str]()
+
+    def get(self, name: str, kind: type[T]) -> T | None:
+        """Return the value of a cell, or None if it is empty."""
+        value = self.values.get(name)
+        assert name in COLUMNS
+        assert value is None or isinstance(value, kind)
+        return value
+
+    def get_or(self, name: str, default: T, reason: str = "") -> T:
+        """Return the value of a cell, or the default, which is reported."""
+        value = self.get(name, type(default))
+        if value is not None:
+            return value
+        self.report(name, default, reason)
+        return default
+
+    def report(self, name: str, value: Value, reason: str = "") -> None:
+        """Record the value of a column that no cell states, and the reason for it."""
+        shown = int(value) if isinstance(value, bool) else value
+        text = f"{shown:g}" if isinstance(shown, float) else str(shown)
+        self.defaults[name] = f"{text} ({reason})" if reason else text
+
+
+def read_cells(row: Mapping[str, str]) -> Cells:
+    """Return the values of a row, by the columns' names or aliases; columns of the user's are skipped.
+
+    Raises:
+        StrettoError: an unknown column, one under two names, or a value that its column does not allow.
+    """
+    values = dict[str, Value]()
+    for spelling, cell in row.items():
+        if spelling.startswith(USER_PREFIX) or not cell.strip():
+            continue
+        name = column_name(spelling)
+        if name in values:
+            raise StrettoError(f"{name} is there under two names", hint=f"leave {spelling} out")
+        values[name] = read_value(name, cell.strip())
+    return Cells(values)
+
+
+# ------------------------------------------------------------------ runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What a row says about its run.
+
+    Attributes:
+        seconds: seconds of a step, or None if no column gives them.
+        by: the column they come from, and which FLOPs it counts.
+        memory: bytes of the fullest device, or None if not recorded.
+        kind: what the memory counts.
+        out_of_memory: the run failed for lack of memory.
+    """
+
+    seconds: float | None
+    by: str
+    memory: float | None
+    kind: MemoryKind
+    out_of_memory: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """A run that can be predicted.
+
+    Attributes:
+        defaults: the defaults of empty cells: name to value, with the reason.
+    """
+
+    job: Job
+    cluster: Cluster
+    assumptions: Assumptions
+    measured: Measurement
+    defaults: Mapping[str, str]
+
+    @property
+    def group(self) -> tuple[object, ...]:
+        """The key that alternative layouts of one training program share."""
+        job = self.job
+        sizes = (job.global_batch, job.sequence, job.layout.world, job.precision)
+        return (job.shape, self.cluster.name, self.assumptions.software, *sizes)
+
+    @property
+    def repeat(self) -> tuple[object, ...]:
+        """The key that measurements of one layout share."""
+        job = self.job
+        return (
+            job.layout,
+            job.micro_batch,
+            job.schedule,
+            tuple(sorted(job.options.items())),
+            job.sequence_parallel,
+            job.recompute,
+            job.dp,
+            job.context,
+            (job.attention, job.fused_loss, job.framework),
+            self.assumptions,
+        )
+
+
+def read_run(
+    row: Mapping[str, str], cluster: Cluster | None = None, shape: ModelShape | None = None
+) -> RunRecord:
+    """Return the run that a row describes.
+
+    Args:
+        row: cells by the columns' names or aliases.
+        cluster: in place of the row's.
+        shape: in place of the row's model.
+
+    Raises:
+        StrettoError: the reason why it cannot be predicted.
+    """
+    return run_of(read_cells(row), cluster, shape)
+
+
+_MICROBATCH = 16384  # tokens up to which, without a pipeline, the batch of a replica is one microbatch
+_LONGEST = 1_000_000  # forwards in a step of one replica, at most
+_MEGATRON = 128  # of each rank's share of the vocabulary, unless parameters are sharded
+# the profile that has each kernel's speed
+_KERNELS = {"flash-1": "fused", "flash-2": "today", "flash-3": "tuned", "cudnn": "tuned"}
+
+
+def run_of(cells: Cells, cluster: Cluster | None = None, shape: ModelShape | None = None) -> RunRecord:
+    """Return the run that the values of a row describe; `read_run` says the rest."""
+    model, sequence = model_of(cells, shape)
+    machine = cluster_of(cells, cluster)
+    layout = layout_of(cells, model, machine)
+    machine = machine.sized(layout.world)
+    schedule, options = _schedule(cells, layout.pp)
+    stages = layout.pp * int(options.get("chunks", 1))
+    global_batch, micro_batch = _batch(cells, layout, sequence, stages)
+    half = "fp16" if usual_dtype(machine.device) == "float16" else "bf16"
+    word = cells.get_or("precision", half, "of the device")
+    types: dict[str, Dtype] = {"fp32": "float32", "fp16": "float16"}
+    accumulated = "fp32" if word == "fp32" else cells.get_or("gradients", "fp32")
+    precision = Precision(
+        dtype=types.get(word, "bfloat16"),
+        gradients="same" if accumulated == "same" else "float32",
+        fp8="tensor" if word in ("fp8", "fp4") else "none",
+    )
+    recompute, again = _recomputation(cells, model.layers, stages)
+    dp = _sharing(cells, layout, least_sharing(model, layout, machine, precision))
+    name = cells.get_or("framework", "stretto")
+    software, attention = _software(cells, old=half == "fp16", stretto=name == "stretto")
+    job = Job(
+        shape=model,
+        layout=layout,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        sequence=sequence,
+        schedule=schedule,
+        options=options,
+        expert_tp=layout.expert_tp,
+        sequence_parallel=layout.tp > 1 and cells.get_or("sp", True),
+        context="ulysses" if cells.get("context", str) == "ulysses" else "ring",
+        recompute=recompute,
+        dp=dp,
+        precision=precision,
+        attention="auto" if attention == "fused" else "explicit",
+        loss_chunk=None,
+        fused_loss=bool(cells.get("fused_loss", bool)),
+        framework=again,
+        vocab_multiple=VOCAB_MULTIPLE,
+    )
+    if name != "stretto":
+        # frameworks keep gradients whole until the last microbatch of a pipeline
+        whole = layout.pp > 1 and (dp.mode == "zero2" or (dp.mode == "zero3" and name == "fsdp"))
+        compiled = cells.get("software", str) in ("compiled", "tuned")
+        job = replace(
+            job,
+            dp=replace(dp, reduce="step" if whole else "auto"),
+            loss_chunk=0,
+            framework=ways_of(name, dp=dp, precision=precision, compiled=compiled, again=again),
+            vocab_multiple=1 if dp.mode == "zero3" else _MEGATRON,
+        )
+    forwards = (job.microbatches or 1) * stages
+    if forwards > _LONGEST:  # before its program is built
+        raise StrettoError(
+            f"{forwards:,} forwards in a step of {job.microbatches:,} microbatches",
+            hint=f"at most {_LONGEST:,}: check global_batch and micro_batch",
+        )
+    if broken := problems(job):
+        raise broken[0]
+    assumptions = Assumptions(
+        overlap=cells.get("overlap", bool) is not False,
+        blocking=bool(cells.get("blocking", bool)),
+        products="fp4" if word == "fp4" else None,
+        software=software,
+    )
+    measured = _measured(cells, job, machine)
+    return RunRecord(
+        job=job,
+        cluster=machine,
+        assumptions=assumptions,
+        measured=measured,
+        defaults=dict(cells.defaults),
+    )
+
+
+def model_of(cells: Cells, shape: ModelShape | None) -> tuple[ModelShape, int]:
+    """Return the model of a row and the tokens of a sample; a published model fills in what is empty.
+
+    Raises:
+        StrettoError: neither a published model nor layers, hidden and heads; or sizes that do not fit
+            together.
+    """
+    names = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")
+    sizes: dict[str, Any] = {name: cells.values[name] for name in names if name in cells.values}
+    complete = {"layers", "hidden", "heads"} <= sizes.keys()
+    name, base = cells.get("model", str), shape
+    if base is None and name is not None:
+        try:
+            base = find_shape(name)
+        except StrettoError:
+            if not complete:
+                raise
+    if base is None and not complete:
+        raise StrettoError("the row has no model", hint="fill in model, or layers, hidden and heads")
+    dropout = cells.get("dropout", float)
+    if base is None:
+        sequence = cells.get_or("seq", 2048)
+        sizes["vocab"] = cells.get_or("vocab", 50257, "GPT-2's")
+        family = cast(Family, cells.get_or("family", "gpt"))
+        experts = experts_of(cells, None)
+        model = ModelShape(family=family, sequence=sequence, moe=experts, **sizes)
+        for name in ("kv_heads", "ffn"):
+            cells.get_or(name, getattr(model, name), "the family's")
+    else:
+        family = cells.get("family", str)
+        if family not in (None, base.family, "llama" if base.rotary else "gpt"):
+            raise StrettoError(
+                f"family is {family}, but the model is a {base.family}", hint="leave family empty"
+            )
+        sequence = cells.get_or("seq", base.pretraining_sequence, "the model's")
+        if not base.rotary or sequence > base.sequence:
+            sizes["sequence"] = sequence
+        model = replace(base, **sizes, moe=experts_of(cells, base.moe))
+        if shape is None:
+            cells.get_or("vocab", model.vocab, "the model's")
+    return (model if dropout is None else replace(model, dropout=dropout)), sequence
+
+
+def experts_of(cells: Cells, base: ExpertShape | None) -> ExpertShape | None:
+    """Return the experts of a row, over those of a published model.
+
+    Raises:
+        StrettoError: their number is missing.
+    """
+    names = {
+        "experts": "experts",
+        "top_k": "top_k",
+        "expert_ffn": "ffn",
+        "shared_ffn": "shared_ffn",
+        "dense_layers": "dense_layers",
+    }
+    fields: dict[str, Any] = {
+        field: cells.values[name] for name, field in names.items() if name in cells.values
+    }
+    if base is None and fields and "experts" not in fields:
+        raise StrettoError("the row's model has no experts", hint="fill in experts, or leave top_k empty")
+    return replace(base, **fields) if base else ExpertShape(**fields) if fields else None
+
+
+def cluster_of(cells: Cells, cluster: Cluster | None) -> Cluster:
+    """Return the row's cluster, or the one in its place, with the row's nodes and network.
+
+    Raises:
+        StrettoError: no device, or an unknown one; or a network without kind and speed.
+    """
+    name = cells.get("gpu", str)
+    if cluster is None:
+        if name is None:
+            raise StrettoError("the row has no GPU", hint="fill in gpu, as in A100-80GB-SXM")
+        cluster = find_cluster(name)
+    node = cells.get("node_size", int)
+    if node not in (None, cluster.node):
+        outer = replace(cluster.outer, bandwidth=cluster.outer.bandwidth * cluster.node / node)
+        cluster = replace(cluster, node=node, outer=outer)
+    text, speed = cells.get("network", str), cells.get("network_gbs", float)
+    if text is not None and (network := parse_network(text)) is not None:
+        outer = network.link(cluster)
+        cluster = replace(cluster, outer=outer)
+        if text not in LATENCIES:
+            rate = f"{outer.kind}, {outer.bandwidth / 1e9:g} GB/s a device"
+            cells.report("network", rate, f"read from {text!r}, {cluster.node} devices a node")
+    return cluster if speed is None else replace(cluster, outer=replace(cluster.outer, bandwidth=speed * 1e9))
+
+
+def layout_of(cells: Cells, shape: ModelShape, machine: Cluster) -> Layout:
+    """Return the parallel degrees; of tp, pp and dp, those that are empty follow from the number of devices.
+    If both tp and pp are empty and dp is not, tp is as large as the node and the heads allow (Narayanan et
+    al. 2021, section 3).
+
+    Raises:
+        StrettoError: their product is not the number of devices.
+    """
+    cp, ep, dp = cells.get("cp", int) or 1, cells.get("ep", int) or 1, cells.get("dp", int)
+    tp, pp = cells.get("tp", int), cells.get("pp", int)
+    gpus = cells.get("gpus", int) or machine.devices
+    both, over = divmod(gpus or 0, (dp or 1) * cp)
+    if dp is not None and both and not over and not (tp and pp):
+        if tp is None and pp is None:
+            sizes = range(1, min(machine.node, both) + 1)
+            tp = max(n for n in sizes if both % n == shape.heads % n == shape.kv_heads % n == 0)
+        tp = tp or (both // pp if pp and both % pp == 0 else 1)
+        pp = pp or (both // tp if both % tp == 0 else 1)
+        for axis, degree in (("tp", tp), ("pp", pp)):
+            if degree > 1:
+                cells.get_or(axis, degree, "what gpus and the other degrees leave")
+    tp, pp = tp or 1, pp or 1
+    if gpus is None:
+        gpus = cells.get_or("gpus", tp * cp * pp * (dp or 1), "tp x cp x dp x pp")
+    copies, over = divmod(gpus, tp * cp * pp)
+    degrees = f"tp={tp} x cp={cp} x pp={pp}"
+    if over or not copies:
+        near = max(1, round(gpus / (tp * cp * pp))) * tp * cp * pp
+        raise StrettoError(f"{degrees} does not divide {gpus} GPUs", hint=f"nearest: gpus={near}")
+    if dp not in (None, copies):
+        raise StrettoError(f"{degrees} x dp={dp} is not {gpus} GPUs", hint=f"nearest: dp={copies}")
+    if copies > 1:
+        cells.get_or("dp", copies, "what the others leave")
+    expert_tp = cells.get("expert_tp", int)
+    if shape.moe is not None and ep > 1 and tp > 1 and expert_tp is None:
+        expert_tp = cells.get_or("expert_tp", 1, "experts whole, as in Megatron-Core")
+    return Layout(tp=tp, cp=cp, ep=ep, dp=copies, pp=pp, expert_tp=expert_tp)
+
+
+def _schedule(cells: Cells, pp: int) -> tuple[str, dict[str, Any]]:
+    """Return the schedule and its options; `chunks` of 1 is none."""
+    options = {
+        name: value
+        for name in ("chunks", "group", "waves")
+        if (value := cells.get(name, int)) is not None and (name, value) != ("chunks", 1)
+    }
+    default = "interleaved" if "chunks" in options else "1f1b"
+    if pp > 1:
+        return cells.get_or("schedule", default), options
+    return cells.get("schedule", str) or default, options
+
+
+def _batch(cells: Cells, layout: Layout, sequence: int, stages: int) -> tuple[int, int]:
+    """Return the samples of a step and of a microbatch, each derived from the others if it is empty.
+
+    Raises:
+        StrettoError: the three contradict each other.
+    """
+    total, micro, count = (cells.get(name, int) for name in ("global_batch", "micro_batch", "microbatches"))
+    if total is None:
+        microbatches = count or cells.get_or("microbatches", stages, "one a stage")
+        total = cells.get_or("global_batch", (micro or 1) * layout.dp * microbatches, "of all microbatches")
+    if micro is None:
+        replica = max(1, total // (layout.dp * (count or 1)))
+        single = layout.pp == 1 and replica * sequence <= _MICROBATCH
+        micro = cells.get_or("micro_batch", replica if count or single else 1)
+    if count is not None and micro * layout.dp * count != total:
+        raise StrettoError(
+            f"global_batch is {total}, but {count} microbatches of {micro} on dp={layout.dp} are "
+            f"{micro * layout.dp * count}",
+            hint="leave one of global_batch, micro_batch and microbatches empty",
+        )
+    return total, micro
+
+
+def least_sharing(shape: ModelShape, layout: Layout, cluster: Cluster, precision: Precision) -> Mode:
+    """Return the least sharding of states that leaves three tenths of a device's memory to all else."""
+    parameters = count_parameters(shape).total / (layout.tp * layout.pp * layout.ep)
+    copies = layout.cp * layout.dp
+    gradient = 2 if precision.gradients == "same" else 4
+    room = 0.7 * cluster.device.memory / parameters
+    if room >= 14 + gradient:
+        return "ddp"
+    if room >= 2 + gradient + 12 / copies:
+        return "zero1"
+    return "zero2" if room >= 2 + (gradient + 12) / copies else "zero3"
+
+
+def _sharing(cells: Cells, layout: Layout, least: Mode) -> DataParallel:
+    """Return how states are sharded: by default optimizer states, or as much more as makes them fit."""
+    modes: tuple[Mode, ...] = ("ddp", "zero1", "zero2", "zero3")
+    zero = cells.get("zero", str) or "0"
+    if layout.cp * layout.dp > 1:
+        more = modes.index(least) > 1
+        zero = cells.get_or("zero", str(modes.index(least)) if more else "1", "what fits" if more else "")
+    mode, size, offload = modes[int(zero)], cells.get("shard", int), cells.get("offload", str)
+    fields = (("zero1", "shard_states"), ("zero2", "shard_gradients"), ("zero3", "shard_parameters"))
+    shards = {field: size for least, field in fields if size and MODES.index(least) <= MODES.index(mode)}
+    places: dict[str, Offload] = {}
+    if offload in ("optimizer", "both"):
+        places["offload"] = "cpu"
+    if offload in ("parameters", "both"):
+        places["offload_parameters"] = "cpu"
+    return DataParallel(mode=mode, **shards, **places)  # pyright: ignore[reportArgumentType]
+
+
+def _recomputation(cells: Cells, layers: int, stages: int) -> tuple[Recompute, Framework]:
+    """Return what is recomputed, and the framework that repeats these operators.
+
+    Raises:
+        StrettoError: an unknown operator, or cells that contradict each other.
+    """
+    blocks, on_host = cells.get("recompute_layers", int), cells.get("offload_inputs", str) == "cpu"
+    words = [word for word in re.split(r"[+,\s]+", cells.get("recompute_operators", str) or "") if word]
+    for word in words:
+        if word not in OPERATORS:
+            similar = nearest(word, OPERATORS)
+            raise StrettoError(
+                f"recompute_operators has {word!r}, allowed: {allowed_values('recompute_operators')}",
+                hint=f"did you mean {similar!r}?" if similar else None,
+            )
+    mode = cast("RecomputeMode | None", cells.get("recompute", str))
+    if mode is None:
+        mode = "selective" if words else "full" if blocks or on_host else "none"
+        cells.report("recompute", mode)
+    for name, stated, needed in (
+        ("recompute_operators", bool(words), "selective"),
+        ("offload_inputs", on_host, "full"),
+        ("recompute_layers", blocks is not None, "full"),
+    ):
+        if stated and mode != needed:
+            raise StrettoError(
+                f"{name} is {cells.values[name]}, but recompute is {mode}",
+                hint=f"recompute={needed}, or leave {name} empty",
+            )
+    if blocks is not None and blocks >= -(-layers // stages):
+        blocks = None
+    shard_inputs = bool(cells.get("shard_inputs", bool)) and blocks is None
+    operators = cast("tuple[Operator, ...]", tuple(dict.fromkeys(words))) or CORE
+    framework = Framework(operators=operators, inputs_on_host=on_host)
+    return Recompute(mode, blocks=blocks, shard_inputs=shard_inputs), framework
+
+
+def _software(cells: Cells, *, old: bool, stretto: bool) -> tuple[SoftwareProfile, str]:
+    """Return the profile of the software, with the speed of the stated attention kernel, and whether
+    attention is "fused" or "unfused".
+
+    Args:
+        old: the device is older than Ampere: neither bfloat16 nor FlashAttention.
+    """
+    kernel = cells.get("attention", str)
+    name = cells.get_or("software", "today" if stretto or not (old or kernel == "unfused") else "unfused")
+    early = not stretto and (old or name in ("unfused", "eager"))
+    attention = kernel or cells.get_or("attention", "unfused" if early else "fused")
+    profile = software_profile(name)
+    if kernel in _KERNELS:
+        speeds = software_profile(_KERNELS[kernel])
+        profile = replace(profile, attention=speeds.attention, hopper=speeds.hopper)
+    return profile, "unfused" if attention == "unfused" else "fused"
+
+
+def _measured(cells: Cells, job: Job, cluster: Cluster) -> Measurement:
+    """Return the seconds of a step from its time, else from tokens or samples a second, else from TFLOP/s,
+    MFU or HFU; and the memory.
+    """
+    memory, failed = cells.get("peak_mem_gib", float), bool(cells.get("oom", bool))
+    seconds, by = next(_step_times(cells, job, cluster), (None, "")) if not failed else (None, "")
+    kind = cells.get("memory_count", str) or "allocated"
+    if memory is not None:
+        cells.get_or("memory_count", kind)
+    return Measurement(
+        seconds=seconds,
+        by=by,
+        memory=memory and memory * 2**30,
+        kind=cast(MemoryKind, kind),
+        out_of_memory=failed,
+    )
+
+
+def _step_times(cells: Cells, job: Job, cluster: Cluster) -> Iterator[tuple[float, str]]:
+    """Yield the seconds of a step by each measured column, and the column."""
+    tokens = job.global_batch * job.sequence
+    if (value := cells.get("step_time_s", float)) is not None:
+        yield value, "step_time_s"
+    for name, amount in (
+        ("tokens_per_s_per_gpu", tokens / job.layout.world),
+        ("tokens_per_s", tokens),
+        ("samples_per_s", job.global_batch),
+    ):
+        if (value := cells.get(name, float)) is not None:
+            yield amount / value, name
+    flops = {count: tokens * per_token for count, per_token in flops_per_token(job).items()}
+    rates = (("tflops_per_gpu", 1e12), ("mfu_pct", peak_flops(cells, job, cluster) / 100))
+    for name, scale in (*rates, ("hfu_pct", rates[1][1])):
+        if (value := cells.get(name, float)) is None:
+            continue
+        count, by = ("hardware" if name == "hfu_pct" else "model"), name
+        if name == "tflops_per_gpu":
+            count = cells.get_or("flops_counted", "model", "hardware if recomputation counts")
+            by = f"{name} ({count} FLOPs)"
+        yield flops[cast(FlopsKind, count)] / (value * scale * job.layout.world), by
+
+
+def peak_flops(cells: Cells, job: Job, cluster: Cluster) -> float:
+    """Return the peak FLOP/s of a device in the precision of the row."""
+    return cluster.device.peak("fp4" if cells.get("precision", str) == "fp4" else precision_of(job))
+
+
+def flops_per_token(job: Job) -> dict[FlopsKind, float]:
+    """Return the FLOPs per token, of the model and as the devices compute them."""
+    mode, blocks = job.recompute.mode, job.recompute.blocks
+    model = model_flops_per_token(job.shape, job.sequence)
+    hardware = hardware_flops_per_token(
+        job.shape, job.sequence, "none" if mode == "auto" else mode, operators=job.framework.operators
+    )
+    if blocks is not None:
+        stages = job.layout.pp * int(job.options.get("chunks") or 1)
+        hardware = model + (hardware - model) * min(1.0, blocks * stages / job.shape.layers)
+    return {"model": model, "hardware": hardware}

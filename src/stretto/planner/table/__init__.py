@@ -1,1 +1,0 @@
-"""Tables of measured runs: rows to jobs, predictions, scores."""
