@@ -67,8 +67,8 @@ def _sections() -> dict[str, dict[str, Column]]:
     operators = f"{', '.join(OPERATORS)}; several with +"
 
     def column(fields: dict[str, Any]) -> Column:
-        choices: str | list[str] = fields.pop("choices", [])
-        choices = listed[choices] if isinstance(choices, str) else choices
+        named: str | list[str] = fields.pop("choices", [])
+        choices = listed[named] if isinstance(named, str) else named
         allowed: str = fields.pop("allowed", "")
         return Column(**fields, choices=choices, allowed=operators if allowed == "operators" else allowed)
 
@@ -467,8 +467,8 @@ def layout_of(cells: Cells, shape: ModelShape, machine: Cluster) -> Layout:
     Raises:
         StrettoError: their product is not the number of devices.
     """
-    cp, ep, dp = cells.get("cp", int) or 1, cells.get("ep", int) or 1, cells.get("dp", int)
-    tp, pp = cells.get("tp", int), cells.get("pp", int)
+    tp, cp, ep, dp, pp = (cells.get(axis, int) for axis in ("tp", "cp", "ep", "dp", "pp"))
+    cp, ep = cp or 1, ep or 1
     gpus = cells.get("gpus", int) or machine.devices
     both, over = divmod(gpus or 0, (dp or 1) * cp)
     if dp is not None and both and not over and not (tp and pp):
@@ -554,7 +554,8 @@ def _sharing(cells: Cells, layout: Layout, least: Mode) -> DataParallel:
     if layout.cp * layout.dp > 1:
         more = modes.index(least) > 1
         zero = cells.get_or("zero", str(modes.index(least)) if more else "1", "what fits" if more else "")
-    mode, size, offload = modes[int(zero)], cells.get("shard", int), cells.get("offload", str)
+    mode = modes[int(zero)]
+    size, offload = cells.get("shard", int), cells.get("offload", str)
     fields = (("zero1", "shard_states"), ("zero2", "shard_gradients"), ("zero3", "shard_parameters"))
     shards = {field: size for least, field in fields if size and MODES.index(least) <= MODES.index(mode)}
     places: dict[str, Offload] = {}
