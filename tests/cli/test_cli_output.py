@@ -12,7 +12,8 @@ from rich.text import Text
 from stretto import schedule, simulate
 from stretto.cli import plan, predict, train
 from stretto.cli.output import LONGEST_MESSAGE, coloured, print_error
-from stretto.cli.schedule import _show
+from stretto.cli.report import CommandReport
+from stretto.cli.schedule import _add_timeline
 from stretto.planner.estimate import estimate
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.search.search import search
@@ -53,7 +54,9 @@ def test_blocks_are_lettered_where_colours_are_not_shown() -> None:
     assert not coloured(terminal(colours=False))
     assert not coloured(Console(file=io.StringIO()))
     plain = terminal(colours=False)
-    _show(plain, timeline, [])
+    report = CommandReport({})
+    _add_timeline(report, timeline)
+    report.render(plain)
     assert "F0" in printed(plain)
     assert "B1" in printed(plain)
 

@@ -6,25 +6,194 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from stretto.cli.options import Json
-from stretto.cli.output import coloured, command_app, report, write_bytes, write_text
-from stretto.cli.schedule_export import exported_for
+from stretto.cli.options import (
+    Chunks,
+    Json,
+    Microbatches,
+    Picture,
+    PipelineRanks,
+    ScheduleOptions,
+    grouped,
+)
+from stretto.cli.output import coloured, command_app
+from stretto.cli.report import CommandReport
 from stretto.errors import StrettoError, nearest
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stretto.program import Action, Program
+    from stretto.program import Program
     from stretto.program.replay import Costs, Timeline
 
 
-def facts(timeline: Timeline) -> dict[str, Any]:
-    """One replayed program as the command's JSON."""
-    program, bubble = timeline.program, timeline.bubble
+app = command_app()
+
+_PLAIN_WIDTH = 240  # columns in a file or pipe: enough for labels
+_COSTS = ("F", "I", "W", "hop")
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+_COLON = re.compile(r"(?<!\.py):")  # between a schedule and its options
+_BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_FRAMEWORKS = ("torch", "torchtitan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """Options of `stretto schedule`."""
+
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME|FILE.csv|FILE.json|FILE.py:FUNCTION]",
+            help="A schedule's name, from --list; a file with a program; or a function of (ranks, "
+            "microbatches) that returns one, whose file is run.",
+        ),
+    ] = None
+    ranks: PipelineRanks = None
+    microbatches: Microbatches = None
+    chunks: Chunks = None
+    group: Annotated[
+        int | None,
+        typer.Option(min=1, help="Microbatches that pass through a chunk in a row, or between two updates."),
+    ] = None
+    waves: Annotated[int | None, typer.Option(min=1, help="Waves over the ranks.")] = None
+    vertical_sync: Annotated[
+        bool, typer.Option("--vertical-sync", help="Every microbatch uses one weight version on all ranks.")
+    ] = False
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps between filling and draining an asynchronous pipeline."),
+    ] = None
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Limit of activations held, in microbatches: one number, or one per rank as in 4,3,2,1."
+        ),
+    ] = None
+    option: ScheduleOptions = None
+    compare: Annotated[
+        str | None,
+        typer.Option(help="Schedules to compare, as in gpipe,interleaved:chunks=4,mine.csv,mine.py:lifo."),
+    ] = None
+    times: Annotated[
+        str, typer.Option(help="Times of a rank's share of a microbatch, and of a transfer.")
+    ] = "F=1,I=1,W=1,hop=0"
+    time_unit: Annotated[str, typer.Option(help="The unit of --times in --trace: s, ms or us.")] = "ms"
+    lowered: Annotated[
+        bool, typer.Option("--lowered", help="Add communications, and list every rank's actions.")
+    ] = False
+    file: Annotated[
+        Path | None, typer.Option(help="Replay the program in this CSV or JSON file instead.")
+    ] = None
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.csv|FILE.json",
+            help="Write the program here, in torch's CSV format or complete as JSON; schedule.file in a "
+            "config trains it.",
+        ),
+    ] = None
+    framework: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="torch|torchtitan",
+            help="Refuse to --write what that framework cannot run, and say how it loads the file.",
+        ),
+    ] = None
+    layers: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --for torchtitan: layers of the model, cut evenly into stages."),
+    ] = None
+    stages: Annotated[
+        str | None,
+        typer.Option(
+            help="With --for torchtitan: layers of each stage, as in 7,7,7,5; embedding and head are layers."
+        ),
+    ] = None
+    svg: Picture = None
+    png: Annotated[Path | None, typer.Option(help="Write the picture here as PNG.")] = None
+    html: Annotated[Path | None, typer.Option(help="Write an interactive page here.")] = None
+    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace here, for Perfetto.")] = None
+    list_all: Annotated[bool, typer.Option("--list", help="List all schedules.")] = False
+    as_json: Json = False
+
+
+@app.command(
+    epilog="Example: stretto schedule interleaved --ranks 4 --microbatches 8 --chunks 2 --html page.html, "
+    "or: stretto schedule mine.py:lifo --ranks 4 --microbatches 8, "
+    "or: stretto schedule --compare gpipe,1f1b,zb-v --ranks 4 --microbatches 8 --svg picture.svg, "
+    "or: stretto schedule zb-v --ranks 4 --microbatches 8 --for torchtitan --layers 32 --write mine.csv"
+)
+@grouped(ReplayOptions)
+def schedule(options: ReplayOptions) -> None:
+    """Replay pipeline schedules and show their timelines, bubbles and memory."""
+    if options.list_all:
+        _list_schedules().print(options.as_json)
+        return
+    if options.name is not None and options.file is None and _is_file(options.name):
+        options = replace(options, name=None, file=Path(options.name))
+    from stretto.program import lower
+    from stretto.program.replay import simulate
+
+    costs = parse_times(options.times)
+    named = {name: getattr(options, name) for name in ("chunks", "group", "waves", "steps")}
+    named["vertical_sync"] = options.vertical_sync or None
+    settings = options_from(named, options.memory, options.option or [])
+    programs = _programs(options, settings, costs)
+    if options.lowered:
+        programs = [program if program.lowered else lower(program) for program in programs]
+    timelines = [simulate(program, costs) for program in programs]
+    export = None if options.framework is None else _export(options, options.framework, programs)
+    if export is None and (options.layers is not None or options.stages is not None):
+        raise _cut_refused()
+
+    compared = options.compare is not None
+    if compared:
+        report = _comparison(timelines)
+    else:
+        report = CommandReport(
+            lambda: _record(timelines[0]) | ({} if export is None else {"for": export.record})
+        )
+        _add_timeline(report, timelines[0])
+    _write_files(report, options, timelines)
+    if export is not None and options.write is not None:
+        if export.modules is not None:
+            report.write(_modules_path(options.write), export.modules)
+        report.line(export.text)
+    elif options.write is not None and programs[0].trains and not programs[0].lowered:
+        report.line(_training_text(options.write, programs[0]))
+    report.print(options.as_json)
+
+
+# ------------------------------------------------------------------ reports
+
+
+def _list_schedules() -> CommandReport:
+    from stretto.program import names, options
+
+    accepted = {name: options(name) for name in names()}
+    report = CommandReport(
+        {
+            "schedules": [
+                {"name": name, "about": about, "options": accepted[name]} for name, about in names().items()
+            ]
+        }
+    )
+    width = max(map(len, accepted))
+    for name, about in names().items():
+        defaults = ", ".join(
+            key if value is None else f"{key}={value}".lower() for key, value in accepted[name].items()
+        )
+        report.line(f"{name:<{width}}  {about}" + (f" (options: {defaults})" if defaults else ""))
+    return report
+
+
+def _record(timeline: Timeline) -> dict[str, Any]:
+    program = timeline.program
     return {
         "name": program.name,
         "ranks": program.ranks,
@@ -36,269 +205,80 @@ def facts(timeline: Timeline) -> dict[str, Any]:
         "placement": list(program.placement),
         "makespan": timeline.makespan,
         "ideal": timeline.ideal,
-        "bubble": bubble._asdict(),
+        "bubble": timeline.bubble._asdict(),
         "peak_activations": list(timeline.peak_activations),
         "weight_versions": list(timeline.weight_versions),
         "transfers": timeline.transfers,
-        "orders": [[str(a) for a in order if program.lowered or _ordered(a)] for order in program.orders],
+        # before lowering, a schedule is its computations and updates
+        "orders": [
+            [
+                str(action)
+                for action in order
+                if program.lowered
+                or action.kind == "U"
+                or (action.kind.has_microbatch and not action.kind.is_transfer)
+            ]
+            for order in program.orders
+        ],
     }
 
 
-def compared(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """Several replayed programs as JSON: the comparison's figures, and each in full."""
-    from stretto.view.panel import figures
-
-    return {
-        "compared": [figures(timeline) for timeline in timelines],
-        "schedules": [facts(timeline) for timeline in timelines],
-    }
-
-
-def _ordered(action: Action) -> bool:
-    """Whether an action is part of a schedule before lowering."""
-    kind = action.kind
-    return kind == "U" or (kind.has_microbatch and not kind.is_transfer)
-
-
-app = command_app()
-
-_PLAIN_WIDTH = 240  # columns in a file or pipe: enough for labels
-
-
-@app.command(
-    epilog="Example: stretto schedule interleaved --ranks 4 --microbatches 8 --chunks 2 --html page.html, "
-    "or: stretto schedule mine.py:lifo --ranks 4 --microbatches 8, "
-    "or: stretto schedule --compare gpipe,1f1b,zb-v --ranks 4 --microbatches 8 --svg picture.svg, "
-    "or: stretto schedule zb-v --ranks 4 --microbatches 8 --for torchtitan --layers 32 --write mine.csv"
-)
-def schedule(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[NAME|FILE.csv|FILE.json|FILE.py:FUNCTION]",
-            help="A schedule's name, from --list; a file with a program; or a function of (ranks, "
-            "microbatches) that returns one, whose file is run.",
-        ),
-    ] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Pipeline ranks.")] = None,
-    microbatches: Annotated[int | None, typer.Option(min=1, help="Microbatches of a step.")] = None,
-    chunks: Annotated[int | None, typer.Option(min=1, help="Stages per rank.")] = None,
-    group: Annotated[
-        int | None,
-        typer.Option(min=1, help="Microbatches that pass through a chunk in a row, or between two updates."),
-    ] = None,
-    waves: Annotated[int | None, typer.Option(min=1, help="Waves over the ranks.")] = None,
-    vertical_sync: Annotated[
-        bool, typer.Option("--vertical-sync", help="Every microbatch uses one weight version on all ranks.")
-    ] = False,
-    steps: Annotated[
-        int | None,
-        typer.Option(min=1, help="Steps between filling and draining an asynchronous pipeline."),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            help="Limit of activations held, in microbatches: one number, or one per rank as in 4,3,2,1."
-        ),
-    ] = None,
-    option: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Any other option that --list shows.")
-    ] = None,
-    compare: Annotated[
-        str | None,
-        typer.Option(help="Schedules to compare, as in gpipe,interleaved:chunks=4,mine.csv,mine.py:lifo."),
-    ] = None,
-    times: Annotated[
-        str, typer.Option(help="Times of a rank's share of a microbatch, and of a transfer.")
-    ] = "F=1,I=1,W=1,hop=0",
-    time_unit: Annotated[str, typer.Option(help="The unit of --times in --trace: s, ms or us.")] = "ms",
-    lowered: Annotated[
-        bool, typer.Option("--lowered", help="Add communications, and list every rank's actions.")
-    ] = False,
-    file: Annotated[
-        Path | None, typer.Option(help="Replay the program in this CSV or JSON file instead.")
-    ] = None,
-    write: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.csv|FILE.json",
-            help="Write the program here, in torch's CSV format or complete as JSON; schedule.file in a "
-            "config trains it.",
-        ),
-    ] = None,
-    framework: Annotated[
-        str | None,
-        typer.Option(
-            "--for",
-            metavar="torch|torchtitan",
-            help="Refuse to --write what that framework cannot run, and say how it loads the file.",
-        ),
-    ] = None,
-    layers: Annotated[
-        int | None,
-        typer.Option(min=1, help="With --for torchtitan: layers of the model, cut evenly into stages."),
-    ] = None,
-    stages: Annotated[
-        str | None,
-        typer.Option(
-            help="With --for torchtitan: layers of each stage, as in 7,7,7,5; embedding and head are layers."
-        ),
-    ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write the picture here as SVG.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Write the picture here as PNG.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write an interactive page here.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace here, for Perfetto.")] = None,
-    list_all: Annotated[bool, typer.Option("--list", help="List all schedules.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Replay pipeline schedules and show their timelines, bubbles and memory."""
-
-    if list_all:
-        _list(as_json)
-        return
-    named = {
-        "chunks": chunks,
-        "group": group,
-        "waves": waves,
-        "vertical_sync": vertical_sync or None,
-        "steps": steps,
-    }
-    if name is not None and file is None and _is_file(name):
-        name, file = None, Path(name)
-    request = Request(
-        name=name,
-        ranks=ranks,
-        microbatches=microbatches,
-        options=options_from(named, memory, option or []),
-        costs=parse_times(times),
-        file=file,
-        compare=compare,
-    )
-    from stretto.program import lower
-    from stretto.program.replay import simulate
-
-    programs = [lower(each) if lowered and not each.lowered else each for each in programs_of(request)]
-    timelines = [simulate(each, request.costs) for each in programs]
-    pictures = {"svg": svg, "png": png, "html": html}
-    texts = {"write": write, "trace": trace}
-    exported = exported_for(framework, programs, write, layers, stages)
-    written = write_all(timelines, pictures, texts, compare is not None, time_unit)
-    if exported is not None:
-        written += exported.write_modules()
-    if compare is not None:
-        report(compared(timelines) if as_json else {}, as_json, lambda to: _compare(to, timelines, written))
-        return
-
-    def show(to: Console) -> None:
-        _show(to, timelines[0], written)
-        if exported is not None:
-            to.print(exported.text(), soft_wrap=True, markup=False, highlight=False)
-        elif write is not None and programs[0].trains and not programs[0].lowered:
-            _say_training(to, write, programs[0])
-
-    more = {} if exported is None else {"for": exported.facts()}
-    report({**facts(timelines[0]), **more} if as_json else {}, as_json, show)
-
-
-def _list(as_json: bool) -> None:
-    from stretto.program import names, options
-
-    known = names()
-
-    def text(to: Console) -> None:
-        wide = max(map(len, known))
-        for name, about in known.items():
-            accepted = ", ".join(
-                f"{key}={value}".lower() if value is not None else key for key, value in options(name).items()
-            )
-            line = f"{name:<{wide}}  {about}" + (f" (options: {accepted})" if accepted else "")
-            to.print(line, soft_wrap=True, markup=False)
-
-    entries: list[dict[str, Any]] = [
-        {"name": name, "about": about, "options": options(name)} for name, about in known.items()
-    ]
-    report({"schedules": entries}, as_json, text)
-
-
-def _show(to: Console, timeline: Timeline, written: list[Path]) -> None:
+def _add_timeline(report: CommandReport, timeline: Timeline) -> None:
     from stretto.view.panel import headline
     from stretto.view.terminal import timeline_text
 
-    bubble, steps = timeline.bubble, timeline.program.steps
-    a_step = f" ({bubble.barrier / steps:g} a step)" if steps > 1 else ""
-    to.print(f"{timeline.program.name}: {headline(timeline)}\n", soft_wrap=True, markup=False)
-    to.print(timeline_text(timeline, width=_width(to), colour=coloured(to)), soft_wrap=True)
-    to.print(
+    program, bubble = timeline.program, timeline.bubble
+    a_step = f" ({bubble.barrier / program.steps:g} a step)" if program.steps > 1 else ""
+    peaks = ", ".join(f"{peak:g}" for peak in timeline.peak_activations[:24])
+    more = ", ..." if len(timeline.peak_activations) > 24 else ""
+    report.line(f"{program.name}: {headline(timeline)}\n")
+    report.draw(lambda to: timeline_text(timeline, width=_width(to), colour=coloured(to)))
+    report.line(
         f"\nbubble until all meet {bubble.barrier:g}{a_step}: {bubble.rate:.1%} of the makespan, "
         f"{bubble.over_ideal:.1%} of the ideal {timeline.ideal:g}, as papers count that give it as (p-1)/m\n"
         f"idle within a rank's own span: {bubble.span:g} at most\n"
-        f"activations held at most: {_some(timeline.peak_activations)} microbatches by rank\n"
-        f"transfers: {timeline.transfers}",
-        soft_wrap=True,
+        f"activations held at most: {peaks}{more} microbatches by rank\n"
+        f"transfers: {timeline.transfers}"
     )
-    if timeline.program.lowered:  # at hop=0 the picture has no room for what takes no time
-        for rank, order in enumerate(timeline.program.orders):
-            to.print(f"rank {rank}: {' '.join(map(str, order))}", soft_wrap=True, markup=False)
-    _wrote(to, written)
+    if program.lowered:  # at hop=0 the picture has no room for what takes no time
+        for rank, order in enumerate(program.orders):
+            report.line(f"rank {rank}: {' '.join(map(str, order))}")
 
 
-def _say_training(to: Console, path: Path, program: Program) -> None:
-    """Print what the config that trains the written program must have."""
-    if program.steps > 1:
-        to.print(
-            f"{path} is a window of {program.steps} steps; a config names the schedule "
-            f"(schedule.name={program.name}), and training decides when to drain",
-            soft_wrap=True,
-            markup=False,
-        )
-        return
-    count = program.microbatches
-    to.print(
-        f"stretto train CONFIG schedule.file={path} layout.pp={program.ranks}"
-        f"  # with {count} microbatches: batch.global_size = {count} x batch.micro_size x layout.dp",
-        soft_wrap=True,
-        markup=False,
-    )
-
-
-def _compare(to: Console, timelines: list[Timeline], written: list[Path]) -> None:
-    from stretto.view.panel import aligned, figures_table
+def _comparison(timelines: Sequence[Timeline]) -> CommandReport:
+    from stretto.view.panel import aligned, figures, figures_table
     from stretto.view.terminal import compare_text
 
-    to.print(compare_text(timelines, width=_width(to), colour=coloured(to)), soft_wrap=True)
-    to.print("\n" + aligned(figures_table(timelines)), soft_wrap=True, markup=False)
-    _wrote(to, written)
+    report = CommandReport(
+        lambda: {
+            "compared": [figures(timeline) for timeline in timelines],
+            "schedules": [_record(timeline) for timeline in timelines],
+        }
+    )
+    report.draw(lambda to: compare_text(timelines, width=_width(to), colour=coloured(to)))
+    report.draw(lambda to: to.print("\n" + aligned(figures_table(timelines)), soft_wrap=True, markup=False))
+    return report
 
 
 def _width(to: Console) -> int:
     return to.width if to.is_terminal else _PLAIN_WIDTH
 
 
-def _wrote(to: Console, written: list[Path]) -> None:
-    for path in written:
-        to.print(f"wrote {path}", soft_wrap=True, markup=False)
+def _training_text(path: Path, program: Program) -> str:
+    """The command that trains the written program, and what its config must have."""
+    if program.steps > 1:
+        return (
+            f"{path} is a window of {program.steps} steps; a config names the schedule "
+            f"(schedule.name={program.name}), and training decides when to drain"
+        )
+    count = program.microbatches
+    return (
+        f"stretto train CONFIG schedule.file={path} layout.pp={program.ranks}"
+        f"  # with {count} microbatches: batch.global_size = {count} x batch.micro_size x layout.dp"
+    )
 
 
-def _some(values: list[float], most: int = 24) -> str:
-    return ", ".join(f"{value:g}" for value in values[:most]) + (", ..." if len(values) > most else "")
-
-
-_COSTS = ("F", "I", "W", "hop")
-_COMPARED = re.compile(r"(?<!\.py):")  # between a schedule and its options
-_BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """The programs that the command line asks for, and the costs to replay them with."""
-
-    name: str | None
-    ranks: int | None
-    microbatches: int | None
-    options: Mapping[str, Any]
-    costs: Costs
-    file: Path | None = None
-    compare: str | None = None
+# ------------------------------------------------------------------ options
 
 
 def parse_times(text: str) -> Costs:
@@ -319,8 +299,8 @@ def parse_times(text: str) -> Costs:
                 hint=f"halves are I={half},W={half}",
             )
         if key not in _COSTS:
-            near = nearest(key, _COSTS)
-            hint = f"did you mean {near!r}? " * bool(near) + "write times as in F=1,I=1,W=1,hop=0"
+            similar = nearest(key, _COSTS)
+            hint = f"did you mean {similar!r}? " * bool(similar) + "write times as in F=1,I=1,W=1,hop=0"
             raise StrettoError(f"--times has {key!r}", hint=hint)
         if key in values:
             raise StrettoError(f"--times gives {key} twice", hint="give every time once")
@@ -350,23 +330,56 @@ def options_from(named: Mapping[str, Any], memory: str | None, pairs: Sequence[s
     return options
 
 
-def programs_of(request: Request) -> list[Program]:
+def _pair(text: str, option: str) -> tuple[str, Any]:
+    """NAME=VALUE as the name of a Python parameter, and a bool, an int, a float or the text."""
+    key, equals, value = text.partition("=")
+    key, value = key.strip().replace("-", "_"), value.strip()
+    if not equals or not key or not value:
+        raise StrettoError(f"{option} has {text!r}, must be NAME=VALUE", hint="write it as in waves=2")
+    if value.lower() in _BOOLEANS:
+        return key, _BOOLEANS[value.lower()]
+    for kind in (int, float):
+        try:
+            return key, kind(value)
+        except ValueError:
+            continue
+    return key, value
+
+
+def _limits(text: str) -> float | list[float]:
+    """A memory limit: one number, or one per rank."""
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise StrettoError(
+            f"memory is {text!r}, must be a number, or one for each rank", hint="write --memory 4 or 4,3,2,1"
+        ) from None
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+# ------------------------------------------------------------------ programs
+
+
+def _programs(options: ReplayOptions, settings: Mapping[str, Any], costs: Costs) -> list[Program]:
     """The program that is named or in the file, or all programs to compare.
+
+    Args:
+        settings: options of the schedules.
 
     Raises:
         StrettoError: no program named, or several where one is needed; an error in the schedule or the file.
     """
-    if request.compare is not None:
-        return _compared(request)
-    if request.file is not None:
-        if request.options:
-            option = next(iter(request.options))
+    if options.compare is not None:
+        return _compared_programs(options, options.compare, settings, costs)
+    if options.file is not None:
+        if settings:
+            option = next(iter(settings))
             raise StrettoError(
-                f"{request.file} is a whole program, {option} is an option of a schedule",
+                f"{options.file} is a whole program, {option} is an option of a schedule",
                 hint=f"leave {option} out",
             )
-        return [_from_file(request.file, request.name, request.ranks)]
-    return [_program(request, request.name, dict(request.options))]
+        return [_read_program(options.file, options.name, options.ranks)]
+    return [_generate(options, options.name, dict(settings), costs)]
 
 
 def _is_file(name: str) -> bool:
@@ -374,7 +387,8 @@ def _is_file(name: str) -> bool:
     return name.lower().endswith((".csv", ".json"))
 
 
-def _program(request: Request, name: str | None, options: dict[str, Any]) -> Program:
+def _generate(options: ReplayOptions, name: str | None, settings: dict[str, Any], costs: Costs) -> Program:
+    """Generate a schedule's program."""
     from stretto.program import check, lower
     from stretto.program import options as accepted
     from stretto.program import schedule as generate
@@ -382,13 +396,13 @@ def _program(request: Request, name: str | None, options: dict[str, Any]) -> Pro
     if name is None:
         raise StrettoError("no schedule named", hint="name one of stretto schedule --list")
     name = _registered(name)
-    if request.ranks is None or request.microbatches is None:
-        sizes = (("--ranks", request.ranks), ("--microbatches", request.microbatches))
+    if options.ranks is None or options.microbatches is None:
+        sizes = (("--ranks", options.ranks), ("--microbatches", options.microbatches))
         missing = " and ".join(option for option, value in sizes if value is None)
         raise StrettoError(f"schedule {name} needs {missing}", hint=f"{name} --ranks 4 --microbatches 8")
     if "costs" in accepted(name):
-        options.setdefault("costs", request.costs)
-    program = generate(name, request.ranks, request.microbatches, **options)
+        settings.setdefault("costs", costs)
+    program = generate(name, options.ranks, options.microbatches, **settings)
     if ".py:" in name:
         check(program if program.lowered else lower(program))
     return program
@@ -407,75 +421,43 @@ def _registered(name: str) -> str:
     return name
 
 
-def _compared(request: Request) -> list[Program]:
+def _compared_programs(
+    options: ReplayOptions, compare: str, settings: Mapping[str, Any], costs: Costs
+) -> list[Program]:
     """The programs of --compare; other options apply to those schedules that take them."""
     from stretto.program import options as accepted
 
-    if request.name is not None or request.file is not None:
-        also = request.name or str(request.file)
+    if options.name is not None or options.file is not None:
+        also = options.name or str(options.file)
         raise StrettoError(
-            f"--compare is given, and {also} beside it", hint=f"write --compare {also},{request.compare}"
+            f"--compare is given, and {also} beside it", hint=f"write --compare {also},{compare}"
         )
-    entries = [entry.strip() for entry in (request.compare or "").split(",") if entry.strip()]
+    entries = [entry.strip() for entry in compare.split(",") if entry.strip()]
     if not entries:
         raise StrettoError("--compare names no schedule", hint="write --compare gpipe,1f1b,zb-v")
-    pieces = {entry: _COMPARED.split(entry) for entry in entries}
-    known = {
-        entry: {} if _is_file(name) else accepted(_registered(name)) for entry, (name, *_) in pieces.items()
-    }
-    for option, value in request.options.items():
-        if not any(option in each for each in known.values()):
+    split = [(entry, *_COLON.split(entry)) for entry in entries]
+    taken = {name: {} if _is_file(name) else accepted(_registered(name)) for _, name, *_ in split}
+    for option, value in settings.items():
+        if not any(option in names for names in taken.values()):
             raise StrettoError(
                 f"{option} is {value}, but none of the schedules to compare takes it",
                 hint=f"leave {option} out",
             )
     programs: list[Program] = []
-    for entry in entries:
-        name, *pairs = pieces[entry]
+    for entry, name, *pairs in split:
         if _is_file(name):
             if pairs:
                 raise StrettoError(f"--compare {entry}: a program in a file takes no options")
-            programs.append(_from_file(Path(name), None, request.ranks))
+            programs.append(_read_program(Path(name), None, options.ranks))
             continue
-        options = {key: value for key, value in request.options.items() if key in known[entry]}
-        options.update(_pair(pair, f"--compare {name}") for pair in pairs)
-        program = _program(request, name, options)
+        accepted_settings = {key: value for key, value in settings.items() if key in taken[name]}
+        accepted_settings.update(_pair(pair, f"--compare {name}") for pair in pairs)
+        program = _generate(options, name, accepted_settings, costs)
         programs.append(replace(program, name=entry) if pairs else program)
     return programs
 
 
-def _pair(text: str, where: str) -> tuple[str, Any]:
-    """The option's name as a Python parameter, and its value."""
-    key, mark, value = text.partition("=")
-    if not mark or not key.strip() or not value.strip():
-        raise StrettoError(f"{where} has {text!r}, must be NAME=VALUE", hint="write it as in waves=2")
-    return key.strip().replace("-", "_"), _value(value.strip())
-
-
-def _value(text: str) -> Any:
-    """The text as a bool, an int or a float where it is one."""
-    if text.lower() in _BOOLEANS:
-        return _BOOLEANS[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
-
-
-def _limits(text: str) -> float | list[float]:
-    """A memory limit: one number, or one per rank."""
-    try:
-        numbers = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise StrettoError(
-            f"memory is {text!r}, must be a number, or one for each rank", hint="write --memory 4 or 4,3,2,1"
-        ) from None
-    return numbers[0] if len(numbers) == 1 else numbers
-
-
-def _from_file(file: Path, name: str | None, ranks: int | None) -> Program:
+def _read_program(file: Path, name: str | None, ranks: int | None) -> Program:
     """The program in a file."""
     from stretto.program.text import read_program
 
@@ -488,65 +470,47 @@ def _from_file(file: Path, name: str | None, ranks: int | None) -> Program:
     return program
 
 
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+# ------------------------------------------------------------------ files
 
 
-def write_all(
-    timelines: Sequence[Timeline],
-    pictures: Mapping[str, Path | None],
-    texts: Mapping[str, Path | None],
-    several: bool,
-    time_unit: str,
-) -> list[Path]:
-    """Write every output that has a path; return the paths.
+def _write_files(report: CommandReport, options: ReplayOptions, timelines: Sequence[Timeline]) -> None:
+    """Write every file that the user named.
 
     Raises:
         StrettoError: a file cannot be written, or its format holds one program and there are several.
     """
-    if several and (kind := next((kind for kind, path in texts.items() if path is not None), None)):
+    timeline, several = timelines[0], options.compare is not None
+    single = {"write": options.write, "trace": options.trace}
+    if several and (option := next((name for name, path in single.items() if path is not None), None)):
         raise StrettoError(
-            f"--{kind} writes one program, --compare has {len(timelines)}",
+            f"--{option} writes one program, --compare has {len(timelines)}",
             hint="name one schedule, or write --svg, --png or --html",
         )
-    if time_unit not in _SECONDS:
-        near = nearest(time_unit, _SECONDS) or "ms"
+    if options.time_unit not in _SECONDS:
         raise StrettoError(
-            f"--time-unit is {time_unit!r}, must be one of {', '.join(_SECONDS)}", hint=f"nearest is {near}"
+            f"--time-unit is {options.time_unit!r}, must be one of {', '.join(_SECONDS)}",
+            hint=f"nearest is {nearest(options.time_unit, _SECONDS) or 'ms'}",
         )
-    written: list[Path] = []
-    for kind, path in {**texts, **pictures}.items():
-        if path is None:
-            continue
-        if kind == "png":
+    if options.write is not None:
+        report.write(options.write, _program_text(options.write, timeline.program))
+    if options.trace is not None:
+        from stretto.view.trace import trace_of, write_trace
+
+        report.write(options.trace, write_trace(trace_of(timeline, _SECONDS[options.time_unit])))
+    if options.svg is not None or options.png is not None:
+        from stretto.view.panel_svg import compare_svg, timeline_svg
+
+        picture = compare_svg(timelines) if several else timeline_svg(timeline)
+        if options.svg is not None:
+            report.write(options.svg, picture)
+        if options.png is not None:
             from stretto.view.svg import png_of
 
-            write_bytes(path, png_of(_svg(timelines, several)))
-        elif kind in pictures:
-            write_text(path, _svg(timelines, several) if kind == "svg" else _html(timelines, several))
-        elif kind == "trace":
-            write_text(path, _trace(timelines[0], _SECONDS[time_unit]))
-        else:
-            write_text(path, _program_text(path, timelines[0].program))
-        written.append(path)
-    return written
+            report.write(options.png, png_of(picture))
+    if options.html is not None:
+        from stretto.view.html import compare_html, timeline_html
 
-
-def _svg(timelines: Sequence[Timeline], several: bool) -> str:
-    from stretto.view.panel_svg import compare_svg, timeline_svg
-
-    return compare_svg(timelines) if several else timeline_svg(timelines[0])
-
-
-def _html(timelines: Sequence[Timeline], several: bool) -> str:
-    from stretto.view.html import compare_html, timeline_html
-
-    return compare_html(timelines) if several else timeline_html(timelines[0])
-
-
-def _trace(timeline: Timeline, second: float) -> str:
-    from stretto.view.trace import trace_of, write_trace
-
-    return write_trace(trace_of(timeline, second))
+        report.write(options.html, compare_html(timelines) if several else timeline_html(timeline))
 
 
 def _program_text(path: Path, program: Program) -> str:
@@ -579,3 +543,113 @@ def _program_text(path: Path, program: Program) -> str:
             hint=f"--write {path.with_suffix('.json')}",
         )
     return text
+
+
+# ------------------------------------------------------------------ other frameworks
+
+
+class Export(NamedTuple):
+    """A program for another framework.
+
+    record: the framework's settings, for the command's JSON.
+    text: how the framework loads the files.
+    modules: for torchtitan, the names of each stage's modules, as a JSON file next to the CSV.
+    """
+
+    record: dict[str, Any]
+    text: str
+    modules: str | None = None
+
+
+def _export(options: ReplayOptions, framework: str, programs: Sequence[Program]) -> Export:
+    """Check that a framework can run the program, and cut the model for torchtitan.
+
+    Raises:
+        StrettoError: an unknown framework, no CSV file, a program that it cannot run, or a cut that does not
+            match the program's stages.
+    """
+    from stretto.program.text import check_torch
+    from stretto.program.text.torchtitan import modules_json, modules_of_stages, schedule_class
+
+    if framework not in _FRAMEWORKS:
+        similar = nearest(framework, _FRAMEWORKS)
+        raise StrettoError(
+            f"--for is {framework!r}, must be one of {', '.join(_FRAMEWORKS)}",
+            hint=f"did you mean {similar!r}?" if similar else None,
+        )
+    csv = options.write
+    if csv is None or csv.suffix.lower() != ".csv" or len(programs) > 1:
+        raise StrettoError(f"--for {framework} needs one program and its file", hint="--write mine.csv")
+    (program,) = programs
+    if program.lowered:
+        raise StrettoError(
+            f"--for {framework} writes compute actions, {program.name} has communication",
+            hint="leave --lowered out: torch adds the communication",
+        )
+    check_torch(program)
+    record = {"framework": framework, "csv": str(csv)}
+    if framework == "torch":
+        if options.layers is not None or options.stages is not None:
+            raise _cut_refused()
+        stages = "; ".join(
+            f"rank {rank}: {', '.join(map(str, program.stages_of(rank)))}" for rank in range(program.ranks)
+        )
+        text = (
+            f"# stages by rank: {stages}\n"
+            f"schedule = _PipelineScheduleRuntime(stages, n_microbatches={program.microbatches}, "
+            f"loss_fn=...)\nschedule._load_csv({str(csv)!r})"
+        )
+        return Export(record, text)
+    settings: dict[str, Any] = {
+        "pipeline_parallel_degree": program.ranks,
+        "pipeline_parallel_schedule": schedule_class(program),
+        "pipeline_parallel_schedule_csv": str(csv),
+    }
+    modules = modules_of_stages(_stage_layers(program.depth, options.layers, options.stages))
+    lines = [
+        f"config.parallelism.{name} = " + (f'"{value}"' if isinstance(value, str) else str(value))
+        for name, value in settings.items()
+    ]
+    lines += [
+        f'config.parallelism.module_fqns_per_model_part = json.load(open("{_modules_path(csv)}"))',
+        f"# training.local_batch_size = {program.microbatches} x "
+        "parallelism.pipeline_parallel_microbatch_size",
+        "# before torchtitan 0.3, lm_head is called output",
+    ]
+    record |= {**settings, "module_fqns_per_model_part": modules}
+    return Export(record, "\n".join(lines), modules_json(modules))
+
+
+def _modules_path(csv: Path) -> Path:
+    return csv.with_suffix(".modules.json")
+
+
+def _cut_refused() -> StrettoError:
+    return StrettoError("--layers and --stages cut a model of torchtitan", hint="--for torchtitan")
+
+
+def _stage_layers(depth: int, layers: int | None, stages: str | None) -> list[int]:
+    """How many layers each stage has, embedding and head among them."""
+    from stretto.layout.cut import cut
+
+    if (layers is None) == (stages is None):
+        raise StrettoError(
+            "--for torchtitan needs the layers of each stage",
+            hint="--layers 32 for an even cut, or --stages 7,7,7,5 (embedding and head count as layers)",
+        )
+    if layers is not None:
+        if layers + 2 < depth:
+            raise StrettoError(
+                f"--layers is {layers}: with embedding and head too few for {depth} stages",
+                hint=f"nearest is --layers {depth - 2}",
+            )
+        return [len(stage) for stage in cut([1.0] * (layers + 2), depth)]
+    try:
+        counts = [int(part) for part in (stages or "").split(",")]
+    except ValueError:
+        raise StrettoError(f"--stages is {stages!r}, must be numbers", hint="--stages 7,7,7,5") from None
+    if len(counts) != depth:
+        raise StrettoError(
+            f"--stages has {len(counts)} stages, the program {depth}", hint=f"give {depth} numbers"
+        )
+    return counts
