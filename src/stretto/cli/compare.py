@@ -6,27 +6,28 @@ import signal
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stretto.cli.options import Json
-from stretto.cli.output import command_app, report, say_no, write_text
+from stretto.cli.options import ConfigFile, Json, Page, grouped
+from stretto.cli.output import command_app, memory_size, say_no
+from stretto.cli.report import Cell, ColumnStyle, CommandReport, number, size, text
 from stretto.errors import StrettoError
+from stretto.view.compare_page import Bar, Figure, compare_page
 
 if TYPE_CHECKING:
     from stretto.recommender.config.load import AnyConfig
     from stretto.run.compare.combinations import Combination
-    from stretto.run.compare.comparison import Comparison
-    from stretto.run.compare.result import Result
+    from stretto.run.compare.result import CombinationResult, Comparison
     from stretto.spec.job import Job
 
 app = command_app()
 
 # fields that a comparison sets itself, and what to use instead
-_SET_HERE = {
+_SET_BY_COMPARE = {
     "train.steps": "--steps and --warmup say how long each runs",
     "run.name": "--out names the folder",
     "run.dir": "--out names the folder",
@@ -34,14 +35,15 @@ _SET_HERE = {
     "checkpoint.resume": "what is done is not run again, unless with --again",
 }
 _INTERRUPTED = 130
+# columns that a narrow terminal leaves out, in this order
+_OPTIONAL = ("quartiles", "interval", "pred. memory", "error", "sent", "speed", "memory")
 
 
-@app.command(
-    epilog="Example: stretto compare configs/quickstart.yaml layout.pp=1,2 dp.mode=ddp,zero1 --steps 20 "
-    "--html compare.html"
-)
-def compare(
-    path: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, as `stretto train` takes it.")],
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """Options of `stretto compare`."""
+
+    path: ConfigFile
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
@@ -49,141 +51,168 @@ def compare(
             help="Fields to override; one with several values is varied. A value with a comma goes in "
             "brackets or quotes, as in layout.stages=[3,3],[2,4].",
         ),
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to measure in each run.")] = 20,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps before them that do not count.")] = 3,
-    predict: Annotated[bool, typer.Option("--predict", help="Predict every combination, run none.")] = False,
+    ] = None
+    steps: Annotated[int, typer.Option(min=1, help="Steps to measure in each run.")] = 20
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before them that do not count.")] = 3
+    predict: Annotated[bool, typer.Option("--predict", help="Predict every combination, run none.")] = False
     cluster: Annotated[
         str | None,
         typer.Option(help="With --predict: a cluster, as `stretto predict` takes it; default: this machine."),
-    ] = None,
+    ] = None
     baseline: Annotated[
         str | None,
         typer.Option(
             help="The combination that others are compared with, as in 'tp=1 mode=ddp'; default: the first."
         ),
-    ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most combinations to accept.")] = 24,
+    ] = None
+    limit: Annotated[int, typer.Option(min=1, help="Most combinations to accept.")] = 24
     out: Annotated[
         Path | None, typer.Option(help="Folder of the results; default: compare-NAME in run.dir.")
-    ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Also run what has a result in the folder.")] = False,
+    ] = None
+    again: Annotated[bool, typer.Option("--again", help="Also run what has a result in the folder.")] = False
     memory: Annotated[
         bool,
         typer.Option(help="On the CPU, also measure memory, in two further steps on random tokens."),
-    ] = True,
-    html: Annotated[Path | None, typer.Option(help="Write a page with pictures here.")] = None,
-    as_json: Json = False,
-) -> None:
+    ] = True
+    html: Page = None
+    as_json: Json = False
+
+
+@app.command(
+    epilog="Example: stretto compare configs/quickstart.yaml layout.pp=1,2 dp.mode=ddp,zero1 --steps 20 "
+    "--html compare.html"
+)
+@grouped(CompareOptions)
+def compare(options: CompareOptions) -> None:
     """Train every combination of settings for some steps, one after another, and compare them.
 
     Shows step time (median and quartiles), tokens/s, memory, traffic and loss, measured beside predicted,
     fastest first, and whether layouts that compute the same have the same loss. A run that fails is a row
     with its error; settings that do not go together are listed with the reason.
 
-    Each result is kept in a file and not run again, so an interrupted comparison goes on where it was.
+    Each result is kept in a file and not run again, so an interrupted comparison continues.
     Recommenders are run too, without predictions, traffic and measured memory.
 
     Exit code 1: a run failed, or nothing could be predicted.
     """
     from stretto.run.compare.combinations import combinations, matching, short_names
+    from stretto.run.compare.result import Comparison, mathematics
+    from stretto.run.config.schema import TrainConfig
 
-    combined = combinations(overrides or [])
-    _check_options(combined, limit, cluster, predict=predict)
+    combined = combinations(options.overrides or [])
+    _check_options(options, combined)
     names = short_names(combined)
-    base = names[0 if baseline is None else matching(baseline, combined, names)]
-    total = None if predict else warmup + steps
-    candidates = [_candidate(path, name, one, total) for name, one in zip(names, combined, strict=True)]
-    legal = [one for one in candidates if one.config is not None]
+    baseline = names[0 if options.baseline is None else matching(options.baseline, combined, names)]
+    jobs = [_compared_job(options, name, each) for name, each in zip(names, combined, strict=True)]
+    legal = [job for job in jobs if job.config is not None]
     if not legal:
-        raise StrettoError(f"no combination can run; {names[0]}: {candidates[0].waiting.error}")
+        raise StrettoError(f"no combination can run; {names[0]}: {jobs[0].pending.error}")
     stopped = False
-    if predict:
-        results = [_predicted(one, cluster) for one in legal]
-        what = f"predicted on {cluster or 'this machine'}"
+    if options.predict:
+        results = [_predict(job, options.cluster) for job in legal]
+        title = f"predicted on {options.cluster or 'this machine'}"
     else:
-        results, stopped = _run(path, legal, out, (warmup, steps), memory=memory, again=again)
-        what = f"median of {steps} steps after {warmup}, one run each"
-    comparison = _compared(f"{path}: {what}", candidates, results, base)
-    _publish(comparison, html, as_json=as_json)
+        results, stopped = _run(options, legal)
+        title = f"median of {options.steps} steps after {options.warmup}, one run each"
+    by_name = {result.name: result for result in results}
+    comparison = Comparison(
+        title=f"{options.path}: {title}",
+        results=[by_name.get(job.pending.name, job.pending) for job in jobs],
+        baseline=baseline,
+        kinds={
+            job.pending.fingerprint: mathematics(job.config, job.job)
+            for job in jobs
+            if isinstance(job.config, TrainConfig) and job.job is not None
+        },
+    )
+    _report(comparison, options.html).print(options.as_json)
     if stopped:
         raise typer.Exit(_INTERRUPTED)
-    if not comparison.ranked or any(one.status == "failed" for one in results):
+    if not comparison.ranked or any(result.status == "failed" for result in results):
         raise say_no()
 
 
-def _check_options(
-    combined: Sequence[Combination], limit: int, cluster: str | None, *, predict: bool
-) -> None:
-    if cluster is not None and not predict:
+def _check_options(options: CompareOptions, combined: Sequence[Combination]) -> None:
+    if options.cluster is not None and not options.predict:
         raise StrettoError("--cluster is for predictions, and runs are on this machine", hint="add --predict")
-    if len(combined) > limit:
+    if len(combined) > options.limit:
         raise StrettoError(
-            f"there are {len(combined)} combinations, more than --limit {limit}",
+            f"there are {len(combined)} combinations, more than --limit {options.limit}",
             hint=f"vary fewer fields, or --limit {len(combined)}",
         )
-    if not predict:
+    if not options.predict:
         for field, _ in combined[0].settings:
-            if field in _SET_HERE:
-                raise StrettoError(f"compare sets {field} itself", hint=_SET_HERE[field])
+            if field in _SET_BY_COMPARE:
+                raise StrettoError(f"compare sets {field} itself", hint=_SET_BY_COMPARE[field])
 
 
 # ------------------------------------------------------------------ combinations as jobs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class ComparedJob:
     """A combination as a job.
 
     Attributes:
-        waiting: its result, with nothing but the reason where it is refused.
-        config: None where it is refused.
-        words: overrides, with those that a comparison sets.
-        job: of a language model.
+        pending: its result, with the reason only if it is refused.
+        config: None if it is refused.
+        overrides: those of the combination, and those that a comparison sets.
+        job: the job of a language model, None of a recommender.
     """
 
-    waiting: Result
+    pending: CombinationResult
     config: AnyConfig | None = None
-    words: Sequence[str] = ()
+    overrides: Sequence[str] = ()
     job: Job | None = None
 
 
-def _candidate(path: str, name: str, one: Combination, total: int | None) -> Candidate:
-    """The combination checked as a job of `total` steps here; None: as one that is only predicted."""
-    from stretto.run.compare.result import Result, fingerprint
+def _compared_job(options: CompareOptions, name: str, combination: Combination) -> ComparedJob:
+    """Check a combination: to be run, it must fit this machine; to be predicted, it need not."""
+    from stretto.cli.jobs import check_job, ranks_of
+    from stretto.recommender.config.load import load_config
+    from stretto.run.compare.result import CombinationResult, fingerprint
+    from stretto.run.config.job import job_of
     from stretto.run.config.load import plain_values
     from stretto.run.config.required import check_required
+    from stretto.run.config.schema import TrainConfig
+    from stretto.run.launch.local import check_ranks
+    from stretto.spec.rules import problems
 
-    waiting = Result(name=name, words=one.words, status="refused")
-    words = one.words
+    overrides: Sequence[str] = combination.words
+    pending = CombinationResult(name=name, words=combination.words, status="refused")
+    steps = None if options.predict else options.warmup + options.steps
+    job = None
     try:
-        if total is not None:
-            words = [*words, *_short_run(path, words, total)]
-        config = _load(path, words)
-        job = _checked(config, here=total is not None)
+        if steps is not None:
+            overrides = [*overrides, *_short_run(load_config(options.path, overrides), steps)]
+        config = load_config(options.path, overrides)
+        if steps is not None:
+            check_job(config)
+            check_ranks(ranks_of(config)[0])
+        if isinstance(config, TrainConfig):
+            job = job_of(config)
+            if wrong := problems(job):
+                raise wrong[0]
+        elif steps is None:
+            raise StrettoError(
+                "the step of a recommender is not predicted", hint="run it, or use `stretto plan`"
+            )
     except StrettoError as error:
         reason = error.message + (f" ({error.hint})" if error.hint else "")
         reason += f", and {more} more problem{'s' * (more > 1)}" if (more := len(error.others)) else ""
-        return Candidate(waiting=replace(waiting, error=reason))
-    if total is not None:
+        return ComparedJob(pending=replace(pending, error=reason))
+    if steps is not None:
         check_required(config)
-    key = fingerprint(plain_values(config), total)
-    return Candidate(waiting=replace(waiting, fingerprint=key), config=config, words=words, job=job)
+    pending = replace(pending, fingerprint=fingerprint(plain_values(config), steps))
+    return ComparedJob(pending=pending, config=config, overrides=overrides, job=job)
 
 
-def _load(path: str, words: Sequence[str]) -> AnyConfig:
-    from stretto.recommender.config.load import load_config
-
-    return load_config(path, words)
-
-
-def _short_run(path: str, words: Sequence[str], total: int) -> list[str]:
-    """What a short run that is only measured sets: its length, and nothing beside training."""
+def _short_run(config: AnyConfig, steps: int) -> list[str]:
+    """Overrides of a short run that is only measured: its length, and nothing but training."""
     from stretto.run.config.schema import TrainConfig
 
-    config = _load(path, words)
     settings = {
-        "train.steps": total,
+        "train.steps": steps,
         "eval.every": "null",
         "checkpoint.every": "null",
         "checkpoint.resume": "never",
@@ -197,105 +226,72 @@ def _short_run(path: str, words: Sequence[str], total: int) -> list[str]:
     return [f"{field}={value}" for field, value in settings.items()]
 
 
-def _checked(config: AnyConfig, *, here: bool) -> Job | None:
-    """The job of a language model that is legal, and, to be run `here`, fits this machine.
-
-    Raises:
-        StrettoError: it is not.
-    """
-    from stretto.cli.jobs import check_job, ranks_of
-    from stretto.run.config.job import job_of
-    from stretto.run.config.schema import TrainConfig
-    from stretto.spec.rules import problems
-
-    if here:
-        from stretto.run.launch.local import check_ranks
-
-        check_job(config)
-        check_ranks(ranks_of(config)[0])
-    if not isinstance(config, TrainConfig):
-        if not here:
-            raise StrettoError(
-                "the step of a recommender is not predicted", hint="run it, or use `stretto plan`"
-            )
-        return None
-    job = job_of(config)
-    if wrong := problems(job):
-        raise wrong[0]
-    return job
-
-
-def _counted(result: Result, job: Job) -> Result:
-    """The result with what the planner counts: the fullest rank's memory, and bytes that a rank sends."""
-    from stretto.planner.memory.job import memory_of
-    from stretto.planner.memory.ranks import rank_memory
-    from stretto.planner.rank_step.counts import bytes_sent
-
-    held = memory_of(job)
-    memory = result.predicted_memory or max(rank.total for rank in rank_memory(held))
-    return replace(result, predicted_memory=memory, traffic=bytes_sent(job, held))
-
-
 # ------------------------------------------------------------------ predictions and runs
 
 
-def _predicted(candidate: Candidate, cluster: str | None) -> Result:
+def _predict(compared: ComparedJob, cluster: str | None) -> CombinationResult:
     from stretto.planner.estimate import estimate
     from stretto.planner.machines.catalogue import find_cluster
     from stretto.run.train.prediction import predict
 
-    job, config = candidate.job, candidate.config
+    job, config = compared.job, compared.config
     assert job is not None
     assert config is not None
     try:
         if cluster is None:
-            made = predict(job, config.train)
+            predicted = predict(job, config.train)
         else:
-            made = estimate(job, find_cluster(cluster).sized(job.layout.world))
+            predicted = estimate(job, find_cluster(cluster).sized(job.layout.world))
     except StrettoError as error:
-        return replace(candidate.waiting, error=error.message)
-    return _counted(
-        replace(
-            candidate.waiting,
-            status="predicted",
-            predicted=made.seconds,
-            low=made.low,
-            high=made.high,
-            speed=made.tokens_per_s,
-            verdict=None if made.memory is None else made.memory.verdict,
-        ),
-        job,
+        return replace(compared.pending, error=error.message)
+    result = replace(
+        compared.pending,
+        status="predicted",
+        predicted=predicted.seconds,
+        low=predicted.low,
+        high=predicted.high,
+        speed=predicted.tokens_per_s,
+        verdict=None if predicted.memory is None else predicted.memory.verdict,
     )
+    return _with_counts(result, job)
 
 
-def _run(
-    path: str,
-    legal: Sequence[Candidate],
-    out: Path | None,
-    length: tuple[int, int],
-    *,
-    memory: bool,
-    again: bool,
-) -> tuple[list[Result], bool]:
-    """Run all candidates; `length` is the steps of the warm-up and those after it."""
-    from stretto.run.compare.runs import Run, Runs
+def _run(options: CompareOptions, legal: Sequence[ComparedJob]) -> tuple[list[CombinationResult], bool]:
+    """Run all legal combinations; return their results, and whether Ctrl-C ended them early."""
+    from stretto.run.compare.runs import PendingRun, Runner
 
-    first = legal[0].config
-    assert first is not None
-    folder = out or Path(first.run.dir) / f"compare-{first.run.name}"
-    runs = [Run(waiting=one.waiting, words=one.words, language=one.job is not None) for one in legal]
-    settings = Runs(path=path, folder=folder, warmup=length[0], steps=length[1], memory=memory, again=again)
+    config = legal[0].config
+    assert config is not None
+    runner = Runner(
+        path=options.path,
+        folder=options.out or Path(config.run.dir) / f"compare-{config.run.name}",
+        warmup=options.warmup,
+        steps=options.steps,
+        memory=options.memory,
+        again=options.again,
+    )
+    runs = [
+        PendingRun(pending=each.pending, words=each.overrides, language=each.job is not None)
+        for each in legal
+    ]
     with _sigterm_as_interrupt():
-        results, stopped = settings.all(runs, _say)
+        results, stopped = runner.run_all(runs, lambda line: print(line, file=sys.stderr, flush=True))
     counted = [
-        _counted(result, one.job) if one.job is not None and result.status == "done" else result
-        for result, one in zip(results, legal, strict=True)
+        _with_counts(result, each.job) if each.job is not None and result.status == "done" else result
+        for result, each in zip(results, legal, strict=True)
     ]
     return counted, stopped
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _with_counts(result: CombinationResult, job: Job) -> CombinationResult:
+    """Add what the planner counts: the fullest rank's memory, and bytes that a rank sends."""
+    from stretto.planner.memory.job import memory_of
+    from stretto.planner.memory.ranks import rank_memory
+    from stretto.planner.rank_step.counts import bytes_sent
+
+    counted = memory_of(job)
+    memory = result.predicted_memory or max(rank.total for rank in rank_memory(counted))
+    return replace(result, predicted_memory=memory, traffic=bytes_sent(job, counted))
 
 
 @contextmanager
@@ -312,31 +308,141 @@ def _sigterm_as_interrupt() -> Generator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _compared(
-    title: str, candidates: Sequence[Candidate], results: Sequence[Result], baseline: str
-) -> Comparison:
-    from stretto.run.compare.comparison import Comparison
-    from stretto.run.compare.result import mathematics
-    from stretto.run.config.schema import TrainConfig
+# ------------------------------------------------------------------ the report
 
-    by_name = {one.name: one for one in results}
-    kinds = {
-        one.waiting.fingerprint: mathematics(one.config, one.job)
-        for one in candidates
-        if isinstance(one.config, TrainConfig) and one.job is not None
-    }
-    return Comparison(
-        title=title,
-        results=[by_name.get(one.waiting.name, one.waiting) for one in candidates],
-        baseline=baseline,
-        kinds=kinds,
+
+def _report(comparison: Comparison, html: Path | None) -> CommandReport:
+    """The results: fastest first, then those without figures, and whether losses agree."""
+    base = comparison.base
+    report = CommandReport(
+        lambda: {
+            "title": comparison.title,
+            "baseline": None if base is None else base.name,
+            "ranking": [result.name for result in comparison.ranked],
+            "results": [
+                {**asdict(result), "seconds": result.seconds, "speedup": comparison.speedup(result)}
+                for result in comparison.results
+            ],
+            "losses": comparison.losses,
+        }
     )
-
-
-def _publish(comparison: Comparison, html: Path | None, *, as_json: bool) -> None:
-    """Write the page, and print the table or the JSON."""
-    from stretto.cli.compare_tables import facts, page, show
-
+    columns, rows = _table(comparison)
+    untimed = [f"{result.status}: {result.name}: {result.error}" for result in comparison.untimed]
+    report.line(comparison.title)
+    if rows:
+        report.table(columns, rows, optional=_OPTIONAL, drop_empty=True)
+    if base is not None and len(rows) > 1:
+        report.line(f"* baseline: {base.name}")
+    report.lines([*untimed, *comparison.losses])
     if html is not None:
-        write_text(html, page(comparison))
-    report(facts(comparison) if as_json else {}, as_json, lambda to: show(to, comparison, html))
+        cells = [[column.cell(cell) for column, cell in zip(columns, row, strict=True)] for row in rows]
+        filled = [index for index in range(len(columns)) if any(row[index] for row in cells)]
+        page = compare_page(
+            title=f"Comparison of {comparison.title}",
+            lines=comparison.losses,
+            figures=_figures(comparison),
+            table=[[line[index] for index in filled] for line in [[c.title for c in columns], *cells]]
+            if rows
+            else [],
+            others=untimed,
+        )
+        report.write(html, page)
+    return report
+
+
+def _table(comparison: Comparison) -> tuple[list[ColumnStyle], list[list[Cell]]]:
+    """Columns and rows, fastest first."""
+    ranked = comparison.ranked
+    samples = any(result.unit == "samples/s" for result in ranked)
+    columns = [
+        text(""),
+        text("combination"),
+        number("step s", ".4g"),
+        number("quartiles"),
+        number("pred. s", ".4g"),
+        number("interval"),
+        number("error", "+.0%"),
+        number("speed", ".2f"),
+        number("samples/s" if samples else "tokens/s", ",.0f"),
+        size("memory"),
+        size("pred. memory"),
+        number("fits"),
+        size("sent"),
+        number("loss", ".4f"),
+    ]
+    rows = list[list[Cell]]()
+    for rank, result in enumerate(ranked, 1):
+        speedup, measured = comparison.speedup(result), result.status == "done"
+        both = result.median is not None and result.predicted is not None
+        rows.append(
+            [
+                f"{rank}{'*' if comparison.base is result else ''}",
+                result.name,
+                result.median,
+                None if result.q1 is None or result.q3 is None else f"{result.q1:.3g}-{result.q3:.3g}",
+                result.predicted,
+                None
+                if measured or result.low is None or result.high is None
+                else f"{result.low:.3g}-{result.high:.3g}",
+                (result.predicted or 0.0) / (result.median or 1.0) - 1 if both else None,
+                None if speedup is None else f"{speedup:.2f}x",
+                result.speed,
+                result.memory,
+                result.predicted_memory,
+                result.verdict,
+                result.traffic,
+                result.loss,
+            ]
+        )
+    return columns, rows
+
+
+def _figures(comparison: Comparison) -> list[Figure]:
+    """Bars of step times, memory and traffic."""
+
+    def label(result: CombinationResult) -> str:
+        return result.name + (" (baseline)" if comparison.base is result else "")
+
+    def values(measured: str | None, predicted: str | None) -> str:
+        pairs = ((measured, "measured"), (predicted, "predicted"))
+        return ", ".join(f"{value} {kind}" for value, kind in pairs if value is not None)
+
+    def seconds(value: float | None) -> str | None:
+        return None if value is None else f"{value:.4g} s"
+
+    def memory(value: int | None) -> str | None:
+        return None if value is None else memory_size(value)
+
+    ranked = comparison.ranked
+    times = [
+        Bar(
+            name=label(result),
+            value=result.median,
+            low=result.low if result.median is None else result.q1,
+            high=result.high if result.median is None else result.q3,
+            predicted=result.predicted,
+            text=values(seconds(result.median), seconds(result.predicted)),
+        )
+        for result in ranked
+    ]
+    memories = [
+        Bar(
+            name=label(result),
+            value=result.memory,
+            predicted=result.predicted_memory,
+            text=values(memory(result.memory), memory(result.predicted_memory)),
+        )
+        for result in ranked
+    ]
+    traffic = [
+        Bar(name=label(result), value=result.traffic, text=memory_size(result.traffic))
+        for result in ranked
+        if result.traffic is not None
+    ]
+    measured = any(result.median is not None for result in ranked)
+    span = "quartiles" if measured else "interval of nine in ten"
+    return [
+        Figure(title="Seconds of a step", bars=times, span=span),
+        Figure(title="Memory of the fullest rank", bars=memories),
+        Figure(title="Bytes that the busiest rank sends in a step, counted", bars=traffic, key=False),
+    ]

@@ -8,12 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from stretto.run.compare.comparison import Comparison
-from stretto.run.compare.result import Mathematics, Result, fingerprint, load_all, mathematics, measured, save
+from stretto.run.compare.result import (
+    CombinationResult,
+    Comparison,
+    Mathematics,
+    fingerprint,
+    load_all,
+    mathematics,
+    measured,
+    save,
+)
 from stretto.run.config.job import job_of
 from tiny_job import LLAMA, job
 
-DONE = Result(name="a", words=[], status="done", fingerprint="1", median=2.0, losses=[4.0, 3.0])
+DONE = CombinationResult(name="a", words=[], status="done", fingerprint="1", median=2.0, losses=[4.0, 3.0])
 
 
 def of(folder: Path, *overrides: str) -> Mathematics:
@@ -75,7 +83,9 @@ def test_results_are_kept_by_what_ran(tmp_path: Path) -> None:
     assert load_all(tmp_path) == {"1": DONE}
 
 
-def compared(*results: Result, kinds: dict[str, str] | None = None, dtype: str = "float32") -> Comparison:
+def compared(
+    *results: CombinationResult, kinds: dict[str, str] | None = None, dtype: str = "float32"
+) -> Comparison:
     groups = kinds or {one.fingerprint: "same" for one in results}
     return Comparison(
         title="t", results=results, baseline="a", kinds={key: (dtype, group) for key, group in groups.items()}
@@ -99,10 +109,10 @@ def test_losses_of_what_computes_the_same_are_compared_step_by_step() -> None:
 
 def test_ranked_against_the_baseline_or_the_first_with_a_time() -> None:
     slow = replace(DONE, name="b", fingerprint="2", median=8.0)
-    failed = Result(name="c", words=[], status="failed", error="out of memory")
+    failed = CombinationResult(name="c", words=[], status="failed", error="out of memory")
     comparison = compared(slow, DONE, failed)
     assert [one.name for one in comparison.ranked] == ["a", "b"]
-    assert comparison.others == [failed]
+    assert comparison.untimed == [failed]
     assert [comparison.speedup(one) for one in (DONE, slow)] == [1.0, 0.25]
     without = replace(comparison, baseline="c")
     assert without.base is slow

@@ -1,4 +1,4 @@
-"""Runs of a comparison in processes of their own: interrupted, failed, and not run twice."""
+"""Runner of a comparison in processes of their own: interrupted, failed, and not run twice."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 
 from stretto.run.compare import runs
-from stretto.run.compare.result import Result
-from stretto.run.compare.runs import Run, Runs
+from stretto.run.compare.result import CombinationResult
+from stretto.run.compare.runs import PendingRun, Runner
 
 
-def run(name: str) -> Run:
-    waiting = Result(name=name, words=[], status="refused", fingerprint=f"print of {name}")
-    return Run(waiting=waiting, words=[], language=False)
+def run(name: str) -> PendingRun:
+    pending = CombinationResult(name=name, words=[], status="refused", fingerprint=f"print of {name}")
+    return PendingRun(pending=pending, words=[], language=False)
 
 
-def settings(folder: Path, *, again: bool = False) -> Runs:
-    return Runs(path="job.yaml", folder=folder, warmup=0, steps=1, memory=False, again=again)
+def settings(folder: Path, *, again: bool = False) -> Runner:
+    return Runner(path="job.yaml", folder=folder, warmup=0, steps=1, memory=False, again=again)
 
 
 def test_an_interrupt_keeps_what_is_done_and_the_next_time_goes_on(
@@ -31,28 +31,28 @@ def test_an_interrupt_keeps_what_is_done_and_the_next_time_goes_on(
 ) -> None:
     ran = list[str]()
 
-    def one(_: Runs, run: Run) -> Result:
-        ran.append(run.waiting.name)
-        if run.waiting.name == "b" and ran.count("b") == 1:
+    def one(_: Runner, run: PendingRun) -> CombinationResult:
+        ran.append(run.pending.name)
+        if run.pending.name == "b" and ran.count("b") == 1:
             raise KeyboardInterrupt
-        if run.waiting.name == "b":
-            return replace(run.waiting, status="failed", error="out of memory")
-        return replace(run.waiting, status="done", median=1.0, speed=2.0)
+        if run.pending.name == "b":
+            return replace(run.pending, status="failed", error="out of memory")
+        return replace(run.pending, status="done", median=1.0, speed=2.0)
 
-    monkeypatch.setattr(Runs, "_run", one)
+    monkeypatch.setattr(Runner, "_run", one)
     three, said = [run(name) for name in "abc"], list[str]()
-    results, stopped = settings(tmp_path).all(three, said.append)
+    results, stopped = settings(tmp_path).run_all(three, said.append)
     assert stopped
     assert [one.status for one in results] == ["done", "stopped", "stopped"]
     assert said[1] == "1/3 a: 1 s a step, 2 tokens/s"
-    results, stopped = settings(tmp_path).all(three, said.append)
+    results, stopped = settings(tmp_path).run_all(three, said.append)
     assert not stopped
     assert [one.status for one in results] == ["done", "failed", "done"]
     assert ran == ["a", "b", "b", "c"]
     assert "1/3 a: done before" in said
-    settings(tmp_path).all(three, said.append)
+    settings(tmp_path).run_all(three, said.append)
     assert ran[4:] == ["b"], "what failed is tried again"
-    settings(tmp_path, again=True).all(three, said.append)
+    settings(tmp_path, again=True).run_all(three, said.append)
     assert ran[5:] == ["a", "b", "c"]
 
 

@@ -27,8 +27,8 @@ class Combination:
 
 
 def combinations(words: Sequence[str]) -> list[Combination]:
-    """The Cartesian product of the fields' values, the last field varying fastest; a single combination
-    without settings for no words.
+    """Return the Cartesian product of the fields' values, the last field varying fastest; for no words, a
+    single combination without settings.
 
     Raises:
         StrettoError: a word that is not FIELD=VALUE[,VALUE...], or a field that is given twice.
@@ -53,7 +53,7 @@ def combinations(words: Sequence[str]) -> list[Combination]:
 
 
 def values(text: str) -> list[str]:
-    """The values between commas; a comma within brackets or quotes belongs to its value."""
+    """Split at commas; a comma within brackets or quotes belongs to its value."""
     parts, quote = [""], ""
     depth = 0
     for character in text:
@@ -71,39 +71,40 @@ def values(text: str) -> list[str]:
 
 
 def short_names(combined: Sequence[Combination]) -> list[str]:
-    """A name for each combination: its values of the fields that vary, without sections where the rest of
-    the name is unique, as in "tp=2 mode=zero3".
+    """Name each combination by its values of the fields that vary, without their sections if that is unique,
+    as in "tp=2 mode=zero3".
     """
-    first = combined[0]
     varied = [
         field
-        for at, (field, value) in enumerate(first.settings)
-        if any(one.settings[at][1] != value for one in combined)
+        for index, (field, value) in enumerate(combined[0].settings)
+        if any(each.settings[index][1] != value for each in combined)
     ]
-    last = Counter(field.rpartition(".")[2] for field in varied)
+    leaves = Counter(field.rpartition(".")[2] for field in varied)
     short = {field: field.rpartition(".")[2] for field in varied}
-    short |= {field: field for field in varied if last[short[field]] > 1}
+    short |= {field: field for field in varied if leaves[short[field]] > 1}
     return [
-        " ".join(f"{short[field]}={value}" for field, value in one.settings if field in short)
+        " ".join(f"{short[field]}={value}" for field, value in each.settings if field in short)
         or "as configured"
-        for one in combined
+        for each in combined
     ]
 
 
 def matching(wanted: str, combined: Sequence[Combination], names: Sequence[str]) -> int:
-    """The index of the one combination that has all the wanted settings, as in "tp=2 mode=zero3".
+    """Return the index of the only combination that has all the wanted settings, as in "tp=2 mode=zero3".
 
     Raises:
         StrettoError: none has them, or several have.
     """
-    words = wanted.split()
+    words = set(wanted.split())
     matches = [
-        at
-        for at, one in enumerate(combined)
-        if all(_has(one, *word.partition("=")[::2]) for word in words) or names[at] == wanted
+        index
+        for index, each in enumerate(combined)
+        if names[index] == wanted
+        or words
+        <= {f"{name}={value}" for field, value in each.settings for name in (field, field.rpartition(".")[2])}
     ]
     if len(matches) != 1:
-        shown = ", ".join(names[at] for at in (matches or range(len(names)))[:8])
+        shown = ", ".join(names[index] for index in (matches or range(len(names)))[:8])
         raise StrettoError(
             f"--baseline {wanted!r} is {'none' if not matches else 'more than one'} of the combinations",
             hint=f"one of: {shown}",
@@ -111,13 +112,7 @@ def matching(wanted: str, combined: Sequence[Combination], names: Sequence[str])
     return matches[0]
 
 
-def _has(one: Combination, field: str, value: str) -> bool:
-    return any(
-        value == theirs and field in (known, known.rpartition(".")[2]) for known, theirs in one.settings
-    )
-
-
 def file_name(name: str, fingerprint: str) -> str:
-    """The combination's name as that of a file or a run; `fingerprint` keeps different jobs apart."""
+    """Make a file's or a run's name of a combination's; `fingerprint` distinguishes different jobs."""
     plain = re.sub(r"[^A-Za-z0-9_.=+-]", "-", name.replace(" ", "+"))[:80].lstrip(".+=-") or "one"
     return f"{plain}.{fingerprint[:8]}"

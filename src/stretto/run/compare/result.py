@@ -1,4 +1,4 @@
-"""What is known of one combination, in a file of its own; and whether losses agree."""
+"""Results of a comparison: in files, ranked, against a baseline, and whether their losses agree."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ Mathematics = tuple[str, str]  # type of the computation, and a hash of all else
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
-    """A combination and what was measured or predicted; None where that is not known.
+class CombinationResult:
+    """A combination with what was measured or predicted; None if that is not known.
 
     Attributes:
         words: overrides of the config.
-        fingerprint: of the resolved job and how long it runs.
-        error: why there is no result.
+        fingerprint: a hash of the resolved job and its length.
+        error: the reason why there is no result.
         median, q1, q3: seconds of a step, over the steps after the warm-up.
         speed: tokens or samples per second of the whole job, by `unit`.
-        losses: of every step.
-        memory: bytes of the fullest rank; predicted_memory beside it.
+        losses: the loss of every step.
+        memory, predicted_memory: bytes of the fullest rank.
         traffic: bytes that the busiest rank sends in a step, as counted by the planner.
         predicted, low, high: seconds of a step.
         verdict: whether the predicted memory fits the device.
@@ -62,45 +62,45 @@ class Result:
 
     @property
     def seconds(self) -> float | None:
-        """A step as it was measured, otherwise as predicted."""
+        """The measured time of a step, otherwise the predicted one."""
         return self.median if self.status != "predicted" else self.predicted
 
     @property
     def loss(self) -> float | None:
-        """After the last step."""
+        """The loss of the last step."""
         return self.losses[-1] if self.losses else None
 
 
 def fingerprint(config: Mapping[str, Any], *further: object) -> str:
-    """A hash of the resolved config, but for where its results go, and of what else decides the result."""
+    """Hash the resolved config, without its section `run`, and what else decides the result."""
     job = {section: values for section, values in config.items() if section != "run"}
     return hashlib.blake2b(json.dumps([job, further], sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def save(result: Result, path: Path) -> None:
-    """Write the result beside its file, then rename: an interrupted write leaves no half of one."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
-    beside.replace(path)
+def save(result: CombinationResult, path: Path) -> None:
+    """Write the result to a temporary file, then rename it: an interrupted write leaves no half of one."""
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
 
 
-def load_all(folder: Path) -> dict[str, Result]:
-    """The results in a folder, by fingerprint; files that hold none are left out."""
-    results = dict[str, Result]()
+def load_all(folder: Path) -> dict[str, CombinationResult]:
+    """Read the results in a folder, by fingerprint; other files are ignored."""
+    results = dict[str, CombinationResult]()
     for path in sorted(folder.glob("*.json")):
         try:
-            result = Result(**json.loads(path.read_text(encoding="utf-8")))
+            result = CombinationResult(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             continue
         results[result.fingerprint] = result
     return results
 
 
-def measured(result: Result, folder: Path, warmup: int) -> Result:
-    """The result with what the run in `folder` recorded of its steps, and the prediction that it began with.
+def measured(result: CombinationResult, folder: Path, warmup: int) -> CombinationResult:
+    """Add what the run in `folder` recorded of its steps, and the prediction at its start, to a result.
 
     Args:
-        warmup: first steps, which do not count.
+        warmup: number of steps at the start that do not count.
     """
     steps = list(read_lines(folder / "metrics.jsonl"))
     seconds = [step["step_time_s"] for step in steps[warmup:]]
@@ -108,7 +108,7 @@ def measured(result: Result, folder: Path, warmup: int) -> Result:
     unit = "samples/s" if "samples_per_s" in steps[-1] else "tokens/s"
     speeds = sorted(step[unit.replace("/", "_per_")] for step in steps[warmup:])
     memory = steps[-1]["memory_gib"]
-    known = replace(
+    done = replace(
         result,
         status="done",
         median=median,
@@ -122,11 +122,11 @@ def measured(result: Result, folder: Path, warmup: int) -> Result:
     try:
         row = json.loads((folder / "prediction.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return known
-    return replace(known, predicted=row["predicted_s"], low=row["low_s"], high=row["high_s"])
+        return done
+    return replace(done, predicted=row["predicted_s"], low=row["low_s"], high=row["high_s"])
 
 
-# of a config, what changes how a step is computed and not what it computes
+# sections of a config, and fields of `train`, that change how a step is computed and not its result
 _LAYOUT = ("layout", "elastic", "dp", "recompute", "run", "metrics", "checkpoint", "eval", "sample")
 _MACHINE = (
     "threads",
@@ -145,8 +145,8 @@ _MACHINE = (
 
 
 def mathematics(config: TrainConfig, job: Job) -> Mathematics:
-    """What a job computes: two jobs with the same differ in layout only, so that their losses agree but for
-    rounding.
+    """Identify the computation of a job: two jobs with the same one differ in layout only, and their losses
+    differ by rounding only.
     """
     values = config.model_dump(mode="json")
     versions = job.program().versions  # a step then depends on the schedule, and on how the batch is cut
@@ -163,27 +163,70 @@ def mathematics(config: TrainConfig, job: Job) -> Mathematics:
     return config.train.dtype, key
 
 
-def loss_difference(one: Result, other: Result) -> float:
-    """The largest relative difference of the losses of the same step."""
-    pairs = zip(one.losses, other.losses, strict=False)
+def loss_difference(result: CombinationResult, reference: CombinationResult) -> float:
+    """Return the largest relative difference of the losses of the same step."""
+    pairs = zip(result.losses, reference.losses, strict=False)
     return max((abs(a - b) / max(abs(b), 1e-30) for a, b in pairs), default=0.0)
 
 
-def agreement(
-    results: Sequence[Result], kinds: Mapping[str, Mathematics]
-) -> list[tuple[str, list[Result], float]]:
-    """Results that compute the same, at least two each: the type that they compute in, and the largest
-    difference of their losses from those of the first.
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """All results of one comparison.
 
-    Args:
+    Attributes:
+        title: the config and how it was measured or predicted.
+        results: one per combination, in the order of the command line.
+        baseline: the name of the combination that others are compared with.
         kinds: `mathematics` of each combination, by fingerprint.
     """
-    groups = dict[Mathematics, list[Result]]()
-    for one in results:
-        if one.losses and one.fingerprint in kinds:
-            groups.setdefault(kinds[one.fingerprint], []).append(one)
-    return [
-        (dtype, group, max(loss_difference(one, group[0]) for one in group[1:]))
-        for (dtype, _), group in groups.items()
-        if len(group) > 1
-    ]
+
+    title: str
+    results: Sequence[CombinationResult]
+    baseline: str
+    kinds: Mapping[str, Mathematics]
+
+    @property
+    def ranked(self) -> list[CombinationResult]:
+        """The combinations with a step time, fastest first."""
+        timed = [result for result in self.results if result.seconds is not None]
+        return sorted(timed, key=lambda result: result.seconds or 0.0)
+
+    @property
+    def untimed(self) -> list[CombinationResult]:
+        """The combinations without one: refused, failed or stopped."""
+        return [result for result in self.results if result.seconds is None]
+
+    @property
+    def base(self) -> CombinationResult | None:
+        """The baseline, or the first combination with a step time if the baseline has none."""
+        timed = [result for result in self.results if result.seconds is not None]
+        return next((r for r in timed if r.name == self.baseline), timed[0] if timed else None)
+
+    def speedup(self, result: CombinationResult) -> float | None:
+        """Return the baseline's step time over this one's."""
+        base = self.base
+        if base is None or base.seconds is None or not result.seconds:
+            return None
+        return base.seconds / result.seconds
+
+    @property
+    def losses(self) -> list[str]:
+        """A line for each group of combinations that compute the same: whether their losses agree."""
+        groups = dict[Mathematics, list[CombinationResult]]()
+        for result in self.results:
+            if result.losses and result.fingerprint in self.kinds:
+                groups.setdefault(self.kinds[result.fingerprint], []).append(result)
+        lines = list[str]()
+        for (dtype, _), group in groups.items():
+            if len(group) == 1:
+                continue
+            difference = max(loss_difference(result, group[0]) for result in group[1:])
+            tolerance = LOSS_TOLERANCE[dtype]
+            names = "" if len(group) == len(self.ranked) else f" ({'; '.join(r.name for r in group)})"
+            agree = "agree" if difference <= tolerance else "DIFFER"
+            lines.append(
+                f"losses of {len(group)} combinations that compute the same {agree}: at most "
+                f"{difference:.1e} apart in any step, {tolerance:g} is rounding in {dtype}{names}"
+                + ("" if difference <= tolerance else "; `stretto verify` shows which tensor differs first")
+            )
+        return lines

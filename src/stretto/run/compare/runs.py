@@ -1,4 +1,4 @@
-"""Runs combinations of a comparison, one after another, each as `stretto train` in a process of its own."""
+"""Run the combinations of a comparison in turn, each as `stretto train` in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,38 +12,36 @@ from pathlib import Path
 from typing import Any
 
 from stretto.run.compare.combinations import file_name
-from stretto.run.compare.result import Result, load_all, measured, save
+from stretto.run.compare.result import CombinationResult, load_all, measured, save
 
 _STRETTO = (sys.executable, "-c", "from stretto.cli.main import main; main()")
-_PATIENCE_S = 60.0  # for a run that was asked to stop
-
-Progress = Callable[[str], None]
+_GRACE_S = 60.0  # for a run that was asked to stop
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class PendingRun:
     """A combination to run.
 
     Attributes:
-        waiting: the result, without any figure yet.
-        words: overrides that `stretto train` takes, but for the run's folder.
-        language: it is a language model's, whose memory can be measured on the CPU.
+        pending: its result, without any figure yet.
+        words: overrides that `stretto train` takes, without the run's folder.
+        language: it trains a language model, whose memory can be measured on the CPU.
     """
 
-    waiting: Result
+    pending: CombinationResult
     words: Sequence[str]
     language: bool
 
 
 @dataclass(frozen=True, kw_only=True)
-class Runs:
-    """The settings of all runs.
+class Runner:
+    """Runs combinations with the same settings.
 
     Attributes:
         path: the config.
-        folder: of the results.
-        warmup, steps: of each run; the first do not count.
-        memory: measure memory too, where the run cannot.
+        folder: the folder of the results.
+        warmup, steps: number of steps of each run that do not count, and of those that do.
+        memory: measure memory too, if the run itself cannot.
         again: run what has a result already.
     """
 
@@ -54,57 +52,66 @@ class Runs:
     memory: bool
     again: bool
 
-    def all(self, runs: Sequence[Run], say: Progress) -> tuple[list[Result], bool]:
-        """The result of every run, and whether Ctrl-C ended them early; what is left is marked as stopped."""
+    def run_all(
+        self, runs: Sequence[PendingRun], log: Callable[[str], None]
+    ) -> tuple[list[CombinationResult], bool]:
+        """Return the result of every run, and whether Ctrl-C ended them early; later ones are then marked as
+        stopped.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
-        known = {} if self.again else load_all(self.folder)
-        results, stopped = list[Result](), False
-        for number, run in enumerate(runs, 1):
-            waiting, head = run.waiting, f"{number}/{len(runs)} {run.waiting.name}"
-            done = known.get(waiting.fingerprint)
+        previous = {} if self.again else load_all(self.folder)
+        results, stopped = list[CombinationResult](), False
+        for index, run in enumerate(runs, 1):
+            pending, head = run.pending, f"{index}/{len(runs)} {run.pending.name}"
+            done = previous.get(pending.fingerprint)
             if done is not None and done.status == "done":
-                say(f"{head}: done before")
-                results.append(replace(done, name=waiting.name, words=waiting.words))
+                log(f"{head}: done before")
+                results.append(replace(done, name=pending.name, words=pending.words))
                 continue
             if stopped:
-                results.append(replace(waiting, status="stopped", error="not run; the same command runs it"))
+                results.append(replace(pending, status="stopped", error="not run; the same command runs it"))
                 continue
-            say(f"{head}: {self.warmup + self.steps} steps")
+            log(f"{head}: {self.warmup + self.steps} steps")
             try:
                 result = self._run(run)
             except KeyboardInterrupt:
                 stopped = True
-                result = replace(waiting, status="stopped", error="interrupted; the same command runs it")
+                result = replace(pending, status="stopped", error="interrupted; the same command runs it")
             else:
-                save(result, self.folder / f"{file_name(waiting.name, waiting.fingerprint)}.json")
-            say(f"{head}: {_outcome(result)}")
+                save(result, self.folder / f"{file_name(pending.name, pending.fingerprint)}.json")
+            if result.median is None or result.speed is None:
+                log(f"{head}: {result.status}: {result.error}")
+            else:
+                loss = "" if result.loss is None else f", loss {result.loss:.4f}"
+                speed = f"{result.speed:,.0f} {result.unit}"
+                log(f"{head}: {result.median:.3g} s a step, {speed}{loss}")
             results.append(result)
         return results, stopped
 
-    def _run(self, run: Run) -> Result:
-        name = file_name(run.waiting.name, run.waiting.fingerprint)
-        folder, log = self.folder / name, self.folder / f"{name}.log"
+    def _run(self, run: PendingRun) -> CombinationResult:
+        name = file_name(run.pending.name, run.pending.fingerprint)
+        folder, errors = self.folder / name, self.folder / f"{name}.log"
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was not finished
         words = [*run.words, f"run.dir={self.folder}", f"run.name={name}"]
-        code, _ = _stretto(["train", self.path, *words], log)
+        code, _ = _stretto(["train", self.path, *words], errors)
         if code != 0:
-            return replace(run.waiting, status="failed", error=_error(log, code))
-        result = measured(run.waiting, folder, self.warmup)
+            return replace(run.pending, status="failed", error=_error(errors, code))
+        result = measured(run.pending, folder, self.warmup)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         if result.memory is None and self.memory and run.language:
             result = self._with_memory(result, words, self.folder / f"{name}.memory.log")
         return result
 
-    def _with_memory(self, result: Result, words: Sequence[str], log: Path) -> Result:
-        code, facts = _stretto(["memory", self.path, *words, "--measure"], log)
-        if code != 0 or facts is None:
+    def _with_memory(self, result: CombinationResult, words: Sequence[str], log: Path) -> CombinationResult:
+        code, record = _stretto(["memory", self.path, *words, "--measure"], log)
+        if code != 0 or record is None:
             return result
-        fullest = max(facts["measured"], key=lambda rank: rank["peak"])
+        fullest = max(record["measured"], key=lambda rank: rank["peak"])
         return replace(result, memory=fullest["peak"], predicted_memory=fullest["predicted_peak"])
 
 
 def _stretto(words: Sequence[str], log: Path) -> tuple[int, Any]:
-    """Run one command to its end; its exit code, and the JSON that it printed, if any.
+    """Run one command to its end; return its exit code and the JSON that it printed, if any.
 
     Raises:
         KeyboardInterrupt: Ctrl-C, once the command has stopped too.
@@ -117,7 +124,11 @@ def _stretto(words: Sequence[str], log: Path) -> tuple[int, Any]:
             printed, _ = child.communicate()
         except BaseException:
             child.terminate()
-            _wait(child)
+            try:
+                child.wait(_GRACE_S)
+            except (KeyboardInterrupt, subprocess.TimeoutExpired):  # Ctrl-C again, or it does not stop
+                child.kill()
+                child.wait()
             raise
     try:
         return child.returncode, json.loads(printed)
@@ -125,25 +136,8 @@ def _stretto(words: Sequence[str], log: Path) -> tuple[int, Any]:
         return child.returncode, None
 
 
-def _wait(child: subprocess.Popen[str]) -> None:
-    """Wait for a command that was asked to stop; kill it where it does not, or at another Ctrl-C."""
-    try:
-        child.wait(_PATIENCE_S)
-    except (KeyboardInterrupt, subprocess.TimeoutExpired):
-        child.kill()
-        child.wait()
-
-
-def _outcome(result: Result) -> str:
-    """The result in a few words."""
-    if result.median is None or result.speed is None:
-        return f"{result.status}: {result.error}"
-    loss = "" if result.loss is None else f", loss {result.loss:.4f}"
-    return f"{result.median:.3g} s a step, {result.speed:,.0f} {result.unit}{loss}"
-
-
 def _error(log: Path, code: int) -> str:
-    """The last `error:` line that a failed run printed."""
+    """Return the last `error:` line that a failed run printed."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return errors[-1] if errors else f"exit code {code}, see {log}"
