@@ -64,14 +64,14 @@ def check(mesh: Mesh, how: str) -> None:
     wanted = reference(x, experts, weights, kept)
     dx, dw = torch.autograd.grad(wanted, (x, weights), dy)
     way = plan(experts, kept, EXPERTS, ranks)
-    rows = way.there(x)
+    rows = way.to_experts(x)
     assert len(rows) == way.groups.rows == len(way.groups.numbers), what
     first = ranks.ep_index * EXPERTS // ranks.ep
     parts = [
         rows[a:b] @ matrix(first + g) * (ranks.tp_index + 1) / sum(range(ranks.tp + 1))
         for g, a, b in way.groups.filled()
     ]  # parts of a sum over the ranks that hold slices
-    y = way.back(torch.cat([rows[:0], *parts]), weights)
+    y = way.from_experts(torch.cat([rows[:0], *parts]), weights)
     y.backward(dy)
     assert x.grad is not None
     assert weights.grad is not None
@@ -109,7 +109,7 @@ def test_one_rank_sorts_its_tokens() -> None:
     way = plan(experts, torch.tensor([[True, True], [False, True], [True, True]]), 4, ExpertRanks())
     assert way.groups.counts == (2, 1, 2, 0)
     assert way.order.tolist() == [1, 4, 5, 0, 3]
-    assert way.there(torch.arange(3.0)[:, None]).flatten().tolist() == [0, 2, 2, 0, 1]
+    assert way.to_experts(torch.arange(3.0)[:, None]).flatten().tolist() == [0, 2, 2, 0, 1]
 
 
 def test_mix_is_the_weighted_sum() -> None:

@@ -1,9 +1,8 @@
 """Linears with low-rank adapters (Hu et al. 2021, "LoRA") that tensor-parallel ranks split.
 
-An adapter adds B A x. Beside a linear split by output features, B is split like the linear, and every rank
-has the whole A; beside one split by input features, A is split like the linear, and every rank has the whole
-B. The styles of these factors are the linear's own: what ranks exchange for an adapter is what they exchange
-for the linear, as narrow as the adapter's rank.
+An adapter adds B A x. If the linear is split by output features, so is B, and A is replicated; if it is split
+by input features, so is A, and B is replicated. The split factor has the linear's own style: ranks exchange
+for an adapter what they exchange for the linear, as narrow as the adapter's rank.
 """
 
 from __future__ import annotations
@@ -82,8 +81,8 @@ class Adapted(ParallelStyle):
 
 @dataclass(frozen=True)
 class ReplicatedFactor(ParallelStyle):
-    """A factor of an adapter that every rank has whole. With `sequence` each rank applies it to its own
-    tokens, so that its gradients are summed over the ranks.
+    """A replicated factor of an adapter. With `sequence` each rank applies it to its own tokens, so its
+    gradients are summed over the ranks.
     """
 
     sequence: bool = False
@@ -103,28 +102,28 @@ def adapter_styles(
     columns: int,
     tokens: Tokens,
 ) -> dict[str, ParallelStyle]:
-    """Styles of a linear and its adapters, by their names in the linear ("" is the linear itself).
+    """Return the styles of a linear and its adapters, by their names in the linear ("" is the linear itself).
 
     Args:
-        base: the linear's style.
-        projections, adapted: its projections, and those of them with adapters.
-        columns: its input features.
-        tokens: how those of a sample are split beside the linears (`SplitDropout.sequence`).
+        base: style of the linear.
+        projections, adapted: projections of the linear, and those with adapters.
+        columns: input features of the linear.
+        tokens: how a sample's tokens are split outside of the linears (`SplitDropout.sequence`).
     """
     styles: dict[str, ParallelStyle] = {"": Adapted(base)}
     for at, name in enumerate(projections):
         if name not in adapted:
             continue
         if isinstance(base, ColumnParallel):
-            whole, split = "A", "B"
+            replicated, split = "A", "B"
             factor = replace(base, segments=base.segments[at : at + 1])
             drop = SplitDropout(sequence=tokens)
         else:
-            whole, split = "B", "A"
+            replicated, split = "B", "A"
             factor = base
             drop = SplitDropout(heads=(2, columns), sequence=(*tokens[:2], False))
         styles |= {
-            f"{ADAPTERS}.{name}.{whole}": ReplicatedFactor(base.sequence),
+            f"{ADAPTERS}.{name}.{replicated}": ReplicatedFactor(base.sequence),
             f"{ADAPTERS}.{name}.{split}": factor,
             f"{ADAPTERS}.{name}.drop": drop,
         }
@@ -132,7 +131,7 @@ def adapter_styles(
 
 
 def _bare(name: str, module: nn.Module) -> nn.Linear:
-    """A linear without its adapters, of the same parameters."""
+    """Return the linear without its adapters, with the same parameters."""
     if not isinstance(module, nn.Linear):
         raise StrettoError(f"{name} is {type(module).__name__}", hint="Adapted style takes nn.Linear")
     bare = nn.Linear(module.in_features, module.out_features, device="meta")

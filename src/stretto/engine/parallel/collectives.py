@@ -4,7 +4,7 @@
 are the f and g of Shoeybi et al. 2019, section 3; `gather_from` (all-gather, reduce-scatter) and `scatter_to`
 (reduce-scatter, all-gather) are the g and its conjugate of Korthikanti et al. 2022, section 4.2.2.
 
-Where the group is None, this rank is alone and nothing is sent. Process groups are called directly, since
+If the group is None, this rank is alone and nothing is sent. Process groups are called directly, since
 torch's wrappers cost as much as a small message. The result of a `start_...` is complete after its
 `work.wait()`, which on CUDA makes the current stream wait, not the host; until then the input must not be
 written to.
@@ -107,7 +107,7 @@ def _all_to_all(
     return group.alltoall_base(out, x.contiguous(), list(receive), list(send), options)
 
 
-# ---------------------------------------------------------------------- pieces, one for each rank
+# ---------------------------------------------------------------------- pieces, one per rank
 
 
 def join(pieces: Tensor, dim: int) -> Tensor:
@@ -117,13 +117,13 @@ def join(pieces: Tensor, dim: int) -> Tensor:
 
 
 def cut(x: Tensor, n: int, dim: int) -> Tensor:
-    """x as n equal pieces along `dim`: [n, ...], contiguous; without a copy where strides allow."""
+    """Cut x into n equal pieces along `dim`: [n, ...], contiguous; without a copy where strides allow."""
     dim %= x.dim()
     return x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
 
 
 def local_part(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """This rank's part of x along `dim`, as a view."""
+    """Return this rank's part of x along `dim`, as a view."""
     size = x.shape[dim] // group.size()
     return x.narrow(dim, group.rank() * size, size)
 
@@ -147,13 +147,15 @@ def start_gather_into(whole: Tensor, part: Tensor, group: ProcessGroup) -> Work:
 
 
 def start_regather(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Pending]:
-    """`start_gather` in the backward, of what the forward has gathered already; `traffic` counts it apart."""
+    """`start_gather` in the backward of a tensor that the forward has gathered already; `traffic` counts it
+    separately.
+    """
     pieces = x.new_empty((group.size(), *x.shape))
     return pieces, group._allgather_base(pieces.view(-1), x.contiguous().view(-1), _REGATHER)
 
 
 def gather(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
-    """Every rank's x, concatenated along `dim` by rank."""
+    """Concatenate every rank's x along `dim` by rank."""
     if group is None:
         return x
     pieces, work = start_gather(x, group)
@@ -215,7 +217,7 @@ def start_scatter_sum(
 
 
 def scatter_sum(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
-    """This rank's part, along `dim`, of the sum of x over the ranks."""
+    """Return this rank's part, along `dim`, of the sum of x over the ranks."""
     if group is None:
         return x
     out, work = start_scatter_sum(cut(x, group.size(), dim), group)
@@ -258,13 +260,13 @@ def start_scatter_sum_uneven(
     """Start summing x [sum(sizes), ...] over the ranks; rank i gets sizes[i] rows of the sum."""
     if group is None:
         return x, DONE
-    n, mine = group.size(), sizes[group.rank()]
-    arriving = x.new_empty((n, mine, *x.shape[1:]))
-    out = x.new_empty((mine, *x.shape[1:]))
+    n, own_rows = group.size(), sizes[group.rank()]
+    arriving = x.new_empty((n, own_rows, *x.shape[1:]))
+    out = x.new_empty((own_rows, *x.shape[1:]))
     work = _all_to_all(
         out=arriving.flatten(0, 1),
         x=x,
-        receive=[mine] * n,
+        receive=[own_rows] * n,
         send=sizes,
         group=group,
         options=_SCATTER_BY_EXCHANGE,
@@ -317,14 +319,16 @@ class _Conjugate(torch.autograd.Function):
     """One collective forward, its adjoint backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, there: _Move, back: _Move) -> Tensor:
-        ctx.adjoint = group, dim, back
-        return there(x, group, dim)
+    def forward(
+        ctx: Any, x: Tensor, group: ProcessGroup, dim: int, forward_move: _Move, backward_move: _Move
+    ) -> Tensor:
+        ctx.adjoint = group, dim, backward_move
+        return forward_move(x, group, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None, None]:
-        group, dim, back = ctx.adjoint
-        return back(grads[0], group, dim), None, None, None, None
+        group, dim, backward_move = ctx.adjoint
+        return backward_move(grads[0], group, dim), None, None, None, None
 
 
 def _local_copy(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
@@ -391,15 +395,15 @@ def reduce_from(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def gather_from(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
-    """All-gather along `dim`, where ranks then use the result differently: each has a part of the gradient,
-    so the backward is a reduce-scatter.
+    """All-gather along `dim` of a tensor that ranks then use differently: each has a part of the gradient, so
+    the backward is a reduce-scatter.
     """
     return x if group is None else cast(Tensor, _Conjugate.apply(x, group, dim, gather, scatter_sum))
 
 
 def gather_copy(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
-    """All-gather along `dim`, where all ranks then do the same with the result: each has the whole gradient,
-    so the backward takes this rank's part.
+    """All-gather along `dim` of a tensor that all ranks then use alike: each has the whole gradient, so the
+    backward takes this rank's part.
     """
     return x if group is None else cast(Tensor, _Conjugate.apply(x, group, dim, gather, _local_copy))
 
@@ -422,8 +426,8 @@ def exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Proc
 
 
 def exchange_parts(x: Tensor, group: ProcessGroup | None, gathered: int, split: int) -> Tensor:
-    """x, of which each rank has a part along dimension `gathered`, as a part along dimension `split`:
-    all-to-all forward and backward.
+    """Turn parts of x along dimension `gathered` into parts along dimension `split`: all-to-all forward and
+    backward.
     """
     return x if group is None else cast(Tensor, _ExchangeParts.apply(x, group, gathered, split))
 

@@ -22,6 +22,7 @@ from stretto.errors import StrettoError
 T = TypeVar("T")
 LONGEST_ERROR = 4000  # characters of an error message that are sent to the other ranks
 LONGEST_MESSAGE = 256 << 20  # bytes that a rank may send at once
+_numbers: dict[str, Any] = {"group": None, "last": 0}
 
 
 class CollectiveError(RuntimeError):
@@ -29,7 +30,7 @@ class CollectiveError(RuntimeError):
 
 
 def has_group() -> bool:
-    """Whether a default process group exists."""
+    """True if a default process group exists."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -52,7 +53,10 @@ def gather_json(value: Any) -> list[Any]:
     if not has_group():
         return [value]
     device = carrier()
-    key, number = job_key(), _next_number()
+    if _numbers["group"] is not dist.group.WORLD:  # messages are counted from 1 in each default group
+        _numbers.update(group=dist.group.WORLD, last=0)
+    _numbers["last"] += 1
+    key, number = job_key(), int(_numbers["last"])
     body = json.dumps(value).encode()
     signed = bytearray(signature(key, this_rank(), number, body) + body)
     data = torch.frombuffer(signed, dtype=torch.uint8).to(device)
@@ -77,23 +81,12 @@ def gather_json(value: Any) -> list[Any]:
     return values
 
 
-_numbers: dict[str, Any] = {"group": None, "last": 0}
-
-
-def _next_number() -> int:
-    """Of the next message over the default group, counted from 1 in each group."""
-    if _numbers["group"] is not dist.group.WORLD:
-        _numbers.update(group=dist.group.WORLD, last=0)
-    _numbers["last"] += 1
-    return _numbers["last"]
-
-
 def run_on_all(work: Callable[[], T]) -> T:
     """Run `work` on every rank; if it raises on any, all raise the error of the first such rank. Collective.
 
     Raises:
-        StrettoError: where that error is one; its message names the rank if there are several.
-        CollectiveError: where it is any other.
+        StrettoError: if that error is one; its message names the rank if there are several.
+        CollectiveError: for any other error.
     """
     result: T | None = None
     error: BaseException | None = None
@@ -133,6 +126,6 @@ def _to_record(error: BaseException) -> dict[str, str | None]:
 
 def _from_record(rank: int, failure: dict[str, Any]) -> Exception:
     if failure["kind"] == "input":
-        where = f" (on rank {rank})" if world_size() > 1 else ""
-        return StrettoError(failure["message"] + where, hint=failure["hint"])
+        suffix = f" (on rank {rank})" if world_size() > 1 else ""
+        return StrettoError(failure["message"] + suffix, hint=failure["hint"])
     return CollectiveError(f"rank {rank}: {failure['message']}")

@@ -1,4 +1,4 @@
-"""Where a rank's parameters lie in the plain model, and the fragments of them that its optimiser updates."""
+"""Placement of a rank's parameters in the plain model, and the fragments that its optimiser updates."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from stretto.layout.shards import boxes
 class TensorBox:
     """A box of the full tensor held by this rank.
 
-    `offsets` and `sizes` place it in the full tensor, `local` is where it starts in the local one. With
+    `offsets` and `sizes` place it in the full tensor, `local` is its start in the local tensor. With
     `strides` the local tensor is flat: `local` is then a single offset, and the box is read with these
-    strides. Of all ranks of a model-parallel group (all axes but dp) that hold the same box, one has `owned`:
-    the gradient norm counts and the checkpoint writes owned pieces only.
+    strides. Among the ranks of a model-parallel group (all axes but dp) that hold the same box, one has
+    `owned`: the gradient norm counts and the checkpoint writes owned boxes only.
     """
 
     offsets: tuple[int, ...]
@@ -42,11 +42,11 @@ class TensorBox:
 
 @dataclass(frozen=True)
 class ShardPlacement:
-    """Where a parameter of the plain model lies on this rank: its plain name and shape, and the pieces here.
+    """Placement of a parameter of the plain model on this rank: plain name and shape, and this rank's boxes.
 
-    Local elements that no piece covers are padding: zero, and without effect on loss, gradients and
-    checkpoints. Ranks that differ in the axes of `over` hold different pieces, as do ranks of different
-    pipeline stages; along all other axes the pieces and their owners repeat.
+    Local elements outside of all boxes are padding: zero, and without effect on loss, gradients and
+    checkpoints. Ranks that differ in the axes of `over` hold different boxes, as do ranks of different
+    pipeline stages; along all other axes the boxes and their owners repeat.
     """
 
     name: str
@@ -56,39 +56,41 @@ class ShardPlacement:
 
     @classmethod
     def unsharded(cls, name: str, shape: tuple[int, ...], owned: bool = True) -> ShardPlacement:
-        """The whole tensor, held here."""
+        """The whole tensor on this rank."""
         start = (0,) * len(shape)
         return cls(name, shape, (TensorBox(offsets=start, sizes=shape, local=start, owned=owned),))
 
     def part(self, local: Sequence[int], start: int, stop: int) -> ShardPlacement:
-        """The place of elements [start, stop) in row-major order of the local tensor of shape `local`, as a
-        separate flat tensor.
+        """Return the placement of elements [start, stop), in row-major order, of the local tensor of shape
+        `local`, as a separate flat tensor.
         """
         strides = tuple(prod(local[dim + 1 :]) for dim in range(len(local)))
         pieces = list[TensorBox]()
         for piece in self.pieces:
             assert piece.strides is None, "already a part: parts of parts are not supported"
             for offsets, sizes in boxes(tuple(local), start, stop):
-                first = tuple(map(max, offsets, piece.local))
+                corner = tuple(map(max, offsets, piece.local))
                 ends = zip(offsets, sizes, piece.local, piece.sizes, strict=True)
-                size = tuple(min(o + n, at + m) - f for (o, n, at, m), f in zip(ends, first, strict=True))
+                size = tuple(min(o + n, at + m) - f for (o, n, at, m), f in zip(ends, corner, strict=True))
                 if all(n > 0 for n in size):
-                    there = tuple(
-                        o + f - at for o, f, at in zip(piece.offsets, first, piece.local, strict=True)
+                    full_offsets = tuple(
+                        o + f - at for o, f, at in zip(piece.offsets, corner, piece.local, strict=True)
                     )
-                    at = sum(f * s for f, s in zip(first, strides, strict=True)) - start
+                    at = sum(f * s for f, s in zip(corner, strides, strict=True)) - start
                     pieces.append(
-                        TensorBox(offsets=there, sizes=size, local=(at,), owned=piece.owned, strides=strides)
+                        TensorBox(
+                            offsets=full_offsets, sizes=size, local=(at,), owned=piece.owned, strides=strides
+                        )
                     )
         return replace(self, pieces=tuple(pieces))
 
     def unowned(self) -> ShardPlacement:
-        """The same pieces, owned by other ranks."""
+        """The same boxes, owned by other ranks."""
         return replace(self, pieces=tuple(replace(piece, owned=False) for piece in self.pieces))
 
     @torch.no_grad()
     def fill(self, local: Tensor, full: Tensor) -> None:
-        """Copy this rank's pieces of `full` into `local`, and zero its padding."""
+        """Copy this rank's boxes of `full` into `local`, and zero its padding."""
         local.zero_()
         for piece in self.pieces:
             piece.of_local(local).copy_(piece.of_full(full))
@@ -99,16 +101,16 @@ class ParameterFragment:
     """The part of a plain parameter that this rank's optimiser updates.
 
     Attributes:
-        name: of the parameter in the plain model.
-        parameter: the values, in the optimiser's precision: the module's parameter itself where it is whole
-            here and needs no master; otherwise flat, elements of a shard.
-        gradient: of the same elements, reduced, in the same shape; None before the first backward. May be of
-            another dtype than `parameter`, whose `grad` is set only during the update.
-        placed: where the elements lie. Over `holders` each element of the plain tensor is owned once.
-        holders: the ranks that together hold one copy of the tensor; None where it is whole here. They have
+        name: name of the parameter in the plain model.
+        parameter: values in the optimiser's precision: the module's parameter itself if this rank has all of
+            it and it needs no master; otherwise flat, elements of a shard.
+        gradient: reduced gradient of the same elements, in the same shape; None before the first backward.
+            Its dtype may differ from that of `parameter`, whose `grad` is set only during the update.
+        placed: placement of the elements. Over `holders` each element of the plain tensor is owned once.
+        holders: ranks that together hold one copy of the tensor; None if this rank holds all of it. They have
             the same fragments in the same order, some perhaps without elements.
         counted_elsewhere: the norm counts and checkpoints write a copy in another pipeline stage instead.
-        unit: fragments with the same number are reduced, updated and moved together.
+        unit: fragments of one unit are reduced, updated and moved together.
     """
 
     name: str
@@ -121,7 +123,7 @@ class ParameterFragment:
 
     @property
     def counted(self) -> ShardPlacement:
-        """`placed`, in which `owned` marks what the norm counts and checkpoints write."""
+        """`placed`, with `owned` set for the boxes that the norm counts and checkpoints write."""
         return self.placed.unowned() if self.counted_elsewhere else self.placed
 
 

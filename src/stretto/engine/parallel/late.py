@@ -60,18 +60,18 @@ _ROLES: dict[str, tuple[str, ...]] = {
     "recv": (_WRITTEN,),
     "recv_anysource": (_WRITTEN,),
 }
-_OFTEN = 8  # one start, wait or job in so many is delayed
-_LONGEST = 1e-3  # seconds of a delay
-_THREADS = "stretto-"  # how the names of the threads begin that move offloaded tensors
-_SHOWN = 8  # entries of `broken` that are kept
+_DELAY_ONE_IN = 8  # starts, waits or jobs
+_MAX_DELAY = 1e-3  # seconds
+_THREADS = "stretto-"  # prefix of the names of the threads that move offloaded tensors
+_MAX_VIOLATIONS = 8  # entries of `broken`
 
 
 class DelayedMessages:
-    """What was found within the context.
+    """Messages that `delay_messages` has held back, and the rules that they broke.
 
     Attributes:
-        broken: how messages were used wrongly, in words.
-        messages: how many were sent.
+        broken: descriptions of the violations.
+        messages: number of messages sent.
     """
 
     def __init__(self, seed: int) -> None:
@@ -80,45 +80,47 @@ class DelayedMessages:
         self.messages = 0
         self._random = Random(f"{seed} {rank}")
         self._lock = Lock()
-        self._flying = dict[int, _Message]()
+        self._pending = dict[int, _Message]()
 
     def pause(self) -> None:
         """Sometimes sleep for a while."""
         with self._lock:
-            seconds = self._random.random() * _LONGEST if self._random.randrange(_OFTEN) == 0 else 0.0
+            seconds = (
+                self._random.random() * _MAX_DELAY if self._random.randrange(_DELAY_ONE_IN) == 0 else 0.0
+            )
         if seconds:
             time.sleep(seconds)
 
-    def report_violation(self, what: str) -> None:
+    def report_violation(self, violation: str) -> None:
         """Add to `broken`, once."""
         with self._lock:
-            if what not in self.broken and len(self.broken) < _SHOWN:
-                self.broken.append(what)
+            if violation not in self.broken and len(self.broken) < _MAX_VIOLATIONS:
+                self.broken.append(violation)
 
     def start(self, message: _Message) -> None:
-        """A message is on its way."""
+        """Register a message in flight."""
         with self._lock:
             self.messages += 1
-            flying = list(self._flying.values())
-            self._flying[id(message)] = message
-        for other in flying:
+            pending = list(self._pending.values())
+            self._pending[id(message)] = message
+        for other in pending:
             if _collide(message, other):
                 self.report_violation(f"{message} uses memory of another one in flight: {other}")
 
     def end(self, message: _Message) -> None:
-        """It has been waited for."""
+        """Remove a message that has been waited for."""
         with self._lock:
-            self._flying.pop(id(message), None)
+            self._pending.pop(id(message), None)
 
     @property
     def in_flight(self) -> list[str]:
-        """The messages that are not waited for yet, in words."""
+        """Descriptions of the messages that have not been waited for."""
         with self._lock:
-            flying = list(self._flying.values())
-        return [str(message) for message in flying]
+            pending = list(self._pending.values())
+        return [str(message) for message in pending]
 
     def check_end(self) -> None:
-        """Blame what was never waited for."""
+        """Report messages that were never waited for."""
         for message in self.in_flight:
             self.report_violation(f"{message} is never waited for")
 
@@ -127,66 +129,68 @@ class _Message:
     """A communication in progress, in place of torch's `Work`.
 
     Args:
-        read: the caller's tensors that are sent, each with the copy that is.
-        written: the caller's tensors for what arrives, each with the memory in which it does.
+        read: tensors of the caller that are sent, each with the private copy that is sent instead.
+        written: tensors of the caller for the results, each with the private memory that receives them.
     """
 
     def __init__(
         self,
-        late: DelayedMessages,
+        delayed: DelayedMessages,
         method: str,
         group: ProcessGroup,
         read: Sequence[tuple[Tensor, Tensor]],
         written: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
         self.work: Any = None
-        self.reads = [_memory(mine) for mine, _ in read]
-        self.writes = [_memory(mine) for mine, _ in written]
+        self.reads = [_memory(tensor) for tensor, _ in read]
+        self.writes = [_memory(tensor) for tensor, _ in written]
         self._method = method
         self._group = group
         self._caller = _caller()
-        self._late = late
+        self._delayed = delayed
         self._read, self._written = read, written
         self._done = False
-        for mine, _ in written:
-            mine.data.fill_(float("nan") if mine.is_floating_point() else 0)
-        for (mine, copy), memory in zip(read, self.reads, strict=True):
-            if any(_overlap(memory, other) for other in self.writes):  # a part of the result is here already
-                mine.data.copy_(copy)
-        late.start(self)
+        for tensor, _ in written:
+            tensor.data.fill_(float("nan") if tensor.is_floating_point() else 0)
+        for (tensor, copy), memory in zip(read, self.reads, strict=True):
+            if any(
+                _overlap(memory, another) for another in self.writes
+            ):  # a part of the result is here already
+                tensor.data.copy_(copy)
+        delayed.start(self)
 
     def __str__(self) -> str:
-        what = self._method.strip("_").removesuffix("_base")
+        method = self._method.strip("_").removesuffix("_base")
         ranks = ", ".join(map(str, dist.get_process_group_ranks(self._group)))
-        return f"the {what} over ranks {ranks} that {self._caller} starts"
+        return f"the {method} over ranks {ranks} that {self._caller} starts"
 
     def wait(self, *arguments: Any) -> bool:
-        """Complete: only now does the caller get what has arrived."""
+        """Complete the message: only now does the caller get the results."""
         if self._done:
             return True
-        self._late.pause()
+        self._delayed.pause()
         if self.work is not None:
             self.work.wait(*arguments)
         self._done = True
-        self._late.end(self)
-        if not all(_allocated(mine) for mine, _ in (*self._read, *self._written)):
-            self._late.report_violation(f"{self} is in flight while its memory is freed")
+        self._delayed.end(self)
+        if not all(_allocated(tensor) for tensor, _ in (*self._read, *self._written)):
+            self._delayed.report_violation(f"{self} is in flight while its memory is freed")
             return True
-        if not all(_same_bits(mine, copy) for mine, copy in self._read):
-            self._late.report_violation(f"{self} is in flight while what it sends is overwritten")
-        for mine, arrived in self._written:
-            mine.data.copy_(arrived)
+        if not all(_same_bits(tensor, copy) for tensor, copy in self._read):
+            self._delayed.report_violation(f"{self} is in flight while what it sends is overwritten")
+        for tensor, arrived in self._written:
+            tensor.data.copy_(arrived)
         return True
 
     def is_completed(self) -> bool:
-        """Whether it was waited for: it is as late as it may be."""
+        """True once it has been waited for: it is as late as it may be."""
         return self._done
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.work, name)
 
 
-Memory = tuple[int, int]  # addresses of the first byte, and of the one after the last
+Memory = tuple[int, int]  # addresses of the first byte and of the byte after the last
 
 
 def _memory(tensor: Tensor) -> Memory:
@@ -197,15 +201,17 @@ def _memory(tensor: Tensor) -> Memory:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def _overlap(one: Memory, other: Memory) -> bool:
-    return one[0] < other[1] and other[0] < one[1]
+def _overlap(message: Memory, another: Memory) -> bool:
+    return message[0] < another[1] and another[0] < message[1]
 
 
-def _collide(one: _Message, other: _Message) -> bool:
-    """Whether one of the two writes what the other uses."""
-    ours, theirs = (*one.reads, *one.writes), (*other.reads, *other.writes)
-    return any(_overlap(w, m) for w in one.writes for m in theirs) or any(
-        _overlap(w, m) for w in other.writes for m in ours
+def _collide(message: _Message, another: _Message) -> bool:
+    """True if one of the two writes memory that the other uses."""
+    return any(
+        _overlap(written, used)
+        for writer, user in ((message, another), (another, message))
+        for written in writer.writes
+        for used in (*user.reads, *user.writes)
     )
 
 
@@ -218,11 +224,13 @@ def _allocated(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() >= needed
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if not one.numel():
+def _same_bits(message: Tensor, another: Tensor) -> bool:
+    if not message.numel():
         return True
     # not equality of numbers: NaN is not equal to itself
-    a, b = (t.detach().to(other.device).contiguous().flatten().view(torch.uint8) for t in (one, other))
+    a, b = (
+        t.detach().to(another.device).contiguous().flatten().view(torch.uint8) for t in (message, another)
+    )
     return torch.equal(a, b)
 
 
@@ -233,44 +241,46 @@ def delay_messages(seed: int) -> Generator[DelayedMessages]:
     Args:
         seed: of the random delays, which also depend on the rank.
     """
-    late, replaced = DelayedMessages(seed), dict[str, Any]()
+    delayed, replaced = DelayedMessages(seed), dict[str, Any]()
     submit = ThreadPoolExecutor.submit
     for method, roles in _ROLES.items():
         if method in vars(ProcessGroup):
             replaced[method] = vars(ProcessGroup)[method]  # getattr would not return the descriptor
-            setattr(ProcessGroup, method, _keeping_back(getattr(ProcessGroup, method), method, roles, late))
+            setattr(
+                ProcessGroup, method, _keeping_back(getattr(ProcessGroup, method), method, roles, delayed)
+            )
 
-    def delayed(self: Any, call: Callable[..., Any], /, *rest: Any, **named: Any) -> Future[Any]:
+    def submit_delayed(self: Any, call: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
         if not self._thread_name_prefix.startswith(_THREADS):
-            return submit(self, call, *rest, **named)
+            return submit(self, call, *arguments, **named)
 
         def job() -> Any:
-            late.pause()
-            return call(*rest, **named)
+            delayed.pause()
+            return call(*arguments, **named)
 
         return submit(self, job)
 
-    ThreadPoolExecutor.submit = delayed
+    ThreadPoolExecutor.submit = submit_delayed
     try:
-        yield late
-        late.check_end()
+        yield delayed
+        delayed.check_end()
     finally:
         ThreadPoolExecutor.submit = submit
         for method, original in replaced.items():
             setattr(ProcessGroup, method, original)
 
 
-def _keeping_back(original: Any, method: str, roles: Sequence[str], late: DelayedMessages) -> Any:
+def _keeping_back(original: Any, method: str, roles: Sequence[str], delayed: DelayedMessages) -> Any:
     """The method, on private copies of the tensors in its first arguments."""
 
     def call(group: ProcessGroup, *arguments: Any, **named: Any) -> Any:
-        late.pause()
+        delayed.pause()
         home = carrier(group)
         read, written = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
 
         def private(role: str, value: Any) -> Any:
             if isinstance(value, list | tuple):
-                return [private(role, one) for one in value]  # pyright: ignore[reportUnknownVariableType]
+                return [private(role, item) for item in value]  # pyright: ignore[reportUnknownVariableType]
             assert isinstance(value, Tensor)
             # on the host where the library sends from there, which may not take an accelerator's tensors
             copy = torch.empty(value.shape, dtype=value.dtype, device=home).copy_(value.detach())
@@ -282,7 +292,7 @@ def _keeping_back(original: Any, method: str, roles: Sequence[str], late: Delaye
             if role == _FROM_ROOT:
                 role = _READ if _is_root(group, (*arguments[1:], *named.values())) else _WRITTEN
             changed[at] = private(role, arguments[at])
-        message = _Message(late, method, group, read, written)
+        message = _Message(delayed, method, group, read, written)
         message.work = original(group, *changed, **named)
         if message.work is None:  # the method has waited
             message.wait()
@@ -292,9 +302,9 @@ def _keeping_back(original: Any, method: str, roles: Sequence[str], late: Delaye
     return call
 
 
-def _is_root(group: ProcessGroup, rest: Sequence[Any]) -> bool:
+def _is_root(group: ProcessGroup, arguments: Sequence[Any]) -> bool:
     """Whether this rank is the root of a broadcast, of which the arguments after the tensors say the rank."""
-    root = rest[0] if rest else 0
+    root = arguments[0] if arguments else 0
     return group.rank() == getattr(root, "rootRank", root)
 
 

@@ -12,8 +12,8 @@ from torch.distributed import ProcessGroup
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 
-# Every set of axes that some part of a step communicates over, made at once, since making a group is
-# collective. The ranks of `tp-cp` share the tokens of a sample.
+# Every set of axes that some part of a step communicates over. They are created together, since creating a
+# group is collective. The ranks of `tp-cp` share the tokens of a sample.
 GROUPS = ("tp", "cp", "dp", "pp", "tp-cp", "cp-dp")
 EXPERT_GROUPS = ("ep", "expert_tp", "expert_dp", "expert_tp-ep")
 # For parameters split over these axes, the axes along which the parameters repeat
@@ -21,16 +21,16 @@ COPIES = {"tp": "cp-dp", "expert_tp-ep": "expert_dp"}
 
 
 def make_group(ranks: list[int], timeout: timedelta | None) -> ProcessGroup | None:
-    """The group of these ranks; None on other ranks, which must call this too."""
-    made = dist.new_group(ranks, timeout=timeout)
+    """Return the group of these ranks; None on other ranks, which must call this too."""
+    group = dist.new_group(ranks, timeout=timeout)
     if dist.get_rank() not in ranks:
         return None
-    assert isinstance(made, ProcessGroup)
-    if dist.get_backend(made) == "gloo":
+    assert isinstance(group, ProcessGroup)
+    if dist.get_backend(group) == "gloo":
         # new_group returns once this rank is connected. Without the barrier it could close the group before
         # the others are connected, and they would fail.
-        made.barrier().wait()
-    return made
+        group.barrier().wait()
+    return group
 
 
 class Mesh:
@@ -53,7 +53,7 @@ class Mesh:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.coordinates = layout.coordinates(self.rank)
         self.timeout = timeout
-        self._made: list[ProcessGroup] = []
+        self._created: list[ProcessGroup] = []
         self._splits: dict[tuple[str, int], ProcessGroup | None] = {}
         self._by_ranks: dict[tuple[tuple[int, ...], ...], ProcessGroup | None] = {}
         self._groups = {axes: self._shared(self.layout.groups(axes)) for axes in (*GROUPS, *EXPERT_GROUPS)}
@@ -62,36 +62,36 @@ class Mesh:
         return f"Mesh({self.layout}: rank {self.rank} of {self.layout.world}, {self.device})"
 
     def _shared(self, groups: list[list[int]]) -> ProcessGroup | None:
-        """As `_new`, made only once for the same sets of ranks."""
+        """As `_new`, created only once for the same sets of ranks."""
         key = tuple(map(tuple, groups))
         if key not in self._by_ranks:
             self._by_ranks[key] = self._new(groups)
         return self._by_ranks[key]
 
     def _new(self, groups: list[list[int]], separate: bool = False) -> ProcessGroup | None:
-        """Of these groups, all of one size, the one with this rank; None if it is alone or in none. All ranks
-        of the job make all groups, in the same order, as torch requires. The group of all ranks is the
-        default one, unless it is to be `separate`.
+        """Create these groups, all of one size, and return the one with this rank; None if it is alone or in
+        none. All ranks of the job create all groups in the same order, as torch requires. The group of all
+        ranks is the default one, unless it is to be `separate`.
         """
         if len(groups[0]) == 1:
             return None
         if len(groups[0]) == self.layout.world and not separate:
             return dist.group.WORLD
-        mine = None
+        own_group = None
         for ranks in groups:
-            made = make_group(ranks, self.timeout)
-            if made is not None:
-                mine = made
-                self._made.append(made)
-        return mine
+            group = make_group(ranks, self.timeout)
+            if group is not None:
+                own_group = group
+                self._created.append(group)
+        return own_group
 
     def group(self, axes: str) -> ProcessGroup | None:
-        """The group over `axes` ("tp", "tp-cp", ...) with this rank; None if it is this rank alone."""
+        """Return this rank's group over `axes` ("tp", "tp-cp", ...); None if the rank is alone."""
         return self._groups[axes]
 
     def split(self, axis: str, parts: int) -> ProcessGroup | None:
-        """Each group of `axis` cut into runs of `parts` neighbours: the run with this rank. Collective at
-        first use.
+        """Cut each group of `axis` into runs of `parts` neighbours, and return the run with this rank.
+        Collective at first use.
         """
         key = (axis, parts)
         if key not in self._splits:
@@ -104,18 +104,18 @@ class Mesh:
         return self._splits[key]
 
     def pair_group(self, holders: tuple[int, ...]) -> ProcessGroup | None:
-        """The ranks at the pipeline places `holders` of this rank's pipeline; None on ranks at other places.
+        """Return the group of the pipeline ranks `holders` of this rank's pipeline; None on its other ranks.
         Collective.
         """
         return self._new([[ranks[h] for h in holders] for ranks in self.layout.groups("pp")])
 
     def partition(self, key: Callable[[int], object], *, separate: bool = False) -> ProcessGroup | None:
-        """The group of the ranks with this rank's key; None if it is this rank alone. All ranks must compute
-        the same key for a rank, and all keys must have equally many ranks. Collective at first use.
+        """Return the group of the ranks with this rank's key; None if it is alone. All ranks must compute the
+        same key for a rank, and all keys must have equally many ranks. Collective at first use.
 
         Args:
-            separate: a group for nothing else, whose messages do not queue behind others' of the same ranks:
-                on accelerators each group sends on a stream of its own. Collective at each use.
+            separate: create a new group, whose messages do not queue behind those of other groups with the
+                same ranks: on accelerators each group sends on a stream of its own. Collective at each use.
         """
         groups = dict[object, list[int]]()
         for rank in range(self.layout.world):
@@ -128,20 +128,20 @@ class Mesh:
         return self.layout.size(axes)
 
     def index(self, axes: str) -> int:
-        """This rank's place along `axes`."""
+        """Return this rank's index along `axes`."""
         return self.layout.index(self.rank, axes)
 
     def copies(self, over: str) -> ProcessGroup | None:
-        """For parameters split over the axes `over`, the ranks with the same parts, which process different
-        tokens: their gradients are summed.
+        """Return the ranks that hold the same parts of parameters split over the axes `over`, and process
+        different tokens: their gradients are summed.
         """
         return self.group(COPIES[over])
 
     def close(self) -> None:
         """Destroy the groups; `verify` builds many meshes in one process."""
-        for group in self._made:
+        for group in self._created:
             dist.destroy_process_group(group)
         # drop the references: a group that is still referenced at interpreter exit joins its threads only
         # then
-        for groups in (self._made, self._groups, self._by_ranks, self._splits):
+        for groups in (self._created, self._groups, self._by_ranks, self._splits):
             groups.clear()

@@ -46,8 +46,8 @@ class SharedSlice(NamedTuple):
 
 
 class SplitRecord(NamedTuple):
-    """Where a split parameter of a parallelized module lies, kept on the parameter itself under the attribute
-    `SPLIT_RECORD`, and the ranks that hold one copy of it together.
+    """Placement of a split parameter, stored on the parameter itself under the attribute `SPLIT_RECORD`, and
+    the ranks that together hold one copy of it.
     """
 
     placed: ShardPlacement
@@ -72,7 +72,7 @@ class ShardedParameter:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """`pattern` against a module name, part by part: `*` stands for any text within one part.
+    """True if `pattern` matches a module name, part by part; `*` stands for any text within one part.
 
     The model itself has the name "", which only the pattern "" matches.
     """
@@ -103,21 +103,21 @@ def parallelize(
     Args:
         convert: trace the model. Default: only if a style is `BatchParallel` or `GatherBatch`. If False, only
             the inputs and outputs that styles declare are converted.
-        inputs: of a traced model, what each rank calls it with: "whole", the same on all ranks, or "batch",
-            its part of the batch.
-        outputs: of a traced model, what it returns. With "whole", the loss of the whole batch is computed on
-            every rank. With "batch" each rank's loss is its term of it: the sum over its samples, divided by
-            the size of the whole batch.
+        inputs: what each rank calls a traced model with: "whole", the same on all ranks, or "batch", its part
+            of the batch.
+        outputs: what a traced model returns. With "whole", the loss of the whole batch is computed on every
+            rank. With "batch" each rank's loss is its term of it: the sum over its samples, divided by the
+            size of the whole batch.
 
     Returns:
-        Where each parameter lies, by plain-model name.
+        The placement of each parameter, by plain-model name.
 
     Raises:
         StrettoError: a pattern that matches nothing, a module matched twice, a parameter without a style,
             sizes that do not divide, shares that do not add up to the plain model, a style that does not fit
-            its module, a model that cannot be traced, splits that no conversion brings together, or, with
-            tp > 1, a module whose random numbers would not be those of one process. A module that draws them
-            without being of a type known for it raises in the model's first forward in training.
+            its module, a model that cannot be traced, splits that no conversion can match, or, with tp > 1, a
+            module whose random numbers would not be those of one process. If its type does not show that it
+            draws any, it raises in the model's first forward in training.
     """
     styles = _assign(model, plan)
     flow = None
@@ -127,14 +127,17 @@ def parallelize(
         flow = follow(model, styles, inputs, outputs) if convert else declared(styles)
         _check_random(model, styles, flow if convert else flow.only("batch"))
         _check_statistics(styles)
-    names = _names(model)
+    aliases_of = dict[int, tuple[nn.Parameter, list[str]]]()  # every parameter once, with all of its names
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases_of.setdefault(id(parameter), (parameter, []))[1].append(name)
     parts = dict[str, list[dict[str, ParameterShard]]]()
     for name, (module, style) in styles.items():
         size = mesh.size(style.axes)
         parts[name] = [style.parts(name, module, i, size) for i in range(size)]
     table = dict[str, ShardedParameter]()
     local = dict[int, nn.Parameter]()  # by id of the plain parameter, so that tied parameters stay tied
-    for parameter, aliases in names:
+    for parameter, names in aliases_of.values():
+        aliases = tuple(names)
         shares, owner = _shares(aliases, parts)
         axes = styles[owner][1].axes
         _cover(aliases[0], parameter, shares)
@@ -149,7 +152,10 @@ def parallelize(
             setattr(local[id(parameter)], SPLIT_RECORD, SplitRecord(placed, mesh.group(axes)))
         if table[aliases[0]].shared:
             setattr(local[id(parameter)], SUMMED, True)
-    _replace_parameters(model, local)
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and id(parameter) in local:
+                module._parameters[name] = local[id(parameter)]
     swapped = dict[int, nn.Module]()  # by id of the plain module, so that shared modules stay shared
     for name, (module, style) in styles.items():
         if id(module) not in swapped:
@@ -166,8 +172,8 @@ def parallelize(
 def _connect(
     model: nn.Module, styles: Mapping[str, tuple[nn.Module, ParallelStyle]], flow: Flow, mesh: Mesh
 ) -> None:
-    """Convert what modules are called with, what they return, and what the model does; and let modules know
-    that compute on a part of the batch.
+    """Register the hooks that convert inputs and outputs of modules and of the model, and configure the
+    modules that compute on a part of the batch.
     """
     group = mesh.group("tp")
     for name, changes in flow.before.items():
@@ -193,8 +199,8 @@ def _connect(
 
 
 def _assign(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, ParallelStyle]]:
-    """The style of each styled module, by name. Every pattern must match a module, and a module at most one
-    pattern. All names of a module get the style of the one that matches; several matches must agree.
+    """Return the style of each styled module, by name. Every pattern must match a module, and a module at
+    most one pattern. All names of a module get the style of the name that matches; matches must agree.
     """
     assigned = dict[str, tuple[nn.Module, ParallelStyle]]()
     names = dict(model.named_modules(remove_duplicate=False))
@@ -229,9 +235,9 @@ def _check_random(
     """Refuse modules whose random numbers would differ from those of one process under tensor parallelism.
 
     A mask from torch's global generator depends on the rank. A keyed mask is the same on every rank, which is
-    right for a replicated activation and wrong for one that is split. Which of the two it is cannot be seen
-    from the modules, so the plan has to say it: by a style of the dropout itself, or by `Replicate` for a
-    module that contains it and nothing that is split.
+    right for a replicated activation and wrong for a split one. The modules do not show which it is, so the
+    plan must: by a style of the dropout itself, or by `Replicate` for a module that contains it and nothing
+    that is split.
     """
     for name, module in model.named_modules(remove_duplicate=False):
         if draws(module):
@@ -275,8 +281,8 @@ def _check_statistics(styles: Mapping[str, tuple[nn.Module, ParallelStyle]]) -> 
 
 
 def _replicated(name: str, styles: Mapping[str, tuple[nn.Module, ParallelStyle]]) -> bool:
-    """Whether the module computes the same on all ranks: the nearest styled module that contains it, or it
-    itself, has nothing in it that is split.
+    """True if the module computes the same on all ranks: it, or the nearest styled module that contains it,
+    has no split module inside.
     """
     while name and name not in styles:
         name = name.rpartition(".")[0]
@@ -285,19 +291,11 @@ def _replicated(name: str, styles: Mapping[str, tuple[nn.Module, ParallelStyle]]
     return name in styles and all(isinstance(style, Replicate) and not style.sequence for style in inside)
 
 
-def _names(model: nn.Module) -> list[tuple[nn.Parameter, tuple[str, ...]]]:
-    """Every parameter once, with all of its names."""
-    aliases_of = dict[int, tuple[nn.Parameter, list[str]]]()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        aliases_of.setdefault(id(parameter), (parameter, []))[1].append(name)
-    return [(parameter, tuple(aliases)) for parameter, aliases in aliases_of.values()]
-
-
 def _shares(
     aliases: Sequence[str], parts: Mapping[str, list[dict[str, ParameterShard]]]
 ) -> tuple[list[ParameterShard], str]:
-    """Every rank's share of one parameter, and the name of the module whose style defines it. The shares of a
-    tied parameter must agree.
+    """Return every rank's share of one parameter, and the name of the module whose style defines it. The
+    shares of a tied parameter must agree.
     """
     claims = dict[str, tuple[list[ParameterShard], str]]()
     for alias in aliases:
@@ -339,9 +337,9 @@ def _cover_along(name: str, parameter: nn.Parameter, dim: int, spans: Sequence[t
     full, reached = parameter.shape[dim], 0
     for start, stop in sorted(spans):
         if start != reached:
-            what = "no rank holds" if start > reached else "two ranks own"
+            problem = "no rank holds" if start > reached else "two ranks own"
             raise StrettoError(
-                f"sharding plan: {what} {name} from {min(start, reached)} along dimension {dim}"
+                f"sharding plan: {problem} {name} from {min(start, reached)} along dimension {dim}"
             )
         reached = stop
     if reached != full:
@@ -374,7 +372,7 @@ def _placed(
 
 
 def _shared(parameter: nn.Parameter, part: ParameterShard, mesh: Mesh, axes: str) -> tuple[SharedSlice, ...]:
-    """The slices that several ranks hold, each of which computes a part of their gradient."""
+    """Return the slices held by several ranks, each of which computes a part of their gradient."""
     if part.partial:
         group = mesh.group(axes)
         rows = parameter.shape[0] if parameter.dim() else 1
@@ -388,13 +386,6 @@ def _shared(parameter: nn.Parameter, part: ParameterShard, mesh: Mesh, axes: str
             shared.append(SharedSlice(part.dim, at, run.size, group))
         at += run.size
     return tuple(shared)
-
-
-def _replace_parameters(model: nn.Module, local: Mapping[int, nn.Parameter]) -> None:
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None and id(parameter) in local:
-                module._parameters[name] = local[id(parameter)]
 
 
 def _set(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -421,17 +412,17 @@ def materialise(
     """Give this rank's layers real parameters; the other layers stay on the meta device.
 
     Args:
-        layers: (plain name, module) of every layer held here.
-        values: full initial value of a parameter, from its name and full shape; None leaves parameters
-            uninitialised (a checkpoint follows).
-        dtype: of all parameters, or of each by plain name.
+        layers: (plain name, module) of every layer of this rank.
+        values: returns the full initial value of a parameter, from its name and full shape; None leaves
+            parameters uninitialised (a checkpoint follows).
+        dtype: dtype of all parameters, or of each by plain name.
         without_storage: parameters get no memory yet; `ShardedStates` allocates it.
 
     Returns:
-        This rank's parameters by plain-model name; a parameter tied between layers held here is one tensor.
+        This rank's parameters by plain-model name; a parameter tied between its layers is one tensor.
     """
     names = {alias: sharded for sharded in table.values() for alias in sharded.names}
-    made = dict[str, nn.Parameter]()
+    parameters = dict[str, nn.Parameter]()
     for layer_name, layer in layers:
         for module_name, module in layer.named_modules():
             prefix = ".".join(filter(None, (layer_name, module_name)))
@@ -440,16 +431,16 @@ def materialise(
                     continue
                 sharded = names[f"{prefix}.{leaf}" if prefix else leaf]
                 key = sharded.names[0]
-                if key not in made:
+                if key not in parameters:
                     kind = dtype if isinstance(dtype, torch.dtype) else dtype(key)
                     real = torch.empty(parameter.shape, dtype=kind, device=device)
                     if without_storage:
                         real.untyped_storage().resize_(0)
                     if values is not None:
                         sharded.placed.fill(real, values(key, sharded.placed.shape))
-                    made[key] = nn.Parameter(real, parameter.requires_grad)
-                module._parameters[leaf] = made[key]
-    return made
+                    parameters[key] = nn.Parameter(real, parameter.requires_grad)
+                module._parameters[leaf] = parameters[key]
+    return parameters
 
 
 __all__ = [

@@ -18,11 +18,11 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def weight_dtype(name: str, dtype: torch.dtype, patterns: Iterable[str]) -> torch.dtype:
-    """The dtype in which a module holds the parameter `name`.
+    """Return the dtype in which a module holds the parameter `name`.
 
     Args:
-        dtype: of training.
-        patterns: of names that stay in float32 in 16-bit training.
+        dtype: dtype of training.
+        patterns: patterns of the names that stay in float32 in 16-bit training.
     """
     return torch.float32 if dtype in HALVES and kept(name, patterns) else dtype
 

@@ -1,10 +1,10 @@
-"""Random numbers under tensor parallelism: which modules draw them, and a watch for those that do not say so.
+"""Random numbers under tensor parallelism: modules that draw them, and a check of all others.
 
-Every tensor-parallel rank has its own global generator, so what a module draws from it is not what one
-process would draw, and ranks that hold one activation would go on with different ones. Modules of torch are
-known by their type. A random function inside any other module, such as `F.dropout` in an attention of
-transformers, shows when it is called: the model's first forward in training runs under a dispatch mode that
-refuses it.
+Every tensor-parallel rank has its own global generator, so a module would not draw from it what one process
+draws, and ranks that hold the same activation would continue with different ones. torch's modules are
+recognised by their type. A random function inside any other module, such as `F.dropout` in an attention of
+transformers, is detected when it is called: the model's first forward in training runs under a dispatch mode
+that refuses it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _DRAWS: dict[type[nn.Module], Callable[[Any], bool]] = {
 
 
 def draws(module: nn.Module) -> bool:
-    """Whether a module of torch, by itself, draws from the global generator in training."""
+    """True if this module of torch draws from the global generator in training."""
     return any(isinstance(module, kind) and drawn(module) for kind, drawn in _DRAWS.items())
 
 
 def watch_first_forward(model: nn.Module) -> None:
-    """Let the model's first forward in training raise if anything in it draws from the global generator.
+    """Make the model's first forward in training raise if anything in it draws from the global generator.
 
-    What is not seen: a model that is compiled, or whose layers are called without the model itself, as in a
-    pipeline; and what is drawn outside of torch.
+    Not detected: models that are compiled or whose layers are called without the model itself, as in a
+    pipeline, and random numbers from outside of torch.
     """
     watch = _Watch()
     model.register_forward_pre_hook(watch.begin)
@@ -68,7 +68,7 @@ class _Watch:
 
 
 class _Refuse(TorchDispatchMode):
-    """Refuses operations that draw from a global generator; an explicit one is the caller's business."""
+    """Refuses operations that draw from a global generator; an explicit generator is the caller's concern."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
@@ -101,9 +101,7 @@ class _Refuse(TorchDispatchMode):
 
 
 def _is_random(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the call draws numbers: not with a generator of its own, with a probability of nothing or all,
-    or in evaluation.
-    """
+    """True unless the call has its own generator, a probability of 0 or 1, or is made in evaluation."""
     arguments = func._schema.arguments
     values = {argument.name: argument.default_value for argument in arguments}
     values.update(zip((argument.name for argument in arguments), args, strict=False))

@@ -1,5 +1,5 @@
-"""Activation recomputation: forwards that save only their inputs and run again in the backward (Chen et al.
-2016).
+"""Activation recomputation (checkpointing): forwards that save only their inputs and run again in the
+backward (Chen et al. 2016).
 
 Full recomputation repeats a whole block; selective recomputation (Korthikanti et al. 2022, section 5) repeats
 only softmax(q k^T) v, which takes most of a block's memory and little of its time. Whatever else a forward
@@ -53,7 +53,7 @@ class RandomState:
 
     @property
     def drawn(self) -> bool:
-        """Whether any random number has been drawn since."""
+        """True if any random number has been drawn since."""
         assert self._host is not None, "no forward came before"
         saved, now = [self._host, *self._states], [torch.get_rng_state(), *map(random_state, self._devices)]
         return not all(map(torch.equal, saved, now))
@@ -75,12 +75,12 @@ MODES: tuple[Mode, ...] = ("none", "selective", "full")
 def recompute_blocks(
     blocks: Sequence[nn.Module], modes: Sequence[Mode], mesh: Mesh, shard_inputs: bool = False
 ) -> None:
-    """Let each block save everything, recompute its `attn.core` (and `cross.core`), or recompute as a whole.
-    In place; may be called again with other modes. Parameter names stay the same; evaluation and no_grad are
-    unaffected.
+    """Make each block save all its activations, recompute its `attn.core` (and `cross.core`), or recompute
+    completely. In place; may be called again with other modes. Parameter names stay the same; evaluation and
+    no_grad are unaffected.
 
     Args:
-        modes: one for each block.
+        modes: one mode per block.
         shard_inputs: each tp rank saves only its part, along s, of a block's input [b, s, ...], and gathers
             it in the backward. Without sequence parallelism only, since all tp ranks must have the whole
             input. The input of a pipeline stage stays whole, since the pipeline keeps it anyway.
@@ -103,15 +103,22 @@ def recompute_blocks(
         if mode == "full":
             recompute(block, group)
         elif mode == "selective":
-            for core in _cores(block):
-                recompute(core)
+            named = dict(block.named_modules())
+            if "attn.core" not in named:
+                raise StrettoError(
+                    f"selective recomputation of {type(block).__name__}, which has no attn.core",
+                    hint="recompute it in full",
+                )
+            for name in ("attn.core", "cross.core"):
+                if name in named:
+                    recompute(named[name])
 
 
 def recompute(module: nn.Module, shards: ProcessGroup | None = None) -> None:
-    """Let the module run again in the backward instead of saving its activations.
+    """Make the module run again in the backward instead of saving its activations.
 
     Args:
-        shards: ranks that all have the inputs, and each save a part of their dimension 1.
+        shards: ranks that all have the inputs, and each save a part along dimension 1.
     """
     undo_recompute(module)
     module.forward = RecomputedForward(module, shards)
@@ -121,16 +128,6 @@ def undo_recompute(module: nn.Module) -> None:
     """Undo `recompute`."""
     if isinstance(module.__dict__.get("forward"), RecomputedForward):
         del module.__dict__["forward"]
-
-
-def _cores(block: nn.Module) -> list[nn.Module]:
-    named = dict(block.named_modules())
-    if "attn.core" not in named:
-        raise StrettoError(
-            f"selective recomputation of {type(block).__name__}, which has no attn.core",
-            hint="recompute it in full",
-        )
-    return [named[name] for name in ("attn.core", "cross.core") if name in named]
 
 
 class RecomputedForward:
@@ -152,7 +149,7 @@ class RecomputedForward:
         return _Recomputed.apply(self, anchor, *inputs)
 
     def saved(self, x: Any) -> Tensor | None:
-        """What to save of an input; None if it is not a tensor."""
+        """Return the part of an input to save; None if it is not a tensor."""
         if not isinstance(x, Tensor) or not self.splits(x):
             return x if isinstance(x, Tensor) else None
         assert self.shards is not None
@@ -162,14 +159,12 @@ class RecomputedForward:
         padded[:, : part.shape[1]] = part
         return padded
 
-    def whole(self, saved: Tensor, length: int | None) -> Tensor:
-        """The input from what was saved; `length` is the size of its dimension 1 where ranks saved parts of
-        it, else None.
-        """
+    def restore(self, saved: Tensor, length: int | None) -> Tensor:
+        """Return the input; `length` is the size of its dimension 1 if ranks saved parts of it, else None."""
         return saved if length is None else gather(saved, self.shards, 1)[:, :length]
 
     def splits(self, x: Tensor) -> bool:
-        """Whether only a part of x is saved. Leaves are saved whole, since they stay alive anyway."""
+        """True if only a part of x is saved. Leaves are saved whole, since they stay alive anyway."""
         return self.shards is not None and x.dim() > 1 and not x.is_leaf
 
 
@@ -199,7 +194,7 @@ class _Recomputed(torch.autograd.Function):
         inputs, needs = list[Any](ctx.constants), ctx.needs_input_grad[2:]
         for at, saved in enumerate(ctx.saved_tensors):
             if saved is not None:
-                inputs[at] = of.whole(saved, ctx.lengths[at]).detach().requires_grad_(needs[at])
+                inputs[at] = of.restore(saved, ctx.lengths[at]).detach().requires_grad_(needs[at])
         with torch.enable_grad(), ctx.precision.applied():
             if ctx.random is None:
                 y = of.run(*inputs)
@@ -217,7 +212,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 class _Precision:
-    """Whether autocast was on at a forward, and its dtype."""
+    """State of autocast at a forward: on or off, and its dtype."""
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
         self.kind = next((x.device.type for x in inputs if isinstance(x, Tensor)), "cpu")

@@ -1,8 +1,8 @@
-"""Whether ranks that hold the same tensor hold the same bits: checksums, compared by one all-reduce.
+"""Checks that all ranks that hold the same tensor hold the same bits: checksums, compared by one all-reduce.
 
-Copies are told by what they are of: ranks whose tensors have one name and cover the same boxes of the plain
-tensor, whatever axis repeats them: data-parallel replicas, parameters that tensor parallelism does not split,
-tied weights on two stages, the copies of a bidirectional pipeline.
+Two tensors are replicas if they have the same name and cover the same boxes of the full tensor, on any axis:
+data-parallel replicas, parameters that tensor parallelism does not split, tied weights on two stages, the
+copies of a bidirectional pipeline.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from stretto.engine.parallel.control import gather_json, has_group, this_rank, w
 from stretto.engine.parallel.fragment import ShardPlacement
 
 RankTensors = Mapping[str, tuple[Tensor, ShardPlacement]]
-"""Tensors of this rank by name, with their places; names are the same on all ranks that hold the same."""
+"""Tensors of this rank by name, with their placements; replicas have the same name on all ranks."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_LEAST = torch.iinfo(torch.int64).min
+_ABSENT = torch.iinfo(torch.int64).min  # in place of a checksum
 MAX_LISTED = 5  # tensors that a message lists
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaMismatch:
-    """A tensor whose copies differ.
+    """A tensor whose replicas differ.
 
     Attributes:
-        name: of the tensor.
+        name: name of the tensor.
         holders: all ranks that hold it.
-        suspects: of these, the ones that differ from the most; all where no majority agrees.
+        suspects: the holders that differ from the majority; all of them if no majority agrees.
     """
 
     name: str
@@ -51,7 +51,7 @@ class ReplicaMismatch:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bits as whole numbers of its elements' size, modulo 2 to their bits: int64 [], on
+    """Return the sum of a tensor's elements, read as integers of their size, with wrap-around: int64 [], on
     its device. Any change of a single element changes it; zeros and the order of elements do not.
     """
     if not tensor.is_contiguous():
@@ -62,91 +62,85 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 class ReplicaConsistencyCheck:
-    """What this rank holds that other ranks hold too. The first comparison finds out which; all ranks go on
-    holding the same tensors from then on.
+    """Compares the tensors that this rank shares with other ranks. The first comparison finds out which these
+    are; from then on every rank must hold the same tensors.
     """
 
     def __init__(self) -> None:
-        self._place: dict[str, int] | None = None  # of this rank's tensors that others hold, in all such
-        self._number = 0
+        self._index_of: dict[str, int] | None = (
+            None  # this rank's replicated tensors, among those of all ranks
+        )
+        self._count = 0
 
     @torch.no_grad()
-    def differences(self, held: RankTensors) -> list[ReplicaMismatch]:
-        """Tensors whose copies differ, the same on every rank; tensors without memory are left out, as
-        weights that are gathered when they are used. Collective over all ranks.
+    def differences(self, tensors: RankTensors) -> list[ReplicaMismatch]:
+        """Return the tensors whose replicas differ, the same list on every rank. Tensors without memory, such
+        as weights that are gathered for use, are left out. Collective over all ranks.
         """
         if not has_group():
             return []
-        if self._place is None:
-            self._place = self._shared(held)
-        if not self._number:
+        if self._index_of is None:
+            digests = {name: _digest(name, tensor, placed) for name, (tensor, placed) in tensors.items()}
+            everywhere: list[list[int]] = gather_json(sorted(set(digests.values())))
+            holders = Counter(digest for of_rank in everywhere for digest in of_rank)
+            shared = {d: i for i, d in enumerate(sorted(d for d, n in holders.items() if n > 1))}
+            self._count = len(shared)
+            self._index_of = {name: shared[digest] for name, digest in digests.items() if digest in shared}
+        if not self._count:
             return []
         device = carrier()
-        ours = torch.full((self._number,), _LEAST, dtype=torch.int64, device=device)
-        here = {name: place for name, place in self._place.items() if in_memory(held[name][0])}
-        if here:
-            sums = [checksum(held[name][0]).to(device, non_blocking=True) for name in here]
-            ours[torch.tensor(list(here.values()), device=device)] = torch.stack(sums)
-        absent = ours == _LEAST
-        both = torch.cat([ours, torch.where(absent, _LEAST, ~ours)])  # ~x falls as x rises
+        sums = torch.full((self._count,), _ABSENT, dtype=torch.int64, device=device)
+        present = {name: index for name, index in self._index_of.items() if in_memory(tensors[name][0])}
+        if present:
+            checksums = [checksum(tensors[name][0]).to(device, non_blocking=True) for name in present]
+            sums[torch.tensor(list(present.values()), device=device)] = torch.stack(checksums)
+        both = torch.cat([sums, torch.where(sums == _ABSENT, _ABSENT, ~sums)])  # ~x falls as x rises
         dist.all_reduce(both, dist.ReduceOp.MAX)
-        most, least = both[: self._number], ~both[self._number :]
-        wrong = (most != least) & (most != _LEAST)  # some have no memory anywhere now
-        if not bool(wrong.any()):
-            return []
-        return self._named(ours, wrong.nonzero().view(-1))
+        highest, lowest = both[: self._count], ~both[self._count :]
+        wrong = (highest != lowest) & (highest != _ABSENT)  # some have no memory anywhere now
+        return self._mismatches(sums, wrong.nonzero().view(-1)) if bool(wrong.any()) else []
 
     @property
     def compared(self) -> int:
-        """Different tensors that several ranks hold, after the first comparison."""
-        return self._number
+        """Number of tensors that several ranks hold, after the first comparison."""
+        return self._count
 
-    def _shared(self, held: RankTensors) -> dict[str, int]:
-        """The tensors of this rank that others hold too, each with its number among all such. Collective."""
-        of_name = {name: _digest(name, tensor, placed) for name, (tensor, placed) in held.items()}
-        everywhere: list[list[int]] = gather_json(sorted(set(of_name.values())))
-        count = Counter(digest for digests in everywhere for digest in digests)
-        shared = {d: i for i, d in enumerate(sorted(d for d, holders in count.items() if holders > 1))}
-        self._number = len(shared)
-        return {name: shared[digest] for name, digest in of_name.items() if digest in shared}
-
-    def _named(self, ours: Tensor, wrong: Tensor) -> list[ReplicaMismatch]:
-        """Which tensors these are, and on which ranks they are off. Collective."""
-        assert self._place is not None
-        sums = dict(zip(wrong.tolist(), ours[wrong].tolist(), strict=True))
-        names = {number: name for name, number in self._place.items() if number in sums}
-        facts = {str(n): [names[n], one] for n, one in sums.items() if n in names and one != _LEAST}
-        everywhere: list[dict[str, list[str | int]]] = gather_json(facts)
-        differences = list[ReplicaMismatch]()
-        for number in sums:
-            by_rank = {r: of[str(number)] for r, of in enumerate(everywhere) if str(number) in of}
-            times = Counter(one for _, one in by_rank.values())
-            (usual, most), *_ = times.most_common(1)
-            off = tuple(r for r, (_, one) in by_rank.items() if one != usual or 2 * most <= len(by_rank))
+    def _mismatches(self, sums: Tensor, wrong: Tensor) -> list[ReplicaMismatch]:
+        """Names and ranks of the tensors at the indices `wrong`. Collective."""
+        assert self._index_of is not None
+        wrong_sums = dict(zip(wrong.tolist(), sums[wrong].tolist(), strict=True))
+        names = {index: name for name, index in self._index_of.items() if index in wrong_sums}
+        entries = {str(i): [names[i], s] for i, s in wrong_sums.items() if i in names and s != _ABSENT}
+        everywhere: list[dict[str, list[str | int]]] = gather_json(entries)
+        mismatches = list[ReplicaMismatch]()
+        for index in wrong_sums:
+            by_rank = {rank: of[str(index)] for rank, of in enumerate(everywhere) if str(index) in of}
+            (majority, votes), *_ = Counter(s for _, s in by_rank.values()).most_common(1)
+            off = tuple(r for r, (_, s) in by_rank.items() if s != majority or 2 * votes <= len(by_rank))
             name = str(next(iter(by_rank.values()))[0])
-            differences.append(ReplicaMismatch(name=name, holders=tuple(by_rank), suspects=off))
-        return sorted(differences, key=lambda one: (one.suspects, one.name))
+            mismatches.append(ReplicaMismatch(name=name, holders=tuple(by_rank), suspects=off))
+        return sorted(mismatches, key=lambda mismatch: (mismatch.suspects, mismatch.name))
 
 
 def report(differences: list[ReplicaMismatch]) -> str:
-    """The first of them in words."""
+    """Describe the first `MAX_LISTED` of them in one line."""
     more = len(differences) - MAX_LISTED
-    lines = [str(one) for one in differences[:MAX_LISTED]]
+    lines = [str(mismatch) for mismatch in differences[:MAX_LISTED]]
     return "; ".join([*lines, *([f"and {more} tensors more"] if more > 0 else [])])
 
 
 def in_memory(tensor: Tensor) -> bool:
-    """Whether there is memory behind all of a tensor: not of weights that are gathered when they are used,
-    nor of states in files.
+    """True if there is memory behind all of a tensor: not for weights that are gathered for use, nor for
+    states in files.
     """
     last = tensor.storage_offset() + tensor.numel()
     return tensor.numel() > 0 and last * tensor.element_size() <= tensor.untyped_storage().size()
 
 
 def _digest(name: str, tensor: Tensor, placed: ShardPlacement) -> int:
-    """A number of 63 bits for what a tensor is of; of a tensor without a piece, which is padding, this rank's
-    own.
+    """63 bits that identify the name, dtype and boxes of a tensor; a tensor without a box, which is padding,
+    gets an identity of this rank alone.
     """
     boxes = sorted((piece.offsets, piece.sizes) for piece in placed.pieces)
-    what = repr((name, str(tensor.dtype), boxes or (this_rank(), world_size())))
-    return int.from_bytes(blake2b(what.encode(), digest_size=8).digest(), "big") >> 1
+    identity = repr((name, str(tensor.dtype), boxes or (this_rank(), world_size())))
+    return int.from_bytes(blake2b(identity.encode(), digest_size=8).digest(), "big") >> 1

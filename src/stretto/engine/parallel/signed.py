@@ -1,9 +1,9 @@
 """Signatures of control messages, by a key that the ranks of one job share.
 
 The launcher puts a new key into the environment of its ranks; on several machines the batch script does. A
-message that does not come from a rank of the job, comes again, or comes from another rank than it says is
-then refused. Nothing else that ranks exchange is signed: who can write to a process group's sockets can still
-change tensors.
+message that does not come from a rank of the job, is repeated, or comes from another rank than it claims is
+then refused. Nothing else that ranks exchange is signed: whoever can write to a process group's sockets can
+still change tensors.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ SIZE = 32  # bytes of a signature
 
 
 def job_key(environment: Mapping[str, str] = os.environ) -> bytes:
-    """The key of this job; empty where none is set: signatures then find accidents, not forgery."""
+    """Return the key of this job; empty if none is set: signatures then detect accidents, not forgery."""
     return environment.get(KEY, "").encode()
 
 
 def signature(key: bytes, rank: int, number: int, body: bytes) -> bytes:
-    """Of message `number` of a rank, [SIZE]: HMAC (RFC 2104) with SHA-256."""
+    """Return the signature of message `number` of a rank, `SIZE` bytes: HMAC (RFC 2104) with SHA-256."""
     head = f"{rank} {number} {len(body)} ".encode()
     return hmac.new(key, head + body, sha256).digest()
 
 
 def is_genuine(key: bytes, rank: int, number: int, signed: bytes) -> bool:
-    """Whether the bytes are a signature and the body that it is of."""
+    """True if the bytes are a body behind its signature."""
     return hmac.compare_digest(signed[:SIZE], signature(key, rank, number, signed[SIZE:]))

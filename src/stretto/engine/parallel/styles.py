@@ -1,7 +1,7 @@
-"""How one module is split over tensor-parallel ranks: the values of a sharding plan.
+"""Styles of splitting one module over tensor-parallel ranks: the values of a sharding plan.
 
-A style says which part of each parameter every rank holds (`parts`), without communication, and replaces the
-module by one that computes with this rank's part (`replace_module`).
+A style gives the part of each parameter that every rank holds (`parts`), without communication, and replaces
+the module by one that computes with this rank's part (`replace_module`).
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class ShardRange:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterShard:
-    """One rank's share of one parameter: runs along `dim` in local order, then `padding` rows of zeros.
+    """One rank's share of one parameter: ranges along `dim` in local order, then `padding` rows of zeros.
 
-    within: (dimension, start, size) of a slice along another dimension, to which all runs are restricted.
+    within: (dimension, start, size) of a slice along another dimension, to which all ranges are restricted.
     partial: every rank holds the whole tensor, and computes the part of its gradient from its own tokens.
     """
 
@@ -84,12 +84,12 @@ def padded(size: int, index: int, parts: int, multiple: int) -> ParameterShard:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelStyle(ABC):
-    """How a module is split; one instance serves all modules that its pattern matches.
+    """Style of splitting a module; one instance serves all modules that its pattern matches.
 
-    axes: of the layout, over which the parameters are split.
-    input: how the tensors that the module is called with are split; None: `parallelize` finds it by tracing
+    axes: axes of the layout over which the parameters are split.
+    input: split of the tensors that the module is called with. By default `parallelize` finds it by tracing
         the model, or they are as the style takes them.
-    output: how its output is to be split; None: as the style leaves it.
+    output: split of its output; by default as the style leaves it.
     """
 
     axes: ClassVar[str] = "tp"
@@ -98,20 +98,18 @@ class ParallelStyle(ABC):
 
     @property
     def natural(self) -> tuple[Split, Split] | None:
-        """How the module takes its input and leaves its output; None: in a way that cannot be converted."""
+        """Splits of the module's input and output; None if they cannot be converted to others."""
         return None
 
     @abstractmethod
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
-        """The share of rank `index`, of `tp` ranks along the axes, in each of the module's parameters, by
-        their names in the module.
+        """Return the share of rank `index`, of `tp` ranks along the axes, in each of the module's parameters,
+        by name in the module.
         """
 
     @abstractmethod
     def replace_module(self, module: nn.Module, mesh: Mesh) -> nn.Module:
-        """The module's replacement. The module's parameters have been replaced by this rank's parts
-        before.
-        """
+        """Return the module's replacement; its parameters have already been replaced by this rank's parts."""
 
 
 def _linear(module: nn.Module, name: str) -> nn.Linear:
@@ -125,7 +123,7 @@ def _linear(module: nn.Module, name: str) -> nn.Linear:
 
 
 def _replaceable(name: str, module: nn.Module, kind: type[nn.Module]) -> None:
-    """Refuse what the module's replacement would lose: its buffers, its hooks, and a forward of its own."""
+    """Refuse a module with buffers, hooks or a forward of its own, which its replacement would lose."""
     buffers = [leaf for leaf, _ in module.named_buffers()]
     hooks = (
         "_forward_pre_hooks",
@@ -134,15 +132,15 @@ def _replaceable(name: str, module: nn.Module, kind: type[nn.Module]) -> None:
         "_backward_hooks",
     )
     if buffers:
-        lost = f"the buffer {buffers[0]!r}"
-    elif any(getattr(module, kept) for kept in hooks):
-        lost = "hooks"
+        loss = f"the buffer {buffers[0]!r}"
+    elif any(getattr(module, attribute) for attribute in hooks):
+        loss = "hooks"
     elif type(module).forward is not kind.forward or "forward" in vars(module):
-        lost = f"a forward other than that of nn.{kind.__name__}"
+        loss = f"a forward other than that of nn.{kind.__name__}"
     else:
         return
     raise StrettoError(
-        f"{name} is {type(module).__name__} with {lost}, which its tensor-parallel form would not have",
+        f"{name} is {type(module).__name__} with {loss}, which its tensor-parallel form would not have",
         hint="give it Replicate style or a style of your own; add hooks after parallelize",
     )
 
@@ -189,12 +187,12 @@ class BatchParallel(ParallelStyle):
     """
 
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
-        for inner, one in module.named_modules():
-            if getattr(one, "batch_first", True) is False:
+        for inner, child in module.named_modules():
+            if getattr(child, "batch_first", True) is False:
                 raise StrettoError(
                     f"{name}{'.' * bool(inner)}{inner} takes batches along dimension 1, and BatchParallel "
                     "style splits dimension 0",
-                    hint=f"{type(one).__name__}(..., batch_first=True)",
+                    hint=f"{type(child).__name__}(..., batch_first=True)",
                 )
         return {n: ParameterShard(dim=None, partial=p.requires_grad) for n, p in module.named_parameters()}
 
@@ -208,25 +206,24 @@ class BatchParallel(ParallelStyle):
 
 @dataclass(frozen=True)
 class GatherBatch(ParallelStyle):
-    """A module that is handed each rank's part of the batch, and computes on the whole batch, as its layers
-    with styles of their own are split; parameters without a style are replicated. It takes one tensor, and
-    returns one.
+    """A module that gets each rank's part of the batch, and computes on the whole batch, as its layers with
+    styles of their own are split; parameters without a style are replicated. It takes and returns one tensor.
 
     schedule: when the ranks' parts are gathered (Krizhevsky 2014, section 4, schemes a, b and c).
         "all": at once, before the module computes.
-        "turns": the ranks take turns to broadcast their parts, each while the module computes on that before.
+        "turns": the ranks take turns to broadcast their parts, each while the module computes on the last.
         "shares": in each of as many rounds, every rank sends an equal share of its part, while the module
-            computes on the shares of the round before. No rank's link is the bottleneck.
+            computes on the shares of the previous round. No rank's link is the bottleneck.
     """
 
     schedule: Schedule = "all"
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
-            near = nearest(self.schedule, SCHEDULES)
+            suggestion = nearest(self.schedule, SCHEDULES)
             raise StrettoError(
                 f"schedule is {self.schedule!r}",
-                hint=f"did you mean {near!r}?" if near else " or ".join(map(repr, SCHEDULES)),
+                hint=f"did you mean {suggestion!r}?" if suggestion else " or ".join(map(repr, SCHEDULES)),
             )
 
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
@@ -334,7 +331,13 @@ class VocabParallel(ParallelStyle):
                 hint="VocabParallel style takes nn.Embedding or nn.Linear",
             )
         if isinstance(module, nn.Embedding):
-            _plain_embedding(name, module)
+            for option in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
+                value = getattr(module, option)
+                if value is not None and value is not False:  # padding_idx=0 is an option set
+                    raise StrettoError(
+                        f"{name} has {option}={value}, which VocabParallel style does not support",
+                        hint=f"leave {option} out, or give the module Replicate style",
+                    )
         _replaceable(name, module, nn.Embedding if isinstance(module, nn.Embedding) else nn.Linear)
         part = padded(module.weight.shape[0], index, tp, self.multiple)
         return {n: part for n, _ in module.named_parameters()}
@@ -349,17 +352,6 @@ class VocabParallel(ParallelStyle):
         return VocabParallelEmbedding(
             weight, mesh.index("tp") * weight.shape[0], mesh.group("tp"), self.sequence
         )
-
-
-def _plain_embedding(name: str, module: nn.Embedding) -> None:
-    """Refuse options that the split embedding does not implement."""
-    for option in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
-        value = getattr(module, option)
-        if value is not None and value is not False:  # padding_idx=0 is an option set
-            raise StrettoError(
-                f"{name} has {option}={value}, which VocabParallel style does not support",
-                hint=f"leave {option} out, or give the module Replicate style",
-            )
 
 
 @dataclass(frozen=True)
@@ -380,8 +372,8 @@ class VocabParallelLoss(ParallelStyle):
 
 @dataclass(frozen=True)
 class HeadParallel(ParallelStyle):
-    """An attention module whose `heads` and `kv_heads` become the numbers of heads held locally; its `sinks`
-    and the rows of `relative`, if it has any, are split like its query heads.
+    """An attention module whose `heads` and `kv_heads` become the numbers of local heads; its `sinks` and the
+    rows of `relative`, if any, are split like its query heads.
     """
 
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
@@ -391,10 +383,12 @@ class HeadParallel(ParallelStyle):
                 f"{name} ({type(module).__name__}) has no heads and kv_heads",
                 hint="HeadParallel style is for attention modules that read self.heads and self.kv_heads",
             )
-        mine = even(f"{name}.heads", heads, index, tp)  # key heads may be copied, query heads may not
+        own_heads = even(f"{name}.heads", heads, index, tp)  # key heads may be copied, query heads may not
         parameters = (leaf for leaf, _ in module.named_parameters(recurse=False))
         return {
-            leaf: ParameterShard(dim=0, runs=(mine,)) for leaf in parameters if leaf in ("sinks", "relative")
+            leaf: ParameterShard(dim=0, runs=(own_heads,))
+            for leaf in parameters
+            if leaf in ("sinks", "relative")
         }
 
     def replace_module(self, module: nn.Module, mesh: Mesh) -> nn.Module:
@@ -427,10 +421,10 @@ class SharedInput(ParallelStyle):
 
 @dataclass(frozen=True)
 class SplitDropout(ParallelStyle):
-    """Dropout of an activation that is split, whose masks are this rank's slices of one process's.
+    """Dropout of a split activation, whose masks are this rank's slices of one process's.
 
-    heads: (dimension, its full size) of a dimension that is split evenly over the tp ranks.
-    sequence: (dimension, tokens of a sample, whether it is split over tp too) of the positions.
+    heads: (dimension, full size) of a dimension that is split evenly over the tp ranks.
+    sequence: (dimension, tokens of a sample, also split over tp) of the positions.
     """
 
     heads: tuple[int, int] | None = None
@@ -441,8 +435,15 @@ class SplitDropout(ParallelStyle):
 
     def replace_module(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         if isinstance(module, KeyedDropout):
-            split = KeyedDropout(module.p, module.name, module.keys, self._cuts(mesh))
-            return split.train(module.training)
+            cuts = list[Cut]()
+            if self.heads is not None and mesh.size("tp") > 1:
+                cuts.append(Cut.even(*self.heads, mesh.index("tp"), mesh.size("tp")))
+            if self.sequence is not None:
+                dim, length, sharded = self.sequence
+                split = SequenceSplit.of(mesh, length, sharded)
+                if not split.whole or split.padded > length:
+                    cuts.append(Cut(dim, length, split.shard))
+            return KeyedDropout(module.p, module.name, module.keys, cuts).train(module.training)
         if isinstance(module, nn.Dropout) and module.p:
             raise StrettoError(
                 "SplitDropout style on nn.Dropout, whose mask would be the same on every rank",
@@ -450,24 +451,13 @@ class SplitDropout(ParallelStyle):
             )
         return module
 
-    def _cuts(self, mesh: Mesh) -> list[Cut]:
-        cuts = list[Cut]()
-        if self.heads is not None and mesh.size("tp") > 1:
-            cuts.append(Cut.even(*self.heads, mesh.index("tp"), mesh.size("tp")))
-        if self.sequence is not None:
-            dim, length, sharded = self.sequence
-            split = SequenceSplit.of(mesh, length, sharded)
-            if not split.whole or split.padded > length:
-                cuts.append(Cut(dim, length, split.shard))
-        return cuts
-
 
 @dataclass(frozen=True)
 class ShardedPositions(ParallelStyle):
     """A module whose `positions` become this rank's positions of samples of `length` tokens.
 
-    sequence: whether sequence parallelism is on, which pads samples for the tp ranks.
-    sharded: whether each tp rank has only its part of the positions in this module.
+    sequence: sequence parallelism is on, which pads samples for the tp ranks.
+    sharded: each tp rank has only its part of the positions in this module.
     """
 
     length: int

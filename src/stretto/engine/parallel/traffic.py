@@ -1,4 +1,4 @@
-"""How many bytes a rank sends, by kind of communication.
+"""Counts the bytes that a rank sends, by kind of communication.
 
     with traffic() as sent:
         pipeline.step(...)
@@ -9,8 +9,8 @@ torch.distributed are counted too; collectives issued from C++, as by DTensor, a
 
 The bytes are those that leave this rank under a bandwidth-optimal algorithm, for S bytes over n ranks:
 all-reduce 2 (n-1)/n S, all-gather and reduce-scatter (n-1)/n S where S is the whole (Patarasuk & Yuan 2009),
-all-to-all what goes to other ranks, a message its size. A broadcast counts (n-1) S at its root, although
-other ranks may forward it; a gather, or a sum that one rank gets ("reduce"), S at every rank but the root.
+all-to-all the rows for other ranks, a message its size. A broadcast counts (n-1) S at its root, although
+other ranks may forward it; a gather, or a sum on one rank ("reduce"), S at every rank but the root.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ Options = TypeVar("Options")
 
 OnCollective = Callable[[ProcessGroup, str, int], None]
 
-_kinds = dict[int, tuple[object, str]]()  # by id of the options, which are kept so that the id stays theirs
+_kinds = dict[int, tuple[object, str]]()  # by id of the options, which are stored so that it stays unique
 _open = list["Traffic"]()
 _replaced = dict[str, Any]()  # the original methods
 
 
 class Traffic:
-    """The counts.
+    """Counts of what this process has sent.
 
     Attributes:
-        bytes: by kind: "all-reduce", "all-gather", "re-gather" (activations that the backward gathers once
-            more), "reduce-scatter", "all-to-all", "broadcast", "gather", "reduce", "send".
+        bytes: bytes by kind: "all-reduce", "all-gather", "re-gather" (activations that the backward gathers
+            again), "reduce-scatter", "all-to-all", "broadcast", "gather", "reduce", "send".
         calls: number of calls by kind.
-        on_collective: called for each collective with the group, the kind, and the bytes of the whole tensor
-            (the input of a reduce-scatter, the output of an all-gather, else this rank's tensor).
+        on_collective: called for each collective with the group, the kind, and the bytes of its largest
+            tensor (the input of a reduce-scatter, the output of an all-gather, else this rank's tensor).
     """
 
     def __init__(self, on_collective: OnCollective | None = None) -> None:
@@ -55,7 +55,7 @@ class Traffic:
 
 
 def counted_as(kind: str, options: Options) -> Options:
-    """Calls with these very options count as `kind`, such as a reduce-scatter done by an all-to-all."""
+    """Count calls with this options object as `kind`, such as a reduce-scatter done by an all-to-all."""
     _kinds[id(options)] = options, kind
     return options
 
@@ -95,7 +95,10 @@ def _counting(original: Any, kind: str, size: Callable[..., int]) -> Any:
             counted.bytes[name] += sent
             counted.calls[name] += 1
             if counted.on_collective is not None:
-                counted.on_collective(group, name, _whole(kind, name, arguments))
+                # the tensor with the data of all ranks: the output of a gather, else the input
+                in_place = kind in ("all-reduce", "broadcast", "reduce", "send")
+                largest = arguments[0 if in_place or name in ("all-gather", "re-gather") else 1]
+                counted.on_collective(group, name, _all(largest))
         return original(group, *arguments, **named)
 
     return call
@@ -108,22 +111,16 @@ def _all(tensors: Tensor | Sequence[Tensor]) -> int:
     return tensors.nbytes if isinstance(tensors, Tensor) else sum(map(_all, tensors))
 
 
-def _whole(kind: str, name: str, arguments: Sequence[Any]) -> int:
-    """Bytes of the whole tensor, for a method of kind `kind` whose call counts as `name`."""
-    in_place = kind in ("all-reduce", "broadcast", "reduce", "send")
-    return _all(arguments[0 if in_place or name in ("all-gather", "re-gather") else 1])
-
-
 def _reduced(group: ProcessGroup, tensors: Any, *_: Any) -> int:
     return 2 * _all(tensors) * (group.size() - 1) // group.size()
 
 
-def _gathered(group: ProcessGroup, _out: Any, mine: Any, *_: Any) -> int:
-    return _all(mine) * (group.size() - 1)
+def _gathered(group: ProcessGroup, _out: Any, part: Any, *_: Any) -> int:
+    return _all(part) * (group.size() - 1)
 
 
-def _scattered(group: ProcessGroup, _out: Any, whole: Any, *_: Any) -> int:
-    return _all(whole) * (group.size() - 1) // group.size()
+def _scattered(group: ProcessGroup, _out: Any, full: Any, *_: Any) -> int:
+    return _all(full) * (group.size() - 1) // group.size()
 
 
 def _exchanged(
@@ -142,8 +139,8 @@ def _broadcast(group: ProcessGroup, tensors: Any, root: Any = 0, *_: Any) -> int
     return _all(tensors) * (group.size() - 1) if _is_root(group, root) else 0
 
 
-def _collected(group: ProcessGroup, _out: Any, mine: Any, root: Any = 0, *_: Any) -> int:
-    return 0 if _is_root(group, root) else _all(mine)
+def _collected(group: ProcessGroup, _out: Any, part: Any, root: Any = 0, *_: Any) -> int:
+    return 0 if _is_root(group, root) else _all(part)
 
 
 def _summed_at(group: ProcessGroup, tensors: Any, root: Any = 0, *_: Any) -> int:
@@ -151,7 +148,7 @@ def _summed_at(group: ProcessGroup, tensors: Any, root: Any = 0, *_: Any) -> int
 
 
 def _is_root(group: ProcessGroup, root: Any) -> bool:
-    """Whether this rank is the root of a call, which passes the root's rank or options with it."""
+    """True if this rank is the root of a call, whose argument is the root's rank or options with it."""
     return group.rank() == getattr(root, "rootRank", root)
 
 

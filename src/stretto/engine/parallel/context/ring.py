@@ -42,7 +42,7 @@ from stretto.engine.parallel.tensor.sequence import zigzag
 class RingRound:
     """A rank's attention to the keys in the block of `owner`.
 
-    queries, keys: that hold those of all pieces; of the keys, no others are sent here.
+    queries, keys: ranges that cover those of all pieces; no other keys of the block are sent to the rank.
     """
 
     owner: int
@@ -53,13 +53,13 @@ class RingRound:
 
 @dataclass(frozen=True, kw_only=True)
 class RingMember:
-    """This rank's place among those that share a sequence.
+    """One of the ranks that share a sequence.
 
     Args:
-        group: of these ranks; messages go to neighbours in it.
-        scores: how they are made; a window counts positions of the whole sequence.
+        group: group of these ranks; messages go to neighbours in it.
+        scores: options of the scores; a window counts positions of the whole sequence.
         explicit: compute attention without fused kernels.
-        documents: of the samples; None: attention does not end at a document's.
+        documents: documents of the samples; None if attention does not stop at their boundaries.
     """
 
     group: ProcessGroup
@@ -78,17 +78,17 @@ class RingMember:
 
         def make() -> list[RingRound]:
             runs = [documents.runs(zigzag(n * self.size, self.size, rank)) for rank in range(self.size)]
-            mine = runs[self.index]
+            local_runs = runs[self.index]
             return [
                 replace(
-                    here,
+                    round_,
                     pieces=tuple(
                         part
-                        for piece in here.pieces
-                        for part in documents.inside(piece, mine, runs[here.owner])
+                        for piece in round_.pieces
+                        for part in documents.inside(piece, local_runs, runs[round_.owner])
                     ),
                 )
-                for here in rounds
+                for round_ in rounds
             ]
 
         return documents.kept(("rounds", n, self.scores.window), make)
@@ -107,19 +107,20 @@ class RingMember:
         return RingRound(owner, queries, keys, tuple(self._pieces(owner, n, window)))
 
     def _pieces(self, owner: int, n: int, window: int | None) -> Iterator[AttentionTile]:
-        """What queries of this rank see of a block of n keys, by pairs of halves."""
+        """Tiles of this rank's queries and a block of n keys that they see, by pairs of halves."""
         half, last = n // 2, 2 * self.size - 1
-        mine, theirs = (self.index, last - self.index), (owner, last - owner)
+        local_halves, owner_halves = (self.index, last - self.index), (owner, last - owner)
         for i, j in ((1, 0), (0, 0), (1, 1)):  # lower queries see no upper keys
-            band = Band((mine[i] - theirs[j]) * half, window)
-            if (seen := band.trim(half, half)) is not None:
+            band = Band((local_halves[i] - owner_halves[j]) * half, window)
+            if (visible := band.trim(half, half)) is not None:
                 queries, keys = (
-                    slice(x.start + at * half, x.stop + at * half) for x, at in zip(seen, (i, j), strict=True)
+                    slice(x.start + at * half, x.stop + at * half)
+                    for x, at in zip(visible, (i, j), strict=True)
                 )
-                yield AttentionTile(queries, keys, band.at(*seen))
+                yield AttentionTile(queries, keys, band.at(*visible))
 
     def blocks(self, local: Tensor) -> Iterator[Tensor]:
-        """Every rank's block, as much of it as is needed here, in the order of `rounds`. The next one is
+        """Yield every rank's block, or the part that this rank needs, in the order of `rounds`. The next is
         received while the caller uses the last.
 
         Args:
@@ -135,12 +136,12 @@ class RingMember:
                 )
                 work = self.pass_on(going, coming)
             yield block
-            for one in work:
-                one.wait()
+            for message in work:
+                message.wait()
             block = coming
 
     def _keys(self, owner: int, rank: int, n: int) -> int:
-        """How many keys of a block of n are needed on a rank other than its owner."""
+        """Number of keys, of a block of n, that a rank other than its owner needs."""
         return n // 2 if owner < rank % self.size else n
 
     def pass_on(self, going: Tensor, coming: Tensor) -> list[Work]:
@@ -170,8 +171,8 @@ def attend(
     Args:
         q: [b, heads, n, d], k [b, kv_heads, n, d] and v [b, kv_heads, n, dv]: this rank's positions in
             zigzag order.
-        masks: dropout's mask of the probabilities in every round; None: no dropout.
-        sinks: [heads], as of `CausalAttention`.
+        masks: dropout masks of the probabilities in every round; None without dropout.
+        sinks: [heads], as in `CausalAttention`.
 
     Returns:
         [b, heads, n, dv], in memory [b, n, heads, dv].
@@ -200,16 +201,16 @@ class _RingAttention(torch.autograd.Function):
         ctx.ring, ctx.scale = ring, masks[0].scale if masks else 1.0
         # k and v in the same storage as q cost nothing to save. Otherwise save the message: v may be a view
         # that keeps a fused product of all three alive.
-        ctx.saves_message = not _share_storage(q, k, v)
+        ctx.saves_message = len({t.untyped_storage()._cdata for t in (q, k, v)}) > 1
         keys_and_values = (local, None) if ctx.saves_message else (k, v)
         ctx.save_for_backward(q, y, lse, sinks, *keys_and_values, *(m.mask for m in masks or ()))
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        q, y, lse, sinks, k, v, *kept = ctx.saved_tensors
+        q, y, lse, sinks, k, v, *mask_tensors = ctx.saved_tensors
         local = k if ctx.saves_message else _pack(k, v)
-        masks = [DropoutMask(mask, ctx.scale) for mask in kept] or None
+        masks = [DropoutMask(mask, ctx.scale) for mask in mask_tensors] or None
         dy = rows(grads[0])
         backward = Backward(dy=dy, q=q, local=local, y=y, lse=lse, ring=ctx.ring, masks=masks)
         d_sinks = sinks_gradient(dy, y, lse, sinks) if ctx.needs_input_grad[5] else None
@@ -222,28 +223,23 @@ def _forward(
     b, heads, n, d = q.shape
     y = q.new_zeros(b, n, heads, local.shape[-1] - d, dtype=exact_type(q.dtype)).transpose(1, 2)
     lse = y.new_full((b, heads, n), float("-inf"))
-    for step, (here, block) in enumerate(zip(ring.rounds(n), ring.blocks(local), strict=True)):
-        for piece in here.pieces:
+    for step, (round_, block) in enumerate(zip(ring.rounds(n), ring.blocks(local), strict=True)):
+        for piece in round_.pieces:
             at = piece.of_queries
             k, v = _unpack(block[piece.keys, piece.rows], d)
-            kernel = kernel_for(q, v, ring.scores, ring.explicit, _mask(masks, step, here, piece))
+            kernel = kernel_for(q, v, ring.scores, ring.explicit, _mask(masks, step, round_, piece))
             add_block(at(y), at(lse), *kernel.forward(at(q), k, v, piece.band))
     return y, lse
 
 
 def _mask(
-    masks: list[DropoutMask] | None, step: int, here: RingRound, piece: AttentionTile
+    masks: list[DropoutMask] | None, step: int, round_: RingRound, piece: AttentionTile
 ) -> DropoutMask | None:
     """Dropout's mask of a piece of a round."""
     if masks is None:
         return None
-    first, queries = here.queries.start, piece.queries
+    first, queries = round_.queries.start, piece.queries
     return masks[step].at(slice(queries.start - first, queries.stop - first), piece.keys, piece.rows)
-
-
-def _share_storage(*tensors: Tensor) -> bool:
-    """Whether these are views of one storage, such as the parts of a fused product."""
-    return len({t.untyped_storage()._cdata for t in tensors}) == 1
 
 
 class Backward:
@@ -281,54 +277,54 @@ class Backward:
         rounds = self.ring.rounds(self.n)
         work, coming = list[Work](), self.d_local
         for step, block in enumerate(self.ring.blocks(self.local)):
-            here = rounds[step]
+            round_ = rounds[step]
             if step == 0:
-                self._within(here, diagonal=False)
+                self._within(round_, diagonal=False)
                 continue
-            grads = [(piece, self._add_dq(step, here, piece, block)) for piece in here.pieces]
-            for one in work:
-                one.wait()
+            grads = [(piece, self._add_dq(step, round_, piece, block)) for piece in round_.pieces]
+            for message in work:
+                message.wait()
             # in the second round no other rank has added to the block's gradient yet
-            going = coming if step > 1 else self._gradient_of(here.owner).zero_()
+            going = coming if step > 1 else self._gradient_of(round_.owner).zero_()
             for piece, parts in grads:
                 self._add(going, piece, parts)
             coming = self._gradient_of(rounds[(step + 1) % len(rounds)].owner)
             work = self.ring.pass_on(going, coming)
         self._within(rounds[0], diagonal=True)
-        for one in work:
-            one.wait()
+        for message in work:
+            message.wait()
         self.d_local[: coming.shape[0]] += coming
         dk, dv = _unpack(self.d_local.to(self.local.dtype), self.q.shape[-1])
         return self.dq.to(self.q.dtype), dk, dv
 
     def _gradient_of(self, owner: int) -> Tensor:
-        """Memory for what other ranks add to the gradient of a block: for the first rank's block, only the
-        lower half.
-        """
+        """New memory for the gradient of a block; only the lower half for the first rank's block."""
         n = self.n if owner else self.n // 2
         return self.d_local.new_empty(n, *self.d_local.shape[1:])
 
-    def _within(self, here: RingRound, diagonal: bool) -> None:
-        """The pieces of this rank's keys, on the diagonal or off it."""
-        for piece in here.pieces:
+    def _within(self, round_: RingRound, diagonal: bool) -> None:
+        """Add the gradients from this rank's own keys, on the diagonal or off it."""
+        for piece in round_.pieces:
             if (piece.band.shift == 0) == diagonal:
-                self._add(self.d_local, piece, self._add_dq(0, here, piece, self.local))
+                self._add(self.d_local, piece, self._add_dq(0, round_, piece, self.local))
 
     def _add_dq(
-        self, step: int, here: RingRound, piece: AttentionTile, block: Tensor
+        self, step: int, round_: RingRound, piece: AttentionTile, block: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Add to dq what some queries get from a block; returns the gradients of its keys and values."""
+        """Add a tile's part to dq; return the gradients of its keys and values."""
         dy, q, y, lse = map(piece.of_queries, (self.dy, self.q, self.y, self.lse))
         k, v = _unpack(block[piece.keys, piece.rows], q.shape[-1])
-        kernel = kernel_for(q, v, self.ring.scores, self.ring.explicit, _mask(self.masks, step, here, piece))
+        kernel = kernel_for(
+            q, v, self.ring.scores, self.ring.explicit, _mask(self.masks, step, round_, piece)
+        )
         dq, dk, dv = kernel.backward(dy=dy, q=q, k=k, v=v, y=y, lse=lse, band=piece.band)
         piece.of_queries(self.dq).add_(dq)
         return dk, dv
 
     def _add(self, block: Tensor, piece: AttentionTile, parts: tuple[Tensor, Tensor]) -> None:
-        """Add to a message, in place, what is [b, kv_heads, n, d] for a piece's keys and for its values."""
-        here = block[piece.keys, piece.rows]
-        for into, part in zip(_unpack(here, self.q.shape[-1]), parts, strict=True):
+        """Add gradients [b, kv_heads, n, ...] of a tile's keys and values to a message, in place."""
+        round_ = block[piece.keys, piece.rows]
+        for into, part in zip(_unpack(round_, self.q.shape[-1]), parts, strict=True):
             into += part
 
 

@@ -72,7 +72,7 @@ class ContextAttention(ParallelStyle):
 
 
 class _Attention(nn.Module):
-    """What both methods share: the plain core's dropout, this rank's place, and checks."""
+    """Base of both methods: the plain core's dropout, this rank's index, and checks."""
 
     def __init__(self, core: nn.Module, group: ProcessGroup | None, index: int, cp: int, length: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class _Attention(nn.Module):
 
     @property
     def _dropout(self) -> KeyedDropout | None:
-        """The dropout; None if nothing is dropped now."""
+        """The dropout module; None if it is inactive."""
         drop = self.drop
         if isinstance(drop, KeyedDropout):
             return drop if drop.active else None
@@ -141,17 +141,17 @@ class RingAttention(_Attention):
             return attend(rows(q), rows(k), rows(v), ring, masks=masks, sinks=sinks)
 
     def _masks(self, q: Tensor, ring: RingMember) -> list[DropoutMask] | None:
-        """Dropout's mask for each round; None if nothing is dropped."""
+        """Dropout masks of each round; None without dropout."""
         drop = self._dropout
         if drop is None:
             return None
         n = q.shape[2]
         positions = [zigzag(n * self.cp, self.cp, rank) for rank in range(self.cp)]
         rounds = ring.rounds(n)
-        keys = torch.cat([positions[here.owner][here.keys] for here in rounds])
+        keys = torch.cat([positions[round_.owner][round_.keys] for round_ in rounds])
         cuts = [*drop.cuts, Cut(2, self.length, positions[self.index]), Cut(3, self.length, keys)]
         mask = drop.mask((*q.shape[:2], n, len(keys)), q.device, cuts)
-        blocks = mask.split([here.keys.stop - here.keys.start for here in rounds], 3)
+        blocks = mask.split([round_.keys.stop - round_.keys.start for round_ in rounds], 3)
         scale = 1.0 / (1.0 - drop.p)
         # cloned, so that the backward does not keep the mask of all queries and keys alive
         return [DropoutMask(m[:, :, r.queries].clone(), scale) for m, r in zip(blocks, rounds, strict=True)]
@@ -163,7 +163,7 @@ class UlyssesAttention(_Attention):
     def __init__(self, core: nn.Module, group: ProcessGroup | None, index: int, cp: int, length: int) -> None:
         super().__init__(core, group, index, cp, length)
         self.core = core
-        self._dropout_for: tuple[nn.Module, int, int] | None = None  # for which the core's dropout was made
+        self._dropout_for: tuple[nn.Module, int, int] | None = None  # that the core's dropout was built for
 
     @property
     def explicit(self) -> bool:
@@ -182,8 +182,8 @@ class UlyssesAttention(_Attention):
         self._set_dropout(q)
         if self.group is None:
             return self.core(q, k, v, sinks)
-        mine = None if sinks is None else sinks.chunk(self.cp)[self.index]
-        y = self.core(*to_heads(q, k, v, self.group, self.cp), mine)
+        local = None if sinks is None else sinks.chunk(self.cp)[self.index]
+        y = self.core(*to_heads(q, k, v, self.group, self.cp), local)
         return to_positions(y, self.group, self.cp)
 
     def _set_dropout(self, q: Tensor) -> None:
@@ -197,8 +197,8 @@ class UlyssesAttention(_Attention):
         _ = self._dropout  # raises for dropout without keys
         if isinstance(drop, KeyedDropout):
             before = next((cut for cut in drop.cuts if cut.dim == 1), Cut.even(1, heads, 0, 1))
-            mine = before.indices.chunk(self.cp)[self.index]
-            cuts = [Cut(1, before.size, mine), *(cut for cut in drop.cuts if cut.dim != 1)]
+            local = before.indices.chunk(self.cp)[self.index]
+            cuts = [Cut(1, before.size, local), *(cut for cut in drop.cuts if cut.dim != 1)]
             if padded > self.length:
                 positions = torch.arange(padded)
                 cuts += [Cut(2, self.length, positions), Cut(3, self.length, positions)]

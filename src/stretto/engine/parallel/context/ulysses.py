@@ -20,7 +20,7 @@ class HeadShare:
     """How heads are distributed over the context-parallel ranks.
 
     Args:
-        heads, kv_heads: of each rank before the exchange.
+        heads, kv_heads: numbers of heads on each rank before the exchange.
         cp: number of ranks.
 
     Raises:

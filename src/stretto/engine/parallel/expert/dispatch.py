@@ -64,11 +64,11 @@ class Dispatch:
     """The routes of one microbatch's copies to the experts and back; differentiable both ways.
 
     copies: number of copies of all tokens, including dropped ones.
-    order: the kept copies, sorted by expert; [kept], int64.
-    send, receive: number of kept copies to, and from, each expert-parallel rank.
+    order: indices of the copies that are not dropped, sorted by expert; int64.
+    send, receive: number of copies sent to, and received from, each expert-parallel rank.
     arrived: number of copies that each expert-tensor-parallel rank received.
-    by_expert: the order that sorts the arrived copies by expert, [sum(arrived)], int64; None if they are.
-    groups: the sorted rows of every expert held here.
+    by_expert: order that sorts the arrived copies by expert, [sum(arrived)], int64; None if they are sorted.
+    groups: groups of the sorted rows, one for every local expert.
     """
 
     copies: int
@@ -86,14 +86,14 @@ class Dispatch:
         """Number of this rank's copies that are not sent."""
         return self.copies - len(self.order)
 
-    def there(self, x: Tensor) -> Tensor:
+    def to_experts(self, x: Tensor) -> Tensor:
         """Tokens [n, hidden] to this rank's rows [groups.rows, hidden], sorted by expert."""
         rows = cast(Tensor, _Copy.apply(x, self.order, self.top_k))
         rows = exchange(rows, self.send, self.receive, self.ranks.ep_group)
         rows = gather_uneven(rows, self.arrived, self.ranks.tp_group)
         return rows if self.by_expert is None else cast(Tensor, _Permute.apply(rows, self.by_expert))
 
-    def back(self, rows: Tensor, weights: Tensor) -> Tensor:
+    def from_experts(self, rows: Tensor, weights: Tensor) -> Tensor:
         """The experts' outputs to the weighted sum of each token's copies [n, hidden].
 
         Args:
@@ -114,26 +114,26 @@ def mix(copies: Tensor, weights: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def plan(choices: Tensor, kept: Tensor | None, experts: int, ranks: ExpertRanks) -> Dispatch:
-    """The routes of this rank's copies. Collective over the ranks that hold the experts.
+def plan(choices: Tensor, kept_choices: Tensor | None, experts: int, ranks: ExpertRanks) -> Dispatch:
+    """Return the routes of this rank's copies. Collective over the ranks that hold the experts.
 
     Args:
-        choices: the experts of each token, [n, top_k], int64.
-        kept: False where a choice is dropped, bool [n, top_k]; None: all are kept.
+        choices: experts of each token, [n, top_k], int64.
+        kept_choices: bool [n, top_k], False for dropped choices; None if none is dropped.
         experts: number of experts in the whole layer.
     """
     flat = choices.flatten()
-    if kept is not None:
-        flat = flat.masked_fill(~kept.flatten(), experts)  # sorts dropped copies to the end
+    if kept_choices is not None:
+        flat = flat.masked_fill(~kept_choices.flatten(), experts)  # sorts dropped copies to the end
     counts = flat.new_zeros(experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:experts]
     table = _table(counts, flat.numel(), ranks)
-    here = experts // ranks.ep
-    mine = slice(ranks.ep_index * here, (ranks.ep_index + 1) * here)
+    local_experts = experts // ranks.ep
+    local_slice = slice(ranks.ep_index * local_experts, (ranks.ep_index + 1) * local_experts)
     counts_here = table[ranks.ep_index][ranks.tp_index]
-    send = tuple(sum(counts_here[i * here : (i + 1) * here]) for i in range(ranks.ep))
-    receive = tuple(sum(row[ranks.tp_index][mine]) for row in table)
-    arrived = tuple(sum(sum(row[i][mine]) for row in table) for i in range(ranks.tp))
-    chunks = [row[i][mine] for i in range(ranks.tp) for row in table]  # in the order of arrival
+    send = tuple(sum(counts_here[i * local_experts : (i + 1) * local_experts]) for i in range(ranks.ep))
+    receive = tuple(sum(row[ranks.tp_index][local_slice]) for row in table)
+    arrived = tuple(sum(sum(row[i][local_slice]) for row in table) for i in range(ranks.tp))
+    chunks = [row[i][local_slice] for i in range(ranks.tp) for row in table]  # in the order of arrival
     return Dispatch(
         copies=flat.numel(),
         top_k=choices.shape[-1],
@@ -152,9 +152,7 @@ _even = list[bool]()  # not empty while tensors have no values (dry runs)
 
 @contextmanager
 def even_routing() -> Generator[None]:
-    """Within this context every expert counts as chosen equally often, whatever the choices: for tensors
-    without values.
-    """
+    """Within this context every expert counts as chosen equally often: for tensors without values."""
     _even.append(True)
     try:
         yield
@@ -163,16 +161,16 @@ def even_routing() -> Generator[None]:
 
 
 def _table(counts: Tensor, copies: int, ranks: ExpertRanks) -> list[list[list[int]]]:
-    """How many copies rank (ep, tp) has for each expert: [ep][tp][experts].
+    """Gather the numbers of copies that rank (ep, tp) has for each expert: [ep][tp][experts].
 
     Args:
-        counts: copies of this rank for each expert, [experts].
-        copies: of all of this rank's tokens, one for each choice.
+        counts: this rank's copies for each expert, [experts].
+        copies: number of this rank's copies, one for each choice.
     """
     every = gather(counts.unsqueeze(0), ranks.both, 0)
     if _even:
-        each, rest = divmod(copies, len(counts))
-        row = [each + (expert < rest) for expert in range(len(counts))]
+        each, remainder = divmod(copies, len(counts))
+        row = [each + (expert < remainder) for expert in range(len(counts))]
         return [[row] * ranks.tp] * ranks.ep
     if ranks.tp_fastest:
         table = every.view(ranks.ep, ranks.tp, -1)
@@ -182,17 +180,17 @@ def _table(counts: Tensor, copies: int, ranks: ExpertRanks) -> list[list[list[in
 
 
 def _sorting(chunks: Sequence[Sequence[int]], device: torch.device) -> Tensor | None:
-    """The order that sorts rows by expert; None if they are sorted.
+    """Return the order that sorts rows by expert; None if they are sorted.
 
     Args:
-        chunks: of the rows, each sorted by expert: [chunks][experts here] numbers of rows.
+        chunks: rows of each local expert in each chunk, [chunks][local experts]; chunks are sorted by expert.
     """
     if len(chunks) == 1 or len(chunks[0]) == 1:
         return None
     sizes = torch.tensor(chunks)
-    number = moved(torch.arange(sizes.shape[1]).expand_as(sizes).flatten(), device)
+    expert = moved(torch.arange(sizes.shape[1]).expand_as(sizes).flatten(), device)
     rows = sum(map(sum, chunks))
-    return number.repeat_interleave(moved(sizes.flatten(), device), output_size=rows).argsort(stable=True)
+    return expert.repeat_interleave(moved(sizes.flatten(), device), output_size=rows).argsort(stable=True)
 
 
 class _Mix(torch.autograd.Function):

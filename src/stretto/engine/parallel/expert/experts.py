@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 class _OnDevice(NamedTuple):
     valid: Tensor | None
     natural: Tensor
-    here: Tensor
+    local: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +55,9 @@ class SampleTokens:
     """The tokens of each sample on this rank, and the ranks with its other tokens.
 
     length: tokens of a sample.
-    positions: of the tokens on this rank, [tokens here], int64; `length` and above are padding.
+    positions: positions of this rank's tokens, [local tokens], int64; `length` and above are padding.
     group: ranks that share a sample, with equally many tokens including padding.
-    natural: where each position is when the group's tokens are concatenated by rank; [length], int64.
+    natural: index of each position in the concatenation of the group's tokens by rank; [length], int64.
     """
 
     length: int
@@ -69,16 +69,16 @@ class SampleTokens:
     )
 
     @classmethod
-    def of(cls, mesh: Mesh, length: int, *, sequence: bool, apart: bool) -> SampleTokens:
-        """This rank's part of samples of `length` tokens.
+    def of(cls, mesh: Mesh, length: int, *, sequence: bool, route_apart: bool) -> SampleTokens:
+        """Return this rank's part of samples of `length` tokens.
 
         Args:
             sequence: outside of the layer the sequence is split over the tp ranks.
-            apart: tp ranks route different tokens; otherwise all route the same.
+            route_apart: tp ranks route different tokens; otherwise all route the same.
         """
-        axes = "tp-cp" if apart else "cp"
+        axes = "tp-cp" if route_apart else "cp"
         ranks = mesh.layout.group(mesh.rank, axes)
-        parts = [_positions(mesh, rank, length, sequence, apart) for rank in ranks]
+        parts = [_positions(mesh, rank, length, sequence, route_apart) for rank in ranks]
         every = torch.cat(parts)
         natural = every.argsort(stable=True)[:length]
         return cls(
@@ -87,22 +87,22 @@ class SampleTokens:
 
     @property
     def alone(self) -> bool:
-        """Whether this rank has all tokens of its samples, in order."""
+        """True if this rank has all tokens of its samples, in order."""
         return self.group is None and len(self.positions) == self.length
 
     def valid(self, device: torch.device) -> Tensor | None:
-        """Bool [tokens here], False where a token is padding; None if there is no padding."""
+        """Bool [local tokens], False for padding; None if there is no padding."""
         return self._on(device).valid
 
-    def whole(self, x: Tensor) -> Tensor:
+    def gather_samples(self, x: Tensor) -> Tensor:
         """Gather x [b, tokens here, ...] of all ranks to [b, length, ...], by position. Not
         differentiable.
         """
         return x if self.alone else gather(x, self.group, 1).index_select(1, self._on(x.device).natural)
 
-    def here(self, x: Tensor) -> Tensor:
+    def to_local(self, x: Tensor) -> Tensor:
         """This rank's part of x [b, length, ...]; padding gets the values of the last position."""
-        return x if self.alone else x.index_select(1, self._on(x.device).here)
+        return x if self.alone else x.index_select(1, self._on(x.device).local)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of x over the ranks that share a sample, in new memory."""
@@ -120,7 +120,7 @@ class SampleTokens:
         return self._moved[device]
 
 
-def _positions(mesh: Mesh, rank: int, length: int, sequence: bool, apart: bool) -> Tensor:
+def _positions(mesh: Mesh, rank: int, length: int, sequence: bool, route_apart: bool) -> Tensor:
     """Positions of the tokens that a rank routes."""
     at, tp = mesh.layout.coordinates(rank), mesh.size("tp")
     split = SequenceSplit(
@@ -130,7 +130,7 @@ def _positions(mesh: Mesh, rank: int, length: int, sequence: bool, apart: bool) 
         tp=tp if sequence else 1,
         tp_index=at["tp"] if sequence else 0,
     )
-    if not apart:
+    if not route_apart:
         return split.positions
     if sequence:
         return split.shard
@@ -149,36 +149,36 @@ CHILDREN = ("router", "experts", "shared", "shared_gate", "drop")
 
 @dataclass(frozen=True)
 class Tokens:
-    """How tokens get from the layer's input to the ranks that route them, and back.
+    """Moves tokens from the layer's input to the ranks that route them, and back.
 
-    apart: tp ranks route different tokens; otherwise all route the same.
+    route_apart: tp ranks route different tokens; otherwise all route the same.
     sequence: outside of the layer the sequence is split over the tp ranks.
     """
 
-    apart: bool
+    route_apart: bool
     sequence: bool
     tp_group: ProcessGroup | None
 
     @property
     def share(self) -> float:
         """The fraction that this rank contributes to the statistics of each token that it routes."""
-        return 1.0 if self.apart or self.tp_group is None else 1.0 / self.tp_group.size()
+        return 1.0 if self.route_apart or self.tp_group is None else 1.0 / self.tp_group.size()
 
-    def enter(self, x: Tensor) -> Tensor:
+    def to_routed(self, x: Tensor) -> Tensor:
         """x [b, s, hidden] to the tokens that this rank routes, [b, s', hidden]."""
         group = self.tp_group
         if group is None:
             return x
-        if not self.apart:
+        if not self.route_apart:
             return gather_from(x, group, 1) if self.sequence else copy_to(x, group)
         return x if self.sequence else slice_to(even_parts(x, group.size(), 0.0), group, 1)
 
-    def leave(self, y: Tensor, length: int) -> Tensor:
+    def from_routed(self, y: Tensor, length: int) -> Tensor:
         """y [b, s', hidden] of the tokens that this rank routed, to [b, s = length, hidden]."""
         group = self.tp_group
         if group is None:
             return y
-        if not self.apart:
+        if not self.route_apart:
             return scatter_to(y, group, 1) if self.sequence else reduce_from(y, group)
         return y if self.sequence else gather_copy(y, group, 1)[:, :length]
 
@@ -206,23 +206,26 @@ class ParallelMoE(Reporting):
         self.train(plain.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, hidden] to [b, s, hidden]: of this rank's part of the sequence under sequence parallelism,
-        else of the tokens that all tp ranks have.
+        """[b, s, hidden] to [b, s, hidden]: this rank's part of the sequence under sequence parallelism, else
+        the tokens that all tp ranks have.
         """
         router = self.router
-        tokens = self.tokens.enter(x)
+        tokens = self.tokens.to_routed(x)
         logits = router.logits(tokens)
         choice = router.choose(logits)
-        kept = self._kept(choice)
+        kept_choices = self._kept_choices(choice)
         dispatch = plan(
             choice.experts.flatten(0, 1),
-            None if kept is None else kept.flatten(0, 1),
+            None if kept_choices is None else kept_choices.flatten(0, 1),
             router.moe.experts,
             self.ranks,
         )
-        rows = self.experts(dispatch.there(_narrow(tokens).flatten(0, 1)), dispatch.groups)
-        y = dispatch.back(rows, choice.weights.flatten(0, 1))
-        y = self.tokens.leave(y.view(tokens.shape), x.shape[1])
+        # experts compute in autocast's dtype: no more bytes are sent than needed
+        kind = tokens.device.type
+        sent = tokens.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tokens
+        rows = self.experts(dispatch.to_experts(sent.flatten(0, 1)), dispatch.groups)
+        y = dispatch.from_experts(rows, choice.weights.flatten(0, 1))
+        y = self.tokens.from_routed(y.view(tokens.shape), x.shape[1])
         if self.training and torch.is_grad_enabled():
             y = self._report(y, logits, choice, dispatch)
         if self.shared is not None:
@@ -230,22 +233,22 @@ class ParallelMoE(Reporting):
             y = y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
         return y if self.drop is None else self.drop(y)
 
-    def _kept(self, choice: Any) -> Tensor | None:
-        """Which choices [b, s', top_k] are kept; None: all. An expert's capacity applies to whole samples, so
-        it takes the choices of all ranks that share them.
+    def _kept_choices(self, choice: Any) -> Tensor | None:
+        """Bool [b, s', top_k], False for dropped choices; None if all are kept. An expert's capacity applies
+        to whole samples, so it takes the choices of all ranks that share them.
         """
         router = self.router
         valid = self.samples.valid(choice.experts.device)
-        kept = None if valid is None else valid[:, None].expand_as(choice.experts)
+        kept_choices = None if valid is None else valid[:, None].expand_as(choice.experts)
         if not router.limited:
-            return kept
+            return kept_choices
         weights = choice.weights.detach()
-        both = self.samples.whole(torch.stack([weights, choice.experts.to(weights.dtype)], -1))
-        fits = self.samples.here(router.keep(both[..., 1].long(), both[..., 0]))
-        return fits if kept is None else fits & kept
+        both = self.samples.gather_samples(torch.stack([weights, choice.experts.to(weights.dtype)], -1))
+        fits = self.samples.to_local(router.keep(both[..., 1].long(), both[..., 0]))
+        return fits if kept_choices is None else fits & kept_choices
 
     def _report(self, y: Tensor, logits: Tensor, choice: Any, dispatch: Dispatch) -> Tensor:
-        """y, whose backward also counts the auxiliary losses of this rank's tokens and injects their
+        """Return y, whose backward also counts the auxiliary losses of this rank's tokens and injects their
         gradient.
         """
         router = self.router
@@ -269,23 +272,17 @@ class ParallelMoE(Reporting):
         return inject(y, losses, auxiliary.scale, report)
 
     def extra_repr(self) -> str:
-        mode = "apart" if self.tokens.apart else "together"
+        mode = "apart" if self.tokens.route_apart else "together"
         return f"{mode}, ep={self.ranks.ep}, expert_tp={self.ranks.tp}"
 
 
-def _narrow(x: Tensor) -> Tensor:
-    """x in autocast's dtype, in which the experts compute, so that no more bytes are sent than needed."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
-
-
 class GroupedExperts(GroupedLayer):
-    """The experts that a rank holds, each whole or a slice of its inner width.
+    """The experts of a rank, complete or a slice of the inner width of each.
 
     Args:
-        plain: the module with these parameters, and an `activation` that works on slices too.
+        plain: module with these parameters, and an `activation` that works on slices too.
         into: name of the first stacked matrix; the second is `down`, biases end in `_bias`.
-        biased: whether this rank adds the second bias.
+        biased: this rank adds the second bias.
     """
 
     def __init__(self, plain: nn.Module, into: str, biased: bool) -> None:
@@ -330,12 +327,12 @@ class ExpertParallel(ParallelStyle):
 
     def replace_module(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         ranks, layout = ExpertRanks.of(mesh), mesh.layout
-        apart = ranks.ep > 1 or layout.group(mesh.rank, "expert_tp") != layout.group(mesh.rank, "tp")
+        route_apart = ranks.ep > 1 or layout.group(mesh.rank, "expert_tp") != layout.group(mesh.rank, "tp")
         return ParallelMoE(
             module,
-            Tokens(apart, self.sequence, mesh.group("tp")),
-            SampleTokens.of(mesh, self.length, sequence=self.sequence, apart=apart),
-            ranks if apart else ExpertRanks(),
+            Tokens(route_apart, self.sequence, mesh.group("tp")),
+            SampleTokens.of(mesh, self.length, sequence=self.sequence, route_apart=route_apart),
+            ranks if route_apart else ExpertRanks(),
         )
 
 
@@ -363,29 +360,33 @@ class ExpertWeights(ParallelStyle):
         ep_at = index // slices
         parts = dict[str, ParameterShard]()
         for leaf, parameter in module.named_parameters():
-            here = _experts(name, parameter.shape[0], ep, ep_at)
+            expert_range = _experts(name, parameter.shape[0], ep, ep_at)
             if leaf == "down_bias":
-                parts[leaf] = ParameterShard(dim=0, runs=(ShardRange(here.start, here.size, owned=at == 0),))
+                parts[leaf] = ParameterShard(
+                    dim=0, runs=(ShardRange(expert_range.start, expert_range.size, owned=at == 0),)
+                )
                 continue
             dim = 2 if leaf == "down" else 1
             blocks = 2 if leaf.startswith("gate_up") else 1
             runs = _slices(name, parameter.shape[dim] // blocks, blocks, slices, at)
-            parts[leaf] = ParameterShard(dim=dim, runs=runs, within=(0, here.start, here.size))
+            parts[leaf] = ParameterShard(
+                dim=dim, runs=runs, within=(0, expert_range.start, expert_range.size)
+            )
         return parts
 
     def replace_module(self, module: nn.Module, mesh: Mesh) -> nn.Module:
-        held = {name for name, _ in module.named_parameters(recurse=False)}
-        into = "gate_up" if "gate_up" in held else "up"
+        names = {name for name, _ in module.named_parameters(recurse=False)}
+        into = "gate_up" if "gate_up" in names else "up"
         return GroupedExperts(module, into, biased=mesh.index("expert_tp") == 0)
 
 
 def _experts(name: str, experts: int, ep: int, index: int) -> ShardRange:
     """The experts of one ep rank."""
     if experts % ep:
-        near = [n for n in range(1, experts + 1) if experts % n == 0]
+        divisors = [n for n in range(1, experts + 1) if experts % n == 0]
         raise StrettoError(
             f"{name}: {experts} experts do not divide over ep={ep} ranks",
-            hint=f"the nearest ep is {min(near, key=lambda n: abs(n - ep))}",
+            hint=f"the nearest ep is {min(divisors, key=lambda n: abs(n - ep))}",
         )
     return ShardRange(index * (experts // ep), experts // ep)
 
@@ -393,10 +394,10 @@ def _experts(name: str, experts: int, ep: int, index: int) -> ShardRange:
 def _slices(name: str, width: int, blocks: int, slices: int, index: int) -> tuple[ShardRange, ...]:
     """One rank's slice of the inner width in each of `blocks` consecutive blocks."""
     if width % slices:
-        near = [n for n in range(1, width + 1) if width % n == 0]
+        divisors = [n for n in range(1, width + 1) if width % n == 0]
         raise StrettoError(
             f"{name}: inner width {width} does not divide over expert_tp={slices} ranks",
-            hint=f"the nearest expert_tp is {min(near, key=lambda n: abs(n - slices))}",
+            hint=f"the nearest expert_tp is {min(divisors, key=lambda n: abs(n - slices))}",
         )
     size = width // slices
     return tuple(ShardRange(block * width + index * size, size) for block in range(blocks))
