@@ -28,6 +28,7 @@ from stretto.recommender.planner.uniform import uniform
 from stretto.recommender.tables.jagged import Jagged
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.worker import keep_freed_memory
+from stretto.run.config.validation import read_section
 
 DIM, BATCH, BATCHES = 64, 2048, 10
 BOTTOM, TOP = [512, 256], [512, 512, 256]
@@ -64,14 +65,15 @@ def stretto_step(
         "top": [*TOP, 1],
         "tables": tables,
     }
-    config = RecommenderConfig.model_validate(
+    config = read_section(
+        RecommenderConfig,
         {
             "model": model,
             "layout": {"ranks": world},
             "batch": {"global_size": BATCH},
             "tables": {"overlap": overlap, "wire": wire},
             "optim": {"dense": {"name": "sgd", "lr": 0.01}, "tables": {"name": rule, "lr": 0.01}},
-        }
+        },
     )
     specs = config.table_specs()
     placements: Placements = uniform(specs, placement, world, None)

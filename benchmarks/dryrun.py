@@ -21,6 +21,7 @@ from stretto.planner.memory.ranks import one_rank
 from stretto.planner.rank_step.counts import counts
 from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
+from stretto.run.config.validation import read_section
 from stretto.run.dryrun.run import dry_run
 from stretto.spec.rules import problems
 
@@ -117,7 +118,7 @@ class Row:
 
 def measure(one: Case) -> Row:
     """Run a rank and compare it with the planner's counts."""
-    config = TrainConfig.model_validate(one.sections)
+    config = read_section(TrainConfig, one.sections)
     job = job_of(config)
     for problem in problems(job):
         raise problem

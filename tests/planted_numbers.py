@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ def _no_update(session: Any, value: float, name: str | None) -> None:
         guard.spike = inner
         return "by decree"
 
-    guard.config = guard.config.model_copy(update={"on_spike": "skip"})
+    guard.config = replace(guard.config, on_spike="skip")
     guard.spike = spike
 
 

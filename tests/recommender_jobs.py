@@ -17,6 +17,7 @@ from stretto.recommender.placement import Placements, TablePlacement, TableSpec,
 from stretto.recommender.tables.jagged import Jagged
 from stretto.recommender.train.clicks import rank_slice
 from stretto.recommender.train.engine import Recommender
+from stretto.run.config.validation import read_section
 
 ROWS = (7, 40, 13, 100, 5)
 SAMPLES = 25  # on two or three ranks not equally many
@@ -73,7 +74,8 @@ def config_of(job: Job, world: int) -> RecommenderConfig:
         for i, rows in enumerate(ROWS)
     ]
     model = {"family": "dlrm", "dense": 3, "bottom": [8, 8], "top": [8, 1], "tables": tables, **job.model}
-    return RecommenderConfig.model_validate(
+    return read_section(
+        RecommenderConfig,
         {
             "model": model,
             "layout": {"ranks": world},
@@ -85,7 +87,7 @@ def config_of(job: Job, world: int) -> RecommenderConfig:
                 "clip": job.clip,
             },
             "train": {"dtype": job.dtype, "seed": 3},
-        }
+        },
     )
 
 

@@ -18,6 +18,7 @@ from stretto.engine.checkpoint.manifest import MANIFEST, load_manifest, tally, w
 from stretto.engine.checkpoint.save import save
 from stretto.engine.parallel.fragment import ShardPlacement
 from stretto.run.config.load import parse
+from stretto.run.config.section import plain_section
 from stretto.spec.parameters import parameter_shapes
 from stretto.spec.shape import shape_to_record
 
@@ -49,7 +50,7 @@ META: dict[str, Any] = {
     "schedule": "1f1b",
     "tokenizer": "0123456789abcdef",
     "text": {"sha256": "0123", "sequence": 8, "mixture": [{"sha256": "0123", "weight": 0.5}]},
-    "config": JOB.model_dump(mode="json"),
+    "config": plain_section(JOB),
 }
 
 

@@ -23,6 +23,7 @@ from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.planner.uniform import uniform
 from stretto.recommender.tables.jagged import Jagged
 from stretto.recommender.train.engine import Recommender
+from stretto.run.config.validation import read_section
 
 LARGE = 7_550_000  # rows of a table that MLPerf caps at 40 million
 ROWS = (
@@ -122,7 +123,8 @@ def plain(size: Size, data: list[Raw], setting: Setting) -> Callable[[], None]:
 
 def stretto(size: Size, data: list[Raw], setting: Setting, *, overlap: bool) -> Callable[[], None]:
     """Stretto's step, with the next batch's rows looked up early or not."""
-    config = RecommenderConfig.model_validate(
+    config = read_section(
+        RecommenderConfig,
         {
             "model": {
                 "family": "dlrm",
@@ -136,7 +138,7 @@ def stretto(size: Size, data: list[Raw], setting: Setting, *, overlap: bool) -> 
             "tables": {"overlap": overlap},
             "optim": {"dense": {"name": "sgd", "lr": RATE}, "tables": {"name": RULE, "lr": RATE}},
             "train": {"device": setting.device.type},
-        }
+        },
     )
     specs = config.table_specs()
     made = Recommender.build(config, specs, uniform(specs, "table", 1, None), setting.device)

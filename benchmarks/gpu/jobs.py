@@ -18,6 +18,7 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.run.config.job import job_of
 from stretto.run.config.load import parse
 from stretto.run.config.schema import TrainConfig
+from stretto.run.config.section import config_fields
 from stretto.run.data.dataset import Batch
 from stretto.run.train.assemble import assemble
 from stretto.run.train.batches import SampleSource, read_ahead
@@ -178,10 +179,10 @@ def has_field(name: str, value: str = "") -> bool:
     schema: Any = TrainConfig
     *sections, last = name.split(".")
     for section in sections:
-        schema = schema.model_fields[section].annotation
-    if last not in schema.model_fields:
+        schema = config_fields(schema)[section].type
+    if last not in config_fields(schema):
         return False
-    choices = get_args(schema.model_fields[last].annotation)
+    choices = get_args(config_fields(schema)[last].type)
     return not value or not all(isinstance(c, str) for c in choices) or not choices or value in choices
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -278,9 +279,7 @@ def pipelines(folder: Path) -> dict[str, Any]:
     place = folder / "resumed"
     place.mkdir()
     config = job(place, *words, "train.device=cpu")
-    config = config.model_copy(
-        update={"checkpoint": config.checkpoint.model_copy(update={"resume": str(first)})}
-    )
+    config = replace(config, checkpoint=replace(config.checkpoint, resume=str(first)))
     run_job(config, quiet=True)
     return {**result, "resumed": losses(place)}
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from stretto.errors import StrettoError
+from stretto.spec.field import Field
 
 Pooling = Literal["sum", "mean"]
 Ids = Literal["modulo", "quotient-remainder", "hash"]
@@ -19,34 +20,56 @@ PLACES: tuple[Place, ...] = ("device", "cpu", "disk")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableSpec:
+class TableOptions:
+    """How the ids of a table are mapped to rows, and the rows combined."""
+
+    pooling: Annotated[
+        Pooling, Field("How the rows of a sample's ids become one vector; without ids it is zeros.")
+    ] = "sum"
+    ids: Annotated[
+        Ids,
+        Field(
+            "How an id becomes a row: id mod rows; the product of row id // divisor of one table and row id "
+            "% divisor of another (Shi et al. 2020, arXiv 1909.02107), after id mod rows; or a row of its "
+            "own for every id."
+        ),
+    ] = "modulo"
+    divisor: Annotated[
+        int | None, Field("Of `quotient-remainder`; null: about the square root of rows.", gt=0)
+    ] = None
+    admit: Annotated[
+        int,
+        Field(
+            "Of `hash`: number of occurrences after which an id gets a row; until then its vector is zeros.",
+            gt=0,
+        ),
+    ] = 1
+    evict: Annotated[Evict, Field("Of `hash`: which ids are evicted.")] = "least-frequent"
+    evict_every: Annotated[int, Field("Of `hash`: steps between evictions.", gt=0)] = 100
+    max_age: Annotated[
+        int | None,
+        Field(
+            "Of `hash` with `age`: steps without an occurrence after which an id is evicted; null: none.",
+            gt=0,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSpec(TableOptions):
     """The embedding table of one categorical feature, unsharded.
 
-    rows, dim: its size. With `hash` ids, rows are the most that remain after an eviction.
-    pooling: how the rows of a sample's ids are combined; without ids the vector is zeros.
-    hot: average number of ids per sample. For planning only.
-    skew: popularity of ids is proportional to 1 / rank^skew; None: unknown. For planning only.
-    ids: how an id is mapped to a row. `modulo`: id mod rows. `quotient-remainder`: the product of row
-        id // divisor of one table and row id % divisor of another (Shi et al. 2020, arXiv 1909.02107),
-        after id mod rows. `hash`: each id has a separate row.
-    divisor: for `quotient-remainder`; None: about sqrt(rows).
-    admit: for `hash`, occurrences after which an id gets a row; until then its vector is zeros.
-    evict, evict_every: for `hash`, the eviction policy and the steps between evictions.
-    max_age: for `age`, steps without an occurrence after which an id is evicted.
+    Attributes:
+        rows, dim: its size. With `hash` ids, rows are the most that remain after an eviction.
+        hot: average number of ids per sample. For planning only.
+        skew: popularity of ids is proportional to 1 / rank^skew; None: unknown. For planning only.
     """
 
     name: str
     rows: int
     dim: int
-    pooling: Pooling = "sum"
     hot: float = 1.0
     skew: float | None = None
-    ids: Ids = "modulo"
-    divisor: int | None = None
-    admit: int = 1
-    evict: Evict = "least-frequent"
-    evict_every: int = 100
-    max_age: int | None = None
 
     def __post_init__(self) -> None:
         for field, least in (("rows", 1), ("dim", 1), ("hot", 0), ("admit", 1), ("evict_every", 1)):

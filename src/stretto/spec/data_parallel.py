@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from stretto.layout.shards import Mode, ShardSizes, shard_sizes
+from stretto.spec.field import Field
 
 Offload = Literal["none", "cpu", "nvme"]
 Reduce = Literal["step", "microbatch"]
@@ -25,17 +26,62 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallel:
-    """Section `dp` of a config: what ranks with the same parameters share, and what lies elsewhere."""
+    """How data-parallel ranks (those of cp and dp) shard parameters, gradients and optimiser states."""
 
-    mode: Mode = "ddp"
-    shard_states: int | None = None
-    shard_gradients: int | None = None
-    shard_parameters: int | None = None
-    reduce: ReduceChoice = "auto"
-    gather: GatherChoice = "auto"
-    offload: Offload = "none"
-    offload_parameters: Offload = "none"
-    path: str | None = None
+    mode: Annotated[
+        Mode,
+        Field(
+            "`server`: the first rank has all states, gathers gradients and sends weights; `ddp`: every rank "
+            "has everything; `zero1` shards optimiser states, `zero2` gradients too, `zero3` parameters too."
+        ),
+    ] = "ddp"
+    shard_states: Annotated[
+        int | None, Field("Ranks that share one copy of the optimiser states; null: all.", gt=0)
+    ] = None
+    shard_gradients: Annotated[
+        int | None,
+        Field(
+            "Ranks that share one copy of the gradients; divides `shard_states`; null: as many, from `zero2` "
+            "on.",
+            gt=0,
+        ),
+    ] = None
+    shard_parameters: Annotated[
+        int | None,
+        Field(
+            "Ranks that share one copy of the parameters; divides `shard_gradients`; null: as many, in "
+            "`zero3`.",
+            gt=0,
+        ),
+    ] = None
+    reduce: Annotated[
+        ReduceChoice,
+        Field(
+            "When gradients are reduced: once a stage's last gradient is complete (`step`), or with each "
+            "microbatch, so that no rank ever holds all of them; `auto`: from `zero2` on, whichever takes "
+            "less memory with the schedule."
+        ),
+    ] = "auto"
+    gather: Annotated[
+        GatherChoice,
+        Field(
+            "What `zero3` gathers: a layer, right before it is used, or a stage, as the program says; "
+            "`auto`: layers without a pipeline, stages with one."
+        ),
+    ] = "auto"
+    offload: Annotated[
+        Offload,
+        Field(
+            "Where optimiser states are kept and updated: on the device, in host memory, or in files under "
+            "`path`, read ahead and written behind."
+        ),
+    ] = "none"
+    offload_parameters: Annotated[
+        Offload, Field("With `zero3`: where a rank's shard of the parameters is kept.")
+    ] = "none"
+    path: Annotated[
+        str | None, Field("Folder on a fast local disk for `nvme`; each rank creates its own subfolder.")
+    ] = None
 
     def sizes(self, copies: int) -> ShardSizes:
         """Over how many ranks each is split, of `copies` with the same parameters."""
@@ -56,17 +102,46 @@ class DataParallel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Precision:
-    """`train.dtype` and section `precision` of a config."""
+class PrecisionSettings:
+    """Types that `train.dtype` leaves open, with weights in 16 bits."""
 
-    dtype: Dtype = "float32"
-    gradients: GradientType = "float32"
-    keep: tuple[str, ...] = KEEP
-    fp8: Fp8 = "none"
-    loss_scale: float = 65536.0
-    loss_scale_steps: int = 2000
+    gradients: Annotated[
+        GradientType, Field("Type in which gradients are accumulated and reduced; `same`: the weights'.")
+    ] = "float32"
+    keep: Annotated[
+        tuple[str, ...], Field("Patterns of names of parameters whose weights stay in float32.")
+    ] = KEEP
+    fp8: Annotated[
+        Fp8,
+        Field(
+            "Products of the blocks' linear layers in 8 bits, with a scale for each tensor or each row; "
+            "emulated on the CPU."
+        ),
+    ] = "none"
+    loss_scale: Annotated[
+        float, Field("Initial scale of the loss with float16, halved at each overflow.", gt=0)
+    ] = 65536.0
+    loss_scale_steps: Annotated[int, Field("Steps without overflow after which it doubles.", gt=0)] = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeType:
+    """The type of weights and computation, in section `train` of a config."""
+
+    dtype: Annotated[
+        Dtype,
+        Field(
+            "Type of weights and computation. With 16 bits the optimiser also keeps float32 weights; with "
+            "float16 the loss is scaled."
+        ),
+    ] = "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision(ComputeType, PrecisionSettings):
+    """The types of weights, gradients and products."""
 
     @property
     def half(self) -> bool:
-        """Whether weights have 16 bits."""
+        """True if weights have 16 bits."""
         return self.dtype in ("bfloat16", "float16")

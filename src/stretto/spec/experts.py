@@ -115,8 +115,8 @@ class ExpertShape:
     correction_rate: Annotated[
         float,
         Field(
-            "After each step the number of an expert with less than the mean load grows by this, and that "
-            "of an expert with more falls by it, 0: never.",
+            "After each step the number of an expert with less than the mean load grows by this, and that of "
+            "an expert with more falls by it, 0: never.",
             ge=0,
             fix="0 switches it off",
         ),

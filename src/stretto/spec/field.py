@@ -62,7 +62,7 @@ class Field:
     examples: tuple[str, ...] = ()
     pattern: str | None = None
     filled: bool = False
-    check: Callable[[Any], None] | None = None
+    check: Callable[[Any], object] | None = None
 
     def limits(self) -> list[str]:
         """The limits in words, such as "above 0"."""
@@ -107,6 +107,9 @@ def declared(cls: type) -> Mapping[str, Declared]:
         if get_origin(kind) is Annotated:
             kind, *extras = get_args(kind)
             about = next((extra for extra in extras if isinstance(extra, Field)), None)
+        if about is None:  # a subclass with another default
+            inherited = (declared(base).get(item.name) for base in cls.__mro__[1:] if is_dataclass(base))
+            about = next((one.field for one in inherited if one is not None and one.field), None)
         kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
         default = item.default if item.default_factory is MISSING else item.default_factory()
         result[item.name] = Declared(

@@ -5,22 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Annotated
 
+from stretto.spec.field import Field
 from stretto.spec.lora import is_adapter
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Which parameters the optimiser updates, by their names in the plain model. A frozen one has no
-    gradient, no optimiser state and no master.
-
-    Attributes:
-        freeze: patterns of names of frozen parameters; `*` stands for any text.
-        adapters: all parameters but those of low-rank adapters are frozen.
+    """Which parameters are trained, by their names in the plain model. A frozen parameter has no gradient, no
+    optimiser state and no master weight.
     """
 
-    freeze: tuple[str, ...] = ()
+    freeze: Annotated[
+        tuple[str, ...],
+        Field(
+            "Patterns of names of parameters that are not trained, which then have no gradient and no "
+            "optimiser state; `*` stands for any text.",
+            examples=('["embed.*", "blocks.0.*"]',),
+        ),
+    ] = ()
     adapters: bool = False
+    """Only low-rank adapters are trained."""
 
     def __call__(self, name: str) -> bool:
         """Whether the optimiser updates this parameter."""

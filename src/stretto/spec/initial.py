@@ -1,8 +1,11 @@
-"""How the weights of a new model begin."""
+"""Initial values of a new model's weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from stretto.spec.field import Field
 
 _INTO_RESIDUAL = (
     "attn.proj.weight",
@@ -15,19 +18,21 @@ _INTO_RESIDUAL = (
 
 @dataclass(frozen=True, kw_only=True)
 class Initial:
-    """The spread of the normal initial values of matrices.
+    """Initial values of new weights: matrices are normally distributed."""
 
-    Attributes:
-        init_std: standard deviation.
-        scaled_init: that of projections into the residual stream is divided by sqrt(2 layers) (Radford et
-            al. 2019, section 2.3), as Megatron-LM's `scaled_init_method_normal` does.
-    """
-
-    init_std: float = 0.02
-    scaled_init: bool = True
+    init_std: Annotated[
+        float, Field("Standard deviation of the normal initial values of matrices.", gt=0)
+    ] = 0.02
+    scaled_init: Annotated[
+        bool,
+        Field(
+            "That of projections into the residual stream is `init_std / sqrt(2 layers)` (Radford et al. "
+            "2019, section 2.3; Megatron-LM's `scaled_init_method_normal`); false: `init_std` too."
+        ),
+    ] = True
 
     def std(self, name: str, layers: int) -> float:
-        """The standard deviation of a matrix by its name in a plain model of so many blocks."""
+        """Return the standard deviation of a matrix, by its name in a plain model of `layers` blocks."""
         if self.scaled_init and name.endswith(_INTO_RESIDUAL):
             return self.init_std / (2 * layers) ** 0.5
         return self.init_std

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from stretto.errors import Problem
 from stretto.layout.layout import Layout
@@ -17,6 +17,7 @@ from stretto.program.program import Program
 from stretto.program.schedules.traits import is_searched
 from stretto.spec.attention import AttentionKernel, ContextKind
 from stretto.spec.data_parallel import BUCKET_BYTES, DataParallel, Precision
+from stretto.spec.field import Field
 from stretto.spec.finetune import Trained
 from stretto.spec.framework import STRETTO, Framework
 from stretto.spec.initial import Initial
@@ -44,16 +45,98 @@ Graphs = Literal["off", "microbatch"]
 
 @dataclass(frozen=True)
 class Recompute:
-    """What the forward forgets, as the config says it."""
+    """Activations that are dropped after the forward and recomputed in the backward, to save memory."""
 
-    mode: RecomputeMode = "none"
-    blocks: int | None = None
-    shard_inputs: bool = False
-    memory_gib: float | None = None
+    mode: Annotated[
+        RecomputeMode,
+        Field(
+            "`selective`: only softmax(q k^T) v; `full`: whole blocks; `auto`: for each block the cheapest "
+            "mode that fits `memory_gib`."
+        ),
+    ] = "none"
+    blocks: Annotated[
+        int | None,
+        Field(
+            "With `full`: the number of blocks of each stage to recompute, from the first; null: all.", ge=0
+        ),
+    ] = None
+    shard_inputs: Annotated[
+        bool,
+        Field(
+            "With `full`: each tp rank keeps only its part of a block's input, which is gathered again in "
+            "the backward; no effect with sequence_parallel, where the input is split already."
+        ),
+    ] = False
+    memory_gib: Annotated[float | None, Field("With `auto`: the memory that a rank may use, GiB.", gt=0)] = (
+        None
+    )
+
+
+# fields of section `layout` of a config that a job has too
+ExpertTp = Annotated[int | None, Field("Tensor-parallel ranks within each expert; null: `tp`.", gt=0)]
+EncoderPp = Annotated[
+    int | None,
+    Field(
+        "Of a model with an encoder, the first so many pipeline ranks hold it and the others the decoder, "
+        "each rank one stage; null: stages are cut by FLOPs, none with layers of both.",
+        gt=0,
+    ),
+]
+SequenceParallel = Annotated[
+    bool, Field("Norms, dropout and the residual stream split along the sequence over the tp ranks.")
+]
+ContextParallel = Annotated[
+    ContextKind,
+    Field(
+        "How cp ranks attend to each other's tokens: by passing keys and values around (`ring`), or by "
+        "exchanging heads for positions (`ulysses`)."
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Execution:
+    """Fields of section `train` of a config that decide what ranks compute and hold."""
+
+    attention: Annotated[
+        AttentionKernel,
+        Field(
+            "`auto`: torch's fused kernels, and for what they do not compute FlexAttention where it trains, "
+            "else the formula in tiles; `sdpa`: without FlexAttention; `flex`: FlexAttention alone; "
+            "`explicit`: forms and keeps the matrix of probabilities, as attention dropout always does. See "
+            "docs/attention.md."
+        ),
+    ] = "auto"
+    compile: Annotated[
+        Compile,
+        Field(
+            "`blocks`: torch.compile fuses what lies between the matrix products of blocks, once for all "
+            "that are alike; needs a C++ compiler on CPUs, Triton on GPUs. See docs/compile.md."
+        ),
+    ] = "off"
+    graphs: Annotated[
+        Graphs,
+        Field(
+            "`microbatch`: forward and backward of a microbatch are captured once as a graph of the device "
+            "and replayed, so that the host launches it as a whole. See docs/graphs.md."
+        ),
+    ] = "off"
+    vocab_multiple: Annotated[
+        int, Field("Each rank's share of the vocabulary is padded to a multiple of this.", gt=0)
+    ] = 1
+    loss_chunk: Annotated[
+        int | None,
+        Field(
+            "Tokens of which logits, loss and their gradients are computed at a time, so that the logits of "
+            "a microbatch never exist at once; 0: of all; null: in chunks where these logits would take much "
+            "memory.",
+            ge=0,
+        ),
+    ] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Execution):
     """One model on one layout, and all that decides what its ranks compute and hold: what the rules check,
     the planner prices, and training, `verify` and the dry run carry out.
 
@@ -100,32 +183,27 @@ class Job:
     micro_batch: int = 1
     sequence: int = 0
     target_sequence: int = 0
-    encoder_pp: int | None = None
+    encoder_pp: EncoderPp = None
     schedule: str = PLAIN
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     stage_layers: tuple[int, ...] | None = None
     custom_program: Program | None = None
     world: int | None = None
     devices: int | None = None
-    expert_tp: int | None = None
-    sequence_parallel: bool = False
-    context: ContextKind = "ring"
+    expert_tp: ExpertTp = None
+    sequence_parallel: SequenceParallel = False
+    context: ContextParallel = "ring"
     recompute: Recompute = Recompute()
     dp: DataParallel = field(default_factory=DataParallel)
     precision: Precision = field(default_factory=Precision)
     optimiser: Optimiser = field(default_factory=lambda: Optimiser(clip=None))
-    attention: AttentionKernel = "auto"
-    loss_chunk: int | None = 0
     fused_loss: bool = False
     framework: Framework = STRETTO
-    vocab_multiple: int = 1
     bucket: int = BUCKET_BYTES
     one_memory: bool = False
     trained: Trained = field(default_factory=Trained)
     initial: Initial = field(default_factory=Initial)
     undrained: float = UNDRAINED
-    compile: Compile = "off"
-    graphs: Graphs = "off"
     async_save: bool = False
 
     def __post_init__(self) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Annotated
 
 from stretto.errors import Problem, nearest
+from stretto.spec.field import Field, check_fields
 
 EVERY_LINEAR = "all-linear"
 
@@ -42,26 +44,33 @@ _NAMES = tuple(dict.fromkeys([*(name for _, name in _PAIRS), *PROJECTIONS, *_ALS
 
 @dataclass(frozen=True, kw_only=True)
 class LoraShape:
-    """Adapters of a model's linears: to W x each adds scale B A x, with A [rank, in] and B [out, rank].
-
-    Attributes:
-        alpha: the scale is alpha / rank, or with `rslora` alpha / sqrt(rank) (Kalajdzievski 2023).
-        dropout: probability of dropout on x before A.
-        targets: which projections have one: names as in PEFT ("q_proj"), of modules of a block ("attn.qkv",
-            "mlp.*"), of one projection ("attn.qkv.q_proj"), or "all-linear".
+    """Low-rank adapters of linears in blocks (Hu et al. 2021): each adds scale B A x to W x, with A of shape
+    [rank, in] and B of [out, rank].
     """
 
-    rank: int
-    alpha: float
-    dropout: float = 0.0
-    targets: tuple[str, ...] = (EVERY_LINEAR,)
-    rslora: bool = False
+    rank: Annotated[int, Field("Rank of the adapters.", gt=0, fix="rank: 8", null="none")]
+    alpha: Annotated[float, Field("An adapter adds `alpha / rank` B A x.", gt=0, null="`rank`")]
+    dropout: Annotated[
+        float,
+        Field(
+            "Probability of dropout on the input of A.", ge=0, lt=1, fix="0.05 is usual, 0 switches it off"
+        ),
+    ] = 0.0
+    targets: Annotated[
+        tuple[str, ...],
+        Field(
+            "Linears with adapters: names as in PEFT, names of modules here with `*` for any text (`attn.*`, "
+            "or `attn.qkv.q_proj` for one projection), or `all-linear`.",
+            filled=True,
+            examples=('["q_proj", "v_proj"]',),
+        ),
+    ] = (EVERY_LINEAR,)
+    rslora: Annotated[
+        bool, Field("The factor is `alpha / sqrt(rank)` (Kalajdzievski 2023); PEFT's `use_rslora`.")
+    ] = False
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise Problem("rank", self.rank, "it must be above 0", "rank: 8")
-        if not 0.0 <= self.dropout < 1.0:
-            raise Problem("dropout", self.dropout, "it must be in [0, 1)", "0.05 is usual, 0 switches it off")
+        check_fields(self)
         if not self.targets:
             raise Problem("targets", "empty", "it names what has adapters", "targets: [all-linear]")
         for target in self.targets:

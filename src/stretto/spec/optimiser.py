@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from stretto.errors import Problem, nearest
+from stretto.errors import Problem
+from stretto.spec.field import Field, check_fields
 
 OptimiserName = Literal["adamw", "sgd", "lamb", "adafactor", "muon"]
 OPTIMISERS: tuple[OptimiserName, ...] = get_args(OptimiserName)
@@ -18,32 +19,59 @@ MUON_MOMENTUM = 0.95  # where the job says none
 
 
 @dataclass(frozen=True, kw_only=True)
-class RateSchedule:
+class RateCurve:
     """The learning rate over the steps, as a ratio of its peak.
 
     `cosine` and `linear` decay from the end of the warm-up to the end of the decay, `constant` never does,
     `inverse-sqrt` (Vaswani et al. 2017, section 5.3) falls as 1/sqrt(step), and `wsd` (warm-up, stable,
     decay: Hu et al. 2024, MiniCPM, section 4) holds the peak and decays in the last `decay_fraction` of the
     steps in the shape `decay`. Those that decay stay at `min_ratio` of the peak once the decay has ended.
-
-    Attributes:
-        warmup: steps of linear warm-up; a number with a fraction, below 1, is a part of the steps until the
-            end of the decay.
-        warmup_init: ratio at the first update, from which the warm-up rises; None: 1/warmup, the first of
-            `warmup` equal rises.
-        decay_steps: steps until the end of the decay; None: those of the run.
-        rescheduling_steps: steps until stages of an asynchronous pipeline, whose gradients are late, learn at
-            the full rate; None: from the start.
     """
 
-    schedule: RateShape = "cosine"
-    warmup: int | float = 0
-    warmup_init: float | None = None
-    min_ratio: float = 0.1
-    decay_steps: int | None = None
-    decay_fraction: float = 0.1
-    decay: DecayShape = "linear"
-    rescheduling_steps: int | None = None
+    schedule: Annotated[
+        RateShape,
+        Field(
+            "After the warm-up: `cosine` and `linear` decay until `decay_steps`; `inverse-sqrt` falls as `1 "
+            "/ sqrt(step)`; `wsd` is warm-up, stable, decay: constant until the last `decay_fraction` of the "
+            "steps."
+        ),
+    ] = "cosine"
+    warmup: Annotated[
+        int | float,
+        Field(
+            "Steps of linear warm-up; as a fraction below 1, such as 0.01: that part of `decay_steps`. A "
+            "warm-up that is longer than the steps before the decay is cut to them.",
+            ge=0,
+        ),
+    ] = 0
+    warmup_init: Annotated[
+        float | None,
+        Field(
+            "Learning rate at the first update over the peak, from which the warm-up rises; null: `1 / "
+            "warmup`, so that the first update already learns. Megatron-LM begins at 0.",
+            ge=0,
+            le=1,
+        ),
+    ] = None
+    min_ratio: Annotated[
+        float, Field("Learning rate over its peak from the end of the decay on.", ge=0, le=1)
+    ] = 0.1
+    decay_steps: Annotated[
+        int | None,
+        Field("Steps, those of the warm-up among them, until the decay ends; null: `train.steps`.", gt=0),
+    ] = None
+    decay_fraction: Annotated[float, Field("Fraction of `decay_steps` in which wsd decays.", ge=0, le=1)] = (
+        0.1
+    )
+    decay: Annotated[DecayShape, Field("Shape of the decay of wsd; `exponential` is `2 0.5^done - 1`.")] = (
+        "linear"
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.warmup, float) and self.warmup >= 1:
+            rule = "with a fraction it is a part of the steps, below 1"
+            steps = round(self.warmup)
+            raise Problem("warmup", self.warmup, rule, f"{steps} for {steps} steps")
 
     def end(self, steps: int) -> int:
         """The step at which the decay of a run of `steps` ends."""
@@ -63,42 +91,54 @@ class RateSchedule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimiser:
-    """The rule of the update and its settings.
+class RateSchedule(RateCurve):
+    """The learning rate over the steps, as a ratio of `optim.lr`, and over the stages of a pipeline."""
 
-    Attributes:
-        name: `muon` is for the blocks' matrices; all else goes by AdamW.
-        lr: peak learning rate.
-        betas: decay of the means of gradient and squared gradient in adamw and lamb.
-        eps: added to the denominator in adamw and lamb.
-        weight_decay: decoupled; norms and biases have none.
-        no_decay: patterns of names of further parameters without weight decay.
-        momentum: of sgd and muon; 0 stands for muon's usual.
-        states: type that adamw's means are kept in.
-        clip: largest gradient norm over all parameters; None: no clipping.
+    rescheduling_steps: Annotated[
+        int | None,
+        Field(
+            "Learning rate rescheduling for asynchronous pipelines (PipeMare's T1): a stage whose gradients "
+            "are d updates late learns at the rate divided by `d^(1 - step / rescheduling_steps)`, and in "
+            "full from that step on; null: all stages learn in full from the start.",
+            gt=0,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimiser:
+    """The optimiser.
 
     Raises:
         Problem: there is no such optimiser, or a learning rate that is not above 0.
     """
 
-    name: OptimiserName = "adamw"
-    lr: float = 3e-4
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    no_decay: tuple[str, ...] = ()
-    momentum: float = 0.0
-    states: StateType = "float32"
-    clip: float | None = 1.0
+    name: Annotated[
+        OptimiserName,
+        Field("The update rule. `muon` is used for the blocks' matrices; all other parameters use AdamW."),
+    ] = "adamw"
+    lr: Annotated[float, Field("Peak learning rate.", gt=0)] = 3e-4
+    betas: Annotated[
+        tuple[float, float], Field("Decay of the means of gradient and squared gradient in adamw and lamb.")
+    ] = (0.9, 0.95)
+    eps: Annotated[float, Field("Added to the denominator in adamw and lamb.", gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field("Decoupled weight decay; norms and biases have none.", ge=0)] = 0.1
+    no_decay: Annotated[
+        tuple[str, ...], Field("Patterns of names of further parameters without weight decay.")
+    ] = ()
+    momentum: Annotated[
+        float, Field("Momentum of sgd and muon; 0 for the others, and for muon 0.95.", ge=0, lt=1)
+    ] = 0.0
+    states: Annotated[
+        StateType, Field("Type in which adamw's means are stored; bfloat16 rounds to nearest.")
+    ] = "float32"
+    clip: Annotated[
+        float | None, Field("Largest gradient norm over all parameters; null: no clipping.", gt=0)
+    ] = 1.0
     rate: RateSchedule = field(default_factory=RateSchedule)
 
     def __post_init__(self) -> None:
-        if self.name not in OPTIMISERS:
-            near = nearest(str(self.name), OPTIMISERS)
-            fix = f"did you mean {near!r}?" if near else None
-            raise Problem("name", self.name, f"it must be one of {', '.join(OPTIMISERS)}", fix)
-        if not self.lr > 0:
-            raise Problem("lr", self.lr, "it must be above 0")
+        check_fields(self, "name", "lr")
 
     @property
     def moment_bytes(self) -> int | None:

@@ -116,9 +116,7 @@ _UNPLANNED = {
 # what a job's time and memory depend on
 PRICED = frozenset(PATHS) - (_UNPLANNED - {"train.bucket_mib", "optim.clip"})
 NAMES: tuple[str, ...] = tuple(dict.fromkeys((*PATHS, *_OF_RUN)))
-RUN_DEFAULTS: Mapping[str, Any] = {
-    ".".join(path): one.get_default(call_default_factory=True) for path, one in fields_of(TrainConfig)
-}
+RUN_DEFAULTS: Mapping[str, Any] = {".".join(path): one.default for path, one in fields_of(TrainConfig)}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
 from stretto.errors import StrettoError
 from stretto.run.config.check import find_problems
@@ -16,8 +15,8 @@ from stretto.run.config.load import parse, plain_values
 from stretto.run.config.required import FIELDS, REQUIRED, explain_marks
 from stretto.run.config.run_checks import raise_first
 from stretto.run.config.schema import TrainConfig
-from stretto.run.config.section import find
 from stretto.run.config.source import CoreDumper
+from stretto.run.config.validation import wrong_fields
 from stretto.run.config.written import model_section
 from stretto.spec.initial import Initial
 from stretto.spec.rules import problems
@@ -36,7 +35,7 @@ from stretto_interop.frameworks.mapping import (
 # without them there is no run, and nothing of ours would be right by itself
 _NEEDED = ("data.source", "train.steps", "optim.lr")
 _SIZE = "model.vocab"
-_TRAINED: int = DataConfig.model_fields["vocab"].default  # entries of a tokenizer that is trained
+_TRAINED = DataConfig.vocab  # entries of a tokenizer that is trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,19 +231,16 @@ def _sections(values: Mapping[str, Any], made: Migration, name: str) -> dict[str
 def _accept(sections: dict[str, dict[str, Any]], made: Migration) -> None:
     """Leave out values that no config takes; their settings are lost."""
     while True:
-        try:
-            TrainConfig.model_validate(sections)
+        path, message = next(iter(wrong_fields(TrainConfig, sections).items()), ((), ""))
+        if not message:
             return
-        except ValidationError as error:
-            wrong = error.errors()[0]
-        path, _ = find(TrainConfig, wrong["loc"])
         at: Any = sections
         for key in path[:-1]:
             at = at.get(key, {})
         if len(path) < 2 or at.pop(path[-1], None) is None:
-            raise StrettoError(f"no config holds this job: {wrong['msg']}")
+            raise StrettoError(f"no config holds this job: {message}")
         field = ".".join(map(str, path))
-        why = f"{field} does not take it: {wrong['msg'].removeprefix('Value error, ')}"
+        why = f"no config takes it: {message}"
         for one in made.mapped:
             if field in one.fields:
                 made.lost |= dict.fromkeys(one.settings, why)

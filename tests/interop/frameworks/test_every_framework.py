@@ -186,8 +186,8 @@ def others(name: str, value: Any) -> Iterator[Any]:
         yield from (one for one in OTHERS[name] if one != value)
         return
     _, field = find(TrainConfig, tuple(name.split(".")))
-    words = [word for kind in get_args(field.annotation) or () for word in get_args(kind)] if field else []
-    words += [word for word in (get_args(field.annotation) if field else ()) if isinstance(word, str)]
+    words = [word for kind in get_args(field.type) or () for word in get_args(kind)] if field else []
+    words += [word for word in (get_args(field.type) if field else ()) if isinstance(word, str)]
     if words and isinstance(value, str | None):
         yield from (word for word in dict.fromkeys(words) if word != value)
     elif isinstance(value, bool) or (value is None and isinstance(RUN_DEFAULTS.get(name), bool)):

@@ -18,7 +18,7 @@ from stretto.recommender.placement import TablePlacement
 from stretto.recommender.shape import DLRM_PRESETS
 from stretto.run.config.load import dump
 from stretto.run.config.schema import TrainConfig
-from stretto.run.config.section import fields_of, item_of
+from stretto.run.config.section import config_fields, fields_of, item_of
 
 SMALL = """
 model:
@@ -216,10 +216,9 @@ def test_placements_come_from_a_name_a_mapping_or_a_file(tmp_path: Path) -> None
 def test_every_field_is_described() -> None:
     text = reference()
     for path, field in fields_of(RecommenderConfig):
-        assert field.description, path
-        assert field.description.rstrip().endswith("."), path
+        assert field.field is not None
+        assert field.field.doc.endswith("."), path
         assert f"| `{path[-1]}` |" in text
         item = item_of(field)
-        for name, inner in item.model_fields.items() if item is not None else ():
-            assert inner.description, name
+        for name in config_fields(item) if item is not None else ():
             assert f"| `{name}` |" in text

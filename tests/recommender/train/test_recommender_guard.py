@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def spoil(session: Any, what: str) -> None:
             guard.spike = inner
             return "by decree"
 
-        guard.config = guard.config.model_copy(update={"on_spike": "skip"})
+        guard.config = replace(guard.config, on_spike="skip")
         guard.spike = decreed
 
 

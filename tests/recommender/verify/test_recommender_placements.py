@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +241,7 @@ def test_one_rank_holds_everything() -> None:
 
 
 def run_alone() -> list[TableVerdict]:
-    config = job().model_copy(update={"layout": job().layout.model_copy(update={"ranks": 1})})
+    config = replace(job(), layout=replace(job().layout, ranks=1))
     names = [table.name for table in physical_tables(job().table_specs())]
     case = Case(
         name="table",

@@ -64,7 +64,11 @@ def test_laid_over_a_preset() -> None:
 @pytest.mark.parametrize(
     ("moe", "says", "hint"),
     [
-        ("experts: 4, top_k: 5", "model.moe.top_k is 5, more than model.moe.experts=4", "model.moe.top_k=4"),
+        (
+            "experts: 4, top_k: 5",
+            "model.moe.top_k is 5: it must be at most model.moe.experts=4",
+            "model.moe.top_k=4",
+        ),
         ("experts: 4, top_k: 0", "model.moe.top_k is 0, must be a whole number above 0", ""),
         ("experts: 0", "model.moe.experts is 0, must be", ""),
         ("experts: 4, capacity: 0", "model.moe.capacity is 0, must be a number above 0", ""),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,7 +44,7 @@ def test_the_number_of_ranks_takes_a_layout() -> None:
     assert (three.layout.dp, three.layout.tp, three.layout.sequence_parallel) == (3, 1, True)
     assert (three.batch.micro_size, three.batch.global_size, three.schedule.name) == (2, 12, "gpipe")
     assert rank_choices(three) == [4, 3, 2, 1]
-    assert for_ranks(three, 4) == config.model_copy(update={"elastic": for_ranks(three, 4).elastic})
+    assert for_ranks(three, 4) == replace(config, elastic=for_ranks(three, 4).elastic)
     two = for_ranks(config, 2)
     assert (two.layout.pp, two.layout.dp, two.layout.order) == (2, 1, "tp-dp-pp")
     assert (two.batch.micro_size, two.schedule.name) == (3, "1f1b")

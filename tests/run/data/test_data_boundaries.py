@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,7 @@ def test_documents_begin_and_end_and_folders_keep_both(tmp_path: Path) -> None:
     with pytest.raises(
         StrettoError, match=r"texts end with <turn> \(6\), and the config says .* <eos> \(5\)"
     ):
-        open_source(data.model_copy(update={"end_of_text": "<eos>"}))
+        open_source(replace(data, end_of_text="<eos>"))
 
 
 @pytest.mark.parametrize("form", ["folder", "megatron"])

@@ -11,6 +11,7 @@ from test_data_indexed import make
 from stretto.engine.models.language import IGNORED
 from stretto.errors import StrettoError
 from stretto.run.config.data import DataConfig
+from stretto.run.config.validation import read_section
 from stretto.run.data.dataset import Batch, WholeSplit, WindowSamples, keep_apart, samples_of, whole_split_of
 from stretto.run.data.token_folder import TokenFolder
 
@@ -91,7 +92,7 @@ def test_parts_of_a_batch_keep_their_documents(folder: TokenFolder) -> None:
 
 def test_packing_is_chosen_by_name(folder: TokenFolder) -> None:
     def begins(packing: str | None) -> torch.Tensor | None:
-        data = DataConfig.model_validate({"packing": packing, "sequence": 13, "split": "1,1,0"})
+        data = read_section(DataConfig, {"packing": packing, "sequence": 13, "split": "1,1,0"})
         batches = [
             samples_of(folder, data, "train", 0).batch([0]),
             whole_split_of(folder, data, "valid").batch([0]),

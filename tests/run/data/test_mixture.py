@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from hypothesis import strategies as st
 from stretto.errors import StrettoError
 from stretto.run.config import TrainConfig
 from stretto.run.config.check import check
+from stretto.run.config.section import plain_section
+from stretto.run.config.validation import read_section
 from stretto.run.data.dataset import samples_of
 from stretto.run.data.mixture import MixedSamples, Mixture, epochs, training_samples
 from stretto.run.data.mixture_order import BLOCK, MixtureOrder, WeightPhase
@@ -104,7 +107,7 @@ def test_samples_are_those_of_the_sources(folder: Path) -> None:
     assert set(sources[3 * size :].tolist()) == {1, 2}
     sent = pickle.dumps(source)
     assert len(sent) < 2000  # the tokens are not in it
-    packed = config.model_copy(update={"data": config.data.model_copy(update={"packing": "documents"})})
+    packed = replace(config, data=replace(config.data, packing="documents"))
     apart = training_samples(source, packed).batch(range(6 * size))
     assert apart.begins is not None
     for row, (one, position) in enumerate(zip(sources.tolist(), positions.tolist(), strict=True)):
@@ -167,7 +170,7 @@ def test_other_weights_of_the_past_are_told(folder: Path) -> None:
     assert weights is not None
     first = next(iter(weights))
     source = {**weights, first: 1.0}
-    changed = config.model_copy(update={"data": config.data.model_copy(update={"source": source})})
+    changed = replace(config, data=replace(config.data, source=source))
     train(changed, keep_notes(str(notes)))
     assert (
         "warning: the mixture's weights of steps that are done (data.phases changes those of later ones)"
@@ -175,9 +178,9 @@ def test_other_weights_of_the_past_are_told(folder: Path) -> None:
     )
     later = mixed(folder, *again[:2], "train.steps=6")
     phases = [{"from_step": 5, "weights": {first: 1.0}}]
-    data = type(later.data).model_validate({**later.data.model_dump(), "source": source, "phases": phases})
+    data = read_section(type(later.data), {**plain_section(later.data), "source": source, "phases": phases})
     notes.unlink()
-    train(later.model_copy(update={"data": data}), keep_notes(str(notes)))
+    train(replace(later, data=data), keep_notes(str(notes)))
     assert "warning: the mixture" not in notes.read_text()
 
 

@@ -20,6 +20,8 @@ from stretto.planner.memory.ranks import one_rank
 from stretto.planner.rank_step.counts import counts
 from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
+from stretto.run.config.source import Source
+from stretto.run.config.validation import read_section
 from stretto.run.dryrun.run import dry_run
 from stretto.run.train.memory_measured import measure
 from stretto.spec.job import Job
@@ -161,13 +163,13 @@ def described(overrides: str, **fields: Any) -> Job:
         at, (*sections, field) = made, name.split(".")
         for section in sections:
             at = at.setdefault(section, {})
-        at[field] = text[1:-1].split(",") if text.startswith("[") else text
+        at[field] = Source("overrides").read(text)
     made["train"] |= fields
-    layout: dict[str, str] = made.get("layout", {})
+    layout: dict[str, int] = made.get("layout", {})
     pipelined = "pp" in layout
-    made["model"]["layers"] = max(2, 2 * int(layout.get("pp", 1)))
-    made["batch"].setdefault("global_size", 2 * int(layout.get("dp", 1)) * (4 if pipelined else 2))
-    return job_of(TrainConfig.model_validate(made, strict=False))
+    made["model"]["layers"] = max(2, 2 * layout.get("pp", 1))
+    made["batch"].setdefault("global_size", 2 * layout.get("dp", 1) * (4 if pipelined else 2))
+    return job_of(read_section(TrainConfig, made))
 
 
 def check(case: str) -> None:

@@ -23,6 +23,7 @@ from stretto.run.config import TrainConfig
 from stretto.run.config.check import check
 from stretto.run.config.for_ranks import rank_choices
 from stretto.run.config.load import parse
+from stretto.run.config.section import config_fields, plain_section
 from stretto.run.launch import restart
 from stretto.run.launch.failure import Failure
 from stretto.run.launch.local import RankFailed, run_ranks
@@ -58,7 +59,7 @@ def test_a_number_of_ranks_takes_a_legal_layout_of_so_many(ranks: int) -> None:
     assert lines[0].startswith(f"elastic: {ranks} rank{'s take' if ranks > 1 else ' takes'} ")
     assert "s a step predicted on " in lines[0]
     planned = {"layout", "dp", "recompute", "schedule", "batch"}
-    for name in set(TrainConfig.model_fields) - planned:
+    for name in set(config_fields(TrainConfig)) - planned:
         assert getattr(other, name) == getattr(config, name), name
     assert other.layout.order == "tp-cp-ep-dp-pp"  # for which the groups were priced
     assert other.dp.reduce == "auto"
@@ -103,7 +104,7 @@ def as_rank(overrides: tuple[str, ...]) -> tuple[Any, int]:
     if os.environ["RANK"] != "0":
         replan.search = None  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        return join_for_ranks(config, lines.append).model_dump(mode="json"), len(lines)
+        return plain_section(join_for_ranks(config, lines.append)), len(lines)
     except StrettoError as error:
         return [error.message, error.hint], len(lines)
 
@@ -126,7 +127,7 @@ def test_all_ranks_take_what_the_first_has_planned() -> None:
     (taken, lines), (error, _) = first
     assert second == [(taken, 0), (error, 0)]
     assert lines == 1
-    assert taken["layout"] != tiny().model_dump(mode="json")["layout"]
+    assert taken["layout"] != plain_section(tiny())["layout"]
     assert "there is no layout of 2 ranks: nothing fits" in error[0]
 
 
@@ -139,11 +140,11 @@ PLANNED = (
 def taken_of_plan() -> dict[str, Any]:
     """What a rank takes where rank 0's plan changes every section that a plan may change."""
     replan.for_ranks = lambda *_: tiny(*PLANNED)  # pyright: ignore[reportAttributeAccessIssue]
-    return join_for_ranks(tiny(), print).model_dump(mode="json")
+    return plain_section(join_for_ranks(tiny(), print))
 
 
 def test_every_planned_section_reaches_all_ranks() -> None:
-    planned, given = (tiny(*overrides).model_dump(mode="json") for overrides in (PLANNED, ()))
+    planned, given = (plain_section(tiny(*overrides)) for overrides in (PLANNED, ()))
     sections = {"layout", "dp", "recompute", "schedule", "batch"}
     assert {name for name in planned if planned[name] != given[name]} == sections
     assert run_ranks(2, taken_of_plan) == [planned, planned]

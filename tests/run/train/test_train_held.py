@@ -14,6 +14,7 @@ from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import rank_memory
 from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
+from stretto.run.config.validation import read_section
 from stretto.run.train.memory_measured import HeldMemory, RankHeld, measure
 
 Over = dict[str, Any]
@@ -48,7 +49,7 @@ def config_of(over: Over) -> TrainConfig:
         for section in sections:
             at = at.setdefault(section, {})
         at[field] = value
-    return TrainConfig.model_validate(made)
+    return read_section(TrainConfig, made)
 
 
 def measured(configs: list[TrainConfig]) -> list[RankHeld]:

@@ -9,6 +9,7 @@ import io
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +77,8 @@ def lose(session: Any, how: str) -> None:
 
 def rescued(config: TrainConfig, **changes: Any) -> TrainConfig:
     """The config of the rescued run, to go on with."""
-    run = config.run.model_copy(update={"name": f"{config.run.name}-rescued"})
-    return config.model_copy(
-        update={"run": run, "checkpoint": config.checkpoint.model_copy(update={"resume": "auto"}), **changes}
-    )
+    run = replace(config.run, name=f"{config.run.name}-rescued")
+    return replace(config, run=run, checkpoint=replace(config.checkpoint, resume="auto"), **changes)
 
 
 CASES = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import cos, pi, sqrt
 
-from stretto.spec.optimiser import DecayShape, Optimiser, RateSchedule
+from stretto.spec.optimiser import DecayShape, Optimiser, RateCurve
 
 
 def warmup_ratio(step: int, warmup: float, init: float | None) -> float:
@@ -52,7 +52,7 @@ class LearningRate:
     which stays at its least value once the decay has ended.
     """
 
-    schedule: RateSchedule
+    schedule: RateCurve
     peak: float
     steps: int
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from stretto.errors import Problem, StrettoError
@@ -54,7 +55,7 @@ def _elastic(config: RecommenderConfig) -> Iterator[Problem]:
         if ranks < 1:
             yield Problem(f"elastic.ranks.{number}", ranks, "a job has 1 rank or more", "leave it out")
             continue
-        other = for_ranks(config, ranks).model_copy(update={"elastic": ElasticRanks()})
+        other = replace(for_ranks(config, ranks), elastic=ElasticRanks())
         for problem in find_problems(other):
             yield Problem(f"elastic.ranks.{number}", None, problem.message, problem.fix)
 

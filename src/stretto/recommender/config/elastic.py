@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
-from pydantic import Field
-
-from stretto.run.config.section import Section
+from stretto.spec.field import Field
 
 
-class ElasticRanks(Section):
+@dataclass(frozen=True, kw_only=True)
+class ElasticRanks:
     """Fewer or more ranks: a run goes on from its checkpoint with its tables placed on as many ranks as there
     are, with the same global batch and the same samples in the same order. `WORLD_SIZE` of torchrun chooses
     the number, or `--ranks`; where a local rank dies twice in one step, or devices are gone, a restart takes
     the next smaller one.
     """
 
-    ranks: list[int] | Literal["auto"] = Field(
-        default_factory=list[int],
-        examples=["[3, 2, 1]"],
-        description="Numbers of ranks beside `layout.ranks`; or `auto`: any number.",
-    )
+    ranks: Annotated[
+        list[int] | Literal["auto"],
+        Field("Numbers of ranks beside `layout.ranks`; or `auto`: any number.", examples=("[3, 2, 1]",)),
+    ] = field(default_factory=list[int])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.run.config.for_ranks import no_such_ranks
 
@@ -21,4 +23,4 @@ def for_ranks(config: RecommenderConfig, ranks: int) -> RecommenderConfig:
     """
     if config.elastic.ranks != "auto" and ranks not in (choices := rank_choices(config)):
         raise no_such_ranks(ranks, choices, "elastic.ranks")
-    return config.model_copy(update={"layout": config.layout.model_copy(update={"ranks": ranks})})
+    return replace(config, layout=replace(config.layout, ranks=ranks))

@@ -4,75 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
-
-from pydantic import Field, model_validator
+from typing import Annotated, Any, Literal
 
 from stretto.errors import StrettoError
-from stretto.recommender.placement import TableSpec
+from stretto.recommender.placement import TableOptions, TableSpec
 from stretto.recommender.shape import DlrmShape, Interaction, Table, dlrm_preset
-from stretto.run.config.section import Section
+from stretto.spec.field import Field, declared
 
 
-class TableConfig(Section):
+@dataclass(frozen=True, kw_only=True)
+class TableConfig(TableOptions):
     """One categorical feature and its table; its width is the last size of `model.bottom`."""
 
-    name: str | None = Field(
-        default=None,
-        min_length=1,
-        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$",
-        examples=["C1"],
-        description="Name of the feature; null: C and its number, from C1 on.",
-    )
-    rows: int | None = Field(
-        default=None,
-        gt=0,
-        description="Rows of the table; null: those of the data's vocabulary. With `hash` ids, the most "
-        "that stay after an eviction.",
-    )
-    pooling: Literal["sum", "mean"] = Field(
-        default="sum", description="How the rows of a sample's ids become one vector."
-    )
-    hot: float | None = Field(
-        default=None, ge=0, description="Ids per sample, on average, for planning; null: the data's."
-    )
-    skew: float | None = Field(
-        default=None,
-        ge=0,
-        description="Ids are as popular as 1 / rank^skew, for planning; null: the data's, where it is known.",
-    )
-    ids: Literal["modulo", "quotient-remainder", "hash"] = Field(
-        default="modulo",
-        description="How an id becomes a row: id mod rows; a product of a row of id // divisor and one of "
-        "id % divisor; or a row of its own for every id.",
-    )
-    divisor: int | None = Field(
-        default=None, gt=0, description="Of `quotient-remainder`; null: about the square root of rows."
-    )
-    admit: int = Field(
-        default=1, gt=0, description="Of `hash`: number of occurrences after which an id gets a row."
-    )
-    evict: Literal["least-frequent", "age"] = Field(
-        default="least-frequent", description="Of `hash`: which ids are evicted."
-    )
-    evict_every: int = Field(default=100, gt=0, description="Of `hash`: steps between evictions.")
-    max_age: int | None = Field(
-        default=None,
-        gt=0,
-        description="Of `hash` with `age`: steps without an occurrence after which an id is evicted; "
-        "null: none.",
-    )
+    name: Annotated[
+        str | None,
+        Field(
+            "Name of the feature; null: C and its number, from C1 on.",
+            filled=True,
+            pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$",
+            examples=("C1",),
+        ),
+    ] = None
+    rows: Annotated[
+        int | None,
+        Field(
+            "Rows of the table; null: those of the data's vocabulary. With `hash` ids, the most that stay "
+            "after an eviction.",
+            gt=0,
+        ),
+    ] = None
+    hot: Annotated[
+        float | None, Field("Ids per sample, on average, for planning; null: the data's.", ge=0)
+    ] = None
+    skew: Annotated[
+        float | None,
+        Field(
+            "Ids are as popular as 1 / rank^skew, for planning; null: the data's, where it is known.", ge=0
+        ),
+    ] = None
 
     def spec(self, name: str, dim: int, rows: int, hot: float = 1.0, skew: float | None = None) -> TableSpec:
         """The table; `name`, `rows`, `hot` and `skew` are used for fields that the config does not set."""
-        fields: dict[str, Any] = self.model_dump(exclude={"name", "rows", "hot", "skew"})
         return TableSpec(
             name=self.name or name,
             rows=self.rows or rows,
             dim=dim,
             hot=hot if self.hot is None else self.hot,
             skew=skew if self.skew is None else self.skew,
-            **fields,
+            **{option: getattr(self, option) for option in declared(TableOptions)},
         )
 
 
@@ -96,54 +75,55 @@ class Feature:
     skew: float | None = None
 
 
-class RecommenderModel(Section):
+@dataclass(frozen=True, kw_only=True)
+class RecommenderModel:
     """`preset`, or `family: dlrm` with `bottom` and `top`; fields set beyond a preset override it."""
 
-    preset: str | None = Field(
-        default=None, description="Name of a known recommender, such as `dlrm-dcnv2` or `dlrm-kaggle`."
-    )
-    family: Literal["dlrm"] | None = Field(
-        default=None,
-        description="`dlrm`: a bottom network for numbers, a table for each categorical feature, their "
-        "interaction, a top network.",
-    )
-    interaction: Literal["dot", "dcn"] | None = Field(
-        default=None,
-        description="`dot`: products of all pairs of vectors; `dcn`: cross layers of low rank (DCN-V2); "
-        "null: the preset's, else `dot`.",
-    )
-    dense: int | None = Field(
-        default=None, gt=0, description="Numbers per sample; null: the preset's, else 13."
-    )
-    bottom: list[int] | None = Field(
-        default=None,
-        description="Outputs of the bottom network's layers; the last is the width of all tables.",
-    )
-    top: list[int] | None = Field(
-        default=None, description="Outputs of the top network's layers; the last is 1, the logit."
-    )
-    cross_layers: int | None = Field(
-        default=None, gt=0, description="Of `dcn`: layers; null: the preset's, else 3."
-    )
-    cross_rank: int | None = Field(
-        default=None, gt=0, description="Of `dcn`: rank of their weights; null: the preset's, else 512."
-    )
-    rows: list[int] | None = Field(
-        default=None,
-        description="Rows of each table, named C1, C2, ...; null: those of `tables`, the preset or the data.",
-    )
-    tables: list[TableConfig] | None = Field(
-        default=None, description="One mapping for each table, in place of `rows`; null: see `rows`."
-    )
-    max_rows: int | None = Field(
-        default=None,
-        gt=0,
-        description="Most rows of any table; larger tables are cut, and ids are mapped by modulo; null: "
-        "no limit.",
-    )
+    preset: Annotated[
+        str | None, Field("Name of a known recommender, such as `dlrm-dcnv2` or `dlrm-kaggle`.")
+    ] = None
+    family: Annotated[
+        Literal["dlrm"] | None,
+        Field(
+            "`dlrm`: a bottom network for numbers, a table for each categorical feature, their interaction, "
+            "a top network."
+        ),
+    ] = None
+    interaction: Annotated[
+        Literal["dot", "dcn"] | None,
+        Field(
+            "`dot`: products of all pairs of vectors; `dcn`: cross layers of low rank (DCN-V2); null: the "
+            "preset's, else `dot`."
+        ),
+    ] = None
+    dense: Annotated[int | None, Field("Numbers per sample; null: the preset's, else 13.", gt=0)] = None
+    bottom: Annotated[
+        list[int] | None,
+        Field("Outputs of the bottom network's layers; the last is the width of all tables."),
+    ] = None
+    top: Annotated[
+        list[int] | None, Field("Outputs of the top network's layers; the last is 1, the logit.")
+    ] = None
+    cross_layers: Annotated[int | None, Field("Of `dcn`: layers; null: the preset's, else 3.", gt=0)] = None
+    cross_rank: Annotated[
+        int | None, Field("Of `dcn`: rank of their weights; null: the preset's, else 512.", gt=0)
+    ] = None
+    rows: Annotated[
+        list[int] | None,
+        Field("Rows of each table, named C1, C2, ...; null: those of `tables`, the preset or the data."),
+    ] = None
+    tables: Annotated[
+        list[TableConfig] | None, Field("One mapping for each table, in place of `rows`; null: see `rows`.")
+    ] = None
+    max_rows: Annotated[
+        int | None,
+        Field(
+            "Most rows of any table; larger tables are cut, and ids are mapped by modulo; null: no limit.",
+            gt=0,
+        ),
+    ] = None
 
-    @model_validator(mode="after")
-    def _is_complete(self) -> Self:
+    def __post_init__(self) -> None:
         if self.preset is None:
             missing = [name for name in ("family", "bottom", "top") if getattr(self, name) is None]
             if missing:
@@ -172,7 +152,6 @@ class RecommenderModel(Section):
         if twice is not None:
             raise StrettoError(f"has two tables of the name {twice}", hint="names tell features apart")
         self.shape([TableSpec(name="C1", rows=1, dim=self.dim)])
-        return self
 
     @property
     def _known(self) -> DlrmShape | None:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +76,7 @@ def serving_config(config: RecommenderConfig, request: Request) -> RecommenderCo
         tables = type(tables)(name="sgd")
     folder = trained.folder.absolute()
     update: dict[str, Any] = {
-        "optim": config.optim.model_copy(
-            update={"dense": type(config.optim.dense)(name="sgd"), "tables": tables, "clip": None}
-        ),
+        "optim": replace(config.optim, dense=type(config.optim.dense)(name="sgd"), tables=tables, clip=None),
         "eval": EvalConfig(),
         "checkpoint": CheckpointConfig(resume=str(trained.checkpoint)),
         "guard": GuardConfig(),
@@ -90,8 +88,8 @@ def serving_config(config: RecommenderConfig, request: Request) -> RecommenderCo
         if len(source) == 1 and is_click_folder(Path(source[0]).expanduser()):
             update["data"] = ClickDataConfig(source=source)
         else:
-            update["data"] = config.data.model_copy(update={"source": source})
-    return config.model_copy(update=update).marking(())
+            update["data"] = replace(config.data, source=source)
+    return replace(replace(config, **update), required=())
 
 
 def run_pass(config: RecommenderConfig, request: Request, quiet: bool = False, port: int = 0) -> Result:

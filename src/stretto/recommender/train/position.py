@@ -20,6 +20,7 @@ from stretto.recommender.train.clicks import ClickData
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.placement import to_json
 from stretto.recommender.train.resume import changed_clicks, check_fits, model_facts
+from stretto.run.config.section import plain_section
 from stretto.run.launch.lease import check_lease
 from stretto.run.train.loop import Position, Save
 from stretto.run.train.position import counted_from, report_resumed, retention
@@ -93,7 +94,7 @@ def save_run(
         "layout": f"ranks={config.layout.ranks}",
         "placement": to_json(placements),
         "clicks": data.same,
-        "config": config.model_dump(mode="json"),
+        "config": plain_section(config),
     }
     return save(
         folder=config.run.folder / "checkpoints",

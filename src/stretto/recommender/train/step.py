@@ -198,4 +198,4 @@ class TrainingStep:
 
 def rate_of(config: RecommenderConfig) -> LearningRate:
     """The schedule of both learning rates, with a peak of 1."""
-    return LearningRate(config.optim.rate.settings(), 1.0, config.train.steps)
+    return LearningRate(config.optim.rate, 1.0, config.train.steps)

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import ValidationError
-
 from stretto.errors import StrettoError, nearest
 from stretto.recommender.config.placement import configured_placements
 from stretto.recommender.config.schema import (
@@ -22,8 +20,8 @@ from stretto.recommender.config.schema import (
 )
 from stretto.recommender.placement import Placements, TableSpec
 from stretto.recommender.shape import Interaction
-from stretto.run.config.describe import allowed
-from stretto.run.config.section import Section
+from stretto.run.config.section import allowed, config_fields
+from stretto.run.config.validation import read_section
 from stretto.run.verify.cases import read_cases
 
 Samples = Literal[
@@ -74,20 +72,20 @@ class Case:
         if self.interaction != config.shape(features).interaction:
             crossed = (2, 3) if self.interaction == "dcn" else (None, None)
             sizes = {"cross_layers": crossed[0], "cross_rank": crossed[1]}
-            model = model.model_copy(update={"interaction": self.interaction, **sizes})
+            model = replace(model, interaction=self.interaction, **sizes)
         rules = {
-            "dense": optim.dense.model_copy(update={"name": self.dense}),
-            "tables": optim.tables.model_copy(update={"name": self.rule}),
+            "dense": replace(optim.dense, name=self.dense),
+            "tables": replace(optim.tables, name=self.rule),
             "clip": self.clip,
         }
         parts: dict[str, Any] = {
             "model": model,
-            "tables": config.tables.model_copy(update={"overlap": self.overlap, "wire": "float32"}),
-            "layout": config.layout.model_copy(update={"ranks": self.ranks}),
-            "optim": optim.model_copy(update=rules),
-            "train": config.train.model_copy(update={"dtype": "float64", "device": "cpu"}),
+            "tables": replace(config.tables, overlap=self.overlap, wire="float32"),
+            "layout": replace(config.layout, ranks=self.ranks),
+            "optim": replace(optim, **rules),
+            "train": replace(config.train, dtype="float64", device="cpu"),
         }
-        return config.model_copy(update=parts)
+        return replace(config, **parts)
 
     @property
     def reference(self) -> tuple[Any, ...]:
@@ -123,7 +121,7 @@ def configured_case(config: RecommenderConfig, features: Sequence[TableSpec], pl
 
 _EXAMPLE = "write lines such as: - {placement: row, place: cpu, rule: adagrad}"
 # keys, and the fields of the config that say what they can be
-_KEYS: Mapping[str, tuple[type[Section], str]] = {
+_KEYS: Mapping[str, tuple[type, str]] = {
     "placement": (TablesConfig, "placement"),
     "place": (TablesConfig, "place"),
     "cache": (TablesConfig, "cache"),
@@ -162,9 +160,9 @@ def _case(
     fields = {name: mapping[name] for name in ("placement", "place", "cache") if name in mapping}
     name, placements = configured.name, configured.placements
     if fields:
-        tables = config.tables.model_copy(update=fields)
+        tables = replace(config.tables, **fields)
         try:
-            planned = configured_placements(config.model_copy(update={"tables": tables}), features)
+            planned = configured_placements(replace(config, tables=tables), features)
         except StrettoError as error:
             raise StrettoError(f"{where}: {error.message}", hint=error.hint) from None
         number = where.rpartition(" ")[2]
@@ -204,7 +202,7 @@ def _check(key: Any, value: Any, where: str) -> None:
         )
     section, field = _KEYS[key]
     try:
-        section.model_validate({field: value})
-    except ValidationError:
-        legal = allowed(section.model_fields[field])
+        read_section(section, {field: value})
+    except StrettoError:
+        legal = allowed(config_fields(section)[field])
         raise StrettoError(f"{where}: {key} is {value!r}, must be {legal}", hint=_EXAMPLE) from None

@@ -8,6 +8,7 @@ Random samples cover cases that data may lack.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from random import Random
 from typing import Any, Literal, get_args
@@ -113,9 +114,9 @@ def small(config: RecommenderConfig, ranks: int) -> RecommenderConfig:
     """
     dim = max(5, ranks)  # 5 columns do not divide evenly
     model = RecommenderModel(family="dlrm", dense=4, bottom=[6, dim], top=[7, 1], tables=_tables(ranks))
-    batch = config.batch.model_copy(update={"global_size": 5 * ranks + 1})
-    layout = config.layout.model_copy(update={"ranks": ranks})
-    return config.model_copy(update={"model": model, "batch": batch, "layout": layout})
+    batch = replace(config.batch, global_size=5 * ranks + 1)
+    layout = replace(config.layout, ranks=ranks)
+    return replace(config, model=model, batch=batch, layout=layout)
 
 
 class AllCases:

@@ -11,6 +11,7 @@ from statistics import quantiles
 from typing import Any, Literal
 
 from stretto.run.config.schema import TrainConfig
+from stretto.run.config.section import plain_section
 from stretto.run.train.metrics import read_lines
 from stretto.spec.job import Job
 
@@ -148,7 +149,7 @@ def mathematics(config: TrainConfig, job: Job) -> Mathematics:
     """Identify the computation of a job: two jobs with the same one differ in layout only, and their losses
     differ by rounding only.
     """
-    values = config.model_dump(mode="json")
+    values = plain_section(config)
     versions = job.program().versions  # a step then depends on the schedule, and on how the batch is cut
     for section in _LAYOUT:
         values.pop(section)

@@ -58,7 +58,7 @@ def find_problems(
     """All that is wrong with the job: the rules of `stretto.spec.rules`, and what this machine lacks."""
     broken = list(_whole(config))
     if broken:  # there is no job to check, but for its optimiser
-        broken += optimiser_problems(config.optim.settings())
+        broken += optimiser_problems(config.optim)
     else:
         broken += problems(job_of(config, world=world, devices=devices))
     broken += [problem for part in CHECKS for problem in part(config)]

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
-from pydantic import Field
-
-from stretto.run.config.section import Section
+from stretto.spec.field import Field
 
 
-class ElasticLayout(Section):
+@dataclass(frozen=True, kw_only=True)
+class ElasticLayout:
     """A layout of another number of ranks than `layout`'s. Sizes that are left out are 1; what is not said
     here is as in `layout`, `batch` and `schedule` of the config, whichever layout the job had before.
     """
 
-    tp: int = Field(default=1, gt=0, description="As in `layout`.")
-    cp: int = Field(default=1, gt=0, description="As in `layout`.")
-    ep: int = Field(default=1, gt=0, description="As in `layout`.")
-    dp: int = Field(default=1, gt=0, description="As in `layout`.")
-    pp: int = Field(default=1, gt=0, description="As in `layout`.")
-    expert_tp: int | None = Field(default=None, gt=0, description="As in `layout`.")
-    stages: list[int] | None = Field(default=None, description="As in `layout`.")
-    encoder_pp: int | None = Field(default=None, gt=0, description="As in `layout`.")
-    micro_size: int | None = Field(
-        default=None, gt=0, description="Samples per microbatch; null: `batch.micro_size`."
-    )
-    schedule: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Name of the schedule, with its usual options; null: that of `schedule`.",
-    )
+    tp: Annotated[int, Field("As in `layout`.", gt=0)] = 1
+    cp: Annotated[int, Field("As in `layout`.", gt=0)] = 1
+    ep: Annotated[int, Field("As in `layout`.", gt=0)] = 1
+    dp: Annotated[int, Field("As in `layout`.", gt=0)] = 1
+    pp: Annotated[int, Field("As in `layout`.", gt=0)] = 1
+    expert_tp: Annotated[int | None, Field("As in `layout`.", gt=0)] = None
+    stages: Annotated[list[int] | None, Field("As in `layout`.")] = None
+    encoder_pp: Annotated[int | None, Field("As in `layout`.", gt=0)] = None
+    micro_size: Annotated[int | None, Field("Samples per microbatch; null: `batch.micro_size`.", gt=0)] = None
+    schedule: Annotated[
+        str | None,
+        Field("Name of the schedule, with its usual options; null: that of `schedule`.", filled=True),
+    ] = None
 
     @property
     def ranks(self) -> int:
@@ -37,20 +34,23 @@ class ElasticLayout(Section):
         return self.tp * self.cp * self.dp * self.pp
 
 
-class ElasticConfig(Section):
+@dataclass(frozen=True, kw_only=True)
+class ElasticConfig:
     """Fewer or more ranks: a run goes on from its checkpoint with the layout for the number that there is,
     with the same global batch and the same samples in the same order. `WORLD_SIZE` of torchrun chooses it, or
     `--ranks`; where a local rank dies twice in one step, or devices are gone, a restart takes the next
     smaller one.
     """
 
-    layouts: list[ElasticLayout] | Literal["auto"] = Field(
-        default_factory=list[ElasticLayout],
-        examples=["[{dp: 3}, {pp: 2, micro_size: 2}]"],
-        description="One layout for each further number of ranks; or `auto`: any number takes the fastest "
-        "layout that fits it, as `stretto plan --cluster here` finds it, with its microbatches, schedule, "
-        "sharding and recomputation.",
-    )
+    layouts: Annotated[
+        list[ElasticLayout] | Literal["auto"],
+        Field(
+            "One layout for each further number of ranks; or `auto`: any number takes the fastest layout "
+            "that fits it, as `stretto plan --cluster here` finds it, with its microbatches, schedule, "
+            "sharding and recomputation.",
+            examples=("[{dp: 3}, {pp: 2, micro_size: 2}]",),
+        ),
+    ] = field(default_factory=list[ElasticLayout])
 
     @property
     def listed(self) -> list[ElasticLayout]:

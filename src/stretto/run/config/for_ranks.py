@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 from stretto.errors import Problem, StrettoError
 from stretto.run.config.elastic import ElasticConfig, ElasticLayout
 from stretto.run.config.schema import TrainConfig
-from stretto.run.config.section import Section
 
 _OF_LAYOUT = ("tp", "cp", "ep", "dp", "pp", "expert_tp", "stages", "encoder_pp")
 
@@ -45,12 +46,12 @@ def _world(config: TrainConfig) -> int:
     return config.layout.to_layout().world
 
 
-def _sections(base: TrainConfig, entry: ElasticLayout) -> dict[str, Section]:
+def _sections(base: TrainConfig, entry: ElasticLayout) -> dict[str, Any]:
     """The sections of a job with this layout in place of its own."""
     sizes = {name: getattr(entry, name) for name in _OF_LAYOUT}
-    sections: dict[str, Section] = {"layout": base.layout.model_copy(update=sizes)}
+    sections: dict[str, Any] = {"layout": replace(base.layout, **sizes)}
     if entry.micro_size is not None:
-        sections["batch"] = base.batch.model_copy(update={"micro_size": entry.micro_size})
+        sections["batch"] = replace(base.batch, micro_size=entry.micro_size)
     if entry.schedule is not None:
         sections["schedule"] = type(base.schedule)(name=entry.schedule)
     return sections
@@ -64,14 +65,14 @@ def _others(base: TrainConfig, entry: ElasticLayout) -> list[ElasticLayout]:
     former = ElasticLayout(**{name: getattr(base.layout, name) for name in _OF_LAYOUT})
     others, schedule = list[ElasticLayout](), base.schedule
     for other in (*(one for one in base.elastic.listed if one is not entry), former):
-        changes = dict[str, object]()
+        changes = dict[str, Any]()
         if entry.micro_size is not None and other.micro_size is None:
             changes["micro_size"] = base.batch.micro_size
         if entry.schedule is not None and other.schedule is None:
             if schedule.options or schedule.file is not None:
                 continue
             changes["schedule"] = schedule.name
-        others.append(other.model_copy(update=changes))
+        others.append(replace(other, **changes))
     return others
 
 
@@ -87,12 +88,12 @@ def no_such_ranks(ranks: int, choices: list[int], field: str) -> StrettoError:
 def alternatives(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
     """The job on every further number of ranks, beside the field that has its layout."""
     base = config.configured
-    none: dict[str, Section] = {"elastic": ElasticConfig()}
+    none: dict[str, Any] = {"elastic": ElasticConfig()}
     if _world(base) != _world(config):
-        yield "layout", base.model_copy(update=none)
+        yield "layout", replace(base, **none)
     for number, entry in enumerate(base.elastic.listed):
         if entry.ranks not in (_world(base), _world(config)):
-            yield f"elastic.layouts.{number}", base.model_copy(update=_sections(base, entry) | none)
+            yield f"elastic.layouts.{number}", replace(base, **_sections(base, entry), **none)
 
 
 def number_twice(config: TrainConfig) -> Iterator[Problem]:

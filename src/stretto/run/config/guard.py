@@ -3,60 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
-
-from pydantic import Field
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from stretto.errors import Problem
-from stretto.run.config.section import Section
+from stretto.spec.field import Field
 
 Action = Literal["stop", "skip", "rollback"]
 
 
-class GuardConfig(Section):
+@dataclass(frozen=True, kw_only=True)
+class GuardConfig:
     """What becomes of a step whose numbers cannot be right, and of copies that differ."""
 
-    on_nonfinite: Action = Field(
-        default="stop",
-        description="Where a loss or a gradient is NaN or infinite, no rank applies the update. Then `stop` "
-        "ends the run, `skip` goes on with the next step, and `rollback` goes back to the newest whole "
-        "checkpoint and goes on behind the samples of the step.",
-    )
-    on_spike: Literal["off", "stop", "skip", "rollback"] = Field(
-        default="off", description="The same where the loss or the gradient norm jumps up."
-    )
-    spike_sigma: float = Field(
-        default=6.0,
-        gt=0,
-        description="What a jump is: so many standard deviations above the median of the window, both "
-        "estimated so that single outliers do not move them.",
-    )
-    spike_window: int = Field(
-        default=128, gt=3, description="Steps of the window; none is judged before it is half full."
-    )
-    max_skips: int = Field(
-        default=10,
-        gt=0,
-        description="Bad steps in a row that are skipped or rolled back; the next one stops.",
-    )
-    check_replicas: int | None = Field(
-        default=None,
-        gt=0,
-        description="Steps from one comparison of all copies of weights and optimiser states on different "
-        "ranks, by checksum, to the next, and before every checkpoint; null: none.",
-    )
-    check_memory: int | None = Field(
-        default=None,
-        gt=0,
-        description="Steps from one check that weights and optimiser states in memory keep their bits from "
-        "an update to the next, by checksum, to the next check: with 1 none is left out. It also finds what "
-        "only one rank holds, as shards of ZeRO; null: none.",
-    )
-    on_mismatch: Literal["stop", "rollback"] = Field(
-        default="stop",
-        description="Where copies differ, or memory has changed by itself: `rollback` goes back to the newest"
-        " whole checkpoint from before, and trains on the same samples again.",
-    )
+    on_nonfinite: Annotated[
+        Action,
+        Field(
+            "Where a loss or a gradient is NaN or infinite, no rank applies the update. Then `stop` ends the "
+            "run, `skip` goes on with the next step, and `rollback` goes back to the newest whole checkpoint "
+            "and goes on behind the samples of the step."
+        ),
+    ] = "stop"
+    on_spike: Annotated[
+        Literal["off", "stop", "skip", "rollback"],
+        Field("The same where the loss or the gradient norm jumps up."),
+    ] = "off"
+    spike_sigma: Annotated[
+        float,
+        Field(
+            "What a jump is: so many standard deviations above the median of the window, both estimated so "
+            "that single outliers do not move them.",
+            gt=0,
+        ),
+    ] = 6.0
+    spike_window: Annotated[
+        int, Field("Steps of the window; none is judged before it is half full.", gt=3)
+    ] = 128
+    max_skips: Annotated[
+        int, Field("Bad steps in a row that are skipped or rolled back; the next one stops.", gt=0)
+    ] = 10
+    check_replicas: Annotated[
+        int | None,
+        Field(
+            "Steps from one comparison of all copies of weights and optimiser states on different ranks, by "
+            "checksum, to the next, and before every checkpoint; null: none.",
+            gt=0,
+        ),
+    ] = None
+    check_memory: Annotated[
+        int | None,
+        Field(
+            "Steps from one check that weights and optimiser states in memory keep their bits from an update "
+            "to the next, by checksum, to the next check: with 1 none is left out. It also finds what only "
+            "one rank holds, as shards of ZeRO; null: none.",
+            gt=0,
+        ),
+    ] = None
+    on_mismatch: Annotated[
+        Literal["stop", "rollback"],
+        Field(
+            "Where copies differ, or memory has changed by itself: `rollback` goes back to the newest whole "
+            "checkpoint from before, and trains on the same samples again."
+        ),
+    ] = "stop"
 
     @property
     def rolls_back(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import lcm
 from pathlib import Path
+from typing import Any
 
 from stretto.errors import Problem, StrettoError
 from stretto.program.lower import unlower
@@ -12,9 +13,9 @@ from stretto.program.program import Program
 from stretto.program.text import read_program
 from stretto.run.config.run_checks import beside
 from stretto.run.config.schema import TrainConfig
-from stretto.spec.data_parallel import DataParallel, Precision
-from stretto.spec.finetune import Trained
-from stretto.spec.job import Job, Recompute
+from stretto.spec.data_parallel import Precision
+from stretto.spec.field import declared
+from stretto.spec.job import Execution, Job
 
 
 def job_of(
@@ -24,17 +25,23 @@ def job_of(
     world: int | None = None,
     devices: int | None = None,
 ) -> Job:
-    """The config's job.
+    """Return the config's job.
 
     Args:
-        vocab: of the tokenizer, where it is known.
-        world: processes, where others start them.
-        devices: accelerators of all machines, where each rank needs one.
+        vocab: entries of the tokenizer; None if it is not known yet.
+        world: number of processes, if a launcher has started them.
+        devices: number of accelerators on all machines, if each rank needs one.
 
     Raises:
-        StrettoError: the model's sizes or the layout's order make no whole.
+        StrettoError: sizes of the model that do not fit, or an invalid order of the layout.
     """
+    train, steps, drains = config.train, config.train.steps, (config.eval.every, config.checkpoint.every)
+    every = [n for n in drains if n is not None]
+    count = sum(steps // n for n in every) - (steps // lcm(*every) if len(every) == 2 else 0)
+    last = any(steps % n == 0 for n in every)  # the last step is one of them already
+    execution: dict[str, Any] = {name: getattr(train, name) for name in declared(Execution)}
     return Job(
+        **execution,
         shape=config.shape(vocab),
         layout=config.layout.to_layout(),
         global_batch=config.batch.global_size,
@@ -42,52 +49,25 @@ def job_of(
         sequence=config.data.sequence,
         target_sequence=config.target_sequence,
         encoder_pp=config.layout.encoder_pp,
+        expert_tp=config.layout.expert_tp,
+        sequence_parallel=config.layout.sequence_parallel,
+        context=config.layout.context,
         schedule=config.schedule.name,
         options=config.schedule.options,
         stage_layers=None if config.layout.stages is None else tuple(config.layout.stages),
         custom_program=None if config.schedule.file is None else program_file(config.schedule.file),
         world=world,
         devices=devices,
-        expert_tp=config.layout.expert_tp,
-        sequence_parallel=config.layout.sequence_parallel,
-        context=config.layout.context,
-        recompute=Recompute(**config.recompute.model_dump()),
-        dp=DataParallel(**config.dp.model_dump()),
-        precision=_precision(config),
-        optimiser=config.optim.settings(),
-        attention=config.train.attention,
-        loss_chunk=config.train.loss_chunk,
-        vocab_multiple=config.train.vocab_multiple,
-        bucket=int(config.train.bucket_mib * 2**20),
-        one_memory=config.train.device == "cpu",
-        trained=Trained(freeze=tuple(config.finetune.freeze)),
+        recompute=config.recompute,
+        dp=config.dp,
+        precision=Precision(dtype=train.dtype, **vars(config.precision)),
+        optimiser=config.optim,
+        bucket=int(train.bucket_mib * 2**20),
+        one_memory=train.device == "cpu",
+        trained=config.finetune,
         initial=config.model.initial(),
-        undrained=_undrained(config),
-        compile=config.train.compile,
-        graphs=config.train.graphs,
+        undrained=steps / (count + (not last)),
         async_save=config.checkpoint.async_save and config.checkpoint.every is not None,
-    )
-
-
-def _undrained(config: TrainConfig) -> float:
-    """Steps from one drain of an asynchronous schedule to the next, on average over the run."""
-    steps = config.train.steps
-    every = [n for n in (config.eval.every, config.checkpoint.every) if n is not None]
-    drains = sum(steps // n for n in every) - (steps // lcm(*every) if len(every) == 2 else 0)
-    ends = any(steps % n == 0 for n in every)  # the last step is one of them already
-    return steps / (drains + (not ends))
-
-
-def _precision(config: TrainConfig) -> Precision:
-    """The types of weights, gradients and products."""
-    precision = config.precision
-    return Precision(
-        dtype=config.train.dtype,
-        gradients=precision.gradients,
-        keep=tuple(precision.keep),
-        fp8=precision.fp8,
-        loss_scale=precision.loss_scale,
-        loss_scale_steps=precision.loss_scale_steps,
     )
 
 

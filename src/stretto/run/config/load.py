@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import ValidationError
 
 from stretto.errors import StrettoError, joined, nearest_file
-from stretto.run.config.model import ModelConfig
-from stretto.run.config.override import apply
+from stretto.run.config.model import ModelConfig, model_section
 from stretto.run.config.required import lay_marks, take_marks
 from stretto.run.config.schema import JobConfig, TrainConfig
-from stretto.run.config.section import JobSection
+from stretto.run.config.section import plain_section
 from stretto.run.config.source import LARGEST_FILE, CoreDumper, Source
-from stretto.run.config.validation import complain
-from stretto.run.config.written import model_section
+from stretto.run.config.validation import apply_override, read_section
 from stretto.spec.presets import is_name
 
 # fields of `model` that leave the model of a preset as it is
 _BESIDE_PRESET = ("preset", "vocab", "positions", "dropout", "init_std", "scaled_init")
 
-C = TypeVar("C", bound=JobSection)
+C = TypeVar("C", bound=JobConfig)
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -78,7 +75,7 @@ def parse_as(schema: type[C], values: dict[str, Any], read: Source, overrides: S
     wrong = list[StrettoError]()
     for override in overrides:
         try:
-            apply(override, values, read, schema)
+            apply_override(override, values, read, schema)
         except StrettoError as error:
             wrong.append(error)
     if wrong:
@@ -88,11 +85,14 @@ def parse_as(schema: type[C], values: dict[str, Any], read: Source, overrides: S
     if isinstance(run, dict):
         run.setdefault("name", name)
     marked = take_marks(values, schema)
-    try:
-        config = schema.model_validate(values).marking(marked)
-    except ValidationError as error:
-        raise complain(error, values, read, schema) from None
-    return config.model_copy(update={"model": sizes}) if (sizes := _sizes_of_file(config)) else config
+    config = replace(read_section(schema, values, read), required=marked)
+    if isinstance(config, TrainConfig) and config.model.preset and not is_name(config.model.preset):
+        # the sizes of a config.json, so that the file is not needed again
+        section = model_section(replace(config.shape(), lora=None), config.model.initial())
+        if config.model.vocab is None:  # the tokenizer's, then
+            del section["vocab"]
+        return replace(config, model=read_section(ModelConfig, section))
+    return config
 
 
 def _check_preset(values: dict[str, Any], read: Source) -> None:
@@ -125,18 +125,6 @@ def _values_at(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         yield path
 
 
-def _sizes_of_file(config: JobSection) -> ModelConfig | None:
-    """The sizes that a config takes from a config.json, so that it stands by itself; None where it names no
-    file.
-    """
-    if not isinstance(config, TrainConfig) or config.model.preset is None or is_name(config.model.preset):
-        return None
-    section = model_section(replace(config.shape(), lora=None))
-    if config.model.vocab is None:  # the tokenizer's, then
-        del section["vocab"]
-    return ModelConfig.model_validate(section | asdict(config.model.initial()))
-
-
 def dump(config: JobConfig, *, defaults: bool = True) -> str:
     """The resolved config as YAML that `load` reads back equal.
 
@@ -151,8 +139,7 @@ def plain_values(config: JobConfig, *, defaults: bool = True) -> dict[str, Any]:
     """The fields of the resolved config, section by section, as JSON and YAML hold them; `defaults` as of
     `dump`.
     """
-    values = config.model_dump(mode="json", exclude_defaults=not defaults)
-    return lay_marks({name: section for name, section in values.items() if section}, config.required)
+    return lay_marks(plain_section(config, defaults=defaults), config.required)
 
 
 def read_config(path: Path) -> str:

@@ -1,578 +1,354 @@
-"""The `model` section: a preset, a family with sizes, or a preset with some of its sizes changed."""
+"""The `model` and `lora` sections, derived from the shapes: what a config changes of a preset or a family."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, is_dataclass, make_dataclass, replace
+from dataclasses import Field as DataclassField
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Self
-
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args
 
 from stretto.errors import Problem, StrettoError, UnknownName
-from stretto.run.config.section import Section
-from stretto.spec.attention import AttentionShape, HeadNorm, LatentShape, RopeScaling, RopeType
-from stretto.spec.experts import Drop, ExpertShape, GroupScore, Score
+from stretto.run.config.validation import read_section
+from stretto.spec.attention import AttentionShape, LatentShape, RopeScaling
+from stretto.spec.experts import ExpertShape
 from stretto.spec.families import FAMILY_DEFAULTS, Family
+from stretto.spec.field import Declared, Field, declared
 from stretto.spec.initial import Initial
-from stretto.spec.presets import find_shape
-from stretto.spec.shape import BlockNorms, Mlp, ModelShape, Norm, PositionEmbedding, fields_of
+from stretto.spec.lora import LoraShape
+from stretto.spec.presets import PRESETS, find_shape, preset
+from stretto.spec.shape import ModelShape, check_built
+
+C = TypeVar("C")
+_RENAMED = {"sequence": "positions"}  # fields of a shape under another name in a config
+
+# of parts that a model may lack: the rule that is broken by fields of one that it has not, and the fix; the
+# first field of the part is the one that it cannot be without
+_ABSENT: Mapping[type, tuple[str, str]] = {
+    ExpertShape: ("the model has no experts", "model.moe.experts=8, or model.moe.{name}=null"),
+    RopeScaling: ("nothing is scaled without a type", "model.rope.type=llama3"),
+    LatentShape: ("there is no latent attention without it", "512, 64 and 128 are DeepSeek's"),
+}
 
 
-class LatentConfig(Section):
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434); by default that of the preset, else of the
-    family, if any.
+def part_of(item: Declared) -> type | None:
+    """Return the dataclass that a field of a shape holds, perhaps beside None."""
+    return next((kind for kind in item.kinds if isinstance(kind, type) and is_dataclass(kind)), None)
+
+
+@cache
+def _family_fields(shape: type) -> frozenset[str]:
+    """Fields of a shape, or of a part of one, whose defaults differ between families."""
+    if shape is ExpertShape:
+        return frozenset(name for one in FAMILY_DEFAULTS.values() for name in one.experts)
+    if shape is AttentionShape:
+        shapes = [one.attention for one in FAMILY_DEFAULTS.values()]
+        return frozenset(name for name in declared(shape) if len({getattr(one, name) for one in shapes}) > 1)
+    return frozenset(name for name, item in declared(shape).items() if item.metadata)
+
+
+def _null(shape: type, item: Declared) -> str:
+    """Describe what null stands for in the config, of a field that does not say so itself."""
+    if item.name in _family_fields(shape):
+        return "the preset's, else the family's"
+    if item.default is MISSING or item.default is None:
+        return "the preset's"
+    words = {True: "true", False: "false"}
+    default = words[item.default] if isinstance(item.default, bool) else item.default
+    return f"the preset's, else {f'`{default}`' if isinstance(default, str) else f'{default:g}'}"
+
+
+def _optional(shape: type, item: Declared) -> tuple[Any, Any]:
+    """Return type and default of a field of a section that changes a shape: null leaves it as it is."""
+    assert item.field is not None
+    part = part_of(item)
+    if part is not None:
+        made = make_dataclass(
+            f"{part.__name__}Changes",
+            [(name, kind, default) for name, (kind, default) in _changes(part, False).items()],
+            frozen=True,
+            kw_only=True,
+        )
+        made.__doc__ = item.field.doc
+        made.__module__ = __name__  # instances are pickled by this name
+        globals()[made.__name__] = made
+        return made, field(default_factory=made)
+    about, kinds = item.field, [kind for kind in item.kinds if kind is not NoneType]
+    if isinstance(about.off, str):
+        kinds = [Literal[about.off, *(word for kind in kinds for word in get_args(kind))]]
+    elif about.off is not None:
+        about = replace(about, gt=None, ge=about.off)
+    null = about.null or _null(shape, item)
+    about = replace(about, doc=f"{about.doc.removesuffix('.')}; null: {null}.")
+    return Annotated[Union[*kinds, None], about], None
+
+
+def _changes(shape: type, defaults: bool) -> dict[str, tuple[Any, Any]]:
+    """Return type and default of every field of a section that changes a shape."""
+    return {
+        _RENAMED.get(name, name): (Annotated[item.type, item.field], item.default)
+        if defaults and item.default is not MISSING
+        else _optional(shape, item)
+        for name, item in declared(shape).items()
+        if item.field is not None
+    }
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def changes_of(
+    shape: type, *, defaults: bool = False, others: type | None = None
+) -> Callable[[type[C]], type[C]]:
+    """Decorate a section that changes the fields of a shape: it gets all of them, each null by default.
+
+    Args:
+        defaults: fields keep their defaults; only those without one are null.
+        others: a dataclass whose fields the section has too, unchanged.
     """
 
-    kv_rank: int | None = Field(
-        default=None,
-        ge=0,
-        description="Width of the vector that keys and values come from, 0: no latent attention; null: the "
-        "preset's, else the family's.",
-    )
-    rope_dim: int | None = Field(
-        default=None,
-        gt=0,
-        description="Features of a head that are turned by position, part of `model.head_dim`; null: the "
-        "preset's, else the family's.",
-    )
-    value_dim: int | None = Field(
-        default=None,
-        gt=0,
-        description="Features of a head's values; null: the preset's, else the family's.",
-    )
-    q_rank: int | None = Field(
-        default=None,
-        ge=0,
-        description="Width of the vector that queries come from, 0: none, they come from the residual "
-        "stream; null: the preset's, else the family's.",
-    )
+    def decorate(cls: type[C]) -> type[C]:
+        fields: dict[str, tuple[Any, Any]] = {}
+        parts: dict[str, tuple[Any, Any]] = {}
+        for name, made in _changes(shape, defaults).items():
+            (parts if isinstance(made[1], DataclassField) else fields)[name] = made
+        for name, item in declared(others).items() if others is not None else ():
+            fields[name] = (Annotated[item.type, item.field], item.default)
+        own = cls.__annotations__
+        cls.__annotations__ = {**own, **{name: kind for name, (kind, _) in (fields | parts).items()}}
+        for name, (_, default) in (fields | parts).items():
+            setattr(cls, name, default)
+        return dataclass(frozen=True, kw_only=True)(cls)
 
-    def shape(self, known: LatentShape | None) -> LatentShape | None:
-        """The sizes, laid over known ones; None: no latent attention."""
-        sizes: dict[str, Any] = self.model_dump(exclude_none=True)
-        if not sizes or self.kv_rank == 0:
-            return None if sizes else known
-        if sizes.get("q_rank") == 0:
-            sizes["q_rank"] = None
-        base: dict[str, Any] = {} if known is None else asdict(known)
-        missing = [name for name in ("kv_rank", "rope_dim", "value_dim") if name not in {**base, **sizes}]
-        if missing:
-            raise Problem(missing[0], None, "latent attention needs it", "512, 64 and 128 are DeepSeek's")
-        return LatentShape(**{**base, **sizes})
+    return decorate
 
 
-class AttentionConfig(Section):
-    """What attention has beside heads; by default what the preset has, else the family."""
+def laid_over(shape: type, section: Any, known: Any, defaults: Mapping[str, Any] | None = None) -> Any:
+    """Return a part of a shape: the fields that a section sets, laid over known ones.
 
-    norm: Literal["none"] | HeadNorm | None = Field(
-        default=None,
-        description="A norm of queries and of keys, over each `head`'s features or over `all` heads'; null: "
-        "the preset's, else the family's.",
-    )
-    qkv_bias: bool | None = Field(
-        default=None,
-        description="Biases of queries, keys and values; null: the preset's, else the family's, else "
-        "`model.bias`.",
-    )
-    proj_bias: bool | None = Field(
-        default=None,
-        description="Bias of the projection into the residual stream; null: the preset's, else `model.bias`.",
-    )
-    sinks: bool | None = Field(
-        default=None,
-        description="A number for each head that takes part in the softmax (gpt-oss); null: the preset's, "
-        "else the family's.",
-    )
-    window: int | None = Field(
-        default=None,
-        ge=0,
-        description="Positions that a token sees, itself among them, 0: all before it; null: the preset's, "
-        "else the family's.",
-    )
-    full_every: int | None = Field(
-        default=None,
-        ge=0,
-        description="Every n-th block has no window, 0: all have it; null: the preset's, else the family's.",
-    )
-    softcap: float | None = Field(
-        default=None,
-        ge=0,
-        description="Scores are `softcap tanh(score / softcap)`, 0: as they are; null: the preset's, else "
-        "the family's.",
-    )
-    query_scale: float | None = Field(
-        default=None,
-        ge=0,
-        description="Scores are divided by its root, 0: by that of `head_dim`; null: the preset's, else "
-        "`head_dim`.",
-    )
-    local_theta: float | None = Field(
-        default=None,
-        ge=0,
-        description="Base of the rotary frequencies, unscaled, in blocks with a window (Gemma 3), 0: that of "
-        "the others; null: the preset's, else the family's.",
-    )
-    interleaved: bool | None = Field(
-        default=None,
-        description="Rotary positions turn pairs of neighbouring features, otherwise of the halves of a "
-        "head; null: the preset's, else the family's.",
-    )
-    buckets: int | None = Field(
-        default=None,
-        gt=0,
-        description="Of relative positions, distances that have a bias of their own; null: the preset's, "
-        "else 32.",
-    )
-    max_distance: int | None = Field(
-        default=None,
-        gt=0,
-        description="Of relative positions, from which distance on all have one bias; null: the preset's, "
-        "else 128.",
-    )
-    latent: LatentConfig = Field(default_factory=LatentConfig)
+    Args:
+        known: the part of the preset or the family; None if it has none.
+        defaults: of fields that the section leaves out, if `known` is None.
 
-    def shape(self, known: AttentionShape) -> AttentionShape:
-        """The fields laid over known ones.
-
-        Raises:
-            StrettoError: sizes that do not fit each other.
-        """
-        fields: dict[str, Any] = self.model_dump(exclude_none=True, exclude={"latent"})
-        for name in ("window", "softcap", "query_scale", "local_theta"):
-            if fields.get(name) == 0:
-                fields[name] = None
-        if fields.get("norm") == "none":
-            fields["norm"] = None
-        try:
-            latent = self.latent.shape(known.latent)
-        except StrettoError as error:
-            raise error.within("attention.latent") from None
-        try:
-            return replace(known, **fields, latent=latent)
-        except StrettoError as error:
-            raise error.within("attention") from None
+    Raises:
+        Problem: fields that do not fit each other, or of a part that the model does not have.
+    """
+    changes = dict[str, Any]()
+    for name, item in declared(shape).items():
+        if item.field is None:
+            continue
+        value, part = getattr(section, _RENAMED.get(name, name)), part_of(item)
+        if part is not None:
+            try:
+                inner = laid_over(part, value, getattr(known, name, None))
+            except StrettoError as error:
+                raise error.within(name) from None
+            if inner != getattr(known, name, None):
+                changes[name] = inner
+        elif value is not None:
+            changes[name] = None if value == item.field.off and item.field.off is not None else value
+    if known is not None and (shape not in _ABSENT or not _is_off(shape, changes)):
+        return replace(known, **changes)
+    if not changes or _is_off(shape, changes):
+        return None
+    rule, fix = _ABSENT[shape]
+    required = [name for name, item in declared(shape).items() if item.default is MISSING]
+    missing = [name for name in required if name not in changes]
+    if missing and shape is LatentShape:
+        raise Problem(missing[0], None, "latent attention needs it", fix)
+    if missing:
+        name, value = next(iter(changes.items()))
+        raise Problem(name, value, rule, fix.format(name=name))
+    return shape(**{**(defaults or {}), **changes})
 
 
-class RopeConfig(Section):
-    """How rotary positions reach beyond those of the first training; by default as in the preset."""
-
-    type: Literal["none"] | RopeType | None = Field(
-        default=None,
-        description="`linear`, `dynamic` (NTK), `yarn`, `llama3` (Llama 3.1), or `none`; null: the preset's, "
-        "else none.",
-    )
-    factor: float | None = Field(
-        default=None, ge=1, description="Of the longer context; null: the preset's, else 1."
-    )
-    original_positions: int | None = Field(
-        default=None, gt=0, description="Positions of the first training; null: the preset's."
-    )
-    low_freq_factor: float | None = Field(
-        default=None,
-        gt=0,
-        description="`llama3`: frequencies of fewer turns within the original positions are divided by "
-        "`factor`; null: the preset's, else 1.",
-    )
-    high_freq_factor: float | None = Field(
-        default=None, gt=0, description="`llama3`: those of more turns are kept; null: the preset's, else 4."
-    )
-    beta_fast: float | None = Field(
-        default=None,
-        gt=0,
-        description="`yarn`: frequencies of more turns are kept; null: the preset's, else 32.",
-    )
-    beta_slow: float | None = Field(
-        default=None,
-        gt=0,
-        description="`yarn`: those of fewer turns are divided by `factor`; null: the preset's, else 1.",
-    )
-    truncate: bool | None = Field(
-        default=None,
-        description="`yarn`: both bounds are rounded to whole features; null: the preset's, else true.",
-    )
-    attention_factor: float | None = Field(
-        default=None,
-        gt=0,
-        description="`yarn`: by which queries and keys are multiplied; null: the preset's, else "
-        "`0.1 ln(factor) + 1`, or by the next two.",
-    )
-    mscale: float | None = Field(
-        default=None,
-        ge=0,
-        description="`yarn`: DeepSeek's weight of that logarithm for queries and keys; null: the preset's.",
-    )
-    mscale_all_dim: float | None = Field(
-        default=None, ge=0, description="`yarn`: the same for all scores; null: the preset's."
-    )
-
-    def shape(self, known: RopeScaling | None) -> RopeScaling | None:
-        """The fields laid over known ones; None: positions as in the first training.
-
-        Raises:
-            StrettoError: fields that do not fit each other.
-        """
-        fields: dict[str, Any] = self.model_dump(exclude_none=True)
-        if not fields or self.type == "none":
-            return None if fields else known
-        base: dict[str, Any] = {"factor": 1.0} if known is None else asdict(known)
-        if "type" not in {**base, **fields}:
-            name, value = next(iter(fields.items()))
-            raise Problem(f"rope.{name}", value, "nothing is scaled without a type", "model.rope.type=llama3")
-        try:
-            return RopeScaling(**{**base, **fields})
-        except StrettoError as error:
-            raise error.within("rope") from None
+def _is_off(shape: type, changes: Mapping[str, Any]) -> bool:
+    """True if the changes say that there is no such part."""
+    key = next(iter(declared(shape)))
+    return changes.get(key, key) is None
 
 
-class ExpertConfig(Section):
-    """A mixture of experts in place of every block's MLP; by default that of the preset, if any."""
-
-    experts: int | None = Field(
-        default=None, gt=0, description="Routed experts of a block; null: the preset's, else a plain MLP."
-    )
-    top_k: int | None = Field(
-        default=None, gt=0, description="Routed experts that a token goes to; null: the preset's, else 2."
-    )
-    ffn: int | None = Field(
-        default=None, gt=0, description="Inner width of an expert; null: the preset's, else `model.ffn`."
-    )
-    shared_ffn: int | None = Field(
-        default=None,
-        ge=0,
-        description="Inner width of a shared expert that every token goes to, 0: none; null: the preset's, "
-        "else 0.",
-    )
-    score: Score | None = Field(
-        default=None,
-        description="How the router's logits become scores; null: the preset's, else `softmax`.",
-    )
-    normalise: bool | None = Field(
-        default=None,
-        description="A token's weights of its experts sum to one; null: the preset's, else true.",
-    )
-    balance: float | None = Field(
-        default=None,
-        ge=0,
-        description="Coefficient of the loss that keeps experts equally busy, 0: none; null: the preset's, "
-        "else 0.01.",
-    )
-    z: float | None = Field(
-        default=None,
-        ge=0,
-        description="Coefficient of the squared log-sum-exp of the router's logits, 0: none; null: the "
-        "preset's, else 0.",
-    )
-    capacity: float | None = Field(
-        default=None,
-        gt=0,
-        description="In training an expert takes at most `capacity tokens top_k / experts` tokens of a "
-        "sample, rounded up, the rest skip it; null: the preset's, else all are taken.",
-    )
-    drop: Drop | None = Field(
-        default=None,
-        description="Which tokens an overloaded expert keeps, those with the largest weights or the "
-        "first; null: the preset's, else `probs`.",
-    )
-    dense_layers: int | None = Field(
-        default=None,
-        ge=0,
-        description="So many leading blocks have a plain MLP instead; null: the preset's, else the family's.",
-    )
-    every: int | None = Field(
-        default=None,
-        gt=0,
-        description="Of the others only every n-th block, counted from the first of all, has experts; null: "
-        "the preset's, else 1.",
-    )
-    router_bias: bool | None = Field(
-        default=None,
-        description="The router's linear has a bias (gpt-oss); null: the preset's, else the family's.",
-    )
-    shared_gate: bool | None = Field(
-        default=None,
-        description="The shared expert's output is weighed by a gate of the token (Qwen2-MoE); null: the "
-        "preset's, else the family's.",
-    )
-    correction: bool | None = Field(
-        default=None,
-        description="The choice of experts, not their weights, adds a number for each expert to the scores, "
-        "which has no gradient (DeepSeek-V3); null: the preset's, else the family's.",
-    )
-    correction_rate: float | None = Field(
-        default=None,
-        ge=0,
-        description="By which the number of an expert with less than the mean load grows after each step, "
-        "and that of one with more falls, 0: never; null: the preset's, else 0.",
-    )
-    groups: int | None = Field(
-        default=None,
-        gt=0,
-        description="Groups of neighbouring experts (DeepSeek-V2); null: the preset's, else 1.",
-    )
-    top_groups: int | None = Field(
-        default=None,
-        gt=0,
-        description="Groups that a token's experts come from; null: the preset's, else 1.",
-    )
-    group_score: GroupScore | None = Field(
-        default=None,
-        description="A group's score: that of its best expert, or the sum of the two best; null: the "
-        "preset's, else the family's.",
-    )
-    scale: float | None = Field(
-        default=None,
-        gt=0,
-        description="By which the weights of routed experts are multiplied; null: the preset's, else 1.",
-    )
-
-    @field_validator("top_k")
-    @classmethod
-    def _are_so_many(cls, value: int | None, info: ValidationInfo) -> int | None:
-        experts: int | None = info.data.get("experts")
-        if value is not None and experts is not None and value > experts:
-            raise StrettoError(
-                f"is {value}, more than model.moe.experts={experts}",
-                hint=f"model.moe.top_k={experts}, or model.moe.experts={value}",
-            )
-        return value
-
-    def shape(self, family: Family, known: ExpertShape | None = None) -> ExpertShape | None:
-        """The experts' sizes, laid over those of a preset, else of the family; None where there are no
-        experts.
-
-        Raises:
-            StrettoError: sizes that do not fit each other, or sizes of experts that there are none of.
-        """
-        sizes: dict[str, Any] = self.model_dump(exclude_none=True)
-        if known is None and self.experts is None:
-            if sizes:
-                name, value = next(iter(sizes.items()))
-                fix = f"model.moe.experts=8, or model.moe.{name}=null"
-                raise Problem(f"moe.{name}", value, "the model has no experts", fix)
-            return None
-        base: dict[str, Any] = dict(FAMILY_DEFAULTS[family].experts) if known is None else asdict(known)
-        try:
-            return ExpertShape(**{**base, **sizes})
-        except StrettoError as error:
-            raise error.within("moe") from None
+def _check_preset(value: str) -> None:
+    path = Path(value).expanduser()
+    try:
+        find_shape(path)
+    except UnknownName as error:
+        hint = f"there is no {path / 'config.json'}" if path.is_dir() else error.hint
+        raise StrettoError(f"is {value!r}, which is not a known model", hint=hint) from None
+    except StrettoError as error:
+        raise StrettoError(f"is {value!r}: {error.message}", hint=error.hint) from None
 
 
-class ModelConfig(Section):
+@changes_of(ModelShape, others=Initial)
+class ModelConfig:
     """`preset`, or `family` with `layers`, `hidden` and `heads`; fields set in addition to a preset override
     it.
     """
 
-    preset: str | None = Field(
-        default=None,
-        description="Name of a known model, such as `gpt2` or `llama3-8b`, or the path of a Hugging Face "
-        "`config.json` (or its folder), whose sizes the resolved config then has.",
-    )
-    family: Family | None = Field(
-        default=None,
-        description="The usual values of all other fields. `gpt`: GPT-2 (learned positions, LayerNorm, GELU, "
-        "dropout). `llama`: Llama (rotary positions, RMSNorm, SwiGLU, grouped-query attention). The others "
-        "are in docs/models.md.",
-    )
-    layers: int | None = Field(
-        default=None, gt=0, description="Transformer blocks; with an encoder, those of the decoder."
-    )
-    encoder_layers: int | None = Field(
-        default=None,
-        ge=0,
-        description="Blocks of the encoder, 0: none; null: the preset's, else as many as `layers` in "
-        "families with an encoder (`t5`, `bart`).",
-    )
-    hidden: int | None = Field(default=None, gt=0, description="Features of the residual stream.")
-    heads: int | None = Field(default=None, gt=0, description="Query heads of a block.")
-    kv_heads: int | None = Field(
-        default=None, gt=0, description="Key and value heads of a block, a divisor of `heads`; null: `heads`."
-    )
-    head_dim: int | None = Field(
-        default=None, gt=0, description="Features of a head; null: `hidden / heads`."
-    )
-    ffn: int | None = Field(
-        default=None,
-        gt=0,
-        description="Inner width of the MLP; null: the family's ratio to `hidden`, as gpt `4 hidden` and "
-        "llama `8/3 hidden` rounded up to a multiple of 256.",
-    )
-    vocab: int | None = Field(
-        default=None, gt=0, description="Entries of the embedding; null: those of the data's tokenizer."
-    )
-    positions: int | None = Field(
-        default=None, gt=0, description="Most tokens of context; null: the preset's, else `data.sequence`."
-    )
-    dropout: float | None = Field(
-        default=None,
-        ge=0,
-        lt=1,
-        description="Probability of dropout on embedding, attention and residual; with learned positions "
-        "only; null: 0.",
-    )
-    tied: bool | None = Field(
-        default=None,
-        description="Head and embedding share one weight; null: the family's, as gpt true, llama false.",
-    )
-    bias: bool | None = Field(
-        default=None,
-        description="Biases in linear layers and LayerNorm; null: the family's, as gpt true, llama false.",
-    )
-    norm_eps: float | None = Field(
-        default=None, gt=0, description="Added to the variance in LayerNorm and RMSNorm; null: 1e-5."
-    )
-    rope_theta: float | None = Field(
-        default=None, gt=0, description="Base of the rotary frequencies; null: the preset's, else 10000."
-    )
-    position_embedding: PositionEmbedding | None = Field(
-        default=None,
-        description="Positions are `learned` and added to the embedding, or `rotary` or `relative`, in the "
-        "attention (`relative`: a bias of scores by distance, beside an encoder only); null: the family's.",
-    )
-    mlp: Mlp | None = Field(
-        default=None,
-        description="Activation of the MLP: `gelu` (tanh form), `gelu_exact`, `relu`, or with a gate "
-        "`swiglu`, `geglu` (Gemma) or `swiglu_clamped` (gpt-oss); null: the family's.",
-    )
-    norm: Norm | None = Field(
-        default=None,
-        description="`layer`: LayerNorm; `rms`: RMSNorm; `rms1p`: RMSNorm times 1 + weight (Gemma); null: "
-        "the family's.",
-    )
-    block_norms: BlockNorms | None = Field(
-        default=None,
-        description="Norms before attention and MLP (`pre`), before and after (`sandwich`, Gemma), or of the "
-        "sum with the residual stream (`post`, BART); null: the family's.",
-    )
-    embedding_scale: float | None = Field(
-        default=None,
-        gt=0,
-        description="By which the token embedding is multiplied; null: the preset's, else the family's, as "
-        "gemma2 `sqrt(hidden)`.",
-    )
-    logit_softcap: float | None = Field(
-        default=None,
-        ge=0,
-        description="Logits are `cap tanh(logit / cap)`, 0: as they are; null: the preset's, else the "
-        "family's.",
-    )
-    embedding_norm: bool | None = Field(
-        default=None,
-        description="Embeddings are normalised (BART); null: the preset's, else the family's.",
-    )
-    logit_scale: float | None = Field(
-        default=None,
-        gt=0,
-        description="By which the input of the output projection is multiplied; null: the preset's, else the "
-        "family's, as t5 `1 / sqrt(hidden)` where `tied`.",
-    )
-    init_std: float = Field(
-        default=Initial.init_std,
-        gt=0,
-        description="Standard deviation of the normal initial values of matrices.",
-    )
-    scaled_init: bool = Field(
-        default=Initial.scaled_init,
-        description="That of projections into the residual stream is `init_std / sqrt(2 layers)` (GPT-2, "
-        "Megatron-LM); false: `init_std` too.",
-    )
+    preset: Annotated[
+        str | None,
+        Field(
+            "Name of a known model, such as `gpt2` or `llama3-8b`, or the path of a Hugging Face "
+            "`config.json` (or its folder), whose sizes the resolved config then has.",
+            check=_check_preset,
+        ),
+    ] = None
+    if TYPE_CHECKING:  # the others are derived
+        family: Family | None = None
+        vocab: int | None = None
+        positions: int | None = None
+        attention: Any = None
+        rope: Any = None
+        moe: Any = None
 
-    attention: AttentionConfig = Field(default_factory=AttentionConfig)
-    rope: RopeConfig = Field(default_factory=RopeConfig)
-    moe: ExpertConfig = Field(default_factory=ExpertConfig)
-
-    @field_validator("preset")
-    @classmethod
-    def _is_known(cls, value: str | None) -> str | None:
-        if value is None:
-            return None
-        try:
-            find_shape(Path(value).expanduser())
-        except UnknownName as error:
-            path = Path(value).expanduser()
-            hint = f"there is no {path / 'config.json'}" if path.is_dir() else error.hint
-            raise StrettoError(f"is {value!r}, which is not a known model", hint=hint) from None
-        except StrettoError as error:
-            raise StrettoError(f"is {value!r}: {error.message}", hint=error.hint) from None
-        return value
-
-    @model_validator(mode="after")
-    def _is_complete(self) -> Self:
-        if self.preset is not None:
-            return self
+    def __post_init__(self) -> None:
         missing = [name for name in ("family", "layers", "hidden", "heads") if getattr(self, name) is None]
-        if missing:
+        if self.preset is None and missing:
             raise StrettoError(
                 f"has no {', no '.join(missing)}",
                 hint="give a preset, or family, layers, hidden and heads",
             )
-        return self
+        experts, top_k = self.moe.experts, self.moe.top_k
+        if experts is not None and top_k is not None and top_k > experts:
+            raise Problem(
+                "moe.top_k",
+                top_k,
+                f"it must be at most model.moe.experts={experts}",
+                f"model.moe.top_k={experts}, or model.moe.experts={top_k}",
+            )
 
     def initial(self) -> Initial:
-        """How new weights begin."""
-        return Initial(init_std=self.init_std, scaled_init=self.scaled_init)
-
-    @property
-    def _configured(self) -> dict[str, Any]:
-        """What the config sets, under the names that ModelShape has."""
-        beside = {"preset", "positions", "init_std", "scaled_init", "attention", "rope", "moe"}
-        sizes = self.model_dump(exclude=beside, exclude_none=True)
-        return sizes if self.positions is None else {**sizes, "sequence": self.positions}
+        """Return how new weights are initialised."""
+        return Initial(**{name: getattr(self, name) for name in declared(Initial)})
 
     def shape(self, vocab: int, sequence: int) -> ModelShape:
-        """The sizes of the model.
+        """Return the sizes of the model.
 
-        `vocab` is the tokenizer's, `sequence` the data's; the config's own `vocab` and `positions` win.
+        Args:
+            vocab: entries of the tokenizer, unless the config sets its own.
+            sequence: tokens of the data's samples, unless the config sets `positions`.
 
         Raises:
             StrettoError: sizes that do not fit each other.
         """
-        sizes = self._configured
-        if self.preset is None:
-            assert self.family is not None  # checked above
-            usual = FAMILY_DEFAULTS[self.family].attention
-            filled: dict[str, Any] = {"vocab": vocab, "sequence": sequence, **sizes}
-            return ModelShape(**filled, **self._parts(self.family, usual, None, None))
-        known = find_shape(Path(self.preset).expanduser())
-        base = fields_of(known) | self._parts(known.family, known.attention, known.rope, known.moe)
-        for name, follows in _FOLLOW.items():
-            if name in sizes:
-                base |= dict.fromkeys(follows)
-        base |= {"vocab": vocab, **sizes}
-        return ModelShape(**base)
-
-    def _parts(
-        self,
-        family: Family,
-        attention: AttentionShape,
-        rope: RopeScaling | None,
-        experts: ExpertShape | None,
-    ) -> dict[str, Any]:
-        """Attention, scaled positions and experts, laid over known ones."""
-        return {
-            "attention": self.attention.shape(attention),
-            "rope": self.rope.shape(rope),
-            "moe": self.moe.shape(family, experts),
+        known = None if self.preset is None else find_shape(Path(self.preset).expanduser())
+        items = {name: item for name, item in declared(ModelShape).items() if item.field is not None}
+        set_here = {name: getattr(self, _RENAMED.get(name, name)) for name in items}
+        sizes = {
+            name: value for name, value in set_here.items() if value is not None and not part_of(items[name])
         }
+        if known is None:
+            assert self.family is not None  # checked above
+            family, attention, rope, experts = FAMILY_DEFAULTS[self.family], None, None, None
+            base: dict[str, Any] = {"vocab": vocab, "sequence": sequence}
+            attention = family.attention
+        else:
+            family, attention, rope, experts = (
+                FAMILY_DEFAULTS[known.family],
+                known.attention,
+                known.rope,
+                known.moe,
+            )
+            # what follows from a changed size takes the family's default again
+            base = {
+                name: None
+                if any(one in sizes for one in item.metadata.get("follows", ()))
+                else getattr(known, name)
+                for name, item in declared(ModelShape).items()
+            }
+            base["vocab"] = vocab
+        for name, part in (("attention", attention), ("rope", rope), ("moe", experts)):
+            kind = part_of(items[name])
+            assert kind is not None
+            try:
+                base[name] = laid_over(kind, set_here[name], part, family.experts)
+            except StrettoError as error:
+                raise error.within(name) from None
+        return ModelShape(**{**base, **sizes})
 
 
-# what a preset's changed size makes void, so that it takes the family's usual value again
-_FOLLOW = {
-    "family": (
-        "head_dim",
-        "ffn",
-        "kv_heads",
-        "tied",
-        "bias",
-        "position_embedding",
-        "mlp",
-        "norm",
-        "block_norms",
-        "embedding_scale",
-        "logit_softcap",
-        "embedding_norm",
-        "logit_scale",
-        "encoder_layers",
-    ),
-    "hidden": ("head_dim", "ffn", "embedding_scale", "logit_scale"),
-    "heads": ("head_dim", "kv_heads"),
-}
+@changes_of(LoraShape, defaults=True)
+class LoraConfig:
+    """Low-rank adapters of the linears of blocks (Hu et al. 2021); all other parameters are frozen."""
+
+    if TYPE_CHECKING:
+        rank: int | None = None
+        alpha: float | None = None
+
+    def __post_init__(self) -> None:
+        self.shape()  # which checks the targets
+        changed = any(getattr(self, name) != item.default for name, item in declared(LoraConfig).items())
+        if self.rank is None and changed:
+            raise StrettoError("has no rank, so that there are no adapters", hint="lora.rank=8")
+
+    def shape(self) -> LoraShape | None:
+        """Return the adapters; None without a rank."""
+        if self.rank is None:
+            return None
+        values: dict[str, Any] = {name: getattr(self, name) for name in declared(LoraShape)}
+        values["alpha"] = self.rank if self.alpha is None else self.alpha
+        return LoraShape(**values)
+
+
+def model_section(shape: ModelShape, initial: Initial | None = None) -> dict[str, Any]:
+    """Return the section `model` of a config: a preset's name with the vocabulary, or all sizes.
+
+    Args:
+        initial: how new weights are initialised; the section has what differs from the default.
+
+    Raises:
+        StrettoError: training has no such model.
+    """
+    check_built(shape)
+    section = next(
+        ({"preset": name, "vocab": shape.vocab} for name in PRESETS if preset(name) == shape), None
+    ) or _sizes(shape)
+    if read_section(ModelConfig, section).shape(shape.vocab, shape.sequence) != shape:
+        raise StrettoError(
+            "training has no model of this shape", hint="plan a preset, or a model that a config describes"
+        )
+    initial = initial or Initial()
+    return section | {
+        name: value for name, value in asdict(initial).items() if value != getattr(Initial, name)
+    }
+
+
+def _sizes(shape: ModelShape) -> dict[str, Any]:
+    items = {name: item for name, item in declared(ModelShape).items() if item.field is not None}
+    family = {"attention": FAMILY_DEFAULTS[shape.family].attention}
+    section = dict[str, Any]()
+    for name, item in items.items():
+        value = getattr(shape, name)
+        if part_of(item) is None and (name != "rope_theta" or shape.rotary):
+            section[_RENAMED.get(name, name)] = value
+        elif part_of(item) is not None and value is not None and (part := _part(value, family.get(name))):
+            section[name] = part
+    return section
+
+
+def _part(part: Any, known: Any) -> dict[str, Any]:
+    """Return the fields of a part of a shape as its section has them.
+
+    Args:
+        known: fields that are equal to its own are left out; None: those that are None.
+    """
+    changes = dict[str, Any]()
+    for name, item in declared(type(part)).items():
+        value = getattr(part, name)
+        if item.field is None or value == getattr(known, name, None):
+            continue
+        inner = part_of(item)
+        if inner is None:
+            changes[name] = item.field.off if value is None else value
+        elif value is None:
+            key = next(iter(declared(inner).values()))
+            assert key.field is not None
+            changes[name] = {key.name: key.field.off}
+        else:
+            changes[name] = {
+                one.name: getattr(value, one.name)
+                if getattr(value, one.name) is not None
+                else one.field and one.field.off
+                for one in declared(inner).values()
+            }
+    return changes

@@ -6,14 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import MISSING
 from typing import Any
 
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
-
-from stretto.run.config.describe import allowed
 from stretto.run.config.required import FIELDS
-from stretto.run.config.section import Section, item_of, section_of
+from stretto.run.config.section import allowed, config_fields, item_of, section_of
+from stretto.spec.field import Declared
 
 _HEAD = """# Config reference
 
@@ -29,7 +27,7 @@ all of them are set, in the file or on the command line; all other commands take
 """
 
 
-def reference(schemas: Sequence[tuple[str, type[Section]]]) -> str:
+def reference(schemas: Sequence[tuple[str, type]]) -> str:
     """The reference as Markdown.
 
     Args:
@@ -37,10 +35,10 @@ def reference(schemas: Sequence[tuple[str, type[Section]]]) -> str:
             described once, with the first.
     """
     text = _HEAD.format(marks="`, `".join(FIELDS))
-    described = set[type[Section]]()
+    described = set[type]()
     for heading, schema in schemas:
         text += heading
-        for name, field in schema.model_fields.items():
+        for name, field in config_fields(schema).items():
             section = section_of(field)
             if section is not None and section not in described:
                 text += "".join(_sections(section, name))
@@ -48,8 +46,8 @@ def reference(schemas: Sequence[tuple[str, type[Section]]]) -> str:
     return text
 
 
-def _sections(section: type[Section], path: str) -> Iterator[str]:
-    rows = [(name, field) for name, field in section.model_fields.items() if section_of(field) is None]
+def _sections(section: type, path: str) -> Iterator[str]:
+    rows = [(name, field) for name, field in config_fields(section).items() if section_of(field) is None]
     if path:
         yield f"\n## `{path}`\n\n{_prose(section)}\n"
     if rows:
@@ -59,25 +57,26 @@ def _sections(section: type[Section], path: str) -> Iterator[str]:
         item = item_of(field)
         if item is not None:
             yield from _sections(item, f"{path}.{name}[]")
-    for name, field in section.model_fields.items():
+    for name, field in config_fields(section).items():
         inner = section_of(field)
         if inner is not None:
             yield from _sections(inner, f"{path}.{name}" if path else name)
 
 
-def _prose(section: type[Section]) -> str:
-    return " ".join((section.__doc__ or "").split())
+def _prose(section: type) -> str:
+    """Return the first paragraph of the docstring."""
+    return " ".join((section.__doc__ or "").partition("\n\n")[0].split())
 
 
-def _row(name: str, field: FieldInfo) -> str:
-    assert field.description, name
-    default = _value(field.get_default(call_default_factory=True, validated_data={}))
-    cells = (f"`{name}`", _cell(allowed(field)), f"`{default}`", _cell(field.description))
+def _row(name: str, item: Declared) -> str:
+    assert item.field is not None
+    default = _value(item.default)
+    cells = (f"`{name}`", _cell(allowed(item)), f"`{default}`", _cell(item.field.doc))
     return f"| {' | '.join(cells)} |\n"
 
 
 def _value(value: Any) -> str:
-    if value is PydanticUndefined:
+    if value is MISSING:
         return "none, must be given"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from stretto.errors import StrettoError
-from stretto.run.config.section import Section, find
+from stretto.run.config.section import find
 
 REQUIRED = "REQUIRED"
 
@@ -20,7 +20,7 @@ FIELDS: Mapping[str, tuple[str, str]] = {
 }
 
 
-def take_marks(values: dict[str, Any], schema: type[Section]) -> tuple[str, ...]:
+def take_marks(values: dict[str, Any], schema: type) -> tuple[str, ...]:
     """Remove every marked field from the values of a config, so that it takes its default; return their
     names.
     """

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field
-
-from stretto.run.config.section import Section
+from stretto.spec.field import Field
 
 
-class ReportConfig(Section):
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig:
     """What is reported during the run. `metrics.jsonl` has every step."""
 
-    every: int = Field(default=10, gt=0, description="Steps from one line in the terminal to the next.")
-    tensorboard: bool = Field(
-        default=False, description="Write TensorBoard files too; needs `stretto[tensorboard]`."
-    )
-    tensorboard_dir: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Write TensorBoard files to this folder; null: with `tensorboard`, to `tensorboard/` in "
-        "the run's folder.",
-    )
+    every: Annotated[int, Field("Steps from one line in the terminal to the next.", gt=0)] = 10
+    tensorboard: Annotated[bool, Field("Write TensorBoard files too; needs `stretto[tensorboard]`.")] = False
+    tensorboard_dir: Annotated[
+        str | None,
+        Field(
+            "Write TensorBoard files to this folder; null: with `tensorboard`, to `tensorboard/` in the "
+            "run's folder.",
+            filled=True,
+        ),
+    ] = None
 
     def board(self, run: Path) -> Path | None:
         """The folder of TensorBoard's files of a run in the folder `run`; None: none are written."""
@@ -30,48 +31,54 @@ class ReportConfig(Section):
         return run / "tensorboard" if self.tensorboard else None
 
 
+@dataclass(frozen=True, kw_only=True)
 class MetricsConfig(ReportConfig):
     """What is reported during the run. `metrics.jsonl` has every step."""
 
-    peak_tflops: float | None = Field(
-        default=None,
-        gt=0,
-        description="Peak of one device in TFLOP/s, for MFU; null: looked up for known accelerators, none "
-        "on CPUs.",
-    )
-    trace: int = Field(
-        default=0,
-        ge=0,
-        description="Step, counted from the start or the resume, in which every rank records a timeline; "
-        "`trace/` and `report.html` in the run's folder compare it with the prediction. 0: none.",
-    )
+    peak_tflops: Annotated[
+        float | None,
+        Field(
+            "Peak of one device in TFLOP/s, for MFU; null: looked up for known accelerators, none on CPUs.",
+            gt=0,
+        ),
+    ] = None
+    trace: Annotated[
+        int,
+        Field(
+            "Step, counted from the start or the resume, in which every rank records a timeline; `trace/` "
+            "and `report.html` in the run's folder compare it with the prediction. 0: none.",
+            ge=0,
+        ),
+    ] = 0
 
 
-class SampleConfig(Section):
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
     """The text that the trained model generates at the end."""
 
-    prompt: str = Field(default="def ", description="The beginning of the text.")
-    tokens: int = Field(default=64, ge=0, description="Tokens to generate; 0: no sample.")
-    temperature: float = Field(
-        default=0.8, ge=0, description="Divides the logits; 0: always the most likely token."
-    )
-    top_k: int | None = Field(
-        default=50, gt=0, description="Sample from this many most likely tokens; null: from all."
+    prompt: Annotated[str, Field("The beginning of the text.")] = "def "
+    tokens: Annotated[int, Field("Tokens to generate; 0: no sample.", ge=0)] = 64
+    temperature: Annotated[float, Field("Divides the logits; 0: always the most likely token.", ge=0)] = 0.8
+    top_k: Annotated[int | None, Field("Sample from this many most likely tokens; null: from all.", gt=0)] = (
+        50
     )
 
 
-class RunConfig(Section):
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
     """Where the results go: `DIR/NAME/`."""
 
-    name: str = Field(
-        default="train",
-        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+=@-]*$",
-        examples=["gpt-small.2"],
-        description="Name of the run and of its folder; by default the config file's name.",
-    )
-    dir: str = Field(default="runs", min_length=1, description="Folder of all runs.")
-    private: bool = Field(
-        default=False, description="Only the user who trains may enter the run's folder (mode 0700)."
+    name: Annotated[
+        str,
+        Field(
+            "Name of the run and of its folder; by default the config file's name.",
+            pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+=@-]*$",
+            examples=("gpt-small.2",),
+        ),
+    ] = "train"
+    dir: Annotated[str, Field("Folder of all runs.", filled=True)] = "runs"
+    private: Annotated[bool, Field("Only the user who trains may enter the run's folder (mode 0700).")] = (
+        False
     )
 
     @property

@@ -22,7 +22,7 @@ def raise_first(problems: Sequence[Problem]) -> None:
 
 def rate_notes(config: JobConfig) -> list[str]:
     """What a reader of the config would not expect of the learning rate, in sentences."""
-    rate, steps = config.optim.rate.settings(), config.train.steps
+    rate, steps = config.optim.rate, config.train.steps
     warmup = rate.warmup_steps(steps)
     if isinstance(rate.warmup, int) and warmup < rate.warmup:
         whole = "train.steps" if rate.decay_steps is None else "optim.rate.decay_steps"

@@ -1,95 +1,131 @@
-"""What all sections of a config share: strict types, no unknown fields, no change after it was read."""
+"""The schema of a config, derived from declared dataclasses: which fields there are, and what they take.
+
+A section is a frozen dataclass. Its fields in the config are those with a `Field`, and inner sections; all
+others are not the file's to set.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import UnionType
-from typing import Any, Self, Union, get_args, get_origin
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from functools import cache
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, PrivateAttr
-from pydantic.fields import FieldInfo
+from stretto.spec.field import Declared, declared
 
-
-class Section(BaseModel):
-    """A mapping of the config file. Strict: a text is no number and a number no text."""
-
-    model_config = ConfigDict(
-        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True
-    )
-
-
-class JobSection(Section):
-    """A whole config. It remembers which of its fields the file marks REQUIRED; these have their defaults."""
-
-    _required: tuple[str, ...] = PrivateAttr(default=())
-
-    @property
-    def required(self) -> tuple[str, ...]:
-        """The marked fields, as in "train.steps"."""
-        return self._required
-
-    def marking(self, fields: tuple[str, ...]) -> Self:
-        """The same config with these fields marked."""
-        copy = self.model_copy()
-        copy._required = fields
-        return copy
+_TYPES: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list[str]: "a list of texts",
+    tuple[str, ...]: "a list of texts",
+    list[int]: "a list of whole numbers",
+    dict[str, Any]: "a mapping",
+    dict[str, float]: "a mapping of names to numbers",
+    list[float]: "a list of numbers",
+    tuple[float, float]: "a list of two numbers",
+}
 
 
-def section_of(field: FieldInfo) -> type[Section] | None:
-    """The section that a field holds; None where it holds a value."""
-    kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+@cache
+def config_fields(section: type) -> Mapping[str, Declared]:
+    """Return the fields of a section by name, in the order of the declaration."""
+    fields = declared(section).items()
+    return {name: item for name, item in fields if item.field is not None or section_of(item) is not None}
 
 
-def fields_of(
-    section: type[Section], path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
-    """Every field that holds a value, with its path, in the order of the schema."""
-    for name, field in section.model_fields.items():
-        inner = section_of(field)
+def section_of(item: Declared) -> type | None:
+    """Return the section that a field holds; None if it holds a value."""
+    return item.type if isinstance(item.type, type) and is_dataclass(item.type) else None
+
+
+def item_of(item: Declared) -> type | None:
+    """Return the section that each item of a list is; None if the field holds no such list."""
+    lists = (get_args(kind)[0] for kind in item.kinds if get_origin(kind) is list)
+    return next((kind for kind in lists if isinstance(kind, type) and is_dataclass(kind)), None)
+
+
+def fields_of(section: type, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Declared]]:
+    """Yield every field that holds a value, with its path, in the order of the schema."""
+    for name, item in config_fields(section).items():
+        inner = section_of(item)
         if inner is None:
-            yield (*path, name), field
+            yield (*path, name), item
         else:
             yield from fields_of(inner, (*path, name))
 
 
-def item_of(field: FieldInfo) -> type[Section] | None:
-    """The section that each item of a list is; None where the field holds no such list."""
-    for kind in kinds_of(field):
-        if get_origin(kind) is list and issubclass(item := get_args(kind)[0], Section):
-            return item
-    return None
+def find(section: type, path: tuple[Any, ...]) -> tuple[tuple[Any, ...], Declared | None]:
+    """Return the longest start of `path` that the schema knows, and the field there; None for a section.
 
-
-def find(section: type[Section], path: tuple[Any, ...]) -> tuple[tuple[Any, ...], FieldInfo | None]:
-    """The longest start of `path` that the schema knows, and the field there; None for a section.
-
-    Into an item of a list of sections a path goes by its number.
+    An item of a list of sections has its index in the path.
     """
     known: tuple[Any, ...] = ()
     for name in path:
-        field = section.model_fields.get(name) if isinstance(name, str) else None
-        if field is None:
+        item = config_fields(section).get(name) if isinstance(name, str) else None
+        if item is None:
             return known, None
         known = (*known, name)
-        inner = section_of(field)
+        inner = section_of(item)
         if inner is None:
-            return _in_list(field, known, path[len(known) :])
+            rest, listed = path[len(known) :], item_of(item)
+            if listed is None or len(rest) < 2 or not isinstance(rest[0], int):
+                return known, item
+            deeper, field = find(listed, rest[1:])
+            return (*known, rest[0], *deeper), field
         section = inner
     return known, None
 
 
-def _in_list(
-    field: FieldInfo, known: tuple[Any, ...], rest: tuple[Any, ...]
-) -> tuple[tuple[Any, ...], FieldInfo | None]:
-    item = item_of(field)
-    if item is None or len(rest) < 2 or not isinstance(rest[0], int):
-        return known, field
-    deeper, inner = find(item, rest[1:])
-    return (*known, rest[0], *deeper), inner
+def allowed(item: Declared) -> str:
+    """Describe the values of a field, such as "a whole number above 0, or null"; of a field with a pattern
+    an example.
+    """
+    words = list[str]()
+    for kind in item.kinds:
+        if get_origin(kind) is Literal:
+            words.append("one of " * (len(get_args(kind)) > 1) + ", ".join(map(str, get_args(kind))))
+        elif kind is not NoneType:
+            words.append(_TYPES.get(kind, "a list of mappings"))
+    limits = list[str]()
+    if item.field is not None:
+        limits = item.field.limits() + ["that is not empty"] * item.field.filled
+        limits += [f"such as {example}" for example in item.field.examples]
+    text = " or ".join(words) + (f" {' and '.join(limits)}" if limits else "")
+    return text + (", or null" if NoneType in item.kinds else "")
 
 
-def kinds_of(field: FieldInfo) -> tuple[Any, ...]:
-    """The types that a field takes: the members of its union, or its one type."""
-    kind = field.annotation
-    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+def choices(item: Declared) -> list[str]:
+    """Return the words that a field takes; none if it takes anything else."""
+    return [word for kind in item.kinds if get_origin(kind) is Literal for word in get_args(kind)]
+
+
+def takes_only_text(item: Declared) -> bool:
+    """True if the only kind of value besides null is text: then 123 was meant as a text."""
+    return [kind for kind in item.kinds if kind is not NoneType] == [str]
+
+
+def plain_section(section: Any, *, defaults: bool = True) -> dict[str, Any]:
+    """Return the fields of a section as JSON and YAML hold them.
+
+    Args:
+        defaults: all fields; false: those that differ from their defaults, without empty sections.
+    """
+    values = dict[str, Any]()
+    for name, item in config_fields(type(section)).items():
+        value = getattr(section, name)
+        if section_of(item) is not None:
+            inner = plain_section(value, defaults=defaults)
+            if inner or defaults:
+                values[name] = inner
+        elif defaults or value != item.default:
+            values[name] = _plain(value, defaults)
+    return values
+
+
+def _plain(value: Any, defaults: bool) -> Any:
+    if is_dataclass(value):
+        return plain_section(value, defaults=defaults)
+    return [_plain(item, defaults) for item in value] if isinstance(value, list | tuple) else value

@@ -1,23 +1,34 @@
-"""What pydantic found wrong, as one error that a person can act on."""
+"""Plain values to sections, strictly: every wrong value is one error that a person can act on.
+
+Strict: a text is no number and a number no text; there are no unknown fields.
+"""
 
 from __future__ import annotations
 
 import re
 import sys
+from dataclasses import MISSING
+from math import isfinite
 from types import NoneType
-from typing import Any
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
-from pydantic import ValidationError
-from pydantic.fields import FieldInfo
-
-from stretto.errors import StrettoError, joined, nearest
-from stretto.run.config.describe import allowed, choices, takes_only_text
-from stretto.run.config.override import suggest
-from stretto.run.config.schema import TrainConfig
-from stretto.run.config.section import Section, find, kinds_of
-from stretto.run.config.source import Source
+from stretto.errors import Problem, StrettoError, joined, nearest
+from stretto.run.config.section import (
+    allowed,
+    choices,
+    config_fields,
+    fields_of,
+    find,
+    item_of,
+    section_of,
+    takes_only_text,
+)
+from stretto.run.config.source import Place, Source
+from stretto.spec.field import Declared
 
 Path = tuple[Any, ...]
+T = TypeVar("T")
+REFERENCE = "see docs/config.md, or `stretto config --reference`"
 
 # what papers and other libraries call a value, in lower case without punctuation, and what it is called here
 _SYNONYMS: dict[str, tuple[str, ...]] = {
@@ -52,96 +63,231 @@ _SYNONYMS: dict[str, tuple[str, ...]] = {
     "modulo": ("mod",),
     "quotient-remainder": ("qr", "compositional"),
 }
+_WRONG: Any = object()
 
 
-def complain(
-    error: ValidationError, values: dict[str, Any], source: Source, schema: type[Section] = TrainConfig
-) -> StrettoError:
-    """All problems in the order of the file, each with its place.
+class _Reader:
+    """Reads a config, and notes the problem of every field by its path."""
 
-    `values` is what was read from `source`, whole.
+    def __init__(self, root: type) -> None:
+        self.root = root
+        self.problems: dict[Path, tuple[str, str | None]] = {}
+
+    def section(self, section: type[T], values: Any, path: Path) -> T:
+        """Return the section; what stands for it in case of a problem is not a section."""
+        name = ".".join(map(str, path))
+        if not isinstance(values, dict):
+            self._note(path, f"{name} is {_show(values)}, must be a mapping of fields")
+            return _WRONG
+        values = cast("dict[Any, Any]", values)
+        before, fields = len(self.problems), config_fields(section)
+        built = dict[str, Any]()
+        for key, item in fields.items():
+            place, inner = (*path, key), section_of(item)
+            if key in values:
+                value = values[key]
+                built[key] = (
+                    self._value(item, value, place) if inner is None else self.section(inner, value, place)
+                )
+            elif item.default is MISSING:
+                self._note(place, f"{'.'.join(map(str, place))} is missing", REFERENCE)
+        for key in values:
+            if key not in fields:
+                unknown = (*path, key)
+                self._note(
+                    unknown, f"there is no field {'.'.join(map(str, unknown))}", suggest(unknown, self.root)
+                )
+        if len(self.problems) > before:
+            return _WRONG
+        try:
+            return section(**built)
+        except Problem as error:
+            error = error.within(name) if path else error
+            self._note((*path, *error.field.removeprefix(f"{name}.").split(".")), error.message, error.hint)
+        except StrettoError as error:
+            self._note(path, f"{name} {error.message}", error.hint)
+        return _WRONG
+
+    def _value(self, item: Declared, value: Any, path: Path) -> Any:
+        listed, about, name = item_of(item), item.field, ".".join(map(str, path))
+        assert about is not None
+        if listed is not None and isinstance(value, list):
+            return [self.section(listed, one, (*path, i)) for i, one in enumerate(cast("list[Any]", value))]
+        read = next((one for kind in item.kinds if (one := _read(kind, value)) is not _WRONG), _WRONG)
+        if isinstance(read, float) and not isfinite(read):
+            self._note(path, f"{name} is {_show(value)}, must be finite")
+            return _WRONG
+        fits = read is not _WRONG
+        if isinstance(read, int | float) and not isinstance(read, bool):
+            fits = about.holds(read)
+        elif isinstance(read, str | list | tuple):
+            fits = bool(read) or not about.filled
+            fits = fits and (about.pattern is None or re.fullmatch(about.pattern, str(read)) is not None)
+        if not fits:
+            self._note(path, f"{name} is {_show(value)}, must be {allowed(item)}", _fix(item, value))
+            return _WRONG
+        if about.check is not None and read is not None:
+            try:
+                about.check(read)
+            except StrettoError as error:
+                self._note(path, f"{name} {error.message}", error.hint)
+        return read
+
+    def _note(self, path: Path, message: str, hint: str | None = None) -> None:
+        self.problems.setdefault(path, (message, hint))
+
+
+def _read(kind: Any, value: Any) -> Any:
+    """Return a value of YAML as this type, or `_WRONG`."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if kind is NoneType:
+        return None if value is None else _WRONG
+    if kind is float:
+        try:
+            return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else _WRONG
+        except OverflowError:
+            return _WRONG
+    if origin is Literal:
+        return value if any(value == word and type(value) is type(word) for word in arguments) else _WRONG
+    if origin is None:
+        return value if type(value) is kind else _WRONG
+    if origin is dict:
+        if not isinstance(value, dict):
+            return _WRONG
+        values = {key: _read(arguments[1], inner) for key, inner in cast("dict[Any, Any]", value).items()}
+        return values if all(type(key) is str for key in values) and _WRONG not in values.values() else _WRONG
+    if not isinstance(value, list | tuple):
+        return _WRONG
+    items = [_read(arguments[0], one) for one in cast("list[Any]", value)]
+    if any(item is _WRONG for item in items) or (
+        origin is tuple and len(items) != len(arguments) and ... not in arguments
+    ):
+        return _WRONG
+    return origin(items)
+
+
+def read_section(section: type[T], values: dict[str, Any], source: Source | None = None) -> T:
+    """Return a section, or a whole config, with these plain values.
+
+    Args:
+        source: the file that they were read from; problems then come in its order, each with its place.
+
+    Raises:
+        StrettoError: an unknown field, or a value that a field does not take; each such field is a problem.
     """
-    by_field: dict[Path, dict[str, Any]] = {}
-    for problem in error.errors(include_url=False):
-        by_field.setdefault(_field(problem, schema), dict(problem))
+    reader = _Reader(section)
+    config = reader.section(section, values, ())
+    if not reader.problems:
+        return config
     # lines of the file in their order, then what has none, such as overrides
-    ordered = sorted(by_field.items(), key=lambda item: source.place(item[0]).line or sys.maxsize)
-    problems = list[StrettoError]()
-    for path, problem in ordered:
-        message, hint = _words(path, problem, values, schema)
-        problems.append(StrettoError(f"{source.place(path)}: {message}", hint=hint))
-    return joined(problems)
+    ordered = sorted(
+        reader.problems.items(), key=lambda item: (source and source.place(item[0]).line) or sys.maxsize
+    )
+    raise joined(
+        [
+            StrettoError(message if source is None else f"{source.place(path)}: {message}", hint=hint)
+            for path, (message, hint) in ordered
+        ]
+    )
 
 
-def _field(problem: Any, schema: type[Section]) -> Path:
-    """The path of the field, without what pydantic adds for members of unions and lists."""
-    location: Path = problem["loc"]
-    known, field = find(schema, location)
-    return known if field is not None or known == location else location[: len(known) + 1]
+def wrong_fields(section: type, values: dict[str, Any]) -> dict[Path, str]:
+    """Return the problems of a section's plain values by the paths of the fields."""
+    reader = _Reader(section)
+    reader.section(section, values, ())
+    return {path: message for path, (message, _) in reader.problems.items()}
 
 
-def _words(
-    path: Path, problem: dict[str, Any], values: dict[str, Any], schema: type[Section]
-) -> tuple[str, str | None]:
-    name = ".".join(map(str, path))
-    kind = problem["type"]
-    if kind == "extra_forbidden":
-        return f"there is no field {name}", suggest(path, schema)
-    if kind == "missing" and len(path) == len(problem["loc"]):
-        return f"{name} is missing", "see docs/config.md, or `stretto config --reference`"
-    if kind == "value_error":
-        inner = problem["ctx"]["error"]
-        assert isinstance(inner, StrettoError), inner
-        return f"{name} {inner.message}", inner.hint
-    _, field = find(schema, path)
-    value = _value_at(values, path)
-    shown = _show(value)
-    if field is None:
-        return f"{name} is {shown}, must be a mapping of fields", None
-    if kind == "finite_number":
-        return f"{name} is {shown}, must be finite", None
-    return f"{name} is {shown}, must be {allowed(field)}", _fix(field, value)
-
-
-def _value_at(values: dict[str, Any], path: Path) -> Any:
-    """The field's whole value, of which pydantic may show an item only."""
-    value: Any = values
-    for name in path:
-        value = value[name]
-    return value
-
-
-def _fix(field: FieldInfo, value: Any) -> str | None:
-    if isinstance(value, str) and (near := _meant(value, choices(field))):
+def _fix(item: Declared, value: Any) -> str | None:
+    if isinstance(value, str) and (near := _meant(value, choices(item))):
         return f"did you mean {near}?"
-    if takes_only_text(field) and isinstance(value, int | float):
+    if takes_only_text(item) and isinstance(value, int | float):
         return f"write it in quotes: '{value}'"
     if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off"):
-        if bool in kinds_of(field):
+        if bool in item.kinds:
             return "write true or false"
-        if value.lower() in ("no", "off") and NoneType in kinds_of(field):
+        if value.lower() in ("no", "off") and NoneType in item.kinds:
             return "write null"
     if isinstance(value, str) and re.fullmatch(r"[0-9]+(_[0-9]+)+", value):
         return f"write {value.replace('_', '')}"
-    if isinstance(value, float) and value.is_integer() and "whole number" in allowed(field):
+    if isinstance(value, float) and value.is_integer() and int in item.kinds:
         return f"write {int(value)}"
     return None
 
 
-def _meant(value: str, allowed: list[str]) -> str | None:
-    """The allowed word that is spelt alike, means the same elsewhere, or looks most like `value`."""
-    plain = _plain(value)
-    for word in allowed:
-        if plain == _plain(word) or plain in _SYNONYMS.get(word, ()):
+def _meant(value: str, words: list[str]) -> str | None:
+    """Return the allowed word that is spelt alike, means the same elsewhere, or looks most like `value`."""
+    plain = re.sub(r"[^a-z0-9]", "", value.lower())
+    for word in words:
+        if plain == re.sub(r"[^a-z0-9]", "", word.lower()) or plain in _SYNONYMS.get(word, ()):
             return word
-    return nearest(value, allowed)
-
-
-def _plain(word: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", word.lower())
+    return nearest(value, words)
 
 
 def _show(value: Any) -> str:
     words = {None: "null", True: "true", False: "false"}
     text = words[value] if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def apply_override(override: str, values: dict[str, Any], source: Source, schema: type) -> None:
+    """Lay one `section.field=value` of the command line over the file's values; the value is read as YAML.
+
+    Raises:
+        StrettoError: not of that form, or no such field.
+    """
+    name, equals, text = override.partition("=")
+    path = tuple(name.strip().split("."))
+    if not equals:
+        raise StrettoError(
+            f"override {override!r} is not of the form section.field=value", hint="such as optim.lr=3e-4"
+        )
+    known, item = find(schema, path)
+    if known != path:
+        raise StrettoError(
+            f"override {override!r}: there is no field {'.'.join(path)}", hint=suggest(path, schema)
+        )
+    place = f"override {override!r}"
+    if item is not None and takes_only_text(item):
+        value = _text(text, place)
+    else:
+        value = Source(place, lines=False).read(text)
+    for inner in [p for p in source.places if p[: len(path)] == path]:
+        del source.places[inner]
+    source.places[path] = Place(place)
+    target = values
+    for key in path[:-1]:
+        if not isinstance(target.get(key), dict):
+            target[key] = {}
+        target = target[key]
+    target[path[-1]] = value
+
+
+def _text(text: str, place: str) -> str | None:
+    """Return a text unchanged, since the shell took its quotes; quoted YAML and null are read as such."""
+    if text.strip() in ("null", "~"):
+        return None
+    if text[:1] in ("'", '"'):
+        value = Source(place, lines=False).read(text)
+        if isinstance(value, str):
+            return value
+    return text
+
+
+def suggest(path: tuple[Any, ...], schema: type) -> str:
+    """Return a hint to the field that `path` may have meant: the nearest in its section, or of all."""
+    name = ".".join(map(str, path))
+    known, _ = find(schema, path)
+    fields = {".".join(p): p for p, _ in fields_of(schema)}
+    siblings = [n for n in fields if n.startswith("".join(f"{k}." for k in known))]
+    same_last = [n for n, p in fields.items() if p[-1] == path[-1]]
+    section = nearest(str(path[0]), config_fields(schema)) if not known else None
+    if len(same_last) == 1:
+        near = same_last[0]
+    elif section is not None and len(path) == 1:
+        near = section
+    else:
+        near = nearest(name, siblings) or nearest(name, fields)
+    return f"did you mean {near}?" if near else REFERENCE

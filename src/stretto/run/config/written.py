@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
 from stretto.errors import StrettoError
 from stretto.layout.layout import ORDER
 from stretto.program.schedules.traits import updates_within
 from stretto.run.config.job import job_of
-from stretto.run.config.model import AttentionConfig, ExpertConfig, ModelConfig, RopeConfig
+from stretto.run.config.model import model_section
 from stretto.run.config.required import FIELDS, explain_marks, lay_marks
 from stretto.run.config.schema import ScheduleConfig, TrainConfig
-from stretto.run.config.section import Section
+from stretto.run.config.section import plain_section
 from stretto.run.config.source import CoreDumper
-from stretto.spec.attention import AttentionShape
-from stretto.spec.families import FAMILY_DEFAULTS
-from stretto.spec.initial import Initial
+from stretto.run.config.validation import read_section
 from stretto.spec.job import Job
-from stretto.spec.presets import PRESETS, preset
 from stretto.spec.rules import problems
-from stretto.spec.shape import ModelShape, check_built
 
 _LEAST_VOCAB = 257  # of a tokenizer that is trained where none is given
 
@@ -43,9 +38,9 @@ def written(job: Job, base: TrainConfig | None = None, about: str = "") -> str:
     Raises:
         StrettoError: training has no such model.
     """
-    values: dict[str, Any] = {} if base is None else base.model_dump(mode="json", exclude_defaults=True)
+    values: dict[str, Any] = {} if base is None else plain_section(base, defaults=False)
     if base is None or base.shape() != job.shape:
-        values["model"] = model_section(job.shape) | _initial(job.initial)
+        values["model"] = model_section(job.shape, job.initial)
     for section, fields in _sections(job, base).items():
         # null is every field's usual value, and only needs saying where the base has another
         laid = {**values.get(section, {}), **fields}
@@ -53,9 +48,9 @@ def written(job: Job, base: TrainConfig | None = None, about: str = "") -> str:
             k: v for k, v in laid.items() if v is not None or (section, k) == ("optim", "clip")
         }
     try:
-        config = TrainConfig.model_validate(values)
-    except ValidationError as error:
-        raise StrettoError(f"training has no such job: {error.errors()[0]['msg']}") from None
+        config = read_section(TrainConfig, values)
+    except StrettoError as error:
+        raise StrettoError(f"training has no such job: {error.message}") from None
     wrong = problems(job_of(config))
     if wrong:
         raise wrong[0]
@@ -69,12 +64,12 @@ def laid_over(job: Job, base: TrainConfig) -> TrainConfig:
     """The base with the layout, the schedule, the microbatches and the savings of a job that was planned for
     it; all else is as it is there.
     """
-    changes = dict[str, Section]()
+    changes = dict[str, Any]()
     for name, fields in _planned_sections(job).items():
-        section: Section = getattr(base, name)
-        values = {**section.model_dump(exclude_defaults=True), **fields}
-        changes[name] = section.model_validate({k: v for k, v in values.items() if v is not None})
-    return base.model_copy(update=changes)
+        section = getattr(base, name)
+        values = {**plain_section(section, defaults=False), **fields}
+        changes[name] = read_section(type(section), {k: v for k, v in values.items() if v is not None})
+    return replace(base, **changes)
 
 
 def _sections(job: Job, base: TrainConfig | None) -> dict[str, dict[str, Any]]:
@@ -130,63 +125,3 @@ def _planned_sections(job: Job) -> dict[str, dict[str, Any]]:
         },
         "batch": {"global_size": job.global_batch, "micro_size": job.micro_batch},
     }
-
-
-def model_section(shape: ModelShape) -> dict[str, Any]:
-    """The section `model` of a config: a preset's name with the vocabulary, or all sizes.
-
-    Raises:
-        StrettoError: training has no such model.
-    """
-    check_built(shape)
-    section = _model(shape)
-    if ModelConfig.model_validate(section).shape(vocab=shape.vocab, sequence=shape.sequence) != shape:
-        raise StrettoError(
-            "training has no model of this shape", hint="plan a preset, or a model that a config describes"
-        )
-    return section
-
-
-def _model(shape: ModelShape) -> dict[str, Any]:
-    for name in PRESETS:
-        if preset(name) == shape:
-            return {"preset": name, "vocab": shape.vocab}
-    beside = ("preset", "positions", *_PARTS, *asdict(Initial()))
-    names = [name for name in ModelConfig.model_fields if name not in beside]
-    fields = {name: getattr(shape, name) for name in names}
-    if not shape.rotary:
-        del fields["rope_theta"]
-    usual = FAMILY_DEFAULTS[shape.family]
-    attention = usual.shape.get("attention", AttentionShape())
-    parts = {
-        "attention": _changes(shape.attention, attention, AttentionConfig),
-        "rope": {} if shape.rope is None else _changes(shape.rope, None, RopeConfig),
-        "moe": {} if shape.moe is None else _changes(shape.moe, None, ExpertConfig),
-    }
-    return {**fields, "positions": shape.sequence, **{name: part for name, part in parts.items() if part}}
-
-
-_PARTS = ("attention", "rope", "moe")
-_OFF: dict[str, Any] = {"norm": "none", "window": 0, "softcap": 0, "query_scale": 0, "local_theta": 0}
-
-
-def _initial(initial: Initial) -> dict[str, Any]:
-    """How weights begin, where it is not the usual way."""
-    usual = asdict(Initial())
-    return {name: value for name, value in asdict(initial).items() if value != usual[name]}
-
-
-def _changes(part: Any, usual: Any, section: type[Section]) -> dict[str, Any]:
-    """The fields of a part of a shape as its section of a config has them; all, or the unusual ones."""
-    changes: dict[str, Any] = {}
-    for name in section.model_fields:
-        value, known = getattr(part, name), getattr(usual, name, None)
-        if value == known:
-            continue
-        if name == "latent":
-            changes[name] = (
-                {"kv_rank": 0} if value is None else {**asdict(value), "q_rank": value.q_rank or 0}
-            )
-        elif value is not None or usual is not None:
-            changes[name] = _OFF.get(name) if value is None else value
-    return changes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, floor, log10
 from typing import Any, cast
 
@@ -157,7 +157,7 @@ def training_samples(source: TokenData, config: TrainConfig) -> TrainingSamples:
     if lengths is None:
         return _in_order(source, config, config.data)
     marks = _marks(source, config)
-    windows = _in_order(source, config, config.data.model_copy(update={"sequence": lengths.window}))
+    windows = _in_order(source, config, replace(config.data, sequence=lengths.window))
     return Denoised(
         windows, lengths=lengths, marks=marks, seed=config.train.seed, targets=config.target_sequence
     )
@@ -266,6 +266,6 @@ def _whole_split(
     if lengths is None:
         return whole_split_of(stream, data, split)
     marks = _marks(source, config)
-    windows = whole_split_of(stream, data.model_copy(update={"sequence": lengths.window}), split)
+    windows = whole_split_of(stream, replace(data, sequence=lengths.window), split)
     assert isinstance(windows, WholeSplit)  # of a stream
     return DenoisedSplit(windows, lengths=lengths, marks=marks, targets=config.target_sequence)

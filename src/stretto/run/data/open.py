@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from stretto.errors import StrettoError
@@ -34,7 +35,7 @@ def open_source(data: DataConfig, vocab: int | None = None, report: Report | Non
         return _stream(data, vocab, report)
     from stretto.run.data.mixture import Mixture  # imports torch
 
-    alone = {name: data.model_copy(update={"source": name, "phases": []}) for name in data.weights}
+    alone = {name: replace(data, source=name, phases=[]) for name in data.weights}
     streams = {name: _stream(one, vocab, report) for name, one in alone.items() if holds_tokens([name])}
     texts = [name for name in alone if name not in streams]
     tokenizer, boundaries = data.tokenizer, dict[str, object]()
@@ -55,7 +56,7 @@ def open_source(data: DataConfig, vocab: int | None = None, report: Report | Non
             )
         )
     for name in texts:
-        one = alone[name].model_copy(update={"tokenizer": tokenizer, **boundaries})
+        one = replace(alone[name], tokenizer=tokenizer, **boundaries)
         streams[name] = _stream(one, vocab, report)
     return Mixture({name: streams[name] for name in alone}, data.weights)
 

@@ -13,13 +13,8 @@ from stretto.run.config.check import check
 from stretto.run.config.checkpoint import CheckpointConfig
 from stretto.run.config.guard import GuardConfig
 from stretto.run.config.results import MetricsConfig, RunConfig
-from stretto.run.config.schema import (
-    EvalConfig,
-    OptimConfig,
-    TrainConfig,
-)
+from stretto.run.config.schema import EvalConfig, TrainConfig
 from stretto.run.config.sources import vocabulary_is_known
-from stretto.run.config.states import RecomputeConfig
 from stretto.run.data.mixture import HeldOut, held_out
 from stretto.run.data.prepare import prepare_data
 from stretto.run.data.sentinels import vocabulary
@@ -30,6 +25,8 @@ from stretto.run.evaluate.trained import Trained
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.job import PRELOAD, Kind, Result, run_kind
 from stretto.run.train.resume import check_model
+from stretto.spec.job import Recompute
+from stretto.spec.optimiser import Optimiser
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,36 +54,36 @@ def evaluation_config(config: TrainConfig, request: Request) -> TrainConfig:
     """
     trained, data = request.trained, config.data
     if request.data is not None:
-        data = data.model_copy(update={"source": request.data, "phases": []})
+        data = replace(data, source=request.data, phases=[])
     elif "data.source" in config.required:
         raise StrettoError(
             "the config names no text yet: data.source is REQUIRED", hint="name it with --data"
         )
     if not vocabulary_is_known(data):
-        data = data.model_copy(update={"tokenizer": _tokenizer(data.tokenizer, request)})
+        data = replace(data, tokenizer=_tokenizer(data.tokenizer, request))
     model = config.model
     if model.positions is None and "sequence" in trained.sizes:
-        model = model.model_copy(update={"positions": trained.sizes["sequence"]})
+        model = replace(model, positions=trained.sizes["sequence"])
     folder = trained.folder.absolute()
     # frozen weights have neither gradients nor masters; a job must train something: a norm, which is small,
     # or adapters, beside which everything is frozen already
     tied = trained.sizes.get("tied", True)
     encoder = ["encoder.*"] if trained.sizes.get("encoder_layers") else []
-    freeze = ["embed.*", *encoder, "blocks.*", *([] if tied else ["head.out.*"])]
+    freeze = ("embed.*", *encoder, "blocks.*", *(() if tied else ("head.out.*",)))
     update = {
-        "finetune": config.finetune.model_copy(update={"freeze": freeze if config.lora.rank is None else []}),
+        "finetune": replace(config.finetune, freeze=freeze if config.lora.rank is None else ()),
         "data": data,
         "model": model,
         # an optimiser without states, since none is used
-        "optim": OptimConfig(name="sgd", weight_decay=0.0, clip=None),
-        "recompute": RecomputeConfig(),
+        "optim": Optimiser(name="sgd", weight_decay=0.0, clip=None),
+        "recompute": Recompute(),
         "eval": EvalConfig(),
         "checkpoint": CheckpointConfig(resume=str(trained.checkpoint)),
         "guard": GuardConfig(),
         "metrics": MetricsConfig(),
         "run": RunConfig(dir=str(folder.parent), name=folder.name),
     }
-    return config.model_copy(update=update).marking(())
+    return replace(replace(config, **update), required=())
 
 
 def _tokenizer(configured: str | list[str] | None, request: Request) -> str | list[str] | None:

@@ -21,6 +21,7 @@ from stretto.errors import StrettoError
 from stretto.run.config.required import REQUIRED
 from stretto.run.config.schema import TrainConfig
 from stretto.run.config.source import CoreDumper
+from stretto.run.config.validation import read_section
 from stretto.run.config.written import model_section
 from stretto.run.data.prepare import LEAST_USED
 from stretto.run.data.tokenizer import SMALLEST_VOCAB, Tokenizer
@@ -235,7 +236,7 @@ def config_text(
     values = {name: {**section, **changes.get(name, {})} for name, section in values.items()}
     data = {name: value for name, value in values["data"].items() if value != REQUIRED}
     plain = {**values, "data": data}
-    for name, (value, _) in differing(shape, TrainConfig.model_validate(plain).shape()).items():
+    for name, (value, _) in differing(shape, read_section(TrainConfig, plain).shape()).items():
         raise StrettoError(f"a config cannot say that {name} is {value}")
     head = [
         f"{shape.family}, {model.parameters / 1e6:,.4g} M parameters in {model.dtype}, imported from "

@@ -156,7 +156,7 @@ def free_name(config: J) -> J:
     run, number = config.run, 1
     while starts_afresh(config) and checkpoints(config.run.folder / "checkpoints"):
         number += 1
-        config = config.model_copy(update={"run": run.model_copy(update={"name": f"{run.name}-{number}"})})
+        config = replace(config, run=replace(run, name=f"{run.name}-{number}"))
     return config
 
 

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import islice
 from math import isfinite
@@ -468,7 +468,7 @@ class TrainingLoop(ABC, Generic[C, P]):
             name, cut = run_on_first(self._write_records)
         except (StrettoError, CollectiveError) as error:
             raise RunFolderLost(f"{lost}; nothing could be written elsewhere: {error}") from None
-        self.config = self.config.model_copy(update={"run": run.model_copy(update={"name": name})})
+        self.config = replace(self.config, run=replace(run, name=name))
         text = f"{lost}; its config and records are now in {self.config.run.folder}"
         text += f" (of {', '.join(cut)} only the newest lines are left)" if cut else ""
         if not weights:
@@ -482,12 +482,12 @@ class TrainingLoop(ABC, Generic[C, P]):
     def _write_records(self) -> tuple[str, list[str]]:
         """On rank 0, a new folder with config and records; its name, and which records are not complete."""
         run, number = self.config.run, 1
-        renamed = run.model_copy(update={"name": f"{run.name}-rescued"})
+        renamed = replace(run, name=f"{run.name}-rescued")
         while renamed.folder.exists():
             number += 1
-            renamed = run.model_copy(update={"name": f"{run.name}-rescued-{number}"})
+            renamed = replace(run, name=f"{run.name}-rescued-{number}")
         renamed.folder.mkdir(parents=True, mode=0o700 if run.private else 0o777)
-        config = self.config.model_copy(update={"run": renamed})
+        config = replace(self.config, run=renamed)
         (renamed.folder / "config.yaml").write_text(dump(config), encoding="utf-8")
         return renamed.name, [] if self.metrics is None else self.metrics.rescue(renamed.folder)
 

@@ -17,6 +17,7 @@ from stretto.engine.device import random_states, set_random_states
 from stretto.engine.parallel.control import run_on_first
 from stretto.errors import StrettoError
 from stretto.run.config.schema import JobConfig, TrainConfig
+from stretto.run.config.section import plain_section
 from stretto.run.data.dataset import shuffled_within
 from stretto.run.data.token_source import TokenData
 from stretto.run.launch.lease import check_lease
@@ -70,7 +71,7 @@ def save_run(
         "end_of_text": source.endoftext,
         "begin_of_text": source.begin_of_text,
         "text": _text(config, source, position.samples),
-        "config": config.model_dump(mode="json"),
+        "config": plain_section(config),
     }
     return save(
         folder=config.run.folder / "checkpoints",

@@ -20,6 +20,8 @@ from stretto.run.config.check import find_problems
 from stretto.run.config.for_ranks import for_ranks as listed
 from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
+from stretto.run.config.section import plain_section
+from stretto.run.config.validation import read_section
 from stretto.run.config.written import laid_over
 from stretto.run.launch.rendezvous import Meeting, join_early
 from stretto.run.train.prediction import kind_here
@@ -69,10 +71,7 @@ def join_for_ranks(config: TrainConfig, note: Note) -> TrainConfig:
         raise StrettoError(answer["error"], hint=answer["hint"])
     sections = {name: getattr(config, name) for name in _SECTIONS}
     return config.replacing(
-        {
-            name: type(section).model_validate_json(json.dumps(answer[name]))
-            for name, section in sections.items()
-        }
+        {name: read_section(type(section), answer[name]) for name, section in sections.items()}
     )
 
 
@@ -91,7 +90,7 @@ def _answer(config: TrainConfig, ranks: int, note: Note) -> dict[str, Any]:
         other = for_ranks(config, ranks, note)
     except StrettoError as error:
         return {"error": error.message, "hint": error.hint}
-    return {name: getattr(other, name).model_dump(mode="json") for name in _SECTIONS}
+    return {name: plain_section(getattr(other, name)) for name in _SECTIONS}
 
 
 def _planned(config: TrainConfig, ranks: int) -> tuple[TrainConfig, str]:

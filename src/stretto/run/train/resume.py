@@ -241,8 +241,9 @@ def _check_optimizer(path: Path, meta: Mapping[str, Any], config: TrainConfig) -
         field = "momentum" if same else "name"
         raise another_optimiser(path, f"optim.{field}", theirs.get(field), getattr(ours, field))
     frozen = meta["config"].get("finetune", {}).get("freeze", [])
-    if "step" in meta and frozen != config.finetune.freeze:
-        raise another_optimiser(path, "finetune.freeze", frozen, config.finetune.freeze)
+    freeze = list(config.finetune.freeze)
+    if "step" in meta and frozen != freeze:
+        raise another_optimiser(path, "finetune.freeze", frozen, freeze)
 
 
 def _check_tokenizer(path: Path, meta: Mapping[str, Any], source: TokenData) -> None:

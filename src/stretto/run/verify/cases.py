@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from pydantic import ValidationError
 
 from stretto.errors import StrettoError, nearest
 from stretto.layout.layout import AXES, Layout
 from stretto.program import names, options
 from stretto.program.schedules.traits import updates_within
-from stretto.run.config.describe import allowed
 from stretto.run.config.job import job_of
-from stretto.run.config.model import ExpertConfig, ModelConfig
+from stretto.run.config.model import ModelConfig
 from stretto.run.config.schema import LayoutConfig, ScheduleConfig, TrainConfig
-from stretto.run.config.section import Section
-from stretto.run.config.states import DataParallelConfig, RecomputeConfig
+from stretto.run.config.section import allowed, config_fields
+from stretto.run.config.validation import wrong_fields
 from stretto.spec.data_parallel import DataParallel
 from stretto.spec.job import Job, Recompute
 from stretto.spec.rules import problems
@@ -178,15 +176,15 @@ def smaller(config: TrainConfig, ranks: int) -> TrainConfig:
     rank, which every layout can share, of two samples (one would hide what mixes them up) of at most 32
     tokens. Nothing is recomputed or sharded, for the cases say what is.
     """
-    batch = config.batch.model_copy(update={"global_size": _SAMPLES * 2 * ranks, "micro_size": _SAMPLES})
-    data = config.data.model_copy(update={"sequence": min(config.data.sequence, _TOKENS)})
+    batch = replace(config.batch, global_size=_SAMPLES * 2 * ranks, micro_size=_SAMPLES)
+    data = replace(config.data, sequence=min(config.data.sequence, _TOKENS))
     model = _narrow(config, ranks)
-    usual: dict[str, Any] = {"recompute": RecomputeConfig(), "dp": DataParallelConfig(path=config.dp.path)}
-    usual["layout"] = config.layout.model_copy(update={"stages": None, "encoder_pp": None})
+    usual: dict[str, Any] = {"recompute": Recompute(), "dp": DataParallel(path=config.dp.path)}
+    usual["layout"] = replace(config.layout, stages=None, encoder_pp=None)
     if config.schedule.file is not None:
         usual["schedule"] = ScheduleConfig()
     parts = {"batch": batch, "data": data, "model": model, **usual}
-    return config.model_copy(update=parts)
+    return replace(config, **parts)
 
 
 _SAMPLES = 2  # of a microbatch
@@ -214,10 +212,9 @@ def _narrow(config: TrainConfig, ranks: int) -> ModelConfig:
     }
     if shape.moe is not None:
         widths = {"ffn": width(shape.expert_ffn), "shared_ffn": width(shape.moe.shared_ffn)}
-        said = {name: getattr(shape.moe, name) for name in ExpertConfig.model_fields}
-        experts: dict[str, Any] = {**said, **widths}
-        narrow["moe"] = ExpertConfig(**experts)
-    return model.model_copy(update=narrow)
+        experts = {name: getattr(shape.moe, name) for name in config_fields(type(model.moe))}
+        narrow["moe"] = replace(model.moe, **{**experts, **widths})
+    return replace(model, **narrow)
 
 
 _EXAMPLE = "write lines such as: - {tp: 2, dp: 2, pp: 1}"
@@ -277,8 +274,8 @@ def _case(keys: dict[str, Any], where: str, config: TrainConfig) -> Job:
     sharding = {key: keys[key] for key in SHARDING if key in keys}
     options = {key: v for key, v in keys.items() if key not in (*_LAYOUT, *_RECOMPUTE, *SHARDING, "schedule")}
     _check(LayoutConfig, {key: key for key in layout}, layout, where)
-    _check(RecomputeConfig, _RECOMPUTE, recompute, where)
-    _check(DataParallelConfig, {key: key for key in sharding}, sharding, where)
+    _check(Recompute, _RECOMPUTE, recompute, where)
+    _check(DataParallel, {key: key for key in sharding}, sharding, where)
     _check(ScheduleConfig, {key: key for key in options}, options, where)
     changes: dict[str, Any] = {**dict.fromkeys(AXES, 1), "expert_tp": None, **layout, **recompute, **sharding}
     configured = configured_job(config)
@@ -317,12 +314,9 @@ def _schedule(name: Any, where: str) -> str:
     return name
 
 
-def _check(section: type[Section], fields: dict[str, str], values: dict[str, Any], where: str) -> None:
-    """That the section takes these values; `fields` are its names for the keys."""
-    try:
-        section.model_validate({fields[key]: value for key, value in values.items()})
-    except ValidationError as error:
-        name = str(error.errors()[0]["loc"][0])
-        key = next(key for key in values if fields[key] == name)
-        legal = allowed(section.model_fields[name])
-        raise StrettoError(f"{where}: {key} is {values[key]!r}, must be {legal}", hint=_EXAMPLE) from None
+def _check(section: type, fields: dict[str, str], values: dict[str, Any], where: str) -> None:
+    """Check that a section takes these values; `fields` are its names for the keys."""
+    for key, value in values.items():
+        if wrong_fields(section, {fields[key]: value}):
+            legal = allowed(config_fields(section)[fields[key]])
+            raise StrettoError(f"{where}: {key} is {value!r}, must be {legal}", hint=_EXAMPLE)
