@@ -35,10 +35,10 @@ def job_of(
     Raises:
         StrettoError: sizes of the model that do not fit, or an invalid order of the layout.
     """
-    train, steps, drains = config.train, config.train.steps, (config.eval.every, config.checkpoint.every)
-    every = [n for n in drains if n is not None]
-    count = sum(steps // n for n in every) - (steps // lcm(*every) if len(every) == 2 else 0)
-    last = any(steps % n == 0 for n in every)  # the last step is one of them already
+    train, steps = config.train, config.train.steps
+    every = [n for n in (config.eval.every, config.checkpoint.every) if n is not None]
+    drains = sum(steps // n for n in every) - (steps // lcm(*every) if len(every) == 2 else 0)
+    drains += not any(steps % n == 0 for n in every)  # at the end, unless the last step is one of them
     execution: dict[str, Any] = {name: getattr(train, name) for name in declared(Execution)}
     return Job(
         **execution,
@@ -66,7 +66,7 @@ def job_of(
         one_memory=train.device == "cpu",
         trained=config.finetune,
         initial=config.model.initial(),
-        undrained=steps / (count + (not last)),
+        undrained=steps / drains,
         async_save=config.checkpoint.async_save and config.checkpoint.every is not None,
     )
 
