@@ -114,9 +114,8 @@ def changes_of(
             (parts if isinstance(made[1], DataclassField) else fields)[name] = made
         for name, item in declared(others).items() if others is not None else ():
             fields[name] = (Annotated[item.type, item.field], item.default)
-        own = cls.__annotations__
-        cls.__annotations__ = {**own, **{name: kind for name, (kind, _) in (fields | parts).items()}}
-        for name, (_, default) in (fields | parts).items():
+        for name, (kind, default) in (fields | parts).items():
+            cls.__annotations__[name] = kind
             setattr(cls, name, default)
         return dataclass(frozen=True, kw_only=True)(cls)
 
@@ -237,34 +236,23 @@ class ModelConfig:
         sizes = {
             name: value for name, value in set_here.items() if value is not None and not part_of(items[name])
         }
-        if known is None:
-            assert self.family is not None  # checked above
-            family, attention, rope, experts = FAMILY_DEFAULTS[self.family], None, None, None
-            base: dict[str, Any] = {"vocab": vocab, "sequence": sequence}
-            attention = family.attention
-        else:
-            family, attention, rope, experts = (
-                FAMILY_DEFAULTS[known.family],
-                known.attention,
-                known.rope,
-                known.moe,
-            )
-            # what follows from a changed size takes the family's default again
+        base: dict[str, Any] = {"sequence": sequence}
+        if known is not None:  # what follows from a changed size takes the family's default again
             base = {
-                name: None
-                if any(one in sizes for one in item.metadata.get("follows", ()))
-                else getattr(known, name)
+                name: getattr(known, name)
                 for name, item in declared(ModelShape).items()
+                if sizes.keys().isdisjoint(item.metadata.get("follows", ()))
             }
-            base["vocab"] = vocab
-        for name, part in (("attention", attention), ("rope", rope), ("moe", experts)):
-            kind = part_of(items[name])
-            assert kind is not None
-            try:
-                base[name] = laid_over(kind, set_here[name], part, family.experts)
-            except StrettoError as error:
-                raise error.within(name) from None
-        return ModelShape(**{**base, **sizes})
+        family = FAMILY_DEFAULTS[known.family if known is not None else sizes["family"]]
+        parts = {"attention": family.attention} if known is None else base
+        for name, item in items.items():
+            kind = part_of(item)
+            if kind is not None:
+                try:
+                    base[name] = laid_over(kind, set_here[name], parts.get(name), family.experts)
+                except StrettoError as error:
+                    raise error.within(name) from None
+        return ModelShape(**{**base, "vocab": vocab, **sizes})
 
 
 @changes_of(LoraShape, defaults=True)

@@ -109,7 +109,8 @@ class _Reader:
         return _WRONG
 
     def _value(self, item: Declared, value: Any, path: Path) -> Any:
-        listed, about, name = item_of(item), item.field, ".".join(map(str, path))
+        listed, about = item_of(item), item.field
+        name = ".".join(map(str, path))
         assert about is not None
         if listed is not None and isinstance(value, list):
             return [self.section(listed, one, (*path, i)) for i, one in enumerate(cast("list[Any]", value))]
