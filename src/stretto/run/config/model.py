@@ -252,7 +252,8 @@ class ModelConfig:
                     base[name] = laid_over(kind, set_here[name], parts.get(name), family.experts)
                 except StrettoError as error:
                     raise error.within(name) from None
-        return ModelShape(**{**base, "vocab": vocab, **sizes})
+        base |= {"vocab": vocab, **sizes}
+        return ModelShape(**base)
 
 
 @changes_of(LoraShape, defaults=True)
