@@ -58,7 +58,7 @@ def steps(model: LanguageModel, packing: Packing, sequence: int) -> dict[str, St
         model.loss(model(batch.inputs), batch.targets).backward()
 
     def contestant(length: int, apart: bool) -> Step:
-        samples, at = WindowSamples(Stream(length), "train", sequence, apart=apart), [0]
+        samples, at = WindowSamples(Stream(length), "train", sequence, isolate=apart), [0]
         return lambda: step(samples, at)
 
     lengths = {"whole samples": 4 * sequence, "1/4 of a sample": sequence // 4, "1/16": sequence // 16}

@@ -24,7 +24,7 @@ from stretto.errors import StrettoError
 from stretto.run.config.data import DataConfig, Packing, ReadOptions
 from stretto.run.data.build import build
 from stretto.run.data.chat_template import ChatTemplate
-from stretto.run.data.dataset import DocumentSamples, WindowSamples, samples_of, whole_split_of
+from stretto.run.data.dataset import DocumentSamples, WindowSamples, samples_of
 from stretto.run.data.token_folder import TokenFolder
 
 CHATS = {
@@ -337,7 +337,7 @@ def test_packed_conversations_fill_windows(chats: TokenFolder):
 @pytest.mark.parametrize("packing", ["none", "stream"])
 def test_an_evaluation_reads_each_target_once(chats: TokenFolder, packing: Packing):
     data = DataConfig(packing=packing, sequence=400, split="1,1,1")
-    splits = [whole_split_of(chats, data, name) for name in ("train", "valid", "test", "all")]
+    splits = [samples_of(chats, data, name, once=True) for name in ("train", "valid", "test", "all")]
     counts = [int((one.batch(range(len(one) + 3)).targets != IGNORED).sum()) for one in splits]
     assert chats.mask is not None
     assert counts[3] == sum(counts[:3]) == int(chats.mask.sum())

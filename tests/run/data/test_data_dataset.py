@@ -8,7 +8,7 @@ from test_data_indexed import make
 
 from stretto.engine.models.language import IGNORED
 from stretto.errors import StrettoError
-from stretto.run.data.dataset import WholeSplit, WindowSamples
+from stretto.run.data.dataset import WindowSamples
 from stretto.run.data.permutation import Permutation
 from stretto.run.data.token_folder import TokenFolder
 
@@ -29,7 +29,8 @@ def test_an_epoch_predicts_every_token_once(folder: TokenFolder):
     assert places == list(range(0, len(samples) * 33, 33))
     for k in (0, 5, len(samples) - 1):
         start = int(samples.starts([k])[0])
-        assert samples.sample(k).tolist() == stream[start : start + 34].tolist()
+        batch = samples.batch([k])
+        assert [*batch.inputs[0], batch.targets[0, -1]] == stream[start : start + 34].tolist()
 
 
 def test_targets_are_the_inputs_one_on(folder: TokenFolder):
@@ -41,8 +42,9 @@ def test_targets_are_the_inputs_one_on(folder: TokenFolder):
     assert inputs.dtype == targets.dtype == torch.int64
     assert inputs.is_contiguous()
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    for row, k in enumerate([4, 0, 100_000]):
-        assert samples.sample(k).tolist() == [*inputs[row].tolist(), int(targets[row, -1])]
+    for row, start in enumerate(samples.starts([4, 0, 100_000]).tolist()):
+        sample = folder.tokens[start : start + 17].tolist()
+        assert sample == [*inputs[row].tolist(), int(targets[row, -1])]
     assert not torch.equal(inputs[0], inputs[1])
 
 
@@ -99,7 +101,7 @@ def test_wrong_names_and_lengths(folder: TokenFolder):
 
 @pytest.mark.parametrize(("split", "sequence"), [("valid", 33), ("test", 9), ("test", 200), ("all", 64)])
 def test_a_whole_split_has_every_token_once(folder: TokenFolder, split: str, sequence: int) -> None:
-    samples = WholeSplit(folder, split, sequence)
+    samples = WindowSamples(folder, split, sequence, once=True)
     batch = samples.batch(range(len(samples) + 3))
     inputs, targets = batch.inputs, batch.targets
     counted = targets != IGNORED
@@ -115,9 +117,9 @@ def test_a_whole_split_has_every_token_once(folder: TokenFolder, split: str, seq
 
 def test_a_split_without_a_token_to_predict(folder: TokenFolder) -> None:
     with pytest.raises(StrettoError, match=r"the test split \(data.split=9,1,0\) of the 10000 tokens"):
-        WholeSplit(folder, "test", 8, ratio="9,1,0")
+        WindowSamples(folder, "test", 8, ratio="9,1,0", once=True)
     with pytest.raises(StrettoError, match="allowed are train, valid, test, all"):
-        WholeSplit(folder, "tset", 8)
+        WindowSamples(folder, "tset", 8, once=True)
 
 
 def test_samples_are_shuffled_within_windows(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ from stretto.run.config.denoising import Corruption, Denoising, denoising
 from stretto.run.config.load import parse
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.boundaries import Boundaries
-from stretto.run.data.dataset import Batch, WholeSplit, WindowSamples
-from stretto.run.data.denoising import Denoised, DenoisedSplit, corrupt
+from stretto.run.data.dataset import Batch, WindowSamples
+from stretto.run.data.denoising import DenoisedSamples, corrupt
 from stretto.run.data.mixture import Mixture, epochs, held_out, parts_of, training_samples
 from stretto.run.data.sentinels import SentinelIds, sentinel_ids, vocabulary
 from stretto.run.data.token_folder import TokenFolder, TokenWriter
@@ -47,13 +47,13 @@ class Counting:
         return Batch(inputs=firsts + torch.arange(self.window), targets=torch.zeros(0))
 
 
-def denoised(lengths: Denoising, *, seed: int = 0, more: int = 0) -> Denoised[Counting]:
+def denoised(lengths: Denoising, *, seed: int = 0, more: int = 0) -> DenoisedSamples[Counting]:
     top = 10**9
     same = lengths.corruption == "infilling"
     spans = (top,) * lengths.spans if same else tuple(top - i for i in range(lengths.spans))
     marks = SentinelIds(spans=spans, end=END, start=START)
-    return Denoised(
-        Counting(lengths.window), lengths=lengths, marks=marks, seed=seed, targets=lengths.targets + more
+    return DenoisedSamples(
+        Counting(lengths.window), lengths=lengths, sentinels=marks, seed=seed, targets=lengths.targets + more
     )
 
 
@@ -141,7 +141,7 @@ def test_every_token_is_in_the_input_or_in_the_targets(
         assert last == end == END
         assert batch.targets[row, lengths.targets :].eq(IGNORED).all()
         assert batch.decoder[row, : lengths.targets].tolist() == [START, *targets]
-        kept, spans = between(inputs, samples.marks.spans), between(targets, samples.marks.spans)
+        kept, spans = between(inputs, samples.sentinels.spans), between(targets, samples.sentinels.spans)
         assert not kept.pop()  # a window ends with a span
         assert not spans.pop(0)  # targets begin with a sentinel
         assert all(kept)
@@ -163,7 +163,7 @@ def test_infilling_leaves_a_mask_for_each_span(
     assert batch.decoder is not None
     assert batch.decoder[0].tolist() == [START, *window]
     *inputs, last = batch.inputs[0].tolist()
-    mask = samples.marks.spans[0]
+    mask = samples.sentinels.spans[0]
     assert (len(inputs) + 1, last) == (sequence, END)
     assert inputs.count(mask) == lengths.spans
     kept = [token for token in inputs if token != mask]
@@ -203,7 +203,7 @@ def test_lengths_of_infilled_spans_are_poisson() -> None:
     lengths = Denoising(corruption="infilling", window=30_000, noise=9_000, spans=3_000)
     samples = denoised(lengths)
     inputs = samples.batch([0]).inputs[0, :-1]
-    at = np.flatnonzero(inputs[1:-1].numpy() == samples.marks.spans[0]) + 1
+    at = np.flatnonzero(inputs[1:-1].numpy() == samples.sentinels.spans[0]) + 1
     sizes = (inputs[at + 1] - inputs[at - 1] - 1).numpy()
     assert len(sizes) > 2_990
     for size, expected in ((0, 0.0498), (1, 0.1494), (3, 0.2240), (6, 0.0504)):
@@ -235,15 +235,15 @@ def test_windows_of_a_split_are_denoised(folder: TokenFolder) -> None:
     """
     lengths = denoising("span-corruption", 20, 0.2, 2.0)
     marks = sentinel_ids(folder, DataConfig(), lengths, rows=1100)
-    made: dict[str, Any] = {"lengths": lengths, "marks": marks, "targets": lengths.targets}
+    made: dict[str, Any] = {"lengths": lengths, "sentinels": marks, "targets": lengths.targets}
     windows = WindowSamples(folder, "train", lengths.window, 3, ratio="1,0,0")
-    samples = Denoised(windows, **made, seed=3)
+    samples = DenoisedSamples(windows, **made, seed=3)
     epoch = samples.batch(range(len(windows)))
     again = samples.batch(range(len(windows), 2 * len(windows)))
     text = sorted(folder.tokens[: len(windows) * lengths.window].tolist())
     assert sorted(tokens(epoch, marks)) == sorted(tokens(again, marks)) == text
     assert not torch.equal(epoch.inputs.sort(0)[0], again.inputs.sort(0)[0])
-    split = DenoisedSplit(WholeSplit(folder, "all", lengths.window), **made)
+    split = DenoisedSamples(WindowSamples(folder, "all", lengths.window, once=True), **made)
     assert len(split) == folder.size // lengths.window
     read = split.batch(range(len(split) + 2))
     assert read.targets[len(split) :].eq(IGNORED).all()

@@ -12,7 +12,7 @@ from stretto.engine.models.language import IGNORED
 from stretto.errors import StrettoError
 from stretto.run.config.data import DataConfig
 from stretto.run.config.validation import read_section
-from stretto.run.data.dataset import Batch, WholeSplit, WindowSamples, keep_apart, samples_of, whole_split_of
+from stretto.run.data.dataset import Batch, WindowSamples, isolate_documents, samples_of
 from stretto.run.data.token_folder import TokenFolder
 
 LENGTHS = (9, 1, 24, 7, 2, 1, 1, 40, 16, 8, 3)  # of a document's tokens, with its end of text
@@ -47,10 +47,10 @@ def check(folder: TokenFolder, batch: Batch, starts: list[int], sequence: int, e
 @given(st.integers(1, 60), st.integers(0, 5))
 @settings(max_examples=12)
 def test_documents_of_windows(folder: TokenFolder, sequence: int, seed: int) -> None:
-    samples = WindowSamples(folder, "train", sequence, seed, ratio="1,0,0", apart=True)
+    samples = WindowSamples(folder, "train", sequence, seed, ratio="1,0,0", isolate=True)
     indices = range(2 * len(samples))
     check(folder, samples.batch(indices), samples.starts(indices).tolist(), sequence, sum(LENGTHS))
-    whole = WholeSplit(folder, "all", sequence, apart=True)
+    whole = WindowSamples(folder, "all", sequence, isolate=True, once=True)
     starts = [k * sequence for k in range(len(whole))]
     check(folder, whole.batch(range(len(whole))), starts, sequence, sum(LENGTHS))
     empty = whole.batch([len(whole) + 3])
@@ -61,7 +61,7 @@ def test_documents_of_windows(folder: TokenFolder, sequence: int, seed: int) -> 
 def test_the_stream_is_as_it_is_with_documents_kept_apart(folder: TokenFolder) -> None:
     """The same windows in the same order; but what follows a document's end has no target."""
     plain, apart = (
-        WindowSamples(folder, "train", 13, 4, ratio="1,0,0", apart=apart) for apart in (False, True)
+        WindowSamples(folder, "train", 13, 4, ratio="1,0,0", isolate=isolate) for isolate in (False, True)
     )
     ours, theirs = apart.batch(range(20)), plain.batch(range(20))
     assert theirs.begins is None
@@ -75,14 +75,14 @@ def test_the_stream_is_as_it_is_with_documents_kept_apart(folder: TokenFolder) -
 def test_a_mask_of_tokens_is_kept(folder: TokenFolder) -> None:
     inputs, targets = torch.zeros(1, 12, dtype=torch.int64), torch.arange(12).unsqueeze(0)
     targets[0, 2] = IGNORED
-    batch = keep_apart([folder], [5], Batch(inputs=inputs, targets=targets))
+    batch = isolate_documents([folder], [5], Batch(inputs=inputs, targets=targets))
     assert batch.targets.tolist() == [[0, 1, IGNORED, IGNORED, IGNORED, *range(5, 12)]]
     assert batch.begins is not None
     assert batch.begins.tolist() == [[0, 0, 0, 0, 4, *[5] * 7]]
 
 
 def test_parts_of_a_batch_keep_their_documents(folder: TokenFolder) -> None:
-    samples = WindowSamples(folder, "train", 13, ratio="1,0,0", apart=True)
+    samples = WindowSamples(folder, "train", 13, ratio="1,0,0", isolate=True)
     whole, parts = samples.batch([1, 2, 5]), [samples.batch([1]), samples.batch([2, 5])]
     for again in (Batch.concatenated(parts), whole.take([0, 1, 2]), whole.take(slice(None))):
         assert again.begins is not None
@@ -95,7 +95,7 @@ def test_packing_is_chosen_by_name(folder: TokenFolder) -> None:
         data = read_section(DataConfig, {"packing": packing, "sequence": 13, "split": "1,1,0"})
         batches = [
             samples_of(folder, data, "train", 0).batch([0]),
-            whole_split_of(folder, data, "valid").batch([0]),
+            samples_of(folder, data, "valid", once=True).batch([0]),
         ]
         assert (batches[0].begins is None) == (batches[1].begins is None)
         return batches[0].begins
@@ -107,8 +107,8 @@ def test_packing_is_chosen_by_name(folder: TokenFolder) -> None:
 
 
 def test_bytes_are_not_counted_where_only_some_tokens_are_predicted(folder: TokenFolder) -> None:
-    assert WholeSplit(folder, "all", 13, apart=True).targets(2) is None
-    assert WholeSplit(folder, "all", 13).targets(2) == range(1, 27)
+    assert WindowSamples(folder, "all", 13, isolate=True, once=True).targets(2) is None
+    assert WindowSamples(folder, "all", 13, once=True).targets(2) == range(1, 27)
 
 
 def test_a_packing_that_there_is_none_of() -> None:

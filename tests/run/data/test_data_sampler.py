@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.run.data.dataset import indices_after, microbatch_indices
+from stretto.run.data.dataset import indices_after
 
 
 def ordered_factors(product: int) -> list[tuple[int, int, int]]:
@@ -18,8 +18,8 @@ def global_batch(step: int, dp: int, micro_batch: int, microbatches: int) -> lis
         index
         for rank in range(dp)
         for microbatch in range(microbatches)
-        for index in microbatch_indices(
-            step=step,
+        for index in indices_after(
+            seen=step * dp * micro_batch * microbatches,
             microbatch=microbatch,
             dp_rank=rank,
             dp=dp,
@@ -42,8 +42,8 @@ def test_a_microbatch_over_all_ranks_is_the_larger_microbatch_of_one(
 ):
     for m in range(microbatches):
         parts = [
-            microbatch_indices(
-                step=step,
+            indices_after(
+                seen=step * dp * micro_batch * microbatches,
                 microbatch=m,
                 dp_rank=rank,
                 dp=dp,
@@ -52,8 +52,13 @@ def test_a_microbatch_over_all_ranks_is_the_larger_microbatch_of_one(
             )
             for rank in range(dp)
         ]
-        whole = microbatch_indices(
-            step=step, microbatch=m, dp_rank=0, dp=1, micro_batch=dp * micro_batch, microbatches=microbatches
+        whole = indices_after(
+            seen=step * dp * micro_batch * microbatches,
+            microbatch=m,
+            dp_rank=0,
+            dp=1,
+            micro_batch=dp * micro_batch,
+            microbatches=microbatches,
         )
         assert [i for part in parts for i in part] == list(whole)
 
@@ -72,4 +77,4 @@ def test_going_on_with_another_batch_size_misses_and_repeats_nothing():
 @pytest.mark.parametrize(("microbatch", "rank"), [(2, 0), (-1, 0), (0, 3), (0, -1)])
 def test_what_is_not_there_is_a_programming_error(microbatch: int, rank: int):
     with pytest.raises(AssertionError):
-        microbatch_indices(step=0, microbatch=microbatch, dp_rank=rank, dp=3, micro_batch=1, microbatches=2)
+        indices_after(seen=0, microbatch=microbatch, dp_rank=rank, dp=3, micro_batch=1, microbatches=2)

@@ -328,17 +328,22 @@ def test_blocks_come_before_they_are_read(tmp_path: Path, monkeypatch: pytest.Mo
             time.sleep(0.01)
         assert not array.file._coming
 
+    def read(index: int) -> None:
+        """Read a sample without fetching ahead."""
+        (start,) = samples.starts([index]).tolist()
+        array[start : start + 9]
+
     settled(0)
     with monkeypatch.context() as patched:
         fetches = Fetches(patched)
         for first in range(span // 4):
-            samples.sample(first)
+            read(first)
         assert not fetches.ranges, "the window that is read was fetched at its first sample"
     settled(span // 2)
     with monkeypatch.context() as patched:
         fetches = Fetches(patched)
         for first in range(span // 2, 2 * span):
-            samples.sample(first)
+            read(first)
         assert not fetches.ranges, "by the middle of a window the next has been fetched"
 
 

@@ -16,7 +16,7 @@ import stretto.run.train.batches as batches_module
 from stretto.engine.documents import DocumentStarts
 from stretto.engine.models.language import IGNORED
 from stretto.run.config import TrainConfig
-from stretto.run.data.dataset import whole_split_of
+from stretto.run.data.dataset import samples_of
 from stretto.run.data.prepare import prepare_data
 from stretto.run.verify.job import batches, verify
 from tiny_job import EIGHT, GPT, LLAMA, Changes, changes, job, name_of, varied
@@ -134,7 +134,7 @@ def test_a_packed_run_trains_and_evaluates_packed(folder: Path) -> None:
     evaluations = list(read_lines(config.run.folder / "eval.jsonl"))
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert steps[-1]["targets"] < steps[-1]["tokens"]
-    split = whole_split_of(source, config.data, "valid")
+    split = samples_of(source, config.data, "valid", once=True)
     batch = split.batch(range(len(split)))
     assert evaluations[-1]["tokens"] == int((batch.targets != IGNORED).sum())
     firsts = set(source.offsets.tolist())

@@ -38,7 +38,7 @@ class BlockCache:
         return BlockCache, (self.folder, self.limit)
 
     @property
-    def kept(self) -> int:
+    def capacity(self) -> int:
         """Bytes of blocks that are never dropped while they are in use: making room goes a little below the
         limit, so that it is not done for every block.
         """
@@ -169,7 +169,7 @@ class BlockCache:
                 folder.rmdir()  # where it is empty
         if total > self.limit:
             for _, size, path in sorted(files):
-                if total <= self.kept:
+                if total <= self.capacity:
                     break
                 path.unlink(missing_ok=True)
                 total -= size

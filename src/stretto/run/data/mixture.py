@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil, floor, log10
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,19 +16,16 @@ from stretto.run.config.schema import TrainConfig
 from stretto.run.data.block_cache import block_cache
 from stretto.run.data.dataset import (
     Batch,
+    ChunkedFunction,
     DocumentSamples,
-    WholeDocuments,
-    WholeSplit,
     WindowSamples,
     packing_of,
     samples_of,
     shuffled_within,
-    whole_split_of,
     windows,
 )
-from stretto.run.data.denoising import Denoised, DenoisedSplit
+from stretto.run.data.denoising import DenoisedSamples
 from stretto.run.data.mixture_order import MixtureOrder, WeightPhase
-from stretto.run.data.order import ChunkedFunction
 from stretto.run.data.sentinels import SentinelIds, sentinel_ids, vocabulary
 from stretto.run.data.token_source import TokenData, TokenSource, check_boundaries
 from stretto.run.data.tokenizer import Tokenizer
@@ -38,7 +35,7 @@ class Mixture(TokenData):
     """Streams with tokens of one tokenizer.
 
     Attributes:
-        weights: of each stream, by name, as configured.
+        weights: weight of each stream, by name, as configured.
 
     Raises:
         StrettoError: streams of different tokenizers.
@@ -48,24 +45,22 @@ class Mixture(TokenData):
         assert streams.keys() == weights.keys()
         self._streams, self.weights = dict(streams), dict(weights)
         self.name = ", ".join(streams)
-        every = list(streams.values())
-        known = [one for one in every if one.fingerprint is not None]
-        for other in known[1:]:
-            if other.fingerprint != known[0].fingerprint:
+        sources = list(streams.values())
+        named = [source for source in sources if source.fingerprint is not None]
+        for other in named[1:]:
+            if other.fingerprint != named[0].fingerprint:
                 raise StrettoError(
                     "data.source mixes tokens of different tokenizers: those of "
-                    f"{known[0].name} and of {other.name}",
+                    f"{named[0].name} and of {other.name}",
                     hint="build them with the same --tokenizer, or name the texts themselves",
                 )
-            check_boundaries(known[0], other)
-        self._first = (known or every)[0]
-        self.vocab = max(one.vocab for one in every)
+            check_boundaries(named[0], other)
+        self._first = (named or sources)[0]
+        self.vocab = max(source.vocab for source in sources)
         self.endoftext, self.begin_of_text = self._first.endoftext, self._first.begin_of_text
         self.fingerprint = self._first.fingerprint
-        masked = any(one.trained is not None for one in every)
-        self.trained = (
-            sum(one.size if one.trained is None else one.trained for one in every) if masked else None
-        )
+        trained = [source.size if source.trained is None else source.trained for source in sources]
+        self.trained = None if all(source.trained is None for source in sources) else sum(trained)
 
     def __reduce__(self) -> tuple[object, ...]:
         return Mixture, (self._streams, self.weights)
@@ -76,16 +71,17 @@ class Mixture(TokenData):
 
     @property
     def size(self) -> int:
-        return sum(one.size for one in self._streams.values())
+        return sum(source.size for source in self._streams.values())
 
     @property
     def documents(self) -> int:
-        return sum(one.documents for one in self._streams.values())
+        return sum(source.documents for source in self._streams.values())
 
     def identity(self) -> dict[str, Any]:
         total = sum(self.weights.values())
         parts = [
-            {**one.identity(), "weight": self.weights[name] / total} for name, one in self._streams.items()
+            {**source.identity(), "weight": self.weights[name] / total}
+            for name, source in self._streams.items()
         ]
         return {"tokens": self.size, "documents": self.documents, "mixture": parts}
 
@@ -96,6 +92,9 @@ class Mixture(TokenData):
         return self._first.companions()
 
 
+SplitPart = WindowSamples | DocumentSamples
+
+
 class MixedSamples:
     """Samples of several sources in one order; see `mixture_order`.
 
@@ -103,169 +102,157 @@ class MixedSamples:
         parts: the samples of each source.
     """
 
-    def __init__(self, parts: Mapping[str, WindowSamples | DocumentSamples], order: MixtureOrder) -> None:
+    def __init__(self, parts: Mapping[str, SplitPart], order: MixtureOrder) -> None:
         self.parts = dict(parts)
         self._order = order
-        self._placed = ChunkedFunction(self._places)
+        self._placements = ChunkedFunction(self._place)
         self._windows = all(isinstance(part, WindowSamples) for part in parts.values())
 
     def drawn(self, samples: int) -> list[int]:
-        """How many of the first `samples` samples are of each source."""
+        """Return how many of the first `samples` samples each source has."""
         return self._order.drawn(samples).tolist()
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """As those of one source."""
-        parts, placed = list(self.parts.values()), self._placed(indices)
+        """Return several samples."""
+        parts, placements = list(self.parts.values()), self._placements(indices)
         if self._windows:
-            self._fetch_ahead(max(indices, default=0))
-            several, first = cast(list[WindowSamples], parts), cast(WindowSamples, parts[0])
-            sources = [several[part].source for part in placed[:, 0].tolist()]
-            return windows(sources, placed[:, 1].tolist(), first.sequence, apart=first.apart)
-        rows = {number: np.flatnonzero(placed[:, 0] == number) for number in {*placed[:, 0].tolist()}}
-        taken = [parts[number].batch(placed[here, 1].tolist()) for number, here in rows.items()]
-        return taken[0] if len(taken) == 1 else Batch.scattered(taken, list(rows.values()))
+            if any(part.source.cached for part in parts):
+                for part, count in zip(parts, self.drawn(max(indices, default=0) + 1), strict=True):
+                    part.fetch_ahead(max(0, count - 1))
+            first = cast(WindowSamples, parts[0])
+            sources = [parts[part].source for part in placements[:, 0].tolist()]
+            return windows(sources, placements[:, 1].tolist(), first.sequence, isolate=first.isolate)
+        rows = {part: np.flatnonzero(placements[:, 0] == part) for part in {*placements[:, 0].tolist()}}
+        batches = [parts[part].batch(placements[inside, 1].tolist()) for part, inside in rows.items()]
+        return batches[0] if len(batches) == 1 else Batch.concatenated(batches, list(rows.values()))
 
-    def _fetch_ahead(self, index: int) -> None:
-        """As `Ordered.fetch_ahead`, for the parts at URLs."""
-        if any(one.source.cached for one in self.parts.values()):
-            for one, count in zip(self.parts.values(), self.drawn(index + 1), strict=True):
-                one.fetch_ahead(max(0, count - 1))
-
-    def _places(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The source of each sample, and which of its samples it is, or the first token where all are
+    def _place(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the source of each sample, and which of its samples it is, or the first token if all are
         windows: int64 [samples, 2].
         """
         sources, positions = self._order(indices)
         for number, part in enumerate(self.parts.values()) if self._windows else ():
-            here = sources == number
-            positions[here] = cast(WindowSamples, part).starts(positions[here])
+            inside = sources == number
+            positions[inside] = cast(WindowSamples, part).starts(positions[inside])
         return np.stack([sources, positions], axis=1)
 
 
-Ordinary = WindowSamples | DocumentSamples | MixedSamples
-TrainingSamples = Ordinary | Denoised[Ordinary]
+CausalSamples = WindowSamples | DocumentSamples | MixedSamples
+TrainingSamples = CausalSamples | DenoisedSamples[CausalSamples]
 
 
 def training_samples(source: TokenData, config: TrainConfig) -> TrainingSamples:
-    """The samples that a run trains on, in its order.
+    """Return the samples that a run trains on, in its order.
 
     Raises:
-        StrettoError: a source is too short, or holds text where conversations are configured; the cache has
-            no room for what is read of sources at URLs; an encoder's samples cannot be made of it.
+        StrettoError: a source is too short, or holds text although conversations are configured; the cache
+            has no room for what is read of sources at URLs; an encoder's samples cannot be made of it.
     """
-    lengths = config.denoising
-    if lengths is None:
-        return _in_order(source, config, config.data)
-    marks = _marks(source, config)
-    windows = _in_order(source, config, replace(config.data, sequence=lengths.window))
-    return Denoised(
-        windows, lengths=lengths, marks=marks, seed=config.train.seed, targets=config.target_sequence
+    data, seed = config.data, config.train.seed
+    lengths, sentinels = config.denoising, _sentinels(source, config)
+    if lengths is not None:
+        data = replace(data, sequence=lengths.window)
+    parts = {name: samples_of(stream, data, "train", seed) for name, stream in source.streams.items()}
+    _check_cache(parts, data)
+    samples: CausalSamples
+    if isinstance(source, Mixture):
+        size = config.batch.global_size
+        phases = [WeightPhase(0, tuple(source.weights[name] for name in parts))]
+        phases += [
+            WeightPhase(phase.from_step * size, tuple(phase.weights.get(name, 0.0) for name in parts))
+            for phase in data.phases
+        ]
+        samples = MixedSamples(parts, MixtureOrder(phases, seed))
+    else:
+        (samples,) = parts.values()
+    if lengths is None or sentinels is None:
+        return samples
+    return DenoisedSamples(
+        samples, lengths=lengths, sentinels=sentinels, seed=seed, targets=config.target_sequence
     )
 
 
-def _marks(source: TokenData, config: TrainConfig) -> SentinelIds:
-    """The ids that stand for spans of a source's text.
+def _sentinels(source: TokenData, config: TrainConfig) -> SentinelIds | None:
+    """Return the ids that stand for spans of a source's text, or None if no spans are cut out.
 
     Raises:
         StrettoError: it has no windows of text, or no room in the vocabulary.
     """
     lengths, data = config.denoising, config.data
-    assert lengths is not None
-    for one in source.streams.values():
-        if packing_of(one, data) != "stream":
+    if lengths is None:
+        return None
+    for stream in source.streams.values():
+        if packing_of(stream, data) != "stream":
             rule = f"objective {lengths.corruption} cuts spans out of windows of a stream of text"
-            held = "" if one.mask is None else f", and {one.name} holds conversations"
-            raise Problem("data.packing", data.packing, rule + held, "data.packing=stream")
+            reason = "" if stream.mask is None else f", and {stream.name} holds conversations"
+            raise Problem("data.packing", data.packing, rule + reason, "data.packing=stream")
     rows = config.shape(vocabulary(source, config)).vocab
     return sentinel_ids(source, data, lengths, rows)
 
 
-def _in_order(source: TokenData, config: TrainConfig, data: DataConfig) -> Ordinary:
-    """Windows or documents in the order of training."""
-    seed = config.train.seed
-    parts = {name: samples_of(one, data, "train", seed) for name, one in source.streams.items()}
-    _check_cache(parts, data)
-    if not isinstance(source, Mixture):
-        (alone,) = parts.values()
-        return alone
-    names, size = list(parts), config.batch.global_size
-    phases = [WeightPhase(0, tuple(source.weights[name] for name in names))]
-    phases += [
-        WeightPhase(phase.from_step * size, tuple(phase.weights.get(name, 0.0) for name in names))
-        for phase in data.phases
-    ]
-    return MixedSamples(parts, MixtureOrder(phases, seed))
-
-
-def _check_cache(parts: Mapping[str, WindowSamples | DocumentSamples], data: DataConfig) -> None:
+def _check_cache(parts: Mapping[str, SplitPart], data: DataConfig) -> None:
     """Check that the cache holds what sources at URLs have to keep there."""
     needed = sum(part.cache_bytes for part in parts.values())
     cache = block_cache(data)
-    if needed <= cache.kept:
+    if needed <= cache.capacity:
         return
-    room = f"data.cache_gib={_gib(needed * cache.limit / cache.kept)}"
+
+    def gib(size: float) -> str:  # rounded up to three digits
+        digits = 2 - floor(log10(size / 2**30))
+        return f"{ceil(size / 2**30 * 10**digits) / 10**digits:.{max(0, digits)}f}"
+
+    room = f"data.cache_gib={gib(needed * cache.limit / cache.capacity)}"
     smaller = f"a data.shuffle_window smaller than {data.shuffle_window}"
     windows = any(shuffled_within(part.source, data) for part in parts.values())
     raise StrettoError(
-        f"data.cache_gib is {data.cache_gib:g}, and {_gib(needed)} GiB of the sources at URLs are kept: "
+        f"data.cache_gib is {data.cache_gib:g}, and {gib(needed)} GiB of the sources at URLs are kept: "
         + ("the windows that are read, and the next" if windows else "any sample may come next"),
         hint=f"{room}, or {smaller if windows else 'data.shuffle=window'}",
     )
 
 
-def _gib(size: float) -> str:
-    """In GiB, rounded up to three digits."""
-    digits = 2 - floor(log10(size / 2**30))
-    return f"{ceil(size / 2**30 * 10**digits) / 10**digits:.{max(0, digits)}f}"
-
-
-def parts_of(samples: TrainingSamples) -> Mapping[str, WindowSamples | DocumentSamples]:
-    """The samples of each source by its name."""
-    samples = samples.windows if isinstance(samples, Denoised) else samples
+def parts_of(samples: TrainingSamples) -> Mapping[str, SplitPart]:
+    """Return the samples of each source by its name."""
+    samples = samples.windows if isinstance(samples, DenoisedSamples) else samples
     return samples.parts if isinstance(samples, MixedSamples) else {samples.source.name: samples}
 
 
-def epochs(samples: TrainingSamples, seen: int) -> dict[str, float]:
-    """How often each source has been gone through after `seen` samples."""
+def epochs(samples: TrainingSamples, count: int) -> dict[str, float]:
+    """Return the number of epochs of each source in the first `count` samples."""
     parts = parts_of(samples)
-    samples = samples.windows if isinstance(samples, Denoised) else samples
-    drawn = samples.drawn(seen) if isinstance(samples, MixedSamples) else [seen]
-    return {name: count / len(part) for (name, part), count in zip(parts.items(), drawn, strict=True)}
+    samples = samples.windows if isinstance(samples, DenoisedSamples) else samples
+    drawn = samples.drawn(count) if isinstance(samples, MixedSamples) else [count]
+    return {name: n / len(part) for (name, part), n in zip(parts.items(), drawn, strict=True)}
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """A split of one source to evaluate on; `weight` is its part in the loss of a mixture, of 1 in all."""
+class HeldOut(NamedTuple):
+    """A split of one source to evaluate on; `weight` is its share of a mixture's loss, of 1 in all."""
 
     name: str
     weight: float
-    split: WholeSplit | WholeDocuments | DenoisedSplit
+    split: SplitPart | DenoisedSamples[WindowSamples]
 
 
 def held_out(source: TokenData, config: TrainConfig, split: str) -> list[HeldOut]:
-    """The split of every source, by the weights with which training starts; those of weight 0 are left out.
-    Of an encoder's samples the same spans are cut out in every evaluation, whatever the seed.
+    """Return the split of every source, by the weights with which training starts; those of weight 0 are left
+    out. An encoder's samples have the same spans in every evaluation, whatever the seed.
 
     Raises:
         StrettoError: a source has nothing to predict there.
     """
     weights = source.weights if isinstance(source, Mixture) else dict.fromkeys(source.streams, 1.0)
-    total = sum(weights.values())
-    return [
-        HeldOut(name, weights[name] / total, _whole_split(source, one, config, split))
-        for name, one in source.streams.items()
-        if weights[name] > 0
-    ]
-
-
-def _whole_split(
-    source: TokenData, stream: TokenSource, config: TrainConfig, split: str
-) -> WholeSplit | WholeDocuments | DenoisedSplit:
-    """A split of one of the streams of a source."""
-    lengths, data = config.denoising, config.data
-    if lengths is None:
-        return whole_split_of(stream, data, split)
-    marks = _marks(source, config)
-    windows = whole_split_of(stream, replace(data, sequence=lengths.window), split)
-    assert isinstance(windows, WholeSplit)  # of a stream
-    return DenoisedSplit(windows, lengths=lengths, marks=marks, targets=config.target_sequence)
+    total, data = sum(weights.values()), config.data
+    lengths, sentinels = config.denoising, _sentinels(source, config)
+    if lengths is not None:
+        data = replace(data, sequence=lengths.window)
+    splits = list[HeldOut]()
+    for name, stream in source.streams.items():
+        if weights[name] > 0:
+            samples = samples_of(stream, data, split, once=True)
+            if lengths is not None and sentinels is not None:
+                assert isinstance(samples, WindowSamples)  # of a stream
+                samples = DenoisedSamples(
+                    samples, lengths=lengths, sentinels=sentinels, targets=config.target_sequence
+                )
+            splits.append(HeldOut(name, weights[name] / total, samples))
+    return splits

@@ -16,7 +16,7 @@ _HINT = 'three numbers for train, valid and test, as in "949,50,1"'
 
 
 def parse_ratio(ratio: str) -> tuple[float, float, float]:
-    """The shares of train, valid and test in "949,50,1"; they sum to 1.
+    """Return the shares of train, valid and test in "949,50,1"; they sum to 1.
 
     Raises:
         StrettoError: not three finite numbers >= 0 with a sum > 0.
@@ -35,11 +35,11 @@ def parse_ratio(ratio: str) -> tuple[float, float, float]:
 
 
 def split_tokens(offsets: LazyArray, ratio: str) -> dict[str, range]:
-    """Token ranges of each split, in the order train, valid, test; together they cover the stream.
+    """Return the token range of each split, in the order train, valid, test; together they cover the stream.
 
     `offsets` are the documents' first tokens followed by the token count. Cuts are made at the document
-    boundary nearest to where the ratio puts them; a document is cut in two only where that would change the
-    size of a neighbouring split by more than a quarter (few, long documents).
+    boundary nearest to where the ratio puts them; a document is cut in two only if the boundary would change
+    the size of a neighbouring split by more than a quarter (few, long documents).
 
     Raises:
         StrettoError: malformed ratio.
@@ -50,29 +50,24 @@ def split_tokens(offsets: LazyArray, ratio: str) -> dict[str, range]:
     cuts = ideal.copy()
     for i in range(1, len(shares)):
         reach = min(ideal[i] - ideal[i - 1], ideal[i + 1] - ideal[i]) // 4
-        near = _nearest(offsets, ideal[i])
-        cuts[i] = near if abs(near - ideal[i]) <= reach else ideal[i]
+        after = bisect_left(offsets, ideal[i])
+        boundaries = [int(offsets[at]) for at in (after - 1, after) if 0 <= at < len(offsets)]
+        boundary = min(boundaries, key=lambda place, cut=ideal[i]: abs(place - cut))
+        cuts[i] = boundary if abs(boundary - ideal[i]) <= reach else ideal[i]
     ranges = {name: range(cuts[i], cuts[i + 1]) for i, name in enumerate(shares)}
     return {name: ranges.get(name, range(total, total)) for name in SPLITS}
 
 
-def _nearest(offsets: LazyArray, position: int) -> int:
-    """The document boundary nearest to `position`."""
-    at = bisect_left(offsets, position)
-    around = [int(offsets[i]) for i in (at - 1, at) if 0 <= i < len(offsets)]
-    return min(around, key=lambda boundary: abs(boundary - position))
-
-
-def range_of(source: TokenSource, split: str, ratio: str) -> range:
-    """The tokens of a split, or of the whole stream."""
+def split_range(source: TokenSource, split: str, ratio: str) -> range:
+    """Return the tokens of a split, or of the whole stream."""
     return range(source.size) if split == ALL else split_tokens(source.offsets, ratio)[split]
 
 
 def check_split(split: str, allowed: Sequence[str]) -> None:
-    """Raise StrettoError for a split that there is none of."""
+    """Raise StrettoError for a name that is no split."""
     if split not in allowed:
-        near = nearest(split, allowed)
+        close = nearest(split, allowed)
         raise StrettoError(
             f"split {split!r}: allowed are {', '.join(allowed)}",
-            hint=f"did you mean {near}?" if near else None,
+            hint=f"did you mean {close}?" if close else None,
         )
