@@ -324,9 +324,9 @@ def test_blocks_come_before_they_are_read(tmp_path: Path, monkeypatch: pytest.Mo
     def settled(index: int) -> None:
         samples.batch([index])
         deadline = time.monotonic() + 20
-        while array.file._coming and time.monotonic() < deadline:
+        while array.file._prefetching and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert not array.file._coming
+        assert not array.file._prefetching
 
     def read(index: int) -> None:
         """Read a sample without fetching ahead."""

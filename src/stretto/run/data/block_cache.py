@@ -1,9 +1,15 @@
-"""Blocks of remote files on the local disk: at most so many bytes, shared by all processes of a machine.
+"""Blocks of remote files on the local disk, bounded in size and shared by all processes of a machine.
 
 A block is a file of its own, `KEY/NUMBER`, that ends with its CRC-32. It is written as `NUMBER.partial` under
 a lock that dies with its process, and renamed: what a killed process leaves is never taken for a block, and
 is removed. Each read opens the file and closes it again, so that a block that is dropped gives its space back
-at once; whoever has it open reads on.
+at once; whoever has it open continues to read.
+
+fsspec's own caches do not suffice. None is bounded: a source larger than the disk fills it. `blockcache`
+keeps one sparse file for each remote file, which two processes that start together may both create, the
+second emptying what the first has written and marked as present; it records blocks when a file is closed, so
+a killed process fetches them again; and it has no checksums. `simplecache` takes a file that another process
+is still writing for a complete one.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ _REMEMBERED = 1 << 16  # blocks that this process has checked
 
 @dataclass(frozen=True)
 class BlockCache:
-    """The cache in `folder`, of at most `limit` bytes; beyond, the blocks unused for longest are dropped."""
+    """The cache in `folder`, of at most `limit` bytes; the blocks unused for longest are dropped first."""
 
     folder: Path
     limit: int
@@ -39,17 +45,17 @@ class BlockCache:
 
     @property
     def capacity(self) -> int:
-        """Bytes of blocks that are never dropped while they are in use: making room goes a little below the
+        """Bytes of blocks that are never dropped while they are in use: dropping goes a little below the
         limit, so that it is not done for every block.
         """
         return self.limit - self.limit // 16
 
     def has(self, key: str, number: int) -> bool:
-        """Whether a block is there, whatever its content."""
+        """Return True if a block exists, whatever its content."""
         return self._path(key, number).exists()
 
-    def wanted(self, key: str, number: int) -> bool:
-        """Whether a block is there; if so it will be read soon, and counts as used."""
+    def touch(self, key: str, number: int) -> bool:
+        """Mark a block as used, since it will be read soon; return False if it does not exist."""
         try:
             os.utime(self._path(key, number))
         except FileNotFoundError:
@@ -57,15 +63,19 @@ class BlockCache:
         return True
 
     def get(self, key: str, number: int, size: int, part: slice) -> bytes | None:
-        """Bytes `part` of a block of `size` bytes; None where it is not there, or damaged."""
+        """Return bytes `part` of a block of `size` bytes, or None if it does not exist or is damaged."""
+        path = self._path(key, number)
         try:
-            fd = os.open(self._path(key, number), os.O_RDONLY)
+            fd = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
             return None
         try:
-            if (key, number) not in self._checked and not self._is_whole(fd, size):
-                self._path(key, number).unlink(missing_ok=True)
-                return None
+            if (key, number) not in self._checked:
+                data = os.pread(fd, size + _SUM + 1, 0)
+                checksum = zlib.crc32(data[:size]).to_bytes(_SUM, "little")
+                if len(data) != size + _SUM or data[size:] != checksum:
+                    path.unlink(missing_ok=True)
+                    return None
             self._remember(key, number)
             if time.time() - os.fstat(fd).st_mtime > _RECENT:
                 os.utime(fd)
@@ -77,8 +87,8 @@ class BlockCache:
     def fill(
         self, key: str, number: int, size: int, fetch: Callable[[], bytes], *, wait: bool = True
     ) -> bytes | None:
-        """The content of a block, fetched unless it is there. One process at a time fetches a block: others
-        wait for it, or get None without `wait`.
+        """Return the content of a block, fetched unless it exists. One process at a time fetches a block:
+        others wait for it, or get None without `wait`.
 
         Raises:
             StrettoError: the cache cannot be written to, or what `fetch` raises.
@@ -108,13 +118,11 @@ class BlockCache:
             self._checked.clear()
         self._checked.add((key, number))
 
-    def _is_whole(self, fd: int, size: int) -> bool:
-        data = os.pread(fd, size + _SUM + 1, 0)
-        return len(data) == size + _SUM and zlib.crc32(data[:size]) == int.from_bytes(data[size:], "little")
-
     @contextmanager
     def _claimed(self, key: str, number: int, wait: bool) -> Generator[int | None]:
-        """The open, empty file that becomes the block, locked; None where another has it and not `wait`."""
+        """Yield the open, empty, locked file that becomes the block, or None if another has it and not
+        `wait`.
+        """
         path = self._path(key, number).with_name(f"{number}{_PARTIAL}")
         while True:
             with self._writing():
@@ -141,7 +149,7 @@ class BlockCache:
             os.close(fd)
 
     def _make_room(self, fd: int, size: int) -> None:
-        """Give the file that becomes a block its size, and drop others for it where need be."""
+        """Give the file that becomes a block its size, and drop others if they are too many."""
         with (self.folder / "bytes").open("a+b") as file:
             flock(file, LOCK_EX)
             os.ftruncate(fd, size)  # from now on other processes count it
@@ -154,19 +162,22 @@ class BlockCache:
             file.write(str(total).encode())
 
     def _drop(self) -> int:
-        """Drop the blocks unused for longest where there are more than the limit; returns the bytes left."""
+        """Drop the blocks unused for longest if they exceed the limit; return the bytes left."""
         files, total = list[tuple[float, int, Path]](), 0
         for folder in [entry for entry in self.folder.iterdir() if entry.is_dir()]:
             for path in folder.iterdir():
                 with suppress(FileNotFoundError):
-                    facts = path.stat()
-                    if path.suffix == _PARTIAL and _removed_if_abandoned(path):
-                        continue
-                    total += facts.st_size
-                    if path.suffix != _PARTIAL:
-                        files.append((facts.st_mtime, facts.st_size, path))
+                    status = path.stat()
+                    if path.suffix == _PARTIAL:
+                        with path.open("rb") as file, suppress(BlockingIOError):
+                            flock(file, LOCK_EX | LOCK_NB)  # no process is writing it
+                            path.unlink()  # under the lock: whoever waits for it sees that the file has gone
+                            continue
+                    else:
+                        files.append((status.st_mtime, status.st_size, path))
+                    total += status.st_size
             with suppress(OSError):
-                folder.rmdir()  # where it is empty
+                folder.rmdir()  # if it is empty
         if total > self.limit:
             for _, size, path in sorted(files):
                 if total <= self.capacity:
@@ -177,7 +188,7 @@ class BlockCache:
 
     @contextmanager
     def _writing(self) -> Generator[None]:
-        """What goes wrong while files are written becomes a StrettoError."""
+        """Turn an OSError while files are written into a StrettoError."""
         try:
             yield
         except OSError as error:
@@ -188,30 +199,19 @@ class BlockCache:
 
 
 def block_cache(data: DataConfig) -> BlockCache:
-    """The cache of blocks of sources at URLs."""
+    """Return the cache of blocks of sources at URLs."""
     return BlockCache(Path(data.cache or cache_dir()).expanduser() / "blocks", int(data.cache_gib * 2**30))
 
 
 def cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/stretto`, else `~/.cache/stretto`."""
+    """Return `$XDG_CACHE_HOME/stretto`, else `~/.cache/stretto`."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "stretto"
 
 
 def _is_open_as(fd: int, path: Path) -> bool:
-    """Whether the open file is the one that the path names."""
+    """Return True if the open file is the one that the path names."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:
         return False
-
-
-def _removed_if_abandoned(path: Path) -> bool:
-    """Remove a file that no process is writing; returns whether it was one."""
-    with path.open("rb") as file:
-        try:
-            flock(file, LOCK_EX | LOCK_NB)
-        except BlockingIOError:
-            return False
-        path.unlink()  # under the lock: whoever waits for it sees that the file has gone
-        return True

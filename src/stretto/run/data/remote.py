@@ -1,6 +1,6 @@
 """Files at URLs, read by blocks through a cache on the local disk (`block_cache`), with `fsspec`.
 
-A file is read as one version: its size and its mark (ETag, generation, time of change) when it was opened.
+A file is read as one version: its size and its mark (ETag, generation, modification time) when it was opened.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ BLOCK = 1 << 22
 _THREADS = 16  # blocks that a process fetches at a time, and as many ahead
 _PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds before each further try
 _LONGEST = 300.0  # seconds to wait for one block
-_TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
-# what tells versions of a file apart, in the facts of fsspec's file systems: the first that is there
-_MARKS = ("ETag", "etag", "generation", "md5Hash", *_TIMES)
+_TIME_KEYS = ("mtime", "LastModified", "last_modified", "updated", "created")
+# keys of what fsspec's file systems say about a file that distinguish its versions; the first present counts
+_VERSION_KEYS = ("ETag", "etag", "generation", "md5Hash", *_TIME_KEYS)
 
 T = TypeVar("T")
 
 
 class FileInfo(NamedTuple):
-    """Size and time of a file, as `os.stat` names them; its version, as far as the file system tells, and
-    whether that is more than the size.
+    """Size and time of a file, named as by `os.stat`; its version, as far as the file system tells; and
+    whether the version is more than the size.
     """
 
     st_size: int
@@ -101,62 +101,72 @@ class RemotePath:
         return PurePosixPath(self.name).suffixes
 
     def resolve(self) -> RemotePath:
-        """Itself: a URL has no links."""
+        """Return itself: a URL has no links."""
         return self
 
     def relative_to(self, other: RemotePath) -> PurePosixPath:
-        """The path from a folder that it is in."""
+        """Return the path from a folder that contains it."""
         return PurePosixPath(self.url).relative_to(PurePosixPath(other.url))
 
     def with_name(self, name: str) -> RemotePath:
-        """The path beside it of this name."""
+        """Return the path in the same folder with this name."""
         return RemotePath(f"{self.url.rpartition('/')[0]}/{name}", self.cache, self.versions)
 
     def stat(self) -> FileInfo:
-        """What is known of the file now.
+        """Return the current size, time and version of the file.
 
         Raises:
-            StrettoError: there is none, or it cannot be reached.
+            StrettoError: it does not exist, or cannot be reached.
         """
         return file_info(self.call("looked up", lambda files, path: files.info(path)))
 
     def is_file(self) -> bool:
-        """Whether there is a file."""
-        return self.call("looked up", _kind) == "file"
+        """Return True if it is an existing file."""
+        return self._kind() == "file"
 
     def is_dir(self) -> bool:
-        """Whether there is something below it."""
-        return self.call("looked up", _kind) == "directory"
+        """Return True if files exist below it."""
+        return self._kind() == "directory"
+
+    def _kind(self) -> str | None:
+        def kind(files: Any, path: str) -> str | None:
+            try:
+                return files.info(path)["type"]
+            except FileNotFoundError:
+                return None
+
+        return self.call("looked up", kind)
 
     def below(self) -> list[RemotePath]:
-        """All files below it, or that match it where it is a glob."""
+        """Return all files below it, or those that match it if it is a glob."""
         glob = any(c in self.url for c in "*?[")
 
         def names(files: Any, path: str) -> list[str]:
             listed = files.glob(path, detail=True) if glob else files.find(path, detail=True)
-            return [files.unstrip_protocol(n) for n, facts in listed.items() if facts["type"] == "file"]
+            return [files.unstrip_protocol(name) for name, info in listed.items() if info["type"] == "file"]
 
         return [RemotePath(name, self.cache, self.versions) for name in self.call("listed", names)]
 
     def open(self, mode: str = "rb") -> IO[bytes]:
-        """The file as a stream, past the cache."""
+        """Open the file as a stream that bypasses the cache."""
         return self.call("opened", lambda files, path: files.open(path, mode))
 
     def read_bytes(self) -> bytes:
-        """The whole file, by the cache."""
+        """Return the content of the file, read through the cache."""
         file = RemoteFile(self)
         return file.read(0, file.size)
 
     def call(self, done: str, act: Callable[[Any, str], T]) -> T:
-        """What `act` returns of the file system and the path in it, tried again where it may help.
+        """Call `act` with the file system and the path in it, again after an error that may pass.
 
         Raises:
-            StrettoError: says the URL, what was to be `done`, and why it could not.
+            StrettoError: with the URL, what was to be `done`, and the cause.
         """
         until = time.monotonic() + _LONGEST / 2
         for pause in (*_PAUSES, None):
             try:
-                files = _files(self.url.partition("://")[0], _host(self.url), os.getpid())
+                protocol, _, place = self.url.partition("://")
+                files = _file_system(protocol, place.partition("/")[0], os.getpid())
                 return act(files, files._strip_protocol(self.url))
             except StrettoError:
                 raise
@@ -172,7 +182,7 @@ Place = Path | RemotePath
 
 
 def place_of(name: str, cache: BlockCache) -> Place:
-    """The file or folder that a source names."""
+    """Return the path of the file or folder that a source names."""
     return RemotePath(name, cache) if is_url(name) else Path(name).expanduser()
 
 
@@ -180,120 +190,115 @@ class RemoteFile:
     """One version of a file at a URL, read by blocks.
 
     Attributes:
-        size: bytes.
+        size: length in bytes.
         block: bytes of a block.
     """
 
     def __init__(self, path: RemotePath, sums: FileSums | None = None, block: int = BLOCK) -> None:
-        """Look the file up. With `sums`, those of every `block` bytes, each block is checked as it comes.
+        """Look the file up. With `sums`, one for every `block` bytes, each block is checked on arrival.
 
         Raises:
-            StrettoError: there is none, or it has changed since it was opened first.
+            StrettoError: it does not exist, or has changed since it was first opened.
         """
         self.path, self.block = path, block
         self._sums = sums
-        facts = path.stat()
-        self.size = facts.st_size
-        if path.versions.setdefault(path.url, facts.version) != facts.version:
+        info = path.stat()
+        self.size = info.st_size
+        if path.versions.setdefault(path.url, info.version) != info.version:
             raise _changed(path.url)
-        facts_text = f"{path.url}\n{facts.version}\n{block}\n{[] if sums is None else sums.crc32}"
-        self._key = hashlib.blake2b(facts_text.encode(), digest_size=16).hexdigest()
-        self._coming = set[int]()  # blocks that were asked for ahead
+        identity = f"{path.url}\n{info.version}\n{block}\n{[] if sums is None else sums.crc32}"
+        self._key = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+        self._prefetching = set[int]()
 
     def read(self, start: int, stop: int) -> bytes:
-        """Bytes `start` to `stop`."""
+        """Return bytes `start` to `stop`."""
         numbers = self.numbers(start, stop)
         self.need(numbers)
         parts = list[bytes]()
         for number in numbers:
-            before = number * self.block
-            parts.append(self._read(number, max(start - before, 0), min(stop - before, self.block)))
+            span = self._bytes(number)
+            inside = slice(max(start - span.start, 0), min(stop - span.start, self.block))
+            data = self.path.cache.get(self._key, number, len(span), inside)
+            if data is None:  # damaged, or dropped since `need`
+                data = self._wait(number, _workers().submit(lambda n=number: self._fill(n)))[inside]
+            parts.append(data)
         return b"".join(parts)
 
     def need(self, numbers: Iterable[int]) -> None:
-        """Fetch those of these blocks that the cache lacks, several at a time.
+        """Fetch the blocks that the cache lacks, several at a time.
 
         Raises:
-            StrettoError: names the URL, the bytes and the reason.
+            StrettoError: with the URL, the bytes and the cause.
         """
         missing = [n for n in numbers if not self.path.cache.has(self._key, n)]
-        for number, future in [(n, _now().submit(lambda n=n: self._fill(n))) for n in missing]:
+        for number, future in [(n, _workers().submit(lambda n=n: self._fill(n))) for n in missing]:
             self._wait(number, future)
 
     def fetch_ahead(self, start: int, stop: int) -> None:
-        """Have bytes that will be read soon fetched meanwhile; what goes wrong is told when they are read."""
+        """Fetch bytes that will be read soon in the background; errors are raised when they are read."""
+
+        def fill(number: int) -> None:
+            try:
+                self._fill(number, wait=False)
+            finally:
+                self._prefetching.discard(number)
+
         for number in self.numbers(start, stop):
-            if number not in self._coming and not self.path.cache.wanted(self._key, number):
-                self._coming.add(number)
-                _ahead().submit(lambda n=number: self._fill_ahead(n))
+            if number not in self._prefetching and not self.path.cache.touch(self._key, number):
+                self._prefetching.add(number)
+                _workers(ahead=True).submit(lambda n=number: fill(n))
 
     def numbers(self, start: int, stop: int) -> range:
-        """The blocks with bytes `start` to `stop`."""
+        """Return the blocks that contain bytes `start` to `stop`."""
         return range(start // self.block, -(-stop // self.block)) if start < stop else range(0)
 
     def _bytes(self, number: int) -> range:
         return range(number * self.block, min((number + 1) * self.block, self.size))
 
-    def _read(self, number: int, start: int, stop: int) -> bytes:
-        """Bytes `start` to `stop` of a block."""
-        size = len(self._bytes(number))
-        data = self.path.cache.get(self._key, number, size, slice(start, stop))
-        if data is None:  # damaged, or dropped since `need`
-            data = self._wait(number, _now().submit(lambda: self._fill(number)))[start:stop]
-        return data
-
     def _wait(self, number: int, future: Future[bytes]) -> bytes:
         try:
             return future.result(_LONGEST)
         except TimeoutError:
-            raise _unreachable(self.path.url, self._doing(number), f"no answer in {_LONGEST:g} s") from None
+            raise _unreachable(self.path.url, self._action(number), f"no answer in {_LONGEST:g} s") from None
 
-    def _doing(self, number: int) -> str:
-        part = self._bytes(number)
-        return f"read (block {number}, bytes {part.start} to {part.stop})"
+    def _action(self, number: int) -> str:
+        span = self._bytes(number)
+        return f"read (block {number}, bytes {span.start} to {span.stop})"
 
-    def _fill(self, number: int) -> bytes:
-        size = len(self._bytes(number))
-        data = self.path.cache.fill(self._key, number, size, lambda: self._fetch(number))
-        assert data is not None
-        return data
+    def _fill(self, number: int, wait: bool = True) -> bytes:
+        """Return the content of a block, fetched unless the cache has it; nothing if another process is
+        fetching it and not `wait`.
+        """
+        span = self._bytes(number)
 
-    def _fill_ahead(self, number: int) -> None:
-        size = len(self._bytes(number))
-        try:
-            self.path.cache.fill(self._key, number, size, lambda: self._fetch(number), wait=False)
-        finally:
-            self._coming.discard(number)
-
-    def _fetch(self, number: int) -> bytes:
-        part = self._bytes(number)
-
-        def act(files: Any, path: str) -> bytes:
-            data = files.cat_file(path, start=part.start, end=part.stop)
+        def fetch(files: Any, path: str) -> bytes:
+            data = files.cat_file(path, start=span.start, end=span.stop)
             if file_info(files.info(path)).version != self.path.versions[self.path.url]:
                 raise _changed(self.path.url)
-            if len(data) != len(part):
+            if len(data) != len(span):
                 raise OSError(f"{len(data)} bytes came")
             if self._sums is not None and zlib.crc32(data) != self._sums.crc32[number]:
                 raise OSError("corrupt: its checksum is another than the folder's index says")
             return data
 
-        return self.path.call(self._doing(number), act)
+        fill = self.path.cache.fill
+        action = self._action(number)
+        return fill(self._key, number, len(span), lambda: self.path.call(action, fetch), wait=wait) or b""
 
 
-_NEAR = 1 << 10  # elements so close to one another are read together
+_GAP = 1 << 10  # elements no further than this from one another are read together
 
 
 class RemoteArray:
     """An array in a file at a URL; only the blocks with what is indexed are fetched.
 
     Attributes:
-        dtype: of the elements.
-        remote_bytes: of the file.
+        dtype: type of the elements.
+        remote_bytes: size of the file.
     """
 
     def __init__(self, file: RemoteFile, dtype: DTypeLike, start: int = 0, length: int | None = None) -> None:
-        """`length` elements from byte `start` on; None: to the end."""
+        """Read `length` elements from byte `start` on; None for all up to the end."""
         self.file, self.dtype = file, np.dtype(dtype)
         self._start = start
         self._length = (file.size - start) // self.dtype.itemsize if length is None else length
@@ -312,7 +317,7 @@ class RemoteArray:
         if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < self._length:
             raise IndexError(f"{key} of {self._length}")
         steps = np.diff(flat)
-        cuts = [0, *(np.flatnonzero((steps < 0) | (steps > _NEAR)) + 1).tolist(), len(flat)]
+        cuts = [0, *(np.flatnonzero((steps < 0) | (steps > _GAP)) + 1).tolist(), len(flat)]
         parts = [flat[a:b] for a, b in pairwise(cuts) if a < b]
         runs = [range(int(part[0]), int(part[-1]) + 1) for part in parts]
         self.need(runs)
@@ -324,24 +329,24 @@ class RemoteArray:
 
     def need(self, runs: Sequence[range]) -> None:
         """Fetch what the cache lacks of runs of elements that are read next, several blocks at a time."""
-        self.file.need({n for run in runs for n in self.file.numbers(*self._where(run.start, run.stop))})
+        self.file.need({n for run in runs for n in self.file.numbers(*self._byte_range(run.start, run.stop))})
 
     def fetch_ahead(self, start: int, stop: int) -> None:
-        """Have elements that will be read soon fetched meanwhile."""
-        self.file.fetch_ahead(*self._where(start, min(stop, self._length)))
+        """Fetch elements that will be read soon in the background."""
+        self.file.fetch_ahead(*self._byte_range(start, min(stop, self._length)))
 
     def stretch_bytes(self, length: int) -> int:
-        """Bytes in the cache that `length` neighbouring elements may take."""
-        apart = self.file.block // self.dtype.itemsize
-        blocks = max(0, length - 2) // apart + 2 + (self._start % self.dtype.itemsize > 0)
+        """Return the bytes of the cache that `length` neighbouring elements may take."""
+        elements = self.file.block // self.dtype.itemsize
+        blocks = max(0, length - 2) // elements + 2 + (self._start % self.dtype.itemsize > 0)
         return min(blocks * self.file.block, self.file.size)
 
-    def _where(self, first: int, stop: int) -> tuple[int, int]:
-        """The bytes of elements."""
+    def _byte_range(self, first: int, stop: int) -> tuple[int, int]:
+        """Return the bytes of elements."""
         return self._start + first * self.dtype.itemsize, self._start + stop * self.dtype.itemsize
 
     def _run(self, first: int, stop: int) -> NDArray[Any]:
-        return np.frombuffer(self.file.read(*self._where(first, stop)), dtype=self.dtype)
+        return np.frombuffer(self.file.read(*self._byte_range(first, stop)), dtype=self.dtype)
 
 
 def mapped(
@@ -353,8 +358,8 @@ def mapped(
     sums: FileSums | None = None,
     block: int = BLOCK,
 ) -> LazyArray:
-    """The array in a file: mapped into memory, or read by blocks from a URL; arguments as of `RemoteArray`
-    and `RemoteFile`.
+    """Return the array in a file: mapped into memory, or read by blocks from a URL. Arguments as for
+    `RemoteArray` and `RemoteFile`.
 
     Raises:
         OSError, ValueError: the file cannot be mapped.
@@ -368,7 +373,7 @@ def mapped(
 
 
 def read_head(place: Place, length: int) -> bytes:
-    """The first `length` bytes of a file, or all of a shorter one."""
+    """Return the first `length` bytes of a file, or all of a shorter one."""
     if isinstance(place, RemotePath):
         file = RemoteFile(place)
         return file.read(0, min(length, file.size))
@@ -383,13 +388,13 @@ def load_tokenizer(
     if isinstance(place, RemotePath):
         config = place.with_name(place.name.replace(TOKENIZER, TOKENIZER_CONFIG))
         # a token folder's index has both
-        said = config.read_bytes() if None in (end, begin) and config.is_file() else b"{}"
-        return Tokenizer.parse(str(place), place.read_bytes(), said, end=end, begin=begin)
+        content = config.read_bytes() if None in (end, begin) and config.is_file() else b"{}"
+        return Tokenizer.parse(str(place), place.read_bytes(), content, end=end, begin=begin)
     return Tokenizer.load(place, end=end, begin=begin)
 
 
 class _Workers:
-    """Threads that end with the process, whatever they wait for."""
+    """Threads that end with the process even while they wait, unlike those of a ThreadPoolExecutor."""
 
     def __init__(self, count: int) -> None:
         self._jobs = SimpleQueue[tuple[Callable[[], Any], Future[Any]]]()
@@ -397,7 +402,7 @@ class _Workers:
             threading.Thread(target=self._work, name="fetch", daemon=True).start()
 
     def submit(self, act: Callable[[], T]) -> Future[T]:
-        """Have a thread call it."""
+        """Call a function in a thread."""
         future = Future[T]()
         self._jobs.put((act, future))
         return future
@@ -412,20 +417,14 @@ class _Workers:
 
 
 @cache
-def _now() -> _Workers:
-    """Those that fetch what is waited for."""
-    return _Workers(_THREADS)
-
-
-@cache
-def _ahead() -> _Workers:
-    """Those that fetch ahead."""
-    return _Workers(_THREADS // 2)
+def _workers(ahead: bool = False) -> _Workers:
+    """Return the threads that fetch what is waited for, or what will be read soon."""
+    return _Workers(_THREADS // 2 if ahead else _THREADS)
 
 
 @lru_cache
-def _files(protocol: str, host: str, process: int) -> Any:
-    """The file system of fsspec of a protocol and a host, or bucket; one for all threads of a process."""
+def _file_system(protocol: str, host: str, process: int) -> Any:
+    """Return fsspec's file system for a protocol and a host, or bucket; one for all threads of a process."""
     del process
     if problem := protocol_problem(protocol):
         raise StrettoError(f"{protocol}://{host}: {problem[0]}", hint=problem[1])
@@ -434,32 +433,20 @@ def _files(protocol: str, host: str, process: int) -> Any:
     return url_to_fs(f"{protocol}://{host}/", use_listings_cache=False)[0]
 
 
-def _host(url: str) -> str:
-    return url.partition("://")[2].partition("/")[0]
-
-
-def _kind(files: Any, path: str) -> str | None:
-    """What lies at a path: "file", "directory" or nothing."""
-    try:
-        return files.info(path)["type"]
-    except FileNotFoundError:
-        return None
-
-
 def file_info(info: dict[str, Any]) -> FileInfo:
-    mark = next((f"{name} {info[name]}" for name in _MARKS if info.get(name) is not None), "")
-    moment = next((info[name] for name in _TIMES if info.get(name) is not None), 0)
+    """Return what fsspec's `info` says about a file."""
+    mark = next((f"{name} {info[name]}" for name in _VERSION_KEYS if info.get(name) is not None), "")
+    moment = next((info[name] for name in _TIME_KEYS if info.get(name) is not None), 0)
     seconds = moment.timestamp() if isinstance(moment, datetime) else moment
     changed = int(seconds * 1e9) if isinstance(seconds, int | float) else 0  # some give it as text
     return FileInfo(info["size"], changed, f"{info['size']} bytes, {mark}", bool(mark))
 
 
 def _final(url: str, done: str, error: Exception) -> StrettoError | None:
-    """The error for what no further try mends; None for what may be passing."""
-    why = type(error).__name__
+    """Return the error if no further attempt can succeed, or None if the cause may pass."""
     if isinstance(error, FileNotFoundError):
         return StrettoError(f"{url}: there is no such file", hint="check bucket and path")
-    if isinstance(error, PermissionError) or "Credential" in why:
+    if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
         return StrettoError(
             f"{url}: cannot be {done}: no permission ({_cause(error)})",
             hint="give this process credentials that may read it: fsspec's file systems find them where the"
@@ -473,12 +460,12 @@ def _final(url: str, done: str, error: Exception) -> StrettoError | None:
 def _unreachable(url: str, done: str, error: Exception | str) -> StrettoError:
     return StrettoError(
         f"{url}: cannot be {done}: {error if isinstance(error, str) else _cause(error)}",
-        hint="check the network and the storage; a run goes on with --resume auto",
+        hint="check the network and the storage; a run continues with --resume auto",
     )
 
 
 def _cause(error: Exception) -> str:
-    """What an exception says, in one line."""
+    """Return the message of an exception, in one line."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
 
