@@ -112,7 +112,7 @@ def documents_of_the_first_microbatch() -> None:
         kept.append(DocumentStarts(begins))
         return kept[0]
 
-    batches_module.Documents = first
+    batches_module.DocumentStarts = first
 
 
 @pytest.mark.parametrize("fault", [share_nothing, documents_of_the_first_microbatch])
