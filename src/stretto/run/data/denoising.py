@@ -54,7 +54,8 @@ class DenoisedSamples(Generic[W]):
     ) -> None:
         assert targets >= lengths.targets
         assert len(sentinels.spans) == lengths.spans
-        self.windows, self.lengths, self.sentinels = windows, lengths, sentinels
+        self.windows = windows
+        self.lengths, self.sentinels = lengths, sentinels
         self._key, self._targets = f"{lengths.corruption}/{seed}", targets
         self._once = isinstance(windows, WindowSamples) and windows.once
         if self._once and not len(self):
