@@ -68,7 +68,7 @@ def main() -> None:
             "replayed": plan.replayed,
             "bound on what is left": f"{100 * plan.gap:.1f}%" if plan.gap < 10 else "none",
             "step s": None if fastest is None else round(fastest, 3),
-            "first": None if fastest is None else plan.ranking[0].words,
+            "first": None if fastest is None else plan.ranking[0].layout,
             "distance": None if distance is None else f"{100 * distance:.1f}%",
         }
         rows.append(row)

@@ -17,7 +17,7 @@ from stretto.layout.layout import Layout
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.estimate import estimate
 from stretto.planner.machines.catalogue import find_cluster
-from stretto.planner.search.ranking import Plan, Ranked, Rejected, Tried
+from stretto.planner.search.ranking import Evaluated, Plan, Ranked, Rejected
 from stretto.spec.data_parallel import Precision
 from stretto.spec.job import Job, Recompute
 from stretto.spec.presets import preset
@@ -56,7 +56,7 @@ def plan() -> Plan:
         assert estimated.memory is not None
         ranking.append(Ranked(estimated, f"because of & {schedule}", words))
         tried.append(
-            Tried(
+            Evaluated(
                 layout=words,
                 seconds=estimated.seconds,
                 memory=estimated.memory.device.mid,
@@ -67,19 +67,23 @@ def plan() -> Plan:
     slowest = max(one.seconds for one in tried)
     # more that were only looked at: ever slower and smaller ones, one worse than all, misfits
     tried += [
-        Tried(layout=f"small {k}", seconds=slowest * (1 + 0.2 * k), memory=(9 - k) * GIB / 8, verdict="fits")
+        Evaluated(
+            layout=f"small {k}", seconds=slowest * (1 + 0.2 * k), memory=(9 - k) * GIB / 8, verdict="fits"
+        )
         for k in range(1, 9)
     ]
     tried += [
-        Tried(layout="worse", seconds=9 * slowest, memory=60 * GIB, verdict="tight"),
-        Tried(layout="no", seconds=slowest, memory=90 * GIB, verdict="does not fit"),
+        Evaluated(layout="worse", seconds=9 * slowest, memory=60 * GIB, verdict="tight"),
+        Evaluated(layout="no", seconds=slowest, memory=90 * GIB, verdict="does not fit"),
     ]
     tried += [
-        Tried(layout="never", seconds=slowest / 3, memory=800 * GIB, verdict="does not fit", least=True)
+        Evaluated(
+            layout="never", seconds=slowest / 3, memory=800 * GIB, verdict="does not fit", lower_bound=True
+        )
     ]
     return Plan(
         ranking=ranking,
-        tried=tried,
+        evaluated=tried,
         rejected={"memory": Rejected(2, "no")},
         candidates=len(tried) + 5,
         feasible=13,
@@ -97,7 +101,7 @@ def browser() -> Iterator[Browser]:
 
 
 def test_the_front_is_the_pareto_front() -> None:
-    tried = plan().tried
+    tried = plan().evaluated
     best = front(tried)
     usable = [one for one in tried if one.verdict != "does not fit"]
     for one in usable:
@@ -141,10 +145,10 @@ DRAWN = """
 def test_every_candidate_is_a_point_with_its_layout(browser: Browser) -> None:
     result = plan()
     page = browser.opened(plan_page(result, "gpt3-175b"), DRAWN)
-    misfits = [one.verdict == "does not fit" for one in result.tried]
+    misfits = [one.verdict == "does not fit" for one in result.evaluated]
     assert page["crosses"] == sum(misfits)
     # the verdict is a shape, not only a colour
-    assert page["shapes"] == [one.verdict for one in result.tried]
+    assert page["shapes"] == [one.verdict for one in result.evaluated]
     assert set(page["shapes"]) == {"fits", "tight", "does not fit"}
     assert page["circles"] == [
         pytest.approx(at, abs=0.06)
@@ -152,21 +156,21 @@ def test_every_candidate_is_a_point_with_its_layout(browser: Browser) -> None:
         if not not_
     ]
     # to the right is more memory, down is faster
-    for one, x, y in zip(result.tried, page["x"], page["y"], strict=True):
-        for other, x2, y2 in zip(result.tried, page["x"], page["y"], strict=True):
+    for one, x, y in zip(result.evaluated, page["x"], page["y"], strict=True):
+        for other, x2, y2 in zip(result.evaluated, page["x"], page["y"], strict=True):
             assert (one.memory < other.memory) <= (x <= x2)
             assert (one.seconds < other.seconds) <= (y >= y2)
     shown = [
-        text for one, text in zip(result.tried, page["told"], strict=True) if text and one.layout in text
+        text for one, text in zip(result.evaluated, page["told"], strict=True) if text and one.layout in text
     ]
-    assert len(shown) == len(result.tried)
+    assert len(shown) == len(result.evaluated)
     assert page["empty"] is None
     assert "Plan of gpt3-175b on 8 x a100" in plan_page(result, "gpt3-175b")
     fit = next(text for text in page["told"] if text and "small 8" in text)
     assert "0.125 GiB" in fit
     assert "none is faster with less memory" in fit
-    assert page["line"].count("L") == len(front(result.tried)) - 1
-    first = next(i for i, one in enumerate(result.tried) if one.layout == result.ranking[0].words)
+    assert page["line"].count("L") == len(front(result.evaluated)) - 1
+    first = next(i for i, one in enumerate(result.evaluated) if one.layout == result.ranking[0].layout)
     assert page["ring"] == pytest.approx([page["x"][first], page["y"][first]], abs=0.06)
     assert page["limit"] == 1
 
@@ -191,13 +195,13 @@ def test_bars_are_as_long_as_their_parts(browser: Browser) -> None:
     result = plan()
     page = browser.opened(plan_page(result, "gpt3-175b"), BARS)
     wide = {
-        one.words: sum(w for of, _, w, _, _ in page["steps"] if of == one.words) for one in result.ranking
+        one.layout: sum(w for of, _, w, _, _ in page["steps"] if of == one.layout) for one in result.ranking
     }
-    scale = wide[result.ranking[0].words] / result.ranking[0].estimate.seconds
+    scale = wide[result.ranking[0].layout] / result.ranking[0].estimate.seconds
     for one in result.ranking:
-        assert wide[one.words] == pytest.approx(scale * one.estimate.seconds, rel=1e-3)
+        assert wide[one.layout] == pytest.approx(scale * one.estimate.seconds, rel=1e-3)
         for name, value in one.estimate.parts.items():
-            parts = [w for of, part, w, _, _ in page["steps"] if (of, part) == (one.words, name)]
+            parts = [w for of, part, w, _, _ in page["steps"] if (of, part) == (one.layout, name)]
             assert sum(parts) == pytest.approx(scale * value, abs=0.01)
     assert page["tip"].startswith("compute")
     assert f"{result.ranking[0].estimate.parts['compute']:.4g} s" in page["tip"]
@@ -244,7 +248,7 @@ def test_the_reasons_of_the_losers_add_up() -> None:
     first = ranking[0].estimate
     assert head[:3] == ("", "layout", "step")
     assert head[-1] == "rest"
-    assert [row[1] for row in rows] == [one.words for one in ranking[1:]]
+    assert [row[1] for row in rows] == [one.layout for one in ranking[1:]]
     for row, one in zip(rows, ranking[1:], strict=True):
         whole, *parts = map(float, row[2:])
         assert whole == pytest.approx(one.estimate.seconds - first.seconds, abs=6e-4)
@@ -318,7 +322,7 @@ def test_where_nothing_fits_the_nearest_is_drawn(browser: Browser) -> None:
 def test_the_safe_and_the_plain_layouts_are_beside_the_first() -> None:
     result = plan()
     first, second, third, *_ = result.ranking
-    page = plan_page(replace(result, safe=second, plain={"FSDP": third, "tp8 x pp": None}), "gpt3-175b")
+    page = plan_page(replace(result, safe=second, baselines={"FSDP": third, "tp8 x pp": None}), "gpt3-175b")
     cards = dict(re.findall(r"<section><h2>(.*?)</h2>(.*?)</section>", page))
     assert list(cards) == ["First", "Safe: the fastest that certainly fits", "Plain: FSDP", "Plain: tp8 x pp"]
     more = 100 * (third.estimate.seconds / first.estimate.seconds - 1)

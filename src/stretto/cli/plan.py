@@ -172,8 +172,9 @@ def plan(
         "objective": objective,
         "top": top,
         "seconds": seconds,
-        "room": room * GIB,
-        **flags,
+        "memory_headroom": room * GIB,
+        "asynchronous": asynchronous,
+        "allow_offload": wide,
     }
     task = _task(
         base=base,
@@ -370,7 +371,7 @@ def _write(path: Path, result: Plan, base: TrainConfig | None) -> None:
     first = result.ranking[0]
     made = first.estimate
     about = (
-        f"{first.words}\n"
+        f"{first.layout}\n"
         f"predicted on {made.job.layout.world} x {made.cluster.device.name}: {made.seconds:.4g} s a step "
         f"({made.low:.4g} to {made.high:.4g}), {made.tflops_per_gpu:.4g} TFLOP/s a device"
     )
@@ -398,7 +399,7 @@ def facts(plan: Plan, written: Path | None) -> dict[str, Any]:
         "objective": plan.objective,
         "ranking": [_entry(one) for one in plan.ranking],
         "safe": None if plan.safe is None else _entry(plan.safe),
-        "plain": {name: None if one is None else _entry(one) for name, one in plan.plain.items()},
+        "plain": {name: None if one is None else _entry(one) for name, one in plan.baselines.items()},
         "rejected": {
             name: {"count": one.count, "example": one.example} for name, one in plan.rejected.items()
         },
@@ -413,7 +414,7 @@ def _entry(one: Ranked) -> dict[str, Any]:
     made, job = one.estimate, one.estimate.job
     sizes = dict(job.layout.sizes)
     return {
-        "layout": one.words,
+        "layout": one.layout,
         "sizes": sizes,
         "gpus": job.layout.world,
         "micro_batch": job.micro_batch,
@@ -435,7 +436,7 @@ def _entry(one: Ranked) -> dict[str, Any]:
         "bubble": made.bubble,
         "dominant": made.dominant,
         "parts": dict(made.parts),
-        "why": one.why,
+        "why": one.reason,
         **memory_facts(made.memory),
     }
 
@@ -461,9 +462,9 @@ def show(to: Console, plan: Plan, task: Task, model: str) -> None:
     else:
         to.print(_table(to, plan), soft_wrap=True)
         for place, one in enumerate(plan.ranking, 1):
-            labelled(to, f"{place:>2}.", one.words, 4)
-            labelled(to, "", one.why, 4)
-        _beside(to, plan, task.room)
+            labelled(to, f"{place:>2}.", one.layout, 4)
+            labelled(to, "", one.reason, 4)
+        _beside(to, plan, task.memory_headroom)
     for reason, one in plan.rejected.items():
         labelled(to, "rejected,", f"{reason}: {one.count:,}, such as {one.example}", _INDENT)
     if task.job.shape.unbuilt:
@@ -479,18 +480,18 @@ def _beside(to: Console, plan: Plan, room: float) -> None:
     free = f" with {room / GIB:.4g} GiB free" if room else ""
     safe = f"none was found{free}" if plan.safe is None else f"fastest that certainly fits{free}: "
     labelled(to, "safe", safe + (_distance(plan.safe, plan) if plan.safe else ""), _INDENT)
-    for name, one in plan.plain.items():
+    for name, one in plan.baselines.items():
         text = "none was found that fits" if one is None else _distance(one, plan)
         labelled(to, "plain", f"{name}: {text}", _INDENT)
 
 
 def _distance(one: Ranked, plan: Plan) -> str:
     first = plan.ranking[0]
-    if one.words == first.words:
+    if one.layout == first.layout:
         return "the first"
     more = one.estimate.seconds / first.estimate.seconds - 1
     tight = ", tight" if one.estimate.memory is not None and one.estimate.memory.verdict == "tight" else ""
-    return f"{one.words}: {one.estimate.seconds:.4g} s ({100 * more:+.1f}%{tight}: {one.why})"
+    return f"{one.layout}: {one.estimate.seconds:.4g} s ({100 * more:+.1f}%{tight}: {one.reason})"
 
 
 def _nothing(to: Console, plan: Plan) -> None:
@@ -503,7 +504,7 @@ def _nothing(to: Console, plan: Plan) -> None:
         )
         labelled(to, "cut short", text, _INDENT)
     if plan.nearest is not None:
-        labelled(to, "nearest", f"{plan.nearest.words}: {plan.nearest.why}", _INDENT)
+        labelled(to, "nearest", f"{plan.nearest.layout}: {plan.nearest.reason}", _INDENT)
 
 
 def _table(to: Console, plan: Plan) -> Table:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stretto.planner.estimate import Estimate
     from stretto.planner.memory.fits import Fit
     from stretto.planner.memory.ranks import RankMemory
-    from stretto.planner.search.ranking import Ranked, Tried
+    from stretto.planner.search.ranking import Evaluated, Ranked
 
 GIB = 2**30
 WIDTH = 1200.0
@@ -91,7 +91,7 @@ def step_bars(ranking: Sequence[Ranked]) -> str:
     scale = (WIDTH - _LEFT - _RIGHT) / longest
     rows: list[str] = []
     for at, one in enumerate(ranking):
-        rows += _step_row(at, one.estimate, one.words, scale)
+        rows += _step_row(at, one.estimate, one.layout, scale)
     about = "Seconds of a step by part, for the best layouts, with the interval of the whole"
     return _figure("steps", len(ranking) * (_ROW + _GAP) + 8, about, rows) + _key(
         PARTS, {n for r in ranking for n in _parts(r.estimate)}
@@ -133,7 +133,7 @@ def device_memory_bars(ranking: Sequence[Ranked]) -> str:
         fit = one.estimate.memory
         if fit is not None:
             fullest = max(fit.ranks, key=lambda rank: rank.total)
-            rows.append(_memory_bar(f"{place}", one.words, fullest, fit, interval=True))
+            rows.append(_memory_bar(f"{place}", one.layout, fullest, fit, interval=True))
     capacity = next((one.estimate.memory.capacity for one in ranking if one.estimate.memory), inf)
     return _memory("devices", rows, capacity, "Memory of the fullest rank of each layout by kind")
 
@@ -330,9 +330,9 @@ class Axes:
         return HEIGHT - _PLOT_BOTTOM - share * (HEIGHT - _PLOT_TOP - _PLOT_BOTTOM)
 
 
-def front(tried: Sequence[Tried]) -> list[int]:
+def front(tried: Sequence[Evaluated]) -> list[int]:
     """The Pareto front of time and memory among layouts that fit, by memory."""
-    usable = [i for i, one in enumerate(tried) if one.verdict != "does not fit" and not one.least]
+    usable = [i for i, one in enumerate(tried) if one.verdict != "does not fit" and not one.lower_bound]
     best: list[int] = []
     for i in sorted(usable, key=lambda i: (tried[i].memory, tried[i].seconds)):
         if not best or tried[i].seconds < tried[best[-1]].seconds:
@@ -340,7 +340,9 @@ def front(tried: Sequence[Tried]) -> list[int]:
     return best
 
 
-def scatter(tried: Sequence[Tried], capacity: float, ranking: Sequence[str]) -> tuple[str, dict[str, Any]]:
+def scatter(
+    tried: Sequence[Evaluated], capacity: float, ranking: Sequence[str]
+) -> tuple[str, dict[str, Any]]:
     """The figure, and the data of its points as columns in the order of `tried`.
 
     Args:
@@ -364,7 +366,7 @@ def scatter(tried: Sequence[Tried], capacity: float, ranking: Sequence[str]) -> 
         "y": [round(y, 1) for _, y in places],
         "layout": [one.layout for one in tried],
         "seconds": [f"{one.seconds:.4g} s" for one in tried],
-        "memory": [f"{'at least ' * one.least}{one.memory / GIB:.3g} GiB" for one in tried],
+        "memory": [f"{'at least ' * one.lower_bound}{one.memory / GIB:.3g} GiB" for one in tried],
         "verdict": [one.verdict for one in tried],
         "front": [int(i in on_front) for i in range(len(tried))],
     }
@@ -372,7 +374,7 @@ def scatter(tried: Sequence[Tried], capacity: float, ranking: Sequence[str]) -> 
     return _svg("scatter", WIDTH, HEIGHT, about, parts), facts
 
 
-def points_key(tried: Sequence[Tried]) -> str:
+def points_key(tried: Sequence[Evaluated]) -> str:
     """The legend of the points: of verdicts that occur, by shape and colour."""
     names = [
         verdict for verdict in ("fits", "tight", "does not fit") if verdict in {o.verdict for o in tried}
@@ -389,7 +391,7 @@ def _swatch(content: str) -> str:
     return f'<svg class="figure" width="14" height="14" aria-hidden="true">{content}</svg>'
 
 
-def _point(one: Tried, x: float, y: float) -> str:
+def _point(one: Evaluated, x: float, y: float) -> str:
     return _mark(one.verdict, x, y)
 
 
@@ -429,7 +431,7 @@ def _svg(name: str, width: float, height: float, about: str, parts: Sequence[str
     )
 
 
-def _axes(tried: Sequence[Tried], capacity: float) -> Axes:
+def _axes(tried: Sequence[Evaluated], capacity: float) -> Axes:
     room = capacity / GIB
     held = [one.memory / GIB for one in tried] or [1.0]
     most = max(held)

@@ -81,7 +81,7 @@ def differences(ranking: Sequence[Ranked]) -> list[tuple[str, ...]]:
         changes = [one.parts.get(name, 0.0) - first.parts.get(name, 0.0) for name in large]
         whole = one.seconds - first.seconds
         cells = [_change(change, digits) for change in (whole, *changes, whole - sum(changes))]
-        rows.append((str(place), ranked.words, *cells))
+        rows.append((str(place), ranked.layout, *cells))
     return rows
 
 

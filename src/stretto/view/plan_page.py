@@ -42,13 +42,13 @@ def plan_page(plan: Plan, model: str, commands: Mapping[str, str] | None = None)
     if plan.ranking:
         parts.append(f"<h2>Ranking</h2>{table_html(_ranking(plan), 'The best first; click a name to sort')}")
     parts += [
-        f"<h2>Time against memory</h2>{points_key(plan.tried)}",
+        f"<h2>Time against memory</h2>{points_key(plan.evaluated)}",
         _scatter(plan, cluster.device.memory),
         f"<h2>Where the step goes</h2>{step_bars(plan.ranking or [first])}",
     ]
     if len(plan.ranking) > 1:
         caption = (
-            f"Seconds that each needs more than the first, {first.words}; "
+            f"Seconds that each needs more than the first, {first.layout}; "
             f"two measurements of one layout differ by {100 * NOISE:.1f}%"
         )
         parts.append(f"<h2>How the others differ</h2>{table_html(differences(plan.ranking), caption)}")
@@ -78,10 +78,10 @@ def _answer(plan: Plan, first: Ranked) -> str:
         cards = [_card(f"{outcome}; nearest", first, None)]
     else:
         named = {"Safe: the fastest that certainly fits": plan.safe}
-        named |= {f"Plain: {name}": one for name, one in plan.plain.items()}
+        named |= {f"Plain: {name}": one for name, one in plan.baselines.items()}
         cards = [_card("First", first, None)]
         for name, one in named.items():
-            same = one is not None and one.words == first.words
+            same = one is not None and one.layout == first.layout
             cards.append(_note(name, same) if one is None or same else _card(name, one, first.estimate))
     return f'<div class="answers">{"".join(cards)}</div>'
 
@@ -109,8 +109,8 @@ def _card(name: str, one: Ranked, than: Estimate | None) -> str:
         figures.append(f"{mid}{room} GiB ({interval}): <b>{fit.verdict}</b>")
     lines = "".join(f"<p>{line}</p>" for line in figures)
     return (
-        f"<section><h2>{escape(name)}</h2><p><code>{escape(one.words)}</code></p>{lines}"
-        f'<p class="quiet">{escape(one.why)}</p></section>'
+        f"<section><h2>{escape(name)}</h2><p><code>{escape(one.layout)}</code></p>{lines}"
+        f'<p class="quiet">{escape(one.reason)}</p></section>'
     )
 
 
@@ -125,7 +125,7 @@ def _ranking(plan: Plan) -> Sequence[Sequence[str]]:
         rows.append(
             (
                 str(place),
-                one.words,
+                one.layout,
                 f"{estimate.seconds:.4g}",
                 f"{estimate.low:.3g} to {estimate.high:.3g}",
                 f"{estimate.tokens_per_s:,.0f}",
@@ -135,7 +135,7 @@ def _ranking(plan: Plan) -> Sequence[Sequence[str]]:
                 *held,
                 "" if fit is None else fit.verdict,
                 *((price,) if priced else ()),
-                one.why,
+                one.reason,
             )
         )
     return rows
@@ -147,7 +147,7 @@ def _gib(held: Bytes) -> tuple[str, str]:
 
 
 def _scatter(plan: Plan, capacity: float) -> str:
-    drawing, facts = scatter(plan.tried, capacity, [one.words for one in plan.ranking])
+    drawing, facts = scatter(plan.evaluated, capacity, [one.layout for one in plan.ranking])
     data = json.dumps(facts, separators=(",", ":")).replace("<", "\\u003c")
     script = f'<script id="candidates" type="application/json">{data}</script>'
     return f'<div class="figure">{drawing}</div>{script}'

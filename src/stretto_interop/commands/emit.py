@@ -117,7 +117,7 @@ def emitted_row(framework: Framework, plan: Plan, row: int | None, base: TrainCo
     ranked = plan.ranking[(row or 1) - 1]
     estimate = ranked.estimate
     about = (
-        f"{ranked.words}\n"
+        f"{ranked.layout}\n"
         f"predicted on {estimate.job.layout.world} x {estimate.cluster.device.name}: "
         f"{estimate.seconds:.4g} s a step ({estimate.low:.4g} to {estimate.high:.4g})"
     )
@@ -215,7 +215,8 @@ def priced_facts(made: Priced) -> dict[str, Any]:
         "ignored": {why: list(names) for why, names in made.reading.ignored.items()},
         "remarks": list(made.reading.remarks),
         "faster": [
-            {"layout": one.words, "step_time_s": one.estimate.seconds, "why": one.why} for one in made.faster
+            {"layout": one.layout, "step_time_s": one.estimate.seconds, "why": one.reason}
+            for one in made.faster
         ],
         "complete": made.plan.complete,
     }
@@ -238,8 +239,8 @@ def show_priced(to: Console, made: Priced) -> None:
         return
     to.print("what would be faster:")
     for place, one in enumerate(made.faster, 1):
-        labelled(to, f"{place:>2}.", f"{_change(one.estimate, made.today)}: {one.words}", 4)
-        labelled(to, "", one.why, 4)
+        labelled(to, f"{place:>2}.", f"{_change(one.estimate, made.today)}: {one.layout}", 4)
+        labelled(to, "", one.reason, 4)
     best = made.faster[0].estimate
     if best.high > made.today.low:
         text = (

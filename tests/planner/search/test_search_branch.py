@@ -19,7 +19,7 @@ from stretto.planner.machines.cluster import Cluster, Link
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.short_step import short_step_fit
 from stretto.planner.search.branch import first_true
-from stretto.planner.search.exact import Exact
+from stretto.planner.search.evaluator import CandidateEvaluator
 from stretto.planner.search.memory_bounds import MemoryBounds
 from stretto.planner.search.ranking import Feasible, best_of_family, is_safe, sort_feasible
 from stretto.planner.search.search import search
@@ -96,7 +96,7 @@ def all_of(wanted: Task) -> list[Feasible]:
             sum(1 <= layer <= SHAPE.layers for layer in stage)
             for stage in stages_of(SHAPE, 512, depth_of(first.schedule, first.parallelism.layout.pp))
         )
-        ladder = space.ladder(space.first_saving(), blocks, first.dp)
+        ladder = space.savings(space.first_saving(), blocks, first.dp)
         feasible += _climbed(first, ladder, wanted, bounds)
     return feasible
 
@@ -160,7 +160,7 @@ def test_the_search_equals_brute_force(
     memory: float, fixed: dict[str, tuple[Any, ...]], seconds: float | None
 ) -> None:
     """With a time limit a search first looks for something good, then proves it; its result is the same."""
-    wanted = task(fixed=fixed, cluster=cluster(memory=memory), wide=True, seconds=seconds)
+    wanted = task(fixed=fixed, cluster=cluster(memory=memory), allow_offload=True, seconds=seconds)
     plan, everything = search(wanted), all_of(wanted)
     expected = best(everything, wanted)
     assert [round(one.estimate.seconds, 9) for one in plan.ranking] == [
@@ -175,7 +175,7 @@ def test_the_search_equals_brute_force(
         assert plan.safe is None or plan.safe.estimate.seconds == pytest.approx(min(safe))
         assert plan.gap == 0.0
         assert plan.complete
-        assert plan.replayed <= len(everything) + len(plan.tried)
+        assert plan.replayed <= len(everything) + len(plan.evaluated)
 
 
 @pytest.mark.slow
@@ -194,7 +194,7 @@ def test_the_best_is_found_on_any_cluster(inner: float, outer: float, memory: fl
     plan, everything = search(wanted), all_of(wanted)
     if everything:
         fastest = min(f.seconds for f in everything)
-        weighed = [t.seconds for t in plan.tried if not t.least and t.memory <= memory]
+        weighed = [t.seconds for t in plan.evaluated if not t.lower_bound and t.memory <= memory]
         assert min(weighed) == pytest.approx(fastest)
         # a variant of its layout that is as fast within the noise may stand for it
         assert min(one.estimate.seconds for one in plan.ranking) <= fastest * (1 + NOISE)
@@ -205,7 +205,7 @@ def test_the_best_is_found_on_any_cluster(inner: float, outer: float, memory: fl
     [({}, 97), ({"schedule": ("1f1b", "pipedream", "pipedream-2bw"), "pp": (2, 4), "mode": ("ddp",)}, 3)],
 )
 def test_time_bounds_are_below_exact_times(fixed: dict[str, tuple[Any, ...]], share: int) -> None:
-    wanted = task(fixed={"micro_batch": (1, 4), **fixed}, wide=True)
+    wanted = task(fixed={"micro_batch": (1, 4), **fixed}, allow_offload=True)
     bounds, space, seen = TimeBounds(wanted), Space(wanted), 0
     for at, candidate in enumerate(every(wanted)):
         if at % share or space.illegal(candidate.job(wanted), ""):
@@ -231,7 +231,7 @@ def test_tokens_per_dollar_may_prefer_fewer_devices() -> None:
 
 
 def test_memory_bounds_are_below_exact_memory() -> None:
-    wanted = task(fixed={"micro_batch": (1, 4)}, wide=True)
+    wanted = task(fixed={"micro_batch": (1, 4)}, allow_offload=True)
     least, space, seen = MemoryBounds(wanted), Space(wanted), 0
     for at, candidate in enumerate(every(wanted)):
         if at % 97 or space.illegal(candidate.job(wanted), ""):
@@ -248,7 +248,7 @@ def test_memory_bounds_are_below_exact_memory() -> None:
 def test_replays_are_reported_and_ties_go_to_the_simpler_layout() -> None:
     wanted = task(cluster=cluster(memory=80e9), fixed={"micro_batch": (1,), "tp": (1,), "pp": (2,)})
     plan = search(wanted)
-    assert len(plan.tried) == plan.replayed > 0
+    assert len(plan.evaluated) == plan.replayed > 0
     first, second = Candidate(*_PARTS[0]), Candidate(*_PARTS[1])
     assert first.complexity < second.complexity
 
@@ -258,7 +258,7 @@ def test_where_nothing_fits_the_nearest_layout_is_reported() -> None:
     plan = search(wanted)
     assert not plan.ranking
     assert plan.nearest is not None
-    assert plan.nearest.why.startswith("lacks")
+    assert plan.nearest.reason.startswith("lacks")
     assert plan.rejected["memory"].count
 
 
@@ -296,7 +296,7 @@ TWO_STACKS = ModelShape(
 @pytest.mark.parametrize(("shape", "share"), [(MIXED, 89), (TWO_STACKS, 23)], ids=["experts", "encoder"])
 def test_bounds_hold_where_blocks_differ(shape: ModelShape, share: int) -> None:
     job = job_to_plan(shape=shape, global_batch=BATCH, sequence=512, target_sequence=128)
-    wanted = task(job=job, fixed={"micro_batch": (2,)}, wide=True)
+    wanted = task(job=job, fixed={"micro_batch": (2,)}, allow_offload=True)
     bounds, least, space, seen = TimeBounds(wanted), MemoryBounds(wanted), Space(wanted), 0
     for at, candidate in enumerate(every(wanted)):
         if at % share or space.illegal(candidate.job(wanted), ""):
@@ -358,7 +358,7 @@ def test_the_bound_of_partial_recomputation_counts_the_kinds_that_are_repeated(n
 
 def test_what_bounds_do_not_see_of_a_schedule_is_learnt_from_its_replays() -> None:
     wanted = task()
-    exact = Exact(wanted)
+    exact = CandidateEvaluator(wanted)
     one, two = (ScheduleChoice("hanayo", (("waves", waves),)) for waves in (1, 2))
     before = exact.excess(one)
     candidate = Candidate(replace(_AT, layout=Layout(pp=2)), one, DataParallel(mode="ddp"), Saving())
@@ -382,7 +382,7 @@ def test_the_first_rows_do_not_depend_on_how_many_are_wanted(
     memory: float, fixed: dict[str, tuple[Any, ...]], rows_in_all: int
 ) -> None:
     plans = [search(task(fixed=fixed, cluster=cluster(memory=memory), top=top)) for top in (1, 3, 10, 40)]
-    rows = [[one.words for one in plan.ranking] for plan in plans]
+    rows = [[one.layout for one in plan.ranking] for plan in plans]
     longest = rows[-1]
     assert len(longest) >= rows_in_all
     assert all(of_plan == longest[: len(of_plan)] for of_plan in rows)
@@ -390,18 +390,25 @@ def test_the_first_rows_do_not_depend_on_how_many_are_wanted(
 
 
 def test_safe_and_plain_layouts_are_beside_the_fastest() -> None:
-    plan = search(task(cluster=cluster(memory=0.9e9), fixed={"micro_batch": (1, 2)}, wide=True))
-    fsdp = plan.plain["FSDP"]
+    plan = search(task(cluster=cluster(memory=0.9e9), fixed={"micro_batch": (1, 2)}, allow_offload=True))
+    fsdp = plan.baselines["FSDP"]
     assert fsdp is not None
     assert fsdp.estimate.job.layout == Layout(dp=4)
     assert fsdp.estimate.job.dp.mode == "zero3"
-    both = plan.plain["tensor x pipeline"]
+    both = plan.baselines["tensor x pipeline"]
     assert both is not None
     assert both.estimate.job.layout.tp == 2  # the node
     assert plan.safe is not None
     assert plan.safe.estimate.memory is not None
     assert plan.safe.estimate.memory.verdict == "fits"
-    roomy = search(task(cluster=cluster(memory=0.9e9), fixed={"micro_batch": (1, 2)}, wide=True, room=0.5e9))
+    roomy = search(
+        task(
+            cluster=cluster(memory=0.9e9),
+            fixed={"micro_batch": (1, 2)},
+            allow_offload=True,
+            memory_headroom=0.5e9,
+        )
+    )
     assert roomy.safe is not None
     fit = roomy.safe.estimate.memory
     assert fit is not None
@@ -444,7 +451,7 @@ def test_a_fixed_mode_leaves_out_layouts_that_have_none_of_it() -> None:
 def test_a_search_goes_on_until_a_layout_with_the_wanted_room_is_found(memory: float) -> None:
     fixed: dict[str, tuple[Any, ...]] = {"tp": (1, 2), "cp": (1,), "micro_batch": (1, 2, 4)}
     fixed["schedule"] = ("1f1b", "zb-h1", "hanayo", "interleaved")
-    plan = search(task(fixed=fixed, cluster=cluster(memory=memory), top=14, room=0.05e9))
+    plan = search(task(fixed=fixed, cluster=cluster(memory=memory), top=14, memory_headroom=0.05e9))
     assert len(plan.ranking) == 14
     fits = [one.estimate.memory for one in plan.ranking]
     assert not any(fit is not None and is_safe(fit, 0.05e9) for fit in fits[:10])

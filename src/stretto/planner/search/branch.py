@@ -1,21 +1,21 @@
 """Branch and bound over the candidates of one task: the fastest that fit, in the order of their times.
 
 Choices are made in four steps: how layers are split and how large a microbatch is, the schedule, how states
-are sharded, and what is recomputed or offloaded where memory does not suffice. Each partial choice has a
-lower bound on its time (`planner.search.time_bounds`) and on its memory (`planner.search.memory_bounds`).
-What cannot fit is dropped at once, and what fits only with recomputation is bounded with that. The smallest
-bound is examined first. When a candidate's bound comes up, it is replayed and comes back with its exact time;
-when that comes up, nothing left can be faster, and its exact memory is computed. So candidates are accepted
-in the order of their times, the best of all is never missed, and the search ends when as many layouts fit as
-are wanted, one of them safely.
+are sharded, and what is recomputed or offloaded if memory does not suffice. Each partial choice has a lower
+bound on its time (`planner.search.time_bounds`) and on its memory (`planner.search.memory_bounds`). Choices
+that cannot fit are dropped at once; those that fit only with recomputation are bounded with it. The smallest
+bound is expanded first. When a candidate's bound comes up, it is replayed and pushed back with its exact
+time; when that comes up, nothing left can be faster, and its exact memory is computed. So candidates are
+accepted in the order of their times, the best is never missed, and the search ends when as many layouts fit
+as are wanted, one of them safely.
 
 With a time limit a pass dives before it proves: it follows the choices with the least expected time down to
-whole candidates. The expected time is the bound times the ratio by which replays of the same schedule have
-exceeded theirs. What a dive reaches excludes most of what a proof would have to examine. When most of the
-time is over without a proof, the pass dives again.
+complete candidates. The expected time is the bound times the mean ratio by which replays of the same schedule
+exceeded theirs. What a dive finds excludes most of what a proof would have to examine. When most of the time
+is over without a proof, the pass dives again.
 
-What saves memory at the cost of time (recomputation, offload) is a ladder (`planner.search.savings`): of each
-row of a ladder the first saving that fits is examined, and the first that fits safely.
+Options that save memory and cost time (recomputation, offload) are tried in order (`MemorySavingOptions`):
+in each row, the first that fits and the first that fits safely.
 """
 
 from __future__ import annotations
@@ -26,54 +26,77 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from math import inf
+from operator import attrgetter
+from typing import NamedTuple
 
 from stretto.layout.layout import Layout
 from stretto.planner.memory.fits import Fit
-from stretto.planner.search.deadline import Deadline
-from stretto.planner.search.exact import Exact
+from stretto.planner.search.evaluator import CandidateEvaluator, Deadline
+from stretto.planner.search.memory_bounds import MemoryBound, MemoryBounds, memory_budget
 from stretto.planner.search.ranking import (
     TIE,
     Feasible,
-    Refusals,
+    RejectionCounts,
     best_of_family,
     cannot_win,
     is_safe,
     sort_feasible,
 )
-from stretto.planner.search.savings import SavingLadder
-from stretto.planner.search.space import Space
+from stretto.planner.search.space import Space, depth_of
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
-from stretto.program import entry as entry_of
+from stretto.program import entry
+from stretto.spec.chain import blocks_among
+from stretto.spec.data_parallel import MODES, DataParallel
 
-# Shares of a pass's time by which layouts are estimated, listed with their microbatches, searched for
-# something better than what is known, and searched for a proof; after that the pass dives again.
-_ESTIMATING = 0.25
-_LISTING = 0.4
-_SEEKING = 0.75
-_PROVING = 0.85
-_NEAR = 1.3  # layouts whose estimate exceeds the best known time by more are listed last
-# While a pass dives: how much longer than its bound a candidate is expected to take of which a schedule with
-# its saving, a schedule, or a parallelism is known; and the delays of what is not tried at once.
-_OPEN = (1.01, 1.06, 1.25)
-_EXPENSIVE = 1.08  # programs that are expensive to make
-_DOUBTFUL = 0.16  # what may not fit, times the share of such candidates that turned out not to
-_KNOWN = 1.15  # variants of what is accepted
-_PROMISING = 1.05  # expected times over that of the best up to which a dive goes on
-_LATER = 1.001  # a key is renewed when it has grown by more
-_CERTAIN = 0.93  # share of the memory budget; bounds below it seldom turn out not to fit
+# The constants below order the search and divide its time; none changes a bound, so without a time limit the
+# result does not depend on them. They were chosen on the eight cases of `benchmarks/plan_search.py`, which
+# re-tunes them: run it with `--long 120` for each value and compare the column `distance`.
 
-Progress = Callable[[int, int, int], None]  # candidates replayed, memories computed, layouts that fit
+# Share of a pass's time after which estimating layouts ends. Longer: fewer layouts wait at the end of the
+# list without an estimate; shorter: more time to replay those that look fast.
+_ESTIMATION_END = 0.25
+# Share after which bounding layouts with each microbatch ends. Longer: more choices are open at the start of
+# the dive; shorter: the dive starts sooner.
+_LISTING_END = 0.4
+# Share after which the first dive gives way to the proof. Later: better layouts; earlier: smaller gaps.
+_FIRST_DIVE_END = 0.75
+# Share after which an unfinished proof gives way to the last dive, which fills the ranking.
+_PROOF_END = 0.85
+# Layouts estimated slower than the best by more are listed only when nothing else is open. Larger: estimates
+# may be worse without harm; smaller: a shorter heap.
+_ESTIMATE_MARGIN = 1.3
+# Expected time over the bound during a dive, for a node whose schedule and saving are chosen, whose schedule
+# is chosen, and whose parallelism is chosen. Smaller: breadth first; larger: depth first.
+_EXPECTED_EXCESS = (1.01, 1.06, 1.25)
+# Factor on the expected time of schedules whose programs are expensive to make. Larger: more candidates in
+# the same time; smaller: no prejudice against these schedules.
+_EXPENSIVE_PROGRAM_PENALTY = 1.08
+# Penalty of candidates that may not fit, times the share of such candidates that did not. Larger: fewer
+# replays are wasted; smaller: tight layouts, often the fastest, are found sooner.
+_OOM_RISK_PENALTY = 0.16
+# Factor on the expected time of variants of accepted families. Larger: more families; smaller: each family
+# is represented by a better variant.
+_ACCEPTED_FAMILY_PENALTY = 1.15
+# A dive continues while the next expected time is below this multiple of the best time. Larger: longer dives
+# and a later proof.
+_PROMISING = 1.05
+# A node is pushed back if its key has grown by more since it was pushed. Larger: fewer updates of the heap;
+# smaller: an order closer to the current expectations.
+_REKEY_TOLERANCE = 1.001
+# Share of the memory budget above which a bound counts as tight. Smaller: more candidates have their memory
+# computed before their replay.
+_TIGHT = 0.93
+
+Progress = Callable[[int, int, int], None]  # candidates replayed, memories computed, families that fit
 
 
-@dataclass(frozen=True)
-class _Timed:
+class _Timed(NamedTuple):
     """A candidate whose exact time is known."""
 
     candidate: Candidate
 
 
-@dataclass(frozen=True)
-class _Scheduled:
+class _Scheduled(NamedTuple):
     """A parallelism with a schedule; `saved`: its bound includes the saving that it needs at least."""
 
     parallelism: Parallelism
@@ -82,6 +105,7 @@ class _Scheduled:
 
 
 _Node = Parallelism | _Scheduled | Candidate | _Timed
+_SizedLayout = tuple[float, Layout, int | None]  # estimated cost, layout, expert_tp
 
 
 @dataclass(kw_only=True)
@@ -89,17 +113,18 @@ class BranchAndBound:
     """One pass of a search: the heap of partial choices, and the candidates that fit, by family.
 
     Attributes:
-        task: what is searched; see `Task.narrowed`.
-        exact: times and memory, shared by all passes.
-        until: the share of the time limit at which this pass ends.
-        wanted: families that it looks for.
-        only_dives: follow the most promising choice down to a whole candidate before its alternatives, and
-            put off what may turn out not to fit, so that something is accepted soon, though not in the order
-            of times.
+        task: the search space; see `Task.narrowed`.
+        evaluator: exact times and memory, shared by all passes.
+        until: share of the time limit at which this pass ends.
+        wanted: number of families to find.
+        only_dives: follow the most promising choice down to a complete candidate before its alternatives, and
+            put off what may not fit, so that something is accepted soon, though not in the order of times.
+        cut_short: candidates that might be better were not examined, for lack of time.
+        left: lower bound on the cost of every candidate that was not examined.
     """
 
     task: Task
-    exact: Exact
+    evaluator: CandidateEvaluator
     deadline: Deadline
     until: float = 1.0
     wanted: int
@@ -108,33 +133,34 @@ class BranchAndBound:
     families: dict[tuple[object, ...], list[Feasible]] = field(
         default_factory=dict[tuple[object, ...], list[Feasible]]
     )
-    refusals: Refusals = field(default_factory=Refusals)
+    rejections: RejectionCounts = field(default_factory=RejectionCounts)
     candidates: int = 0
-    cut_short: bool = False  # something that might be better was not examined, for lack of time
-    left: float = inf  # lower bound on the cost of every candidate that was not examined
+    cut_short: bool = False
+    left: float = inf
 
     def __post_init__(self) -> None:
-        self.space, self.bounds = Space(self.task), self.exact.bounds
-        self.savings = SavingLadder(self.task, self.space)
-        self._heap: list[tuple[float, int, float, _Node]] = []  # key, number, bound on the cost, node
-        # what is unlimited need not hurry, and proves as it goes
+        self.space, self.bounds = Space(self.task), self.evaluator.bounds
+        self.savings = MemorySavingOptions(self.task, self.space)
+        self._heap: list[tuple[float, int, float, _Node]] = []  # key, tie breaker, bound on the cost, node
+        # without a time limit, search best-first from the start
         self._dives = self.only_dives or self.task.seconds is not None
-        self._number = count()
-        self._unlisted: list[tuple[float, Layout, int | None]] = []  # estimate of the cost, layout, expert_tp
+        self._tie_breaker = count()
+        self._unlisted: list[_SizedLayout] = []
         self._legal: dict[object, bool] = {}
         self._added: set[Candidate] = set()
         self._accepted: set[Candidate] = set()
-        self._costs: list[float] = []  # of the best of each family
-        self._doubted = 8, 1  # candidates that might not fit, and how many did not: at first a guess
-        self._safe = inf  # the least cost of what fits safely
+        self._costs: list[float] = []  # of the best of each family, ascending
+        self._tight_candidates = 8, 1  # candidates that might not fit, and how many did not: a first guess
+        self._safe = inf  # least cost of what fits safely
 
-    def go(self) -> None:
+    def run(self) -> None:
         """Search until the wanted families are proved, every candidate is examined, or time runs out."""
-        self._begin = self.deadline.spent
+        self._start = self.deadline.spent
         self._estimate_layouts()
-        self._list_layouts(until=_LISTING, limit=_NEAR * self._best_guess())
+        best = self.best() if self._costs else 2 * min((cost for cost, *_ in self._unlisted), default=inf)
+        self._list_layouts(until=_LISTING_END, limit=_ESTIMATE_MARGIN * best)
         while self._heap or self._unlisted:
-            if not self._heap or (self._unlisted and not self._dives and self._settled()):
+            if not self._heap or (self._unlisted and not self._dives and self._is_proved()):
                 self._list_layouts(until=1.0, limit=inf)
                 if not self._heap:
                     break
@@ -142,17 +168,24 @@ class BranchAndBound:
             if spent > 1.0 or (self.only_dives and not self._is_promising()):
                 self.cut_short = True
                 break
-            self._turn(spent)
-            if not self._dives and self._settled():
+            self._switch_mode(spent)
+            if not self._dives and self._is_proved():
                 break
-            key, number, bound, node = heapq.heappop(self._heap)
-            later = bound * self._delay(node)
-            if later > key * _LATER:  # of its schedule or its family more is known by now
-                heapq.heappush(self._heap, (later, number, bound, node))
+            key, tie_breaker, bound, node = heapq.heappop(self._heap)
+            new_key = bound * self._key_factor(node)
+            if new_key > key * _REKEY_TOLERANCE:  # its schedule or its family is known better by now
+                heapq.heappush(self._heap, (new_key, tie_breaker, bound, node))
+            elif isinstance(node, Parallelism):
+                self._expand_schedules(bound, node)
+            elif isinstance(node, _Scheduled):
+                (self._expand_shardings if node.saved else self._bound_with_saving)(bound, node)
+            elif isinstance(node, Candidate):
+                self._replay(bound, node)
             else:
-                self._step(bound, node)
+                self._accept_if_it_fits(node.candidate)
         for _, layout, _ in self._unlisted:
-            self._leave(layout)
+            self.left = min(self.left, self.bounds.ideal(layout) * self._price(layout))
+            self.cut_short = True
         self.left = min([self.left, *(bound for _, _, bound, _ in self._heap)])
         self.left /= 1 + self.task.tolerance
 
@@ -160,330 +193,292 @@ class BranchAndBound:
         """The best of each family, the best first."""
         return sort_feasible([best_of_family(family) for family in self.families.values()], self.task)
 
-    def accept(self, feasible: Sequence[Feasible]) -> None:
-        """Take what fits, as this or an earlier pass has established."""
-        for one in feasible:
-            if one.candidate not in self._accepted:
-                self._accepted.add(one.candidate)
-                self.families.setdefault(one.candidate.family, []).append(one)
-                if is_safe(one.fit, self.task.room):
-                    self._safe = min(self._safe, self._cost(one.seconds, one.candidate))
-        self._costs = sorted(
-            min(self._cost(one.seconds, one.candidate) for one in family) for family in self.families.values()
-        )
+    def accept(self, candidates: Sequence[Feasible]) -> None:
+        """Add candidates that fit, as this or an earlier pass has established."""
+        for feasible in candidates:
+            if feasible.candidate not in self._accepted:
+                self._accepted.add(feasible.candidate)
+                self.families.setdefault(feasible.candidate.family, []).append(feasible)
+                if is_safe(feasible.fit, self.task.memory_headroom):
+                    self._safe = min(self._safe, self.cost_of(feasible))
+        self._costs = sorted(min(map(self.cost_of, family)) for family in self.families.values())
 
-    def cost_of(self, one: Feasible) -> float:
-        """What is minimised, of one that fits."""
-        return self._cost(one.seconds, one.candidate)
+    def cost_of(self, feasible: Feasible) -> float:
+        """The objective: seconds of the step, or seconds times devices."""
+        return self._cost(feasible.seconds, feasible.candidate)
 
     def best(self) -> float:
-        """The least cost (time, or device time) of what fits."""
+        """The least cost of what fits."""
         return self._costs[0] if self._costs else inf
 
     def _spent(self) -> float:
         """The share of this pass's time that is over."""
-        whole = self.until - self._begin
-        return (self.deadline.spent - self._begin) / whole if whole > 0 else 2.0
+        duration = self.until - self._start
+        return (self.deadline.spent - self._start) / duration if duration > 0 else 2.0
 
     def _is_promising(self) -> bool:
-        """Whether a dive may soon accept something better, or has not accepted as many families as are
-        wanted.
-        """
+        """True if a dive may soon accept something better, or too few families are accepted."""
         return len(self.families) < self.wanted or self._heap[0][0] < _PROMISING * self.best()
 
-    def _turn(self, spent: float) -> None:
-        """Dive at first, prove then, and dive again when most of the time is over."""
-        dives = self.only_dives or spent > _PROVING
-        dives = dives or (self._dives and spent < _SEEKING and self._is_promising())
-        if dives != self._dives:
-            self._dives = dives
-            # sort what is open as this part of the search wants it
-            self._heap = [(bound * self._delay(node), n, bound, node) for _, n, bound, node in self._heap]
-            heapq.heapify(self._heap)
-
-    def _settled(self) -> bool:
-        """Whether as many families are known as are wanted, one of them safe, that nothing left can beat."""
+    def _is_proved(self) -> bool:
+        """True once `wanted` families, one of them safe, beat the lower bound of everything left."""
         bound = self._heap[0][0]
         return self._safe <= bound and bisect_right(self._costs, bound) >= self.wanted
 
-    def _step(self, bound: float, node: _Node) -> None:
-        if isinstance(node, Parallelism):
-            self._schedules(bound, node)
-        elif isinstance(node, _Scheduled):
-            if node.saved:
-                self._shardings(bound, node.parallelism, node.schedule)
-            else:
-                self._with_saving(bound, node)
-        elif isinstance(node, Candidate):
-            self._replay(bound, node)
-        else:
-            self._compute_memory(node.candidate)
+    def _switch_mode(self, spent: float) -> None:
+        """Dive first, then prove, and dive again when most of the time is over."""
+        dives = self.only_dives or spent > _PROOF_END
+        dives = dives or (self._dives and spent < _FIRST_DIVE_END and self._is_promising())
+        if dives != self._dives:
+            self._dives = dives
+            self._heap = [
+                (bound * self._key_factor(node), n, bound, node) for _, n, bound, node in self._heap
+            ]
+            heapq.heapify(self._heap)
 
-    def _delay(self, node: _Node) -> float:
-        """A factor on the key. To prove the best it is 1; a dive sorts by expected times, and puts off what
-        may not fit, schedules whose programs are expensive to make, and variants of what is accepted.
+    def _key_factor(self, node: _Node) -> float:
+        """The key of a node over its bound: 1 in a proof. A dive sorts by expected times, and puts off what
+        may not fit, schedules whose programs are expensive to make, and variants of accepted families.
         """
         if isinstance(node, _Timed) or not self._dives:
             return 1.0
         if isinstance(node, Parallelism):
-            return _OPEN[2]
-        delay = self.exact.excess(node.schedule)
-        if not entry_of(node.schedule.name).early:
-            delay *= _EXPENSIVE
+            return _EXPECTED_EXCESS[2]
+        factor = self.evaluator.excess(node.schedule)
+        if not entry(node.schedule.name).early:
+            factor *= _EXPENSIVE_PROGRAM_PENALTY
         if isinstance(node, _Scheduled):
-            return delay * _OPEN[1 - node.saved]
-        if self._is_doubtful(node):
-            doubted, refused = self._doubted
-            delay *= 1.0 + _DOUBTFUL * refused / doubted
-        return delay * (_KNOWN if node.family in self.families else 1.0)
+            return factor * _EXPECTED_EXCESS[1 - node.saved]
+        if self._is_tight(node):
+            examined, rejected = self._tight_candidates
+            factor *= 1.0 + _OOM_RISK_PENALTY * rejected / examined
+        return factor * (_ACCEPTED_FAMILY_PENALTY if node.family in self.families else 1.0)
 
-    def _is_doubtful(self, candidate: Candidate) -> bool:
-        """Whether a candidate that may fit by its bound may well turn out not to."""
-        known = self.exact.fits.get(candidate)
-        if known is not None:
-            return not known.likely
-        return self.savings.bounds.of(candidate).total > _CERTAIN * self.savings.budget
+    def _is_tight(self, candidate: Candidate) -> bool:
+        """True if a candidate that may fit by its bound may well turn out not to."""
+        fit = self.evaluator.fits.get(candidate)
+        if fit is not None:
+            return not fit.likely
+        return self.savings.bounds.of(candidate).total > _TIGHT * self.savings.budget
 
     def _cost(self, seconds: float, candidate: Candidate) -> float:
-        """What is minimised: seconds of the step, or seconds times devices."""
         return seconds * self._price(candidate.parallelism.layout)
 
     def _price(self, layout: Layout) -> int:
         return layout.world if self.task.objective == "tokens_per_dollar" else 1
 
-    def _push(self, seconds: float, layout: Layout, node: _Node, least: float = 0.0) -> None:
+    def _push(self, seconds: float, layout: Layout, node: _Node, parent_bound: float = 0.0) -> None:
         """Put a node on the heap, unless it cannot be among the best: a partial choice by its bound plus the
-        tolerance, a timed one by its exact time.
-
-        Args:
-            least: the bound of the choice from which it comes.
+        tolerance, a timed candidate by its exact time.
         """
         bound = seconds * self._price(layout)
         if not isinstance(node, _Timed):
-            bound = max(bound * (1 + self.task.tolerance), least)
-        if self._safe < inf and len(self._costs) >= self.wanted and bound > self._limit:
-            return
-        heapq.heappush(self._heap, (bound * self._delay(node), next(self._number), bound, node))
+            bound = max(bound * (1 + self.task.tolerance), parent_bound)
+        if self._safe < inf and len(self._costs) >= self.wanted:
+            worst_wanted = max(self._costs[self.wanted - 1], self._safe) * (1 + TIE)
+            if bound > worst_wanted:
+                return
+        heapq.heappush(self._heap, (bound * self._key_factor(node), next(self._tie_breaker), bound, node))
 
-    @property
-    def _limit(self) -> float:
-        """The cost above which nothing more is wanted: that of the last of the wanted families and of the
-        fastest safe one, and what is tied with it.
-        """
-        return max(self._costs[self.wanted - 1], self._safe) * (1 + TIE)
-
-    # ------------------------------------------------------------------ the steps
+    # ------------------------------------------------------------------ expanding nodes
 
     def _estimate_layouts(self) -> None:
         """Drop layouts whose states do not fit, and sort the others by estimates of their times."""
-        usual_first = sorted(self.space.layouts(), key=lambda one: self._unusual(one[0]))
-        for layout, expert_tp in usual_first:
+
+        def rarity(sized: tuple[Layout, int | None]) -> tuple[bool, int]:
+            # often fast: tensor-parallel ranks within a node, and little context parallelism
+            return sized[0].tp > self.task.cluster.node, sized[0].cp
+
+        for layout, expert_tp in sorted(self.space.layouts(), key=rarity):
             if not self.space.sharings(layout):
-                continue  # none is among the fixed ones
-            if self._spent() > _ESTIMATING:
+                continue  # the fixed choices exclude all of them
+            if self._spent() > _ESTIMATION_END:
                 self._unlisted.append((inf, layout, expert_tp))
                 continue
             fit = self.savings.states_cannot_fit(layout, expert_tp)
             if fit is None:
                 estimate = self.bounds.typical(layout, expert_tp) * self._price(layout)
                 self._unlisted.append((estimate, layout, expert_tp))
-            else:
-                self._refuse_layout(layout, expert_tp, fit)
-        self._unlisted.sort(key=lambda entry: entry[0])
+                continue
+            parallelism = next(self.space.parallelisms_of(layout, expert_tp), None)
+            if parallelism is not None and self.space.schedules(parallelism):
+                self.candidates += 1
+                self._reject_parallelism(parallelism, fit, 1)
+        self._unlisted.sort(key=lambda sized: sized[0])
 
-    def _refuse_layout(self, layout: Layout, expert_tp: int | None, fit: Fit) -> None:
-        parallelism = next(self.space.parallelisms_of(layout, expert_tp), None)
-        if parallelism is not None and self.space.schedules(parallelism):
-            self.candidates += 1
-            dp, saving = self.savings.least_memory(layout, expert_tp)
-            example = Candidate(parallelism, self.space.schedules(parallelism)[0], dp, saving)
-            self.refusals.add(example, fit, least=True)
+    def _reject_parallelism(self, parallelism: Parallelism, fit: Fit, candidates: int) -> None:
+        """Count candidates that do not fit with any schedule, sharing or saving."""
+        dp, saving = self.savings.least_memory(parallelism.layout, parallelism.expert_tp)
+        example = Candidate(parallelism, self.space.schedules(parallelism)[0], dp, saving)
+        self.rejections.add(example, fit, lower_bound=True, count=candidates)
 
-    def _best_guess(self) -> float:
-        """The best cost that is known, or else about twice what may be reached."""
-        return self.best() if self._costs else 2 * min((one[0] for one in self._unlisted), default=inf)
+    def _candidates_of(self, parallelism: Parallelism) -> int:
+        return len(self.space.sharings(parallelism.layout)) * len(self.space.schedules(parallelism))
 
     def _list_layouts(self, until: float, limit: float) -> None:
         """Bound layouts with every microbatch, the most promising first.
 
         Args:
-            until: share of the pass's time at which it ends.
-            limit: of the estimates.
+            until: share of the pass's time at which to stop.
+            limit: layouts with larger estimated costs stay unlisted.
         """
-        rest = list[tuple[float, Layout, int | None]]()
+        unlisted = list[_SizedLayout]()
         for estimate, layout, expert_tp in self._unlisted:
             if estimate > limit or self._spent() > until:
-                rest.append((estimate, layout, expert_tp))
+                unlisted.append((estimate, layout, expert_tp))
                 continue
             for parallelism in self.space.parallelisms_of(layout, expert_tp):
-                self._add_parallelism(parallelism)
-        self._unlisted = rest
+                candidates = self._candidates_of(parallelism)
+                self.candidates += candidates
+                if candidates:
+                    self._push(self.bounds.parallelism(parallelism), parallelism.layout, parallelism)
+        self._unlisted = unlisted
 
-    def _unusual(self, layout: Layout) -> tuple[bool, int]:
-        """A sort key, smaller for what is more often fast: tensor-parallel ranks within a node, and little
-        context parallelism.
-        """
-        return layout.tp > self.task.cluster.node, layout.cp
-
-    def _leave(self, layout: Layout) -> None:
-        """Leave a layout unexamined, for lack of time."""
-        self.left = min(self.left, self.bounds.ideal(layout) * self._price(layout))
-        self.cut_short = True
-
-    def _add_parallelism(self, parallelism: Parallelism) -> None:
-        each = len(self.space.sharings(parallelism.layout)) * len(self.space.schedules(parallelism))
-        self.candidates += each
-        if each:
-            self._push(self.bounds.parallelism(parallelism), parallelism.layout, parallelism)
-
-    def _schedules(self, least: float, parallelism: Parallelism) -> None:
+    def _expand_schedules(self, parent_bound: float, parallelism: Parallelism) -> None:
         fit = self.savings.cannot_fit(parallelism)
         if fit is not None:
-            dp, saving = self.savings.least_memory(parallelism.layout, parallelism.expert_tp)
-            example = Candidate(parallelism, self.space.schedules(parallelism)[0], dp, saving)
-            each = len(self.space.sharings(parallelism.layout)) * len(self.space.schedules(parallelism))
-            self.refusals.add(example, fit, least=True, count=each)
+            self._reject_parallelism(parallelism, fit, self._candidates_of(parallelism))
             return
         for choice in self.space.schedules(parallelism):
-            if self.space.is_made(choice, parallelism.layout.pp):
+            if self.space.exists(choice, parallelism.layout.pp):
                 bound = self.bounds.schedule(parallelism, choice, self.space.first_saving())
-                self._push(bound, parallelism.layout, _Scheduled(parallelism, choice), least)
+                self._push(bound, parallelism.layout, _Scheduled(parallelism, choice), parent_bound)
 
-    def _with_saving(self, least: float, node: _Scheduled) -> None:
-        """Bound a schedule once more with the saving that it needs at least; only now its program is made."""
-        parallelism, choice = node.parallelism, node.schedule
+    def _bound_with_saving(self, parent_bound: float, node: _Scheduled) -> None:
+        """Bound a schedule again with the saving that it needs at least; only now its program is made."""
+        parallelism, choice, _ = node
         saving, may_fit = self.savings.required_saving(parallelism, choice)
         if may_fit:
             bound = self.bounds.schedule(parallelism, choice, saving)
-            self._push(bound, parallelism.layout, replace(node, saved=True), least)
+            self._push(bound, parallelism.layout, node._replace(saved=True), parent_bound)
         else:
-            dp = self.savings.least_memory(parallelism.layout, parallelism.expert_tp)[0]
-            last = Candidate(parallelism, choice, dp, saving)
-            each = len(self.space.sharings(parallelism.layout))
-            self.refusals.add(last, self.savings.fit(last), least=True, count=each)
+            dp, _ = self.savings.least_memory(parallelism.layout, parallelism.expert_tp)
+            example = Candidate(parallelism, choice, dp, saving)
+            candidates = len(self.space.sharings(parallelism.layout))
+            self.rejections.add(example, self.savings.fit(example), lower_bound=True, count=candidates)
 
-    def _shardings(self, least: float, parallelism: Parallelism, choice: ScheduleChoice) -> None:
-        first = self.space.first_saving()
-        for dp in self.space.sharings(parallelism.layout):
-            candidate = Candidate(parallelism, choice, dp, first)
-            rows = self.savings.rows(parallelism, choice, dp, first)
-            made = self.savings.climb(candidate, rows)
-            if not made:
-                last = replace(candidate, saving=rows[-1][-1])
-                self.refusals.add(last, self.savings.fit(last), least=True)
-            for one in made:
-                self._add(one, least)
+    def _expand_shardings(self, parent_bound: float, node: _Scheduled) -> None:
+        first_saving = self.space.first_saving()
+        for dp in self.space.sharings(node.parallelism.layout):
+            candidate = Candidate(node.parallelism, node.schedule, dp, first_saving)
+            rows = self.savings.rows(candidate)
+            candidates = self.savings.apply_savings(candidate, rows)
+            if not candidates:
+                smallest = replace(candidate, saving=rows[-1][-1])
+                self.rejections.add(smallest, self.savings.fit(smallest), lower_bound=True)
+            for candidate in candidates:
+                self._add(candidate, parent_bound)
 
-    def _add(self, candidate: Candidate, least: float) -> None:
+    def _add(self, candidate: Candidate, parent_bound: float) -> None:
         if candidate in self._added:
             return
         self._added.add(candidate)
         bound = self.bounds.candidate(candidate, candidate.job(self.task))
-        if self._beaten(candidate, bound):
+        if self._is_beaten(candidate, bound):
             return
-        known = self.exact.fits.get(candidate)
-        if self._dives and known is not None and known.likely:
-            self._replay(max(least, self._cost(bound, candidate)), candidate)
+        fit = self.evaluator.fits.get(candidate)
+        if self._dives and fit is not None and fit.likely:
+            self._replay(max(parent_bound, self._cost(bound, candidate)), candidate)
         else:
-            self._push(bound, candidate.parallelism.layout, candidate, least)
+            self._push(bound, candidate.parallelism.layout, candidate, parent_bound)
 
-    def _beaten(self, candidate: Candidate, seconds: float) -> bool:
-        """Whether a candidate that takes at least so long adds nothing to its family."""
+    def _is_beaten(self, candidate: Candidate, seconds: float) -> bool:
+        """True if a candidate that takes at least this long adds nothing to its family."""
         family = self.families.get(candidate.family)
-        return family is not None and cannot_win(candidate, seconds, family, self.task.room)
+        return family is not None and cannot_win(candidate, seconds, family, self.task.memory_headroom)
 
-    def _replay(self, least: float, candidate: Candidate) -> None:
-        """Replay a candidate, unless a tighter bound is known by now, or its memory fails first."""
+    def _replay(self, cost_bound: float, candidate: Candidate) -> None:
+        """Replay a candidate, unless a tighter bound is known by now, or its memory does not fit."""
         layout = candidate.parallelism.layout
-        bound = least / self._price(layout) / (1 + self.task.tolerance)
-        if self._beaten(candidate, bound) or not self._is_legal(candidate):
+        bound = cost_bound / self._price(layout) / (1 + self.task.tolerance)
+        if self._is_beaten(candidate, bound) or not self._is_legal(candidate):
             return
-        if candidate not in self.exact.times:
-            bound = self.exact.bound(candidate, candidate.job(self.task))
-            if not self._dives and self._cost(bound, candidate) * (1 + self.task.tolerance) > least * (
-                1 + 1e-9
-            ):
-                self._push(bound, layout, candidate, least)
+        if candidate not in self.evaluator.times:
+            bound = self.evaluator.bound(candidate, candidate.job(self.task))
+            grown = self._cost(bound, candidate) * (1 + self.task.tolerance) > cost_bound * (1 + 1e-9)
+            if grown and not self._dives:
+                self._push(bound, layout, candidate, cost_bound)
                 return
-        if self.exact.expected_seconds(candidate) > self.deadline.left(self.until):
-            self.left = min(self.left, least)
+        if self.evaluator.expected_seconds(candidate) > self.deadline.left(self.until):
+            self.left = min(self.left, cost_bound)
             self.cut_short = True
             return
-        if self._is_doubtful(candidate):
-            likely = self.exact.fit(candidate).likely
-            doubted, refused = self._doubted
-            self._doubted = doubted + 1, refused + (not likely)
-            if not likely:
-                self._refuse(candidate, least)
+        if self._is_tight(candidate):
+            fits = self.evaluator.fit(candidate).likely
+            examined, rejected = self._tight_candidates
+            self._tight_candidates = examined + 1, rejected + (not fits)
+            if not fits:
+                self._reject(candidate, cost_bound)
                 return
-        if self.progress and len(self.exact.times) % 20 == 0:
-            self.progress(len(self.exact.times), len(self.exact.fits), len(self.families))
-        seconds = self.exact.seconds(candidate)
+        replayed = len(self.evaluator.times)
+        if self.progress and replayed % 20 == 0:
+            self.progress(replayed, len(self.evaluator.fits), len(self.families))
+        seconds = self.evaluator.seconds(candidate)
         if self._dives:
-            self._compute_memory(candidate)
+            self._accept_if_it_fits(candidate)
         else:
-            self._push(seconds, layout, _Timed(candidate), least)
+            self._push(seconds, layout, _Timed(candidate), cost_bound)
 
-    def _compute_memory(self, candidate: Candidate) -> None:
-        """Nothing left is faster than this candidate: if it fits, it is one of the best."""
-        seconds = self.exact.times[candidate].seconds
-        if self._beaten(candidate, seconds) or candidate in self._accepted:
+    def _accept_if_it_fits(self, candidate: Candidate) -> None:
+        """Accept a candidate that nothing left can beat."""
+        seconds = self.evaluator.times[candidate].seconds
+        if self._is_beaten(candidate, seconds) or candidate in self._accepted:
             return
-        fit = self.exact.fit(candidate)
+        fit = self.evaluator.fit(candidate)
         if not fit.likely:
-            self._refuse(candidate, self._cost(seconds, candidate))
+            self._reject(candidate, self._cost(seconds, candidate))
             return
         self.accept([Feasible(candidate, seconds, fit)])
-        if not is_safe(fit, self.task.room):
+        if not is_safe(fit, self.task.memory_headroom):
             self._add_savings(candidate, self._cost(seconds, candidate))
 
-    def _refuse(self, candidate: Candidate, least: float) -> None:
-        self.refusals.add(candidate, self.exact.fit(candidate))
-        self._add_savings(candidate, least)
+    def _reject(self, candidate: Candidate, cost: float) -> None:
+        self.rejections.add(candidate, self.evaluator.fit(candidate))
+        self._add_savings(candidate, cost)
 
-    def _add_savings(self, candidate: Candidate, least: float) -> None:
-        """Add what saves more than a candidate that does not surely fit: of each row the first saving that
-        fits, and the first that fits safely. Memory decreases along a row.
+    def _add_savings(self, candidate: Candidate, parent_bound: float) -> None:
+        """Add options that save more than a candidate that may not fit: of each row the first that fits, and
+        the first that fits safely. Memory decreases along a row.
         """
-        ladder = self.savings.rows(candidate.parallelism, candidate.schedule, candidate.dp, candidate.saving)
-        for row in filter(None, (ladder[0][1:], *ladder[1:])):
-            at = 0
-            for enough in (_is_likely, self._is_safe):
-                at = self._first(candidate, row, at, enough)
-                if at == len(row):
+        rows = self.savings.rows(candidate)
+        conditions: list[Callable[[Fit], bool]] = [
+            attrgetter("likely"),
+            lambda fit: is_safe(fit, self.task.memory_headroom),
+        ]
+        for row in filter(None, (rows[0][1:], *rows[1:])):
+            index = 0
+            for fits in conditions:
+                index = self._first_saving(candidate, row, index, fits)
+                if index == len(row):
                     break
-                self._add(replace(candidate, saving=row[at]), least)
+                self._add(replace(candidate, saving=row[index]), parent_bound)
 
-    def _first(
-        self, candidate: Candidate, row: Sequence[Saving], start: int, enough: Callable[[Fit], bool]
+    def _first_saving(
+        self, candidate: Candidate, row: Sequence[Saving], start: int, condition: Callable[[Fit], bool]
     ) -> int:
-        """Index of the first saving in a row, from `start` on, with which memory is enough; `len(row)`: none,
-        or there is no time to tell.
+        """Index of the first saving in a row, from `start` on, whose memory meets the condition;
+        `len(row)` if none does, or there is no time to find out.
         """
 
-        def fits(at: int) -> bool:
-            return enough(self.exact.fit(replace(candidate, saving=row[at])))
+        def holds(index: int) -> bool:
+            return condition(self.evaluator.fit(replace(candidate, saving=row[index])))
 
         start = max(start, self.savings.first_that_may_fit(candidate, row))
         last = len(row) - 1
-        if start > last or self.exact.expected_seconds(candidate) > self.deadline.left(self.until):
+        if start > last or self.evaluator.expected_seconds(candidate) > self.deadline.left(self.until):
             return len(row)
-        if not fits(last):
-            end = replace(candidate, saving=row[last])
-            self.refusals.add(end, self.exact.fit(end))
+        smallest = replace(candidate, saving=row[last])
+        if not holds(last):
+            self.rejections.add(smallest, self.evaluator.fit(smallest))
             return len(row)
-        # bounds and memory mostly differ by as much as they do at the end of the row
-        end = replace(candidate, saving=row[last])
-        excess = self.exact.fit(end).allocated.mid - self.savings.bounds.of(end).total
+        # bounds and memory mostly differ by as much as at the end of the row
+        excess = self.evaluator.fit(smallest).allocated.mid - self.savings.bounds.of(smallest).total
         guess = min(last, max(start, self.savings.first_that_may_fit(candidate, row, excess)))
-        return first_true(fits, start, guess, last)
-
-    def _is_safe(self, fit: Fit) -> bool:
-        return is_safe(fit, self.task.room)
+        return first_true(holds, start, guess, last)
 
     def _is_legal(self, candidate: Candidate) -> bool:
-        """By the rules, checked once for each parallelism, schedule and way to share states; by what a
-        framework has, for each saving too.
+        """Check the rules, once for each parallelism, schedule and sharing of states; for a framework, which
+        may lack some savings, for each saving too.
         """
         parts = candidate.parallelism, candidate.schedule, candidate.dp
         key = parts if self.task.refusals is None else candidate
@@ -493,8 +488,8 @@ class BranchAndBound:
 
 
 def first_true(holds: Callable[[int], bool], start: int, guess: int, end: int) -> int:
-    """The first index from `start` to `end` for which a monotone condition holds, which it does at `end`:
-    steps of doubling length from a guess, then bisection between the last two.
+    """The first index from `start` to `end` for which a monotone condition holds, given that it holds at
+    `end`: steps of doubling length from a guess, then bisection between the last two.
     """
     step = 1
     if guess == end or holds(guess):
@@ -513,5 +508,89 @@ def first_true(holds: Callable[[int], bool], start: int, guess: int, end: int) -
     return low + bisect_left(range(low, high), True, key=holds)
 
 
-def _is_likely(fit: Fit) -> bool:
-    return fit.likely
+class MemorySavingOptions:
+    """The options of a task that save memory, in rows, and the bounds on memory that choose among them."""
+
+    def __init__(self, task: Task, space: Space) -> None:
+        self.task = task
+        self.space = space
+        self.bounds = MemoryBounds(task)
+        self.budget = memory_budget(task.cluster.device, task.assumptions.reserve)
+        self._least_memory = dict[object, tuple[DataParallel, Saving]]()
+
+    def fit(self, candidate: Candidate) -> Fit:
+        """How the candidate's memory bound fits the device."""
+        return self.bounds.of(candidate).fit(self.task.cluster.device, self.task.assumptions.reserve)
+
+    def least_memory(self, layout: Layout, expert_tp: int | None) -> tuple[DataParallel, Saving]:
+        """The sharing of states with the least memory on a rank, with every saving applied."""
+        key = layout, expert_tp
+        if key not in self._least_memory:
+            sharings = self.space.sharings(layout)
+            # least is sharded over all copies, in the highest mode
+            sharings = [dp for dp in sharings if not any(dp.shards.values())] or sharings
+            if self.task.refusals is None:  # a framework may offload only what is sharded less
+                mode = max((dp.mode for dp in sharings), key=MODES.index)
+                sharings = [dp for dp in sharings if dp.mode == mode]
+            choices = [(dp, self.space.savings(self.space.first_saving(), 1, dp)[-1][-1]) for dp in sharings]
+            self._least_memory[key] = min(
+                choices, key=lambda choice: self.bounds.states(layout, expert_tp, *choice)
+            )
+        return self._least_memory[key]
+
+    def states_cannot_fit(self, layout: Layout, expert_tp: int | None) -> Fit | None:
+        """The bound on memory if the states of a layout alone do not fit; else None."""
+        return self._excess_of(self.bounds.states(layout, expert_tp, *self.least_memory(layout, expert_tp)))
+
+    def cannot_fit(self, parallelism: Parallelism) -> Fit | None:
+        """The bound on memory if no schedule, sharing or saving makes this parallelism fit; else None."""
+        least = self.least_memory(parallelism.layout, parallelism.expert_tp)
+        return self._excess_of(self.bounds.parallelism(parallelism, *least))
+
+    def _excess_of(self, size: int) -> Fit | None:
+        if size <= self.budget:
+            return None
+        return MemoryBound(size, 0).fit(self.task.cluster.device, self.task.assumptions.reserve)
+
+    def required_saving(self, parallelism: Parallelism, choice: ScheduleChoice) -> tuple[Saving, bool]:
+        """The least saving that a schedule needs, and whether it may fit with that."""
+        dp, _ = self.least_memory(parallelism.layout, parallelism.expert_tp)
+        candidate = Candidate(parallelism, choice, dp, self.space.first_saving())
+        row = self.rows(candidate)[-1]
+        index = self.first_that_may_fit(replace(candidate, saving=row[0]), row)
+        return row[min(index, len(row) - 1)], index < len(row)
+
+    def apply_savings(self, candidate: Candidate, rows: Sequence[Sequence[Saving]]) -> list[Candidate]:
+        """The candidate with the first saving of each row that may fit. Rows after one whose first saving may
+        fit are skipped.
+        """
+        feasible = list[Candidate]()
+        for row in rows:
+            index = self.first_that_may_fit(candidate, row)
+            if index < len(row):
+                feasible.append(replace(candidate, saving=row[index]))
+            if index == 0:
+                break
+        return feasible
+
+    def rows(self, candidate: Candidate) -> list[list[Saving]]:
+        """Rows of savings from the candidate's own on."""
+        stages = self.task.stages(depth_of(candidate.schedule, candidate.parallelism.layout.pp))
+        most_blocks = max(len(blocks_among(self.task.shape, stage)) for stage in stages)
+        return self.space.savings(candidate.saving, most_blocks, candidate.dp)
+
+    def first_that_may_fit(self, candidate: Candidate, row: Sequence[Saving], excess: float = 0.0) -> int:
+        """Index of the first saving in a row that may fit, by its bound; memory decreases along a row.
+
+        Args:
+            excess: bytes that memory is above its bound.
+        """
+
+        def fits(index: int) -> bool:
+            return self.bounds.of(replace(candidate, saving=row[index])).total + excess <= self.budget
+
+        if fits(0):
+            return 0
+        if len(row) == 1 or not fits(len(row) - 1):
+            return len(row)
+        return 1 + bisect_left(range(1, len(row) - 1), True, key=fits)

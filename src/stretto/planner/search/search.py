@@ -1,10 +1,15 @@
 """The best layouts of a model on a cluster.
 
 A search has three passes, which share what they have computed. The first finds the layouts that people use
-without a search (`planner.search.conventional`), with which the result is compared. The second looks at
-conventional layouts only, so that something is known soon. The third looks at all legal candidates
-(`planner.search.branch`), and starts with what the second has accepted. With enough time it proves that
-nothing is faster; otherwise the plan says by how much an unexamined layout could be.
+without a search, with which the result is compared. The second looks at conventional layouts only, so that
+something is known soon. The third looks at all legal candidates (`planner.search.branch`), and starts with
+what the second has accepted. With enough time it proves that nothing is faster; otherwise the plan says by
+how much an unexamined layout could be.
+
+The first two passes search a task narrowed to some values of its choices (`Task.narrowed`). If what the user
+has fixed excludes a conventional layout, its search finds nothing. Sources: Narayanan et al. 2021 (arXiv
+2104.04473), section 3: tensor parallelism within a node, then pipeline parallelism until the model fits, then
+data parallelism. Zhao et al. 2023 (arXiv 2304.11277): FSDP.
 """
 
 from __future__ import annotations
@@ -12,50 +17,58 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 from math import gcd
+from typing import Any
 
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.planner.memory.short_step import short_step_fit
 from stretto.planner.search.branch import BranchAndBound, Progress
-from stretto.planner.search.conventional import conventional, plain_layouts
-from stretto.planner.search.deadline import Deadline
-from stretto.planner.search.exact import Exact
+from stretto.planner.search.evaluator import CandidateEvaluator, Deadline
 from stretto.planner.search.ranking import (
+    Evaluated,
     Feasible,
     Plan,
     Ranked,
-    Tried,
-    compared,
     gap,
     is_safe,
     nearest_to_fitting,
-    ranked,
+    rank_candidate,
+    rank_candidates,
 )
-from stretto.planner.search.space import Space
+from stretto.planner.search.space import Space, divisors
 from stretto.planner.search.task import RANKED, Task
+from stretto.program import PLAIN, entry, names
 from stretto.spec.rules import problems
 
-# Shares of the time limit at which the passes end. Each plain layout gets an equal part of the first.
-_PLAIN = 0.15
-_CONVENTIONAL = 0.35
-_WIDENED = 0.45  # where nothing fits by then, conventional layouts with offload
-_ALL = 0.95  # then the leaders are verified
-_SEEDS = 4  # families that the second pass accepts
+# Shares of the time limit at which the passes end. Each baseline gets an equal part of the first. Later ends
+# of the first passes give better baselines and a better start; earlier ones leave more time for the proof.
+# `benchmarks/plan_search.py` measures what a choice of these reaches.
+_BASELINES_END = 0.15
+_CONVENTIONAL_END = 0.35
+_OFFLOAD_END = 0.45  # of conventional layouts with offload, if nothing fits by then
+_ALL_END = 0.95  # then the leaders are verified
+_SEEDS = 4  # families that the second pass accepts; more: a better start, fewer: a longer proof
+
+FSDP = "FSDP"
+TENSOR_PIPELINE = "tensor x pipeline"
+_LONG = 8192  # tokens of a rank's sequence up to which few split it further
+_MICRO = (1, 2, 4, 8)  # samples of a microbatch
 
 
 def search(task: Task, progress: Progress | None = None) -> Plan:
-    """The best layouts of the task, the best first.
+    """Find the best layouts of the task, the best first.
 
-    Where no conventional layout fits, states and parameters are sharded and offloaded in every way
-    (`Task.wide`), and the plan says so.
+    If no conventional layout fits, states and parameters are sharded and offloaded in every way
+    (`Task.allow_offload`), and the plan says so.
 
     Args:
-        progress: called now and then.
+        progress: called now and then with the candidates replayed, memories computed and families that fit.
 
     Raises:
         StrettoError: the task itself is illegal, or no layout is legal with the fixed choices.
     """
-    _check(task)
+    if problem := _task_problem(task):
+        raise problem
     # hundreds of thousands of lasting objects make each collection slow, and nothing here is cyclic
     collects = gc.isenabled()
     gc.disable()
@@ -71,110 +84,74 @@ class _Search:
 
     def __init__(self, task: Task, progress: Progress | None) -> None:
         self.task, self.progress = task, progress
-        self.deadline, self.exact = Deadline(task.seconds), Exact(task)
+        self.deadline, self.evaluator = Deadline(task.seconds), CandidateEvaluator(task)
 
     def plan(self) -> Plan:
         """Run all passes."""
-        plain = self._plain()
-        known, cut_short = self._conventional(self.task, until=_CONVENTIONAL)
+        baselines = self._find_baselines()
+        seeds, cut_short = self._find_conventional(self.task, until=_CONVENTIONAL_END)
         widened = False
-        if not known and not self.task.wide:
-            known, _ = self._conventional(replace(self.task, wide=True), until=_WIDENED)
-            widened = not cut_short  # else something may fit without
-        wide = self.task.wide or widened
-        known += [one for one in plain.values() if one is not None and (wide or not _is_wide(one))]
-        task = replace(self.task, wide=wide)
-        run = self._pass(task, until=_ALL, wanted=RANKED, known=known)
+        if not seeds and not self.task.allow_offload:
+            seeds, _ = self._find_conventional(replace(self.task, allow_offload=True), until=_OFFLOAD_END)
+            widened = not cut_short  # else something may fit without offload
+        allow_offload = self.task.allow_offload or widened
+        seeds += [b for b in baselines.values() if b and (allow_offload or not _needs_offload_search(b))]
+        task = replace(self.task, allow_offload=allow_offload)
+        run = self._run_pass(task, until=_ALL_END, wanted=RANKED, seeds=seeds)
         if not run.candidates and not run.cut_short:
             raise _nothing_legal(self.task, run.space)
         chosen = run.chosen()
         if task.top > RANKED and not run.cut_short:
             # a pass of its own, so that the first rows do not depend on how many more are wanted
-            more = self._pass(task, until=_ALL, wanted=task.top, known=_all(run))
-            first = {one.candidate.family for one in chosen[:RANKED]}
-            chosen = chosen[:RANKED] + [one for one in more.chosen() if one.candidate.family not in first]
-        return self._answer(run, self._verified(chosen), plain, widened)
+            longer = self._run_pass(task, until=_ALL_END, wanted=task.top, seeds=_all_accepted(run))
+            families = {feasible.candidate.family for feasible in chosen[:RANKED]}
+            more = [feasible for feasible in longer.chosen() if feasible.candidate.family not in families]
+            chosen = chosen[:RANKED] + more
+        return self._plan_of(run, self._verify_leaders(chosen), baselines, widened)
 
-    def _plain(self) -> dict[str, Feasible | None]:
+    def _find_baselines(self) -> dict[str, Feasible | None]:
         """The fastest of each kind of layout that people use; None: none fits, or none is legal."""
-        narrowed = plain_layouts(self.task)
+        narrowed = baseline_tasks(self.task)
         fastest = dict[str, Feasible | None]()
-        for number, (name, task) in enumerate(narrowed.items(), 1):
-            until = _PLAIN * number / len(narrowed)
-            for wide in (False, True):  # offload where nothing fits otherwise
-                one = replace(task, wide=wide)
-                run = self._pass(one, until=until, wanted=1, only_dives=True)
+        for index, (name, task) in enumerate(narrowed.items(), 1):
+            until = _BASELINES_END * index / len(narrowed)
+            for allow_offload in (False, True):  # offload if nothing fits otherwise
+                task = replace(task, allow_offload=allow_offload)
+                run = self._run_pass(task, until=until, wanted=1, only_dives=True)
                 fastest[name] = next(iter(run.chosen()), None)
                 if fastest[name] is not None:
                     break
         return fastest
 
-    def _conventional(self, task: Task, until: float) -> tuple[list[Feasible], bool]:
+    def _find_conventional(self, task: Task, until: float) -> tuple[list[Feasible], bool]:
         """Some conventional layouts that fit, and whether others were left unexamined."""
-        run = self._pass(conventional(task), until=until, wanted=_SEEDS, only_dives=True)
-        return _all(run), run.cut_short
+        run = self._run_pass(conventional_task(task), until=until, wanted=_SEEDS, only_dives=True)
+        return _all_accepted(run), run.cut_short
 
-    def _pass(
+    def _run_pass(
         self,
         task: Task,
         *,
         until: float,
         wanted: int,
-        known: list[Feasible] | None = None,
+        seeds: list[Feasible] | None = None,
         only_dives: bool = False,
     ) -> BranchAndBound:
         run = BranchAndBound(
             task=task,
-            exact=self.exact,
+            evaluator=self.evaluator,
             deadline=self.deadline,
             until=until,
             wanted=wanted,
             only_dives=only_dives,
             progress=self.progress,
         )
-        run.accept(known or [])
-        run.go()
+        run.accept(seeds or [])
+        run.run()
         return run
 
-    def _answer(
-        self,
-        run: BranchAndBound,
-        chosen: list[Feasible],
-        plain: dict[str, Feasible | None],
-        widened: bool,
-    ) -> Plan:
-        task = self.task
-        ranking = ranked(chosen[: task.top], task, self.exact.times)
-        # what represents its family is often tight, where a variant of it is safe
-        safe = min((one for one in _all(run) if is_safe(one.fit, task.room)), key=run.cost_of, default=None)
-        first = ranking[0].estimate if ranking else None
-
-        def beside(one: Feasible | None) -> Ranked | None:
-            return None if one is None else compared(one, first, task, self.exact.times)
-
-        replayed = len(self.exact.times)
-        return Plan(
-            ranking=ranking,
-            safe=beside(safe),
-            plain={name: beside(one) for name, one in plain.items()},
-            tried=self._tried(run),
-            rejected=run.refusals.reasons(run.space.rejected, run.candidates, replayed),
-            candidates=run.candidates,
-            feasible=sum(fit.likely for fit in self.exact.fits.values()),
-            replayed=replayed,
-            seconds=self.deadline.elapsed,
-            objective=task.objective,
-            assumptions=task.assumptions,
-            gap=gap(run.best(), run.left),
-            complete=not run.cut_short,
-            widened=widened,
-            nearest=None
-            if ranking
-            else nearest_to_fitting(run.refusals.closest, task, self.exact.bounds.cluster),
-        )
-
-    def _verified(self, chosen: list[Feasible]) -> list[Feasible]:
-        """The ranking without leaders of which some pipeline rank, when all are checked, does not fit."""
+    def _verify_leaders(self, chosen: list[Feasible]) -> list[Feasible]:
+        """Drop leaders that do not fit when all of their pipeline ranks are checked."""
         while chosen:
             job = chosen[0].candidate.job(self.task)
             fit = short_step_fit(job, self.task.cluster.device, self.task.assumptions, every=True)
@@ -183,78 +160,153 @@ class _Search:
             chosen = chosen[1:]
         return chosen
 
-    def _tried(self, run: BranchAndBound) -> tuple[Tried, ...]:
-        """All that was replayed, with its exact memory or, where that was not computed, its lower bound."""
-        tried = list[Tried]()
-        for candidate, time in self.exact.times.items():
-            known = self.exact.fits.get(candidate)
-            fit = known or run.savings.fit(candidate)
-            tried.append(
-                Tried(
+    def _plan_of(
+        self,
+        run: BranchAndBound,
+        chosen: list[Feasible],
+        baselines: dict[str, Feasible | None],
+        widened: bool,
+    ) -> Plan:
+        task, times = self.task, self.evaluator.times
+        ranking = rank_candidates(chosen[: task.top], task, times)
+        # what represents its family is often tight, while a variant of it is safe
+        safe_candidates = [f for f in _all_accepted(run) if is_safe(f.fit, task.memory_headroom)]
+        safe = min(safe_candidates, key=run.cost_of, default=None)
+        best = ranking[0].estimate if ranking else None
+
+        def ranked(feasible: Feasible | None) -> Ranked | None:
+            return None if feasible is None else rank_candidate(feasible, best, task, times)
+
+        evaluated = list[Evaluated]()
+        for candidate, time in times.items():
+            exact = self.evaluator.fits.get(candidate)
+            fit = exact or run.savings.fit(candidate)
+            evaluated.append(
+                Evaluated(
                     layout=str(candidate),
                     seconds=time.seconds,
                     memory=fit.device.mid,
                     verdict=fit.verdict,
-                    least=known is None,
+                    lower_bound=exact is None,
                 )
             )
-        return tuple(tried)
+        return Plan(
+            ranking=ranking,
+            safe=ranked(safe),
+            baselines={name: ranked(feasible) for name, feasible in baselines.items()},
+            evaluated=tuple(evaluated),
+            rejected=run.rejections.reasons(run.space.rejected, run.candidates, len(times)),
+            candidates=run.candidates,
+            feasible=sum(fit.likely for fit in self.evaluator.fits.values()),
+            replayed=len(times),
+            seconds=self.deadline.elapsed,
+            objective=task.objective,
+            assumptions=task.assumptions,
+            gap=gap(run.best(), run.left),
+            complete=not run.cut_short,
+            widened=widened,
+            nearest=None
+            if ranking
+            else nearest_to_fitting(run.rejections.closest, task, self.evaluator.bounds.cluster),
+        )
 
 
-def _all(run: BranchAndBound) -> list[Feasible]:
-    return [one for family in run.families.values() for one in family]
+def _all_accepted(run: BranchAndBound) -> list[Feasible]:
+    return [feasible for family in run.families.values() for feasible in family]
 
 
-def _is_wide(one: Feasible) -> bool:
-    """Whether a candidate is one of those that are considered only where nothing fits otherwise."""
-    candidate = one.candidate
-    beside_pipeline = candidate.parallelism.layout.pp > 1 and candidate.dp.mode in ("zero2", "zero3")
-    return candidate.saving.offload != "none" or beside_pipeline
+def _needs_offload_search(feasible: Feasible) -> bool:
+    """True for a candidate that is considered only with `Task.allow_offload`."""
+    candidate = feasible.candidate
+    sharded_pipeline = candidate.parallelism.layout.pp > 1 and candidate.dp.mode in ("zero2", "zero3")
+    return candidate.saving.offload != "none" or sharded_pipeline
+
+
+# ------------------------------------------------------------------ narrowed tasks
+
+
+def baseline_tasks(task: Task) -> dict[str, Task]:
+    """The task narrowed to what most people would run without a search, by name."""
+    widest = max(_tensor_widths(task))
+    unsplit: dict[str, tuple[Any, ...]] = {"cp": (1,), "ep": (1,)}
+    over_all_copies = {"shard_states": (None,)}
+    narrowed = {
+        FSDP: {**unsplit, **over_all_copies, "tp": (1,), "pp": (1,), "mode": ("zero3",), "schedule": (PLAIN,)}
+    }
+    if widest > 1:
+        narrowed[TENSOR_PIPELINE] = {
+            **({} if task.shape.moe else unsplit),
+            **over_all_copies,
+            "tp": (widest,),
+            "cp": (1,),
+            "sequence_parallel": (True,),
+            "schedule": _common_schedules(),
+            "mode": ("ddp", "zero1"),
+            "micro_batch": _MICRO,
+        }
+    return {name: replace(task, narrowed=choices) for name, choices in narrowed.items()}
+
+
+def conventional_task(task: Task) -> Task:
+    """The task narrowed to conventional choices: tensor parallelism within a node; no context parallelism but
+    for long sequences; schedules that most frameworks have; small microbatches.
+    """
+    longest = max(1, task.sequence // _LONG)
+    narrowed: dict[str, tuple[Any, ...]] = {
+        "tp": _tensor_widths(task),
+        "cp": tuple(n for n in divisors(task.devices) if n <= longest),
+        "shard_states": (None,),
+        "context": ("ring",),
+        "schedule": _common_schedules(),
+        "micro_batch": _MICRO,
+    }
+    return replace(task, narrowed=narrowed)
+
+
+def _common_schedules() -> tuple[str, ...]:
+    return tuple(name for name in names() if entry(name).common)
+
+
+def _tensor_widths(task: Task) -> tuple[int, ...]:
+    """Tensor-parallel widths within a node that split the heads."""
+    return tuple(n for n in divisors(task.cluster.node) if task.shape.heads % n == 0)
 
 
 # ------------------------------------------------------------------ errors
 
 
-def _check(task: Task) -> None:
-    """Raise what no layout can mend."""
-    job = replace(task.job, layout=Layout(), global_batch=1, micro_batch=1)
-    wrong = problems(job)
+def _task_problem(task: Task) -> StrettoError | None:
+    """A problem of the task that no layout can mend."""
+    wrong = problems(replace(task.job, layout=Layout(), global_batch=1, micro_batch=1))
     if wrong:
-        raise wrong[0]
-    if problem := _odd_batch(task):
-        raise problem
+        return wrong[0]
+    batch, devices = task.global_batch, task.devices
+    dp_is_free = not task.smaller and not {"dp", "pp", "cp"} & task.fixed.keys()
+    if dp_is_free and batch > 1 and devices > 1 and gcd(batch, devices) == 1:  # a typing error, perhaps
+        unit = min(64, devices & -devices) if devices % 2 == 0 else devices
+        nearest = max(unit, round(batch / unit) * unit)
+        return StrettoError(
+            f"batch is {batch}, which has no common divisor with the {devices} devices: no data parallelism "
+            "is possible",
+            hint=f"nearest is {nearest}; or fix dp=1",
+        )
     if task.objective == "tokens_per_dollar" and task.price is None:
-        raise StrettoError(
+        return StrettoError(
             f"objective tokens_per_dollar: cluster {task.cluster.name!r} has no price",
             hint="give it one in its YAML file: price, dollars an hour of one device",
         )
-
-
-def _odd_batch(task: Task) -> StrettoError | None:
-    """The error for a batch that no two replicas can share, as happens with typing errors."""
-    batch, devices = task.global_batch, task.devices
-    free = not task.smaller and not {"dp", "pp", "cp"} & task.fixed.keys()
-    if not free or batch == 1 or devices == 1 or gcd(batch, devices) > 1:
-        return None
-    unit = min(64, devices & -devices) if devices % 2 == 0 else devices
-    near = max(unit, round(batch / unit) * unit)
-    return StrettoError(
-        f"batch is {batch}, which has no common divisor with the {devices} devices: no data parallelism is "
-        "possible",
-        hint=f"nearest is {near}; or fix dp=1",
-    )
+    return None
 
 
 def _nothing_legal(task: Task, space: Space) -> StrettoError:
-    """The error where no layout is legal: the first rule that was broken, or no product of sizes."""
+    """The error if no layout is legal: the first rule that was broken, or no product of sizes."""
     for name, (_, example) in space.rejected.items():
         return StrettoError(f"no layout is legal: {example}", hint=f"look at {name}, and at --fix")
+    fixed = (
+        f"{name}={','.join(map(str, values)) if isinstance(values, tuple) else values}"
+        for name, values in task.fixed.items()
+    )
     return StrettoError(
-        f"no layout of {task.devices} devices is left by what is fixed: "
-        + ", ".join(f"{name}={_in_words(values)}" for name, values in task.fixed.items()),
+        f"no layout of {task.devices} devices is left by what is fixed: {', '.join(fixed)}",
         hint="tp x cp x dp x pp must be the number of devices",
     )
-
-
-def _in_words(values: object) -> str:
-    return ",".join(map(str, values)) if isinstance(values, tuple) else str(values)

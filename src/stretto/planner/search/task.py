@@ -25,23 +25,23 @@ class Task:
     """A model to be trained on a cluster.
 
     Attributes:
-        job: all that is not searched: shape, batch, sequence, precision, optimiser, kernels.
-        cluster: with the number of devices to use.
+        job: everything that is not searched: shape, batch, sequence, precision, optimiser, kernels.
+        cluster: the cluster, with the number of devices to use.
         fixed: choices that the user has made, by their names in `planner.search.fixed`.
-        narrowed: values to which one pass of a search is restricted, by the same names; of choices that are
-            not listed all values are considered.
-        refusals: what a framework that the plan is for does not have of a job; None: the plan is for none.
-        smaller: whether fewer devices are considered too: every divisor of their number.
-        asynchronous: whether schedules are considered that update within the step, which changes the result.
-        searched: whether the schedule `auto` is considered.
-        top: how many layouts are wanted. The search itself looks for at least `RANKED`, so that the order of
+        narrowed: values to which one pass of a search is restricted, by the same names; all values are
+            considered for choices that are not listed.
+        refusals: returns what the framework that the plan is for lacks for a job, or None.
+        smaller: also consider fewer devices: every divisor of their number.
+        asynchronous: also consider schedules that update within the step, which changes the result.
+        searched: also consider the schedule `auto`.
+        top: number of layouts to return. The search itself looks for at least `RANKED`, so that the order of
             the first ones does not depend on it.
-        room: bytes that the fastest safe layout must leave free beyond the interval of its memory.
-        wide: whether states off the device, and parameters and gradients sharded beside a pipeline, are
-            considered in any case, and not only where nothing fits otherwise.
+        memory_headroom: bytes that the fastest safe layout must leave free beyond the interval of its memory.
+        allow_offload: consider states off the device, and parameters and gradients sharded within a
+            pipeline, in any case, and not only if nothing fits otherwise.
         tolerance: the best layout is found up to this fraction of its time; 0: exactly.
-        seconds: of wall-clock time that the search may take: most of it to find good layouts, what they
-            leave to prove which is the best, the end to fill the ranking; None: until all is proved.
+        seconds: limit of wall-clock time: most of it to find good layouts, then to prove which is the best,
+            the end to fill the ranking; None: until all is proved.
     """
 
     job: Job
@@ -55,8 +55,8 @@ class Task:
     asynchronous: bool = False
     searched: bool = False
     top: int = RANKED
-    room: float = 0.0
-    wide: bool = False
+    memory_headroom: float = 0.0
+    allow_offload: bool = False
     tolerance: float = 0.01
     seconds: float | None = 8.0
 
@@ -86,15 +86,15 @@ class Task:
 
     @property
     def price(self) -> float | None:
-        """Dollars an hour of one device; None where neither the cluster nor the device has a price."""
+        """Dollars per hour of one device, or None if neither the cluster nor the device has a price."""
         return self.cluster.device.price if self.cluster.price is None else self.cluster.price
 
 
 def job_to_plan(*, shape: ModelShape, global_batch: int, sequence: int, target_sequence: int = 0) -> Job:
-    """A job in bfloat16 with a padded vocabulary, whose layout and schedule a search is to choose.
+    """A job in bfloat16 with a padded vocabulary, whose layout and schedule a search will choose.
 
     Args:
-        target_sequence: tokens of a decoder's sample beside an encoder; 0: as many.
+        target_sequence: tokens of the decoder's sample in an encoder-decoder model; 0: as many.
     """
     return Job(
         shape=shape,
@@ -111,7 +111,7 @@ def job_to_plan(*, shape: ModelShape, global_batch: int, sequence: int, target_s
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """How layers are split over ranks and how large a microbatch is, whatever the schedule."""
+    """The split of layers over ranks and the size of a microbatch, independent of the schedule."""
 
     layout: Layout
     expert_tp: int | None
@@ -133,7 +133,7 @@ class ScheduleChoice:
 
 @dataclass(frozen=True)
 class Saving:
-    """What saves memory at the cost of time: recomputation, and states or parameters off the device."""
+    """Options that save memory and cost time: recomputation, states or parameters off the device."""
 
     recompute: Recompute = field(default_factory=Recompute)
     offload: str = "none"
@@ -157,7 +157,7 @@ class Candidate:
         return (self.parallelism.layout, self.parallelism.micro_batch, self.schedule)
 
     def job(self, task: Task) -> Job:
-        """The job, as rules and estimates take it."""
+        """The job that rules check and estimates price."""
         parallelism, saving = self.parallelism, self.saving
         return replace(
             task.job,
@@ -174,50 +174,47 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, ...]:
-        """A sort key, smaller for simpler candidates: number of axes, how unusual the schedule is, stages of
-        a rank, recomputed blocks, and how states are kept.
+        """A sort key, smaller for simpler candidates: number of axes, rarity of the schedule, stages of a
+        rank, recomputed blocks, and sharding of states.
         """
-        layout = self.parallelism.layout
-        dp = self.dp
-        saving = self.saving
+        layout, dp, saving = self.parallelism.layout, self.dp, self.saving
         axes = sum(size > 1 for size in (layout.tp, layout.cp, layout.ep, layout.pp))
-        unusual = 0 if entry(self.schedule.name).common else 3
-        schedule = 0 if layout.pp == 1 else unusual + len(self.schedule.options)
+        rarity = 0 if entry(self.schedule.name).common else 3
+        schedule = 0 if layout.pp == 1 else rarity + len(self.schedule.options)
         mode = {"ddp": 0, "zero1": 0, "zero2": 2, "zero3": 3}.get(dp.mode, 4)
         shards = sum(size is not None for size in dp.shards.values())
         blocks = saving.recompute.blocks
-        again = {"none": 0, "selective": 1}.get(saving.recompute.mode, 1000 if blocks is None else 1 + blocks)
+        repeats = {"none": 0, "selective": 1}.get(
+            saving.recompute.mode, 1000 if blocks is None else 1 + blocks
+        )
         stages = dict(self.schedule.options).get("chunks") or 1
-        return axes, schedule, stages, again, mode + shards + 2 * (saving.offload != "none")
+        return axes, schedule, stages, repeats, mode + shards + 2 * (saving.offload != "none")
 
     def __str__(self) -> str:
-        parallelism = self.parallelism
-        dp = self.dp
-        saving = self.saving
-        words = [parallelism.layout.describe(), f"micro {parallelism.micro_batch}"]
+        parallelism, dp, saving = self.parallelism, self.dp, self.saving
+        parts = [parallelism.layout.describe(), f"micro {parallelism.micro_batch}"]
         if parallelism.layout.pp > 1 or self.schedule.name != PLAIN:
-            words.append(str(self.schedule))
+            parts.append(str(self.schedule))
         if parallelism.sequence_parallel:
-            words.append("sequence parallel")
+            parts.append("sequence parallel")
         if parallelism.layout.cp > 1 and parallelism.context != "ring":
-            words.append(parallelism.context)
+            parts.append(parallelism.context)
         shards = [f"{name.removeprefix('shard_')} over {size}" for name, size in dp.shards.items() if size]
         if dp.mode != "ddp" or parallelism.layout.cp * parallelism.layout.dp > 1:
-            words.append(" ".join((dp.mode, ", ".join(shards))).strip())
-        again = saving.recompute
-        if again.mode != "none":
-            part = "" if again.blocks is None else f" of {again.blocks} a stage"
-            words.append(f"recompute {again.mode}{part}")
+            parts.append(" ".join((dp.mode, ", ".join(shards))).strip())
+        if saving.recompute.mode != "none":
+            blocks = "" if saving.recompute.blocks is None else f" of {saving.recompute.blocks} a stage"
+            parts.append(f"recompute {saving.recompute.mode}{blocks}")
         if saving.offload != "none":
-            words.append(f"states on {saving.offload}")
+            parts.append(f"states on {saving.offload}")
         if saving.parameters != "none":
-            words.append(f"parameters on {saving.parameters}")
-        return ", ".join(words)
+            parts.append(f"parameters on {saving.parameters}")
+        return ", ".join(parts)
 
 
 def unplanned(job: Job) -> Job:
-    """The job without what a search chooses: layout, schedule, microbatch, recomputation and sharding are
-    those of one process.
+    """The job with the layout, schedule, microbatch, recomputation and sharding of one process, all of which
+    a search then chooses.
     """
     return replace(
         job,

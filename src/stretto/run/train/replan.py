@@ -117,14 +117,14 @@ def _line(ranks: int, one: Ranked, plan: Plan) -> str:
     made = one.estimate
     cut_short = "" if plan.complete else f", the best found in {plan.seconds:.0f} s"
     return (
-        f"elastic: {ranks} rank{'s' * (ranks > 1)} take{'s' * (ranks == 1)} {one.words}{cut_short}: "
-        f"{made.seconds:.3g} s a step predicted on {made.cluster.name}; {one.why}"
+        f"elastic: {ranks} rank{'s' * (ranks > 1)} take{'s' * (ranks == 1)} {one.layout}{cut_short}: "
+        f"{made.seconds:.3g} s a step predicted on {made.cluster.name}; {one.reason}"
     )
 
 
 def _why_nothing(plan: Plan) -> str:
     if plan.nearest is not None:
-        return f"nothing fits; nearest is {plan.nearest.words}: {plan.nearest.why}"
+        return f"nothing fits; nearest is {plan.nearest.layout}: {plan.nearest.reason}"
     return "nothing fits" if plan.complete else f"none was found in {plan.seconds:.0f} s"
 
 
