@@ -10,8 +10,8 @@ from itertools import pairwise
 from math import inf
 
 import pytest
-from browser import Browser
 
+from browser import Browser
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.planner.assumptions import Assumptions
