@@ -136,7 +136,7 @@ class CandidateEvaluator:
         return max(1, _KINDS * depth_of(choice, layout.pp) * microbatches)
 
     def _replay(self, candidate: Candidate) -> Estimate:
-        task, job, shape = self.task, candidate.job(self.task), self.task.shape
+        task, job = self.task, candidate.job(self.task)
         cluster = self.bounds.cluster(candidate.parallelism.layout.world)
         modes: Sequence[Mode] | None
         if job.recompute.mode == "auto":
@@ -144,12 +144,12 @@ class CandidateEvaluator:
         elif job.recompute.blocks is None:
             modes = None
         else:  # of each stage, only the first blocks
-            partial: list[Mode] = ["none"] * block_total(shape)
+            partial: list[Mode] = ["none"] * block_total(task.shape)
             program = small_program(candidate.schedule, job.layout.pp)
             assert program is not None
             for stage in task.stages(program.depth):
-                for layer in blocks_among(shape, stage)[: job.recompute.blocks]:
-                    partial[layer_of(shape, layer).block or 0] = "full"
+                for layer in blocks_among(task.shape, stage)[: job.recompute.blocks]:
+                    partial[layer_of(task.shape, layer).block or 0] = "full"
             modes = partial
         precision = task.assumptions.products or precision_of(job)
         time = step_time(job, cluster, task.assumptions, precision, modes)
