@@ -177,7 +177,8 @@ class Candidate:
         """A sort key, smaller for simpler candidates: number of axes, rarity of the schedule, stages of a
         rank, recomputed blocks, and sharding of states.
         """
-        layout, dp, saving = self.parallelism.layout, self.dp, self.saving
+        layout = self.parallelism.layout
+        dp, saving = self.dp, self.saving
         axes = sum(size > 1 for size in (layout.tp, layout.cp, layout.ep, layout.pp))
         rarity = 0 if entry(self.schedule.name).common else 3
         schedule = 0 if layout.pp == 1 else rarity + len(self.schedule.options)
@@ -191,7 +192,8 @@ class Candidate:
         return axes, schedule, stages, repeats, mode + shards + 2 * (saving.offload != "none")
 
     def __str__(self) -> str:
-        parallelism, dp, saving = self.parallelism, self.dp, self.saving
+        parallelism = self.parallelism
+        dp, saving = self.dp, self.saving
         parts = [parallelism.layout.describe(), f"micro {parallelism.micro_batch}"]
         if parallelism.layout.pp > 1 or self.schedule.name != PLAIN:
             parts.append(str(self.schedule))
