@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.autosplit.costs import Machine, Prices, conversion
-from stretto.autosplit.network import Choice, Network, Operator, Product, Split
+from stretto.autosplit.costs import Machine, SplitCosts, conversion_calls
+from stretto.autosplit.network import Choice, Operator, OperatorGraph, Product, Split
 from stretto.autosplit.plan import SplitPlan, plan_splits
 from stretto.autosplit.solver import Cost
 from stretto.errors import StrettoError
@@ -84,13 +84,13 @@ class Build:
             module=name,
         )
 
-    def network(self) -> Network:
+    def network(self) -> OperatorGraph:
         shape = self.last.shape
         self.add("output", "output", shape, splits=("whole",), saved=0.0, moved=0.0)
-        return Network(tuple(self.operators))
+        return OperatorGraph(tuple(self.operators))
 
 
-def alexnet(batch: int) -> Network:
+def alexnet(batch: int) -> OperatorGraph:
     """The widths of Krizhevsky 2014, as torchvision has them."""
     net = Build(batch, 3, 224, 224)
     for at, (channels, kernel, side, pooled) in enumerate(
@@ -108,7 +108,7 @@ def alexnet(batch: int) -> Network:
     return net.network()
 
 
-def vgg16(batch: int) -> Network:
+def vgg16(batch: int) -> OperatorGraph:
     """Simonyan & Zisserman 2015, configuration D."""
     net = Build(batch, 3, 224, 224)
     at, side = 0, 224
@@ -127,7 +127,7 @@ def vgg16(batch: int) -> Network:
     return net.network()
 
 
-def resnet(batch: int, blocks: int = 8) -> Network:
+def resnet(batch: int, blocks: int = 8) -> OperatorGraph:
     """Basic blocks with shortcuts (He et al. 2016), and one small linear layer."""
     net = Build(batch, 3, 56, 56)
     net.conv("stem", 64, 3, 56)
@@ -152,7 +152,7 @@ def styles(plan: SplitPlan) -> dict[str, str]:
 @pytest.mark.parametrize("cluster", ["a100", "v100-32gb-pcie"])
 @pytest.mark.parametrize("make", [alexnet, vgg16])
 def test_convolutions_by_batch_and_wide_linear_layers_by_features(
-    ranks: int, cluster: str, make: Callable[[int], Network]
+    ranks: int, cluster: str, make: Callable[[int], OperatorGraph]
 ) -> None:
     """Krizhevsky 2014: by batch what has most of the computation and few parameters, and the reverse."""
     plan = plan_splits(make(64 * ranks), machine(ranks, cluster))
@@ -160,24 +160,24 @@ def test_convolutions_by_batch_and_wide_linear_layers_by_features(
     assert {style for name, style in styles(plan).items() if name not in linear} == {"batch"}
     assert set(linear.values()) == {"column", "row"}
     for rule in ("data parallel", "tensor parallel", "replicated"):
-        other = plan.beside[rule]
+        other = plan.rules[rule]
         assert other is not None
         assert plan.cost.seconds < other.seconds
-    assert plan.beside["one weird trick"] == plan.cost
+    assert plan.rules["one weird trick"] == plan.cost
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_networks_with_small_linear_layers_are_data_parallel(ranks: int) -> None:
     plan = plan_splits(resnet(256 * ranks), machine(ranks))
     assert set(styles(plan).values()) == {"batch"}
-    assert plan.beside["data parallel"] == plan.cost
+    assert plan.rules["data parallel"] == plan.cost
 
 
 def test_one_rank_has_nothing_to_exchange() -> None:
     plan = plan_splits(alexnet(4), machine(1))
     assert plan.sent == 0.0
     assert plan.cost.seconds == pytest.approx(plan.parts["compute"])
-    assert len({cost and cost.seconds for cost in plan.beside.values()}) == 1
+    assert len({cost and cost.seconds for cost in plan.rules.values()}) == 1
 
 
 SHAPES = st.lists(st.sampled_from(("conv", "follow", "add")), max_size=2)
@@ -210,7 +210,7 @@ def test_plans_equal_brute_force(
     for at, features in enumerate(linear):
         net.linear(f"fc{at}", features)
     network, on = net.network(), machine(ranks, "v100-32gb-pcie")
-    prices = Prices(network, on)
+    prices = SplitCosts(network, on)
     costs = [
         cost
         for some in product(*network.choices(ranks))
@@ -231,7 +231,7 @@ def test_plans_equal_brute_force(
     assert tight.cost.bytes <= limit
 
 
-def whole(prices: Prices, choices: Mapping[str, Choice]) -> Cost | None:
+def whole(prices: SplitCosts, choices: Mapping[str, Choice]) -> Cost | None:
     """Time and memory of one combination; None: it is impossible."""
     seconds = held = 0.0
     for operator in prices.network.operators:
@@ -260,7 +260,7 @@ def test_layers_too_large_to_replicate_are_split() -> None:
     tight = plan_splits(network, on, 3 * 2**30)
     assert tight.cost.bytes <= 3 * 2**30
     assert styles(tight)["wide"] in ("column", "row")
-    replicated = tight.beside["replicated"]
+    replicated = tight.rules["replicated"]
     assert replicated is not None
     assert replicated.bytes > 6 * 2**30
     assert room.cost.seconds <= tight.cost.seconds
@@ -274,7 +274,7 @@ def test_memory_of_a_rank_by_hand() -> None:
     net.linear("first", 32)
     net.linear("second", 64)
     network, on = net.network(), machine(4)
-    prices = Prices(network, on)
+    prices = SplitCosts(network, on)
     first, second = (prices.by_name[name] for name in ("first", "second"))
     batch, column, row = (
         Choice("batch", "batch", "batch", "batch"),
@@ -295,10 +295,10 @@ def test_tied_layers_are_split_alike() -> None:
     net = Build(64, 512)
     net.linear("first", 4096)
     net.linear("second", 4096)
-    free = plan_splits(Network(net.network().operators), machine(4, "v100-32gb-pcie"))
+    free = plan_splits(OperatorGraph(net.network().operators), machine(4, "v100-32gb-pcie"))
     assert styles(free)["first"] != styles(free)["second"]
     tied = plan_splits(
-        Network(tuple(net.operators), ties=(("first", "second"),)), machine(4, "v100-32gb-pcie")
+        OperatorGraph(tuple(net.operators), ties=(("first", "second"),)), machine(4, "v100-32gb-pcie")
     )
     assert styles(tied)["first"] == styles(tied)["second"]
 
@@ -334,9 +334,9 @@ def test_what_conversions_send(
     before: Split, after: Split, partial: bool, sent: list[tuple[str, float]]
 ) -> None:
     """100 bytes over 4 ranks; without a gradient, the forward's."""
-    some = conversion(before, after, 100, 4, gradient=True, partial=partial)
+    some = conversion_calls(before, after, 100, 4, gradient=True, partial=partial)
     assert [(one.kind, one.sent(4)) for one in some] == sent
-    forward = conversion(before, after, 100, 4, gradient=False, partial=partial)
+    forward = conversion_calls(before, after, 100, 4, gradient=False, partial=partial)
     assert forward == (() if before == "whole" else some[:1])
 
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.autosplit.solver import Cost, Problem, Solution, solve
+from stretto.autosplit.solver import Assignment, Cost, OptionGraph, solve
 
 COSTS = st.builds(Cost, st.integers(0, 9).map(float), st.integers(0, 9).map(float))
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> Problem:
+def problems(draw: st.DrawFn) -> OptionGraph:
     sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=6))
     nodes = [{at: draw(COSTS) for at in range(size)} for size in sizes]
     edges = {
@@ -25,16 +25,16 @@ def problems(draw: st.DrawFn) -> Problem:
         for one, other in combinations(range(len(nodes)), 2)
         if draw(st.booleans())
     }
-    return Problem(nodes, edges)
+    return OptionGraph(nodes, edges)
 
 
-def brute_force(problem: Problem, limit: float) -> float | None:
+def brute_force(problem: OptionGraph, limit: float) -> float | None:
     """The least seconds of all combinations within the limit."""
     costs = (problem.cost(options) for options in product(*problem.nodes))
     return min((cost.seconds for cost in costs if cost is not None and cost.bytes <= limit), default=None)
 
 
-def check(problem: Problem, limit: float, solution: Solution | None) -> None:
+def check(problem: OptionGraph, limit: float, solution: Assignment | None) -> None:
     least = brute_force(problem, limit)
     if solution is None:
         assert least is None
@@ -46,13 +46,13 @@ def check(problem: Problem, limit: float, solution: Solution | None) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(problem=problems(), widest=st.sampled_from([1, 4, 20, 100_000]))
-def test_equals_brute_force(problem: Problem, widest: int) -> None:
+def test_equals_brute_force(problem: OptionGraph, widest: int) -> None:
     check(problem, inf, solve(problem, widest=widest))
 
 
 @settings(max_examples=600, deadline=None)
 @given(problem=problems(), share=st.floats(0, 1), widest=st.sampled_from([1, 4, 20, 100_000]))
-def test_equals_brute_force_under_a_limit_of_memory(problem: Problem, share: float, widest: int) -> None:
+def test_equals_brute_force_under_a_limit_of_memory(problem: OptionGraph, share: float, widest: int) -> None:
     """Limits between the smallest and the largest combination."""
     possible = [cost.bytes for options in product(*problem.nodes) if (cost := problem.cost(options))]
     low, high = (min(possible), max(possible)) if possible else (0.0, 1.0)
@@ -60,7 +60,7 @@ def test_equals_brute_force_under_a_limit_of_memory(problem: Problem, share: flo
     check(problem, limit, solve(problem, limit, widest))
 
 
-def chain(length: int, options: int = 3) -> Problem:
+def chain(length: int, options: int = 3) -> OptionGraph:
     """Nodes in a row whose options trade time for memory, none of them alike."""
     nodes = [
         {
@@ -76,7 +76,7 @@ def chain(length: int, options: int = 3) -> Problem:
         }
         for node in range(length - 1)
     }
-    return Problem(nodes, edges)
+    return OptionGraph(nodes, edges)
 
 
 def test_chains_of_hundreds_of_operators_fit_exactly() -> None:
@@ -104,7 +104,7 @@ def test_chains_of_hundreds_of_operators_fit_exactly() -> None:
 
 
 def test_no_combination() -> None:
-    forbidden = Problem([{0: Cost(1, 1)}, {0: Cost(1, 1)}], {(0, 1): {}})
+    forbidden = OptionGraph([{0: Cost(1, 1)}, {0: Cost(1, 1)}], {(0, 1): {}})
     assert solve(forbidden) is None
-    assert solve(Problem([{0: Cost(1, 5)}], {}), limit=4) is None
-    assert solve(Problem([{0: Cost(1, 5)}, {}], {})) is None
+    assert solve(OptionGraph([{0: Cost(1, 5)}], {}), limit=4) is None
+    assert solve(OptionGraph([{0: Cost(1, 5)}, {}], {})) is None

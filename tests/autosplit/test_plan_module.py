@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ranks import on_ranks
-from stretto.autosplit.network import Network, StyleName
+from stretto.autosplit.network import OperatorGraph, StyleName
 from stretto.autosplit.plan_module import ModulePlan, plan_module
 from stretto.autosplit.trace import trace_network
 from stretto.engine.parallel.follow import follow
@@ -114,7 +114,7 @@ def _step(made: ModulePlan) -> tuple[int, float]:
     return counted.total, max(errors)
 
 
-def network(model: nn.Module, *example: Tensor, **more: Any) -> Network:
+def network(model: nn.Module, *example: Tensor, **more: Any) -> OperatorGraph:
     return trace_network(model, example, **more)
 
 

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Literal, NamedTuple
 
 Split = Literal["whole", "batch", "features"]
-"""Of a tensor over the ranks: every rank has all of it, a part of dimension 0, or of the last dimension."""
+"""The split of a tensor over the ranks: none, or along dimension 0, or along the last dimension."""
 
 StyleName = Literal["replicate", "batch", "column", "row"]
 """Style of a module with parameters: `Replicate`, `BatchParallel`, `ColumnParallel` or `RowParallel`."""
 
-# how a style takes its input and leaves its output
+# the split in which a style takes its input, and the one in which it leaves its output
 NATURAL: dict[StyleName, tuple[Split, Split]] = {
     "replicate": ("whole", "whole"),
     "batch": ("batch", "batch"),
     "column": ("whole", "features"),
     "row": ("features", "whole"),
 }
-
-
 INPUT, OUTPUT = "input", "output"  # kinds of operators that stand for the model's inputs and outputs
 
 
@@ -41,32 +38,28 @@ class Product:
     columns: int
     groups: int = 1
 
-    @property
-    def flops(self) -> float:
-        """Of the forward."""
-        return 2.0 * self.rows * self.inner * self.columns * self.groups
-
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
     """One operation of a network.
 
     Attributes:
-        name: of the module, or of the call in the traced forward.
+        name: name of the module, or of the call in the traced forward.
         kind: the module's class or the function's name.
         inputs: names of the operators whose outputs it reads, in order.
-        shape: of its output.
-        element: bytes of an element of it.
-        styles: that its module can have; empty: it has no parameters, and computes on what it is handed, in a
-            split that all of its inputs and its output have.
-        splits: that its output can have; for one without styles, its inputs too.
-        weight, bias: trained parameters; `bias` are those that a split of input features leaves whole.
+        shape: shape of its output.
+        element: bytes of an element of the output.
+        styles: styles that its module can have; empty if it has no parameters, and computes on its inputs as
+            they are, in a split that all of its inputs and its output have.
+        splits: splits that its output can have; without styles, its inputs too.
+        weight: trained parameters, without `bias`.
+        bias: trained parameters that a split of input features leaves on every rank.
         frozen: parameters that are not trained.
-        module: the name of its module; "": it has none.
-        repeated: its module is called several times, and converts what it is called with alike each time.
+        module: name of its module; "" without one.
+        repeated: its module is called several times, and converts its inputs alike each time.
         shared: its parameters are those of an operator before it, where they are counted.
-        product: None: it is bound by memory.
-        moved: bytes that it reads and writes in its forward, beside those of the product.
+        product: its matrix product, or None if it is bound by memory.
+        moved: bytes that it reads and writes in its forward, besides those of the product.
         saved: bytes kept for its backward: its output, unless that shares memory with its input.
         statistics: channels whose mean and variance are taken over the batch.
         gradient: its output needs a gradient.
@@ -98,7 +91,7 @@ class Operator:
 
     @property
     def converts(self) -> bool:
-        """Whether what it reads is converted to the split that it takes."""
+        """True if its inputs are converted to the split that it takes."""
         return self.kind == OUTPUT or bool(self.styles)
 
 
@@ -106,10 +99,10 @@ class Choice(NamedTuple):
     """How an operator is split.
 
     Attributes:
-        style: of its module; None: it computes on what it is handed.
-        takes: the split of its inputs.
-        leaves: the split in which it computes its output.
-        output: the split of its output after a conversion that belongs to the module.
+        style: style of its module, or None if it computes on its inputs as they are.
+        takes: split of its inputs.
+        leaves: split in which it computes its output.
+        output: split of its output after a conversion that belongs to the module.
     """
 
     style: StyleName | None
@@ -119,51 +112,49 @@ class Choice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Network:
-    """Operators in the order of the forward.
+class OperatorGraph:
+    """The operators of a network in the order of the forward.
 
     Attributes:
         ties: names of operators whose modules share parameters or are one module, and are split alike.
-        notes: what was assumed of operators that are not known.
+        notes: assumptions about operators of unknown kinds.
     """
 
     operators: tuple[Operator, ...]
     ties: tuple[tuple[str, ...], ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     def choices(self, ranks: int) -> list[list[Choice]]:
-        """How each operator can be split over so many ranks.
+        """Return the ways in which each operator can be split over this number of ranks.
 
-        The output of a module is converted by the module itself only where something reads it that cannot
-        convert what it reads, or not in a way of its own.
+        The output of a module is converted by the module itself only if an operator reads it that cannot
+        convert its inputs, or not in a way of its own.
         """
-        by_name = {one.name: one for one in self.operators}
-        fixed = {
+        by_name = {operator.name: operator for operator in self.operators}
+        converting = {
             name
-            for one in self.operators
-            if not one.converts or one.repeated
-            for name in one.inputs
+            for operator in self.operators
+            if not operator.converts or operator.repeated
+            for name in operator.inputs
             if by_name[name].styles
         }
-        return [_choices(one, ranks, one.name in fixed) for one in self.operators]
-
-
-def _choices(operator: Operator, ranks: int, converts: bool) -> list[Choice]:
-    splits: list[Split] = [split for split in operator.splits if _divides(operator.shape, split, ranks)]
-    if not operator.styles:
-        return [Choice(None, split, split, split) for split in splits]
-    choices = list[Choice]()
-    for style in operator.styles:
-        takes, leaves = NATURAL[style]
-        product = operator.product
-        if leaves not in splits or (style == "row" and product is not None and product.inner % ranks):
-            continue
-        outputs: list[Split] = splits if converts else [leaves]
-        choices += [Choice(style, takes, leaves, output) for output in outputs]
-    return choices
-
-
-def _divides(shape: Sequence[int], split: Split, ranks: int) -> bool:
-    if split == "whole":
-        return True
-    return bool(shape) and not shape[0 if split == "batch" else -1] % ranks
+        choices = list[list[Choice]]()
+        for operator in self.operators:
+            shape = operator.shape
+            splits: list[Split] = [
+                split
+                for split in operator.splits
+                if split == "whole" or (shape and not shape[0 if split == "batch" else -1] % ranks)
+            ]
+            if not operator.styles:
+                choices.append([Choice(None, split, split, split) for split in splits])
+                continue
+            choices.append([])
+            for style in operator.styles:
+                takes, leaves = NATURAL[style]
+                product = operator.product
+                if leaves not in splits or (style == "row" and product is not None and product.inner % ranks):
+                    continue
+                outputs: list[Split] = splits if operator.name in converting else [leaves]
+                choices[-1] += [Choice(style, takes, leaves, output) for output in outputs]
+        return choices

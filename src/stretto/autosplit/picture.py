@@ -1,4 +1,4 @@
-"""The splits of a network's operators: a table as text, and a picture from top to bottom."""
+"""Tables and pictures of a plan of splits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stretto.view.colours import Rgb, hexed, text_on
 from stretto.view.svg import element, page, words
 
 if TYPE_CHECKING:
-    from stretto.autosplit.plan import Conversion, Line, SplitPlan
+    from stretto.autosplit.plan import Conversion, PlannedOperator, SplitPlan
 
 MIB = 2**20
 
@@ -29,30 +29,30 @@ _ABOUT = {
 }
 
 
-def look(line: Line) -> str:
-    """The name of a line's colour."""
+def colour_name(line: PlannedOperator) -> str:
+    """Return the name of a line's colour in `SPLITS`."""
     choice = line.choice
     return choice.style if choice.style in ("column", "row") else choice.leaves
 
 
-def _style(line: Line) -> str:
+def _style(line: PlannedOperator) -> str:
     choice = line.choice
     style = choice.style or choice.takes
     return style if choice.output == choice.leaves else f"{style}, made {choice.output}"
 
 
 def _kinds(conversion: Conversion) -> str:
-    return " + ".join(exchange.kind for exchange in conversion.exchanges) or "each rank takes its part"
+    return " + ".join(call.kind for call in conversion.exchanges) or "each rank takes its part"
 
 
-def _bytes(number: float) -> str:
-    if not number:
+def _mib(size: float) -> str:
+    if not size:
         return ""
-    return f"{number / MIB:.1f}" if number >= 0.1 * MIB else f"{number / MIB:.2g}"
+    return f"{size / MIB:.1f}" if size >= 0.1 * MIB else f"{size / MIB:.2g}"
 
 
 def split_table(plan: SplitPlan) -> str:
-    """One row for each operator; between them, the conversions of what they read."""
+    """Return one row for each operator and, before it, for each conversion of its inputs."""
     rows: list[tuple[str, ...]] = [
         ("operator", "kind", "output", "split", "ms", "sends MiB", "memory MiB"),
     ]
@@ -60,16 +60,18 @@ def split_table(plan: SplitPlan) -> str:
         operator = line.operator
         rows += [
             (
-                f"  {one.source} >",
-                _kinds(one),
+                f"  {change.source} >",
+                _kinds(change),
                 "",
-                f"{one.before} > {one.after}" if one.before != one.after else "sum of its gradient",
-                f"{1e3 * one.seconds:.3f}",
-                _bytes(one.sent),
+                f"{change.before} > {change.after}"
+                if change.before != change.after
+                else "sum of its gradient",
+                f"{1e3 * change.seconds:.3f}",
+                _mib(change.sent),
                 "",
             )
-            for one in plan.conversions
-            if one.target == operator.name
+            for change in plan.conversions
+            if change.target == operator.name
         ]
         rows.append(
             (
@@ -78,41 +80,42 @@ def split_table(plan: SplitPlan) -> str:
                 "x".join(map(str, operator.shape)),
                 _style(line),
                 f"{1e3 * line.seconds:.3f}",
-                _bytes(line.sent),
-                _bytes(line.share.memory),
+                _mib(line.sent),
+                _mib(line.share.memory),
             )
         )
     return "\n".join((*_aligned(rows, right=4), "", *totals(plan)))
 
 
 def totals(plan: SplitPlan) -> list[str]:
-    """The whole plan in a few lines, and what it is compared with."""
-    machine, cost = plan.machine, plan.cost
-    parts = ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in plan.parts.items())
-    lines = [
-        f"{machine.ranks} x {machine.cluster.device.name}, {machine.precision}: "
-        f"{1e3 * cost.seconds:.2f} ms a step ({parts})",
-        f"each rank sends {_bytes(plan.sent) or 0} MiB and holds {cost.bytes / 2**30:.2g} of "
-        f"{plan.limit / 2**30:.2f} GiB",
-    ]
+    """Return the whole plan in a few lines, and the plans by other rules."""
+    machine, seconds = plan.machine, plan.cost.seconds
+    parts = ", ".join(f"{name} {1e3 * part:.2f}" for name, part in plan.parts.items())
     rows = list[tuple[str, ...]]()
-    for name, other in plan.beside.items():
-        if other is None:
+    for name, cost in plan.rules.items():
+        if cost is None:
             rows.append((name, "is not possible", ""))
             continue
-        fits = "" if other.bytes <= plan.limit else f", does not fit: {other.bytes / 2**30:.2f} GiB"
-        more = other.seconds / cost.seconds
-        rows.append((name, f"{1e3 * other.seconds:.2f} ms", f"{more:.2f} times the plan's{fits}"))
-    return [*lines, *_aligned(rows, right=9), *(f"note: {note}" for note in plan.notes)]
+        fits = "" if cost.bytes <= plan.limit else f", does not fit: {cost.bytes / 2**30:.2f} GiB"
+        times = f"{cost.seconds / seconds:.2f} times the plan's{fits}"
+        rows.append((name, f"{1e3 * cost.seconds:.2f} ms", times))
+    return [
+        f"{machine.ranks} x {machine.cluster.device.name}, {machine.precision}: "
+        f"{1e3 * seconds:.2f} ms a step ({parts})",
+        f"each rank sends {_mib(plan.sent) or 0} MiB and holds {plan.cost.bytes / 2**30:.2g} of "
+        f"{plan.limit / 2**30:.2f} GiB",
+        *_aligned(rows, right=9),
+        *(f"note: {note}" for note in plan.notes),
+    ]
 
 
 def _aligned(rows: Sequence[Sequence[str]], right: int) -> list[str]:
-    """Rows as lines; columns from `right` on are aligned at the right."""
+    """Return rows as lines; columns from `right` on are aligned at the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            cell.rjust(width) if at >= right else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.rjust(width) if column >= right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]
@@ -129,72 +132,66 @@ _LETTER = 6.3  # pixels, about, of text of 11
 
 
 def split_svg(plan: SplitPlan) -> str:
-    """Operators from top to bottom, coloured by split; above an operator the conversions of what it reads,
-    with the bytes that a rank sends and their time; at the right, time and memory of each operator.
+    """Draw the operators from top to bottom, coloured by split; above an operator the conversions of its
+    inputs, with the bytes that a rank sends and their time; at the right, time and memory of each operator.
     """
-    place = {line.operator.name: at for at, line in enumerate(plan.lines)}
-    lanes = _lanes(plan, place)
+    index = {line.operator.name: i for i, line in enumerate(plan.lines)}
+    lanes = _lanes(plan, index)
     left = _LEFT + _LANE * (1 + max(lanes.values(), default=-1))
-    converted = [[one for one in plan.conversions if one.target == name] for name in place]
+    conversions = [[change for change in plan.conversions if change.target == name] for name in index]
     tops, y = list[float](), _TOP
-    for some in converted:
-        y += _GAP + _CONVERSION * len(some)
+    for changes in conversions:
+        y += _GAP + _CONVERSION * len(changes)
         tops.append(y)
         y += _HEIGHT
     slowest = max((line.seconds for line in plan.lines), default=0.0) or 1.0
     lines, texts = list[str](), list[str]()
-    for at, line in enumerate(plan.lines):
-        sources = [place[name] for name in dict.fromkeys(line.operator.inputs)]
-        lines += [
-            _edge(tops[source], tops[at], left, lanes.get(source) if source < at - 1 else None)
-            for source in sources
-        ]
-        for number, one in enumerate(reversed(converted[at]), 1):
-            texts.append(words(_conversion(one), left + 34, tops[at] - 8 - _CONVERSION * (number - 1), 11))
-        texts += _block(line, tops[at], left, slowest)
+    for i, line in enumerate(plan.lines):
+        for source in (index[name] for name in dict.fromkeys(line.operator.inputs)):
+            if source == i - 1:
+                path = f"M{left + 20:g} {tops[source] + _HEIGHT:g}V{tops[i]:g}"
+            else:  # in a lane at the left
+                x = left - _LANE * (lanes[source] + 1)
+                middle = tops[source] + _HEIGHT / 2
+                path = f"M{left:g} {middle:g}H{x:g}V{tops[i] + _HEIGHT / 2:g}H{left:g}"
+            lines.append(element("path", d=path, class_="line", fill="none"))
+        for above, change in enumerate(reversed(conversions[i])):
+            text = (
+                f"{change.before} \N{RIGHTWARDS ARROW} {change.after}"
+                if change.before != change.after
+                else "sum of its gradient"
+            )
+            price = (
+                f", {change.sent / MIB:.1f} MiB, {1e3 * change.seconds:.3f} ms" if change.exchanges else ""
+            )
+            y_text = tops[i] - 8 - _CONVERSION * above
+            texts.append(words(f"{text}: {_kinds(change)}{price}", left + 34, y_text, 11))
+        texts += _block(line, tops[i], left, slowest)
     about = f"{len(plan.styles)} layers over {plan.machine.ranks} ranks, coloured by how each is split"
     title = f"Splits over {plan.machine.ranks} x {plan.machine.cluster.device.name}"
     head, wide = _head(plan, title)
     return page(max(left + _WIDTH + _NOTES, wide), y + 20, title, about, [*head, *lines, *texts])
 
 
-def _lanes(plan: SplitPlan, place: Mapping[str, int]) -> dict[int, int]:
-    """The lane of each operator whose output skips others, by its place: the first one that is free."""
+def _lanes(plan: SplitPlan, index: Mapping[str, int]) -> dict[int, int]:
+    """Return the first free lane of each operator whose output skips others, by its index."""
     last = dict[int, int]()
-    for at, line in enumerate(plan.lines):
+    for i, line in enumerate(plan.lines):
         for name in line.operator.inputs:
-            if place[name] < at - 1:
-                last[place[name]] = at
-    free = list[int]()  # by lane, the place from which it is free
+            if index[name] < i - 1:
+                last[index[name]] = i
+    free = list[int]()  # by lane, the index from which it is free
     lanes = dict[int, int]()
     for source, end in sorted(last.items()):
-        lane = next((at for at, since in enumerate(free) if since <= source), len(free))
+        lane = next((number for number, start in enumerate(free) if start <= source), len(free))
         free[lane : lane + 1] = [end]
         lanes[source] = lane
     return lanes
 
 
-def _edge(top: float, bottom: float, left: float, lane: int | None) -> str:
-    """From an operator to one below it: straight, or in a lane at the left."""
-    start = top + _HEIGHT
-    if lane is None:
-        return element("path", d=f"M{left + 20:g} {start:g}V{bottom:g}", class_="line", fill="none")
-    x, middle = left - _LANE * (lane + 1), top + _HEIGHT / 2
-    path = f"M{left:g} {middle:g}H{x:g}V{bottom + _HEIGHT / 2:g}H{left:g}"
-    return element("path", d=path, class_="line", fill="none")
-
-
-def _conversion(one: Conversion) -> str:
-    what = (
-        f"{one.before} \N{RIGHTWARDS ARROW} {one.after}" if one.before != one.after else "sum of its gradient"
-    )
-    price = f", {one.sent / MIB:.1f} MiB, {1e3 * one.seconds:.3f} ms" if one.exchanges else ""
-    return f"{what}: {_kinds(one)}{price}"
-
-
-def _block(line: Line, top: float, left: float, slowest: float) -> list[str]:
+def _block(line: PlannedOperator, top: float, left: float, slowest: float) -> list[str]:
     operator = line.operator
-    colour = SPLITS[look(line)]
+    colour = SPLITS[colour_name(line)]
     shape = "\N{MULTIPLICATION SIGN}".join(map(str, operator.shape))
     room = int((_WIDTH - 24) / _LETTER) - len(shape)
     name = operator.name if operator.name == operator.kind else f"{operator.name}  {operator.kind}"
@@ -209,29 +206,30 @@ def _block(line: Line, top: float, left: float, slowest: float) -> list[str]:
     if line.seconds >= 5e-7:
         long = max(1.0, _BAR * line.seconds / slowest)
         parts.append(element("rect", x=right + 12, y=top + 8, width=long, height=10, fill=hexed(colour)))
-    facts = [_style(line), *[f"{1e3 * line.seconds:.3f} ms"] * (line.seconds >= 5e-7)]
-    facts += [f"sends {_bytes(line.sent)} MiB"] * bool(line.sent)
-    facts += [f"holds {_bytes(line.share.memory)} MiB"] * bool(line.share.memory)
-    return [*parts, words(", ".join(facts), right + 20 + _BAR, baseline, 11, class_="quiet")]
+    notes = [_style(line), *[f"{1e3 * line.seconds:.3f} ms"] * (line.seconds >= 5e-7)]
+    notes += [f"sends {_mib(line.sent)} MiB"] * bool(line.sent)
+    notes += [f"holds {_mib(line.share.memory)} MiB"] * bool(line.share.memory)
+    return [*parts, words(", ".join(notes), right + 20 + _BAR, baseline, 11, class_="quiet")]
 
 
 def _head(plan: SplitPlan, title: str) -> tuple[list[str], float]:
-    """Title, totals and key, and their width."""
-    cost = plan.cost
+    """Draw the title, the totals and the key; return them with their width."""
     parts = ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in plan.parts.items())
-    step = f"step {1e3 * cost.seconds:.2f} ms: {parts}"
-    held = f"{cost.bytes / 2**30:.2g} GiB of {plan.limit / 2**30:.2f} GiB"
-    sizes = f"each rank sends {_bytes(plan.sent) or 0} MiB and holds {held}"
-    beside = [
-        f"{name} {1e3 * other.seconds:.2f} ms{'' if other.bytes <= plan.limit else ' (does not fit)'}"
-        for name, other in plan.beside.items()
-        if other is not None
+    step = f"step {1e3 * plan.cost.seconds:.2f} ms: {parts}"
+    memory = f"{plan.cost.bytes / 2**30:.2g} GiB of {plan.limit / 2**30:.2f} GiB"
+    rules = [
+        f"{name} {1e3 * cost.seconds:.2f} ms{'' if cost.bytes <= plan.limit else ' (does not fit)'}"
+        for name, cost in plan.rules.items()
+        if cost is not None
     ]
-    texts = (f"{step}; {sizes}", f"instead: {', '.join(beside)}")
+    texts = (
+        f"{step}; each rank sends {_mib(plan.sent) or 0} MiB and holds {memory}",
+        f"instead: {', '.join(rules)}",
+    )
     drawn = [words(title, _LEFT, 30, 16, font_weight="bold")]
-    drawn += [words(text, _LEFT, 52 + 18 * at, 11, class_="quiet") for at, text in enumerate(texts)]
+    drawn += [words(text, _LEFT, 52 + 18 * i, 11, class_="quiet") for i, text in enumerate(texts)]
     x = _LEFT
-    shown = {look(line) for line in plan.lines}
+    shown = {colour_name(line) for line in plan.lines}
     for name, colour in SPLITS.items():
         if name in shown:
             drawn.append(element("rect", x=x, y=86, width=14, height=14, rx=3, fill=hexed(colour)))

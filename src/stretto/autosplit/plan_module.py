@@ -70,11 +70,11 @@ class ModulePlan:
         return self.splits.cost.seconds
 
     def table(self) -> str:
-        """One line for each operator and each conversion, as text."""
+        """Return one line for each operator and each conversion."""
         return split_table(self.splits)
 
     def svg(self) -> str:
-        """The network from top to bottom, coloured by split, as an SVG picture."""
+        """Draw the network from top to bottom, coloured by split, as SVG."""
         return split_svg(self.splits)
 
 
@@ -108,39 +108,43 @@ def plan_module(
         example: its input, or several, with the samples of all ranks along dimension 0; only shapes and types
             are read.
         cluster: a name of the catalogue (`stretto catalogue`), as "a100:4", a YAML file, or "here".
-        devices: how many; default: the cluster's.
-        memory_gib: for tensors, of each device; default: the device's, without what a process takes beside
-            tensors.
-        precision: of matrix products; default: that of the parameters.
+        devices: number of devices; default: the cluster's.
+        memory_gib: memory of each device for tensors; default: the device's, without the needs of a process
+            besides tensors.
+        precision: precision of matrix products; default: that of the parameters.
         states: bytes of a parameter's optimiser states: 8 for Adam, 4 for momentum, 0 for plain SGD.
-        inputs, outputs: how every rank calls the model, and what it returns, as for `parallelize`.
-        leaves: names of modules that are taken as one operator, as those that cannot be traced.
-        fix: styles that are not to be chosen, by name of the module: "replicate", "batch", "column" or "row".
+        inputs, outputs: the splits with which every rank calls the model, and of its results, as for
+            `parallelize`.
+        leaves: names of modules that are taken as one operator, such as those that cannot be traced.
+        fix: fixed styles by name of the module: "replicate", "batch", "column" or "row".
             `*` stands for any text.
 
     Raises:
         StrettoError: a model that cannot be traced, a batch that does not divide over the devices, no such
             cluster, or nothing that fits.
     """
-    on = cluster if isinstance(cluster, Cluster) else find_cluster(cluster, devices)
-    ranks = devices or on.devices
+    if not isinstance(cluster, Cluster):
+        cluster = find_cluster(cluster, devices)
+    ranks = devices or cluster.devices
     if ranks is None:
-        raise StrettoError(f"cluster {on.name!r} has any number of devices", hint="devices=4, or 'a100:4'")
-    some = (example,) if isinstance(example, Tensor) else tuple(example)
-    network = trace_network(model, some, inputs=inputs, outputs=outputs, leaves=leaves)
-    batch = some[0].shape[0]
+        raise StrettoError(
+            f"cluster {cluster.name!r} has any number of devices", hint="devices=4, or 'a100:4'"
+        )
+    examples = (example,) if isinstance(example, Tensor) else tuple(example)
+    network = trace_network(model, examples, inputs=inputs, outputs=outputs, leaves=leaves)
+    batch = examples[0].shape[0]
     if batch % ranks:
-        near = max(ranks, round(batch / ranks) * ranks)
         raise StrettoError(
             f"the example's batch of {batch} samples does not divide over {ranks} devices",
-            hint=f"a batch of {near}",
+            hint=f"a batch of {max(ranks, round(batch / ranks) * ranks)}",
         )
-    first = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
+    dtypes = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    dtype = next(dtypes, torch.float32)
     machine = Machine(
-        cluster=on,
+        cluster=cluster,
         ranks=ranks,
-        precision=precision or _PRECISIONS.get(first, "fp32"),
-        parameter=first.itemsize,
+        precision=precision or _PRECISIONS.get(dtype, "fp32"),
+        parameter=dtype.itemsize,
         states=states,
     )
     memory = None if memory_gib is None else memory_gib * 2**30

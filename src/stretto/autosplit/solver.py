@@ -26,50 +26,50 @@ ROUNDING = 1e-12  # relative error of sums
 
 
 class Cost(NamedTuple):
-    """What an option costs: time, and memory of a rank."""
+    """Time and memory of a rank."""
 
     seconds: float
     bytes: float
 
 
 @dataclass(frozen=True)
-class Problem:
+class OptionGraph:
     """Nodes with options, to each of which one is assigned.
 
     Attributes:
-        nodes: by node, the cost of each option that is possible.
-        edges: by pair of different nodes, the cost of each pair of options that is possible.
+        nodes: the cost of each possible option, by node.
+        edges: the cost of each possible pair of options, by pair of different nodes.
     """
 
     nodes: Sequence[Mapping[int, Cost]]
     edges: Mapping[tuple[int, int], Mapping[tuple[int, int], Cost]]
 
     def cost(self, options: Sequence[int]) -> Cost | None:
-        """Of one combination; None if it is impossible."""
+        """Return the cost of one combination, or None if it is impossible."""
         parts = [node.get(option) for node, option in zip(self.nodes, options, strict=True)]
-        parts += [table.get((options[one], options[other])) for (one, other), table in self.edges.items()]
-        if None in parts:
+        parts += [edge.get((options[i], options[j])) for (i, j), edge in self.edges.items()]
+        possible = [part for part in parts if part is not None]
+        if len(possible) < len(parts):
             return None
-        some = [part for part in parts if part is not None]
-        return Cost(sum(part.seconds for part in some), sum(part.bytes for part in some))
+        return Cost(sum(part.seconds for part in possible), sum(part.bytes for part in possible))
 
 
-class Solution(NamedTuple):
+class Assignment(NamedTuple):
     """The option of each node, and the cost of all."""
 
     options: tuple[int, ...]
     cost: Cost
 
 
-def solve(problem: Problem, limit: float = inf, widest: int = WIDEST) -> Solution | None:
-    """The fastest combination of at most `limit` bytes; None if there is none.
+def solve(problem: OptionGraph, limit: float = inf, widest: int = WIDEST) -> Assignment | None:
+    """Return the fastest combination of at most `limit` bytes, or None without one.
 
     Args:
         widest: rows of a table, beyond which the search branches.
     """
-    best: Solution | None = None
+    best: Assignment | None = None
     order = count()
-    waiting = [(_least(problem), next(order), problem)]
+    waiting = [(_lower_bound(problem), next(order), problem)]
     while waiting:
         bound, _, part = heappop(waiting)
         fastest = inf if best is None else best.cost.seconds
@@ -82,22 +82,22 @@ def solve(problem: Problem, limit: float = inf, widest: int = WIDEST) -> Solutio
                 nodes = [*part.nodes]
                 nodes[wide.node] = {option: cost}
                 fixed = replace(part, nodes=nodes)
-                heappush(waiting, (_least(fixed), next(order), fixed))
+                heappush(waiting, (_lower_bound(fixed), next(order), fixed))
             continue
         best = solution or best
     return best
 
 
-def _least(problem: Problem) -> float:
-    """A lower bound of the time: of each node and edge the least, of the options that are left."""
+def _lower_bound(problem: OptionGraph) -> float:
+    """Return a lower bound of the time: the least of each node and edge, over the options that are left."""
     total = 0.0
     for node in problem.nodes:
         total += min((cost.seconds for cost in node.values()), default=inf)
-    for (one, other), table in problem.edges.items():
+    for (i, j), edge in problem.edges.items():
         left = (
             cost.seconds
-            for (here, there), cost in table.items()
-            if here in problem.nodes[one] and there in problem.nodes[other]
+            for (option, other), cost in edge.items()
+            if option in problem.nodes[i] and other in problem.nodes[j]
         )
         total += min(left, default=inf)
     return total
@@ -114,10 +114,10 @@ class _Row(NamedTuple):
     """Options of an eliminated node and its neighbours.
 
     Attributes:
-        option: of the node.
-        key: the options of the neighbours.
-        cost: of the node, and of its edges to the neighbours.
-        keys: of each child's neighbours, which are among the node and its neighbours.
+        option: option of the node.
+        key: options of the neighbours.
+        cost: cost of the node and of its edges to the neighbours.
+        keys: options of each child's neighbours, which are among the node and its neighbours.
     """
 
     option: int
@@ -127,7 +127,7 @@ class _Row(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """What is known when a node is eliminated.
+    """The combinations of a node that is eliminated, and of its neighbours.
 
     Attributes:
         children: the tables of nodes eliminated before whose first neighbour is this node.
@@ -154,112 +154,108 @@ _Values = list[dict[tuple[int, ...], float]]
 class _Tables:
     """The tables of a problem in the order of elimination: children come before their parents."""
 
-    def __init__(self, problem: Problem, widest: int) -> None:
-        nodes, beside = _without_fixed(problem)
+    def __init__(self, problem: OptionGraph, widest: int) -> None:
+        nodes, adjacent = _without_fixed(problem)
         self.possible = all(nodes)
         if not self.possible:
             return
-        order = _order(beside)
-        place = {node: at for at, (node, _) in enumerate(order)}
-        below = [list[int]() for _ in order]
+        order = _elimination_order(adjacent)
+        position = {node: i for i, (node, _) in enumerate(order)}
+        children = [list[int]() for _ in order]
         self.tables = list[_Table]()
         self.roots = list[int]()
         keys = list[set[tuple[int, ...]]]()
-        for at, (node, neighbours) in enumerate(order):
+        for i, (node, neighbours) in enumerate(order):
             group = (node, *neighbours)
-            edges = [beside[node].get(other) for other in neighbours]
+            edges = [adjacent[node].get(other) for other in neighbours]
             messages = [
-                (tuple(group.index(member) for member in order[child][1]), keys[child]) for child in below[at]
+                (tuple(group.index(member) for member in order[child][1]), keys[child])
+                for child in children[i]
             ]
             rows = _rows([nodes[member] for member in group], edges, messages, widest)
             if rows is None:
-                raise _TooWide(max(group, key=lambda one: len(beside[one])))
-            self.tables.append(_Table(node, tuple(below[at]), tuple(rows)))
+                raise _TooWide(max(group, key=lambda member: len(adjacent[member])))
+            self.tables.append(_Table(node, tuple(children[i]), tuple(rows)))
             keys.append({row.key for row in rows})
-            parent = min((place[other] for other in neighbours), default=None)
-            (self.roots if parent is None else below[parent]).append(at)
+            parent = min((position[other] for other in neighbours), default=None)
+            (self.roots if parent is None else children[parent]).append(i)
         self.possible = all(table.rows for table in self.tables)
 
-    def best(self, weights: Cost) -> Solution:
-        """The combination of the least weighted cost."""
-        values = self.least(weights)
+    def best(self, weights: Cost) -> Assignment:
+        """Return the combination of the least weighted cost."""
+        values = self.least_costs(weights)
         options, total = [0] * len(self.tables), Cost(0.0, 0.0)
         waiting: list[tuple[int, tuple[int, ...]]] = [(root, ()) for root in self.roots]
         while waiting:
-            at, key = waiting.pop()
+            index, key = waiting.pop()
+            table = self.tables[index]
             row = min(
-                (row for row in self.tables[at].rows if row.key == key),
-                key=lambda row: self._below(at, row, values, weights),
+                (row for row in table.rows if row.key == key),
+                key=lambda row: _row_cost(table, row, values, weights),
             )
-            options[self.tables[at].node] = row.option
+            options[table.node] = row.option
             total = _sum((total, row.cost))
-            waiting += zip(self.tables[at].children, row.keys, strict=True)
-        return Solution(tuple(options), total)
+            waiting += zip(table.children, row.keys, strict=True)
+        return Assignment(tuple(options), total)
 
-    def least(self, weights: Cost) -> _Values:
-        """The least weighted cost of a table and those below it, by the options of its neighbours."""
+    def least_costs(self, weights: Cost) -> _Values:
+        """Return each table's least weighted cost with those below it, by the options of its neighbours."""
         values: _Values = []
-        for at, table in enumerate(self.tables):
+        for table in self.tables:
             value = dict[tuple[int, ...], float]()
             for row in table.rows:
-                value[row.key] = min(value.get(row.key, inf), self._below(at, row, values, weights))
+                value[row.key] = min(value.get(row.key, inf), _row_cost(table, row, values, weights))
             values.append(value)
         return values
 
-    def rest(self, values: _Values, weights: Cost) -> _Values:
-        """The least weighted cost of all that is not below a table, by the options of its neighbours."""
+    def costs_outside(self, weights: Cost) -> _Values:
+        """Return the least weighted cost of all that is not below a table, by its neighbours' options."""
+        values = self.least_costs(weights)
         outside: _Values = [{} for _ in self.tables]
         total = sum(values[root][()] for root in self.roots)
         for root in self.roots:
             outside[root][()] = total - values[root][()]
-        for at in reversed(range(len(self.tables))):
-            for row in self.tables[at].rows:
-                if row.key not in outside[at]:
+        for i, table in reversed([*enumerate(self.tables)]):
+            for row in table.rows:
+                if row.key not in outside[i]:
                     continue
-                whole = outside[at][row.key] + self._below(at, row, values, weights)
-                for child, key in zip(self.tables[at].children, row.keys, strict=True):
-                    without = whole - values[child][key]
+                total = outside[i][row.key] + _row_cost(table, row, values, weights)
+                for child, key in zip(table.children, row.keys, strict=True):
+                    without = total - values[child][key]
                     outside[child][key] = min(outside[child].get(key, inf), without)
         return outside
 
-    def _below(self, at: int, row: _Row, values: _Values, weights: Cost) -> float:
-        total = row.cost.seconds * weights.seconds + row.cost.bytes * weights.bytes
-        for child, key in zip(self.tables[at].children, row.keys, strict=True):
-            total += values[child][key]
-        return total
-
-    def fitting(self, limit: float, price: float, below: float) -> Solution | None:
-        """The fastest combination of at most `limit` bytes, if one takes no longer than `below`.
+    def fitting(self, limit: float, price: float, below: float) -> Assignment | None:
+        """Return the fastest combination of at most `limit` bytes, if one takes no longer than `below`.
 
         Args:
             price: seconds a byte; any is right, and a good one leaves little to compare.
         """
-        paid, sizes = Cost(1.0, price), Cost(0.0, 1.0)
         slowest = (below + price * limit) * (1 + ROUNDING)
-        rest_paid = self.rest(self.least(paid), paid)
-        rest_bytes = self.rest(self.least(sizes), sizes)
+        outside_paid = self.costs_outside(Cost(1.0, price))
+        outside_bytes = self.costs_outside(Cost(0.0, 1.0))
         fronts = list[dict[tuple[int, ...], list[_Item]]]()
-        for at, table in enumerate(self.tables):
+        for i, table in enumerate(self.tables):
             items = dict[tuple[int, ...], list[_Item]]()
             for row in table.rows:
-                if row.key not in rest_paid[at] or any(
+                if row.key not in outside_paid[i] or any(
                     key not in fronts[child] for child, key in zip(table.children, row.keys, strict=True)
                 ):
                     continue
-                some = [_Item(*row.cost, table.node, row.option, ())]
+                front = [_Item(*row.cost, table.node, row.option, ())]
                 for child, key in zip(table.children, row.keys, strict=True):
-                    some = _front(_joined(one, other) for one in some for other in fronts[child][key])
+                    front = _joined_front(front, fronts[child][key])
                 items.setdefault(row.key, []).extend(
                     item
-                    for item in some
-                    if item.seconds + price * item.bytes + rest_paid[at][row.key] <= slowest
-                    and item.bytes + rest_bytes[at][row.key] <= limit * (1 + ROUNDING)
+                    for item in front
+                    if item.seconds + price * item.bytes + outside_paid[i][row.key] <= slowest
+                    and item.bytes + outside_bytes[i][row.key] <= limit * (1 + ROUNDING)
                 )
-            fronts.append({key: _front(some) for key, some in items.items() if some})
-        whole = [_Item(0.0, 0.0, -1, -1, ())]
+            fronts.append({key: _front(combinations) for key, combinations in items.items() if combinations})
+        front = [_Item(0.0, 0.0, -1, -1, ())]
         for root in self.roots:
-            whole = _front(_joined(one, other) for one in whole for other in fronts[root].get((), []))
-        fitting = [item for item in whole if item.bytes <= limit]
+            front = _joined_front(front, fronts[root].get((), []))
+        fitting = [item for item in front if item.bytes <= limit]
         if not fitting:
             return None
         fastest = min(fitting, key=lambda item: item.seconds)
@@ -269,15 +265,28 @@ class _Tables:
             if item.node >= 0:
                 options[item.node] = item.option
             waiting += item.parts
-        return Solution(tuple(options), Cost(fastest.seconds, fastest.bytes))
+        return Assignment(tuple(options), Cost(fastest.seconds, fastest.bytes))
 
 
-def _joined(one: _Item, other: _Item) -> _Item:
-    return _Item(one.seconds + other.seconds, one.bytes + other.bytes, -1, -1, (one, other))
+def _row_cost(table: _Table, row: _Row, values: _Values, weights: Cost) -> float:
+    """Return the weighted cost of a row and of the tables below it."""
+    total = row.cost.seconds * weights.seconds + row.cost.bytes * weights.bytes
+    for child, key in zip(table.children, row.keys, strict=True):
+        total += values[child][key]
+    return total
+
+
+def _joined_front(items: Iterable[_Item], others: Sequence[_Item]) -> list[_Item]:
+    """Return the combinations of two items, one of each, that no other one beats."""
+    return _front(
+        _Item(item.seconds + other.seconds, item.bytes + other.bytes, -1, -1, (item, other))
+        for item in items
+        for other in others
+    )
 
 
 def _front(items: Iterable[_Item]) -> list[_Item]:
-    """Those that no other one beats in time and memory."""
+    """Return the items that no other one beats in time and memory."""
     front = list[_Item]()
     for item in sorted(items, key=lambda item: (item.bytes, item.seconds)):
         if not front or item.seconds < front[-1].seconds:
@@ -288,36 +297,36 @@ def _front(items: Iterable[_Item]) -> list[_Item]:
 _Edge = Mapping[tuple[int, int], Cost]
 
 
-def _without_fixed(problem: Problem) -> tuple[list[dict[int, Cost]], list[dict[int, _Edge]]]:
-    """The options of each node, and its edges to others by (option here, option there), without the edges of
-    nodes that have no choice: what these cost is part of the options at the other end.
+def _without_fixed(problem: OptionGraph) -> tuple[list[dict[int, Cost]], list[dict[int, _Edge]]]:
+    """Return the options of each node, and its edges to others by (its option, the other's option), without
+    the edges of nodes that have no choice: their cost is part of the options at the other end.
     """
     nodes = [dict(options) for options in problem.nodes]
-    beside: list[dict[int, _Edge]] = [{} for _ in nodes]
-    for (one, other), table in problem.edges.items():
-        beside[one][other] = table
-        beside[other][one] = {(there, here): cost for (here, there), cost in table.items()}
+    adjacent: list[dict[int, _Edge]] = [{} for _ in nodes]
+    for (i, j), edge in problem.edges.items():
+        adjacent[i][j] = edge
+        adjacent[j][i] = {(other, option): cost for (option, other), cost in edge.items()}
     waiting = [node for node, options in enumerate(nodes) if len(options) == 1]
     while waiting:
         node = waiting.pop()
         for fixed in nodes[node]:
-            for other, table in beside[node].items():
+            for other, edge in adjacent[node].items():
                 choices = len(nodes[other])
                 nodes[other] = {
-                    option: _sum((cost, table[fixed, option]))
+                    option: _sum((cost, edge[fixed, option]))
                     for option, cost in nodes[other].items()
-                    if (fixed, option) in table
+                    if (fixed, option) in edge
                 }
-                beside[other].pop(node, None)
+                adjacent[other].pop(node, None)
                 if len(nodes[other]) == 1 < choices:
                     waiting.append(other)
-        beside[node] = {}
-    return nodes, beside
+        adjacent[node] = {}
+    return nodes, adjacent
 
 
-def _order(beside: Sequence[Mapping[int, object]]) -> list[tuple[int, tuple[int, ...]]]:
-    """Nodes, and the neighbours that each has when it is its turn; fewest neighbours first."""
-    joined = [set(others) for others in beside]
+def _elimination_order(adjacent: Sequence[Mapping[int, object]]) -> list[tuple[int, tuple[int, ...]]]:
+    """Return the nodes, fewest neighbours first, and the neighbours that each has when it is eliminated."""
+    joined = [set(others) for others in adjacent]
     order = list[tuple[int, tuple[int, ...]]]()
     waiting = [(len(others), node) for node, others in enumerate(joined)]
     heapify(waiting)
@@ -340,52 +349,43 @@ def _rows(
     messages: Sequence[tuple[tuple[int, ...], set[tuple[int, ...]]]],
     widest: int,
 ) -> list[_Row] | None:
-    """The possible options of a node and of its neighbours behind it; None: more than `widest`.
+    """Return the possible options of a node and of its neighbours, or None if there are more than `widest`.
 
-    Only what is possible is enumerated, so that nodes that must be alike make small tables however many they
-    are: each relation is joined with the rows so far by the places that both have.
+    Only possible options are enumerated, so that nodes that must be alike make small tables however many they
+    are: each relation is joined with the rows so far by the members that both have.
 
     Args:
-        edges: to each neighbour; None: there is none.
-        messages: of each child, the places of its neighbours among these nodes and their possible options.
+        edges: edge to each neighbour, or None without one.
+        messages: by child, its neighbours as indices of these nodes, and their possible options.
     """
-    relations = [((0, at), set(edge)) for at, edge in enumerate(edges, 1) if edge is not None]
-    places = [0]
-    rows: list[tuple[int, ...]] = [(option,) for option in options[0]]
+    relations = [((0, i), set(edge)) for i, edge in enumerate(edges, 1) if edge is not None]
+    members = [0]
+    combinations: list[tuple[int, ...]] = [(option,) for option in options[0]]
     for scope, possible in sorted((*relations, *messages), key=lambda relation: len(relation[1])):
-        shared = [(at, places.index(place)) for at, place in enumerate(scope) if place in places]
-        new = [at for at, place in enumerate(scope) if place not in places]
+        shared = [(i, members.index(member)) for i, member in enumerate(scope) if member in members]
+        new = [i for i, member in enumerate(scope) if member not in members]
         matching = dict[tuple[int, ...], list[tuple[int, ...]]]()
         for key in possible:
-            matching.setdefault(tuple(key[at] for at, _ in shared), []).append(tuple(key[at] for at in new))
+            matching.setdefault(tuple(key[i] for i, _ in shared), []).append(tuple(key[i] for i in new))
         joined = list[tuple[int, ...]]()
-        for row in rows:
-            for more in matching.get(tuple(row[at] for _, at in shared), ()):
-                joined.append((*row, *more))
+        for combination in combinations:
+            for more in matching.get(tuple(combination[i] for _, i in shared), ()):
+                joined.append((*combination, *more))
             if len(joined) > widest:
                 return None
-        rows = joined
-        places += [scope[at] for at in new]
-    inverse = [places.index(place) for place in range(len(options))]
-    return [
-        _row([row[at] for at in inverse], options, edges, messages)
-        for row in rows
-        if all(row[at] in some for at, some in zip(inverse, options, strict=True))
-    ]
-
-
-def _row(
-    chosen: Sequence[int],
-    options: Sequence[Mapping[int, Cost]],
-    edges: Sequence[_Edge | None],
-    messages: Sequence[tuple[tuple[int, ...], set[tuple[int, ...]]]],
-) -> _Row:
-    costs = [options[0][chosen[0]]]
-    costs += [
-        edge[chosen[0], other] for edge, other in zip(edges, chosen[1:], strict=True) if edge is not None
-    ]
-    keys = tuple(tuple(chosen[place] for place in scope) for scope, _ in messages)
-    return _Row(chosen[0], tuple(chosen[1:]), _sum(costs), keys)
+        combinations = joined
+        members += [scope[i] for i in new]
+    inverse = [members.index(member) for member in range(len(options))]
+    rows = list[_Row]()
+    for combination in combinations:
+        option, *others = chosen = [combination[i] for i in inverse]
+        if any(choice not in possible for choice, possible in zip(chosen, options, strict=True)):
+            continue
+        costs = [options[0][option]]
+        costs += [edge[option, other] for edge, other in zip(edges, others, strict=True) if edge is not None]
+        keys = tuple(tuple(chosen[member] for member in scope) for scope, _ in messages)
+        rows.append(_Row(option, tuple(others), _sum(costs), keys))
+    return rows
 
 
 def _sum(costs: Iterable[Cost]) -> Cost:
@@ -396,8 +396,8 @@ def _sum(costs: Iterable[Cost]) -> Cost:
     return Cost(seconds, total)
 
 
-def _fastest(tables: _Tables, limit: float, below: float) -> Solution | None:
-    """The fastest combination within the limit, if one is faster than `below`."""
+def _fastest(tables: _Tables, limit: float, below: float) -> Assignment | None:
+    """Return the fastest combination within the limit, if one is faster than `below`."""
     if not tables.possible:
         return None
     fast = tables.best(Cost(1.0, 0.0))
@@ -408,22 +408,16 @@ def _fastest(tables: _Tables, limit: float, below: float) -> Solution | None:
     small = tables.best(Cost(0.0, 1.0))
     if small.cost.bytes > limit:
         return None
-    known, price = _priced(tables, fast, small, limit)
-    best = tables.fitting(limit, price, min(below, known.cost.seconds)) or known
-    return best if best.cost.seconds < below else None
-
-
-def _priced(tables: _Tables, fast: Solution, small: Solution, limit: float) -> tuple[Solution, float]:
-    """The seconds a byte for which the fastest combination, with memory paid for, says most about those that
-    fit; and the fastest that was met on the way and fits.
-    """
+    # the price of memory, in seconds a byte, that bounds the combinations that fit most tightly
     while True:
         price = (small.cost.seconds - fast.cost.seconds) / (fast.cost.bytes - small.cost.bytes)
         middle = tables.best(Cost(1.0, price))
         line = small.cost.seconds + price * small.cost.bytes
         if middle.cost.seconds + price * middle.cost.bytes >= line - ROUNDING * line:
-            return small, price
+            break
         if middle.cost.bytes <= limit:
             small = middle
         else:
             fast = middle
+    best = tables.fitting(limit, price, min(below, small.cost.seconds)) or small
+    return best if best.cost.seconds < below else None

@@ -43,7 +43,7 @@ def split(
         typer.Option(
             min=0,
             metavar="GIB",
-            help="Device memory for tensors; default: the device's, without what a process takes beside.",
+            help="Device memory for tensors; default: the device's, without what else a process needs.",
         ),
     ] = None,
     precision: Annotated[
@@ -165,7 +165,7 @@ def _facts(made: ModulePlan) -> dict[str, Any]:
         ],
         "beside": {
             name: None if cost is None else {"step_s": cost.seconds, "memory_bytes": cost.bytes}
-            for name, cost in splits.beside.items()
+            for name, cost in splits.rules.items()
         },
         "notes": list(splits.notes),
     }
