@@ -111,7 +111,8 @@ class SplitCosts:
 
     def share(self, operator: Operator, choice: Choice) -> RankShare:
         """Return one rank's part of an operator."""
-        machine, ranks, style = self.machine, self.machine.ranks, choice.style
+        machine, style = self.machine, choice.style
+        ranks = machine.ranks
         split = ranks if choice.takes != "whole" or choice.leaves != "whole" else 1
         if operator.shared:
             trained = frozen = 0
