@@ -202,4 +202,4 @@ def nothing_left(pipe: Pipeline, what: str) -> None:
             for held in (stage.x, stage.y, stage.root, stage.dx):
                 assert held == [None] * len(held), what
             assert not stage.queue, what
-            assert stage.rest == [None] * len(stage.rest), what
+            assert stage.weight_work == [None] * len(stage.weight_work), what

@@ -45,11 +45,11 @@ def counting_reloads(counter: Counter) -> None:
     reload = ActivationCopies.reload
 
     def counted(self: ActivationCopies) -> None:
-        kept = list(self._kept)
+        saved = list(self._saved)
         reload(self)
-        for tensor in kept:
-            assert tensor.here is not None
-            counter.show(tensor.here)
+        for tensor in saved:
+            assert tensor.on_device is not None
+            counter.show(tensor.on_device)
 
     ActivationCopies.reload = counted  # type: ignore[method-assign]
 

@@ -13,14 +13,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from stretto.engine.device import CopyStreams, current_stream, on_accelerator, on_stream, recorded_event
 
 
-class _Kept:
-    """One saved tensor: on the device, or on the host.
+class _SavedTensor:
+    """One saved tensor: on the device or on the host.
 
-    copied: the end of the last copy between the two, where copies run on streams.
+    copied: event of the end of the last copy between the two, if copies run on streams.
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self.here: Tensor | None = tensor
+        self.on_device: Tensor | None = tensor
         self.host: Tensor | None = None
         self.copied: torch.Event | None = None
 
@@ -32,19 +32,19 @@ class ActivationCopies:
     On an accelerator, copies run on separate streams, through pinned memory.
 
     Args:
-        streams: of the copies of all forwards of a rank.
+        streams: streams for the copies of all forwards of a rank.
     """
 
     def __init__(self, streams: CopyStreams) -> None:
         self._streams = streams
-        self._kept = list[_Kept]()
+        self._saved = list[_SavedTensor]()
         self._inputs = set[int]()
         self._device: torch.device | None = None
 
     @contextmanager
     def watching(self, x: tuple[Any, ...]) -> Generator[None]:
-        """Record what the forward of x saves."""
-        self._kept = []
+        """Record the tensors that the forward of x saves."""
+        self._saved = []
         self._inputs = {t.untyped_storage()._cdata for t in x if isinstance(t, Tensor)}
         with saved_tensors_hooks(self._pack, _unpack):
             yield
@@ -53,52 +53,55 @@ class ActivationCopies:
         base = tensor._base if tensor._base is not None else tensor  # pyright: ignore
         if isinstance(base, nn.Parameter) or tensor.untyped_storage()._cdata in self._inputs:
             return tensor
-        self._kept.append(kept := _Kept(tensor.detach()))
-        return kept
+        self._saved.append(saved := _SavedTensor(tensor.detach()))
+        return saved
 
     def offload(self) -> None:
         """Copy to the host; the device's memory is free once the copies are done."""
-        devices = [kept.here.device for kept in self._kept if kept.here is not None]
+        devices = [saved.on_device.device for saved in self._saved if saved.on_device is not None]
         self._device = next(filter(on_accelerator, devices), None)
         side = None if self._device is None else self._streams.to_host(self._device)
         if side is not None:
             side.wait_stream(current_stream(side.device))
         with on_stream(side):
-            for kept in self._kept:
-                assert kept.here is not None
-                host = torch.empty_like(kept.here, device="cpu", pin_memory=on_accelerator(kept.here.device))
-                host.copy_(kept.here, non_blocking=True)
+            for saved in self._saved:
+                assert saved.on_device is not None
+                host = torch.empty_like(
+                    saved.on_device, device="cpu", pin_memory=on_accelerator(saved.on_device.device)
+                )
+                host.copy_(saved.on_device, non_blocking=True)
                 if side is not None:
-                    kept.here.record_stream(side)
-                kept.host, kept.here = host, None
+                    saved.on_device.record_stream(side)
+                saved.host, saved.on_device = host, None
         self._mark(side)
 
     def reload(self) -> None:
-        """Start copying back to the device. What uses a tensor waits for it, nothing before does."""
+        """Start copying back to the device. Only the use of a tensor waits for its copy."""
         side = None if self._device is None else self._streams.to_device(self._device)
-        if side is not None and self._kept and (written := self._kept[0].copied) is not None:
+        if side is not None and self._saved and (written := self._saved[0].copied) is not None:
             side.wait_event(written)
         with on_stream(side):
-            for kept in self._kept:
-                assert kept.host is not None
+            for saved in self._saved:
+                assert saved.host is not None
                 device = "cpu" if self._device is None else self._device
-                kept.here = torch.empty_like(kept.host, device=device).copy_(kept.host, non_blocking=True)
+                saved.on_device = torch.empty_like(saved.host, device=device)
+                saved.on_device.copy_(saved.host, non_blocking=True)
         self._mark(side)
-        self._kept = []
+        self._saved = []
 
     def _mark(self, side: torch.Stream | None) -> None:
         if side is not None:
             copied = recorded_event(side)
-            for kept in self._kept:
-                kept.copied = copied
+            for saved in self._saved:
+                saved.copied = copied
 
 
-def _unpack(kept: Any) -> Tensor:
-    if isinstance(kept, _Kept):
-        assert kept.here is not None, "a backward before its reload"
-        if kept.copied is not None:
-            current = current_stream(kept.here.device)
-            current.wait_event(kept.copied)
-            kept.here.record_stream(current)
-        return kept.here
-    return kept
+def _unpack(saved: Any) -> Tensor:
+    if isinstance(saved, _SavedTensor):
+        assert saved.on_device is not None, "a backward before its reload"
+        if saved.copied is not None:
+            current = current_stream(saved.on_device.device)
+            current.wait_event(saved.copied)
+            saved.on_device.record_stream(current)
+        return saved.on_device
+    return saved

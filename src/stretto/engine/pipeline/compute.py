@@ -88,8 +88,8 @@ class ComputeCalls:
     def forward(self, action: Action) -> Call:
         """x = input; y = stage(x); keep the graph's root for the backward and pass y on."""
         stage, mb = action.stage, self.live.place(action)
-        here, fetch = self.live.stages[stage], self._input(action)
-        run, xs = self._run(action), here.x
+        buffers, fetch = self.live.stages[stage], self._input(action)
+        run, xs = self._run(action), buffers.x
         keep, pass_on = self._keep(stage, mb), self._pass_on(stage, mb)
 
         if not self.trains:
@@ -257,8 +257,8 @@ class ComputeCalls:
     def backward(self, action: Action) -> Call:
         """Run the graph of one microbatch back to the stage's input."""
         stage, mb = action.stage, self.live.place(action)
-        here, fetch = self.live.stages[stage], self._gradient(action)
-        roots, xs = here.root, here.x
+        buffers, fetch = self.live.stages[stage], self._gradient(action)
+        roots, xs = buffers.root, buffers.x
         hand_back = self._hand_back(action)
         drop, prepare = self._drop(action), self._prepare(action)
 
@@ -273,16 +273,16 @@ class ComputeCalls:
             if drop is not None:
                 drop()
 
-        if action.kind is ActionKind.I and here.walk is not None:
+        if action.kind is ActionKind.I and buffers.walk is not None:
             return self._walk(action)
-        if stage not in self.split or here.walk is not None:
+        if stage not in self.split or buffers.walk is not None:
             return call
-        queue, rest = here.queue, here.rest
+        queue, weight_work = buffers.queue, buffers.weight_work
         weights = self.weights(action) if action.kind is ActionKind.B else None
 
         def split() -> None:
             call()
-            rest[mb] = list(queue)
+            weight_work[mb] = list(queue)
             queue.clear()
             if weights is not None:
                 weights()
@@ -292,13 +292,13 @@ class ComputeCalls:
     def _walk(self, action: Action) -> Call:
         """The input gradient of a stage whose graph is walked (`walk`), since no layer in it can defer."""
         stage, mb = action.stage, self.live.place(action)
-        here = self.live.stages[stage]
+        buffers = self.live.stages[stage]
         fetch = self._gradient(action)
         hand_back = self._hand_back(action)
-        roots = here.root
-        xs = here.x
-        rest = here.rest
-        walk = here.walk
+        roots = buffers.root
+        xs = buffers.x
+        weight_work = buffers.weight_work
+        walk = buffers.walk
         first = self.program.is_first(stage)
         prepare = self._prepare(action)
         assert walk is not None
@@ -311,7 +311,7 @@ class ComputeCalls:
             x, xs[mb] = xs[mb], None
             live = [(e, d) for e, d in zip(edges, dy, strict=True) if e is not None]
             leaves = () if first else [t for t in x if t.requires_grad]
-            rest[mb] = walk.input_gradients([e for e, _ in live], [d for _, d in live], leaves)
+            weight_work[mb] = walk.input_gradients([e for e, _ in live], [d for _, d in live], leaves)
             hand_back(x, dy)
 
         return call
@@ -321,8 +321,8 @@ class ComputeCalls:
         stage = action.stage
         if stage not in self.versions:
             return None
-        known = self.ages[stage]
-        return partial(self.versions[stage].drop, known.of[action], known.following[action])
+        version_ages = self.ages[stage]
+        return partial(self.versions[stage].drop, version_ages.of[action], version_ages.following[action])
 
     def update(self, action: Action) -> Call:
         """Apply the gradients of one stage."""
@@ -361,18 +361,18 @@ class ComputeCalls:
 
     def weights(self, action: Action) -> Call:
         """The weight gradients that the input-gradient pass deferred."""
-        here, mb = self.live.stages[action.stage], self.live.place(action)
-        rest, walk = here.rest, here.walk
+        buffers, mb = self.live.stages[action.stage], self.live.place(action)
+        weight_work, walk = buffers.weight_work, buffers.walk
         if walk is not None:
 
             def walked() -> None:
-                left, rest[mb] = rest[mb], None
+                left, weight_work[mb] = weight_work[mb], None
                 walk.weight_gradients(left)
 
             return walked
 
         def call() -> None:
-            entries, rest[mb] = rest[mb], None
+            entries, weight_work[mb] = weight_work[mb], None
             with torch.no_grad():  # as inside autograd's engine, where B runs them
                 run_deferred(entries)
 

@@ -281,12 +281,12 @@ class TransferCalls:
         if key not in self.memory:
             forward = action.kind is ActionKind.RECV_F
             leaf = forward and self.trains
-            made = list[Tensor]()
+            tensors = list[Tensor]()
             for b in self._expected(action.stage if forward else action.stage + 1):
                 if forward or b.has_gradient:
                     buffer = torch.empty(b.shape, dtype=b.dtype, device=self.device)
-                    made.append(buffer.requires_grad_(leaf and b.has_gradient))
-            self.memory[key] = tuple(made)
+                    tensors.append(buffer.requires_grad_(leaf and b.has_gradient))
+            self.memory[key] = tuple(tensors)
         return self.memory[key]
 
     def _expected(self, stage: int) -> Boundaries:
@@ -310,11 +310,11 @@ class TransferCalls:
         stage = action.stage
         mb, key = self.live.place(action), self.live.key(action)
         forward = action.kind is ActionKind.SEND_F
-        here = self.live.stages[stage]
+        buffers = self.live.stages[stage]
         start = self.transfer.send
         sends = self.live.sends
         channel = self._channel(action)
-        outgoing = here.y if forward else here.dx
+        outgoing = buffers.y if forward else buffers.dx
         if self.boundaries is None:
             device = self.device
 

@@ -52,7 +52,7 @@ class PipelineError(RuntimeError):
 
 
 def error_text(error: Exception) -> str:
-    """What an error says; with its type where the text says little alone, such as the key of a KeyError."""
+    """Text of an error; with its type if the text says little alone, such as the key of a KeyError."""
     kind, text = type(error).__name__, str(error)
     if not text:
         return kind
@@ -61,19 +61,19 @@ def error_text(error: Exception) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorInputs:
-    """What a rank's program works on and with.
+    """Modules, weights and messages that a rank's program uses.
 
     Attributes:
         stages: this rank's stage modules by stage number.
-        weights: owns their parameters and gradients, and acts where the program says.
-        loss: (output of the last stage, targets) to a scalar; None keeps outputs instead.
-        transfer: messages to the other pipeline ranks; None when there are none.
-        boundaries: what enters each stage of the model but the first; None where shapes differ between
+        weights: owns their parameters and gradients, and gathers, reduces and updates them for the program.
+        loss: (output of the last stage, targets) to a scalar; None stores outputs instead.
+        transfer: messages to the other pipeline ranks; None if there are none.
+        boundaries: inputs of each stage of the model but the first; None if shapes differ between
             microbatches.
         reduce_tied: called once, at this rank's last REDUCE_TIED.
-        before_forward: called before each forward with the microbatch's place in a ring of them
-            (`SteadyState.ring`); within one step that is its number.
-        versions: of each stage, where weights change within the step.
+        before_forward: called before each forward with the microbatch's slot in the ring
+            (`SteadyState.ring`); within one step that is its index.
+        versions: versions of each stage, if weights change within the step.
         graphs: the device replays each microbatch as one graph.
     """
 
@@ -90,16 +90,16 @@ class ExecutorInputs:
 
 @dataclass(kw_only=True)
 class _Segment:
-    """What a rank does in one step, to its last action of the step.
+    """The calls of a rank in one step, to its last action of the step; the lists are parallel.
 
     Attributes:
-        calls: in order.
-        labels: of each call; empty: it is not recorded.
-        waits: the wait for a message that a call begins with.
-        messages: that a call waits for.
-        marks: of each call and of its wait, for the watch of this rank.
-        microbatches: to which a call belongs; without it, the call is left out.
-        newest: of these.
+        calls: calls in order.
+        labels: label of each call; empty if it is not recorded.
+        waits: wait for a message with which a call begins.
+        messages: message that a call waits for.
+        marks: progress marks of each call and of its wait.
+        microbatches: microbatch of each call; in a window that ends before it, the call is left out.
+        newest: the highest of these.
     """
 
     calls: list[Call] = field(default_factory=list[Call])
@@ -111,7 +111,7 @@ class _Segment:
     newest: int = 0
 
     def before(self, microbatch: int) -> _Segment:
-        """Only what belongs to earlier microbatches."""
+        """Return the calls of earlier microbatches."""
         chosen = [at for at, mb in enumerate(self.microbatches) if mb < microbatch]
         return _Segment(
             calls=[self.calls[at] for at in chosen],
@@ -130,8 +130,8 @@ class Executor:
         rounds: the program, and which of its steps are repeated.
 
     Attributes:
-        step: the number of the next step in the window; 0 where the pipeline is drained.
-        place: where the first microbatch of the last step is kept.
+        step: index of the next step in the window; 0 if the pipeline is drained.
+        place: slot of the first microbatch of the last step.
     """
 
     def __init__(
@@ -197,21 +197,22 @@ class Executor:
         """A window of one step: forward and backward of all microbatches, gradients summed into the buffers.
 
         Args:
-            inputs: one per microbatch, read by the first stage.
-            targets: one per microbatch, read by the loss.
+            inputs: input of each microbatch, read by the first stage.
+            targets: target of each microbatch, read by the loss.
             scales: gradient of each microbatch's loss.
             recorder: times every call; None disables timing.
         """
         self.advance(lambda _: (inputs, targets, scales), 1, recorder)
 
     def advance(self, enter: Enter, steps: int, recorder: Recorder | None = None) -> None:
-        """Go on to this rank's last action of the next step of a window, and do what comes before it of later
-        steps.
+        """Run to this rank's last action of the next step of a window, with the actions of later steps that
+        come before it.
 
         Args:
-            enter: called once for each step of the window, in order, when this rank first needs its batch.
-            steps: of the window. It may become shorter while it runs, to no less than those that have come to
-                an end and `SteadyState.ahead` more.
+            enter: returns the batch of a step; called once for each step of the window, in order, when this
+                rank first needs it.
+            steps: number of steps of the window. It may shrink while it runs, but not below the finished
+                steps and `SteadyState.ahead` more.
             recorder: times every call; None disables timing.
         """
         rounds, m = self.rounds, self.rounds.microbatches
@@ -244,7 +245,7 @@ class Executor:
             self._reset_window()
 
     def _reset_window(self) -> None:
-        """End the window: the next step finds the pipeline empty."""
+        """End the window: the next step starts with an empty pipeline."""
         self.step = self._entered = 0
         self._fetch = None
         self.live.clear_batch(0, self.rounds.ring)
@@ -269,13 +270,13 @@ class Executor:
                 else:
                     call()
         except Exception as error:
-            what = f"pipeline rank {self.rank} at {segment.labels[at] or 'the batch'}"
-            failed = PipelineError(f"{what}: {error_text(error)}")
+            description = f"pipeline rank {self.rank} at {segment.labels[at] or 'the batch'}"
+            failed = PipelineError(f"{description}: {error_text(error)}")
             failed.awaited = self._awaited(segment.messages[at])
             raise failed from error
 
     def _enter(self) -> None:
-        """Take the batch of the next step."""
+        """Fetch the batch of the next step."""
         assert self._fetch is not None
         m = self.rounds.microbatches
         self.live.set_batch(self._entered * m % self.rounds.ring, m, self._fetch(self._entered))
@@ -349,7 +350,7 @@ class Executor:
                 self._release(send)
 
     def _call(self, action: Action) -> Call | None:
-        """The call of one action; None where there is nothing to do."""
+        """Return the call of one action; None if there is nothing to do."""
         compute = self._compute
         exchange = self._exchange
         work = self.work
@@ -391,7 +392,7 @@ class Executor:
                 raise AssertionError("bound with all others of the rank")
 
     def _label(self, action: Action) -> str:
-        """An action with the number of its microbatch within the step."""
+        """Text of an action with the index of its microbatch within the step."""
         if action.microbatch is None:
             return str(action)
         return str(action._replace(microbatch=action.microbatch % self.rounds.microbatches))
@@ -405,7 +406,7 @@ class Executor:
         self._add(self._exchange.release(send), name, microbatch_of(send), message=send)
 
     def _awaited(self, message: Action | None) -> Awaited | None:
-        """With whom a message is exchanged."""
+        """The peer of a message, and its direction."""
         if message is None:
             return None
         source, target, _ = channel_of(self.program, message)

@@ -1,8 +1,8 @@
 """Forward and backward of a microbatch as one graph of the device, captured once and replayed for all others.
 
-A graph reads and writes the memory that it was captured with. So each microbatch is copied to where the first
-one was: what the model reads, its targets, and the gradient of its loss with the loss scale. Gradients are
-added up in the flat tensors of the parameters, which keep their memory, and are set to zero outside.
+A graph reads and writes the memory that it was captured with. So each microbatch is copied to the memory of
+the first one: the model's inputs, its targets, and the gradient of its loss with the loss scale. Gradients
+add up in the flat tensors of the parameters, which keep their memory, and are set to zero outside.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ WARM_UP = 3  # microbatches before the capture
 
 
 def check_capturable(program: Program, device: torch.device, autocast: torch.dtype | None) -> None:
-    """Check that a pipeline's microbatches can be graphs.
+    """Check that a pipeline's microbatches can be captured as graphs.
 
     Raises:
-        StrettoError: they cannot; says why.
+        StrettoError: they cannot, with the reason.
     """
     if not has_graphs(device.type):
         raise StrettoError(f"this torch has no graphs for device {device.type}", hint="train without them")
@@ -49,8 +49,8 @@ class MicrobatchGraph:
     """Runs microbatches one after the other: the first `WARM_UP` as they are, later ones by a graph.
 
     Args:
-        program: one whose microbatches are done in turn.
-        stages, loss, before: as in `Work`. What `before` prepares must not differ between microbatches.
+        program: a program that finishes one microbatch before it begins the next.
+        stages, loss, before: as in `ExecutorInputs`; `before` must prepare the same for all microbatches.
     """
 
     def __init__(
@@ -71,22 +71,27 @@ class MicrobatchGraph:
         self._forward = compute.forward(next(action for action in order if action.kind is ActionKind.F))
         self._backward = compute.backward(next(action for action in order if action.kind is ActionKind.B))
         self._graph = Graph(device)
-        self._batch: list[Tensor] = []  # where the graph reads inputs, targets and the loss's gradient
+        self._batch: list[Tensor] = []  # memory from which the graph reads inputs, targets, loss gradient
         self._warmed = 0
 
     def run(self, live: RankBuffers, at: int) -> None:
-        """Forward and backward of the microbatch at this place; its loss is put there.
+        """Forward and backward of the microbatch at index `at` of the buffers; its loss is stored there.
 
         Raises:
-            StrettoError: it is not of the shapes of the first one, or cannot be captured.
+            StrettoError: its shapes are not those of the first one, or it cannot be captured.
         """
-        self._take([live.inputs[at], live.targets[at], live.scales[at]])
+        self._copy_in([live.inputs[at], live.targets[at], live.scales[at]])
         if self._warmed < WARM_UP:
             self._graph.warm_up(self._compute)
             self._warmed += 1
         else:
             if not self._graph.captured:
-                self._capture()
+                try:
+                    self._graph.capture(self._compute)
+                except RuntimeError as error:
+                    raise StrettoError(
+                        f"a microbatch cannot be captured as a graph: {error}", hint="train.graphs=off"
+                    ) from error
             self._graph.replay()
         live.losses[at] = self._live.losses[0].clone()
 
@@ -96,28 +101,20 @@ class MicrobatchGraph:
         self._forward()
         self._backward()
 
-    def _capture(self) -> None:
-        try:
-            self._graph.capture(self._compute)
-        except RuntimeError as error:
-            raise StrettoError(
-                f"a microbatch cannot be captured as a graph: {error}", hint="train.graphs=off"
-            ) from error
-
-    def _take(self, batch: list[Any]) -> None:
-        """Copy a microbatch to where the graph reads it."""
-        if not all(isinstance(one, Tensor) for one in batch):
+    def _copy_in(self, batch: list[Any]) -> None:
+        """Copy a microbatch to the memory that the graph reads."""
+        if not all(isinstance(tensor, Tensor) for tensor in batch):
             raise StrettoError(
                 "a graph reads one tensor of inputs, one of targets and the gradient of the loss",
                 hint="give the pipeline these, or use no graphs",
             )
         if not self._batch:
-            self._batch = [torch.empty_like(one) for one in batch]
-        for mine, new in zip(self._batch, batch, strict=True):
-            if (mine.shape, mine.dtype) != (new.shape, new.dtype):
+            self._batch = [torch.empty_like(tensor) for tensor in batch]
+        for captured, new in zip(self._batch, batch, strict=True):
+            if (captured.shape, captured.dtype) != (new.shape, new.dtype):
                 raise StrettoError(
-                    f"a microbatch has {new.dtype} {list(new.shape)} where its graph reads {mine.dtype} "
-                    f"{list(mine.shape)}",
+                    f"a microbatch has {new.dtype} {list(new.shape)} where its graph reads {captured.dtype} "
+                    f"{list(captured.shape)}",
                     hint="give all microbatches one shape, or use no graphs",
                 )
-            mine.copy_(new)
+            captured.copy_(new)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ from stretto.program.program import Program
 
 
 def forward_only(program: Program, microbatches: int) -> Program:
-    """A program of only the forwards, for any number of microbatches, in an order that always completes.
-    Where the program has several copies of the model, it runs the first.
+    """Return a program of only the forwards, for any number of microbatches, in an order that always
+    completes. If the program has several copies of the model, it runs the first.
     """
     orders = tuple(
         tuple(
@@ -72,7 +72,7 @@ def check_asynchronous(program: Program, optimizer: bool, tied: Sequence[tuple[i
     of an asynchronous program share a parameter.
 
     Args:
-        optimizer: whether the pipeline has one.
+        optimizer: the pipeline has an optimiser.
         tied: sets of stages that share a parameter.
     """
     if program.versions and not optimizer:
@@ -94,7 +94,7 @@ def check_asynchronous(program: Program, optimizer: bool, tied: Sequence[tuple[i
 
 
 def parameter_counts(layers: Sequence[nn.Module]) -> list[float]:
-    """Cost of each layer for an even cut: 1 + its parameters, so that layers without parameters count too."""
+    """Cost of each layer for an even cut: 1 + its parameters; layers without parameters count too."""
     return [1.0 + sum(p.numel() for p in layer.parameters()) for layer in layers]
 
 
@@ -108,42 +108,42 @@ class Pipeline:
     Args:
         layers: the model in order. Each layer's result is the next layer's argument; a tuple is passed as
             several arguments. Layers of other ranks are not used and may stay on the meta device. Under a
-            program that splits backwards, every nn.Linear here is made to defer its weight gradient
-            (`parallel.tensor.linear.adopt`).
-        program: of one step, from `stretto.program`; its ranks are the mesh's pp.
-        window: the same asynchronous schedule over so many steps; with it, steps may follow one another
-            without a drain (`advance`).
+            program that splits backwards, every nn.Linear of this rank defers its weight gradient
+            (`parallel.tensor.linear.convert_linears`).
+        program: program of one step, from `stretto.program`; its ranks are the mesh's pp.
+        window: returns the same asynchronous schedule over a number of steps; with it, steps may follow one
+            another without a drain (`advance`).
         mesh: process groups. Every pipeline of the mesh runs the same program on its own data.
         loss: (output of the last layer, target) to a scalar, summed over the microbatch; or a `LayerLoss`.
-        weights: owns the parameters of the stages here: gathers and releases them, reduces their gradients
+        weights: owns the parameters of this rank's stages: gathers and releases them, reduces their gradients
             and, with an asynchronous schedule, updates them. By default `ReplicatedWeights`.
         cut: layers of each stage; by default cut evenly by parameter count.
         skips: outputs that go to a later layer as well.
         ties: shared parameters. By default they are detected by identity, which is lost when layers leave the
             meta device.
         partial: slices whose gradients several tensor-parallel ranks share.
-        boundary: shape and dtype of the activations between stages, where all are alike, or of what enters
-            each stage of the model but the first, by its number; by default a trial forward determines them.
+        boundary: shape and dtype of the activations between stages, if all are alike, or of the inputs of
+            each stage of the model but the first, by stage; by default a trial forward determines them.
         varying: microbatches differ in shape; each message then begins with its shapes.
-        lookahead: how many actions before its use a receive is posted. Each takes a buffer of the size of a
-            boundary; a message whose receive is posted when it arrives costs the CPU about half.
-        before_forward: called before each forward with the microbatch's number in its step; with `window`,
-            with its place among `ring`.
-        autocast: dtype that forwards compute in, where it differs from the parameters'.
+        lookahead: number of actions before its use that a receive is posted. Each takes a buffer of the size
+            of a boundary; a message whose receive is posted when it arrives costs the CPU about half.
+        before_forward: called before each forward with the microbatch's index in its step; with `window`,
+            with its slot of `ring`.
+        autocast: dtype that forwards compute in, if it differs from the parameters'.
         graphs: each microbatch of training is replayed as one graph of the device (`MicrobatchGraph`). Its
             gradients are reduced at the end of the step.
 
     Attributes:
-        rank: of this process in its pipeline.
-        stages: the stages of this rank by number.
-        buffers: their gradients (`StageWeights.buffers`).
+        rank: rank of this process in its pipeline.
+        stages: stages of this rank by number.
+        buffers: gradients of the stages (`StageWeights.buffers`).
         drains_each_step: a window has one step.
-        ring: microbatches after which memory is used again: those of a step, or with `window` of several. The
-            first microbatch of step n of a window is in place `n * m % ring`.
-        ahead: a window that is under way has at least so many steps after those that have come to an end.
-        late: steps after which all ranks have come to the end of a step too, so that agreeing on it holds
-            nobody up.
-        holds_loss: whether this rank has a last stage.
+        ring: microbatches after which memory is reused: those of a step, or with `window` of several. The
+            first microbatch of step n of a window is in slot `n * m % ring`.
+        ahead: minimum number of steps that a window in progress has after its finished ones.
+        late: number of steps after which all ranks have finished a step too, so that agreeing on it delays
+            no rank.
+        holds_loss: this rank has a last stage.
 
     Raises:
         StrettoError: a program for another number of ranks or one that cannot complete; more stages than
@@ -196,7 +196,10 @@ class Pipeline:
         self.drains_each_step = window is None
         self.ring, self.ahead = self._rounds.ring, self._rounds.ahead
         self.late = max(1, -(-(program.ranks - 1) // program.microbatches))
-        self.stages = {s: self._stage(layers, s) for s in program.stages_of(self.rank)}
+        self.stages = dict[int, Stage]()
+        for s in program.stages_of(self.rank):
+            held_layers = self.layers_of(s)
+            self.stages[s] = Stage([layers[i] for i in held_layers], held_layers.start, self._skips)
         for s in {a.stage for a in program.orders[self.rank] if a.kind is ActionKind.W}:
             convert_linears(self.stages[s])
         self.holds_loss = any(program.is_last(s) for s in self.stages)
@@ -222,7 +225,11 @@ class Pipeline:
             self._boundaries = dict.fromkeys(range(1, program.depth), (boundary,))
         elif boundary is not None:
             self._boundaries = dict(boundary)
-        self._versions = self._make_versions()
+        self._versions = dict[int, WeightVersions]()
+        if self.program.versions:
+            for s, stage in self.stages.items():
+                renew = functools.partial(self.weights.recreate_storage, s)
+                self._versions[s] = WeightVersions(stage, self._update(s), renew)
         self._train: Executor | None = None
         self._infer = dict[int, Executor]()
 
@@ -237,8 +244,8 @@ class Pipeline:
         return list({id(p): p for stage in self.stages.values() for p in stage.parameters()}.values())
 
     def copies_elsewhere(self) -> list[nn.Parameter]:
-        """Tied or copied parameters held here whose first copy is on another rank, where norms count them and
-        checkpoints save them.
+        """This rank's tied or copied parameters whose first copy is on another rank, where norms count them
+        and checkpoints save them.
         """
         return self._shared.copies_elsewhere(self.rank)
 
@@ -252,16 +259,16 @@ class Pipeline:
         return [*tied, *(part.parameter for part in self._partial)]
 
     def layers_of(self, stage: int) -> range:
-        """The numbers of the layers of a stage, whatever copy of the model it belongs to."""
+        """Return the indices of the layers of a stage, of any copy of the model."""
         return self.cut[stage % self.program.depth]
 
     @property
     def weight_versions(self) -> dict[int, int]:
-        """Most versions of its weights that each stage held at once in the last step."""
-        return {s: self._versions[s].most if s in self._versions else 1 for s in self.stages}
+        """Maximum number of versions of its weights that each stage held at once in the last step."""
+        return {s: self._versions[s].max_held if s in self._versions else 1 for s in self.stages}
 
     def train(self, mode: bool = True) -> None:
-        """Training or evaluation mode of the stages held here."""
+        """Set training or evaluation mode of this rank's stages."""
         for stage in self.stages.values():
             stage.train(mode)
 
@@ -281,9 +288,9 @@ class Pipeline:
         `advance`.
 
         Args:
-            inputs: one per microbatch, a tensor or a tuple of arguments; used by ranks that hold the first
-                stage.
-            targets: one per microbatch; used by ranks that hold the last stage.
+            inputs: input of each microbatch, a tensor or a tuple of arguments; used by ranks that hold the
+                first stage.
+            targets: target of each microbatch; used by ranks that hold the last stage.
             scale: gradient of each microbatch's loss, such as 1 / tokens of the global batch; a sequence has
                 one for each.
             recorder: times every call, and the wait for reductions at the end.
@@ -302,7 +309,7 @@ class Pipeline:
 
     @property
     def drained(self) -> bool:
-        """Whether nothing is under way: the next step begins a window."""
+        """True if no microbatch is in flight: the next step begins a window."""
         return self._train is None or self._train.step == 0
 
     def advance(
@@ -311,18 +318,18 @@ class Pipeline:
         steps: int,
         recorder: Recorder | None = None,
     ) -> Tensor | None:
-        """One step further in a window of steps, which drains at its end only: an asynchronous program goes
-        on to this rank's last action of the step, and with later steps until then.
+        """Run one step of a window of steps, which drains at its end only: an asynchronous program continues
+        to this rank's last action of the step, with actions of later steps in between.
 
         Args:
-            enter: from the number of a step in the window to its inputs, targets and scale, as `step` takes
-                them. Called once for each step, in order, when this rank first needs it.
-            steps: of the window, the same on all ranks. While the window is under way they may become fewer,
-                but not fewer than those that have come to an end and `ahead` more.
+            enter: returns inputs, targets and scale of a step of the window, as `step` takes them. Called
+                once for each step, in order, when this rank first needs its batch.
+            steps: number of steps of the window, the same on all ranks. It may shrink while the window runs,
+                but not below the finished steps and `ahead` more.
             recorder: as in `step`.
 
         Returns:
-            As `step`, of the step that has come to its end here.
+            As `step`, for the step that has finished on this rank.
         """
         if self._loss is None:
             raise StrettoError(
@@ -357,7 +364,7 @@ class Pipeline:
         return self._results(executor)
 
     def _prepare(self, enter: Enter) -> Enter:
-        """Make the executor of training; returns `enter`, of which the first batch may have been taken."""
+        """Create the executor of training; return `enter`, from which the first batch may have been taken."""
         if self._boundaries is not None or self._varying:
             self._train = self._executor(self._rounds, ())
             return enter
@@ -377,7 +384,7 @@ class Pipeline:
         """Forward only: the losses of any number of microbatches, as `step` returns them. Collective.
 
         Every rank passes the same number of inputs; ranks without the first stage may pass None for each.
-        Without a loss the rank that holds the last stage gets the outputs: stacked, or as a list where they
+        Without a loss the rank that holds the last stage gets the outputs: stacked, or as a list if they
         differ in shape or are tuples.
         """
         m = len(inputs)
@@ -417,11 +424,14 @@ class Pipeline:
         if not any(end in self.stages for end in ends):
             return None
         of_step = (program if executor.rounds.cycle == 0 else self.program).copy_of
-        mine = [i for i, copy in enumerate(of_step) if (copy + 1) * program.depth - 1 in self.stages]
-        if not mine:  # a copy that no microbatch goes through
+        local_microbatches = [
+            i for i, copy in enumerate(of_step) if (copy + 1) * program.depth - 1 in self.stages
+        ]
+        if not local_microbatches:  # a copy that no microbatch goes through
             return torch.empty(0, device=self.mesh.device)
         results = [
-            (live.losses if self._loss is not None else live.outputs)[executor.place + i] for i in mine
+            (live.losses if self._loss is not None else live.outputs)[executor.place + i]
+            for i in local_microbatches
         ]
         if all(isinstance(t, Tensor) and t.shape == results[0].shape for t in results):
             return torch.stack(results)
@@ -429,14 +439,14 @@ class Pipeline:
 
     def _check_batch(self, inputs: Sequence[Any], targets: Sequence[Any], microbatches: int) -> None:
         first = any(self.program.is_first(s) for s in self.stages)
-        for what, values, needed in (
+        for kind, values, needed in (
             ("inputs", inputs, first),
             ("targets", targets, self.holds_loss and self._loss is not None),
         ):
             if needed and (len(values) != microbatches or not microbatches):
                 raise StrettoError(
-                    f"{len(values)} {what} for {microbatches} microbatches",
-                    hint=f"give one of the {what} for each microbatch, at least one",
+                    f"{len(values)} {kind} for {microbatches} microbatches",
+                    hint=f"give one of the {kind} for each microbatch, at least one",
                 )
 
     def _gradients_of_losses(self, scale: Scale) -> Sequence[Tensor | None]:
@@ -455,10 +465,6 @@ class Pipeline:
         return list(scales)
 
     # ------------------------------------------------------------------ building
-
-    def _stage(self, layers: Sequence[nn.Module], stage: int) -> Stage:
-        mine = self.cut[stage % self.program.depth]
-        return Stage([layers[i] for i in mine], mine.start, self._skips)
 
     def _executor(self, rounds: SteadyState, inputs: Sequence[Any]) -> Executor:
         if self._boundaries is None and not self._varying:
@@ -493,14 +499,6 @@ class Pipeline:
         """A parameter's reduced gradient: this rank's part, flat, and the index of its first element."""
         parts = (buffer.reduced(parameter) for buffer in self.buffers.values())
         return next((part for part in parts if part is not None), None)
-
-    def _make_versions(self) -> dict[int, WeightVersions]:
-        if not self.program.versions:
-            return {}
-        return {
-            s: WeightVersions(stage, self._update(s), partial(self.weights.recreate_storage, s))
-            for s, stage in self.stages.items()
-        }
 
     def _update(self, stage: int) -> Callable[[], None]:
         """The update of one stage in the middle of the program."""

@@ -29,8 +29,8 @@ def probe_boundaries(
     group: ProcessGroup | None,
     device: torch.device,
 ) -> dict[int, Boundaries]:
-    """The boundaries of every stage of the model but the first, by stage, the same on all ranks of the
-    pipeline (`group`). Collective.
+    """Return the boundaries before every stage of the model but the first, by stage, the same on all ranks of
+    the pipeline (`group`). Collective.
 
     Runs the first microbatch through the first copy of the model, in evaluation mode, and restores the random
     state. Only shapes cross ranks; later stages compute on zeros.
@@ -42,49 +42,38 @@ def probe_boundaries(
     entering = dict[int, Boundaries]()
     with forked_random([device]):
         for stage in range(program.depth - 1):
-            here, there = program.placement[stage], program.placement[stage + 1]
-            if rank == here:
+            sender, receiver = program.placement[stage], program.placement[stage + 1]
+            if rank == sender:
                 if before is not None:
                     before(0)
-                x = (
-                    inputs[0]
-                    if stage == 0
-                    else tuple(_blank(b.shape, b.dtype, device) for b in entering[stage])
-                )
+                x = inputs[0]
+                if stage:
+                    x = tuple(torch.zeros(b.shape, dtype=b.dtype, device=device) for b in entering[stage])
                 y = _trial(stages[stage], x if type(x) is tuple else (x,), rank, stage)
-                entering[stage + 1] = boundaries_of(_checked(y, stage))
-                if there != here:
+                results = y if isinstance(y, tuple) else (y,)
+                tensors = [t for t in results if isinstance(t, Tensor)]
+                if len(tensors) < len(results) or not any(t.is_floating_point() for t in tensors):
+                    raise StrettoError(
+                        f"stage {stage} returns {' and '.join(map(_describe, results)) or 'nothing'}",
+                        hint="stages return tensors, at least one of them floating-point",
+                    )
+                entering[stage + 1] = boundaries_of(tuple(tensors))
+                if receiver != sender:
                     assert transfer is not None
-                    transfer.send(pack(entering[stage + 1], device), (here, there, FORWARD)).wait()
-            elif rank == there:
+                    transfer.send(pack(entering[stage + 1], device), (sender, receiver, FORWARD)).wait()
+            elif rank == receiver:
                 assert transfer is not None
                 message = torch.empty(HEADER, dtype=torch.int64, device=device)
-                transfer.receive(message, (here, there, FORWARD)).wait()
+                transfer.receive(message, (sender, receiver, FORWARD)).wait()
                 entering[stage + 1] = unpack(message)
-    return _shared(entering, program, rank, group, device)
-
-
-def _shared(
-    entering: dict[int, Boundaries],
-    program: Program,
-    rank: int,
-    group: ProcessGroup | None,
-    device: torch.device,
-) -> dict[int, Boundaries]:
-    """Share the boundaries with all ranks: a rank may hold a later copy of a stage whose first copy is on
-    another rank.
-    """
     if group is None or program.depth == 1:
         return entering
+    # a rank may hold a later copy of a stage whose first copy is on another rank
     table = torch.zeros(program.depth - 1, HEADER, dtype=torch.int64, device=device)
     for stage, boundaries in entering.items():
         if program.placement[stage - 1] == rank:
             table[stage - 1] = pack(boundaries, device)
     return {stage + 1: unpack(row) for stage, row in enumerate(all_sum(table, group))}
-
-
-def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _trial(module: nn.Module, x: tuple[Any, ...], rank: int, stage: int) -> object:
@@ -102,19 +91,6 @@ def _trial(module: nn.Module, x: tuple[Any, ...], rank: int, stage: int) -> obje
     finally:
         for part, mode in was:
             part.training = mode
-
-
-def _checked(y: object, stage: int) -> tuple[Tensor, ...]:
-    """Check that a stage returns tensors, at least one of them floating-point."""
-    results = y if isinstance(y, tuple) else (y,)
-    if not all(isinstance(t, Tensor) for t in results) or not any(
-        t.is_floating_point() for t in results if isinstance(t, Tensor)
-    ):
-        raise StrettoError(
-            f"stage {stage} returns {' and '.join(map(_describe, results)) or 'nothing'}",
-            hint="stages return tensors, at least one of them floating-point",
-        )
-    return results  # pyright: ignore[reportReturnType]
 
 
 def _describe(y: object) -> str:

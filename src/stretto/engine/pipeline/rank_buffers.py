@@ -31,7 +31,7 @@ class Boundary:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a gradient comes back for it."""
+        """True if a gradient comes back for it."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
 
@@ -39,7 +39,7 @@ Boundaries = tuple[Boundary, ...]
 
 
 class StageBuffers:
-    """What the next actions of one stage of this rank need, by microbatch."""
+    """Inputs of the next actions of one stage of this rank, by microbatch."""
 
     def __init__(self, module: nn.Module, microbatches: int) -> None:
         self.module = module
@@ -47,12 +47,12 @@ class StageBuffers:
         self.y: list[Any] = [None] * microbatches  # outputs not yet sent or used, detached
         self.root: list[Any] = [None] * microbatches  # where the backward starts, for each floating output
         self.dx: list[Any] = [None] * microbatches  # input gradients not yet sent or used
-        self.rest: list[Any] = [None] * microbatches  # what W needs, between I and W
+        self.weight_work: list[Any] = [None] * microbatches  # what W needs, between I and W
         self.queue: list[DeferredGradient] = []  # the weight gradients that this stage's layers defer
         self.walk: GraphSplit | None = None  # for stages without layers that can defer
 
     def split_backward(self, queue: list[DeferredGradient]) -> None:
-        """Let the stage's linear layers defer their weight gradients into `queue`; the backward of a stage
+        """Make the stage's linear layers defer their weight gradients into `queue`; the backward of a stage
         without such layers is split by walking its graph.
         """
         self.queue = queue
@@ -66,17 +66,17 @@ class StageBuffers:
 
 
 class RankBuffers:
-    """The state of one rank: what is alive of each microbatch, at its place in a ring of them.
+    """The tensors of one rank: those alive of each microbatch, in its slot of a ring buffer.
 
     Args:
-        modules: the stages of the rank.
-        ring: microbatches after which places are used again.
+        modules: stages of the rank.
+        ring: number of slots: microbatches after which a slot is reused.
 
     Attributes:
-        inputs, targets, scales: of the batches that have been entered; `scales` are the gradients of losses.
-        losses: of the last stage, detached.
-        outputs: of the last stage where there is no loss.
-        receives, sends: messages under way.
+        inputs, targets, scales: current batches; `scales` are the gradients of losses.
+        losses: losses of the last stage, detached.
+        outputs: outputs of the last stage if there is no loss.
+        receives, sends: messages in flight.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], ring: int) -> None:
@@ -91,28 +91,28 @@ class RankBuffers:
         self.sends = dict[Action, tuple[list[Work], Any]]()
 
     def place(self, action: Action) -> int:
-        """Where the action's microbatch is kept."""
+        """Return the slot of the action's microbatch."""
         return microbatch_of(action) % self.ring
 
     def key(self, action: Action) -> Action:
-        """An action of a program of any length as messages under way are kept: by its microbatch's place."""
+        """Return the key of an action's message in `receives` and `sends`: its microbatch is the slot."""
         return Action(action.stage, action.kind, self.place(action))
 
     def set_batch(self, at: int, microbatches: int, batch: Batch) -> None:
-        """Keep a batch from place `at` on; a rank without the first or last stage need not have its parts."""
-        for kept, values in zip((self.inputs, self.targets, self.scales), batch, strict=True):
+        """Store a batch from slot `at` on; a rank without the first or last stage need not have its parts."""
+        for slots, values in zip((self.inputs, self.targets, self.scales), batch, strict=True):
             if len(values) == microbatches:
-                kept[at : at + microbatches] = values
+                slots[at : at + microbatches] = values
 
     def clear_batch(self, at: int, microbatches: int) -> None:
-        """Drop a batch, so that nothing of it outlives its step."""
-        for kept in (self.inputs, self.targets, self.scales):
-            kept[at : at + microbatches] = [None] * microbatches
+        """Drop a batch, so that none of its tensors outlives its step."""
+        for slots in (self.inputs, self.targets, self.scales):
+            slots[at : at + microbatches] = [None] * microbatches
 
 
 def assign_slots(order: Iterable[Action]) -> dict[Action, int]:
-    """Register allocation for receives: a buffer number for each, by stage and direction, reused after the
-    message's last use.
+    """Allocate buffers for receives, like registers: an index for each, by stage and direction, reused after
+    the message's last use.
 
     A received tensor lives until the last backward action (B or W) of its microbatch on that stage; in
     forward-only programs, until its F.
@@ -123,25 +123,25 @@ def assign_slots(order: Iterable[Action]) -> dict[Action, int]:
         if action.kind.is_compute:
             ends[action.stage, action.microbatch] = at
     free = dict[tuple[int, ActionKind], list[int]]()
-    made = dict[tuple[int, ActionKind], int]()
-    held = dict[int, list[tuple[tuple[int, ActionKind], int]]]()
+    created = dict[tuple[int, ActionKind], int]()
+    to_free = dict[int, list[tuple[tuple[int, ActionKind], int]]]()
     slots = dict[Action, int]()
     for at, action in enumerate(order):
         if action.kind in (ActionKind.RECV_F, ActionKind.RECV_B):
             pool = (action.stage, action.kind)
             spare = free.setdefault(pool, [])
-            slot = spare.pop() if spare else made.get(pool, 0)
-            if slot == made.get(pool, 0):
-                made[pool] = slot + 1
+            slot = spare.pop() if spare else created.get(pool, 0)
+            if slot == created.get(pool, 0):
+                created[pool] = slot + 1
             slots[action] = slot
-            held.setdefault(ends[action.stage, action.microbatch], []).append((pool, slot))
-        for pool, slot in held.pop(at, ()):
+            to_free.setdefault(ends[action.stage, action.microbatch], []).append((pool, slot))
+        for pool, slot in to_free.pop(at, ()):
             free.setdefault(pool, []).append(slot)
     return slots
 
 
 def same_memory(a: object, b: Tensor) -> bool:
-    """Whether two tensors lie in one storage."""
+    """True if two tensors share a storage."""
     return isinstance(a, Tensor) and a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 

@@ -43,7 +43,7 @@ class Recorder:
         self._zero = self._now()
 
     def record(self, label: str, call: Call, wait: Call | None) -> None:
-        """Time a call, and before it the wait that it would begin with."""
+        """Time a call, and before it the wait for its message."""
         if wait is not None:
             start = self._now()
             wait()

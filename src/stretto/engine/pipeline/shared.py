@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from stretto.engine.parallel.collectives import all_sum, start_sum
 from stretto.engine.parallel.data.gradients import GradientBuffer
@@ -30,12 +30,12 @@ class Tie:
     uses: tuple[tuple[int, str], ...]  # (layer, name in the layer), in model order
 
     def stages(self, cut: Sequence[range]) -> tuple[int, ...]:
-        """The stages that hold it."""
+        """Return the stages that hold it."""
         return tuple(s for s, layers in enumerate(cut) if any(layer in layers for layer, _ in self.uses))
 
 
 def find_ties(layers: Sequence[nn.Module]) -> list[Tie]:
-    """Every parameter that more than one layer holds. The layers must still share the tensors."""
+    """Return every parameter that more than one layer holds. The layers must still share the tensors."""
     uses = dict[int, list[tuple[int, str]]]()
     for at, layer in enumerate(layers):
         for name, parameter in layer.named_parameters():
@@ -54,14 +54,14 @@ class PartialGradient:
     slice: SharedSlice
 
     def view(self, reduced: Reduced | None = None) -> Tensor:
-        """The slice of the gradient; of a gradient split over data-parallel ranks, the part held here."""
+        """Return the slice of the gradient; if data-parallel ranks split the gradient, this rank's part."""
         part = None if reduced is None else reduced(self.parameter)
         if part is None or len(part[0]) == self.parameter.numel():
-            whole = self.parameter.grad if part is None else part[0].view(self.parameter.shape)
-            assert whole is not None
-            if not whole.dim():
-                return whole
-            return whole.narrow(self.slice.dim, self.slice.start, self.slice.size)
+            gradient = self.parameter.grad if part is None else part[0].view(self.parameter.shape)
+            assert gradient is not None
+            if not gradient.dim():
+                return gradient
+            return gradient.narrow(self.slice.dim, self.slice.start, self.slice.size)
         assert self.slice.dim == 0, "a gradient split over ranks is split by rows"
         flat, first = part
         row = self.parameter.numel() // self.parameter.shape[0]
@@ -75,7 +75,7 @@ def sum_partial(parts: Sequence[PartialGradient], reduced: Reduced | None = None
 
     Args:
         parts: the same slices in the same order on all ranks of a group.
-        reduced: returns the gradient of a parameter where it is not in `grad`.
+        reduced: returns the gradient of a parameter if it is not in `grad`.
     """
     together = dict[tuple[int, torch.dtype], tuple[ProcessGroup, list[Tensor]]]()
     for part in parts:
@@ -84,9 +84,11 @@ def sum_partial(parts: Sequence[PartialGradient], reduced: Reduced | None = None
             continue
         group = part.slice.group
         together.setdefault((id(group), view.dtype), (group, []))[1].append(view)
-    started = [
-        (views, flat, start_sum(flat, group)) for group, views in together.values() for flat in [_flat(views)]
-    ]
+    started = list[tuple[list[Tensor], Tensor, Work]]()
+    for group, views in together.values():
+        single = len(views) == 1 and views[0].is_contiguous()
+        flat = views[0].view(-1) if single else torch.cat([view.reshape(-1) for view in views])
+        started.append((views, flat, start_sum(flat, group)))
     for views, flat, work in started:
         work.wait()
         if not same_place(flat, views[0]):
@@ -99,13 +101,15 @@ def sum_gradients(model: nn.Module, table: Mapping[str, ShardedParameter]) -> No
     the last backward and before clipping. Collective over the ranks of tp.
 
     Args:
-        table: what `parallelize` returned for the model.
+        table: result of `parallelize` for the model.
 
     Raises:
         StrettoError: none of them is in `grad`.
     """
-    shared = [(p, one) for name, p in model.named_parameters() for one in table[name].shared]
-    parts = [PartialGradient(p, one) for p, one in shared if p.grad is not None]
+    shared = [
+        (p, shared_slice) for name, p in model.named_parameters() for shared_slice in table[name].shared
+    ]
+    parts = [PartialGradient(p, shared_slice) for p, shared_slice in shared if p.grad is not None]
     if shared and not parts:
         raise StrettoError(
             "sum_gradients: no parameter whose gradient is to be summed has one in grad",
@@ -114,23 +118,16 @@ def sum_gradients(model: nn.Module, table: Mapping[str, ShardedParameter]) -> No
     sum_partial(parts)
 
 
-def _flat(views: Sequence[Tensor]) -> Tensor:
-    """All gradients in one flat tensor; no copy where there is only one."""
-    if len(views) == 1 and views[0].is_contiguous():
-        return views[0].view(-1)
-    return torch.cat([view.reshape(-1) for view in views])
-
-
 class SharedGradients:
-    """The gradients of parameters that several stages hold: tied ones, and those of copies of a stage.
-    Collective: all ranks construct it together, since it makes process groups.
+    """Gradients of parameters that several stages hold: tied ones, and those of copies of a stage.
+    Collective: all ranks construct it together, since it creates process groups.
 
     Attributes:
-        late: by id, parameters whose gradients are complete only after all stages of this rank.
+        late: parameters, by id, whose gradients are complete only after all stages of this rank.
 
     Args:
         cut: layers of each stage of the model.
-        stages: of this rank, by number.
+        stages: stages of this rank, by number.
     """
 
     def __init__(
@@ -151,7 +148,7 @@ class SharedGradients:
         self._copies = self._copied(mesh)
 
     def copies_elsewhere(self, rank: int) -> list[nn.Parameter]:
-        """Parameters held here whose first copy is on another rank: not to be counted or saved twice."""
+        """This rank's parameters whose first copy is on another rank: not to be counted or saved twice."""
         copies = list[nn.Parameter]()
         first = {s % self.program.depth for s in self.stages if s < self.program.depth}
         for s, stage in self.stages.items():
@@ -170,14 +167,14 @@ class SharedGradients:
             buffer.wait()
         for parameter, group in self._sums:
             parts = (buffer.reduced(parameter) for buffer in buffers.values())
-            all_sum(next(one for one in parts if one is not None)[0], group)
+            all_sum(next(part for part in parts if part is not None)[0], group)
         for stage, group in self._copies:
             for flat in buffers[stage].flats:
                 all_sum(flat, group)
 
     def tied(self) -> frozenset[int]:
-        """By id, the tied parameters held here. Each gets a unit of its own on all ranks that share it, so
-        that its gradient has the same shape there.
+        """Return the ids of this rank's tied parameters. Each gets a unit of its own on all ranks that share
+        it, so that its gradient has the same shape on all of them.
         """
         return frozenset(self._tied_here())
 
@@ -185,7 +182,7 @@ class SharedGradients:
         return {id(self._parameter(t, s)) for t in self.ties for s in self._places(t) if s in self.stages}
 
     def _places(self, tie: Tie) -> list[int]:
-        """The stages that hold the tied parameter, in all copies of the model."""
+        """Return the stages that hold the tied parameter, in all copies of the model."""
         depth = self.program.depth
         return [copy * depth + s for copy in range(self.program.copies) for s in tie.stages(self.cut)]
 
@@ -201,25 +198,25 @@ class SharedGradients:
         return self._groups.get(holders)
 
     def _tied(self, mesh: Mesh) -> list[tuple[nn.Parameter, ProcessGroup]]:
-        """(parameter, group) of every tied sum of this rank, in the same order on all ranks."""
+        """Return (parameter, group) of every tied sum of this rank, in the same order on all ranks."""
         sums = list[tuple[nn.Parameter, ProcessGroup]]()
         for tie in self.ties:
             stages = self._places(tie)
             if len(tie.stages(self.cut)) < 2:
                 continue  # tied inside one stage: autograd sums it
-            group, here = self._group(stages, mesh), [s for s in stages if s in self.stages]
-            if not here:
+            group, local_stages = self._group(stages, mesh), [s for s in stages if s in self.stages]
+            if not local_stages:
                 continue
-            parameter = self._parameter(tie, here[0])
+            parameter = self._parameter(tie, local_stages[0])
             # the sum of a stage's copies must not include it again
-            if len(here) > 1 or self.program.copies > 1:
+            if len(local_stages) > 1 or self.program.copies > 1:
                 self.late[id(parameter)] = parameter
             if group is not None and parameter.requires_grad:
                 sums.append((parameter, group))
         return sums
 
     def _copied(self, mesh: Mesh) -> list[tuple[int, ProcessGroup]]:
-        """(stage here, group) of every stage whose copies are on other ranks."""
+        """Return (stage, group) of every stage of this rank whose copies are on other ranks."""
         copied, depth = list[tuple[int, ProcessGroup]](), self.program.depth
         if self.program.copies == 1:
             return copied

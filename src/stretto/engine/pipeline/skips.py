@@ -15,8 +15,8 @@ from stretto.errors import StrettoError
 class Skip:
     """The output of layer `source` as an extra argument of layer `target`, after its others.
 
-    Between stages it is sent beside the activation, across every boundary, and its gradient comes back the
-    same way: where source and target are k ranks apart it is sent k times.
+    Between stages it is sent with the activation, across every boundary, and its gradient comes back the same
+    way: if source and target are k ranks apart it is sent k times.
     """
 
     source: int
@@ -42,9 +42,9 @@ class Stage(nn.Sequential):
     """The layers of one stage in sequence. A layer's tuple becomes several arguments of the next layer.
 
     Args:
-        layers: of the stage.
-        start: number of its first layer in the model.
-        skips: of the whole model. Those that enter the stage are its last arguments, in order; those that
+        layers: layers of the stage.
+        start: index of its first layer in the model.
+        skips: skips of the model. Those that enter the stage are its last arguments, in order; those that
             leave it are its last results.
     """
 
@@ -53,9 +53,9 @@ class Stage(nn.Sequential):
         stop = start + len(layers)
         self._in = [s for s in skips if s.source < start <= s.target]
         self._out = [s for s in skips if s.source < stop <= s.target]
-        here = range(start, stop)
-        self._targets = {at - start: [s for s in skips if s.target == at] for at in here}
-        self._sources = {at - start: [s for s in skips if s.source == at] for at in here}
+        layer_numbers = range(start, stop)
+        self._targets = {at - start: [s for s in skips if s.target == at] for at in layer_numbers}
+        self._sources = {at - start: [s for s in skips if s.source == at] for at in layer_numbers}
         self._plain = (
             not any(start <= at < stop for s in skips for at in (s.source, s.target)) and not self._in
         )
@@ -71,10 +71,10 @@ class Stage(nn.Sequential):
 
     def _with_skips(self, x: tuple[Any, ...]) -> Any:
         arguments = len(x) - len(self._in)
-        held: dict[Skip, Tensor] = dict(zip(self._in, x[arguments:], strict=True))
+        open_skips: dict[Skip, Tensor] = dict(zip(self._in, x[arguments:], strict=True))
         x = x[:arguments]
         for at, layer in enumerate(self):
-            y = layer(*x, *(held[skip] for skip in self._targets[at]))
+            y = layer(*x, *(open_skips[skip] for skip in self._targets[at]))
             x = y if type(y) is tuple else (y,)
             for skip in self._sources[at]:
                 if len(x) != 1:
@@ -82,6 +82,6 @@ class Stage(nn.Sequential):
                         f"layer {skip.source} returns {len(x)} tensors, but a skip starts there",
                         hint="a skip carries one tensor",
                     )
-                held[skip] = x[0]
-        x = (*x, *(held[skip] for skip in self._out))
+                open_skips[skip] = x[0]
+        x = (*x, *(open_skips[skip] for skip in self._out))
         return x[0] if len(x) == 1 else x

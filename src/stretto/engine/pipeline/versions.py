@@ -17,7 +17,7 @@ from torch import nn
 from stretto.engine.pipeline.rank_buffers import microbatch_of
 from stretto.program.action import Action, ActionKind
 
-NEVER = sys.maxsize  # a microbatch that does not come
+NEVER = sys.maxsize  # a microbatch beyond all windows
 _USES = frozenset(
     {ActionKind.F, ActionKind.RECOMPUTE, ActionKind.B, ActionKind.I}
 )  # W has kept what it needs
@@ -28,12 +28,12 @@ class WeightVersions:
 
     Args:
         module: the stage.
-        step: applies the gradients to the module's parameters, in place, and clears them.
+        step: applies the gradients to the module's parameters in place, and clears them.
         recreate_storage: moves the parameters to new memory with the same values.
 
     Attributes:
         newest: number of the newest version.
-        most: versions held at once, since the last start.
+        max_held: versions held at once, since the last start.
         left: the first microbatch that will not come, in the numbers of the program that is bound.
     """
 
@@ -50,70 +50,70 @@ class WeightVersions:
             for name, p in part.named_parameters(recurse=False, remove_duplicate=False)
             if id(p) in at
         ]
-        self._held = dict[int, list[nn.Parameter]]()
+        self._leaves_of = dict[int, list[nn.Parameter]]()
         self._bound: int | None = None  # None: the parameters themselves are bound
         self.newest = 0
-        self.most = 0
+        self.max_held = 0
         self.left = NEVER
 
     def start(self) -> None:
         """Begin a window with one version, number 0."""
         self.newest = 0
-        self.most = 1
-        self._held = {0: self._leaves()}
+        self.max_held = 1
+        self._leaves_of = {0: self._leaves()}
 
     def use(self, age: int) -> None:
         """Bind the leaves of a version to the module.
 
         Args:
-            age: updates that have replaced it; 0 is the newest.
+            age: number of updates since the version; 0 is the newest.
         """
         version = self.newest - age
         if version != self._bound:
-            self._bind(self._held[version])
+            self._bind(self._leaves_of[version])
             self._bound = version
 
     def drop(self, age: int, following: int) -> None:
         """After a backward: free its version, unless it is the newest or another microbatch will use it.
 
         Args:
-            age: of the version.
-            following: the next microbatch that uses it.
+            age: number of updates since the version.
+            following: next microbatch that uses it.
         """
         if age and following >= self.left:
-            del self._held[self.newest - age]
+            del self._leaves_of[self.newest - age]
 
     def update(self, following: int) -> None:
-        """Update the weights: the next version.
+        """Create the next version by an update.
 
         Args:
-            following: the next microbatch that computes with the version that is replaced.
+            following: next microbatch that computes with the replaced version.
         """
         if following < self.left:
-            self._recreate_storage()  # the version before keeps the old memory
+            self._recreate_storage()  # the replaced version keeps the old memory
         else:
-            del self._held[self.newest]
+            del self._leaves_of[self.newest]
         self._step()
         self.newest += 1
-        self._held[self.newest] = self._leaves()
-        self.most = max(self.most, len(self._held))
+        self._leaves_of[self.newest] = self._leaves()
+        self.max_held = max(self.max_held, len(self._leaves_of))
 
     def end(self) -> None:
         """Bind the parameters themselves again, at the newest version."""
         self._bind(self._masters)
         self._bound = None
-        self._held.clear()
+        self._leaves_of.clear()
 
     def _leaves(self) -> list[nn.Parameter]:
-        made = list[nn.Parameter]()
+        leaves = list[nn.Parameter]()
         for parameter in self._masters:
             # a new leaf has its own version counter, so autograd does not see the update of another version
             leaf = nn.Parameter(parameter.data)
             if parameter.grad is not None and parameter.grad.dtype != leaf.dtype:
                 leaf.grad_dtype = parameter.grad.dtype  # pyright: ignore[reportAttributeAccessIssue]
             leaf.grad = parameter.grad
-            made.append(leaf)
-        return made
+            leaves.append(leaf)
+        return leaves
 
     def _bind(self, parameters: list[nn.Parameter]) -> None:
         for part, name, at in self._places:
@@ -122,12 +122,12 @@ class WeightVersions:
 
 @dataclass(frozen=True, kw_only=True)
 class VersionAges:
-    """Which versions of a stage's weights its actions use, from the newest at that place in the order back.
+    """Versions of a stage's weights that its actions use.
 
     Attributes:
-        of: for each forward and backward, by how many updates its version is older than the newest.
-        following: for each of them, the first microbatch that uses its version later; for each update, the
-            first one that uses the version that it replaces; NEVER if there is none.
+        of: for each forward and backward, the number of updates between its version and the newest one then.
+        following: for each of them, the next microbatch that uses its version; for each update, the first one
+            that still uses the version that it replaces; NEVER if there is none.
     """
 
     of: Mapping[Action, int]
@@ -135,11 +135,11 @@ class VersionAges:
 
 
 def ages(order: Sequence[Action], versions: Sequence[int]) -> VersionAges:
-    """The ages of the versions that a stage uses.
+    """Return the ages of the versions that a stage uses.
 
     Args:
-        order: the stage's actions, in the order of its rank.
-        versions: the version that each microbatch uses (`Program.versions`).
+        order: actions of the stage, in the order of its rank.
+        versions: version that each microbatch uses (`Program.versions`).
     """
     of, following = dict[Action, int](), dict[Action, int]()
     newest = 0
@@ -148,7 +148,7 @@ def ages(order: Sequence[Action], versions: Sequence[int]) -> VersionAges:
             newest += 1
         elif action.kind in _USES:
             of[action] = newest - versions[microbatch_of(action)]
-    users = dict[int, int]()  # of each version, the next microbatch after the place in the order
+    users = dict[int, int]()  # next microbatch that uses each version, after this point of the order
     for action in reversed(order):
         if action.kind is ActionKind.UPDATE:
             newest -= 1

@@ -31,30 +31,30 @@ _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.ru
 _INDIVISIBLE = frozenset({"CompiledFunctionBackward", "CheckpointFunctionBackward"})
 
 
-_Known = tuple[GradientEdge, Tensor]  # an edge of the graph and the gradient that arrived there
+_Arrival = tuple[GradientEdge, Tensor]  # an edge of the graph and the gradient that arrived there
 
 
 @dataclass
 class WeightWork:
-    """What I leaves for W.
+    """The work that I leaves for W.
 
     Attributes:
-        alone: for each node whose weights only it uses: the incoming gradients, and the weights.
-        shared: for each node with weights that are used elsewhere too: the incoming gradients, and the edges
-            towards the weights.
+        alone: for each node whose weights no other node uses: incoming gradients, and the weights.
+        shared: for each node with weights that others use too: incoming gradients, and the edges towards the
+            weights.
         ends: edges from which all paths lead to weights.
     """
 
-    alone: list[tuple[list[_Known], list[GradientEdge]]]
-    shared: list[tuple[list[_Known], list[GradientEdge]]]
-    ends: list[_Known]
+    alone: list[tuple[list[_Arrival], list[GradientEdge]]]
+    shared: list[tuple[list[_Arrival], list[GradientEdge]]]
+    ends: list[_Arrival]
 
 
 class GraphSplit:
     """Splits the backwards of one stage.
 
     Args:
-        parameters: of the stage. Without any that requires a gradient, I is the whole backward.
+        parameters: parameters of the stage. If none requires a gradient, I is the complete backward.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -88,24 +88,24 @@ class GraphSplit:
             return _undivided(starts, arriving)
         return _run_inputs(cut, starts, arriving, targets, ends)
 
-    def weight_gradients(self, rest: WeightWork) -> None:
+    def weight_gradients(self, work: WeightWork) -> None:
         """W: add the deferred weight gradients into `parameter.grad`, and free the graph."""
-        alone = rest.alone
-        shared = rest.shared
-        ends = rest.ends
-        rest.alone = []
-        rest.shared = []
-        rest.ends = []
+        alone = work.alone
+        shared = work.shared
+        ends = work.ends
+        work.alone = []
+        work.shared = []
+        work.ends = []
         while alone:  # from the output on, freeing memory on the way
-            known, leaves = alone.pop()
-            places, gradients = zip(*known, strict=True)
-            del known
+            arrivals, leaves = alone.pop()
+            places, gradients = zip(*arrivals, strict=True)
+            del arrivals
             _run_backward(places, gradients, False, False, tuple(leaves), True, True)
             del places, gradients, leaves
         while shared:
-            known, ways = shared.pop()
-            places, gradients = zip(*known, strict=True)
-            del known
+            arrivals, ways = shared.pop()
+            places, gradients = zip(*arrivals, strict=True)
+            del arrivals
             computed = _run_backward(places, gradients, False, False, tuple(ways), True, False)
             ends += [(way, dw) for way, dw in zip(ways, computed, strict=True) if dw is not None]
             del places, gradients, ways, computed
@@ -116,7 +116,7 @@ class GraphSplit:
 def _starts(
     roots: Sequence[GradientEdge | Tensor], gradients: Sequence[Tensor | None]
 ) -> tuple[list[GradientEdge], list[Tensor]]:
-    """The outputs that have a gradient, as edges, and their gradients."""
+    """Return the outputs that have a gradient, as edges, and their gradients."""
     starts, arriving = list[GradientEdge](), list[Tensor]()
     for root, dy in zip(roots, gradients, strict=True):
         if isinstance(root, Tensor):
@@ -131,10 +131,10 @@ def _starts(
     return starts, arriving
 
 
-def _run_all(known: list[_Known]) -> None:
-    """The whole backward from these edges on; empties the list, freeing memory on the way."""
-    places, gradients = zip(*known, strict=True)
-    known.clear()
+def _run_all(arrivals: list[_Arrival]) -> None:
+    """Run the complete backward from these edges on; empties the list, which frees memory on the way."""
+    places, gradients = zip(*arrivals, strict=True)
+    arrivals.clear()
     _run_backward(places, gradients, False, False, (), True, True)
 
 
@@ -164,17 +164,17 @@ def _run_inputs(
         if dx is not None:
             x.grad = dx if x.grad is None else x.grad + dx
     now = [(leaf, dw) for leaf in cut.early if (dw := next(came)) is not None]
-    rest = WeightWork([], [], [])
+    work = WeightWork([], [], [])
     for source in cut.sources:
-        known = [(place, dy) for place in source.places if (dy := next(came)) is not None]
-        if known and source.leaves is not None:
-            rest.alone.append((known, source.leaves))
-        elif known:
-            rest.shared.append((known, source.ways))
-    rest.ends += [(s, dy) for s, dy in zip(starts, arriving, strict=True) if s.node in cut.late]
+        arrivals = [(place, dy) for place in source.places if (dy := next(came)) is not None]
+        if arrivals and source.leaves is not None:
+            work.alone.append((arrivals, source.leaves))
+        elif arrivals:
+            work.shared.append((arrivals, source.ways))
+    work.ends += [(s, dy) for s, dy in zip(starts, arriving, strict=True) if s.node in cut.late]
     if now:  # through autograd, so that the weights' hooks run
         _run_all(now)
-    return rest
+    return work
 
 
 @dataclass(frozen=True)
@@ -343,7 +343,7 @@ def _cut(starts: list[GradientEdge], inputs: list[Node]) -> _Cut | None:
 
 
 def _watched(leaf: Any) -> bool:
-    """Whether the weight has hooks, which would see its gradient twice: computed, then accumulated."""
+    """True if the weight has hooks, which would see its gradient twice: computed, then accumulated."""
     return bool(leaf.variable._backward_hooks)
 
 
@@ -357,16 +357,16 @@ def _sources(graph: _Graph, late: list[_Group], shared: set[Node | None]) -> lis
             (source,) = group.sources
             if source is not None:
                 leaves[source] += _leaves([group])
-    made = list[_Source]()
+    sources = list[_Source]()
     for node in sorted(first, key=lambda node: node._sequence_nr()):
         ways = {(nearer, slot): None for nearer, slot in graph.edges[node] if nearer in first[node]}
         ends = None if node in shared else [GradientEdge(leaf, 0) for leaf in leaves[node]]
-        made.append(_Source(graph.places(node), [GradientEdge(*way) for way in ways], ends))
-    return made
+        sources.append(_Source(graph.places(node), [GradientEdge(*way) for way in ways], ends))
+    return sources
 
 
 def _leaves(groups: Iterable[_Group]) -> list[Node]:
-    """The weights of these groups, each once."""
+    """Return the weights of these groups, each once."""
     return list(
         {n: None for g in groups for nodes in g.below for n in nodes if type(n).__name__ == "AccumulateGrad"}
     )
