@@ -42,19 +42,19 @@ def find_problems(
     config: RecommenderConfig, *, world: int | None = None, devices: int | None = None
 ) -> list[Problem]:
     """All problems of the job, those of this machine included; arguments as for `check`."""
-    found = list(_ranks(config.layout, config.batch.global_size, world, devices))
-    found += _tables(config)
-    found += _optimisers(config.dense_optimiser(), config.optim.tables, config.train.dtype)
+    broken = list(_ranks(config.layout, config.batch.global_size, world, devices))
+    broken += _tables(config)
+    broken += _optimisers(config.dense_optimiser(), config.optim.tables, config.train.dtype)
     if config.train.dtype == "float64" and config.tables.wire != "float32":
         rule = "float64 training is for exactness"
-        found.append(Problem("tables.wire", config.tables.wire, rule, "tables.wire=float32"))
-    found += _held_out(config.data, evaluates=config.eval.every is not None)
-    found += _sources(config.data)
+        broken.append(Problem("tables.wire", config.tables.wire, rule, "tables.wire=float32"))
+    broken += _held_out(config.data, evaluates=config.eval.every is not None)
+    broken += _sources(config.data)
     if (folder := config.tables.folder) is not None:
-        found += writable("tables.folder", folder, Path(folder).expanduser())
-    found += _guard(config.guard, config.checkpoint.every, config.model.tables or [])
-    found += run_problems(config)
-    return found or list(_elastic(config))
+        broken += writable("tables.folder", folder, Path(folder).expanduser())
+    broken += _guard(config.guard, config.checkpoint.every, config.model.tables or [])
+    broken += run_problems(config)
+    return broken or list(_elastic(config))
 
 
 def _elastic(config: RecommenderConfig) -> Iterator[Problem]:

@@ -60,7 +60,7 @@ def find_problems(
     config: TrainConfig, *, world: int | None = None, devices: int | None = None
 ) -> list[Problem]:
     """Return all problems of a job: broken rules of `stretto.spec.rules`, and what this machine lacks."""
-    found, job = list[Problem](), None
+    broken, job = list[Problem](), None
     builds: dict[str, Callable[[], object]] = {"model": config.shape, "layout": config.layout.to_layout}
     if (file := config.schedule.file) is not None:
         builds["schedule"] = lambda: program_file(file)
@@ -68,35 +68,35 @@ def find_problems(
         try:
             build()
         except StrettoError as error:
-            found.append(error.within(field))
-    shape = None if any(one.field.startswith("model") for one in found) else config.shape()
+            broken.append(error.within(field))
+    shape = None if any(one.field.startswith("model") for one in broken) else config.shape()
     if shape is not None and shape.unbuilt:
         rule = f"the model has {', '.join(shape.unbuilt)}, which can be planned and not yet built"
         fix = "model.preset=llama3-8b, or another Llama or GPT"
-        found.append(Problem("model.preset", config.model.preset, rule, fix))
-    if found:  # there is no job to check, but for its optimiser
-        found += optimiser_problems(config.optim)
+        broken.append(Problem("model.preset", config.model.preset, rule, fix))
+    if broken:  # there is no job to check, but for its optimiser
+        broken += optimiser_problems(config.optim)
     else:
         job = job_of(config, world=world, devices=devices)
-        found += problems(job)
-    found += _program_file(config.schedule)
-    found += _vocab(config.data, config.model.vocab)
+        broken += problems(job)
+    broken += _program_file(config.schedule)
+    broken += _vocab(config.data, config.model.vocab)
     if shape is not None:
-        found += _no_decay(config.optim.no_decay, shape)
-    found += _split(config.data.split, evaluates=config.eval.every is not None)
-    found += _mixture(config.data)
-    found += _objective(config, shape)
-    found += _source(config.data.sources)
-    found += _tokenizer(config.data.tokenizer_files)
+        broken += _no_decay(config.optim.no_decay, shape)
+    broken += _split(config.data.split, evaluates=config.eval.every is not None)
+    broken += _mixture(config.data)
+    broken += _objective(config, shape)
+    broken += _source(config.data.sources)
+    broken += _tokenizer(config.data.tokenizer_files)
     if config.train.compile != "off":
-        found += compiler_problems(config.train.compile, config.train.device)
+        broken += compiler_problems(config.train.compile, config.train.device)
     if config.train.graphs != "off":
-        found += graph_problems(config.train, config.layout.tp, config.data.packing, config.metrics.trace)
-    found += _guard(config, job)
-    found += run_problems(config)
-    if not found and job is not None:
-        found += [*_memory_budget(job), *_disk_space(config.dp, job)]
-    return found or list(_elastic(config))
+        broken += graph_problems(config.train, config.layout.tp, config.data.packing, config.metrics.trace)
+    broken += _guard(config, job)
+    broken += run_problems(config)
+    if not broken and job is not None:
+        broken += [*_memory_budget(job), *_disk_space(config.dp, job)]
+    return broken or list(_elastic(config))
 
 
 def _elastic(config: TrainConfig) -> Iterator[Problem]:
@@ -211,7 +211,8 @@ def _objective(config: TrainConfig, shape: ModelShape | None) -> Iterator[Proble
     """Check that the objective suits the model, and that its samples can be made."""
     if shape is None:
         return
-    data, encoder, corruption = config.data, shape.encoder_layers > 0, config.corruption
+    data, corruption = config.data, config.corruption
+    encoder = shape.encoder_layers > 0
     if encoder != (corruption is not None):
         rule = "the model has an encoder" if encoder else "the model has no encoder"
         fix = "span-corruption or infilling" if encoder else "causal, or a model such as t5-small"
